@@ -40,14 +40,13 @@ DEFAULTS = {
 }
 
 CONFIG_HEAD = """\
-# Configuration
+# Options
 
 <!-- Generated from servd/config/ by `make docs`; changes here are lost. -->
 
 You can give every option as a flag of `servd serve`, as a key of a `--config` file (`.toml`,
-`.yaml` or `.json`, with dashes or underscores), and as a keyword of `servd.LLM`. A flag wins over
-the file, and the file over the default. To turn off a switch that is on, write `--no-...`. `servd
-serve --help` shows the common options, and `--help-all` shows all.
+`.yaml` or `.json`, with dashes or underscores), or as a keyword of `servd.LLM`. A flag wins over
+the file. `servd serve --help` shows the common options, and `--help-all` shows all.
 
 ```toml
 # servd.toml: servd serve --config servd.toml
@@ -57,13 +56,12 @@ max-num-seqs = 32
 kv-cache-memory = "2GiB"
 ```
 
-Where a description says "Default: ...", servd chooses the value at the start, from the model and
-the machine, and logs it.
-
-You can paste command lines of vLLM: options have its names where the meaning is equal, and servd
-takes vLLM's other names and values too (`-tp`, `--model`, `--dtype half`, `--max-model-len 8k`).
-It logs a flag that it does not need, and rejects other flags, mostly with what to use instead
-([from vLLM](../how-to/from-vllm.md)).
+- **Switches.** For a switch that is on, the tables have the flag that turns it off: `--no-...`. The
+  description says what the switch does while it is on.
+- **Defaults.** If a description has a "Default", servd chooses the value at the start and logs it.
+- **From vLLM.** Options have vLLM's names where the meaning is equal. servd also accepts vLLM's
+  other spellings (`-tp`, `--model`, `--dtype half`, `--max-model-len 8k`). It logs flags that it
+  does not need, and rejects others, mostly with a replacement ([vLLM](../how-to/from-vllm.md)).
 """
 
 
@@ -108,7 +106,7 @@ def config_row(option: msgspec.structs.FieldInfo) -> str:
 def values(kind: object, metas: list[msgspec.Meta]) -> str:
     """What may be given, in words: `integer, 1 to 256`."""
     if typing.get_origin(kind) is list:
-        return "one or more texts"
+        return "texts"
     words = {bool: "switch", int: "integer", float: "number", str: "text"}.get(kind, "JSON")
     bound = {
         name: value
@@ -120,6 +118,8 @@ def values(kind: object, metas: list[msgspec.Meta]) -> str:
     for name, word in (("ge", "from"), ("gt", "above"), ("le", "to"), ("lt", "below")):
         if name in bound:
             limits.append(f"{word} {bound[name]}")
+    if "ge" in bound and "le" in bound:
+        limits = [f"{bound['ge']} to {bound['le']}"]
     return ", ".join(part for part in (words, " ".join(limits)) if part)
 
 
@@ -131,7 +131,7 @@ def fields_table() -> str:
         default = DEFAULTS.get(name, getattr(neutral, name, None))
         match default:
             case None | [] | {}:
-                shown = "none"
+                shown = ""
             case bool():
                 shown = str(default).lower()
             case float():

@@ -25,10 +25,9 @@ HEAD = """\
 
 <!-- Generated from the constants in servd/ by `make docs`; changes here are lost. -->
 
-Every bound on what a client may send, and the answer beyond it. Flags show their defaults.
-[http.md](http.md) has the bounds of single sampling parameters, and
-[overload](../explanation/overload.md) explains shares and rates. [options.md](options.md) has all
-flags.
+Every limit on what a client may send, and what servd does beyond it. Limits with a flag show the
+default. [HTTP API](http.md#fields) has the bounds of sampling parameters.
+[Overload](../explanation/overload.md) explains shares and rates.
 """
 
 
@@ -47,43 +46,51 @@ def tables() -> dict[str, list[Row]]:
     return {
         "Connections": [
             (
-                "open connections, per API server",
+                "open connections per API server",
                 f"{server.max_connections:,} (`--max-connections`)",
-                "the longest idle one is closed, else 503",
+                "servd closes the longest idle connection; 503 if none is idle",
             ),
             (
-                "request line and headers",
+                "size of the request line and the headers",
                 size(http_protocol.MAX_HEAD),
                 "431, closed",
             ),
-            ("time for them", f"{server.header_timeout:g} s (`--header-timeout`)", "408, closed"),
             (
-                "rate of a body",
-                f"{http_protocol.MIN_BODY_RATE:,} bytes/s over {server.body_timeout:g} s "
-                "(`--body-timeout`)",
+                "time until the headers are complete",
+                f"{server.header_timeout:g} s (`--header-timeout`)",
                 "408, closed",
             ),
             (
-                f"size of its chunks, after {http_protocol.MAX_SMALL_CHUNKS:,}",
-                f"{http_protocol.MIN_CHUNK} bytes on average",
+                "speed of a body",
+                f"at least {http_protocol.MIN_BODY_RATE:,} bytes/s, averaged over "
+                f"{server.body_timeout:g} s (`--body-timeout`)",
+                "408, closed",
+            ),
+            (
+                f"size of the chunks of a body, after {http_protocol.MAX_SMALL_CHUNKS:,} chunks",
+                f"at least {http_protocol.MIN_CHUNK} bytes on average",
                 "400, closed",
             ),
             (
-                "time without taking a byte of the answer",
+                "time in which the client reads nothing of its answer",
                 f"{server.write_timeout:g} s (`--write-timeout`)",
-                "closed, the request is aborted",
+                "closed; servd cancels the request",
             ),
         ],
         "Bodies": [
-            ("body", size(middleware.MAX_BODY), "413"),
-            ("bodies that are still arriving, together", size(middleware.MAX_ARRIVING), "429"),
-            ("elements, keys and containers of its JSON", f"{validation.MAX_VALUES:,}", "400"),
+            ("size of a body", size(middleware.MAX_BODY), "413"),
+            ("size of all bodies that are still arriving", size(middleware.MAX_ARRIVING), "429"),
+            (
+                "elements, keys and containers in the JSON of a body",
+                f"{validation.MAX_VALUES:,}",
+                "400",
+            ),
             ("keys of `metadata`", f"{validation.MAX_KEYS}", "400"),
-            ("prompts of a request", f"{completions.MAX_PROMPTS:,}", "400"),
-            ("choices of a request, over all prompts", f"{completions.MAX_CHOICES:,}", "400"),
-            ("choices of a prompt, `n`", f"{params.MAX_N}", "400"),
+            ("prompts per request", f"{completions.MAX_PROMPTS:,}", "400"),
+            ("choices per request, over all prompts", f"{completions.MAX_CHOICES:,}", "400"),
+            ("choices per prompt (`n`)", f"{params.MAX_N}", "400"),
             ("beams", f"{params.MAX_BEAMS}", "400"),
-            ("options of a decision request", f"{decisions.MAX_OPTIONS:,}", "400"),
+            ("options per decision request", f"{decisions.MAX_OPTIONS:,}", "400"),
             ("stop strings", f"{params.MAX_STOP} of {params.MAX_STOP_LENGTH:,} characters", "400"),
             (
                 "bad words",
@@ -91,77 +98,81 @@ def tables() -> dict[str, list[Row]]:
                 f"{params.MAX_BAD_WORD_TOKENS} tokens",
                 "400",
             ),
-            ("deadline, `timeout`", f"{bounds.MAX_TIMEOUT:,} s", "400"),
+            ("`timeout`", f"{bounds.MAX_TIMEOUT:,} s", "400"),
         ],
         "Files and batches": [
-            ("upload", size(batch_store.MAX_UPLOAD), "413"),
-            ("its `Content-Type`", f"{files.MAX_CONTENT_TYPE:,} characters", "400"),
-            ("uploads of a key at the same time", f"{batch_store.MAX_UPLOADS}", "429"),
-            ("files and batches of a key", f"{batch_store.MAX_OBJECTS:,}", "400"),
-            ("their bytes, before an upload", size(batch_store.MAX_BYTES), "400"),
+            ("size of an uploaded file", size(batch_store.MAX_UPLOAD), "413"),
+            ("`Content-Type` of an uploaded file", f"{files.MAX_CONTENT_TYPE:,} characters", "400"),
+            ("simultaneous uploads per API key", f"{batch_store.MAX_UPLOADS}", "429"),
+            ("files and batches per API key", f"{batch_store.MAX_OBJECTS:,}", "400"),
+            (
+                "size of all files of an API key, before an upload",
+                size(batch_store.MAX_BYTES),
+                "400",
+            ),
             (
                 "age of files and batches",
                 f"{batch_store.RETENTION // 86400} days",
-                "they are removed",
+                "servd deletes them",
             ),
-            ("lines of a batch", f"{batch.MAX_LINES:,}", "the batch fails"),
-            ("a line", size(batch.MAX_LINE), "the batch fails"),
+            ("lines per batch", f"{batch.MAX_LINES:,}", "the batch fails"),
+            ("size of a line", size(batch.MAX_LINE), "the batch fails"),
             (
-                "batches of a key run at the same time",
+                "running batches per API key",
                 f"{batch_runner.MAX_BATCHES_PER_KEY}",
-                "the others wait",
+                "other batches wait",
             ),
         ],
         "Work": [
             ("prompt plus output", "`--max-model-len` tokens", "400 `context_length_exceeded`"),
             (
-                "unfinished prompts, per API server",
+                "unfinished prompts per API server",
                 f"{scheduler.max_waiting_requests:,} (`--max-waiting-requests`)",
                 "429",
             ),
             (
-                "their tokens, by their lengths until they are tokenised",
+                "tokens of unfinished prompts per API server",
                 f"{scheduler.max_waiting_tokens:,} (`--max-waiting-tokens`)",
                 "429",
             ),
             ("CPU time of a chat template", f"{chat_template.MAX_SECONDS:g} s", "400"),
             (
-                "what it writes, and each of its values",
+                "text that a chat template writes, and each of its values",
                 f"{chat_template.MAX_CHARS:,} characters",
                 "400",
             ),
             (
-                "schema, regular expression or grammar",
+                "size of a schema, regular expression or grammar",
                 size(params.MAX_GRAMMAR_BYTES),
                 "400",
             ),
-            ("time to compile it", f"{grammar_checker.TIME_LIMIT:g} s", "400"),
-            ("memory to compile it", size(grammar_checker.MEMORY_LIMIT), "400"),
-            ("parser items for a token of it", f"{grammar.MAX_ITEMS:,}", "400"),
+            ("time to compile a grammar", f"{grammar_checker.TIME_LIMIT:g} s", "400"),
+            ("memory to compile a grammar", size(grammar_checker.MEMORY_LIMIT), "400"),
+            ("parser items per token of a grammar", f"{grammar.MAX_ITEMS:,}", "400"),
             (
-                "time until others' are compiled",
+                "time until the grammars of other requests are compiled",
                 f"{grammar_checker.QUEUE_LIMIT:g} s",
                 "429",
             ),
         ],
         "Answers": [
             (
-                "log-probabilities in one body, or of a stream that its client has not read",
-                f"{delta_stream.MAX_LOGPROBS_HELD:,}; in responses "
+                "log-probabilities in one answer; in a stream, those that the client has not read",
+                f"{delta_stream.MAX_LOGPROBS_HELD:,}; `/v1/responses` "
                 f"{events.EventBuilder.max_logprobs:,}",
                 "400",
             ),
-            ("numbers of vectors in one body", f"{pooling.MAX_NUMBERS:,}", "400"),
+            ("numbers in the vectors of one answer", f"{pooling.MAX_NUMBERS:,}", "400"),
             (
-                "candidates for each token, `logprobs`",
+                "candidates per token (`logprobs`)",
                 f"{params.MAX_LOGPROBS} (`--max-logprobs`)",
                 "400",
             ),
             (
-                "stored responses of a key",
-                f"{server.max_stored_responses:,} (`--max-stored-responses`), "
+                "stored responses per API key",
+                f"{server.max_stored_responses:,} (`--max-stored-responses`); "
                 f"{size(response_store.MIN_BYTES)} to {size(response_store.MAX_BYTES)}",
-                "the oldest finished one is dropped",
+                "servd drops the oldest finished response",
             ),
         ],
     }

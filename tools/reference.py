@@ -19,41 +19,27 @@ ROUTES_HEAD = f"""\
 
 {NOTICE.format(source="servd/api/routes/")}
 
-Every route of the server, by family. `GET /openapi.json` has the full schema of each body and
-answer, and `/docs` shows it in a browser. [http.md](http.md) explains the fields of requests.
+Every route of the server. `GET /openapi.json` has the schema of each body and response, and `/docs`
+shows it in a browser. [HTTP API](http.md) explains the fields of requests.
 """
 
-# Family of routes (the file in servd/api/routes/) -> its title, in the order of the page.
-FAMILIES = {
-    "chat": "Chat",
-    "completions": "Completions",
-    "responses": "Responses",
-    "messages": "Anthropic messages",
-    "embeddings": "Embeddings",
-    "rerank": "Reranking",
-    "score": "Scores",
-    "classify": "Classification",
-    "pooling": "Pooling",
-    "decisions": "Decisions",
-    "tokenize": "Tokens",
-    "models": "Models",
-    "lora": "LoRA adapters",
-    "files": "Files",
-    "batches": "Batches",
-    "health": "Health",
-    "metrics": "Metrics",
-    "requests": "Requests and their time",
-    "cache": "KV cache",
-    "sleep": "Sleep",
-    "server_info": "Server",
-    "audit": "Audit",
-    "openapi": "API description",
-    "console": "Console",
-    "cohere": "Cohere",
-    "chat_batch": "Several conversations at once",
-    "render": "Rendering",
-    "llama_server": "llama-server",
-    "sagemaker": "SageMaker",
+# Title -> families of routes (files in servd/api/routes/), in the order of the page.
+GROUPS = {
+    "Generate text": (
+        "chat",
+        "completions",
+        "responses",
+        "messages",
+        "chat_batch",
+        "decisions",
+    ),
+    "Vectors and scores": ("embeddings", "cohere", "pooling", "classify", "score", "rerank"),
+    "Tokens and prompts": ("tokenize", "render"),
+    "Models and adapters": ("models", "lora", "sleep"),
+    "Files and batches": ("files", "batches"),
+    "Health and monitoring": ("health", "metrics", "requests", "cache", "server_info", "audit"),
+    "Console and API description": ("console", "openapi"),
+    "Routes of other servers": ("llama_server", "sagemaker"),
 }
 
 ERRORS_HEAD = f"""\
@@ -61,9 +47,9 @@ ERRORS_HEAD = f"""\
 
 {NOTICE.format(source="servd/base/errors.py")}
 
-An error of the API is JSON with a message, a type, the field at fault and a code, as OpenAI's. The
-message names the value and the limit. The Anthropic routes use Anthropic's shape. Let your client
-decide by status and `code`.
+Errors have OpenAI's format: `message`, `type`, `param` (the field at fault) and `code`. The message
+names the value and the limit. The Anthropic routes use Anthropic's format. In a client, decide by
+status and `code`.
 """
 
 # What a client or operator does about an error of the API.
@@ -71,9 +57,9 @@ REMEDIES: dict[str, str] = {
     "InvalidRequest": "Correct the field that `param` names.",
     "ContextTooLong": "Shorten the prompt, lower `max_tokens`, or raise `--max-model-len`.",
     "Unauthorized": "Send `Authorization: Bearer KEY`.",
-    "Forbidden": "Use a key with the scope of the route.",
+    "Forbidden": "Use a key with the scope of the route, or see `--allowed-origins`.",
     "NotFound": "Check the path and the id. Stored objects expire.",
-    "UnknownModel": "Ask `GET /v1/models` for the names.",
+    "UnknownModel": "`GET /v1/models` lists the names.",
     "DeadlineExceeded": "Ask for fewer tokens, or raise `timeout`.",
     "Overloaded": "Wait for `Retry-After` seconds, or raise `--max-waiting-requests`.",
     "RateLimited": "Wait for `Retry-After` seconds, or raise the key's limit.",
@@ -85,23 +71,48 @@ REMEDIES: dict[str, str] = {
 
 # Errors without a class: status, type, code, when, what to do.
 OTHER_ERRORS: list[tuple[int, str, str | None, str, str]] = [
-    (405, "invalid_request_error", None, "the route has no such method", "See `Allow`."),
-    (408, "invalid_request_error", None, "head or body came too slowly", "Send them faster."),
+    (
+        405,
+        "invalid_request_error",
+        None,
+        "the route does not have this method",
+        "Use a method of the header `Allow`.",
+    ),
+    (
+        408,
+        "invalid_request_error",
+        None,
+        "the headers or the body arrive too slowly",
+        "Send faster, or raise `--header-timeout` or `--body-timeout`.",
+    ),
     (413, "invalid_request_error", None, "the body is too large", "See [limits](limits.md)."),
-    (431, "invalid_request_error", None, "the head is too large", "See [limits](limits.md)."),
+    (431, "invalid_request_error", None, "the headers are too large", "See [limits](limits.md)."),
     (500, "server_error", "internal_error", "servd has a bug", "Report it, with the server's log."),
     (507, "server_error", "storage_full", "the disk of `--batch-dir` is full", "Delete files."),
 ]
 
-# Metrics of no table in metric_names.py: name, kind, labels, text.
+# Metrics of no table in metric_names.py: name, kind, text.
 OTHER_METRICS = [
-    ("servd:engine_restarts", "counter", "", "Times the engine died and was started again."),
-    ("servd_ignored_fields", "counter", "", "Fields of requests that had no effect."),
-    ("http_requests", "counter", "`handler`, `method`, `status`", "Answers by route."),
-    ("http_request_duration_seconds", "histogram", "`handler`, `method`", "Time of answers."),
-    ("vllm:sleep_mode_operation_duration_seconds", "histogram", "", "Time of a sleep or wake-up."),
-    ("vllm:sleep_mode_operations_in_flight", "gauge", "", "Sleeps and wake-ups that run."),
-    ("process_*", "gauge", "", "CPU time, memory and open files of the API process."),
+    ("servd:engine_restarts", "counter", "Restarts of an engine that died or hung."),
+    ("servd_ignored_fields", "counter", "Request fields that had no effect."),
+    ("http_requests", "counter", "Responses, by `handler` (the route), `method` and `status`."),
+    (
+        "http_request_duration_seconds",
+        "histogram",
+        "Seconds from the headers of a request to the end of its response, by `handler` and "
+        "`method`.",
+    ),
+    (
+        "vllm:sleep_mode_operation_duration_seconds",
+        "histogram",
+        "Seconds to sleep or to wake up, by `operation`.",
+    ),
+    (
+        "vllm:sleep_mode_operations_in_flight",
+        "gauge",
+        "Unanswered requests to sleep or to wake up, by `operation`.",
+    ),
+    ("process_*", "gauge", "CPU time, memory and open files of the API server process."),
 ]
 
 METRICS_HEAD = f"""\
@@ -109,8 +120,9 @@ METRICS_HEAD = f"""\
 
 {NOTICE.format(source="servd/api/observability/metric_names.py")}
 
-`GET /metrics` answers in Prometheus' format. Names equal vLLM's where the meaning is equal, so its
-boards and alerts work. Counters have the suffix `_total`.
+`GET /metrics` answers in Prometheus' format. Metrics have vLLM's names where the meaning is equal,
+so dashboards and alerts for vLLM work. In the response, counters have the suffix `_total`, and
+metrics of engines have the labels `model_name` and `engine`.
 [Monitor a server](../how-to/monitoring.md) shows what to watch.
 """
 
@@ -122,14 +134,15 @@ def routes_page() -> str:
         for route in router.routes:
             assert isinstance(route, Route)
             families.setdefault(str(route.tags[0]), []).append(route)
-    titles = {name: name.replace("_", " ").capitalize() for name in families} | FAMILIES
+    grouped = {name for names in GROUPS.values() for name in names}
+    others = {
+        name.replace("_", " ").capitalize(): (name,) for name in sorted(families.keys() - grouped)
+    }
     parts = [ROUTES_HEAD]
-    for name in dict.fromkeys([*FAMILIES, *sorted(families)]):
-        if name not in families:
-            continue
-        parts.append(f"\n## {titles[name]}\n\n| route | |\n|---|---|\n")
+    for title, names in (GROUPS | others).items():
+        parts.append(f"\n## {title}\n\n| route | |\n|---|---|\n")
         rows: dict[str, list[str]] = {}
-        for route in families[name]:
+        for route in (route for name in names for route in families.get(name, ())):
             if route.methods != {"HEAD"}:
                 shown = f"`{'/'.join(sorted(route.methods or ()))} {route.path}`"
                 rows.setdefault(summary(route), []).append(shown)
@@ -161,14 +174,13 @@ def errors_page() -> str:
 
 def metrics_page() -> str:
     """docs/reference/metrics.md."""
-    rows = [*OTHER_METRICS]
-    for name, text in metric_names.GAUGES.items():
-        rows.append((name, "gauge", "", text))
+    rows = [(name, "gauge", text) for name, text in metric_names.GAUGES.items()]
     for name, text in metric_names.COUNTERS.items():
-        rows.append((name, "counter", "", text))
+        rows.append((name, "counter", text))
     for name, (text, labels) in metric_names.LABELLED.items():
-        rows.append((name, "counter", ", ".join(f"`{label}`" for label in labels), text))
+        shown = ", ".join(f"`{label}`" for label in labels)
+        rows.append((name, "counter", f"{text.rstrip('.')}, by {shown}."))
     for name, (text, _) in metric_names.HISTOGRAMS.items():
-        rows.append((name, "histogram", "", text))
-    table = [f"| `{name}` | {kind} | {labels} | {text} |\n" for name, kind, labels, text in rows]
-    return f"{METRICS_HEAD}\n| name | kind | labels | |\n|---|---|---|---|\n{''.join(table)}"
+        rows.append((name, "histogram", text))
+    table = [f"| `{name}` | {kind} | {text} |\n" for name, kind, text in rows + OTHER_METRICS]
+    return f"{METRICS_HEAD}\n| name | kind | |\n|---|---|---|\n{''.join(table)}"

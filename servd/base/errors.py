@@ -13,7 +13,7 @@ ServdError
 │       ├── RateLimited          429: its API key has reached a limit
 │       └── Unavailable          503: the server is loading or shutting down
 ├── EngineError                  the server is at fault: 500
-│   ├── EngineDead               503: the engine process is gone
+│   ├── EngineDead               503: the engine process died
 │   └── ShuttingDown             503, code shutting_down: the server ends before the answer does
 └── ConfigError                  a flag, a file or the machine: one line on stderr, exit code 2
     ├── ModelNotFound
@@ -66,7 +66,7 @@ class Unauthorized(RequestError):
 
 
 class Forbidden(RequestError):
-    """403: the API key does not permit this."""
+    """403: the API key or the origin of the page does not permit this."""
 
     status = 403
     type = "permission_error"
@@ -87,7 +87,7 @@ class UnknownModel(NotFound):
 
 
 class DeadlineExceeded(RequestError):
-    """504: the request's own deadline passed before it was answered."""
+    """504: the deadline of the request (`timeout`) passed before it was answered."""
 
     status = 504
     type = "timeout_error"
@@ -116,21 +116,21 @@ class RateLimited(Overloaded):
 
 
 class Unavailable(Overloaded):
-    """503: the server cannot serve requests, because it is loading the model or shutting down."""
+    """503: the server is loading the model or shutting down."""
 
     status = 503
 
 
 class EngineError(ServdError):
-    """500: the engine failed on this request, which is not the client's fault."""
+    """500: the engine failed on this request. The client is not at fault."""
 
 
 class EngineDead(EngineError):
-    """503: the engine process is gone. Every open request ends with this error."""
+    """503: the engine process died. Every open request ends with this error."""
 
 
 class ShuttingDown(EngineError):
-    """503: the server shuts down. Every open request ends with this error."""
+    """503: the server is shutting down. Every open request ends with this error."""
 
 
 class ConfigError(ServdError):

@@ -13,16 +13,16 @@ class AccessConfig(Section, frozen=True):
     api_key: Annotated[
         list[Annotated[str, Meta(min_length=1)]],
         about(
-            "API key that clients send as `Authorization: Bearer KEY`. Repeat the flag for "
-            "several keys. Other users of the machine can see a command line: prefer "
-            "--api-key-file or $SERVD_API_KEY."
+            "API key that clients send as `Authorization: Bearer KEY`; repeat the flag for more. "
+            "Other users of the machine see command lines: prefer --api-key-file or "
+            "$SERVD_API_KEY."
         ),
     ] = []
     api_key_file: Annotated[
         str | None,
         about(
-            "TOML file of hashed API keys with names, scopes, limits and expiry. `servd key "
-            "NAME >> FILE` adds a key; SIGHUP reloads the file."
+            "TOML file of hashed API keys with names, scopes, limits and expiry. `servd key NAME "
+            ">> FILE` adds a key; SIGHUP reloads the file."
         ),
     ] = None
     ssl_certfile: Annotated[str | None, about("Certificate chain (PEM). Turns on HTTPS.")] = None
@@ -31,13 +31,12 @@ class AccessConfig(Section, frozen=True):
         about("Private key of the certificate (PEM). Default: the key in --ssl-certfile."),
     ] = None
     ssl_ca_certs: Annotated[
-        str | None, about("Certificate authorities (PEM) that sign the certificates of clients.")
+        str | None, about("Certificate authorities (PEM) for the certificates of clients.")
     ] = None
     ssl_cert_reqs: Annotated[
         int,
         about(
-            "Certificates of clients: 0 does not ask for them, 1 verifies those that are "
-            "sent, 2 requires one (mTLS).",
+            "Certificates of clients. 0: not requested. 1: verified if sent. 2: required (mTLS).",
             ge=0,
             le=2,
         ),
@@ -49,7 +48,7 @@ class AccessConfig(Section, frozen=True):
         list[Annotated[str, Meta(pattern=r"^(\*|https?://[^\s/\"]+)$")]],
         about(
             "Web origins whose pages may use the server (CORS), such as "
-            "`https://chat.example.com`; `*` allows all. Default: only the server's own."
+            "`https://chat.example.com`, or `*` for all. Default: only the server's own."
         ),
     ] = []
     allowed_methods: Annotated[

@@ -11,7 +11,7 @@ class BatchConfig(Section, frozen=True):
     batch_dir: Annotated[
         str | None,
         about(
-            "Folder that keeps what `/v1/files` and `/v1/batches` are given, so that batches go "
-            "on after a restart. Default: these routes refuse everything."
+            "Folder for uploaded files and batches, which continue after a restart. Default: "
+            "`/v1/files` and `/v1/batches` reject all requests."
         ),
     ] = None

@@ -28,19 +28,17 @@ class CacheConfig(Section, frozen=True):
     kv_cache_dtype: Annotated[
         Literal["auto", "float16", "bfloat16", "int8", "fp8"],
         about(
-            "Type of keys and values. auto: --dtype, or bfloat16 where a CPU rounds "
-            "activations to 8 bits. CPUs support float16, bfloat16 and int8 (with a scale "
-            "per token and head), GPUs fp8 (e4m3)."
+            "Type of keys and values. auto: --dtype, or bfloat16 if a CPU rounds activations to 8 "
+            "bits. int8 needs a CPU, fp8 (e4m3) a GPU."
         ),
     ] = "auto"
     enable_prefix_caching: Annotated[
-        bool, about("Reuse the KV cache of prompts that begin alike.")
+        bool, about("Reuse the KV blocks of earlier prompts with the same beginning.")
     ] = True
     max_pinned_share: Annotated[
         float,
         about(
-            "Share of the KV cache's blocks that may be pinned, by `retention` of requests "
-            "and by --pin-prefix.",
+            "Maximum share of the KV cache that requests (`retention`) and --pin-prefix may keep.",
             ge=0,
             le=0.9,
         ),
@@ -48,45 +46,43 @@ class CacheConfig(Section, frozen=True):
     pin_prefix: Annotated[
         list[str],
         about(
-            "Files with prompts to keep in the KV cache. A .json file holds the body of a "
-            "chat request, any other file text."
+            "Files with prompts to keep in the KV cache. A .json file holds a chat request, any "
+            "other file plain text."
         ),
     ] = []
     kv_cache_dir: Annotated[
         str | None,
         about(
-            "Folder that keeps KV blocks over restarts. Several engines may share it. Its "
-            "files reveal prompts: keep it private."
+            "Folder that keeps KV blocks across restarts; several engines may share it. Its files "
+            "reveal prompts: keep it private."
         ),
     ] = None
     kv_cache_dir_size: Annotated[
         Gibibytes,
         about(
-            "Maximum GiB of files in --kv-cache-dir. Beyond it, servd deletes the least "
-            "recently used."
+            "Maximum GiB in --kv-cache-dir. Beyond it, servd deletes the least recently used files."
         ),
     ] = 10.0
     kv_offloading_size: Annotated[
         Gibibytes | None,
         about(
-            "GiB of host memory, over all devices, for evicted blocks and blocks of "
-            "preempted requests. servd loads them back where that is faster than computing "
-            "them. Default: none."
+            "GiB of host memory, over all devices, for KV blocks of preempted requests and "
+            "evicted blocks. Default: none."
         ),
     ] = None
     kv_transfer_config: Annotated[
         KVTransferConfig | None,
         about(
-            "Exchange KV blocks with other engines, as JSON with vLLM's keys, such as "
-            '`{"kv_role": "kv_producer"}`; see docs/how-to/disaggregated.md.'
+            'Exchange KV blocks with other engines, as JSON with vLLM\'s keys: `{"kv_role": '
+            '"kv_producer"}`. See docs/how-to/disaggregated.md.'
         ),
     ] = None
     kv_events_config: Annotated[
         KVEventsConfig | None,
         about(
-            "Publish over ZMQ which blocks the prefix cache has, as JSON with vLLM's keys, "
-            'such as `{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}`. '
-            "Whoever can connect reads prompts."
+            "Publish over ZMQ which blocks the prefix cache holds, as JSON: "
+            '`{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}`. Whoever can connect '
+            "can read prompts."
         ),
     ] = None
     kv_cache_metrics: Annotated[

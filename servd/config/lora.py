@@ -16,15 +16,15 @@ class LoRAConfig(Section, frozen=True):
     max_loras: Annotated[Positive, about("Maximum adapters in one step.")] = 1
     max_lora_rank: Annotated[
         Annotated[int, Meta(ge=1, le=512)],
-        about("Largest rank of an adapter. Memory for adapters grows with it."),
+        about("Maximum rank of an adapter. Memory for adapters grows with it."),
     ] = 16
     max_cpu_loras: Annotated[
         Positive | None,
-        about("Adapters that stay in main memory, the most recently used. Default: --max-loras."),
+        about("Number of recently used adapters that stay in main memory. Default: --max-loras."),
     ] = None
     lora_dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        about("Type of the adapters. auto: the type of the activations."),
+        about("Type of the adapter weights. auto: the type of the activations."),
     ] = "auto"
     lora_modules: Annotated[
         list[str],
@@ -33,9 +33,9 @@ class LoRAConfig(Section, frozen=True):
     lora_dir: Annotated[
         str | None,
         about(
-            "Folder whose subfolders are adapters. servd loads one when a request names it, and "
-            "`/v1/load_lora_adapter` reads from this folder only. Default: no adapter can be "
-            "loaded at run time."
+            "Folder with a subfolder per adapter. At run time, servd loads adapters only from "
+            "here, when a request or `/v1/load_lora_adapter` names one. Default: no loading at run "
+            "time."
         ),
     ] = None
 

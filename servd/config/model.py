@@ -44,73 +44,69 @@ class ModelConfig(Section, frozen=True):
     hf_overrides: Annotated[
         dict[str, Any] | None,
         about(
-            "Change keys of the model's config.json, as JSON. For contexts four times as long: "
-            '`{"rope_scaling": {"rope_type": "yarn", "factor": 4}}`.'
+            'Change keys of the model\'s config.json, as JSON: `{"rope_scaling": {"rope_type": '
+            '"yarn", "factor": 4}}` makes contexts four times as long.'
         ),
     ] = None
     model_impl: Annotated[
         Literal["auto", "servd", "transformers"],
         about(
-            "Code that computes the layers: servd's model file, or the class of transformers. "
-            "auto: servd's file if there is one."
+            "Code that computes the layers. auto: servd's model file if there is one, else the "
+            "class of transformers."
         ),
     ] = "auto"
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
         about(
             "Type of weights and activations. auto: the checkpoint's type on CUDA, float32 on a "
-            "CPU. On a CPU, 16 bits are for storage only: it computes in float32. But with "
-            "bfloat16, matrix products by AMX or AVX512_BF16 round the activations."
+            "CPU. CPUs compute 16-bit types in float32, except products by AMX or AVX512_BF16."
         ),
     ] = "auto"
     quantization: Annotated[
         str | None,
         about(
-            "Quantize the weights while loading. int8: 8 bits. int4: 5 bits. fp8: 8-bit floats, "
-            "for Hopper and later. Leave it out for a quantized checkpoint: servd detects the "
-            "format.",
+            "Quantize the weights while loading: int8 to 8 bits, int4 to 5, fp8 to 8-bit floats "
+            "(from Hopper). Leave it out for quantized checkpoints: servd detects the format.",
             extra={"plugins": "servd.worker.quantization"},
         ),
     ] = None
     quantization_imatrix: Annotated[
         str | None,
         about(
-            "Importance matrix for --quantization int4: a GGUF file of llama.cpp's "
-            "`llama-imatrix`. It states which weights need small rounding errors."
+            "Importance matrix for --quantization int4: a GGUF file of llama.cpp's `llama-imatrix`."
         ),
     ] = None
     cpu_activation_dtype: Annotated[
         Literal["auto", "float32", "int8"],
         about(
-            "Type of activations beside weights of 4 or 8 bits, on a CPU with AMX or AVX-512 VNNI. "
-            "int8 makes prompts and batches faster, float32 keeps products exact. auto: int8 with "
-            "--quantization int8 or int4, float32 for quantized checkpoints."
+            "Type of activations for weights of 4 or 8 bits, on CPUs with AMX or AVX-512 VNNI. "
+            "int8 is faster, float32 exact. auto: int8 with --quantization int8 or int4, else "
+            "float32."
         ),
     ] = "auto"
     max_model_len: Annotated[
         Positive | None,
-        about("Maximum tokens of a request, prompt and output. Default: the model's maximum."),
+        about("Maximum tokens of a request: prompt plus output. Default: the model's maximum."),
     ] = None
     shorten_max_model_len: Annotated[
         bool | None,
         about(
-            "Shorten the context if the KV cache cannot hold one request of full length, instead "
-            "of refusing to start. Default: on unless --max-model-len is given."
+            "Shorten the context, instead of refusing to start, if the KV cache cannot hold one "
+            "request of full length. Default: on unless --max-model-len is given."
         ),
     ] = None
     load_format: Annotated[
         Literal["auto", "pt", "dummy"],
         about(
-            "Format of the weight files. auto: safetensors or GGUF. pt: pytorch_model*.bin; servd "
-            "unpickles tensors only. dummy: random weights, for tests."
+            "Format of the weight files. auto: safetensors or GGUF. pt: pytorch_model*.bin, "
+            "tensors only. dummy: random weights, for tests."
         ),
     ] = "auto"
     logprobs_mode: Annotated[
         LogprobsMode,
         about(
-            "Values that `logprobs` returns. raw: of the model's logits. processed: after "
-            "penalties, biases, grammars, temperature, top-k, top-p and min-p. `_logits`: logits "
-            "instead of log-probabilities."
+            "Values that `logprobs` returns. raw: before penalties and sampling parameters. "
+            "processed: after them. logits: logits instead of log-probabilities."
         ),
     ] = "raw_logprobs"
     max_logprobs: Annotated[
@@ -121,49 +117,52 @@ class ModelConfig(Section, frozen=True):
             le=MAX_CANDIDATES,
         ),
     ] = MAX_LOGPROBS
-    seed: Annotated[NotNegative, about("Seed of dummy weights and of requests without a seed.")] = 0
+    seed: Annotated[
+        NotNegative, about("Seed for random (dummy) weights, and for requests without `seed`.")
+    ] = 0
     generation_config: Annotated[
         str,
         about(
-            "Source of the default sampling parameters. auto: the model's generation_config.json. "
-            "vllm: neutral values. Otherwise a folder with a generation_config.json."
+            "Source of the default sampling parameters: a folder with a generation_config.json. "
+            "auto: the model's folder. vllm: neutral values."
         ),
     ] = "auto"
     override_generation_config: Annotated[
         GenerationDefaults | None,
         about(
             'Change the default sampling parameters, as JSON: `{"temperature": 0.6}`. '
-            "`max_new_tokens` holds for requests without `max_tokens`."
+            "`max_new_tokens` limits requests without `max_tokens`."
         ),
     ] = None
     speculative_config: Annotated[
         SpeculativeConfig | None,
         about(
-            "Draft tokens ahead of the model to answer faster, with the same output. A method such "
-            'as `ngram`, `demo`, or JSON with vLLM\'s keys: `{"method": "ngram", '
-            '"num_speculative_tokens": 4}`. Default: no drafts.'
+            "Draft tokens to answer faster, with the same output: a method such as `ngram`, or "
+            "JSON with vLLM's keys. For the demo model, use `demo`. Default: no drafts."
         ),
     ] = None
     spec_method: Annotated[
         str | None,
         about(
-            "Drafting method: `method` of --speculative-config. Default: by the draft's name.",
+            "Same as `method` in --speculative-config. Default: from the name of the draft model.",
             extra={"plugins": "servd.worker.spec_decode"},
         ),
     ] = None
     spec_model: Annotated[
         str | None,
-        about("Folder or Hugging Face id of the draft model: `model` of --speculative-config."),
+        about(
+            "Same as `model` in --speculative-config: folder or Hugging Face id of the draft model."
+        ),
     ] = None
     spec_tokens: Annotated[
         Positive | None,
         about(
-            "Maximum drafts of a request in one step: `num_speculative_tokens` of "
-            "--speculative-config. Default: 5, or what the method has."
+            "Same as `num_speculative_tokens` in --speculative-config: maximum drafts of a "
+            "request per step. Default: 5, or the method's own number."
         ),
     ] = None
     enforce_eager: Annotated[
-        bool, about("Run without CUDA graphs, and on a CPU without recorded graphs.")
+        bool, about("Turn off CUDA graphs, and on a CPU recorded graphs. Slower.")
     ] = False
     compile: Annotated[
         bool,
@@ -171,12 +170,12 @@ class ModelConfig(Section, frozen=True):
     ] = False
     batch_invariant: Annotated[
         bool,
-        about("On CUDA, make results independent of other requests in a batch. Slower."),
+        about("On CUDA, make results independent of other requests in the batch. Slower."),
     ] = False
     check_vectors: Annotated[
         bool,
         about(
-            "Compare an embedding or classification model with transformers at the start, and "
-            "refuse to serve it if they differ."
+            "Compare an embedding or classification model with transformers at the start. If they "
+            "differ, servd does not serve it."
         ),
     ] = True

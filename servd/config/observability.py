@@ -8,27 +8,27 @@ from servd.config._section import Section, about
 
 
 class ObservabilityConfig(Section, frozen=True):
-    """Logs, and what responses report about their computation."""
+    """Logs and traces."""
 
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], about("Lowest level of log lines to show.")
     ] = "info"
     log_format: Annotated[
         Literal["text", "json"],
-        about("text, or json: one object per line, with the request id and the W3C trace id."),
+        about("json: one object per line, with the request id and the W3C trace id."),
     ] = "text"
     access_log: Annotated[
         Literal["auto", "off", "requests", "all"],
         about(
-            "Log a line per answer, without its content. requests: except health checks and "
-            "metrics. auto: requests if the log goes to a terminal, else off."
+            "Log a line per answer, without its content. requests: all but health checks and "
+            "metrics. auto: requests on a terminal, else off."
         ),
     ] = "auto"
     enable_log_requests: Annotated[
         bool,
         about(
-            "Log the text, token ids and parameters of each prompt. Without this option, "
-            "the log does not contain what clients ask."
+            "Log the text, token ids and parameters of prompts. Without this option, the log does "
+            "not contain what clients ask."
         ),
     ] = False
     max_log_len: Annotated[
@@ -40,21 +40,21 @@ class ObservabilityConfig(Section, frozen=True):
     otlp_traces_endpoint: Annotated[
         str | None,
         about(
-            "OpenTelemetry collector (HTTP) that gets a trace of each request, such as "
+            "OpenTelemetry collector (HTTP) for a trace of each request, such as "
             "http://localhost:4318/v1/traces. Needs the extra servd[otel]."
         ),
     ] = None
     record_trace: Annotated[
         str | None,
         about(
-            "File to which servd appends times, lengths and shared prefixes of requests, "
-            "and all engine steps, as JSON lines without text. `servd simulate` replays it."
+            "File for times, lengths and shared prefixes of requests, and for engine steps, as "
+            "JSON lines without text. `servd simulate` replays it."
         ),
     ] = None
     per_request_spec_decode_metrics: Annotated[
         Literal["none", "summary", "detailed"],
         about(
-            "Report in `metrics.speculative_decoding` how many drafts were accepted, for "
-            "answers with one choice. detailed: also for each step."
+            "Report the number of accepted drafts in `metrics.speculative_decoding`, for answers "
+            "with one choice. detailed: also for each step."
         ),
     ] = "none"

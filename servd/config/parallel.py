@@ -15,16 +15,15 @@ class ParallelConfig(Section, frozen=True):
     executor: Annotated[
         str | None,
         about(
-            "How workers run. uniproc: inside the engine process. multiproc: one process "
-            "per device. ray: processes that Ray places on its nodes. fake: no model, "
-            "deterministic tokens, to measure the server. Default: uniproc for one device, "
-            "else multiproc.",
+            "How workers run. uniproc: in the engine process. multiproc: one process per device. "
+            "ray: on nodes that Ray chooses. fake: without a model, to measure the server. "
+            "Default: uniproc for one device, else multiproc.",
             extra={"plugins": "servd.core.executor"},
         ),
     ] = None
     tensor_parallel_size: Annotated[
         Positive,
-        about("Devices per engine (or per pipeline stage) that each hold a slice of every layer."),
+        about("Devices per engine, or per pipeline stage. Each holds a slice of every layer."),
     ] = 1
     enable_expert_parallel: Annotated[
         bool,
@@ -36,8 +35,7 @@ class ParallelConfig(Section, frozen=True):
     pipeline_parallel_size: Annotated[
         Positive,
         about(
-            "Pipeline stages that each hold some of the layers, on --tensor-parallel-size "
-            "devices per stage. That many steps run at once."
+            "Pipeline stages per engine. Each holds some layers, on --tensor-parallel-size devices."
         ),
     ] = 1
     data_parallel_size: Annotated[
@@ -53,48 +51,43 @@ class ParallelConfig(Section, frozen=True):
     data_parallel_start_rank: Annotated[
         NotNegative | None,
         about(
-            "Number of this server's first engine, with a load balancer in front of several "
-            "servers. Implies --data-parallel-hybrid-lb."
+            "Number of this server's first engine, if a load balancer spreads requests over "
+            "several servers. Implies --data-parallel-hybrid-lb."
         ),
     ] = None
     data_parallel_backend: Annotated[
         Literal["mp", "ray"],
-        about(
-            "How engines start. mp: as processes of this host. ray: Ray also places engines "
-            "on other hosts."
-        ),
+        about("Where engines start. mp: on this host. ray: on hosts that Ray chooses, too."),
     ] = "mp"
     join_token_file: Annotated[
         str | None,
         about(
-            "File with the token that engines need to exchange KV blocks "
-            "(--kv-transfer-config), and that encrypts them. Default: $SERVD_JOIN_TOKEN."
+            "File with the secret that engines share to exchange and encrypt KV blocks "
+            "(--kv-transfer-config). Default: $SERVD_JOIN_TOKEN."
         ),
     ] = None
     data_parallel_rank: Annotated[
         NotNegative | None,
         about(
-            "Number of this server's only engine, with a load balancer in front of "
+            "Number of this server's only engine, if a load balancer spreads requests over "
             "--data-parallel-size servers. Implies --data-parallel-external-lb."
         ),
     ] = None
     data_parallel_external_lb: Annotated[
         bool,
-        about(
-            "Run one engine per server, numbered by --data-parallel-rank, behind a load balancer."
-        ),
+        about("Run one engine per server, number --data-parallel-rank, behind a load balancer."),
     ] = False
     data_parallel_hybrid_lb: Annotated[
         bool,
         about(
-            "Run a server per host with --data-parallel-size-local engines, behind a load balancer."
+            "Run one server per host behind a load balancer, each with --data-parallel-size-local "
+            "engines."
         ),
     ] = False
     attention_backend: Annotated[
         str,
         about(
-            "Implementation of attention. auto: the preferred one that supports the model on "
-            "this device.",
+            "Implementation of attention. auto: the preferred one for this model and device.",
             extra={"plugins": "servd.worker.attention", "beside": ["auto"]},
         ),
     ] = "auto"

@@ -8,14 +8,11 @@ from servd.config._section import NotNegative, Positive, Seconds, Section, about
 class ServerConfig(Section, frozen=True):
     """HTTP server."""
 
-    host: Annotated[str, about("Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1"
-    port: Annotated[int, about("TCP port to listen on; 0 picks a free one.", ge=0, le=65535)] = 8000
+    host: Annotated[str, about("Address to listen on. 0.0.0.0: all addresses.")] = "127.0.0.1"
+    port: Annotated[int, about("TCP port to listen on. 0 picks a free one.", ge=0, le=65535)] = 8000
     enable_force_include_usage: Annotated[
         bool,
-        about(
-            "Send the usage in a last chunk of every stream, even if the request does not "
-            "ask for it."
-        ),
+        about("Send the usage in the last chunk of every stream, whether the request asks or not."),
     ] = False
     strict_fields: Annotated[
         bool,
@@ -35,22 +32,22 @@ class ServerConfig(Section, frozen=True):
     default_chat_template_kwargs: Annotated[
         dict[str, Any] | None,
         about(
-            'Default variables for the chat template, as JSON, such as `{"enable_thinking": '
-            "false}`. A request's `chat_template_kwargs` override them."
+            'Default variables for the chat template, as JSON: `{"enable_thinking": false}`. A '
+            "request's `chat_template_kwargs` override them."
         ),
     ] = None
     escape_special_tokens: Annotated[
         bool,
         about(
-            "Keep text in a chat that looks like a special token as plain text. If off, it "
-            "becomes the token, and a message can end its own turn."
+            "Treat text in a chat that looks like a special token as plain text. If off, a "
+            "message can end its own turn."
         ),
     ] = True
     fim_template: Annotated[
         str | None,
         about(
-            "Prompt for completions with a `suffix`, containing {prefix} and {suffix}. "
-            "Default: the model's fill-in-the-middle tokens."
+            "Prompt format for completions with a `suffix`, with {prefix} and {suffix}. Default: "
+            "the model's fill-in-the-middle tokens."
         ),
     ] = None
     tool_call_parser: Annotated[
@@ -73,8 +70,7 @@ class ServerConfig(Section, frozen=True):
     max_stored_responses: Annotated[
         NotNegative,
         about(
-            "Maximum responses of `/v1/responses` that each API server process keeps in "
-            "memory per API key; 0 keeps none."
+            "Maximum stored responses of `/v1/responses` per API key and API server. 0 stores none."
         ),
     ] = 1000
     api_server_count: Annotated[
@@ -82,10 +78,10 @@ class ServerConfig(Section, frozen=True):
     ] = 1
     headless: Annotated[
         bool,
-        about("Run the engine only. API servers on the same host connect to it with --attach."),
+        about("Run the engine without API servers. Start them on the same host with --attach."),
     ] = False
     attach: Annotated[
-        str | None, about("Run API servers only, for the engine with this --ipc-dir.")
+        str | None, about("Run API servers only. The value is the --ipc-dir of the running engine.")
     ] = None
     ipc_dir: Annotated[
         str | None,
@@ -94,30 +90,29 @@ class ServerConfig(Section, frozen=True):
     max_connections: Annotated[
         Positive,
         about(
-            "Maximum open connections per API server process. Beyond it, servd closes the "
-            "longest idle connection; if none is idle, new requests get 503 with "
-            "Retry-After."
+            "Maximum open connections per API server. Beyond it, servd closes the longest idle "
+            "connection, or answers 503 if none is idle."
         ),
     ] = 4096
     header_timeout: Annotated[
         Seconds,
         about(
-            "Seconds that a client has to send complete headers. After that it gets 408, or "
-            "is disconnected if it sent nothing."
+            "Seconds in which the headers must arrive. After that the client gets 408; if it sent "
+            "nothing, servd closes the connection."
         ),
     ] = 20.0
     body_timeout: Annotated[
         Seconds,
         about(
-            "Seconds over which the rate of a request body is measured. A body slower than "
-            "1024 bytes per second gets 408."
+            "Seconds over which servd measures the rate of a request body. Below 1024 bytes per "
+            "second, the client gets 408."
         ),
     ] = 30.0
     write_timeout: Annotated[
         Seconds,
         about(
-            "Seconds after which servd disconnects a client that reads nothing of its "
-            "answer. It may take up to twice as long."
+            "Seconds after which servd disconnects a client that does not read its answer. It may "
+            "take twice as long."
         ),
     ] = 90.0
     shutdown_timeout: Annotated[
@@ -127,18 +122,18 @@ class ServerConfig(Section, frozen=True):
     max_engine_restarts: Annotated[
         NotNegative,
         about(
-            "Maximum restarts of an engine, and of API servers, within "
-            "--engine-restart-window. Beyond it, servd exits; 0 never restarts."
+            "Maximum restarts of an engine, and of API servers, within --engine-restart-window. "
+            "Beyond it, servd exits. 0 never restarts."
         ),
     ] = 20
     engine_restart_window: Annotated[
-        Seconds, about("Seconds over which --max-engine-restarts counts.")
+        Seconds, about("Seconds over which servd counts restarts for --max-engine-restarts.")
     ] = 600.0
     engine_hang_timeout: Annotated[
         Seconds,
         about(
-            "Seconds without a heartbeat after which servd kills and restarts an engine. A single "
-            "step may take this plus five times its expected duration."
+            "Seconds without a heartbeat after which servd kills and restarts an engine. One step "
+            "may take this plus five times its expected duration."
         ),
     ] = 10.0
     sleep_idle_seconds: Annotated[

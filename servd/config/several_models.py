@@ -13,22 +13,22 @@ class ModelsConfig(Section, frozen=True):
     models_dir: Annotated[
         str | None,
         about(
-            "Serve each model in this folder, under its folder's name, by a server of its own "
-            "that is started when a request names it."
+            "Folder of models to serve, each under the name of its subfolder. The first request "
+            "for a model starts it in its own process."
         ),
     ] = None
     models: Annotated[
         list[str],
         about(
-            "Serve these models, folders, GGUF files or models of the hub, as if they were what "
-            "--models-dir has; those of the hub are downloaded at the start."
+            "Models to serve like those of --models-dir: folders, GGUF files or Hugging Face ids. "
+            "servd downloads ids at the start."
         ),
     ] = []
     models_max: Annotated[
         int,
         about(
-            "Of several models, those that hold their weights at once. For others the one that "
-            "was used longest ago sleeps.",
+            "Maximum models that hold their weights. To load another one, servd puts the least "
+            "recently used model to sleep.",
             ge=1,
             le=256,
         ),
@@ -36,20 +36,20 @@ class ModelsConfig(Section, frozen=True):
     models_asleep: Annotated[
         int,
         about(
-            "Of several models, those that may sleep at once, in idle processes of half a GiB "
-            "each. Of more, the one that was used longest ago stops.",
+            "Maximum sleeping models, each an idle process of half a GiB. Beyond it, servd stops "
+            "the least recently used.",
             ge=0,
             le=256,
         ),
     ] = 4
     models_memory: Annotated[
         Annotated[float, Meta(gt=0)] | None,
-        about("GiB that the weights of all models that are awake may have on disk."),
+        about("Maximum GiB of the weight files of all awake models. Default: no limit."),
     ] = None
     models_start_timeout: Annotated[
         Annotated[float, Meta(gt=0)],
         about(
-            "Seconds that one of several models may take to load. Then its server is stopped, "
-            "requests get 503, and it is not tried again for as long."
+            "Seconds in which a model must load. If it does not, requests get 503, and servd "
+            "waits as long before it tries again."
         ),
     ] = 600.0

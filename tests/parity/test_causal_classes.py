@@ -1,58 +1,82 @@
 """Every causal class of transformers: equal, or refused. Writes docs/reference/models.md."""
 
 import re
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from servd.base.errors import DifferentTokens, UnsupportedModel
+from servd.base.errors import UnsupportedModel
 from servd.checkpoint.multimodal_config import CLASSES
-from servd.worker.models._transformers import DIFFERENT
 from tests.parity.causal_classes import make
 from tests.parity.test_transformers import check
 
 PAGE = Path(__file__).parents[2] / "docs/reference/models.md"
 HEADING = "## Every causal class of transformers"
 EXPLANATION = """\
-A test serves a tiny random checkpoint of each class of `MODEL_FOR_CAUSAL_LM_MAPPING` in float32,
-through `transformers`.
-
-- *equal*: logits and greedy tokens are those of `transformers`, in chunked, mixed, cached and
-  restarted requests.
-- *refused*: servd refuses the class with this reason. Some run with a model file of servd.
-- *denied*: the tokens differ, so servd refuses the class.
-- *fails*: servd ends with this error.
-- *not tried*: the test has no tiny configuration of the class.
-
-`make test-slow` writes this table. With transformers {version}: {counts}.
+A test runs a tiny random checkpoint of every class in the mapping `MODEL_FOR_CAUSAL_LM_MAPPING`
+of `transformers` {version}, in float32. The lists name each class by its `model_type`.
+`make test-slow` repeats the test and writes these lists.
 """
+HEADINGS = {
+    "equal": "Equal: logits and greedy tokens are those of `transformers`",
+    "refused": "Refused: servd does not start, and says why",
+    "not tried": "Not tried",
+    "differs": "Different tokens: a bug",
+    "fails": "Failed with an error: a bug",
+}
+HAS_FILE = "servd refuses only the class of `transformers`: its own model file runs these models."
+HAS_STATE = "A layer keeps a state besides the KV cache: Mamba, linear attention, convolutions."
+OWN_POSITIONS = "The class computes positions itself, and does not take them from servd."
+NO_SIZES = "config.json has no {} under a name that servd knows."
+# Part of an error -> what it means to a reader of the page.
+REASONS = {
+    "keeps a state that is no KV cache": HAS_STATE,
+    "counts tokens": OWN_POSITIONS,
+    "none of: max_position_embeddings": NO_SIZES.format("maximum length"),
+    "none of: num_attention_heads": NO_SIZES.format("number of attention heads"),
+    "none of: num_hidden_layers": NO_SIZES.format("number of layers"),
+    "none of: hidden_size": NO_SIZES.format("hidden size"),
+    "attention in another type": "Attention runs in another data type than the rest of the model.",
+    "decides by the values of tensors": "The values of tensors decide which operations run.",
+    "makes attention masks of its own": "The class makes its own attention masks.",
+    "neither causal nor a sliding": "The attention mask is neither causal nor a sliding window.",
+    "attention with indices": "Attention is sparse: an index selects the tokens.",
+    "does not call attention": "The class does not use the attention interface of `transformers`.",
+    "transformers does not build it": "`transformers` fails to build the tiny model.",
+    "tokens are not those": "The tokens differ from those of `transformers`. The cause is unknown.",
+    "parameters are not tiny": "The tiny configuration is too large for the test.",
+}
 
 
 def outcome_of(folder: Path, model_type: str, architecture: str) -> tuple[str, str]:
-    """What became of a class, and why."""
+    """Return what became of a class, and why."""
     try:
         make(folder, model_type, architecture)
     except Exception as error:
-        return "not tried", _first_line(error)
+        return "not tried", reason_of(error, "The test has no tiny configuration of the class.")
     try:
         check(folder)
-    except DifferentTokens as error:  # known, and no reason
-        return "denied", _first_line(error)
     except UnsupportedModel as error:
-        why = _first_line(error).split("cannot run in servd: ")[-1]
-        has_file = {model_type, f"{model_type}_text"} & CLASSES.keys()
-        return "refused", why + "; servd has a file for it" * bool(has_file)
+        if {model_type, f"{model_type}_text"} & CLASSES.keys():
+            return "refused", HAS_FILE
+        return "refused", reason_of(error)
     except AssertionError as error:
-        return "differs", _first_line(error)
+        return "differs", reason_of(error)
     except Exception as error:
-        return "fails", _first_line(error)
+        return "fails", reason_of(error)
     return "equal", ""
 
 
-def _first_line(error: Exception) -> str:
-    line = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return re.sub(r"\S+/config.json", "config.json", line.replace("|", "\\|"))[:160]
+def reason_of(error: Exception, otherwise: str = "") -> str:
+    """Return a sentence about an error; for an unknown error `otherwise`, or its first line."""
+    text = str(error).strip() or type(error).__name__
+    for part, sentence in REASONS.items():
+        if part in text:
+            return sentence
+    line = text.splitlines()[0].split("cannot run in servd: ")[-1]
+    return otherwise or re.sub(r"\S+/config.json", "config.json", line.replace("|", "\\|"))
 
 
 def architectures() -> Iterator[tuple[str, str]]:
@@ -64,29 +88,38 @@ def architectures() -> Iterator[tuple[str, str]]:
             yield model_type, name
 
 
-def page(rows: list[tuple[str, str, str, str]]) -> str:
-    """docs/reference/models.md with this table."""
+def page(rows: list[tuple[str, str, str]]) -> str:
+    """Return docs/reference/models.md with these outcomes: model_type, kind and reason."""
     from transformers import __version__
 
-    kinds = [row[2] for row in rows]
-    counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(sorted(kinds)))
-    table = "\n".join(f"| `{n}` | `{t}` | {kind} | {why} |" for t, n, kind, why in sorted(rows))
-    return (
-        PAGE.read_text().partition(HEADING)[0]
-        + f"{HEADING}\n\n{EXPLANATION.format(version=__version__, counts=counts)}\n"
-        + f"| class | model_type | | why |\n|---|---|---|---|\n{table}\n"
-    )
+    parts = [PAGE.read_text().partition(HEADING)[0], f"{HEADING}\n\n"]
+    parts.append(EXPLANATION.format(version=__version__))
+    for kind, title in HEADINGS.items():
+        names_by_reason: dict[str, list[str]] = {}
+        for model_type, its_kind, reason in sorted(set(rows)):
+            if its_kind == kind:
+                names_by_reason.setdefault(reason, []).append(f"`{model_type}`")
+        if not names_by_reason:
+            continue
+        parts.append(f"\n### {title}\n\n")
+        if kind == "equal":
+            names = ", ".join(names_by_reason[""])
+            parts.append(textwrap.fill(names, 100, break_on_hyphens=False) + "\n")
+            continue
+        parts.append("| why | `model_type` |\n|---|---|\n")
+        for reason in sorted(names_by_reason, key=lambda reason: -len(names_by_reason[reason])):
+            parts.append(f"| {reason} | {', '.join(names_by_reason[reason])} |\n")
+    return "".join(parts)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 def test_at_least_100_classes_are_equal_and_none_differs(tmp_path: Path):
     rows = [
-        (model_type, name, *outcome_of(tmp_path / f"{model_type}-{name}", model_type, name))
+        (model_type, *outcome_of(tmp_path / f"{model_type}-{name}", model_type, name))
         for model_type, name in architectures()
     ]
     PAGE.write_text(page(rows))
-    kinds = [row[2] for row in rows]
+    kinds = [kind for _, kind, _ in rows]
     assert kinds.count("equal") >= 100
     assert "differs" not in kinds and "fails" not in kinds
-    assert {row[1] for row in rows if row[2] == "denied"} <= {*DIFFERENT}

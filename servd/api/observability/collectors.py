@@ -68,7 +68,7 @@ class EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         families = {name: GaugeMetricFamily(name, text) for name, text in GAUGES.items()}
         restarts = CounterMetricFamily(
-            "servd:engine_restarts", "Times the engine died and was started again."
+            "servd:engine_restarts", "Restarts of an engine that died or hung."
         )
         for rank, state in self.states.items():
             labels = {"model_name": self.model_name, "engine": str(rank)}

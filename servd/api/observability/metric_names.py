@@ -36,30 +36,30 @@ PREEMPTION_BUCKETS: Buckets = (0, 1, 2, 5, 10, 20)
 GAUGES = {  # see `EngineState.samples`
     "vllm:num_requests_running": "Requests in the current batch.",
     "vllm:num_requests_waiting": "Requests that wait to be scheduled.",
-    "vllm:num_requests_waiting_by_reason": "Requests waiting for room or (deferred) a grammar.",
-    "vllm:num_requests_swapped": "Of those that wait, those whose blocks are offloaded.",
-    "vllm:num_requests_kv_fetch_by_stage": "Waiting requests that load blocks from files, or have.",
-    "vllm:kv_cache_usage_perc": "Share of the KV cache in use; 1 is all of it.",
-    "vllm:kv_offload_cpu_cache_usage_perc": "Share of the KV cache in host memory that has blocks.",
-    "vllm:engine_sleep_state": "1 for the state it is in.",
-    "vllm:cache_config_info": "The KV cache; always 1.",
-    "vllm:lora_requests_info": "Adapters in use; the value is the time.",
+    "vllm:num_requests_waiting_by_reason": "Waiting requests by reason: capacity or deferred.",
+    "vllm:num_requests_swapped": "Waiting requests that were preempted.",
+    "vllm:num_requests_kv_fetch_by_stage": "Waiting requests that load KV blocks, by stage.",
+    "vllm:kv_cache_usage_perc": "Share of the KV cache in use, 0 to 1.",
+    "vllm:kv_offload_cpu_cache_usage_perc": "Share of the KV cache in host memory in use.",
+    "vllm:engine_sleep_state": "1 for the current sleep_state of an engine: awake or discard_all.",
+    "vllm:cache_config_info": "Settings of the KV cache, as labels. The value is always 1.",
+    "vllm:lora_requests_info": "Running and waiting adapters, as labels. The value is a time.",
 }
 COUNTERS = {
     "vllm:prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
     "vllm:prefix_cache_hits": "Prompt tokens found in the prefix cache.",
     "vllm:external_prefix_cache_queries": "Prompt tokens looked up in host memory and files.",
-    "vllm:external_prefix_cache_hits": "Prompt tokens that came from there.",
+    "vllm:external_prefix_cache_hits": "Prompt tokens loaded from host memory and files.",
     "vllm:kv_offload_store_bytes": "Bytes of KV blocks copied to host memory.",
-    "vllm:kv_offload_load_bytes": "Bytes of KV blocks copied from there to the device.",
-    "vllm:kv_offload_stores_skipped": "Evicted KV blocks that host memory had no room for.",
-    "vllm:num_preemptions": "Times a running request lost its KV blocks.",
-    "vllm:corrupted_requests": "Requests that failed in a step: their logits were NaN or infinite.",
+    "vllm:kv_offload_load_bytes": "Bytes of KV blocks copied from host memory to the device.",
+    "vllm:kv_offload_stores_skipped": "Evicted KV blocks that did not fit into host memory.",
+    "vllm:num_preemptions": "Preemptions: a running request lost its KV blocks.",
+    "vllm:corrupted_requests": "Requests that failed because their logits were NaN or infinite.",
     "vllm:prompt_tokens": "Prompt tokens of requests that got a first token.",
-    "vllm:prompt_tokens_cached": "Those of them that were in the prefix cache.",
+    "vllm:prompt_tokens_cached": "Cached prompt tokens of requests that got a first token.",
     "vllm:generation_tokens": "Generated tokens.",
-    "vllm:spec_decode_num_drafts": "Steps of a request that verified drafts.",
-    "vllm:spec_decode_num_draft_tokens": "Drafts that were verified.",
+    "vllm:spec_decode_num_drafts": "Checks of drafts: one per request and step.",
+    "vllm:spec_decode_num_draft_tokens": "Draft tokens that the model checked.",
     "vllm:spec_decode_num_accepted_tokens": "Draft tokens that the model accepted.",
 }
 # Counters of what an engine reports -> where the report has it.
@@ -84,15 +84,15 @@ OF_STEPS: dict[str, Callable[[SchedulerStats], int]] = {
 LABELLED: dict[str, tuple[str, dict[str, Sequence[str]]]] = {
     "vllm:request_success": ("Ended requests.", {"finished_reason": [*FinishReason]}),
     "vllm:prompt_tokens_by_source": (
-        "Prompt tokens, as far as they were computed and as far as they were cached.",
+        "Computed and cached prompt tokens.",
         {"source": ["local_compute", "local_cache_hit", "external_kv_transfer"]},
     ),
     "vllm:prompt_tokens_cached_by_source": (
-        "Prompt tokens that were cached, by where.",
+        "Cached prompt tokens.",
         {"source": ["local_cache_hit", "external_kv_transfer"]},
     ),
     "vllm:admission_rejections": (
-        "Requests that were refused before anything was done for them, by the limit.",
+        "Requests that servd rejected on arrival.",
         {
             "reason": [
                 "loading",
@@ -107,7 +107,7 @@ LABELLED: dict[str, tuple[str, dict[str, Sequence[str]]]] = {
         },
     ),
     "vllm:tool_call_parser_invocations": (
-        "Choices that were searched for tool calls.",
+        "Choices that servd searched for tool calls.",
         {
             "mode": ["streaming", "non_streaming"],
             "outcome": ["tool_call", "no_tool_call"],
@@ -115,47 +115,56 @@ LABELLED: dict[str, tuple[str, dict[str, Sequence[str]]]] = {
         },
     ),
     "vllm:spec_decode_num_accepted_tokens_per_pos": (
-        "Accepted drafts by their number in the step, from 0.",
+        "Accepted draft tokens.",
         {"position": []},  # as they come
     ),
 }
 HISTOGRAMS: dict[str, tuple[str, Buckets | None]] = {  # None: up to the context's length
-    "vllm:time_to_first_token_seconds": ("Arrival to first token.", TTFT_BUCKETS),
-    "vllm:inter_token_latency_seconds": ("Time between tokens of a request.", ITL_BUCKETS),
+    "vllm:time_to_first_token_seconds": ("Seconds from arrival to first token.", TTFT_BUCKETS),
+    "vllm:inter_token_latency_seconds": ("Seconds between tokens of a request.", ITL_BUCKETS),
     "vllm:request_time_per_output_token_seconds": (
-        "A request's mean time per token after the first.",
+        "Mean seconds per token of a request, after its first token.",
         ITL_BUCKETS,
     ),
-    "vllm:e2e_request_latency_seconds": ("Arrival to last token.", LATENCY_BUCKETS),
-    "vllm:request_queue_time_seconds": ("In the engine's waiting queue.", LATENCY_BUCKETS),
-    "vllm:request_prefill_time_seconds": ("Scheduled to first token.", LATENCY_BUCKETS),
-    "vllm:request_decode_time_seconds": ("First to last token.", LATENCY_BUCKETS),
-    "vllm:request_inference_time_seconds": ("Scheduled to last token.", LATENCY_BUCKETS),
-    "vllm:request_prompt_tokens": ("Prompt tokens of a request.", None),
+    "vllm:e2e_request_latency_seconds": ("Seconds from arrival to last token.", LATENCY_BUCKETS),
+    "vllm:request_queue_time_seconds": ("Seconds in the engine's waiting queue.", LATENCY_BUCKETS),
+    "vllm:request_prefill_time_seconds": (
+        "Seconds from scheduling to first token.",
+        LATENCY_BUCKETS,
+    ),
+    "vllm:request_decode_time_seconds": ("Seconds from first to last token.", LATENCY_BUCKETS),
+    "vllm:request_inference_time_seconds": (
+        "Seconds from scheduling to last token.",
+        LATENCY_BUCKETS,
+    ),
+    "vllm:request_prompt_tokens": ("Prompt tokens per request.", None),
     "vllm:request_prefill_kv_computed_tokens": (
-        "Prompt tokens of a request that were not in the prefix cache.",
+        "Prompt tokens per request that were not in the prefix cache.",
         None,
     ),
-    "vllm:request_generation_tokens": ("Tokens generated for it.", None),
-    "vllm:request_max_num_generation_tokens": ("Tokens of the longest of its n choices.", None),
-    "vllm:request_num_preemptions": ("Times it lost its KV blocks.", PREEMPTION_BUCKETS),
-    "vllm:request_params_n": ("The parameter n.", N_BUCKETS),
-    "vllm:request_params_max_tokens": ("The parameter max_tokens.", None),
+    "vllm:request_generation_tokens": ("Generated tokens per request.", None),
+    "vllm:request_max_num_generation_tokens": (
+        "Generated tokens of the longest choice of a request.",
+        None,
+    ),
+    "vllm:request_num_preemptions": ("Preemptions per request.", PREEMPTION_BUCKETS),
+    "vllm:request_params_n": ("Values of the field n.", N_BUCKETS),
+    "vllm:request_params_max_tokens": ("Values of the field max_tokens.", None),
     "vllm:kv_block_lifetime_seconds": (
-        "From its first token to its eviction, of blocks in the sample (--kv-cache-metrics).",
+        "Seconds from the first token of a KV block to its eviction (--kv-cache-metrics).",
         BLOCK_BUCKETS,
     ),
     "vllm:kv_block_idle_before_evict_seconds": (
-        "From its last use to its eviction.",
+        "Seconds from last use to eviction.",
         BLOCK_BUCKETS,
     ),
     "vllm:kv_block_reuse_gap_seconds": (
-        "Between two times that the prefix cache had it, before its eviction.",
+        "Seconds between two hits of a KV block in the prefix cache.",
         BLOCK_BUCKETS,
     ),
-    "vllm:iteration_tokens_total": ("Tokens computed in a step.", ITERATION_BUCKETS),
+    "vllm:iteration_tokens_total": ("Tokens computed per step.", ITERATION_BUCKETS),
     "servd:event_loop_lag_seconds": (
-        "How late an API server's event loop came to a timer, sampled ten times a second.",
+        "Delay of an API server's event loop in seconds, sampled ten times a second.",
         LAG_BUCKETS,
     ),
 }

@@ -94,15 +94,15 @@ class Families:
             for name, (text, _) in names.HISTOGRAMS.items()
         }
         self.ignored_fields = Counter(
-            "servd_ignored_fields", "Fields of requests that had no effect.", registry=registry
+            "servd_ignored_fields", "Request fields that had no effect.", registry=registry
         )
         # Named as by prometheus-fastapi-instrumentator, without the labels of a model.
         self.http_requests = Counter(
-            "http_requests", "Answers.", ["handler", "method", "status"], registry=registry
+            "http_requests", "Responses.", ["handler", "method", "status"], registry=registry
         )
         self.http_seconds = Histogram(
             "http_request_duration_seconds",
-            "From the head of a request to the last byte of its answer.",
+            "Seconds from the headers of a request to the end of its response.",
             ["handler", "method"],
             buckets=names.HTTP_BUCKETS,
             registry=registry,
@@ -112,7 +112,7 @@ class Families:
         # Without the common labels, as in vLLM.
         self.sleep_seconds = Histogram(
             "vllm:sleep_mode_operation_duration_seconds",
-            "From a request to sleep or wake up to its answer.",
+            "Seconds from a request to sleep or wake up to its response.",
             ["operation"],
             buckets=names.SLEEP_BUCKETS,
             registry=registry,

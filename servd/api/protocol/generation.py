@@ -177,27 +177,27 @@ class GenerationRequest(StructuredRequest):
     """Texts that must not be generated, alone or after a space; up to 32 tokens each."""
     repetition_detection: Annotated[RepetitionFields | None, FewKeys] = None
     """End an output that repeats itself, with the `finish_reason` `repetition`.
-    `{"max_pattern_size": 20, "min_pattern_size": 2, "min_count": 4}`: four copies of a pattern of
-    2 to 20 tokens.
+    `{"max_pattern_size": 20, "min_pattern_size": 2, "min_count": 4}` looks for four copies of 2 to
+    20 tokens.
     """
     speculative: bool | None = None
     """false turns speculative decoding off. The output stays the same."""
     thinking_token_budget: int | None = None
     """Maximum number of reasoning tokens. Needs a model whose reasoning tags are single tokens."""
     logprob_token_ids: TokenIds | None = None
-    """Return the log-probabilities of these token ids at every position. Needs `logprobs`."""
+    """Return the log-probabilities of these token ids at each position. Needs `logprobs`."""
     prompt_logprobs: int | None = None
-    """Return log-probabilities of the prompt's tokens, with this many of the most likely tokens at
-    each position, up to `--max-logprobs` (20). Not with `stream`.
+    """Return log-probabilities of the prompt's tokens, and of this many candidates per position (up
+    to `--max-logprobs`, 20). Not with `stream`.
     """
     truncate_prompt_tokens: KeptTokens | None = None
     """Keep only the last tokens of the prompt: this many, or with -1 as many as fit."""
     use_beam_search: bool | None = None
     """Run a beam search with `n` beams instead of sampling."""
     length_penalty: Annotated[float, Field(ge=-10, le=10)] | None = None
-    """Exponent of the length by which beam search divides log-probabilities. As in transformers."""
+    """Beam search divides log-probabilities by the length to this power."""
     early_stopping: bool | Literal["never"] | None = None
-    """Condition to stop the beam search: true, false or `never`. As in transformers."""
+    """When to stop the beam search: true, false or `never`, as in transformers."""
 
     stream: bool | None = None
     """Stream the answer as server-sent events."""
@@ -219,7 +219,7 @@ class GenerationRequest(StructuredRequest):
     retention: Annotated[float, Field(ge=0, le=MAX_RETENTION)] | None = None
     """Seconds to keep the prompt in the KV cache after the answer; see `--max-pinned-share`."""
     kv_transfer_params: KVTransferParams | None = None
-    """For disaggregated prefill: the other engine's value. Needs `--kv-transfer-config`."""
+    """For disaggregated prefill: the value from the other engine. Needs `--kv-transfer-config`."""
     prompt_cache_retention: str | None = None
     """`24h` sets `retention` to a day. Other values have no effect."""
 

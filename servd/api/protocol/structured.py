@@ -48,13 +48,13 @@ class StructuredRequest(RequestBody):
     structured_outputs: Annotated[StructuredOutputs | None, FewKeys] = None
     """Form of the output: one of `json`, `json_object`, `regex`, `choice` and `grammar`."""
     guided_json: Schema | None = None
-    """Former name of `json` in `structured_outputs`."""
+    """vLLM's former name of a key in `structured_outputs`."""
     guided_regex: str | None = None
-    """Former name of `regex` in `structured_outputs`."""
+    """vLLM's former name of a key in `structured_outputs`."""
     guided_choice: Choices | None = None
-    """Former name of `choice` in `structured_outputs`."""
+    """vLLM's former name of a key in `structured_outputs`."""
     guided_grammar: str | None = None
-    """Former name of `grammar` in `structured_outputs`."""
+    """vLLM's former name of a key in `structured_outputs`."""
 
     def structured_output(self) -> StructuredOutput | None:
         """Return the form of the output; None for free text. Raise InvalidRequest if two forms are

@@ -96,8 +96,8 @@ class RequestBody(BaseModel):
     model: str | None = None
     """Name of the model or adapter. Default: the first served name."""
     timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT)] | None = None
-    """Seconds in which the response must be complete, or the request ends with 504. servd rejects
-    it at once with 429 if it cannot finish in time. The header `X-Request-Timeout` does the same.
+    """Seconds within which the response must be complete; otherwise the request ends with 504. If
+    servd cannot finish in time, it answers 429 at once.
     """
 
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None

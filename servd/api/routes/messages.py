@@ -41,7 +41,7 @@ ParsedMessage = Annotated[LimitedMessagesRequest, Depends(read_message)]
 
 @router.post("/v1/messages", response_model=Message, responses=events(MessageEvent))
 async def create_message(request: Request, body: ParsedMessage) -> Response:
-    """Answer a conversation."""
+    """Answer a conversation in Anthropic's format."""
     call = call_of(request)
     message_id = f"msg_{call.unique_id}"
     with renamed(CHAT_NAMES):
