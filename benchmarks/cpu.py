@@ -223,7 +223,7 @@ def page(facts: Facts) -> str:
     lines = [
         "# Benchmarks on a CPU",
         "",
-        "On a shared machine, other programs change the times: trust the ratios more.",
+        "On a shared machine, other programs change the times: trust the percentages more.",
         "",
         "```console",
         f"$ make bench-cpu MODEL=./{facts['model']}",
@@ -256,7 +256,7 @@ def page(facts: Facts) -> str:
             "the time of a step",
             "of batch 1.",
             "",
-            "| weights | batch 1 | of the bound | 8 | 32 | 8 x 512 | prompts, GFLOP/s |",
+            "| weights | batch 1 | of the bound | 8 | 32 | 8 x 512 | GFLOP/s of prompts (of torch's) |",
             "|---" * 7 + "|",
         ]
     for form in forms:

@@ -42,7 +42,7 @@ def show(value: float) -> str:
 
 FIGURES = [
     Figure(
-        "8B decode step, batch 1, over weights / bandwidth",
+        "8B decode step, batch 1: time / (weights / bandwidth)",
         "llama",
         lambda f: f["llama_one_step"] / (f["llama_weight_bytes"] / f["bandwidth"]),
         "x",
@@ -50,7 +50,7 @@ FIGURES = [
         True,
     ),
     Figure(
-        "8B decode step, batch 64 at 1k, over (weights + KV) / bandwidth",
+        "8B decode step, batch 64 at 1k: time / ((weights + KV) / bandwidth)",
         "llama",
         lambda f: (
             f["llama_some_step"]
@@ -62,7 +62,7 @@ FIGURES = [
         True,
     ),
     Figure(
-        "8B decode step, batch 256 at 1k, over (weights + KV) / bandwidth",
+        "8B decode step, batch 256 at 1k: time / ((weights + KV) / bandwidth)",
         "llama",
         lambda f: (
             f["llama_all_step"] * f["bandwidth"] / (f["llama_weight_bytes"] + f["llama_kv_bytes"])
@@ -72,14 +72,14 @@ FIGURES = [
         True,
     ),
     Figure(
-        "8B prompt of 8k tokens, of the bf16 matrix rate",
+        "8B prompt of 8k tokens: share of the bf16 matrix rate",
         "llama",
         lambda f: 100 * f["llama_prefill_operations"] / f["llama_prefill"] / f["matrix_rate"],
         " %",
         65,
     ),
     Figure(
-        "8B, random arrivals of 512 in and 128 out: of what full steps could compute",
+        "8B, random arrivals of 512 in and 128 out: share of the rate of full steps",
         "llama",
         lambda f: 100 * f["mixed_share"],
         " %",
@@ -104,7 +104,7 @@ FIGURES = [
         for rows, goal in ((64, 100_000), (256, 220_000), (1024, 300_000))
     ),
     Figure(
-        "GPT-2 124M, 256 sequences of 100-1024 in and out: of what the bandwidth allows",
+        "GPT-2 124M, 256 sequences of 100-1024 in and out: share of the bandwidth",
         "gpt2",
         lambda f: 100 * f["gpt2_bytes"] / f["bandwidth"] / f["gpt2_seconds"],
         " %",
@@ -132,7 +132,7 @@ FIGURES = [
         95,
     ),
     Figure(
-        "the same as time of a step over its kernels: the host is hidden",
+        "the inverse: time of a step over that of its kernels",
         "llama",
         lambda f: f["llama_all_step"] / f["llama_kernel_step"],
         "x",
@@ -159,12 +159,12 @@ DETAILS: list[tuple[str, str, float, str]] = [  # fact, what it is, factor, unit
     ("gpt2_one_step", "GPT-2 124M step, batch 1", 1e3, "ms"),
     ("gpt2_rate", "GPT-2 124M, workload", 1, "output tok/s"),
     ("gpt2_bytes", "weights, keys and values that its decoding reads", 1e-12, "TB"),
-    ("gpt2_waiting", "share of that in which the host waits for the device", 100, "%"),
+    ("gpt2_waiting", "share of the time in which the host waits for the device", 100, "%"),
     ("qwen3_rate", "Qwen3-0.6B shapes, workload", 1, "output tok/s"),
     ("qwen3_bytes", "weights, keys and values that its decoding reads", 1e-12, "TB"),
-    ("qwen3_waiting", "share of that in which the host waits for the device", 100, "%"),
+    ("qwen3_waiting", "share of the time in which the host waits for the device", 100, "%"),
     ("rival_rate", "transformers continuous batching, workload", 1, "output tok/s"),
-    ("rival_done", "requests of the 256 that it finished in its time", 1, ""),
+    ("rival_done", "requests of the 256 that it finished by the deadline", 1, ""),
 ]
 
 
@@ -187,8 +187,8 @@ def document(facts: Facts, missing: dict[str, str]) -> str:
         f"$ {COMMAND}",
         "```",
         "",
-        "The command writes this page ([NVIDIA GPUs](../explanation/gpu.md)); `benchmarks/gpu/` "
-        "has the measurements.",
+        "The command writes this page. [NVIDIA GPUs](../explanation/gpu.md) explains how servd runs on "
+        "them.",
         "",
     ]
     if facts:
