@@ -256,7 +256,7 @@ def page(facts: Facts) -> str:
             "the time of a step",
             "of batch 1.",
             "",
-            "| weights | batch 1 | of the bound | 8 | 32 | 8 x 512 | GFLOP/s of prompts (of torch's) |",
+            "| weights | batch 1 | of the bound | 8 | 32 | 8 x 512 | prompts, GFLOP/s (of torch) |",
             "|---" * 7 + "|",
         ]
     for form in forms:

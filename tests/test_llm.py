@@ -223,7 +223,7 @@ def test_scores_are_cosines_where_the_model_has_no_head(make_llm):
     assert llm.score(["a", "b"], ["cc", "d"]) == pytest.approx(
         [cosine("a", "cc"), cosine("b", "d")]
     )
-    with pytest.raises(InvalidRequest, match="2 texts and 3 others"):
+    with pytest.raises(InvalidRequest, match="2 texts do not pair with 3"):
         llm.score(["a", "b"], ["c", "d", "e"])
     with pytest.raises(InvalidRequest, match="no classification head"):
         llm.classify("a")

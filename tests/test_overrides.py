@@ -119,7 +119,7 @@ def test_a_scaling_is_for_the_layers_without_a_window():
         ({"rope_scaling": YARN | {"factr": 4}}, "factr: rotary.*did you mean factor"),
         ({"rope_scaling": {"rope_type": "yarm", "factor": 4}}, "no rope_type 'yarm'; there are: l"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4}}, "needs low_freq_factor, high_fr"),
-        ({"tie_word_embeddings": "false"}, "'false' is of another kind than True"),
+        ({"tie_word_embeddings": "false"}, "'false' has another type than True"),
         (
             {"quantization_config": {}},
             "quantization_config: options cannot change the format of the weights",

@@ -72,8 +72,11 @@ def test_an_error_inside_a_plugin_is_not_hidden(package):
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("nowhere.to_be:Found", "no module nowhere; install it, or put its folder on PYTHONPATH"),
-        ("json.nowhere:Found", "no module json.nowhere"),
+        (
+            "nowhere.to_be:Found",
+            "the module nowhere was not found; install it, or put its folder on PYTHONPATH",
+        ),
+        ("json.nowhere:Found", "the module json.nowhere was not found"),
         ("json:Nowhere", "module json has no 'Nowhere'"),
     ],
 )

@@ -187,8 +187,8 @@ def document(facts: Facts, missing: dict[str, str]) -> str:
         f"$ {COMMAND}",
         "```",
         "",
-        "The command writes this page. [NVIDIA GPUs](../explanation/gpu.md) explains how servd runs on "
-        "them.",
+        "The command writes this page. [NVIDIA GPUs](../explanation/gpu.md) explains how servd "
+        "runs on them.",
         "",
     ]
     if facts:

@@ -81,7 +81,7 @@ def find_file(model: str) -> Path | None:
     if len(found) != 1:
         names = ", ".join(file.name for file in found or files) or "no .gguf file"
         raise ModelNotFound(
-            f"{model} matches {len(found)} files, must match one; the repository has {names}"
+            f"{model} matches {len(found)} files, must match one; the folder has {names}"
         )
     return found[0].resolve()
 

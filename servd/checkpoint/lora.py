@@ -107,7 +107,7 @@ class AdapterFiles:
             if names.keys() != {"A", "B"}:
                 raise self._error(f"{module} has lora_{[*names][0]} without the other factor")
             if (layer := layer_of(module)) is None:
-                raise self._error(f"{module} is a part of a layer: leave it out of the targets")
+                raise self._error(f"{module} is not part of a layer: leave it out of the targets")
             if layer in self.modules:
                 raise self._error(f"two modules are called {layer}")
             a = names["A"]

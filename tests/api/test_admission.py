@@ -107,7 +107,7 @@ def test_the_queue_is_bounded_by_tokens(clock, entered):
     more = enter(admission, entered, "a")
     with pytest.raises(Overloaded, match="900 prompt tokens .* 200, .*--max-waiting-tokens"):
         more.count_tokens(200)
-    with pytest.raises(InvalidRequest, match="at most 1000"):
+    with pytest.raises(InvalidRequest, match="the most at once is 1000"):
         more.count_tokens(1001)
     enter(admission, entered, "b").count_tokens(400)  # less than half of the limit
     entered.close()

@@ -263,7 +263,7 @@ async def test_a_request_is_admitted_with_all_its_prompts_or_not_at_all(llm):
                 pass
         assert llm.num_unfinished == 2
     # One that could never be admitted is not told to come back later.
-    with pytest.raises(InvalidRequest, match="4 prompts, at most 3"), llm.admit(4):
+    with pytest.raises(InvalidRequest, match="4 prompts, the most at once is 3"), llm.admit(4):
         pass
     with pytest.raises(ZeroDivisionError), llm.admit(3):
         assert llm.num_unfinished == 3

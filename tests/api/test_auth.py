@@ -271,7 +271,7 @@ def test_a_key_has_its_limits_and_keys_as_text_may_do_everything(key_file: Path)
     [
         (
             entry("alice", "inference") + entry("alice", "admin"),
-            r"keys\.toml: the name alice is there twice",
+            r"keys\.toml: the name alice occurs twice",
         ),
         (entry("alice", "everything"), "Invalid enum value 'everything'"),
         (entry("alice").replace("alice", "a/b"), "matching regex"),

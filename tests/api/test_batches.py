@@ -646,7 +646,7 @@ async def test_wrong_requests_are_refused(client, served, monkeypatch):
 async def test_bounds_of_what_a_key_may_keep(client, served, monkeypatch, tmp_path):
     monkeypatch.setattr(batch_store, "MAX_BYTES", 1000)
     for _ in range(2):
-        with pytest.raises(openai.BadRequestError, match="at most 1000 are kept"):
+        with pytest.raises(openai.BadRequestError, match="the most is 1000"):
             await client.files.create(file=("a", b"x" * 2000), purpose="batch")
     assert [file async for file in client.files.list()] == []
     monkeypatch.setattr(batch_store, "MAX_OBJECTS", 1)

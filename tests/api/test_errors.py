@@ -384,7 +384,7 @@ async def test_requests_that_wait_to_be_read_have_a_limit():
             await until(lambda: len(served.async_llm._threads._waiting.get(owner, ())) == 2)
             for path, body in bodies.items():
                 answer = await served.http.post(path, json=body)
-                assert "the limit is 2 (--max-waiting-requests)" in answer.text, path
+                assert "the most is 2 (--max-waiting-requests)" in answer.text, path
                 assert answer.status_code == (529 if "messages" in path else 429)
                 assert answer.headers["retry-after"] == "1"
             other = {"authorization": "Bearer b"}

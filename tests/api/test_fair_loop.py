@@ -170,7 +170,7 @@ async def test_waiting_work_is_limited_and_shared_between_clients(threads):
     for client in "aaaa":  # the first gets the third thread
         add(client)
         await asyncio.sleep(0)
-    with pytest.raises(Overloaded, match="4 requests .* limit is 4 .*--max-waiting-requests"):
+    with pytest.raises(Overloaded, match="4 requests .* most is 4 .*--max-waiting-requests"):
         await threads.run("a", bool, limit=4)
     add("b")
     await asyncio.sleep(0)

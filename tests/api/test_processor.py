@@ -93,7 +93,7 @@ def test_not_even_a_text_that_need_not_fit_is_tokenised_at_any_length(monkeypatc
         lambda: processor.tokenize(prompt),
         lambda: processor.process(prompt, SamplingParams(max_tokens=1), options),
     ):
-        with pytest.raises(InvalidRequest, match=f"at most {MAX_CHARS}"):
+        with pytest.raises(InvalidRequest, match=f"the most per request is {MAX_CHARS}"):
             tokenise()
 
 

@@ -143,7 +143,7 @@ def test_tls_begins_and_ends_only_with_a_restart(tree, reader, tmp_path: Path, c
     trustme.CA().issue_cert("localhost").private_key_and_cert_chain_pem.write_to_path(str(file))
     reader.options |= {"ssl_certfile": str(file), "log_level": "debug"}
     tree.reload()
-    assert "--ssl-certfile: TLS begins and ends only with a restart: nothing changed" in caplog.text
+    assert "--ssl-certfile: only a restart can turn TLS on or off: nothing changed" in caplog.text
     assert "SIGHUP: read keys" not in caplog.text
     assert tree.config.observability.log_level == "info" and not tree.config.access.ssl_certfile
     tree.config = tree.config.replace(ssl_certfile=str(file))

@@ -122,8 +122,8 @@ class ReferenceCheck:
             raise UnsupportedModel(
                 f"{runner.spec.folder}: vectors of {len(found)} prompts differ from those of "
                 f"transformers in float32 by {numbers} of their length; the limit for "
-                f"{runner.dtype} is {margin:g}. Report it, or switch the check off with "
-                "--no-check-vectors"
+                f"{runner.dtype} is {margin:g}, so the model is not served. Report it, or switch "
+                "the check off with --no-check-vectors"
             )
         log.info(
             "vectors equal the reference of transformers within %s (limit %g)", numbers, margin

@@ -123,7 +123,7 @@ def test_what_cannot_be_is_said(tiny_llama, tmp_path, capsys):
         (("--calibrate", tmp_path / "none"), "No such file"),
         (("--calibrate", TEXT, "--tokens", 5), "--tokens 5 is too few"),
         (("--calibrate", TEXT, "--group-size", 0), "--group-size 0: must be at least 1"),
-        (("--calibrate", TEXT, "--group-size", 48), "groups of 48"),
+        (("--calibrate", TEXT, "--group-size", 48), "multiple of 48"),
         (("--calibrate", TEXT, "--output", tmp_path), "exists already"),
     ):
         options = ("--to", "int4", "--output", made, "--tokens", 1024, *options)

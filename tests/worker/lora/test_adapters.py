@@ -32,7 +32,7 @@ def test_an_adapter_of_another_model_is_refused_before_weights_are_read(
 ):
     monkeypatch.setattr(model_loader, "load_weights", lambda *_: pytest.fail("too late"))
     adapter = write_adapter(tmp_path / "adapter")  # 8 inputs, 6 outputs
-    with pytest.raises(ConfigError, match=r"sql: .*q_proj has 8 inputs and 6 outputs, that of the"):
+    with pytest.raises(ConfigError, match=r"sql: .*q_proj has 8 inputs and 6 outputs, but the"):
         worker_of(llama, lora_modules=[f"sql={adapter}"]).load_model()
 
 

@@ -148,7 +148,9 @@ def test_what_cannot_be_read_is_refused_by_name(tiny_llama: Path, tmp_path: Path
     (tmp_path / "c.gguf").write_bytes(whole[:24] + b"\xff" * 8 + whole[32:])
     with pytest.raises(ModelNotFound, match=r"c\.gguf cannot be read as GGUF"):
         hf.find_model(str(tmp_path / "c.gguf"))
-    with pytest.raises(ModelNotFound, match=r"names 3 files, there must be one: it has a\.gguf"):
+    with pytest.raises(
+        ModelNotFound, match=r"matches 3 files, must match one; the folder has a\.gguf"
+    ):
         hf.find_model(f"{tmp_path}:gguf")
     with pytest.raises(ModelNotFound, match=r"it has a\.gguf: name that file"):
         hf.weight_files(tmp_path)

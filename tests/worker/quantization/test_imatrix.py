@@ -114,7 +114,12 @@ def test_a_plan_with_one_is_that_without(tiny_llama: Path, tmp_path: Path):
     ("kind", "changed", "error", "told"),
     [
         ("model", {}, ConfigError, "this GGUF file is of model, not of llama-imatrix"),
-        ("imatrix", {"ffn_down": 96}, UnsupportedModel, "128 columns, the importance matrix 96"),
+        (
+            "imatrix",
+            {"ffn_down": 96},
+            UnsupportedModel,
+            "128 columns, but the importance matrix has 96",
+        ),
     ],
 )
 def test_another_file_is_refused(tiny_llama, tmp_path, kind, changed, error, told):

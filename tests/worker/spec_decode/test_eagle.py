@@ -334,7 +334,7 @@ def test_drafts_of_an_echo_are_all_kept(tmp_path: Path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"vocab_size": 50}, "has 50 tokens in the vocabulary and the model has 199"),
+        ({"vocab_size": 50}, "has 50 tokens in the vocabulary but the model has 199"),
         (
             {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]},
             "layers 1, 2, 3, but the model has 3",
@@ -352,7 +352,7 @@ def test_an_embedding_of_its_own_needs_the_vocabulary_of_the_model_too(target, t
     rewrite(
         tmp_path, {"embed_tokens.weight": draw(50, read_spec(target).hidden_size)}, vocab_size=50
     )
-    with pytest.raises(ConfigError, match="has 50 tokens in the vocabulary and the model has 199"):
+    with pytest.raises(ConfigError, match="has 50 tokens in the vocabulary but the model has 199"):
         Driver(config_for(target, speculative_config=config))
 
 
