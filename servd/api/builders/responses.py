@@ -135,7 +135,7 @@ class ResponsesBuilder(EventBuilder):
             yield self._event("error", code=detail.code, message=detail.message, param=detail.param)
 
     def cancel(self) -> Iterator[Event]:
-        """Yield the events of a cancelled response, `incomplete` last: OpenAI has no other."""
+        """Yield a cancelled response's events, ending with `incomplete`: OpenAI has none for it."""
         yield from self._close("incomplete")
         self.response.status = "cancelled"
         yield self._event("response.incomplete", response=self.response)

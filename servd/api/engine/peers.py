@@ -32,7 +32,7 @@ CHARS_PER_STEP = 16  # a step costs as much as this many characters, see `AsyncL
 
 
 class ListRequests(msgspec.Struct, tag=True):
-    """A query for an owner's requests: the newest, or the slowest of the finished requests."""
+    """A query for an owner's newest requests (running first) or slowest finished requests."""
 
     reply: ClassVar[Any] = list[RequestSummary]
     owner: str

@@ -70,7 +70,7 @@ class RequestContext:
     spans: SpanExporter | None = None
 
     def __post_init__(self) -> None:
-        self.is_behind_gateway = MODEL in os.environ  # if so, nothing else can reach it
+        self.is_behind_gateway = MODEL in os.environ  # then only the gateway can reach this server
         self.num_arriving = 0  # bytes of bodies that are not whole yet
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -27,7 +27,7 @@ from servd.messages.engine import FinishReason
 from servd.messages.params import SamplingParams
 
 LAST_EXPORT = 1.0  # seconds to export the remaining spans when the server ends
-MAX_PROMPTS = 16  # of a request, whose stages are shown: its first
+MAX_PROMPTS = 16  # the first prompts of a request; only their stages are shown
 # Phases with spans of their own; others are parts of the span of their stage.
 OWN_SPANS = {"model_load", "wake_up", "grammar_compile", "tier_read", "engine_restart"}
 OWN_SPANS |= {"slow_reader", "preemption", "swapped"}

@@ -142,8 +142,8 @@ class Tracer(Observer):
             timeline.breakdown = snapshot.breakdown()
 
     def find_request(self, request_id: str, owner: str) -> Timeline | None:
-        """Return the request of `owner` whose response has this `id`, or the newest with this
-        X-Request-Id. If the request has several prompts, return the first prompt's.
+        """Return the timeline of `owner`'s request whose response has this `id`, or of the newest
+        with this X-Request-Id. If the request has several prompts, return the first timeline.
         """
         known = self.list_requests(owner)
         by_id = {each.request_id: each for each in known}

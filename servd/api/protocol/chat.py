@@ -185,7 +185,7 @@ class ChatPrompt(RequestBody):
             case "required":
                 return ToolOptions(tools, tools, parallel)
             case {"type": "allowed_tools", "allowed_tools": {"mode": "auto"}}:
-                return ToolOptions(named, parallel=parallel)  # the only ones the model sees
+                return ToolOptions(named, parallel=parallel)  # the model sees no other tools
             case {"type": "allowed_tools"}:
                 return ToolOptions(tools, named, parallel)
             case {"function": _}:

@@ -310,7 +310,7 @@ class GenerationRequest(StructuredRequest):
 
     def ignored(self) -> list[str]:
         options = set(self.stream_options or ()) - set(StreamOptions.__annotations__)
-        names = set(self.model_extra or ()) - set(UNSUPPORTED)  # neutral, or refused
+        names = set(self.model_extra or ()) - set(UNSUPPORTED)  # refused unless neutral
         idle = IDLE_WITH_BEAMS if self.use_beam_search else ONLY_WITH_BEAMS
         names |= {name for name, value in self.values_of(idle).items() if value is not None}
         return sorted(names | {f"stream_options.{name}" for name in options})

@@ -57,7 +57,7 @@ class DeltaStream:
         self._wake()
 
     async def next_deltas(self) -> Iterable[CompletionOutput]:
-        """Wait for the next few deltas and return them. When none is left, raise the error."""
+        """Wait for the next few deltas and return them. Raise the error once none is left."""
         if self._is_rest:
             await self.loop.turn(self.owner)
         elif not self._waiting and self._failure is None:

@@ -16,7 +16,7 @@ PIECE_NS = 200_000  # duration of one turn of `each`
 class FairLoop:
     """A scheduler that grants waiting tasks a few turns per event loop iteration, rotating among
     clients. If one client has hundreds of requests, another client's single request thus waits for
-    only a few of them. Belongs to one event loop.
+    only a few of these. Belongs to one event loop.
     """
 
     def __init__(self) -> None:
