@@ -206,7 +206,7 @@ class Call:
         self.requests.append(state)
 
     async def run_in_thread(self, size: int, work: Callable[[], T], *, is_new: bool = False) -> T:
-        """Run `work` with `AsyncLLM.run_in_thread`, in the name of this call's client."""
+        """Run `work` with `AsyncLLM.run_in_thread`, on behalf of this call's client."""
         async_llm = self.context.async_llm
         return await async_llm.run_in_thread(self.client, size, work, is_new=is_new)
 

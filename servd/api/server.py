@@ -294,7 +294,7 @@ async def serve(start: StartAPIServer) -> int:
     options = settings(
         app,
         connections,
-        access_log=False,  # RequestContext has one
+        access_log=False,  # RequestContext logs
         server_header=False,
         timeout_graceful_shutdown=FORCED_EXIT,
     )

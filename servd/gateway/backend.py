@@ -18,9 +18,9 @@ NO_TIMEOUT = httpx.Timeout(None, connect=10)  # the model's server has its own t
 class ModelServer:
     """A model, and its server if it runs.
 
-    `is_awake`: the server should hold weights; see `has_weights`. `loading_since`: the time when it
-    began to start or wake up; None once it can serve. `is_leaving`: it will sleep after its
-    requests. `num_unanswered` counts requests whose response has not begun.
+    `is_awake`: the server should hold weights; see `has_weights`. `loading_since`: when the server
+    began to start or wake up; None once it can serve. `is_leaving`: the server will sleep when its
+    requests have ended. `num_unanswered` counts requests whose response has not begun.
     """
 
     def __init__(self, model: Model, secret: str) -> None:
@@ -66,7 +66,7 @@ class ModelServer:
         )
 
     async def ask(self, path: str) -> httpx.Response | None:
-        """Return the response to a GET of the server; None unless it is 200."""
+        """Send GET `path` and return the server's response; None unless its status is 200."""
         assert self.http is not None
         try:
             answer = await self.http.get(path, headers=self.headers, timeout=ASK_TIMEOUT)

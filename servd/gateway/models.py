@@ -38,8 +38,8 @@ class AdapterFolder(msgspec.Struct, frozen=True):
     created: int
 
     def owner(self, models: Sequence[str]) -> str | None:
-        """Return the adapter's model: the one whose last path component equals that of the
-        adapter's base model, or else the only model. None without such a model.
+        """Return the model that has the name of the adapter's base model, or else the same last
+        path component, or else is the only model. None if there is no such model.
         """
         last = self.base.rstrip("/").rpartition("/")[2]
         same = [name for name in models if name.rpartition("/")[2] == last]

@@ -34,7 +34,7 @@ MOST_NAMED = 32  # models listed in an error message
 
 
 class ModelServers:
-    """The servers of all models in a folder. Their sockets are in the private `folder`."""
+    """The servers of all models in a folder. Their sockets are in another, private `folder`."""
 
     def __init__(self, config: Config, folder: str) -> None:
         assert config.models.models_dir is not None
@@ -227,7 +227,7 @@ class ModelServers:
 
     async def _wake_up(self, server: ModelServer) -> None:
         """Start a server, or make it load its weights again. If the request is cancelled, the next
-        request continues this. Raise Unavailable if the server ends before it is ready, or takes
+        request continues to wait. Raise Unavailable if the server ends before it is ready, or takes
         too long.
         """
         if not server.runs:
@@ -251,8 +251,8 @@ class ModelServers:
         logger.info("%s is ready after %.2f s", server.name, time.monotonic() - began)
 
     async def _give_up_if_late(self, server: ModelServer, since: float | None, what: str) -> None:
-        """Stop a server that takes too long to start. Do not start it again for the same time, so
-        that other models get as much time.
+        """Stop a server that takes longer than --models-start-timeout to start or to go to sleep.
+        Do not start it again for as long, so that other models get a turn.
         """
         most = self.config.models.models_start_timeout
         if since is not None and time.monotonic() - since > most:
@@ -297,7 +297,7 @@ class ModelServers:
                 server.child.post(self._config_of(server, ""))
 
     def _config_of(self, server: ModelServer, path: str) -> Config:
-        """Return a server's options, without port, TLS, CORS and idle sleep: see the gateway."""
+        """Return the options of a model's server. TLS, CORS and idle sleep are the gateway's."""
         config = self.config
         access = self.config.access
         lora = self.config.lora

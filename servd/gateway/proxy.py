@@ -84,7 +84,7 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Card(ModelCard, tag_field="object", tag="model", kw_only=True):
-    """A model in the list. `created` is the modification time of its config or GGUF file."""
+    """A listed model. `created` is the modification time of its config or GGUF file."""
 
     state: str
 
@@ -148,8 +148,8 @@ class Gateway:
         return json_response(SleepState(not server.has_weights))
 
     async def pass_on(self, request: Request, needs_weights: bool) -> ASGIApp:
-        """Pass a request to its model's server. Only requests that need weights wake up a model.
-        Others see its current state.
+        """Pass a request to its model's server. Wake up the server if the request needs weights. If
+        the server is stopped, start it for a POST, and raise Unavailable otherwise.
         """
         body = await request.body()
         named = read(request, body)

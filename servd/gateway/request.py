@@ -25,8 +25,8 @@ class Named(msgspec.Struct):
 
 
 def read(request: Request, body: bytes) -> Named:
-    """Return the model that a request names in its JSON body, its query, or X-Servd-Model. Raise
-    InvalidRequest if the JSON is malformed, so that no model is loaded for it.
+    """Return the request's fields. The model is in the JSON body, the query, or X-Servd-Model.
+    Raise InvalidRequest if the JSON is malformed, so that no model is loaded for it.
     """
     found = Named()
     if body[:1] in BEGINS_JSON:

@@ -42,7 +42,7 @@ def serve(read_config: Callable[[], Config], listener: socket.socket) -> int:
 
 
 def check(config: Config) -> None:
-    """Raise ConfigError for options that apply only to a single model."""
+    """Raise ConfigError for options that conflict with serving several models."""
     server = config.server
     if config.models.models and config.models.models_dir:
         raise ConfigError("--models and --models-dir: give one of them")
@@ -63,9 +63,9 @@ def check(config: Config) -> None:
 
 
 def link_models(config: Config, folder: Path) -> Config:
-    """Create a folder of links to the models of --models, if any, and return options for it. A hub
-    model keeps its name, a local model gets its file's name. Raise ConfigError if a model does not
-    exist, or two have the same name.
+    """Create a folder of links to the models of --models, if any, and return options that serve the
+    folder. A hub model keeps its name, a local model gets its file's name. Raise ConfigError if a
+    model does not exist, or two have the same name.
     """
     for model in config.models.models:
         given = Path(model).expanduser()

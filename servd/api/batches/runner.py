@@ -166,7 +166,7 @@ class BatchRunner:
         while pending:
             done, pending = await asyncio.wait(pending, timeout=POLL)
             for worker in done:
-                worker.result()  # raises what ended it
+                worker.result()  # raises the worker's exception
             if self.keys.named(one.owner) is None:
                 batch.errors = Problems([Problem("key_gone", f"the API key {one.owner} is gone")])
                 return "failed"
@@ -277,7 +277,7 @@ def _finish(shelf: Shelf, batch: Batch, source: Path, outcome: Any) -> None:
     shelf.save(batch)
     results = shelf.results(batch)
     suffix = batch.id.removeprefix("batch_")
-    # If this process ends meanwhile, the next one writes both again.
+    # If this process ends before it has finished, the next process writes both files again.
     paths = {name: shelf.folder / f"file-{suffix}{name[0]}" for name in ("output", "error")}
     with paths["output"].open("wb") as output, paths["error"].open("wb") as errors:
         statuses: dict[CustomId, int] = {}
@@ -307,7 +307,7 @@ def _finish(shelf: Shelf, batch: Batch, source: Path, outcome: Any) -> None:
 
 
 async def _call(app: ASGIApp, key: Key, line: Line) -> tuple[Response, float]:
-    """Return the application's response, and the seconds to wait before a retry."""
+    """Send a line to the application. Return the response, and the seconds before a retry."""
     messages: list[Message] = [{"type": "http.request", "body": bytes(line.body)}]
     answer = Response(500)
     body = bytearray()

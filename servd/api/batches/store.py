@@ -54,7 +54,7 @@ class Shelf:
         return found
 
     def load(self, name: str, kind: type[T]) -> T:
-        """Return a FileObject or Batch by its id. Raise NotFound if this key has none."""
+        """Return a FileObject or Batch by its id. Raise NotFound if this key has no such object."""
         try:
             if not ID.fullmatch(name):
                 raise FileNotFoundError
@@ -118,7 +118,7 @@ class Shelf:
 
     @contextmanager
     def uploading(self) -> Iterator[None]:
-        """Count an upload for the duration of the block. Raise Overloaded if the key already has
+        """Count an upload until the `with` block ends. Raise Overloaded if the key already has
         MAX_UPLOADS uploads.
         """
         uploads = self.store.uploads
@@ -261,7 +261,7 @@ def describe_file(name: str, filename: str, size: int, seconds: int = RETENTION)
 
 @contextmanager
 def _new_file(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file, locked for the duration of the block. Remove the file if the block fails."""
+    """Open a file and lock it until the `with` block ends. Remove the file if the block fails."""
     with path.open("wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         try:

@@ -28,7 +28,7 @@ from servd.base.errors import EngineDead, InvalidRequest
 from servd.messages.engine import EngineReady
 from servd.messages.outputs import CompletionOutput
 
-CHOICE_SIZE = 32  # what a choice takes besides its tokens, in the same measure
+CHOICE_SIZE = 32  # size of a choice without its tokens, in the unit of `size`
 
 
 class ResponseBuilder(ABC):
@@ -66,15 +66,15 @@ class ResponseBuilder(ABC):
         if isinstance(asked, ChatCompletionRequest) and asked.top_logprobs is not None:
             self.async_llm.processor.check_logprobs("top_logprobs", asked.top_logprobs)
         self.params = asked.sampling_params(self.async_llm.processor.default_params)
-        self.options = asked.request_options  # once admitted, with what the API key decides
+        self.options = asked.request_options  # after admission, with the settings of the API key
         self.n = self.params.n
         k = self.params.logprobs
         named = self.params.logprob_token_ids
         self.num_logprobs_each = 0 if k is None else 1 + k + len(named)  # of an output token
-        # Where nobody said how many there may be, they are counted as they come.
+        # Without `max_tokens`, `count` checks the number of log-probabilities as they arrive.
         self.in_pieces = self.stream or (k is not None and self.params.max_tokens is None)
         self.prepared: list[RequestState] = []
-        self.parsers: dict[int, OutputParser] = {}  # by choice, once it has one
+        self.parsers: dict[int, OutputParser] = {}  # by choice, created on first use
         self.num_output_tokens = 0
         self.num_cached_tokens = [0] * len(prompts)
         self.wants_manifest = request.headers.get("x-servd-receipt") == "1"
@@ -106,7 +106,7 @@ class ResponseBuilder(ABC):
         return 0
 
     def check_logprobs(self, num_tokens: int) -> None:
-        """Raise InvalidRequest if N output tokens would have too many log-probabilities."""
+        """Raise InvalidRequest if `num_tokens` output tokens have too many log-probabilities."""
         of_prompts = self.num_prompt_logprobs
         is_whole = not (self.stream and self.streams_logprobs)
         of_output = num_tokens * self.num_logprobs_each if is_whole else 0
@@ -169,7 +169,7 @@ class ResponseBuilder(ABC):
 
     @asynccontextmanager
     async def outputs(self) -> AsyncIterator[AsyncGenerator[CompletionOutput, None]]:
-        """Admit and prepare the request for the duration of the block. Yield the outputs of all
+        """Admit and prepare the request until the `with` block ends. Yield the outputs of all
         choices, whose index is prompt number * n + choice number.
         """
         async_llm = self.async_llm
@@ -214,7 +214,7 @@ class ResponseBuilder(ABC):
             async for output in outputs:
                 self.count(output)
                 size = self.num_logprobs_each * len(output.token_ids)
-                if size > MAX_INLINE:  # what has gathered while the client did not read
+                if size > MAX_INLINE:  # outputs that arrived while the client did not read
                     work = partial(self.frames_of, output)
                     frames = await self.async_llm.run_in_thread(self.options.owner, size, work)
                 else:

@@ -36,7 +36,7 @@ class ChatBuilder(ChunkBuilder):
         """Return the chunks of an output. A choice's first chunk has only the role."""
         chunks: list[ChatCompletionChunk] = []
         delta = self._delta(output)
-        output.text = ""  # it is in the delta, as far as it is certain what it is
+        output.text = ""  # `_delta` has parsed it
         has_news = delta != NOTHING or self.has_news(output)
         if not self.has_begun[output.index]:
             is_first = not any(self.has_begun)

@@ -2,8 +2,8 @@
 
 The options are token sequences in a trie. At each branch of the trie, one-token requests ask the
 engine for the probability of each next token. An option's probability is the product along its
-path: the distribution of an answer that must be one of the options. All requests continue the same
-prompt, whose blocks stay in the prefix cache.
+path, as if every answer had to be one of the options. All requests continue the same prompt, whose
+blocks stay in the prefix cache.
 """
 
 import asyncio
@@ -28,12 +28,12 @@ T = TypeVar("T")
 
 
 class Branch(msgspec.Struct):
-    path: list[int]  # tokens that lead to it
+    path: list[int]  # tokens that lead to the branch
     members: dict[int, list[int]]  # next token -> the options that continue with it
-    logprobs: dict[int, float] = {}  # by next token, as the model has them
+    logprobs: dict[int, float] = {}  # by next token, from the model
 
     def shares(self) -> Iterator[tuple[list[int], float]]:
-        """Yield the options that share a next token, with the probability of that token."""
+        """For each next token, yield the options that continue with it, and its probability."""
         most = max(self.logprobs[token_id] for token_id in self.members)
         weights = [math.exp(self.logprobs[token_id] - most) for token_id in self.members]
         for members, weight in zip(self.members.values(), weights, strict=True):
@@ -132,7 +132,7 @@ def _batches(token_ids: list[int]) -> Iterator[list[int]]:
 
 
 async def gather(work: Iterable[Awaitable[T]]) -> list[T]:
-    """Call `asyncio.gather`, and stop all parts if one fails or the caller is cancelled."""
+    """Wait for all of `work`. If one part fails or the caller is cancelled, stop all parts."""
     tasks = [asyncio.ensure_future(part) for part in work]
     try:
         return await asyncio.gather(*tasks)

@@ -30,7 +30,7 @@ def choice_logprobs(
     positions: list[TokenLogprobs] | None,
     name: Callable[[int], str] | None = None,
 ) -> ChoiceLogprobs | None:
-    """Return log-probabilities at `positions`. `name` gives a token's text; default: tokenizer."""
+    """Return log-probabilities at `positions`, with texts by `name` (default: the tokenizer's)."""
     if positions is None:
         return None
     name = name or tokenizer.token_string
@@ -73,7 +73,7 @@ class TextOffsets:
         for token_id, position in zip(token_ids, [None, *positions], strict=True):
             self._add(result, token_id, position, num_logprobs)
             piece = self.decoder.decode(self.tokenizer.token_bytes(token_id))
-            if is_beginning:  # what the tokenizer put there is not in the text
+            if is_beginning:  # tokens added by the tokenizer are not in the text
                 if token_id in self.tokenizer.special_ids and not text.startswith(piece):
                     piece = ""
                 elif not text.startswith(" "):

@@ -40,7 +40,7 @@ class MessageBuilder(EventBuilder):
         super().__init__(request, body, response_id, chat)
         usage = MessageUsage(0, 0, 0, MessageTokensDetails(0))
         self.response = Message(id=response_id, model=self.model, content=[], usage=usage)
-        self.block: Block | None = None  # the open one
+        self.block: Block | None = None  # the open block
         self.json = ""  # its input so far
 
     def begin(self) -> Iterator[Event]:

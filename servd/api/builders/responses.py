@@ -61,7 +61,7 @@ class ResponsesBuilder(EventBuilder):
         super().__init__(request, body, response_id, chat)
         self.response = _blank(response_id, self.model, body, self.params, is_stored)
         self.keep: Callable[[], None] = lambda: None
-        self.item: OutputItem | None = None  # the open one
+        self.item: OutputItem | None = None  # the open item
         self.logprobs: list[TokenLogprobs] = []  # tokens whose text is in no event yet
         self.sequence_number = 0
         self.seals = ENCRYPTED in (body.include or ())
@@ -88,7 +88,7 @@ class ResponsesBuilder(EventBuilder):
             case Content(text=text):
                 yield from self._content(text)
             case Reasoning(text=text):
-                self._take_logprobs(text)  # only messages have them
+                self._take_logprobs(text)  # only messages have logprobs
                 if not isinstance(self.item, ReasoningItem):
                     yield from self._open_text(ReasoningItem(self._item_id("rs")), ReasoningText())
                 yield from self._text(text)
@@ -135,7 +135,7 @@ class ResponsesBuilder(EventBuilder):
             yield self._event("error", code=detail.code, message=detail.message, param=detail.param)
 
     def cancel(self) -> Iterator[Event]:
-        """Yield the events of a cancelled response, as incomplete: OpenAI has no event for it."""
+        """Yield a cancelled response's events, ending with `incomplete`: OpenAI has none for it."""
         yield from self._close("incomplete")
         self.response.status = "cancelled"
         yield self._event("response.incomplete", response=self.response)
@@ -201,7 +201,7 @@ class ResponsesBuilder(EventBuilder):
         tokens = [self.tokenizer.token_bytes(each.token_ids[0]) for each in self.logprobs]
         written = b"".join(tokens)
         wanted = text.encode()
-        # At the end, as in most streams; a short one may be found in a tag too.
+        # Search at the end first, as in most streams: a tag may contain a short text, too.
         first = len(written.removesuffix(wanted))
         if first == len(written):
             first = written.find(wanted)

@@ -71,7 +71,7 @@ def make_manifest(
     configuration = hashlib.sha256(msgspec.json.encode(deciding)).hexdigest()
     weights = ""
     if spec.folder:
-        with _hashing:  # threads that ask meanwhile need not read them all, too
+        with _hashing:  # other threads wait, and find the hash cached
             weights = hash_weights(spec.folder)
     device = (worker.device, worker.dtype, worker.attention_backend)
     return RunManifest(find_versions(), configuration, weights, *device, prompts)
@@ -93,7 +93,7 @@ def hash_weights(folder: str) -> str:
     """Return a hash of the names and contents of a checkpoint's weight files."""
     lines: list[str] = []
     for file in sorted(Path(folder).glob("*.safetensors")):
-        name = file.resolve().name  # in the hub's cache the SHA-256 of what is in it
+        name = file.resolve().name  # in the hub's cache: the SHA-256 of the content
         if len(name) != 64 or not file.is_symlink():
             with file.open("rb") as opened:
                 name = hashlib.file_digest(opened, "sha256").hexdigest()

@@ -34,9 +34,9 @@ class File(msgspec.Struct, frozen=True):
 
 @lru_cache
 def files() -> dict[str, File]:
-    """All files of the page, by their path below `/console/`.
+    """Return all files of the page, by their path below `/console/`.
 
-    The page learns from its own head which scripts there are, so that a panel is one new file.
+    The page's head lists all scripts, so that a panel is one new file.
     """
     paths = [path for path in sorted(FOLDER.rglob("*")) if path.suffix in MEDIA_TYPES]
     contents = {path.relative_to(FOLDER).as_posix(): path.read_bytes() for path in paths}
@@ -51,7 +51,7 @@ def files() -> dict[str, File]:
 
 
 def open_paths() -> set[str]:
-    """Where the files are. They are open without an API key, which a browser cannot send before it
-    has the page; they are the same on every server, and what one knows comes from guarded routes.
+    """Return the paths of the files. They need no API key, which a browser cannot send before it
+    has the page. The files are equal on every server; data comes from routes that need a key.
     """
     return {f"/console/{name}" for name in files()}

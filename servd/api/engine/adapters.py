@@ -58,7 +58,7 @@ class Adapters:
                         found[name] = Adapter(name, "", "", str(at), int(changed[0]))
         return list(found.values())
 
-    @lru_cache(maxsize=1024)  # noqa: B019  # one of a process
+    @lru_cache(maxsize=1024)  # noqa: B019  # one object per process
     def _fits(self, at: Path, is_ready: bool, *changed: float) -> bool:
         """Return whether an adapter can be loaded. Before the model is ready, its layers are not
         checked. The result is cached by the modification times of the files.

@@ -97,8 +97,8 @@ class Admission:
         priority_class: int = 0,
         timeout: float = math.inf,
     ) -> Iterator[Admitted]:
-        """Admit a request for the duration of the block. Owners share the queue. `num_waiting`
-        counts all owners' requests that wait in the engines. `timeout` is in seconds.
+        """Admit a request until the `with` block ends. Owners share the queue. `num_waiting` counts
+        all owners' requests that wait in the engines. `timeout` is in seconds.
 
         Raises InvalidRequest: the request exceeds --max-waiting-requests; Overloaded: too many are
         unfinished, or the deadline cannot be met; RateLimited: a limit of the API key is reached;

@@ -198,7 +198,7 @@ class AsyncLLM:
         admitted: Admitted | None = None,
     ) -> list[RequestState]:
         """Call `Processor.process` for all prompts of a request, in a thread if they are long.
-        Check new structured outputs in another thread, which may take seconds.
+        Check new structured outputs in another thread, because a check may take seconds.
 
         Args:
             prompts: share the same parameters and options.

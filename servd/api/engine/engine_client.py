@@ -52,8 +52,8 @@ REQUESTS_LOOKED_AT = 256  # by /health, which needs no key
 
 @dataclass(eq=False)
 class EngineClient:
-    """A client of one engine, which receives messages and passes deltas to their streams. Belongs
-    to one event loop.
+    """A client of one engine. It receives the engine's messages and passes the deltas to the
+    streams of their requests. Belongs to one event loop.
 
     `running` has the requests of `AsyncLLM.requests` that this engine computes, in order of
     arrival. `loading_since` is in seconds of the monotonic clock. `cache_number` counts how often
@@ -84,7 +84,7 @@ class EngineClient:
         self.num_watched = 0  # running requests whose messages are measured
         self._reading_on: asyncio.AbstractEventLoop | None = None
         self._reading: asyncio.Handle | None = None  # the scheduled continuation of `_receive`
-        # Deltas of the messages read last, made lazily, and when those were read.
+        # Deltas of the messages read last, made lazily, and the time of that reading.
         self._received_ns = 0
         self._deltas: Iterator[tuple[RequestState, CompletionOutput, list[str]]] = iter(())
 
@@ -189,7 +189,7 @@ class EngineClient:
         if self._reading_on is None:  # closed meanwhile
             return
         if self._reading is not None:
-            self._reading.cancel()  # one call per iteration of the event loop
+            self._reading.cancel()  # at most one call per iteration of the event loop
         end = now_ns() + MAX_READ_NS
         try:
             is_over = self._hand_on(end) and self._take_messages(end) and self._hand_on(end)

@@ -222,7 +222,7 @@ class FairLock:
 
     @contextlib.contextmanager
     def take(self, client: str = "", timeout: float | None = None) -> Iterator[None]:
-        """Hold the lock for the duration of the block. Raise Overloaded after `timeout` seconds, or
+        """Hold the lock until the `with` block ends. Raise Overloaded after `timeout` seconds, or
         if the client has used its SHARE and already waits.
         """
         with self._changed:

@@ -28,7 +28,7 @@ ROW = 2 * MAX_ENGINES  # numbers per API server: each engine's pending work and 
 TABLE = 8 * ROW * MAX_SERVERS  # byte offset of the table of blocks
 SIZE = TABLE + 8 * NUM_ENTRIES
 PART = 1 << 17  # bytes of the table that `forget` processes at once
-# the first blocks are entries of their own, then every 16th
+# each of the first FINE_BLOCKS blocks has an entry, then every COARSE-th block
 FINE_BLOCKS = 256
 COARSE = 16
 WINDOW = 1 << 20  # recent tokens after which all counts are halved
@@ -46,7 +46,7 @@ class Routed:
 
     load_balancer: LoadBalancer
     rank: int
-    prompt: int  # tokens to compute until its first token; 0 from then on
+    prompt: int  # prompt tokens to compute; 0 after the first output token
     cached: int  # tokens expected in the engine's prefix cache
     output: float  # expected output tokens of all choices
 
@@ -57,7 +57,7 @@ class Routed:
             self.prompt = 0
 
     def leave(self, num_tokens: int) -> None:
-        """Record that the prompt left the engine after `num_tokens` tokens of all choices."""
+        """Record that the prompt left the engine, with `num_tokens` output tokens in all."""
         work = self.prompt + OUTPUT_WEIGHT * self.output
         self.load_balancer.add_work(self.rank, -work, num_tokens - self.output - self.prompt)
 
@@ -82,8 +82,8 @@ class LoadBalancer:
 
     Each API server writes its own row of numbers, at `place`. All servers write the table of
     blocks. An entry has the checksum of a prompt up to the end of a block, and a bit for each
-    engine that computed the block. Evictions are not recorded: the next prompt routed to the engine
-    is computed again, which makes the entry true again. Without a prefix cache, `block_size` is 0.
+    engine that computed the block. Evictions are not recorded: the engine computes the block again
+    for the next prompt, so the entry is true again. Without a prefix cache, `block_size` is 0.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class LoadBalancer:
         self.expected_output += LEARNING_RATE * (num_tokens - self.expected_output)
 
     def forget(self, rank: int) -> None:
-        """Clear an engine's bits, because its prefix cache is empty."""
+        """Clear an engine's bits in the table, because its prefix cache is empty."""
         order = sys.byteorder
         others = (1 << 64) - 1 - (1 << rank)
         mask = int.from_bytes(others.to_bytes(8, order) * (PART // 8), order)
@@ -166,13 +166,13 @@ class LoadBalancer:
                 part[:] = (int.from_bytes(known, order) & mask).to_bytes(PART, order)
 
     def start_anew(self) -> None:
-        """Set all recent tokens to their mean: a restarted engine need not catch up."""
+        """Set each engine's recent tokens to the mean: a restarted engine need not catch up."""
         mean = sum(self._recent) / len(self.ranks)
         for rank in self.ranks:
             self._recent[rank] = mean
 
     def _sum(self, first: int) -> list[float]:
-        """Return, for each engine, the sum over all API servers of a number at `first`."""
+        """Return each engine's sum over all API servers of the numbers from `first` in each row."""
         numbers = self._numbers
         count = len(self.ranks)
         rows = [numbers[at : at + count] for at in range(first, self._used, ROW)]
@@ -192,7 +192,7 @@ class LoadBalancer:
         return sums
 
     def _ends(self, num_tokens: int) -> Iterable[int]:
-        """Return the block ends that have entries: all at first, then every COARSE-th."""
+        """Return 0 and the block ends in the table: the first FINE_BLOCKS, then every COARSE-th."""
         size = self.block_size
         fine = range(0, min(num_tokens, FINE_BLOCKS * size) + 1, size)
         return [*fine, *range((FINE_BLOCKS + COARSE) * size, num_tokens + 1, COARSE * size)]

@@ -1,5 +1,5 @@
-"""Peer API servers: the servers of the same engines share what they know of their requests, so that
-any server can answer for all.
+"""Peer API servers: servers of the same engines answer each other's queries about requests, so that
+any server can report the requests of all.
 
 Each server listens on a Unix socket beside the engine's. A query is one message on its own
 connection, and so is its reply. A peer that does not reply in time is left out.
@@ -32,7 +32,7 @@ CHARS_PER_STEP = 16  # a step costs as much as this many characters, see `AsyncL
 
 
 class ListRequests(msgspec.Struct, tag=True):
-    """A query for an owner's newest requests, running ones first, or the slowest finished ones."""
+    """A query for an owner's newest requests (running first) or slowest finished requests."""
 
     reply: ClassVar[Any] = list[RequestSummary]
     owner: str
@@ -50,7 +50,7 @@ class ListRequests(msgspec.Struct, tag=True):
 
 
 class FindTimeline(msgspec.Struct, tag=True):
-    """A query for the timeline of a request; None if the owner has no such request."""
+    """A query for the timeline of a request. The reply is None if the owner has no such request."""
 
     reply: ClassVar[Any] = RequestTimeline | None
     owner: str
@@ -87,8 +87,8 @@ class ListSteps(msgspec.Struct, tag=True):
 
 
 class WriteMetrics(msgspec.Struct, tag=True):
-    """A query that makes the peer publish its counters, for the server that aggregates all metrics,
-    and reply with the state of the engines.
+    """A query that makes a peer publish its counters, because the asking server renders all
+    metrics. The reply is the state of the engines.
     """
 
     reply: ClassVar[Any] = Report
@@ -105,12 +105,12 @@ Query = ListRequests | FindTimeline | ListSteps | WriteMetrics
 class PeerServers:
     """The peer API servers: sends queries to them, and answers their queries."""
 
-    async_llm: AsyncLLM  # of this one
+    async_llm: AsyncLLM  # of this server
     path: Path | None = None  # of this server's socket, while it listens
     _server: asyncio.Server | None = None
 
     async def listen(self, path: Path) -> None:
-        """Start to answer peers. Their sockets are in the same folder as `path`, named `api-*`."""
+        """Answer peers at the socket `path`. Their sockets `api-*` are in the same folder."""
         self.path = path
         self._server = await asyncio.start_unix_server(self._serve, path)
 
@@ -166,7 +166,7 @@ class PeerServers:
 
 
 def _recency(request: RequestSummary) -> tuple[bool, float]:
-    """Return the sort key of a request: its start if it is running, else its end."""
+    """Return the sort key of a request: whether it is running, and the time of its start or end."""
     if request.status == "running":
         return True, request.created
     return False, request.created + request.wall_ms / 1000

@@ -192,8 +192,8 @@ class Processor:
         return self._token_ids(prompt, self.render(prompt))
 
     def reasoning_tags(self, prompt_token_ids: list[int] | None) -> ReasoningTags:
-        """Return the tokens by which the engine recognises reasoning. The prompt determines whether
-        the output begins inside reasoning; without a prompt, it does.
+        """Return the tokens by which the engine recognises reasoning, and whether the output begins
+        inside reasoning after this prompt. Without a prompt, assume that it does.
 
         Raises InvalidRequest: the model does not reason, or its tags are not single tokens.
         """
@@ -303,7 +303,7 @@ class Processor:
 
     @property
     def _max_chars(self) -> int:
-        """The length of the longest text that can fit. Refusing longer texts early saves time."""
+        """The maximum length of a text that fits in the context, to refuse longer texts early."""
         return self.max_model_len * self.tokenizer.longest_token
 
     def _no_room(self, num_tokens: int, least: int, param: str) -> ContextTooLong:

@@ -1,4 +1,4 @@
-"""Recovery: resends open requests when an engine is restarted, except one that crashes engines."""
+"""Recovery: resends open requests to a restarted engine, except a request that crashes engines."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -64,7 +64,7 @@ class Recovery:
         return None if guilty is None else open_requests[guilty]
 
     def engine_ready(self) -> None:
-        """Resend the open requests if the engine is a restarted one."""
+        """Resend the open requests if the engine was restarted."""
         if not self.is_restarting:
             return
         self.is_restarting = False

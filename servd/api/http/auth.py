@@ -41,7 +41,7 @@ class ApiKeyAuth:
     """Middleware that requires a key with the route's scope, as `Authorization: Bearer KEY` or
     `x-api-key: KEY`. Sets `key`, and its name as `owner` and `client`, in the Call.
 
-    The ASGI path decides, as in the router, never a URL built from headers.
+    The ASGI path identifies the route, as in the router, never a URL built from headers.
     """
 
     app: ASGIApp

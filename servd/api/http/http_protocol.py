@@ -36,7 +36,7 @@ MAX_HEAD = 64 * 1024  # bytes of request line and headers, of trailers, of chunk
 MIN_BODY_RATE = 1024  # bytes per second, on average over --body-timeout
 # Every chunk costs microseconds, and one read may bring 40,000 chunks of one byte.
 MIN_CHUNK = 64  # bytes, on average
-MAX_SMALL_CHUNKS = 4096  # that are always allowed
+MAX_SMALL_CHUNKS = 4096  # chunks that are always allowed
 LINGER = 1.0  # seconds for a refused client to read the response
 RESET_INTERVAL = 0.05  # seconds between two looks for a reset
 BLOCKED_NS = 1_000_000  # writes that take longer are marked as waiting for the client
@@ -164,7 +164,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._stop_write_timer()
         if self._eof_timer is not None:
             self._eof_timer.cancel()
-        if self._served is not None:  # uvicorn cancels only the newest, which may wait for this one
+        if self._served is not None:  # uvicorn only cancels the newest request, which may be queued
             self._served.disconnected = True
             self._served.message_event.set()
         super().connection_lost(exc)
@@ -176,7 +176,7 @@ class HttpProtocol(HttpToolsProtocol):
             return
         self._unread = data
         while self._unread and not self._has_refused:
-            # Never more than a head may have: its end may be anywhere in what was received.
+            # Parse at most the maximum size of a head: it may end anywhere in the received data.
             size = MAX_HEAD if self._is_in_body else MAX_HEAD - self.num_unparsed
             if size <= 0 or self.num_unparsed > MAX_HEAD:
                 message = f"the request line and the headers may have at most {MAX_HEAD} bytes"
@@ -324,7 +324,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._read_timer = None
 
     def _refuse(self, status: int, message: str) -> None:
-        """Send an error response, unless the application has begun to answer, and close.
+        """Send an error response, unless the application has begun to answer. Close the connection.
 
         Closing a socket with unread data would reset the connection, and the client might lose the
         response. So the socket is closed LINGER seconds later, or by the client.

@@ -58,7 +58,7 @@ class RequestContext:
     """Middleware that gives every request an id, returned as X-Request-Id. It limits bodies,
     answers unhandled errors, ends timelines and counts responses.
 
-    It creates the Call of each request, which holds the request's other state.
+    It creates the Call of each request, which holds all other state of the request.
     """
 
     app: ASGIApp
@@ -181,7 +181,7 @@ class RequestContext:
 
     def _end(self, call: Call, status: int, written: bool) -> None:
         now = now_ns()
-        if status >= 400 and not call.requests and call.received_ns:  # refused before it had one
+        if status >= 400 and not call.requests and call.received_ns:  # refused early
             call.open_request([Mark("received", call.received_ns)], call.unique_id)
         requests, call.requests = call.requests, []  # an idle connection keeps the call
         span, call.span = call.span, None
@@ -204,7 +204,7 @@ class RequestContext:
 
 @dataclass(eq=False)
 class Body:
-    """The arriving body of a request, limited in size by itself and with all others."""
+    """The body of a request while it arrives. Limits its size, and the size of all such bodies."""
 
     context: RequestContext
     scope: Scope
@@ -251,7 +251,7 @@ class Body:
 
 
 def _outcome(state: RequestState, status: int, written: bool) -> str:
-    """Return how a request ended for its client; "" means as its generation ended."""
+    """Return how a request ended for its client; "" if it ended as its generation did."""
     if status >= 500:
         return "error"
     if status >= 400:

@@ -37,7 +37,7 @@ async def read_parsed(request: Request) -> RequestBody:
 
 # The body, as a model that is read by `read_parsed`.
 Parsed = Annotated[T, Depends(read_parsed)]
-# A part of the path. The router finds no route for an empty one.
+# A part of the path. The router finds no route for an empty part.
 PathPart = Annotated[str, Path(json_schema_extra={"minLength": 1})]
 
 DESCRIPTION = (
@@ -119,7 +119,7 @@ class Route(APIRoute):
         return get_args(body) or (() if body is None else (body,))
 
     def _refused(self) -> list[int]:
-        """The statuses of errors that path, query and body can cause."""
+        """Return the statuses of errors that path, query and body can cause."""
         statuses: set[int] = set()
         if self.path not in OPEN_PATHS:
             statuses |= {400, 401, 403}  # 400: X-Request-Timeout
@@ -174,7 +174,7 @@ def events(*kinds: Any) -> Responses:
 
 
 def refusals(*statuses: int, kind: Any = ErrorBody) -> Responses:
-    """Return the `responses` of errors with these statuses, described as in `ERRORS`."""
+    """Return FastAPI's `responses` for these statuses, described as in `ERRORS`."""
     found: Responses = {}
     for status in statuses:
         headers = ["X-Request-Id"]

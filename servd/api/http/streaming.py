@@ -20,8 +20,8 @@ def event(payload: bytes) -> bytes:
 
 @asynccontextmanager
 async def while_connected(receive: Receive) -> AsyncIterator[None]:
-    """Cancel the block with a ClientDisconnect when the client disconnects. Read the request's body
-    before entering the block.
+    """If the client disconnects, cancel the `with` block and raise ClientDisconnect. Read the
+    request's body before entering the block.
     """
     task = asyncio.current_task()
     has_left = False

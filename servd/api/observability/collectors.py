@@ -18,7 +18,7 @@ from servd.messages.stats import SchedulerStats
 
 
 class EngineState(msgspec.Struct):
-    """The state of an engine, as far as an API server knows it."""
+    """The state of an engine that an API server knows."""
 
     stats: SchedulerStats = msgspec.field(default_factory=SchedulerStats)  # its latest report
     num_restarts: int = 0
@@ -100,8 +100,8 @@ class ProcessesCollector(Collector):
 
 
 class WithExemplars(Collector):
-    """A collector that adds exemplars to the histograms of others, because prometheus-client keeps
-    no exemplars in multiprocess mode.
+    """A collector that adds exemplars to the histograms of other collectors, because
+    prometheus-client keeps no exemplars in multiprocess mode.
     """
 
     def __init__(self, sources: Sequence[Collector]) -> None:
@@ -111,7 +111,7 @@ class WithExemplars(Collector):
     def note(
         self, name: str, engine: str, bucket: str, value: float, leads_to: dict[str, str]
     ) -> None:
-        """Keep the exemplar of a histogram's new value. `leads_to` has the label of its trace."""
+        """Keep the exemplar of a histogram's new value. `leads_to` is the label of the trace."""
         exemplar = Exemplar(leads_to, value, time.time())
         self._exemplars[f"{name}_bucket", engine, bucket] = exemplar
 

@@ -62,7 +62,7 @@ COUNTERS = {
     "vllm:spec_decode_num_draft_tokens": "Draft tokens that the model checked.",
     "vllm:spec_decode_num_accepted_tokens": "Draft tokens that the model accepted.",
 }
-# Counters of what an engine reports -> where the report has it.
+# Counter of a value that engines report -> the function that gets it from a report.
 OF_STEPS: dict[str, Callable[[SchedulerStats], int]] = {
     f"vllm:{name}": attrgetter(field)
     for name, field in {

@@ -139,8 +139,8 @@ class Metrics(Observer):
     """The metrics of one engine, with the labels `model_name` and `engine` filled in.
 
     `engines` has the metrics of all engines by rank, which /metrics renders together. `beside` is
-    the Metrics of the previous engine. `first_rank` is the rank if there is none. `max_model_len`
-    is the largest bucket of the token-count histograms.
+    the Metrics of the previous engine. Without `beside`, the engine has the rank `first_rank`.
+    `max_model_len` is the largest bucket of the token-count histograms.
     """
 
     def __init__(

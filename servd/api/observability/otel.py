@@ -26,8 +26,8 @@ from servd.base.tracing import now_ns
 from servd.messages.engine import FinishReason
 from servd.messages.params import SamplingParams
 
-LAST_EXPORT = 1.0  # seconds for what is not yet exported when the server ends
-MAX_PROMPTS = 16  # a request's first ones, whose stages are shown
+LAST_EXPORT = 1.0  # seconds to export the remaining spans when the server ends
+MAX_PROMPTS = 16  # the first prompts of a request; only their stages are shown
 # Phases with spans of their own; others are parts of the span of their stage.
 OWN_SPANS = {"model_load", "wake_up", "grammar_compile", "tier_read", "engine_restart"}
 OWN_SPANS |= {"slow_reader", "preemption", "swapped"}
@@ -110,7 +110,7 @@ class RequestSpan:
         span.end(ended_at)
 
     def _attributes(self, breakdown: Breakdown) -> dict[str, Any]:
-        """Return attributes by the GenAI conventions, plus those of vLLM and SGLang that differ."""
+        """Return attributes by the GenAI conventions, and vLLM's and SGLang's if they differ."""
         timelines = self._timelines
         first = timelines[0]
         reasons = [choice.finish_reason for one in timelines for choice in one.choices]
@@ -143,7 +143,7 @@ class RequestSpan:
 
 
 def _name(span: Span) -> str:
-    """Return the name of a stage's span. Consecutive parts with the same name are one span."""
+    """Return the name of the exported span. Consecutive spans of one name are exported as one."""
     if span.phase not in OWN_SPANS:
         return span.stage
     return "preempted" if span.phase in ("preemption", "swapped") else span.phase

@@ -25,7 +25,7 @@ REASONS = {
     "emptied": "{id} shares {length} tokens, but the engine slept or was started again since",
     "lost": "{id} shares {length} tokens, which the cache has lost since",
 }
-OBSTACLES = ("salt", "adapter", "engine", "emptied", "lost")  # the last is none
+OBSTACLES = ("salt", "adapter", "engine", "emptied", "lost")  # `lost`: none known
 
 
 def explain_prefix(
@@ -34,7 +34,7 @@ def explain_prefix(
     config: CacheConfig,
     token_text: Callable[[int], str],
 ) -> PrefixCache:
-    """Return the cache hits of a scheduled prompt, compared with earlier prompts of its owner."""
+    """Return the cache hits of a scheduled prompt, and the reason for its misses."""
     size = config.block_size
     prompt = timeline.tokens  # which may be dropped meanwhile
     # The last token is always computed: its logits give the first output token.
@@ -60,7 +60,7 @@ def explain_prefix(
         if length >= (num_matched + 1) * size:
             found.reason = _obstacle(timeline, earlier)
         elif length < num_matched * size:
-            found.reason = "unknown"  # another API server has the one whose blocks were found
+            found.reason = "unknown"  # another API server has the prompt whose blocks were found
         elif length == len(tokens):
             found.reason = "last_block"
         else:
@@ -80,8 +80,8 @@ def explain_prefix(
 def _find_nearest(
     timeline: Timeline, prompt: array[int], others: Iterable[Timeline]
 ) -> tuple[int, Timeline, array[int]] | None:
-    """Return the earlier prompt with the longest common prefix, preferably with usable blocks: the
-    length of the prefix, the prompt's request and its tokens. None without earlier prompts.
+    """Return the length of the longest prefix that an earlier prompt shares, the earlier request
+    and its tokens. Of equal lengths, prefer usable blocks. None without earlier prompts.
     """
     before_ns = first(timeline.marks, "scheduled") or 0
     found: list[tuple[int, int, Timeline, array[int]]] = []

@@ -26,7 +26,7 @@ OF_STEP = {*shapes.TimelineStep.__struct_fields__} & {*StepRecord.__struct_field
 
 
 def summarize(snapshot: Snapshot) -> shapes.RequestSummary:
-    """Return the summary of a request for a list. Cache it once the request has finished."""
+    """Return the summary of a request for a list. Cache the summary of a finished request."""
     timeline = snapshot.timeline
     if timeline.summary is not None:
         return timeline.summary
@@ -134,7 +134,7 @@ def render_steps(records: Iterable[StepRecord], origin_ns: int) -> list[shapes.T
     by_engine = sorted(records, key=lambda record: record.engine)
     for _, of_engine in groupby(by_engine, key=lambda record: record.engine):
         for begin_ns, end_ns, record, _ in step_times(of_engine):
-            # The worker's times or, if it reports none, the engine's view of them.
+            # The worker's times or, if it reports none, the times that the engine measured.
             times = record.worker_ns
             if len(times) < 4:
                 scheduled_ns = record.scheduled_ns
@@ -159,7 +159,7 @@ def render_steps(records: Iterable[StepRecord], origin_ns: int) -> list[shapes.T
 
 def stage_times(prompts: Iterable[Timeline]) -> dict[str, int]:
     """Return the nanoseconds of each stage, and of `total`, of a request with these prompts, up to
-    MAX_PROMPTS. An unfinished request counts as being written.
+    MAX_PROMPTS. The response of an unfinished request counts as written now.
     """
     known = [*islice(prompts, MAX_PROMPTS)]
     is_running = not all(each.is_finished for each in known)

@@ -22,7 +22,7 @@ class RequestLog(Observer):
     def began(self, state: RequestState) -> None:
         params = state.request.params
         if isinstance(params, SamplingParams):
-            params = state.params  # with those of the text, which the engine does not get
+            params = state.params  # with parameters of the text, which the engine does not get
         usual = asdict(type(params)())
         asked = {name: value for name, value in asdict(params).items() if value != usual[name]}
         fields = {

@@ -32,7 +32,7 @@ class Snapshot(msgspec.Struct):
     """A snapshot of a request, from which any thread can compute the latency breakdown."""
 
     timeline: Timeline
-    marks: list[Mark]  # of a running request, with a last one for now
+    marks: list[Mark]  # of a running request, with a last mark for now
     steps: Mapping[int, Sequence[StepRecord]]  # all known steps by engine, in order
 
     def breakdown(self) -> Breakdown:
@@ -62,8 +62,8 @@ class Tracer(Observer):
 
     def __init__(self, keep: int = MAX_RECENT) -> None:
         self.keep = keep
-        self.requests: dict[str, RequestState] = {}  # the running ones: `AsyncLLM.requests`
-        self.recent: OrderedDict[str, Timeline] = OrderedDict()  # finished ones, newest last
+        self.requests: dict[str, RequestState] = {}  # the running requests: `AsyncLLM.requests`
+        self.recent: OrderedDict[str, Timeline] = OrderedDict()  # finished requests, newest last
         self.slowest: dict[str, Timeline] = {}
         self.steps = defaultdict[int, deque[StepRecord]](partial(deque, maxlen=MAX_STEPS))
         self._fastest_ns = -1  # the fastest of `slowest`, once it is full
@@ -95,11 +95,11 @@ class Tracer(Observer):
     def finish_request(
         self, state: RequestState, marks: Iterable[Mark] = (), outcome: str = "", status: int = 0
     ) -> Timeline:
-        """Keep and return the timeline of a request whose response has been written. `marks` are
-        the response's. The default of `outcome` is how the generation ended.
+        """Keep and return the timeline of a request whose response has been written. `marks` time
+        the response. The default of `outcome` is how the generation ended.
         """
         self.requests.pop(state.request_id, None)
-        num_kept = len(Timeline.__struct_fields__)  # they are the first ones of a RequestState
+        num_kept = len(Timeline.__struct_fields__)  # the first fields of a RequestState
         timeline = Timeline(*msgspec.structs.astuple(state)[:num_kept])
         timeline.outcome = outcome or state.generated
         timeline.http_status = status
@@ -111,7 +111,7 @@ class Tracer(Observer):
         while len(self.recent) > self.keep or self._num_bytes > MAX_BYTES:
             _, oldest = self.recent.popitem(last=False)
             self._num_bytes -= _num_bytes(oldest)
-            oldest.tokens = NO_TOKENS  # it may be one of the slowest
+            oldest.tokens = NO_TOKENS  # `slowest` may keep the timeline
         if timeline.outcome != "refused" and 0 < len(timeline.marks) <= MAX_SLOW_MARKS:
             self._rank(timeline)
         return timeline
@@ -128,7 +128,7 @@ class Tracer(Observer):
 
     def _keep_breakdowns(self, rank: int) -> None:
         """Compute the breakdowns of slow requests before their steps are dropped, off the event
-        loop. This starts late because slower requests displace most of the slow requests earlier.
+        loop. Start late, when slower requests have displaced most of the slow requests.
         """
         aging_ns = self.steps[rank][MAX_STEPS // 2].started_ns
         own = [each for each in self.slowest.values() if each.rank == rank]
@@ -138,12 +138,12 @@ class Tracer(Observer):
 
     def _keep_breakdown(self, snapshot: Snapshot) -> None:
         timeline = snapshot.timeline
-        if self.slowest.get(timeline.request_id) is timeline:  # else a slower one has displaced it
+        if self.slowest.get(timeline.request_id) is timeline:  # else it was displaced
             timeline.breakdown = snapshot.breakdown()
 
     def find_request(self, request_id: str, owner: str) -> Timeline | None:
-        """Return the request of `owner` whose response has this `id`, or the newest with this
-        X-Request-Id. Of several prompts, return the first.
+        """Return the timeline of `owner`'s request whose response has this `id`, or of the newest
+        with this X-Request-Id. If the request has several prompts, return the first timeline.
         """
         known = self.list_requests(owner)
         by_id = {each.request_id: each for each in known}

@@ -102,7 +102,7 @@ def json_rule(schema: Any) -> str:
 
 
 def parameters_of(function: dict[str, Any]) -> Any:
-    """Return the JSON schema of a function's arguments. A schema without properties allows none."""
+    """Return the schema of a function's arguments. Without properties, it allows no argument."""
     schema = function.get("parameters") or {"type": "object"}
     if (
         isinstance(schema, dict)
@@ -116,7 +116,7 @@ def parameters_of(function: dict[str, Any]) -> Any:
 
 def properties_of(function: dict[str, Any]) -> list[Property]:
     """Return the arguments of a function, for formats that write arguments one by one. Raise
-    NotExpressible if the schema specifies more than the arguments and which are required.
+    NotExpressible if the schema does more than list the arguments and the required ones.
     """
     schema = parameters_of(function)
     if not isinstance(schema, dict) or schema.keys() - OBJECT_KEYWORDS - ANNOTATIONS:

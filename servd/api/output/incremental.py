@@ -37,7 +37,7 @@ class Reasoning(msgspec.Struct):
 class ToolCallStart(msgspec.Struct):
     """A delta that begins a tool call. Its arguments follow."""
 
-    index: int  # the call's in the message
+    index: int  # index of the call in the message
     id: str
     name: str
 
@@ -60,8 +60,8 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 @cache
 def _any_of(markers: tuple[str, ...]) -> re.Pattern[str]:
-    """Return a pattern that finds the next of all markers. Searches for single markers could read
-    the rest of the text repeatedly, if a marker is rare.
+    """Return a pattern that finds the next of all markers. A search for each marker could scan all
+    the rest repeatedly, if a marker is rare.
     """
     return re.compile("|".join(map(re.escape, sorted(markers))) or "(?!)")
 
@@ -72,7 +72,7 @@ class Reader(msgspec.Struct):
     num_taken: int = 0
     ended: bool = False
     _text: str = ""
-    _at: int = 0  # what is before is consumed
+    _at: int = 0  # the text before this is consumed
     _taken: list[str] = []
 
     @property
@@ -109,7 +109,7 @@ class Reader(msgspec.Struct):
         return self.take(min(self._at + 1, len(self._text)))
 
     def accept(self, literal: str) -> Steps[bool]:
-        """Consume `literal`, or a prefix that ends the text. Return whether all was there."""
+        """Consume `literal`, or its beginning if the text ends. Return whether all was there."""
         while True:
             text = self._text[self._at : self._at + len(literal)]
             if not literal.startswith(text):
@@ -120,7 +120,7 @@ class Reader(msgspec.Struct):
             yield
 
     def run(self, pattern: re.Pattern[str]) -> Steps[str]:
-        """Consume and return text up to a character that `pattern`, a repeated set, excludes."""
+        """Consume and return text up to a character outside of `pattern`, a repeated set."""
         pieces: list[str] = []
         while True:
             match = pattern.match(self._text, self._at)
@@ -182,7 +182,7 @@ class Reader(msgspec.Struct):
 
     def json_value(self, emit: Callable[[str], None]) -> Steps[bool]:
         """Consume a JSON value and pass its text to `emit` in pieces, unchanged. Return False if no
-        value begins here, or if the text ends before the value.
+        value begins here, or if the text ends within it.
 
         Objects and arrays end when their brackets are balanced. Their contents are not checked.
         """
@@ -213,7 +213,7 @@ class Brackets:
         self.is_escaped = False  # the text broke off after a backslash
 
     def end(self, text: str, start: int) -> int:
-        """Read `text` from `start`. Return the position after the last bracket, or 0 if missing."""
+        """Read `text` from `start`. Return the position after the last bracket; 0 without it."""
         escaped = start if self.is_escaped else -1
         for match in _JSON_MARKS.finditer(text, start):
             char = match[0]
@@ -276,5 +276,5 @@ def _decode(raw: str) -> str | None:
 
 
 def without_surrogates(text: str) -> str:
-    """Replace lone surrogates, which JSON escapes can produce, by U+FFFD. UTF-8 has none."""
+    """Return `text` with U+FFFD for each lone surrogate, which UTF-8 cannot encode."""
     return _SURROGATE.sub("\ufffd", text)

@@ -43,7 +43,7 @@ class ModelFormat:
     def __post_init__(self) -> None:
         tool_parser = self.tool_parser
         reasoning_parser = self.reasoning_parser
-        # Parser -> those of its markers that are added tokens.
+        # Parser -> ids of its markers that are added tokens.
         self._visible_ids: dict[type, frozenset[int]] = {ForcedCallsParser: frozenset()}
         if tool_parser is not None:
             self._visible_ids[tool_parser] = self._added_ids(*tool_parser.markers)
@@ -156,7 +156,7 @@ class ModelFormat:
         return frozenset(i for marker in markers if (i := self._added_id(marker)) is not None)
 
     def _added_id(self, marker: str) -> int | None:
-        # All of them, special or not: those in angle brackets are special to llguidance, whatever
+        # Added tokens, special or not: text in angle brackets is special to llguidance, whatever
         # the tokenizer says.
         token_id = self.tokenizer.token_id(marker)
         return token_id if token_id in self.tokenizer.added_ids else None
@@ -164,7 +164,7 @@ class ModelFormat:
     def _reasoning(
         self, parser: type[ReasoningParser], prompt: str, continued: str
     ) -> tuple[type[ReasoningParser] | None, bool]:
-        """Return the parser, or None if no reasoning can follow, and whether reasoning began."""
+        """Return `parser`, or None if no reasoning can follow, and whether reasoning has begun."""
         end = prompt[-256:].rstrip()
         opened = continued.rfind(parser.start_tag)
         closed = continued.rfind(parser.end_tag)

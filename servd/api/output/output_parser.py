@@ -21,7 +21,7 @@ class ExpectedOutput(msgspec.Struct, frozen=True):
     tool_parser: type[ToolParser] | None = None
     tool_options: ToolOptions | None = None
     visible_ids: frozenset[int] = frozenset()  # added tokens that the parsers need to see as text
-    # The bytes of tokens, as the detokenizer sees them, for counting those of the reasoning.
+    # The bytes of tokens, as the detokenizer sees them, for counting reasoning tokens.
     table: Mapping[int, bytes] = {}
 
 
@@ -37,7 +37,7 @@ class OutputParser:
         self.num_calls = 0
         self.looks_for_calls = tools is not None
         self._open_call: Brackets | None = None  # reads its arguments
-        # Until it is over.
+        # None once the reasoning is over.
         self._reasoning = reasoning(expected.is_reasoning) if reasoning else None
         self._num_reasoning_tokens = 0  # of spans that have ended and been counted
         self._num_spans = 0
@@ -62,7 +62,7 @@ class OutputParser:
             self._num_chars += len(self._decoder.decode(self._table[token_id]))
         deltas = self._sort(self._reasoning.feed(text))
         for begin, end in self._reasoning.spans[self._num_spans :]:
-            if end < math.inf:  # once for each: there may be thousands
+            if end < math.inf:  # count each span once: there may be thousands
                 self._num_reasoning_tokens += self._num_tokens(begin, end)
                 self._num_spans += 1
         if self._reasoning.is_over:
@@ -84,7 +84,7 @@ class OutputParser:
         return self._num_reasoning_tokens + sum(self._num_tokens(*span) for span in open_spans)
 
     def _num_tokens(self, begin: int, end: float) -> int:
-        """Return the number of tokens that begin in a part of the text."""
+        """Return the number of tokens that begin from character `begin` to `end`."""
         return bisect_left(self._token_starts, end) - bisect_left(self._token_starts, begin)
 
     def _sort(self, deltas: list[Delta]) -> list[Delta]:

@@ -27,7 +27,7 @@ class ReasoningParser(Parser):
     markers: ClassVar[tuple[str, ...]] = ()
     """Further texts that may be special tokens and that the parser must see."""
     asked_by: ClassVar[str] = ""
-    """Text without which, in the prompt, the model does not reason. Empty: no such text."""
+    """Text that the prompt must contain for the model to reason. Empty: no such text."""
     always: ClassVar[bool] = False
     """Whether outputs begin with reasoning even if neither prompt nor output opens the tag."""
 

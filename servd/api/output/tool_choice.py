@@ -21,7 +21,7 @@ class ForcedCallsParser(ToolParser):
 
 
 def calls_schema(tools: Sequence[dict[str, Any]], parallel: bool) -> str:
-    """Return the JSON schema, as text, of calls of these tools: only one unless `parallel`."""
+    """Return the JSON schema, as text, of calls of these tools: of one call unless `parallel`."""
     definitions: dict[str, Any] = {}
     calls: list[Any] = []
     for number, tool in enumerate(tools):

@@ -87,7 +87,7 @@ class ToolParser(Parser):
         self._spaces.append(text[len(visible) :])
 
     def rest(self, *markers: str, call: Callable[[], Steps[bool]] | None = None) -> Steps[None]:
-        """Read to the end. `call` (see `attempt`) reads after a marker. Other text is content."""
+        """Read to the end. After a marker, `call` reads (see `attempt`). Other text is content."""
         while True:
             text, marker = yield from self.reader.piece(*markers)
             if marker and call:

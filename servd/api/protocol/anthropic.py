@@ -127,7 +127,7 @@ class OutputConfig(OpenObject, total=False):
 class CountTokensRequest(TranslatedRequest):
     """Body of POST /v1/messages/count_tokens."""
 
-    keeps_budget: ClassVar[bool] = True  # reasoning's; no count depends on it
+    keeps_budget: ClassVar[bool] = True  # of reasoning tokens; no count depends on the budget
 
     messages: Annotated[
         list[Annotated[dict[str, Any], BeforeValidator(_check_message)]],
@@ -261,7 +261,7 @@ def _chat_format(output_format: dict[str, Any] | None) -> Any:
 
 
 def chat_messages(system: Any, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages of a chat. Tool results in a user's message become messages."""
+    """Return the messages of a chat. Each tool result becomes a message of its own."""
     chat = [{"role": "system", "content": _text_parts(system)}] if system else []
     for message in messages:
         content = message["content"]

@@ -36,7 +36,7 @@ from servd.messages.params import MAX_CANDIDATES
 # ---- request ----
 
 
-TEXT_PARTS = ("text", "input_text", "output_text")  # the latter are those of /v1/responses
+TEXT_PARTS = ("text", "input_text", "output_text")  # the last two are from /v1/responses
 
 
 class TextPart(TypedDict):
@@ -185,7 +185,7 @@ class ChatPrompt(RequestBody):
             case "required":
                 return ToolOptions(tools, tools, parallel)
             case {"type": "allowed_tools", "allowed_tools": {"mode": "auto"}}:
-                return ToolOptions(named, parallel=parallel)  # free calls are to what it sees
+                return ToolOptions(named, parallel=parallel)  # the model sees no other tools
             case {"type": "allowed_tools"}:
                 return ToolOptions(tools, named, parallel)
             case {"function": _}:
@@ -338,7 +338,7 @@ class MessageToolCall(msgspec.Struct):
 
 
 class AssistantMessage(msgspec.Struct):
-    """The model's message. It has its reasoning under both names that clients read."""
+    """The model's message. The reasoning is under both names that clients read."""
 
     content: str | None
     role: str = "assistant"

@@ -113,7 +113,7 @@ class CompletionRequest(GenerationRequest):
 
 
 class CompletionLogprobs(msgspec.Struct):
-    """The log-probabilities: lists with an entry per token. With `echo`, also of the prompt."""
+    """Log-probabilities in lists with an entry per token. `echo` includes the prompt's tokens."""
 
     tokens: list[str]
     token_logprobs: list[float | None]  # null for the first token of an echoed prompt

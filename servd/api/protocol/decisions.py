@@ -192,7 +192,7 @@ class LevelProbability(msgspec.Struct):
 
 
 class ScoreAnswer(msgspec.Struct, tag_field="type", tag="score"):
-    """The mean value of the levels. `confidence` is the probability of the most probable level."""
+    """The mean level by probability. `confidence` is the highest probability of a level."""
 
     score: float
     confidence: float

@@ -18,7 +18,7 @@ from servd.base.errors import (
 
 log = logging.getLogger("servd.api")
 
-MAX_MESSAGE = 2000  # characters; a message may quote what the client sent
+MAX_MESSAGE = 2000  # characters; a message may quote the request
 SECRET = re.compile(r"(?<![\w.])[~.]{0,2}/[^\s:'\",;)]+|0x[0-9a-fA-F]{6,}")  # paths, addresses
 ANTHROPIC_ROUTES = "/v1/messages"
 TYPE_OF_STATUS = {401: "authentication_error", 404: "not_found_error"}

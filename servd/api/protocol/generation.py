@@ -40,9 +40,9 @@ UNSUPPORTED = (
     "regex",
     "web_search_options",
 )
-# Of those, SGLang's and llama-server's names of what `structured_outputs` has.
+# Of these fields, SGLang's and llama-server's names -> the keys of `structured_outputs`.
 FORMS = {"ebnf": "grammar", "grammar": "grammar", "json_schema": "json", "regex": "regex"}
-# The sampling parameters that beam search looks at, and those that mean nothing to it. Any other
+# The sampling parameters that beam search uses, or can ignore without effect. Any other parameter
 # would change the answer and is refused.
 WITH_BEAMS = {
     "n",
@@ -60,7 +60,7 @@ DEFAULTS = msgspec.structs.asdict(SamplingParams())
 
 
 def _is_neutral(name: str, value: Any) -> bool:
-    """Return whether a value is absent, false, empty (0 is not), or the field's default."""
+    """Return whether a value is absent, false, empty (not 0), or the field's default."""
     empty = isinstance(value, str | list | dict) and not value
     return value is None or value is False or empty or value == NEUTRAL.get(name)
 
@@ -107,7 +107,7 @@ class RepetitionFields(ClosedObject, total=False):
 
 
 class KVTransferParams(OpenObject, total=False):
-    """The fields for disaggregated prefill, as vLLM's proxies send them. Others are ignored."""
+    """Fields for disaggregated prefill, as vLLM's proxies send them. Other fields are ignored."""
 
     do_remote_decode: bool | None  # another engine decodes after this prefill
     do_remote_prefill: bool | None  # another engine has computed the prompt
@@ -191,7 +191,7 @@ class GenerationRequest(StructuredRequest):
     to `--max-logprobs`, 20). Not with `stream`.
     """
     truncate_prompt_tokens: KeptTokens | None = None
-    """Keep only the last tokens of the prompt: this many, or with -1 as many as fit."""
+    """Keep at most this many of the prompt's last tokens. -1: as many as fit."""
     use_beam_search: bool | None = None
     """Run a beam search with `n` beams instead of sampling."""
     length_penalty: Annotated[float, Field(ge=-10, le=10)] | None = None
@@ -310,7 +310,7 @@ class GenerationRequest(StructuredRequest):
 
     def ignored(self) -> list[str]:
         options = set(self.stream_options or ()) - set(StreamOptions.__annotations__)
-        names = set(self.model_extra or ()) - set(UNSUPPORTED)  # here those are neutral
+        names = set(self.model_extra or ()) - set(UNSUPPORTED)  # refused unless neutral
         idle = IDLE_WITH_BEAMS if self.use_beam_search else ONLY_WITH_BEAMS
         names |= {name for name, value in self.values_of(idle).items() if value is not None}
         return sorted(names | {f"stream_options.{name}" for name in options})
@@ -349,7 +349,7 @@ class GenerationRequest(StructuredRequest):
         return SamplingParams(**{**defaults, **given, **self.own_params})
 
 
-# Fields with the name and meaning of one in SamplingParams.
+# Fields with the name and meaning of a field in SamplingParams.
 SHARED_PARAMS = GenerationRequest.model_fields.keys() & DEFAULTS.keys()
 
 
@@ -394,7 +394,7 @@ class Timings(msgspec.Struct):
 
 
 class SpeculativeDecodingMetrics(msgspec.Struct):
-    """A request's speculative decoding metrics, with vLLM's names, of steps with drafts."""
+    """A request's speculative decoding metrics over all steps with drafts, with vLLM's names."""
 
     mean_acceptance_length: float  # including the token after the drafts
     draft_acceptance_rate: float
@@ -439,4 +439,4 @@ class Usage(msgspec.Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
-    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET  # if it reasons
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET  # if the model reasons

@@ -10,7 +10,7 @@ class ModelCard(msgspec.Struct, tag_field="object", tag="model"):
 
     id: str
     created: int  # Unix time of the server's start
-    root: str  # what was loaded: a name on the hub or here, not a path
+    root: str  # name of the loaded model on the hub or here, not a path
     max_model_len: int  # prompt plus output, in tokens
     owned_by: str = "servd"
     parent: str | None = None

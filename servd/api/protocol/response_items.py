@@ -69,7 +69,7 @@ def _text(content: str | list[dict[str, Any]]) -> str:
 
 
 def sealed(reasoning: str) -> str:
-    """Return reasoning as opaque text for clients to send back. Encoded, not encrypted."""
+    """Return reasoning as text for clients to send back. The text is encoded, not encrypted."""
     return SEAL + base64.b64encode(reasoning.encode()).decode()
 
 

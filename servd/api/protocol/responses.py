@@ -234,7 +234,7 @@ class ResponsesRequest(TranslatedRequest):
         mode = choice.get("mode", "required") if isinstance(choice, dict) else choice
         names |= idle_strict(self.tools or (), mode not in (None, "auto"))
         if self.truncation == "auto":
-            names.add("truncation")  # nothing is ever cut off: what is too long is refused
+            names.add("truncation")  # nothing is cut off: longer inputs are refused
         return sorted({*super().ignored(), *names})
 
     def chat_fields(self, items: list[dict[str, Any]]) -> dict[str, Any]:

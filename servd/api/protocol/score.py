@@ -71,7 +71,7 @@ class Score(msgspec.Struct, tag_field="object", tag="score"):
     """The similarity of a pair of texts."""
 
     index: int
-    score: float  # cosine, -1 to 1; of a model with a head its own, mostly 0 to 1
+    score: float  # cosine, -1 to 1, or the score of the model's head, mostly 0 to 1
 
 
 class Scores(msgspec.Struct, tag_field="object", tag="list"):

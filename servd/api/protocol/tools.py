@@ -89,7 +89,7 @@ def _kind_of_choice(choice: Any) -> str:
 
 
 def idle_strict(functions: Iterable[Mapping[str, Any]], are_forced: bool) -> set[str]:
-    """Return the name of `strict` if it has no effect: only forced calls must match schemas."""
+    """Return `tools.strict` in a set if it has no effect: only forced calls must match schemas."""
     if are_forced or not any(function.get("strict") for function in functions):
         return set()
     return {"tools.strict"}

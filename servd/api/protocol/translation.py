@@ -66,8 +66,8 @@ class TranslatedRequest(RequestBody):
         return sorted(set(super().ignored()) - EXTENSIONS)
 
     def as_chat(self, fields: dict[str, Any]) -> ChatCompletionRequest:
-        """Return the chat request with these fields and with the body's fields of the chat route.
-        Raise InvalidRequest if the chat request is not valid, or if the body sets a field under two
+        """Return the chat request with these fields and the chat fields that the body adds. Raise
+        InvalidRequest if the chat request is not valid, or if the body sets a field under two
         names.
         """
         extra = self.model_extra or {}

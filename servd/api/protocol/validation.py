@@ -29,7 +29,7 @@ REQUEST_ID = r"^[A-Za-z0-9._:-]{1,128}$"  # in the header X-Request-Id or in a b
 MAX_VALUES = 500_000  # elements, keys and containers of a body
 MAX_PROBLEMS = 10
 MAX_NAME = 64  # characters of a field name that are shown; names can come from the client
-# Field of SamplingParams -> what else requests call it.
+# Field of SamplingParams -> its other names in requests.
 ALIASES = {"stop": ("stop_sequences",)}
 MAX_KEYS = 16  # as in OpenAI's metadata; the other objects have fewer
 
@@ -90,7 +90,7 @@ class RequestBody(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True)
 
-    # Fields of a chat that the body takes over beside its own; they are among its extra ones.
+    # Chat fields that the body accepts beside its own, as extra fields.
     from_chat: ClassVar[frozenset[str]] = frozenset()
 
     model: str | None = None
@@ -203,7 +203,7 @@ def _explain(error: ValidationError, data: bytes) -> InvalidRequest:
 
 def explain_parameters(errors: Sequence[Any]) -> InvalidRequest:
     """Return an InvalidRequest for the errors of FastAPI's `RequestValidationError` about path or
-    query parameters. The first part of each `loc` is the parameter's place.
+    query parameters. The first entry of each `loc` is "path" or "query".
     """
     details: list[Any] = [{**error, "loc": error["loc"][1:]} for error in errors]
     names = [str(name) for detail in details for name in detail["loc"][:1]]

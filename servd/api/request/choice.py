@@ -54,9 +54,9 @@ class Choice(msgspec.Struct, gc=False):
     def advance(
         self, steps: Sequence[EngineCoreOutput], detokenizer: Detokenizer, shows_stop_token: bool
     ) -> CompletionOutput:
-        """Return the delta of the outputs of one or more steps, in order. End the choice when the
-        outputs end or a stop string is complete. With `shows_stop_token`, the text includes the
-        token that ends the output.
+        """Return the delta of `steps`, the engine's outputs in one or more steps. End the choice
+        when the outputs end or a stop string is complete. With `shows_stop_token`, the text
+        includes the token that ends the output.
         """
         first = steps[0]
         last = steps[-1]
@@ -92,6 +92,6 @@ class Choice(msgspec.Struct, gc=False):
         return delta
 
     def release(self) -> None:
-        """Drop the data of a running choice, because timelines keep thousands of ended choices."""
+        """Drop what only a running choice needs: timelines keep thousands of ended choices."""
         self.token_ids = NO_TOKENS
         self.detokenizer = None

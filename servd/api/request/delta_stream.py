@@ -15,7 +15,7 @@ MAX_TAKEN = 8  # deltas that a consumer gets in one turn; writing one takes some
 
 @dataclass(slots=True)
 class DeltaStream:
-    """A bounded queue of deltas for one consumer, which takes turns of `loop`.
+    """A bounded queue of deltas for one consumer, which reads in turns of `loop`.
 
     A choice's deltas that wait for a slow consumer are merged, so the queue is bounded. Without
     `in_pieces`, only the last delta of a choice wakes the consumer.
@@ -57,7 +57,7 @@ class DeltaStream:
         self._wake()
 
     async def next_deltas(self) -> Iterable[CompletionOutput]:
-        """Wait for the next few deltas and return them. After the last, raise the error."""
+        """Wait for the next few deltas and return them. Raise the error once none is left."""
         if self._is_rest:
             await self.loop.turn(self.owner)
         elif not self._waiting and self._failure is None:

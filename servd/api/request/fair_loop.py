@@ -14,9 +14,9 @@ PIECE_NS = 200_000  # duration of one turn of `each`
 
 
 class FairLoop:
-    """A scheduler that grants turns to waiting tasks, rotating among clients, a few turns per event
-    loop iteration. A client's single request thus waits for a few of another client's hundreds of
-    requests, not for all of them. Belongs to one event loop.
+    """A scheduler that grants waiting tasks a few turns per event loop iteration, rotating among
+    clients. If one client has hundreds of requests, another client's single request thus waits for
+    only a few of these. Belongs to one event loop.
     """
 
     def __init__(self) -> None:
@@ -26,8 +26,8 @@ class FairLoop:
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
 
     def turn(self, client: str, future: asyncio.Future[None] | None = None) -> asyncio.Future[None]:
-        """Return a future that is done when it is the client's turn, which may be at once. The
-        future is `future` if given.
+        """Return a future that is done when it is the client's turn, which may be at once. If
+        `future` is given, use and return `future`.
         """
         loop = asyncio.get_running_loop()
         future = loop.create_future() if future is None else future
@@ -48,8 +48,8 @@ class FairLoop:
         work: Callable[[T], object],
         done: asyncio.Future[None] | None = None,
     ) -> asyncio.Future[None]:
-        """Call `work` for every item: at once for PIECE_NS, then in further turns of the client.
-        Return a future, `done` if given. To stop early, cancel the future. You need not await it.
+        """Call `work` for every item: now for PIECE_NS, and then in further turns of the client.
+        Return a future, `done` if given, for the end of the work. To stop early, cancel the future.
         """
         done = asyncio.get_running_loop().create_future() if done is None else done
         rest = iter(items)

@@ -1,7 +1,7 @@
 """Latency breakdown: attributes every nanosecond of a request's latency to one phase.
 
 The result depends only on the request's marks and on the engine's steps in that time. The marks
-determine the request's state between each two marks, the steps the engine's activity.
+determine the request's state between each two marks. The steps determine the engine's activity.
 """
 
 from collections import Counter, defaultdict
@@ -71,8 +71,8 @@ STATE_BEFORE = {
     "written": "write",
     "done": "write",
 }
-# State in the engine -> the phases of the time between two steps, of that in a step without the
-# request, and of that in a step that computes its tokens. "": see `_awaited`; or there is none.
+# State in the engine -> the phases of time between two steps, of time in a step without the
+# request, and of time in a step that computes its tokens. "": see `_awaited`; or no such time.
 IN_ENGINE = {
     "arriving": ("ipc", "queue_step", ""),
     "queued": ("", "", ""),
@@ -188,7 +188,7 @@ def _states(marks: Sequence[Mark]) -> Iterator[tuple[str, int, int]]:
 
 def _state(seen: Mapping[str, int], following: str) -> str:
     """Return the state after the marks counted in `seen`. If a request has several choices or
-    parts, the one that is furthest ahead decides.
+    parts, return the state of the choice or part that is furthest ahead.
     """
     num_ended = max(seen["finished"], seen["returned"])  # the API process may finish one, too
     num_running = seen["scheduled"] - seen["preempted"] - num_ended
@@ -284,8 +284,8 @@ class _Builder:
             begin_ns = until_ns
 
     def _awaited(self, arrived_ns: int) -> str:
-        """Return the phase of a request that waits outside the current step since `arrived_ns`. If
-        that step already ran at arrival, the next step shows what else the request waited for.
+        """Return the phase of a request that has waited since `arrived_ns` and is not in the
+        current step. If the step began before that time, the next step has the reason for the wait.
         """
         for step in self._steps[self._at : self._at + 2]:
             record = step.record
@@ -338,7 +338,7 @@ class _Builder:
 
 
 def _merge(spans: Sequence[Span]) -> list[Span]:
-    """Merge the spans of each phase within each stretch of time, so that a phase keeps its time."""
+    """Merge spans of equal phase within each stretch of time. Each phase keeps its total time."""
     min_ns = (spans[-1].end_ns - spans[0].begin_ns) // NUM_STRETCHES
     merged: list[Span] = []
     stretch: dict[tuple[str, str], Span] = {}

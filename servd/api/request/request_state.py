@@ -73,7 +73,7 @@ class Timeline(msgspec.Struct, gc=False):
     is_finished: bool = False
     outcome: str = ""  # once finished: stop, length, abort, error or refused
     http_id: str = ""  # X-Request-Id of its answer
-    http_status: int = 0  # of its answer; 0: the client left before it got one
+    http_status: int = 0  # of the response; 0: the client left before it
     breakdown: Breakdown | None = None  # computed early for a slow request with aging steps
     summary: RequestSummary | None = None  # cached once it has finished and was listed
 
@@ -125,8 +125,8 @@ class Timeline(msgspec.Struct, gc=False):
 
 class RequestState(Timeline, kw_only=True, gc=True, eq=False):
     """The state of one prompt of a request. `Call.open_request` creates a client's state,
-    `Processor.process` creates others and prepares all, and `start` creates the choices.
-    `AsyncLLM.requests` keeps the state until the response has been written.
+    `Processor.process` creates other states and prepares all states, and `start` creates the
+    choices. `AsyncLLM.requests` keeps the state until the response has been written.
     """
 
     # Set by `Processor.process`.
@@ -206,7 +206,7 @@ class Observer:
         """Handle an engine's report of its latest steps."""
 
     def ended(self, state: RequestState, status: EngineStatus | EngineReady | EngineDead) -> None:
-        """Handle the last token or the disconnect of a request. `status` is its engine's."""
+        """Handle a request's last token or disconnect. `status` is the status of its engine."""
 
 
 class Observers(Observer):

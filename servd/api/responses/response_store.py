@@ -20,7 +20,7 @@ class Stored(msgspec.Struct):
     """A response and its conversation."""
 
     response: Response
-    items: list[dict[str, Any]]  # input and output of earlier turns, and this one's input
+    items: list[dict[str, Any]]  # input and output of earlier turns, and input of this turn
     num_bytes: int  # approximate; items shared by turns count for each
     log: EventLog | None = None  # of a background response
     task: asyncio.Task[None] | None = None  # of a background response
@@ -85,7 +85,7 @@ class ResponseStore:
         self, response_id: str, missing: type[RequestError], param: str, code: str | None = None
     ) -> Stored:
         """Return a response by its id or X-Request-Id, and mark the response as most recently used.
-        Raises an error of the other arguments: the response was never stored or was evicted.
+        Raises `missing`, with `param` and `code`: the response was never stored or was evicted.
         """
         name = response_id if response_id in self._stored else self._name_of(response_id)
         if name is None:

@@ -76,8 +76,8 @@ async def audit_server(request: Request) -> Response:
 
 
 async def _audit_engine(client: EngineClient, report: AuditReport) -> None:
-    """Ask an engine for an audit and add its problems to `report`. Messages keep their order: a
-    request open both before and after must be open in the engine, and no others may be.
+    """Ask an engine for an audit and add its problems to `report`. As messages keep their order,
+    the engine must have all requests open before and after, and none that was not open before.
     """
     number = next(numbers)
     answer = asyncio.get_running_loop().create_future()

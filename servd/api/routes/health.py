@@ -35,7 +35,7 @@ async def health(request: Request) -> Response:
     prefill.
 
     503: the model loads, the engine restarts (requests wait), hangs or is dead, or the server shuts
-    down. All engines must have loaded once; then one is enough. `engines` has their states.
+    down. All engines must have loaded once; after that, one is enough. `engines` has their states.
     """
     context = context_of(request)
     admission = context.async_llm.admission

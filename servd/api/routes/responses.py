@@ -71,17 +71,17 @@ async def create_response(request: Request, body: Parsed[ResponsesRequest]) -> H
         return await builder.respond()
     async with AsyncExitStack() as admission:
         outputs = await admission.enter_async_context(builder.outputs())
-        store.check_room()  # others may have come while it was prepared
+        store.check_room()  # other responses may have started meanwhile
         call.requests.clear()  # its timeline is longer than the call
         span, call.span = call.span, None
         task = asyncio.create_task(_run_detached(builder, outputs, log, admission.pop_all()))
-        # With all its bytes, which count in the store; forgotten meanwhile, it stays so.
+        # Store the complete response with its final size, unless it was evicted or deleted.
         task.add_done_callback(lambda _: keep() if response_id in store else None)
         task.add_done_callback(lambda _: _end_timeline(builder, span))  # though it never ran
     for event in builder.queue():
         log.append(encode([event]))
     keep()
-    # The task begins before anybody knows of it, so that whoever cancels it finds it in its block.
+    # Let the task begin before a client can cancel it: a task that never ran cleans nothing up.
     await asyncio.sleep(0)
     if body.stream:
         return _stream(request, log, 0, call.ignored)
@@ -158,7 +158,7 @@ def _stream(request: Request, log: EventLog, start: int, headers: Mapping[str, s
         request_id=call_of(request).request_id,
         keep_alive=context_of(request).keep_alive,
         headers=headers,
-        end=b"",  # the last event states that it is the last
+        end=b"",  # the last event marks the end
     )
 
 

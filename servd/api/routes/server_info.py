@@ -28,7 +28,7 @@ class Option(msgspec.Struct):
     value: Any
     source: str
     about: str
-    why: str | UnsetType = UNSET  # where it was left to servd
+    why: str | UnsetType = UNSET  # if servd decided the value
 
 
 class Engine(msgspec.Struct):

@@ -56,14 +56,14 @@ RESERVED = frozenset(
     }
 )
 
-# Stands inside what a message has in common with a special token: the tokenizer gets what is before
-# and after it apart. Nobody who sends a message knows it.
+# Splits text of a message that equals a special token: the tokenizer gets the parts before and
+# after it separately. It is random, so that clients cannot send it.
 SPLIT_HERE = f"\uf8ff{secrets.token_hex(8)}"
 
 MAX_SECONDS = 5.0  # CPU time for one prompt; long ones take some hundredths
-MAX_CHARS = 1 << 26  # for a value in a template, and for all that it writes
+MAX_CHARS = 1 << 26  # for a value in a template, and for its whole output
 MAX_NUMBER = 1 << 20  # that a template may hand to a function, such as a width
-LONG_WIDTH = re.compile(r"%[^a-zA-Z%]*(\d{6}|\*)")  # in what `%` formats
+LONG_WIDTH = re.compile(r"%[^a-zA-Z%]*(\d{6}|\*)")  # in the format of `%`
 
 # Stands at the end of the message to continue; a private-use character that no template strips or
 # splits at.
@@ -124,8 +124,8 @@ class ChatTemplate:
         return cls(default, tools, tokenizer.special_tokens, [*escaped], defaults)
 
     def render(self, chat: Chat) -> str:
-        """Return the prompt with its special tokens as text. A SPLIT_HERE splits special tokens
-        that occur in the chat itself.
+        """Return the prompt with its special tokens as text. Special tokens in the chat itself are
+        split by a SPLIT_HERE, so that they stay plain text.
 
         Raises InvalidRequest: the template rejects the messages or fails, it does not read the
         documents, or `chat_template_kwargs` has a reserved name.
@@ -181,7 +181,7 @@ class ChatTemplate:
         if isinstance(value, list):
             return [self._escape(each) for each in value]
         if isinstance(value, str) and self._escaped is not None:
-            while self._escaped.search(value):  # the rest of a token may hold another one
+            while self._escaped.search(value):  # the rest of a token may contain another token
                 value = self._escaped.sub(_split, value)
         return value
 

@@ -7,7 +7,7 @@ import re
 from servd.api.text.tokenizer import Tokenizer
 from servd.base.errors import ConfigError
 
-# As model families were trained; the first one whose words are all tokens of the model is taken.
+# By model family. `choose` takes the first template whose words are all tokens of the model.
 TEMPLATES = (
     "<|fim_prefix|>{prefix}<|fim_suffix|>{suffix}<|fim_middle|>",  # Qwen 2.5 Coder, CodeGemma
     "<fim_prefix>{prefix}<fim_suffix>{suffix}<fim_middle>",  # StarCoder, Granite
@@ -16,7 +16,7 @@ TEMPLATES = (
     "▁<PRE>{prefix}▁<SUF>{suffix}▁<MID>",  # Code Llama
     "[SUFFIX]{suffix}[PREFIX]{prefix}",  # Codestral
 )
-# Tokens that end the middle, though a model may not have them as its end of sequence.
+# Tokens that end the middle, even if the model does not list them as end of sequence.
 ENDS = (
     "<|endoftext|>",
     "<|fim_pad|>",
@@ -31,7 +31,7 @@ SLOT = re.compile(r"\{(prefix|suffix)\}")
 
 
 class FillInMiddle:
-    """A model's template, with `{prefix}` and `{suffix}` once each. Raises ConfigError if not."""
+    """A model's template. Raises ConfigError unless it has `{prefix}` and `{suffix}` once each."""
 
     def __init__(self, template: str, tokenizer: Tokenizer) -> None:
         self._pieces = SLOT.split(template)  # text and the names of slots in turn
@@ -44,8 +44,8 @@ class FillInMiddle:
 
     @classmethod
     def choose(cls, tokenizer: Tokenizer, override: str | None = None) -> FillInMiddle | None:
-        """Return the template of `override` (--fim-template), or else a known template for the
-        model's tokens. None if the model has no such tokens.
+        """Return the template of `override` (--fim-template), or else the first known template
+        whose special tokens the model has. None if no template fits.
         """
         if override is not None:
             return cls(override, tokenizer)

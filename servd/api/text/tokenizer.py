@@ -41,7 +41,7 @@ class Tokenizer:
         decoder = backend.decoder.__getstate__().decode() if backend.decoder else ""
         self._is_byte_level = '"ByteLevel"' in decoder
         self._has_byte_fallback = '"ByteFallback"' in decoder
-        # Whether no text is lost, as there are tokens for all bytes.
+        # Whether the tokenizer loses no text, because there are tokens for all bytes.
         self.keeps_all_text = self._is_byte_level or self._has_byte_fallback
         # Tokens before a token whose text is wanted, as decoders drop a leading space.
         self._context = self.encode(" a", add_special_tokens=False)
@@ -117,8 +117,8 @@ class Tokenizer:
         """Return the token ids of two texts with the special tokens around them, and the index
         where the second text begins, or 0 if the tokenizer has no token types.
 
-        The texts, from `encode` without special tokens, are each truncated to `keep` tokens. If all
-        tokens exceed `limit`, the longer text is truncated, as in `tokenizers`.
+        The texts, from `encode` without special tokens, are each truncated to `keep` tokens. If the
+        result exceeds `limit`, the longer text is truncated, as in `tokenizers`.
         """
         head, middle, tail, has_types = self._around_pairs
         first = list(first[: keep[0]])
@@ -246,7 +246,7 @@ _BYTE_OF_CHAR = _byte_of_char()
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """Return `bos_token` and so on as text. In the file, each is a string or has `content`."""
+    """Return `bos_token` and so on as text. The file has strings or objects with `content`."""
     found: dict[str, str] = {}
     for name in (
         "bos_token",

@@ -10,5 +10,5 @@ class Parser(ReasoningParser):
 
     @classmethod
     def matches(cls, template: str) -> bool:
-        """Return False: no template shows that a model always reasons. Select it by option."""
+        """Return False: no template shows that a model always reasons. Use --reasoning-parser."""
         return False

@@ -14,7 +14,7 @@ CHANNEL = "<|channel|>"
 CONSTRAIN = "<|constrain|>"
 MESSAGE = "<|message|>"
 END, CALL, RETURN = ENDS = ("<|end|>", "<|call|>", "<|return|>")
-RECIPIENT = " to="  # what an output begins with that has it before the channel
+RECIPIENT = " to="  # start of an output with the recipient before the channel
 MARKERS = (START, CHANNEL, CONSTRAIN, MESSAGE, *ENDS)
 
 _WORDS = re.compile(r"[^<\n]*")
@@ -23,8 +23,8 @@ _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
 
 
 def header(reader: Reader) -> Steps[str | None]:
-    """Return the rest of a header, up to the message; None if malformed. `reader.taken` must have
-    only the first marker.
+    """Read the rest of a header, up to the message. Return the header; None if malformed. Before
+    the call, `reader.taken` must be the header's first marker.
     """
     while True:
         yield from reader.run(_WORDS)

@@ -121,7 +121,7 @@ class ParametersParser(ToolParser):
         return True
 
     def _rest_of_json(self, text: str) -> Steps[str | None]:
-        """Read JSON whose strings may contain end tags, up to the end tag after it. Return the
+        """Read JSON whose strings may contain end tags, and the end tag after the JSON. Return the
         JSON; None without end tag.
         """
         brackets = Brackets()

@@ -10,9 +10,9 @@ NULLS = ("null", "None")  # texts that stand for null where a schema allows it
 
 
 def types_of(schema: Any, root: Any, seen: set[str] | None = None) -> set[str]:
-    """Return the JSON types that a schema allows: `string` without a type, `any` for a schema that
-    is too complex. `root` is the schema to which references refer. `seen` has the references that
-    were followed already.
+    """Return the JSON types that a schema allows: `string` if it states no type, `any` if it is too
+    complex. `root` is the schema to which references refer. `seen` has the references that were
+    followed already.
     """
     if (reference := _reference(schema)) is not None:
         seen = set() if seen is None else seen
@@ -122,7 +122,7 @@ class _Texts:
 
 
 def _reference(schema: Any) -> str | None:
-    """Return the reference of a schema that only refers, also as pydantic's `allOf` of one."""
+    """Return the `$ref` of a schema that has nothing else, or only pydantic's `allOf` around it."""
     if isinstance(schema, dict) and schema.keys() - ANNOTATIONS == {"allOf"}:
         options = schema["allOf"]
         schema = options[0] if isinstance(options, list) and len(options) == 1 else None

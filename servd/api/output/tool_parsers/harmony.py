@@ -19,7 +19,7 @@ from servd.api.output.tool_parsers._harmony import (
 
 class Parser(ToolParser):
     """A parser that takes messages to functions as calls. Other messages are content, with their
-    headers. The reasoning parser of the same name removes headers first.
+    headers, unless the reasoning parser of the same name removes these headers first.
     """
 
     markers = MARKERS

@@ -38,7 +38,7 @@ class Parser(MarkedCallsParser):
         return ARGUMENTS_BEGIN in template or CALLS_BEGIN in template
 
     def new_id(self) -> str:
-        """Return the model's id, or a new id if another call has it: grammars cannot count."""
+        """Return the written id, or a new id if another call has it: grammars cannot count."""
         if ":" not in self.head or self.head in self.ids:
             return super().new_id()
         self.ids.add(self.head)

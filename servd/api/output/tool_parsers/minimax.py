@@ -19,7 +19,7 @@ class Parser(ToolParser):
 
     @classmethod
     def matches(cls, template: str) -> bool:
-        """Return whether a template has the example, even with escaped line breaks."""
+        """Return whether a template contains LINE, even with escaped line breaks."""
         return LINE in template.replace("\\n", "\n")
 
     def body(self) -> Steps[None]:

@@ -20,7 +20,7 @@ from servd.base.python_syntax import parse_python
 
 START = "<|python_start|>"
 END = "<|python_end|>"
-MAX_CALL = 1 << 16  # characters; longer ones are content
+MAX_CALL = 1 << 16  # characters; longer calls are content
 MAX_DEPTH = 64
 
 _NAME = re.compile(r"[\w.]*")

@@ -18,7 +18,7 @@ from servd.api.protocol.completions import MAX_PROMPTS
 from servd.api.protocol.validation import RequestBody, Schema, parse
 from servd.base.errors import InvalidRequest
 
-# What is said once, or by call, and so has no place where there are several conversations.
+# Fields that do not work with several conversations.
 REFUSED = (
     "stream",
     "tools",
@@ -28,7 +28,7 @@ REFUSED = (
     "return_token_ids",
     "return_prompt_text",
 )
-NEEDLESS = ("messages", "n", "stream_options", "tool_choice")  # not said, or nothing without those
+NEEDLESS = ("messages", "n", "stream_options", "tool_choice")  # declared or useless here
 
 router = APIRouter(route_class=Route)
 
@@ -61,9 +61,9 @@ class ChatBatchRequest(RequestBody):
         return self.chat(0).ignored()
 
     def chat(self, number: int) -> ChatCompletionRequest:
-        """Return the chat request of conversation `number`; errors name it in `param`."""
+        """Return conversation `number` as a chat request. Errors name the number in `param`."""
         known = ChatCompletionRequest.model_fields
-        # What has no effect is named for the first one, and is not copied for the others.
+        # Fields without effect are reported for the first conversation, and not copied for others.
         fields = {k: v for k, v in (self.model_extra or {}).items() if k in known or number == 0}
         fields |= {"model": self.model, "priority": self.priority}
         fields["messages"] = self.messages[number]

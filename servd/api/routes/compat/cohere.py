@@ -49,8 +49,8 @@ class EmbeddingsByType(msgspec.Struct, rename={"floats": "float"}):
 
     floats: list[list[float]] | UnsetType = UNSET
     base64: list[str] | UnsetType = UNSET  # float32, little-endian
-    binary: list[list[int]] | UnsetType = UNSET  # signs, eight a number, -128 to 127
-    ubinary: list[list[int]] | UnsetType = UNSET  # the same, 0 to 255
+    binary: list[list[int]] | UnsetType = UNSET  # eight signs in a number, -128 to 127
+    ubinary: list[list[int]] | UnsetType = UNSET  # eight signs in a number, 0 to 255
 
 
 class CohereEmbeddings(msgspec.Struct):
@@ -97,7 +97,7 @@ def _answer(response_id: str, body: CohereEmbedRequest, vectors: Vectors) -> Coh
 
 
 def pack_signs(data: bytes) -> list[int]:
-    """Return a bit per number, 1 if above 0, first number highest; zeros pad the last byte."""
+    """Return bytes of eight bits each, 1 for a number above 0, highest first, padded with zeros."""
     numbers = unpack_vector(data)
     groups = [numbers[start : start + 8] for start in range(0, len(numbers), 8)]
     return [sum((number > 0) << (7 - i) for i, number in enumerate(group)) for group in groups]

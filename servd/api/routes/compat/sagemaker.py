@@ -20,8 +20,8 @@ from servd.base import plugins
 from servd.base.errors import InvalidRequest
 from servd.base.json_reader import read_json
 
-# A field that only bodies of a route have -> the body, and the file whose first route takes it.
-# `query` is before the fields of scores: those, too, may have `documents`.
+# A field that only the bodies of one route have -> the body, and the file that has the route.
+# `query` precedes the fields of scores, because a score request may have `documents`, too.
 BODIES = {
     "messages": (ChatCompletionRequest, "chat"),
     "prompt": (CompletionRequest, "completions"),
@@ -42,7 +42,7 @@ async def read_invocation(request: Request) -> RequestBody:
         parse = partial(read_json, data, dict[str, msgspec.Raw])
         fields = await call.run_in_thread(len(data), parse, is_new=True)
     except ValueError:
-        fields = {"messages": None}  # reading a chat states what is wrong with it
+        fields = {"messages": None}  # parsing it as a chat reports the error
     for name, (kind, _) in BODIES.items():
         if name in fields:
             return await call.read(request, kind)
