@@ -11,8 +11,8 @@ TOO_DEEP = f"it is nested more than {MAX_DEPTH} levels deep"
 
 
 def read_json(data: bytes | msgspec.Raw, kind: Any) -> Any:
-    """Return the decoded JSON text. Raises msgspec.ValidationError if the JSON has another shape;
-    ValueError if the text is not JSON, or is nested too deeply.
+    """Return `data`, decoded from JSON. Raises msgspec.ValidationError if it is not of type `kind`;
+    ValueError if it is not JSON, or is nested too deeply.
     """
     try:
         return msgspec.json.decode(data, type=kind)

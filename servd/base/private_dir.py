@@ -18,7 +18,7 @@ _locks: dict[Path, int] = {}  # of this process's private folders: descriptors t
 
 def private_dir() -> Path:
     """Return a new folder that only this user may enter, for the sockets of one process tree. Also
-    removes such folders of killed processes.
+    removes the folders that killed processes left.
 
     The path is short: see `servd.ipc.channels.MAX_SOCKET_PATH`.
     """

@@ -124,8 +124,8 @@ class Pace(NamedTuple):
         )
 
     def expected_seconds(self, num_tokens: int) -> float:
-        """Return an upper estimate for a step of `num_tokens`: the longest recent step, or the time
-        of its tokens in the slowest step with prompts, whichever is longer.
+        """Return an upper estimate for a step of `num_tokens`: the longest recent step or, if
+        longer, these tokens at the speed of the slowest step with prompts.
         """
         if not self.per_token and num_tokens > self.most_tokens:
             return FIRST_STEP

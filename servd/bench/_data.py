@@ -63,7 +63,7 @@ def guess_tokens(text: str) -> int:
 def make_prompts(
     arguments: argparse.Namespace, more: int = 0, count: Callable[[str], int] = guess_tokens
 ) -> list[Prompt]:
-    """Return the workload that the flags describe, preceded by `more` prompts for warming up.
+    """Return the prompts that the flags describe, preceded by `more` prompts for warming up.
     `count` counts the tokens of a text. Raises ServdError if the file cannot be used.
     """
     rng = random.Random(arguments.data_seed)

@@ -1,4 +1,4 @@
-"""Throughput and latency of a running server, any that speaks OpenAI's completions or chats."""
+"""Measure throughput and latency of a running server that has OpenAI's completions or chats."""
 
 import argparse
 import asyncio

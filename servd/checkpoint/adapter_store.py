@@ -68,7 +68,7 @@ class AdapterStore:
         if_taken: Literal["replace", "keep", "refuse"] = "replace",
     ) -> Adapter:
         """Copy an adapter and register its name, which may replace another adapter. Return the
-        adapter. Raises ConfigError, also if there is no room for the copy.
+        adapter. Raises ConfigError if the adapter is not valid, cannot be copied or is refused.
         """
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with self._locked():

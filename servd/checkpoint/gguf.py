@@ -68,8 +68,8 @@ def open_file(path: Path) -> tuple[GGUFReader, dict[str, Any]]:
 
 def find_file(model: str) -> Path | None:
     """Return the GGUF file that MODEL names: a path, or a folder and a part of the file name,
-    "folder:Q4_K_M". None: it names no file. Raises ModelNotFound if the folder has no such file, or
-    several.
+    "folder:Q4_K_M"; None if MODEL names no GGUF file. Raises ModelNotFound if the folder has no
+    such file, or several.
     """
     if model.endswith(".gguf") and os.path.isfile(model):
         return Path(model).resolve()

@@ -227,7 +227,7 @@ def download_weights(
     download_dir: str | None = None,
     load_format: str = "auto",
 ) -> Path:
-    """Return the folder like `find_model`, with the weights. Shows a progress bar."""
+    """Return the folder that `find_model` returns, with the weights too. Shows a progress bar."""
     if (folder := local_folder(model)) is not None:
         return folder
     weights = ["pytorch_model*.bin"] if load_format == "pt" else WEIGHT_FILES
@@ -235,8 +235,8 @@ def download_weights(
 
 
 def find_headers(model: str, revision: str | None, download_dir: str | None, scratch: str) -> Path:
-    """Return a folder like `download_weights`, in which weight files may consist of headers and a
-    hole. Headers from the hub are read by range requests, and put in a new folder in `scratch`.
+    """Return a folder like `download_weights`. If the weights are missing, it is a new folder in
+    `scratch`, whose weight files have headers from the hub, and a hole instead of the tensors.
     """
     folder = find_model(model, revision, download_dir)
     if local_folder(model) is not None or _has_weights(folder):

@@ -104,8 +104,8 @@ def text_of(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def text_name(name: str) -> str | None:
-    """Return the name of a multimodal checkpoint's tensor in the language model; None if it belongs
-    to another part.
+    """Return the name that a multimodal checkpoint's tensor has in the language model; None if the
+    tensor belongs to another part.
     """
     for place in INNER:
         _, is_inside, rest = name.partition(place)

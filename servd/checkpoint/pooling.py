@@ -102,9 +102,7 @@ class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def prompt(self, name: str | None) -> str:
-        """Return the prompt that texts begin with. Raises InvalidRequest if there is no prompt of
-        this name.
-        """
+        """Return the prompt to put before a text. Raises InvalidRequest if the name is unknown."""
         name = self.default_prompt if name is None else name
         if name is None:
             return ""
@@ -122,7 +120,7 @@ class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
         return next((name for name in names if name in self.prompts), None)
 
     def probabilities(self, numbers: list[float]) -> list[float]:
-        """Return the labels' probabilities, from a head's numbers; for one number, the score."""
+        """Return the labels' probabilities from a head's outputs; for one output, its score."""
         if len(numbers) == 1:
             return [self.score(numbers)]
         if self.activation == "softmax":
@@ -132,13 +130,13 @@ class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
         return [_sigmoid(x) for x in numbers] if self.activation == "sigmoid" else numbers
 
     def score(self, numbers: list[float]) -> float:
-        """Return how well two texts match, from a head's only number."""
+        """Return how well two texts match, from the only output of a head."""
         (number,) = numbers
         return _sigmoid(number) if self.score_activation == "sigmoid" else number
 
 
 def is_encoder(spec: ModelSpec) -> bool:
-    """Return whether tokens see later tokens. Some classes of encoder types are decoders."""
+    """Return whether tokens attend to later tokens. Encoder types also have decoder classes."""
     return spec.model_type in ENCODERS and not spec.architecture.endswith(("CausalLM", "HeadModel"))
 
 
@@ -158,7 +156,7 @@ def first_position(spec: ModelSpec) -> int:
 
 
 def is_encoder_as_decoder(spec: ModelSpec) -> bool:
-    """Return whether the model is a decoder of an encoder's type, which servd does not support."""
+    """Return whether the model is a decoder whose type is an encoder's. servd lacks such models."""
     return spec.model_type in ENCODERS and not is_encoder(spec)
 
 
@@ -206,7 +204,7 @@ def _is_reranker(folder: Path) -> bool:
 
 
 def _of_logits(spec: ModelSpec, folder: Path, place: Path) -> PoolingSpec:
-    """Return the spec of a decoder whose next token scores a document (Qwen3-Reranker)."""
+    """Return the spec of a decoder whose next-token logits score a document (Qwen3-Reranker)."""
     stated = _load(place / "config.json")
     texts = _texts(spec, folder)
     chosen = _load(folder / "config_sentence_transformers.json", {}).get("activation_fn")
@@ -283,7 +281,7 @@ def _labels(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _texts(spec: ModelSpec, folder: Path) -> dict[str, Any]:
-    """Return how texts become tokens: length, prompts and the default prompt."""
+    """Return the fields for tokenizing texts: length, prompts and the default prompt."""
     limits = _load(folder / "sentence_bert_config.json", {})
     texts = _load(folder / "config_sentence_transformers.json", {})
     if limits.get("do_lower_case"):

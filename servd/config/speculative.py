@@ -112,7 +112,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         return [high] * self.num_speculative_tokens
 
     def with_heads(self, num_heads: int | None) -> SpeculativeConfig:
-        """Return the configuration for a draft with `num_heads` heads: a chain of all heads, unless
+        """Return the configuration for a draft with `num_heads` heads: one draft per head, unless
         another number of drafts is given.
         """
         if self.num_speculative_tokens:
@@ -150,20 +150,20 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 def _named_by(model: str | None) -> str:
-    """Return the method that a draft's name implies."""
+    """Return the method that the name of a draft model implies."""
     name = (model or "").lower()
     return next((made for part, made in METHODS_BY_NAME.items() if part in name), "draft_model")
 
 
 def readers(key: str, method: str) -> set[str]:
-    """Return the methods that read a key which `method` does not read; empty if it does."""
+    """Return the methods that read `key`; empty if `method` is one of them."""
     of = next((of for start, of in READ_BY.items() if key.startswith(start)), {method})
     return set() if method in of or ":" in method else of
 
 
 def max_num_samples(max_num_seqs: int, max_num_batched_tokens: int, max_drafts: int) -> int:
     """Return the maximum tokens that a step samples: one per request, one after each draft, and one
-    after each grammar token of one request, which needs no drafting.
+    after each draft that a grammar allows alone, for one request.
     """
     return min(max_num_seqs * (1 + max_drafts) + MAX_GRAMMAR_TOKENS, max_num_batched_tokens)
 
