@@ -33,7 +33,7 @@ class Acceptance(Struct):
 
 
 class StepTime(Struct):
-    """The mean size and time of one kind of steps, exponentially weighted."""
+    """The mean size and time of one kind of step, exponentially weighted."""
 
     weight: float = 0.0
     tokens: float = 0.0
@@ -76,7 +76,7 @@ class DraftLengthController(Struct, dict=True):
         self.is_open = is_due and step % PAUSE_INTERVAL >= PAUSE_STEPS
 
     def relative_costs(self, num_requests: int) -> tuple[float, float]:
-        """Return the time of one more token and the overhead of drafting, both in plain steps."""
+        """Return the costs of one more token and of drafting, as multiples of a plain step."""
         if not self.plain.weight:
             return FIRST_TOKEN_COST, 0.0
         first = FIRST_TOKEN_COST * self.plain.seconds
@@ -102,7 +102,7 @@ class DraftLengthController(Struct, dict=True):
         return (self.max_drafts + 1) // 2
 
     def time(self, scheduled: list[ScheduledRequest], seconds: float, num_others: int = 0) -> None:
-        """Update the times from a step without prompts. `num_others` more rows had no drafts."""
+        """Update the times from a step without prompts. `num_others`: rows not in `scheduled`."""
         num_tokens = num_others + sum(item.num_tokens for item in scheduled)
         num_decoded = num_others + sum(1 + item.num_drafts for item in scheduled)
         kind = self.drafting if any(item.max_new_drafts for item in scheduled) else self.plain

@@ -31,7 +31,7 @@ class RequestStatus(Enum):
 
 @dataclass(slots=True, frozen=True)
 class GrammarEnd:
-    """The end of an output by its grammar: it is complete or cannot be followed after a token."""
+    """The end of an output by its grammar: after a token, it is complete or cannot continue."""
 
     num_tokens: int = 1  # number of sampled tokens up to and including that one
     error: str | None = None  # None: complete; else the token is not part of the output
@@ -240,7 +240,7 @@ class Request:
         drafts are part of the output.
 
         Adds the counts of the workers' drafts to `output`. The engine's own drafts are all accepted
-        and not counted. The end of the output may have cut some of `num_sampled` tokens.
+        and not counted. If the output has ended, some of the `num_sampled` tokens may be cut off.
         `num_found`: drafts that the workers found for the next step.
         """
         num_rejected = scheduled.num_drafts + 1 - num_sampled

@@ -45,7 +45,7 @@ class Step(msgspec.Struct):
         return request in self.requests or request in self.decoding
 
     def add_decode(self, request: Request) -> None:
-        """Add a row that decodes one token: it counts as computed, and the next one as sampled."""
+        """Add a row that decodes one token: it counts as computed, the next token as sampled."""
         request.num_computed_tokens += 1
         request.num_tokens += 1
         self.decoding.append(request)
@@ -125,7 +125,7 @@ class Step(msgspec.Struct):
 
     def chose_drafts_of(self, request: Request) -> bool:
         """Return whether the step verifies drafts that only the workers know. The engine then needs
-        its output to know at which token the request's next step begins.
+        the step's output to know at which token the request's next step begins.
         """
         return any(
             each is request and scheduled.num_drafts > len(scheduled.draft_token_ids)

@@ -21,8 +21,8 @@ LOADING_TIMEOUT = 600.0  # seconds that an import from a slow disk may block all
 
 
 class Heartbeat:
-    """Shared memory that the engine writes and its parent reads: a file of SIZE bytes. With -1,
-    nobody reads it.
+    """Shared memory that the engine writes and its parent reads: a file of SIZE bytes. With the
+    descriptor -1, no parent reads the memory.
     """
 
     def __init__(self, descriptor: int = -1) -> None:
@@ -50,7 +50,7 @@ class Heartbeat:
         self.numbers[LIMIT] = 0
 
     def compute(self, prompts: Collection[str]) -> None:
-        """Record that the next step computes these prompts (engine ids): one may crash it."""
+        """Record that the next step computes these prompts (engine ids): they might crash it."""
         if not prompts and not any(self.newest):
             return
         self.newest.append([*prompts])

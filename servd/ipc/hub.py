@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Hello(Message, tag=True):
-    """A process states its name, and that it can receive."""
+    """The first message of a process: its name. From then on, the process can receive."""
 
     name: str
 
@@ -124,7 +124,7 @@ class HubInbox(Generic[T]):
         self.arrived: deque[bytes] = deque()
 
     def recv(self, timeout: float | None = None) -> T | None:
-        """Wait for one message and return it; see `Inbox.recv`."""
+        """Wait for one message and return it, as `Inbox.recv` does."""
         while not self.arrived:
             wait([self.link], 3600.0 if timeout is None else timeout)
             self.arrived += [bytes(message or b"") for _, message in self.link.drain()]

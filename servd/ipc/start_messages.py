@@ -5,7 +5,7 @@
 | servd serve -> core, api, server of a model | StartEngine, StartAPIServer, StartModel; Config |
 | api -> grammar checker | StartGrammarChecker, then StructuredOutput as lines of JSON |
 | grammar checker -> api | GrammarVerdict as lines of JSON |
-| core -> worker | StartWorker; all others are those of messages.py |
+| core -> worker | StartWorker; all other messages are in servd/messages/engine.py |
 """
 
 import msgspec

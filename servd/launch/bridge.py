@@ -44,7 +44,7 @@ class Bridge(threading.Thread):
         return self.hub.uplink(address)
 
     def forget(self, address: str) -> None:
-        """Stop listening for an engine that has ended. Its connection may break from now on."""
+        """Stop listening for an engine that has ended. From now on, `on_lost` is not called."""
         self.on_lost.pop(address, None)
         self.changes.put((address, False))
 

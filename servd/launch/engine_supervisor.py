@@ -31,8 +31,8 @@ STANDBY_DELAY = 10.0  # seconds after the engine is ready, when a standby proces
 
 
 class EngineProcess(Child):
-    """An engine process, which waits for `start`. `prepares` has the executor and number of workers
-    whose imports run ahead. `devices` is its CUDA_VISIBLE_DEVICES, or empty to inherit.
+    """An engine process, which waits for `start`. `prepares`: the executor and number of workers
+    for which it imports modules ahead. `devices` is CUDA_VISIBLE_DEVICES, or empty to inherit.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class EngineProcess(Child):
         uplink: Uplink | None = None,
         identity: str = "",
     ) -> None:
-        """Make the process load the model and serve. With `was_asleep`, it sleeps when idle."""
+        """Make the process load the model and serve. With `was_asleep`, it sleeps once idle."""
         start = StartEngine(
             config,
             spec,

@@ -354,7 +354,7 @@ class ProcessTree:
             outbox.close()
 
     def drain(self) -> None:
-        """Let the API servers finish their open requests, or until a second signal."""
+        """Wait until the API servers have finished open requests, or until a second signal."""
         if self.listener is not None:
             self.listener.close()  # else new connections would wait in vain
         for child in self.api_servers:

@@ -65,7 +65,7 @@ class EngineActor:
         return self.state
 
     def run(self, data: bytes, offset: int) -> bytes:
-        """Run an engine by a StartElsewhere, and return its Ended. `offset`: see `clock_offset`."""
+        """Run the engine of a StartElsewhere; return an Ended. `offset`: see `clock_offset`."""
         start = msgspec.msgpack.decode(data, type=StartElsewhere)
         os.environ[CLOCK_OFFSET] = str(offset)
         os.environ.pop("OMP_NUM_THREADS", None)  # Ray's is 1; the engine divides this host's CPUs
@@ -164,7 +164,7 @@ class RayEngine(EngineProcess):
 @dataclass(eq=False)
 class RayEngineSupervisor(EngineSupervisor):
     """A supervisor that makes Ray place an engine, and place it again when it is lost. The bridge
-    forwards its messages.
+    forwards the engine's messages.
     """
 
     bridge: Bridge = field(kw_only=True)

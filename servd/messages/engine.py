@@ -277,7 +277,7 @@ class EngineRestarting(Message, tag=True):
 
 
 class EngineDead(Message, tag=True):
-    """From the engine's parent: the engine died for good. From the engine: identities differ."""
+    """From the parent: the engine died for good. From the engine: the client's identity differs."""
 
     reason: str
 
@@ -396,8 +396,8 @@ class SchedulerOutput(Message, tag=True):
 
 
 class GrammarBitmask(Message):
-    """The allowed tokens of rows with a grammar. Without an entry, all tokens are allowed, or the
-    grammar rejects an earlier draft.
+    """The allowed tokens of rows with a grammar. A position without an entry allows all tokens, or
+    comes after a draft that the grammar rejects.
     """
 
     indices: list[int]  # positions in SchedulerOutput.rows

@@ -175,7 +175,7 @@ class SamplingParams(
             bounds.validate(self.reasoning_tags, vocab_size, "thinking_token_budget")
 
     def of_choice(self, index: int) -> SamplingParams:
-        """Return the parameters of a choice. Seeds increase; only the first has prompt logprobs."""
+        """Return the parameters of a choice: seeds increase, only the first has prompt logprobs."""
         # Wrap around as int64 does.
         seed = self.seed
         if seed is not None:

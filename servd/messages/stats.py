@@ -12,7 +12,7 @@ class Stats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
 
 
 class DraftStats(Stats):
-    """The counts of the workers' draft tokens, and of those that were accepted."""
+    """The counts of the workers' draft tokens, and of accepted draft tokens."""
 
     num_drafts: int = 0  # rows with at least one draft token
     num_draft_tokens: int = 0
@@ -60,7 +60,7 @@ class KVStoreStats(Stats):
 
 
 class SchedulerStats(Stats):
-    """The engine's state after a step, for metrics and logs. Counters since the last report."""
+    """The engine's state after a step, for metrics and logs. Counters are since the last report."""
 
     num_running: int = 0
     num_waiting: int = 0

@@ -213,7 +213,7 @@ class ClusterSim:
         return places[self._random.randrange(len(places))]
 
     def _make_message(self, line: RequestLine, blocks: Sequence[int]) -> EngineCoreRequest:
-        """Return an API process's message. For the router, tokens are equal if blocks are equal."""
+        """Return the message of an API process. Equal blocks get equal tokens, for the router."""
         token_ids = [0] * line.input_length
         if self.servers[0].load_balancer is not None:
             num_full = line.input_length // self.block_size

@@ -19,7 +19,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class Costs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Costs in nanoseconds. None is negative, so that a larger step never takes less time."""
+    """Costs in nanoseconds, all at least 0, so that a larger step never takes less time."""
 
     step: float
     row: float = 0.0  # a request in the step
@@ -90,8 +90,8 @@ def fit(steps: Iterable[StepLine], requests: Sequence[RequestLine]) -> Costs | N
 
 
 def _observe(steps: Sequence[StepLine], requests: Sequence[RequestLine]) -> tuple[Array, Array]:
-    """Return the contents of each step of an engine, [steps, FITTED], and its nanoseconds. The
-    context of a request's rows follows from the times of its tokens.
+    """Return the contents of each step of an engine, [steps, FITTED], and its duration. The context
+    of a request's rows follows from the times of its tokens.
     """
     size = len(steps)
     number = np.arange(size)
@@ -105,7 +105,7 @@ def _observe(steps: Sequence[StepLine], requests: Sequence[RequestLine]) -> tupl
         return np.searchsorted(ends, np.rint(at).astype(np.int64) - slack_ns, side)
 
     def sum_up(first: Array, end: Array, value: Any) -> Array:
-        """Return sums over steps: values count from step `first` to before `end`."""
+        """Return a sum for each step. Each value counts from step `first` to before `end`."""
         changes = np.zeros(size + 1)
         np.add.at(changes, first, value)
         np.add.at(changes, np.minimum(end, size), -value)

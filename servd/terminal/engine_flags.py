@@ -61,7 +61,7 @@ COMMON = {
 
 
 class HelpAll(argparse.Action):
-    """A flag that prints the help with the options that `--help` hides: actions and their texts."""
+    """A flag that prints the help with hidden options. `hidden`: their actions and help texts."""
 
     def __init__(self, *, hidden: list[tuple[argparse.Action, str | None]], **options: Any) -> None:
         super().__init__(nargs=0, **options)

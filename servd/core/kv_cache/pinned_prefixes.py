@@ -11,7 +11,7 @@ STALE = 1024  # rebuild the queue with this many outdated entries beyond the pin
 class PinnedPrefixes:
     """Holds a reference to each pinned block, so that the block is not evicted.
 
-    At `max_blocks`, a new block replaces the first pinned block to expire, if it expires later.
+    At `max_blocks`, a new block replaces the block that expires first, if that is earlier.
     """
 
     def __init__(self, pool: BlockPool, max_blocks: int) -> None:

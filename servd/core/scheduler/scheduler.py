@@ -334,8 +334,8 @@ class Scheduler:
     def _finish_scheduling(
         self, request: Request, scheduled: ScheduledRequest, num_new_drafts: int = 0
     ) -> None:
-        """Ask for drafts for the step after a row that was just scheduled, and register its full
-        blocks in the prefix cache.
+        """Ask for drafts for the step after this one, and register the request's full blocks in the
+        prefix cache.
         """
         if scheduled.samples:
             request.num_drafts = 0
@@ -473,7 +473,7 @@ class Scheduler:
         del self.requests[request.request_id]
 
     def _release_slot(self, request: Request) -> None:
-        """Free slot and blocks. Steps in flight may use them, but run before the next owner's."""
+        """Free slot and blocks. Steps in flight that use them run before the next owner's steps."""
         self.waiting.stop(request)
         self.kv_cache.free(request)
         request.decodes_until = 0

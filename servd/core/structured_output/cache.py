@@ -30,7 +30,7 @@ class GrammarCache:
         self._in_use: dict[int, Grammar] = {}
 
     def find(self, output: StructuredOutput) -> Grammar | None:
-        """Return the newest grammar of this output: an older one may have no lexer states."""
+        """Return the newest grammar of this output: older ones may have no lexer states left."""
         if (grammar := self._recent.get(key_of(output))) is not None:
             self._recent.move_to_end(key_of(output))
             return grammar

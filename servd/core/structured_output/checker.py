@@ -32,7 +32,7 @@ TRIAL_SECONDS = 0.02
 
 
 def main() -> None:
-    """Answer each line, a StructuredOutput as JSON, with a GrammarVerdict. The entry point."""
+    """Run the process: answer each line, a StructuredOutput as JSON, with a GrammarVerdict."""
     start = read_start(StartGrammarChecker)
     log.setup("grammar", start.config.observability)
     channel = socket.socket(fileno=start.channel).makefile("rwb")

@@ -89,7 +89,7 @@ class Matcher:
     """Tracks one output.
 
     At each forced token, the library tokenizes all remaining forced text again, which takes 80 ms
-    for 50 kB. Therefore its first answer is kept until it is used up.
+    for 50 kB. Therefore its first answer is kept until all the tokens in it are used.
     """
 
     def __init__(

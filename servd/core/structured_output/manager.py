@@ -1,6 +1,6 @@
 """GrammarManager: compiles grammars in threads, and makes the bitmasks of rows with a grammar.
 
-A row begins with a NewRequest, after preemption with its output so far, and ends with its slot.
+A row begins with a NewRequest, which may have output already, and ends when its slot is freed.
 """
 
 from __future__ import annotations
@@ -304,7 +304,7 @@ class GrammarManager:
         return idle
 
     def grammar_tokens(self) -> dict[int, list[int]]:
-        """Map each slot to the only tokens, if any, that its grammar allows after known ones."""
+        """Map each slot to the only tokens, if any, that its grammar allows after known tokens."""
         if not self._rows or self.spec.keeps_state:  # recurrent states cannot take drafts back
             return {}
         return {

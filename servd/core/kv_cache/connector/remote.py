@@ -1,7 +1,7 @@
 """RemoteStore: exchanges blocks with peers, which are other engines, by block hash.
 
-Links need a token. Received data is not trusted: it has the header of a block's file, and is a miss
-if the header is not for the requested block and this model.
+Connections need a shared secret token. Received data is not trusted: it is a miss unless its
+header, as in a block's file, names the requested block and this model.
 """
 
 import logging
@@ -167,7 +167,7 @@ class RemoteStore:
 
     @contextmanager
     def open_reader(self, peer: str) -> Iterator[Reader]:
-        """Yield a function that reads blocks of a peer, HOST:PORT, and returns success."""
+        """Yield a function that reads blocks of a peer, HOST:PORT, and returns if it could."""
         if not self.is_open.wait(self.extra.timeout) or time.monotonic() < self._down.get(peer, 0):
             yield lambda block_hash, buffer: False
             return
