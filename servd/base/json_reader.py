@@ -4,8 +4,8 @@ from typing import Any
 
 import msgspec
 
-# Levels of nesting that pydantic's parser reads. Where only a part of a body is decoded here, the
-# whole of it still has to pass that parser.
+# Levels of nesting that pydantic's parser reads. If only a part of a body is decoded here, the
+# whole body must still pass that parser.
 MAX_DEPTH = 200
 TOO_DEEP = f"it is nested more than {MAX_DEPTH} levels deep"
 

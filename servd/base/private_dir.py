@@ -11,9 +11,9 @@ from pathlib import Path
 # environment of a child: its parent's folder, which the parent removes in any case
 PARENT_DIR = "SERVD_IPC_DIR"
 LOCK = "owner.lock"  # in a private folder, held as long as the process that made it lives
-LOCK_GRACE = 60  # seconds in which a new one is taken to be about to be held
+LOCK_GRACE = 60  # seconds that a new lock file may not be held yet
 
-_locks: dict[Path, int] = {}  # of this process's private folders: descriptors that hold them
+_locks: dict[Path, int] = {}  # private folder -> the descriptor that holds its lock
 
 
 def private_dir() -> Path:

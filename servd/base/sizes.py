@@ -67,4 +67,4 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     free: int  # bytes available
     num_blocks: int  # in the KV cache
     kv_windows: tuple[int | None, ...]  # see WorkerReady
-    shortage: str  # why not even one request fits, and what to change; "" if one does
+    shortage: str  # why not even one request fits, and a remedy; "" if it fits

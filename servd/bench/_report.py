@@ -11,7 +11,7 @@ from servd.bench._load import Record
 from servd.terminal.output import format_row, write_json
 
 PERCENTILES = (50, 90, 99)
-# Names that scripts for vLLM's results read -> those of `summarise`.
+# Names that scripts for vLLM's results read -> the names of `summarise`.
 NAMES = {
     "duration": "seconds",
     "completed": "requests",

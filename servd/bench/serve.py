@@ -16,7 +16,7 @@ from servd.terminal.output import write_json
 
 CHATS = "openai-chat"
 ENDPOINTS = ("/v1/completions", "/v1/chat/completions")
-# vLLM's flags for what is so anyhow.
+# vLLM's flags for behaviour that servd always has.
 NEEDLESS = (
     "--tokenizer",
     "--metric-percentiles",

@@ -18,7 +18,7 @@ from servd.offline.llm_engine import InProcess
 from servd.terminal import engine_flags
 from servd.terminal.output import format_row, write_json
 
-LEAST_SECONDS = 1.0  # per run: shorter ones vary by more than drafts gain
+LEAST_SECONDS = 1.0  # per run: shorter runs vary by more than drafts gain
 COUNTED = "vllm:spec_decode_num_"
 COLUMNS = {  # of the table, and of the figures
     "depth": "depth",

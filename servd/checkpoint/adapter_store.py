@@ -24,7 +24,7 @@ from servd.checkpoint.lora import CONFIG, TENSORS, AdapterFiles, Shape
 from servd.messages.adapter import Adapter
 
 KEEP_SECONDS = 3600  # that the files of a replaced adapter stay, for requests that have it
-MAX_ON_DEMAND = 64  # adapters that requests loaded; the one used longest ago goes
+MAX_ON_DEMAND = 64  # adapters loaded by requests; the least recently used one goes
 PIECE = 1 << 20
 
 

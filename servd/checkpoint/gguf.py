@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 WEIGHTS = "model.gguf"  # the link in the folder
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
-# What a damaged file raises in the package, and its values in the code that uses them.
+# Exceptions that a damaged file raises in gguf, or its values in the code that uses them.
 DAMAGED = (
     ValueError,
     TypeError,
@@ -32,7 +32,7 @@ DAMAGED = (
     RecursionError,
     struct.error,
 )
-MAX_LENGTH = 1 << 21  # values in a list: each takes up to 200 bytes once it is read
+MAX_LENGTH = 1 << 21  # values in a list: each takes up to 200 bytes in memory
 # tokenizer.ggml.token_type
 CONTROL = 3
 USER_DEFINED = 4

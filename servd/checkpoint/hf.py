@@ -60,7 +60,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int | None = None  # of requests, if less
     dtype: str  # of the checkpoint: float32 | bfloat16 | float16
     eos_token_ids: list[int]
-    # config.json, or what of it is of text; model files read their own keys from it.
+    # config.json, or its text part; model files read their own keys from it.
     config: dict[str, Any]
     generation: dict[str, Any] = {}  # generation_config.json as it is
 
@@ -248,7 +248,7 @@ def find_headers(model: str, revision: str | None, download_dir: str | None, scr
         (hollow / file.name).symlink_to(file)
     try:
         found = huggingface_hub.get_safetensors_metadata(model, revision=revision)
-    except Exception as error:  # requests', the hub's and those of a checkpoint without any
+    except Exception as error:  # of requests, of the hub, or for missing headers
         raise ModelNotFound(f"cannot read the weights' headers of {model!r}: {error}") from None
     for name, metadata in found.files_metadata.items():
         tensors = {

@@ -29,7 +29,7 @@ MAX_PATTERNS = 256
 MAX_CHOICES = 2  # in a pattern; a group of alternatives is one
 PATTERN_SECONDS = 2.0  # for all patterns and modules
 FLOATS = ("F32", "BF16", "F16")
-# Keys of adapter_config.json that change what an adapter computes. Where one is set, it is not the
+# Keys of adapter_config.json that change what an adapter computes: more than the
 # plain sum that servd adds.
 UNSUPPORTED = {
     "use_dora": "DoRA",

@@ -36,7 +36,7 @@ SAME = {
     "qwen3_vl_text": "qwen3",
     "qwen3_vl_moe_text": "qwen3_moe",
 }
-FLAT = ("qwen2_vl", "qwen2_5_vl")  # as Qwen published them: text's keys are the model's own
+FLAT = ("qwen2_vl", "qwen2_5_vl")  # as Qwen published them: text keys at the top level
 # What published files leave out as transformers knows it.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma3_text": {

@@ -154,7 +154,7 @@ def _scaled(config: dict[str, Any], asked: dict[str, Any] | None) -> dict[str, A
         if kind == "yarn":
             found[LENGTH] = max(int(first * rope["factor"]), 0 if is_same else length)
         else:
-            # Files of linear scaling state what it reaches, of dynamic what it begins with.
+            # With linear scaling, files state the scaled length; with dynamic, the unscaled one.
             share = before.get("factor", 1) if is_same and kind == "linear" else 1
             found[LENGTH] = int(length * rope["factor"] / share)
     return found | {place: {**written, **others, FULL: rope} if is_layered else rope}
@@ -190,7 +190,7 @@ def _check_type(key: str, value: Any, before: Any) -> None:
     is_number = _is_number(value) and _is_number(before)
     if value is None or before is None or is_number or type(value) is type(before):
         return
-    if key == "eos_token_id":  # one or a list
+    if key == "eos_token_id":  # an id or a list
         return
     raise ConfigError(f"{FLAG} {key}: {value!r:.50} has another type than {before!r:.50}")
 

@@ -13,12 +13,12 @@ from servd.base.errors import InvalidRequest, ModelNotFound, UnsupportedModel
 from servd.checkpoint.hf import ModelSpec
 from servd.messages.params import PoolingParams
 
-# By model_type: those that servd has files for.
+# The values of model_type that servd has files for.
 ENCODERS = frozenset({"bert", "gte", "modernbert", "roberta", "xlm-roberta"})
-# Set in the id of each token of the second of two texts, inside a worker.
+# A bit that workers set in the token ids of the second of two texts.
 SECOND_TEXT = 1 << 30
 ACTIVATIONS = {"regression": "identity", "multi_label_classification": "sigmoid"}  # by problem
-PAGE_HEAD = 4096  # bytes of a README.md, which begins with what the hub sorts it under
+PAGE_HEAD = 4096  # bytes of a README.md, which begins with its tags on the hub
 MODES = {
     "cls": "cls",
     "cls_token": "cls",
@@ -34,7 +34,7 @@ HINTS = {
     "classify": "it has a classification head: use /classify, or with a single number /score or "
     "/rerank",
 }
-# Names that files give to the prompts for these.
+# Purpose -> names that files give to its prompt.
 PURPOSES = {
     "search_query": ("search_query", "query"),
     "search_document": ("search_document", "document", "passage", "corpus"),
@@ -44,22 +44,22 @@ PURPOSES = {
 class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The conversion of hidden states to a vector or a score, as the model's files state it."""
 
-    task: Task = "generate"  # what the model is for; one that writes text has vectors too
+    task: Task = "generate"  # what the model is for; "generate" has vectors too
     is_causal: bool = True
     pooling: Literal["last", "mean", "cls"] = "last"
     normalize: bool = True
     size: int = 0  # numbers of a vector
     dense: list[str] = []  # folders of layers between pooling and normalization
-    max_tokens: int | None = None  # that the model was trained for
-    prompts: dict[str, str] = {}  # by name: what a text begins with
-    default_prompt: str | None = None  # name of one
+    max_tokens: int | None = None  # length that the model was trained for
+    prompts: dict[str, str] = {}  # name -> prompt to put before a text
+    default_prompt: str | None = None  # a key of `prompts`
     has_token_types: bool = False  # more than a separator distinguishes two texts
     labels: list[str] = []
-    # A score is the logit of the first of these tokens after the last one of a chat of a query and
-    # a document, less that of the second if there is one. Empty: it is a head's.
+    # A score is the first of these tokens' logit after the last token of a chat of query and
+    # document, minus the second token's logit, if any. Empty: a head computes the score.
     score_tokens: list[int] = []
     has_scores: bool = True  # False: it scores pairs in a way that its files do not describe
-    # What makes probabilities of the head's numbers, and a score of its only one.
+    # The function from a head's outputs to probabilities, and from its only output to a score.
     activation: Literal["softmax", "sigmoid", "identity"] = "softmax"
     score_activation: Literal["sigmoid", "identity"] = "sigmoid"
 

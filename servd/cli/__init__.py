@@ -71,7 +71,7 @@ class Parser(compat.ArgumentParser):
     """A parser that suggests the intended flag for an unknown flag."""
 
     def __init__(self, **options: Any) -> None:
-        # A flag that is cut short today would mean another one tomorrow.
+        # A flag abbreviated today could mean another flag tomorrow.
         super().__init__(formatter_class=wide, allow_abbrev=False, **options)
 
     def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:

@@ -43,7 +43,7 @@ WAYS = {
         "written": ["RequestContext.__call__"],
     },
 }
-# The times of a step -> the way to what took them.
+# Names of a step's times -> the nested calls that took them.
 TIMES = {
     "schedule_ms": ["Scheduler.schedule"],
     "prepare_ms": ["ModelRunner.execute_model", "InputBatch.gather"],

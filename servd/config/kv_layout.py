@@ -39,7 +39,7 @@ class KVLayout(msgspec.Struct, frozen=True):
         num_blocks = -(-num_tokens // self.block_size)
         if window is None:
             return num_blocks
-        # From the first key of the first token to the last token, and one whose step is in flight.
+        # From the first key of the first token to the last token, and a token of a step in flight.
         num_read = window + (num_new or self.max_step)
         return min(num_blocks, (num_read - 2) // self.block_size + 2)
 

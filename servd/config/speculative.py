@@ -16,11 +16,11 @@ from msgspec.structs import force_setattr
 from servd.base.errors import ConfigError
 from servd.checkpoint.hf import DEMO_HEAD, DEMO_MODEL
 
-MAX_GRAMMAR_TOKENS = 16  # computed with the token before them, for one request in one step
+MAX_GRAMMAR_TOKENS = 16  # computed with the token before, for one request in one step
 
 MOST_DRAFTS = 64
 DEFAULT_DRAFTS = 5
-# Not the ones of servd.config, which imports this module.
+# Not from servd.config, which imports this module.
 Positive = Annotated[int, Meta(ge=1)]
 Probability = Annotated[float, Meta(ge=0, le=1)]
 # Part of the draft's name -> its method, the most specific first.
@@ -34,7 +34,7 @@ METHODS_BY_NAME = {
 }
 NEEDS_MODEL = {"draft_model", "eagle", "eagle3", "medusa"}
 READS_MODEL = NEEDS_MODEL | {"mtp"}
-# Beginning of a key -> the methods that read it; one from outside servd may read any.
+# Beginning of a key -> the methods that read it; a method outside servd may read any key.
 READ_BY = {
     "prompt_lookup_": {"ngram"},
     "suffix_decoding_": {"suffix"},
@@ -204,7 +204,7 @@ REFUSED = {
 
 FLAG = "--speculative-config"
 DEMO_KEYS = {"method": DEMO_HEAD.name, "model": DEMO_MODEL}
-# Options that are keys of it.
+# Options -> their keys in --speculative-config.
 FLAT = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
 
 

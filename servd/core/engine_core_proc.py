@@ -185,7 +185,7 @@ class EngineCoreProc:
                 message = self.next_input(engine)
                 self.heartbeat.work(FIRST_STEP)
                 match message:
-                    case WorkerFailed(reason):  # a worker, or one of the threads here
+                    case WorkerFailed(reason):  # a worker or a thread of this process failed
                         raise EngineError(reason)
                     case Audit(client):
                         for each in audit(message, engine):

@@ -11,7 +11,7 @@ class RepetitionDetector:
     def __init__(self, params: RepetitionDetection) -> None:
         self.sizes = range(max(params.min_pattern_size, 1), params.max_pattern_size + 1)
         self.min_count = params.min_count
-        # Pattern size -> how many of the last tokens equal the token that far before them.
+        # Pattern size -> how many of the last tokens equal the token one pattern earlier.
         self.runs: dict[int, int] = {}
 
     def append(self, token_ids: list[int], begin: int) -> bool:

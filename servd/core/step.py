@@ -18,7 +18,7 @@ from servd.messages.engine import (
 )
 
 NO_DRAFTS: list[int] = []
-MAX_RECORDS = 1024  # kept for clients that have not been given them, about half a kilobyte each
+MAX_RECORDS = 1024  # kept for clients that lack them, about half a kilobyte each
 REPORT_INTERVAL = 256  # steps
 MAX_SILENCE = 1_000_000_000  # nanoseconds
 
@@ -32,10 +32,10 @@ class Step(msgspec.Struct):
 
     record: StepRecord
     decoding: list[Request] = []  # the first rows: one token each, no drafts
-    new_blocks: dict[int, int] = {}  # of those, by slot
+    new_blocks: dict[int, int] = {}  # of the decoding rows, by slot
     decodes: DecodeBatch = msgspec.field(
         default_factory=DecodeBatch
-    )  # those, as the workers get them
+    )  # the decoding rows, as workers get them
     requests: list[Request] = []  # the other rows
     scheduled: list[ScheduledRequest] = []
     new_requests: list[NewRequest] = []

@@ -28,12 +28,12 @@ T = TypeVar("T")
 
 MAX_SOCKET_PATH = 107  # bytes: the kernel's limit for Unix sockets
 CONNECT_TIMEOUT = 1000  # milliseconds, to an existing inbox
-# A message between hosts is sent in frames of MAX_FRAME bytes: a client that has not yet shown the
-# token can have a listener take memory for one, for this many milliseconds.
+# A message between hosts is sent in frames of at most MAX_FRAME bytes, because a client can make a
+# listener allocate a frame before it shows the token, for HANDSHAKE_TIMEOUT milliseconds.
 MAX_FRAME = 1 << 18
 CURVE_OVERHEAD = 256  # bytes of a frame, at most
 HANDSHAKE_TIMEOUT = 5000
-MAX_CONNECTIONS = 256  # of a Listener, including unauthenticated ones; more are closed
+MAX_CONNECTIONS = 256  # of a Listener, also unauthenticated connections; more are closed
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -57,7 +57,7 @@ class Inbox(Generic[T]):
     def __init__(self, at: str, kind: Any) -> None:
         self.at = at
         self.decoder = msgspec.msgpack.Decoder(kind)
-        self.unreadable: UnreadableMessage | None = None  # the next one to be drained
+        self.unreadable: UnreadableMessage | None = None  # `drain` raises it next
         self.socket = zmq.Context.instance().socket(zmq.PULL)
         self.socket.setsockopt(zmq.LINGER, 0)
         # No high-water mark: the scheduler's queue is what limits requests.

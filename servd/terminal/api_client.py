@@ -18,7 +18,7 @@ from servd.base.errors import ServdError
 
 SAMPLING = ("temperature", "max_tokens", "seed")
 RETRIES = 5  # when the server has no room for a request
-LONGEST_WAIT = 60.0  # seconds between them
+LONGEST_WAIT = 60.0  # seconds between retries
 REOPEN = (ConnectionError, http.client.ImproperConnectionState)
 
 
@@ -169,7 +169,7 @@ class Client:
                     raise ServdError(chunk["error"]["message"])
                 yield chunk
         finally:
-            self.connection.close()  # what is left of the answer, if anything, is not wanted
+            self.connection.close()  # the rest of the answer is not needed
 
 
 class UnixConnection(http.client.HTTPConnection):

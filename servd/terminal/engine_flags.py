@@ -17,7 +17,7 @@ from servd.config import Config, choices, flag_of, options_by_name, title_of
 from servd.config._section import plain
 from servd.config.flag_aliases import ALIASES, IGNORED, VALUE_ALIASES
 
-OTHER_FLAGS = {  # as vLLM has or had them
+OTHER_FLAGS = {  # vLLM's names, also former ones
     "executor": ["--distributed-executor-backend"],
     "quantization": ["-q"],
     "enable_expert_parallel": ["-ep"],

@@ -103,9 +103,9 @@ class Row:
     block_ids: list[int]
     num_prompt_tokens: int
     params: SamplingParams | PoolingParams
-    # After the last computed token, and after each draft that was computed behind it.
+    # States after the last computed token, and after each draft computed after it.
     states: list[int] = field(default_factory=lambda: [0])
-    drafts: list[int] = field(default_factory=list)  # those after `token_ids`
+    drafts: list[int] = field(default_factory=list)  # the drafts after `token_ids`
     first_state: int = 0
 
 

@@ -147,7 +147,7 @@ class KVCacheManager:
         the steps of the next owner.
         """
         self.commit(request)
-        # Drafts in flight count as kept: the next token to compute may be the last known one.
+        # Drafts in flight count as accepted: the next token to compute may be the last known token.
         next_token = min(request.num_computed_tokens, len(request.token_ids) - 1)
         block_ids = request.block_ids
         for group, first in enumerate(self.layout.first_reads(next_token)):

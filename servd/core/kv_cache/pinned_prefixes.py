@@ -17,9 +17,9 @@ class PinnedPrefixes:
     def __init__(self, pool: BlockPool, max_blocks: int) -> None:
         self.pool = pool
         self.max_blocks = max_blocks
-        # Block -> (time of its end, minus its index in the prompt).
+        # Block -> end: (expiry in nanoseconds, minus its index in the prompt).
         self._ends: dict[int, tuple[int, int]] = {}
-        self._queue: list[tuple[tuple[int, int], int]] = []  # a heap of these; some are outdated
+        self._queue: list[tuple[tuple[int, int], int]] = []  # heap of (end, block), some outdated
 
     def __len__(self) -> int:
         return len(self._ends)

@@ -22,7 +22,7 @@ from servd.core.request import Request
 
 Group = tuple[int, int, bool]  # (priority class, priority, whether the prompt is long)
 
-MAX_BYPASSES = 64  # short prompts that may overtake a long one which waits for slot or blocks
+MAX_BYPASSES = 64  # short prompts that may overtake a long prompt that waits for slot or blocks
 SLOT_COST = 2.0  # cost of a slot per step, in prompt tokens
 MAX_IDLE_OWNERS = 1024  # idle owners whose counters are kept
 MAX_FLOOR_GROUPS = 8  # groups that `_floor` looks at: there may be as many as priorities
@@ -36,7 +36,7 @@ class OwnerState:
     served: float  # tokens / weight, until `step`
     step: int
     num_running: int = 0
-    # What waits, by order, of each group in whose heap it is.
+    # By group: heaps of the owner's waiting requests, by order.
     waiting: dict[Group, list[Request]] = field(default_factory=dict)
 
     def counter(self, step: int) -> float:
@@ -59,10 +59,10 @@ class WaitingQueue(FcfsQueue):
         self._owners: dict[tuple[int, str], OwnerState] = {}
         self._max_owners = MAX_IDLE_OWNERS
         self._running: dict[OwnerState, None] = {}  # a set with an order
-        self._group_of: dict[Request, Group] = {}  # of each that waits
+        self._group_of: dict[Request, Group] = {}  # waiting request -> its group
         self._num_waiting: Counter[Group] = Counter()
-        self._sorted: list[Group] = []  # keys of it: there may be as many as priorities
-        self._bypasses: Counter[Group] = Counter()  # of each, since the last start in it
+        self._sorted: list[Group] = []  # groups with waiting requests
+        self._bypasses: Counter[Group] = Counter()  # by group, since its last start
         # By group: (counter when pushed, slots / weight, whether it was served since it came, push
         # number, owner). Counters only grow, so the first is the least, if it is current.
         self._heaps: dict[Group, list[tuple[float, float, bool, int, OwnerState]]] = {}

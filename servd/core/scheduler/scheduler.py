@@ -31,7 +31,7 @@ from servd.messages.stats import SchedulerStats
 logger = logging.getLogger("servd.scheduler")
 
 BACKGROUND_SHARE = 8  # prompts of lower classes get 1/8 of the budget, which keeps steps short
-MAX_PASSED = 8  # waiting requests that others may overtake in one step
+MAX_PASSED = 8  # waiting requests that other requests may overtake in one step
 GrammarTokens = Mapping[int, list[int]]  # slot -> the only tokens that its grammar allows next
 NO_TOKENS: GrammarTokens = {}
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from servd.core.structured_output.grammar import Grammar, GrammarError
 from servd.messages.params import StructuredOutput
 
-MAX_GRAMMARS = 32  # kept beside those in use
+MAX_GRAMMARS = 32  # kept besides the grammars in use
 # Longest compilation that is repeated in the engine's thread, where all requests wait.
 RECOMPILE_LIMIT = 0.05  # seconds
 

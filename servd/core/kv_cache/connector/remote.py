@@ -131,11 +131,11 @@ class RemoteStore:
             self._warn("the weights cannot be read", error)
 
     def _serve(self, listener: Listener[Ask]) -> None:
-        waiting: list[tuple[float, bytes, Ask]] = []  # until when, who, for what
+        waiting: list[tuple[float, bytes, Ask]] = []  # deadline, peer, request
         while not self._is_closed.is_set():
             wait([listener], PAUSE if waiting else IDLE)
             self._trim()
-            until = time.monotonic() + self.extra.timeout / 2  # half: who asks is to hear of it
+            until = time.monotonic() + self.extra.timeout / 2  # half: the peer must get the answer
             asked = [(until, who, ask) for who, ask in listener.drain() if ask is not None]
             waiting = [each for each in waiting + asked if not self._answer(listener, *each)]
             for _, who, ask in waiting[MAX_WAITING:]:
