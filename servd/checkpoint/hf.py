@@ -235,8 +235,8 @@ def download_weights(
 
 
 def find_headers(model: str, revision: str | None, download_dir: str | None, scratch: str) -> Path:
-    """Return a folder like `download_weights`. If the weights are missing, it is a new folder in
-    `scratch`, whose weight files have headers from the hub, and a hole instead of the tensors.
+    """Return a folder like `download_weights`. If weights are only on the hub, it is a new folder
+    in `scratch`, whose weight files have headers from the hub, and a hole instead of tensors.
     """
     folder = find_model(model, revision, download_dir)
     if local_folder(model) is not None or _has_weights(folder):

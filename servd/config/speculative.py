@@ -163,7 +163,7 @@ def readers(key: str, method: str) -> set[str]:
 
 def max_num_samples(max_num_seqs: int, max_num_batched_tokens: int, max_drafts: int) -> int:
     """Return the maximum tokens that a step samples: one per request, one after each draft, and one
-    after each draft that a grammar allows alone, for one request.
+    after each forced token of a grammar, which only one request has in a step.
     """
     return min(max_num_seqs * (1 + max_drafts) + MAX_GRAMMAR_TOKENS, max_num_batched_tokens)
 

@@ -104,7 +104,7 @@ class Child:
         return self.process.poll()
 
     def cpu_seconds(self) -> float:
-        """Return the child's CPU time; 0 once it has ended. Infinite on systems without /proc."""
+        """Return the child's CPU time; 0 once it has ended. Infinite on any system but Linux."""
         if not (fields := _read_stat(self.process.pid)):
             return 0.0 if sys.platform == "linux" else math.inf
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

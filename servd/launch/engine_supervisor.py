@@ -59,7 +59,7 @@ class EngineProcess(Child):
         uplink: Uplink | None = None,
         identity: str = "",
     ) -> None:
-        """Make the process load the model and serve. With `was_asleep`, it sleeps once idle."""
+        """Make the process load the model and serve. With `was_asleep`, it soon sleeps again."""
         start = StartEngine(
             config,
             spec,

@@ -354,7 +354,7 @@ class ProcessTree:
             outbox.close()
 
     def drain(self) -> None:
-        """Wait until the API servers have finished open requests, or until a second signal."""
+        """Make the API servers finish open requests; wait for them, or until a second signal."""
         if self.listener is not None:
             self.listener.close()  # else new connections would wait in vain
         for child in self.api_servers:

@@ -1,4 +1,4 @@
-"""Executors, which run workers. Each file has a `class Executor`; `--executor` takes its name."""
+"""Executors run workers. Each file has a `class Executor`; `--executor` takes the file's name."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable

@@ -47,8 +47,8 @@ class OwnerState:
 
 
 class WaitingQueue(FcfsQueue):
-    """Takes turns between owners. Short prompts go before long prompts of the same owner, or of an
-    owner with equal service. The scheduler reserves a part of every step for long prompts.
+    """Takes turns between owners: API keys, users or addresses. Among equally served owners, short
+    prompts go before long ones. The scheduler reserves a part of every step for long prompts.
     """
 
     by_owner = True

@@ -60,7 +60,7 @@ class KVConnector:
         """Drop these blocks from every store: their contents may be wrong."""
 
     def reset(self) -> None:
-        """Drop all blocks that no other engine shares."""
+        """Drop all blocks that this engine does not share with other engines."""
 
     @property
     def has_copies(self) -> bool:

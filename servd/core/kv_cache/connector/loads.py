@@ -34,7 +34,7 @@ class Load:
 @dataclass(eq=False)
 class Loads:
     """Reads the blocks of waiting requests into host memory. Blocks are copied from there when a
-    request starts, so that files and peers can only fail before.
+    request starts, so that files and peers can only fail before that.
 
     If `kv_load_failure_policy` is fail, a peer's blocks are required: a request waits for all its
     blocks, or fails. Otherwise it starts after a timeout and computes missing blocks.

@@ -167,7 +167,7 @@ class RemoteStore:
 
     @contextmanager
     def open_reader(self, peer: str) -> Iterator[Reader]:
-        """Yield a function that reads blocks of a peer, HOST:PORT, and returns if it could."""
+        """Yield a function to read blocks of a peer, HOST:PORT; it returns whether it could."""
         if not self.is_open.wait(self.extra.timeout) or time.monotonic() < self._down.get(peer, 0):
             yield lambda block_hash, buffer: False
             return
