@@ -1,5 +1,5 @@
 """servd as an application of Ray Serve: `serve run servd.serve_app:build model=MODEL`. Each replica
-is a server of its own, with all routes; Ray starts, balances, replaces and counts them.
+is a server of its own, with all routes; Ray starts, balances, replaces and counts replicas.
 """
 
 import importlib
@@ -70,12 +70,12 @@ class Replica:
         return StreamingResponse(answer.aiter_raw(), answer.status_code, passed, background=leave)
 
     def check_health(self) -> None:
-        """Called by Ray, which replaces a replica for which this raises."""
+        """Raise RuntimeError if the server has ended. Ray then replaces the replica."""
         if (code := self.server.exit_code) is not None:
             raise RuntimeError(f"the server has ended with code {code}: see its log")
 
     def __del__(self) -> None:
-        """Stop the server after open requests; Ray sends no new ones by now."""
+        """Finish open requests, then stop the server. Ray sends no new requests by now."""
         self.server.stop(Config().server.shutdown_timeout)
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -88,11 +88,11 @@ def _is_ready(looking: httpx.Client) -> bool:
 
 
 def build(args: Mapping[str, Any]) -> Any:
-    """An application, for `serve run` and for its configuration files.
+    """Return an application, for `serve run` and for its configuration files.
 
     Args:
-        args: options of `servd serve`, with dashes or underscores; `deployment` has those of
-            Ray's: `num_replicas`, `autoscaling_config`, `ray_actor_options` and so on.
+        args: options of `servd serve`, with dashes or underscores; `deployment` has Ray's options:
+            `num_replicas`, `autoscaling_config`, `ray_actor_options` and so on.
     """
     options = {name: value for name, value in args.items() if name != "deployment"}
     Config.load(options)  # report errors here, before replicas start

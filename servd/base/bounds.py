@@ -19,8 +19,8 @@ TokenId = Annotated[int, Meta(ge=0, le=INT32_MAX, extra={"is_token_id": True})]
 
 
 def validate(params: msgspec.Struct, vocab_size: int, param: str | None = None) -> None:
-    """Check every field of `params`; msgspec checks them only when decoding. Raises InvalidRequest,
-    with the invalid field (or `param` instead), its bound and the value.
+    """Check every field of `params` against its bounds, which msgspec checks only when decoding.
+    Raises InvalidRequest with the invalid field (or `param`), its bound and the value.
     """
     for field in _fields(type(params)):
         value = getattr(params, field.name)
@@ -45,7 +45,7 @@ def shorten(value: object) -> str:
 
 
 Problem = tuple[str, str, object]
-""""" or "every entry of ", what it must be, and the value that is not."""
+"""The prefix "" or "every entry of ", what the value must be, and the invalid value."""
 
 
 @cache
@@ -57,7 +57,7 @@ def _fields(kind: type[msgspec.Struct]) -> tuple[inspect.Field, ...]:
 
 @cache
 def made_of(kind: type[msgspec.Struct]) -> dict[str, str]:
-    """Return, for each field that is derived from another field of the request, that field."""
+    """Return the source of each field that is derived from another field of the request."""
     extra = {
         field.name: field.type.extra or {}
         for field in _fields(kind)
@@ -112,7 +112,7 @@ def _problem_of_any(kinds: Sequence[inspect.Type], value: Any, vocab_size: int) 
 def _problem_of_many(
     kind: inspect.ListType | inspect.DictType, item: inspect.Type, value: Any, vocab_size: int
 ) -> Problem | None:
-    """Check the length, then the entries. The entries of a too long value are not checked."""
+    """Return the problem with a value's length; if the length is valid, that of its entries."""
     is_list = isinstance(kind, inspect.ListType)
     if not isinstance(value, list if is_list else dict):
         return "", f"a {'list' if is_list else 'mapping'}", value
@@ -136,7 +136,7 @@ def _problem_of_many(
 
 
 def _plain(kind: inspect.Type, vocab_size: int) -> inspect.Type:
-    """Return a type without metadata. A token id gets its bound."""
+    """Return `kind` without metadata. A token id gets the bound of `vocab_size`."""
     if not isinstance(kind, inspect.Metadata):
         return kind
     is_token_id = (kind.extra or {}).get("is_token_id")

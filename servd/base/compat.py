@@ -20,14 +20,14 @@ TESTED = {"argparse": "Python 3.11-3.13", "gguf": "0.17-0.19", "prometheus_clien
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """A parser with what argparse has in private only: its list of flags, and flags taken whole."""
+    """A parser that lists its flags and can keep flags whole, by argparse's private methods."""
 
     @property
     def flags(self) -> list[str]:
         return list(self._option_string_actions)
 
     def is_whole(self, flag: str) -> bool:
-        """Return whether to take the flag as a whole: `-ngl`, not the short flag `-n` with `gl`."""
+        """Return whether `flag` is one flag, as `-ngl` is, rather than `-n` with the value `gl`."""
         return False
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
@@ -35,7 +35,7 @@ class ArgumentParser(argparse.ArgumentParser):
 
 
 def make_gguf_reader(max_length: int) -> type[GGUFReader]:
-    """Return a reader that rejects lists of more than `max_length` values. The reader of gguf makes
+    """Return a reader that rejects lists of more than `max_length` values. gguf's own reader makes
     arrays of each value: 8 s instead of 0.3 s for a vocabulary of 150,000. It also reads past the
     end of a damaged file. No public method reads a list.
     """
@@ -68,8 +68,8 @@ def make_gguf_reader(max_length: int) -> type[GGUFReader]:
 
 
 def observe_values(histogram: Any, values: list[float]) -> None:
-    """Add many values to a histogram of prometheus_client. Its public method takes one value in 1.2
-    to 2 microseconds instead of 0.1, and an answer has a value per token.
+    """Add many values to a histogram of prometheus_client. Its public method takes 1.2 to 2
+    microseconds per value instead of 0.1, and an answer has a value per token.
     """
     values = sorted(values)
     bounds = histogram._upper_bounds

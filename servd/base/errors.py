@@ -66,7 +66,7 @@ class Unauthorized(RequestError):
 
 
 class Forbidden(RequestError):
-    """403: the API key or the origin of the page does not permit this."""
+    """403: the API key or the origin of the page does not permit this request."""
 
     status = 403
     type = "permission_error"
@@ -134,7 +134,7 @@ class ShuttingDown(EngineError):
 
 
 class ConfigError(ServdError):
-    """A flag, a configuration file or the machine prevents the server's start. Exit code 2."""
+    """A flag, a configuration file or the machine prevents servd's start. Exit code 2."""
 
 
 class ModelNotFound(ConfigError):

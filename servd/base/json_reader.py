@@ -4,15 +4,15 @@ from typing import Any
 
 import msgspec
 
-# Levels of nesting that pydantic's parser reads. Where only a part of a body is decoded here, the
-# whole of it still has to pass that parser.
+# Levels of nesting that pydantic's parser reads. If only a part of a body is decoded here, the
+# whole body must still pass that parser.
 MAX_DEPTH = 200
 TOO_DEEP = f"it is nested more than {MAX_DEPTH} levels deep"
 
 
 def read_json(data: bytes | msgspec.Raw, kind: Any) -> Any:
-    """Return the decoded JSON text. Raises msgspec.ValidationError if the JSON has another shape;
-    ValueError if the text is not JSON, or is nested too deeply.
+    """Return `data`, decoded from JSON. Raises msgspec.ValidationError if it is not of type `kind`;
+    ValueError if it is not JSON, or is nested too deeply.
     """
     try:
         return msgspec.json.decode(data, type=kind)

@@ -32,7 +32,7 @@ class LogOptions(Protocol):
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats a record as one JSON object per line. Its `fields` become fields beside `message`."""
+    """Formats a record as one JSON object per line, with the record's `fields` beside `message`."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ def setup(process: str, options: LogOptions) -> None:
 
 
 def resolve_access_log(options: LogOptions) -> str:
-    """Return --access-log. `auto` depends on whether the log goes to a terminal."""
+    """Return the value of --access-log. For `auto`: `requests` on a terminal, otherwise `off`."""
     if options.access_log != "auto":
         return options.access_log
     return "requests" if sys.stderr.isatty() else "off"

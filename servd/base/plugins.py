@@ -32,11 +32,11 @@ def check(option: str, package: str, name: str, *others: str) -> None:
 
 
 def load(package: str, name: str, attribute: str) -> Any:
-    """Return `attribute` of the module `name` in `package`, or of a `name` like
-    "package.module:Attribute", so that code outside servd needs no entry point.
+    """Return `attribute` of the module `name` in `package`, or what a `name` like
+    "package.module:Attribute" refers to, so that code outside servd needs no entry point.
 
-    Raises ConfigError with the existing files if the file is missing. An error during the plugin's
-    own import is raised unchanged.
+    Raises ConfigError, which lists the existing files, if the file is missing. An error during the
+    plugin's own import is raised unchanged.
     """
     if ":" in name:
         module, _, attribute = name.partition(":")

@@ -11,14 +11,14 @@ from pathlib import Path
 # environment of a child: its parent's folder, which the parent removes in any case
 PARENT_DIR = "SERVD_IPC_DIR"
 LOCK = "owner.lock"  # in a private folder, held as long as the process that made it lives
-LOCK_GRACE = 60  # seconds in which a new one is taken to be about to be held
+LOCK_GRACE = 60  # seconds that a new lock file may not be held yet
 
-_locks: dict[Path, int] = {}  # of this process's private folders: descriptors that hold them
+_locks: dict[Path, int] = {}  # private folder -> the descriptor that holds its lock
 
 
 def private_dir() -> Path:
     """Return a new folder that only this user may enter, for the sockets of one process tree. Also
-    removes such folders of killed processes.
+    removes the folders that killed processes left.
 
     The path is short: see `servd.ipc.channels.MAX_SOCKET_PATH`.
     """

@@ -6,8 +6,8 @@ import textwrap
 import threading
 from typing import Any
 
-# Before 3.13, CPython counts how deep the trees of all threads are together, and fails where that
-# is not what it was: when another one got its turn as a tree was made.
+# Before 3.13, CPython counts the depth of the trees of all threads together. It fails if the count
+# has changed meanwhile, because another thread ran while a tree was made.
 _lock = threading.Lock()
 
 

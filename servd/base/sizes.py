@@ -33,7 +33,7 @@ def format_bytes(number: int) -> str:
 
 
 def advise_more_memory(lacking: int, quantization: str | None) -> str:
-    """Return what helps when `lacking` bytes of memory are missing for a model."""
+    """Return advice for a model that needs `lacking` more bytes of memory."""
     smaller = "" if quantization else ", or try --quantization int8"
     return f"{format_bytes(lacking)} more memory, or a higher --tensor-parallel-size{smaller}"
 
@@ -67,4 +67,4 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     free: int  # bytes available
     num_blocks: int  # in the KV cache
     kv_windows: tuple[int | None, ...]  # see WorkerReady
-    shortage: str  # why not even one request fits, and what to change; "" if one does
+    shortage: str  # why not even one request fits, and a remedy; "" if it fits

@@ -17,7 +17,7 @@ import msgspec
 STAGES = (
     "received",  # the API process has the body of the request
     "passed_on",  # of several models: its own has it
-    "parsed",  # JSON parsed and checked
+    "parsed",  # the JSON is parsed and checked
     "adapted",  # its adapter is known
     "templated",  # chat template rendered
     "tokenised",
@@ -26,25 +26,25 @@ STAGES = (
     "engine_lost",  # the engine died; the request waits for the next one
     "asleep",  # the engine has given its model's memory back
     "awake",
-    "compiling",  # the engine has it, but not its grammar
+    "compiling",  # the engine has the request, but not its grammar
     "compiled",
-    "queued",  # the engine has it, in the waiting queue
+    "queued",  # it is in the engine's waiting queue
     "deferred_for_adapter",  # requests with other adapters run
     "scheduled",  # a step that contains it is launched; again after it was preempted
     "reading",  # it waits for blocks of its prompt from files
     "preempted",  # blocks ran out; waits again
-    "swapped",  # and its blocks go to host memory
+    "swapped",  # preempted, and its blocks go to host memory
     "first_token",  # collected by the engine
     "finished",  # last token collected by the engine
     "returned",  # the API process has the last token
     "detokenised",  # last text made
     "blocked",  # a write waits for the client
-    "resumed",  # it reads again
+    "resumed",  # the client reads again
     "written",  # last byte handed to the socket
     "done",
 )
 
-CLOCK_OFFSET = "SERVD_CLOCK_OFFSET_NS"  # environment: that clock minus the clock of this host
+CLOCK_OFFSET = "SERVD_CLOCK_OFFSET_NS"  # environment: API servers' clock minus this host's
 
 
 def _clock(offset: int) -> Callable[[], int]:
@@ -86,13 +86,13 @@ class StepRecord(msgspec.Struct, array_like=True, gc=False):
     executed_ns: int = 0  # `execute_model` has returned: launched, or on a CPU computed
     launched_ns: int = 0  # `sample_tokens` has returned
     collected_ns: int = 0  # the engine has its output
-    # Of each worker by rank, four: it began, had gathered the inputs, had launched the forward
+    # Four times of each worker, by rank: it began, gathered the inputs, launched the forward
     # pass, had the sampled tokens.
     worker_ns: tuple[int, ...] = ()
     num_tokens: int = 0
     num_requests: int = 0
     num_waiting: int = 0  # requests that were not admitted
-    waits_for: str = ""  # what the first of them lacked: "slots", "blocks" or "budget"
+    waits_for: str = ""  # what the first waiting one lacked: "slots", "blocks" or "budget"
     num_preempted: int = 0
     num_cached_tokens: int = 0  # of admitted requests, found in the prefix cache
     num_drafts: int = 0  # draft tokens that were verified
@@ -124,8 +124,8 @@ class Pace(NamedTuple):
         )
 
     def expected_seconds(self, num_tokens: int) -> float:
-        """Return an upper estimate for a step of `num_tokens`: the longest recent step, or the time
-        of its tokens in the slowest step with prompts, whichever is longer.
+        """Return an upper estimate for a step of `num_tokens`: the longest recent step or, if
+        longer, these tokens at the speed of the slowest step with prompts.
         """
         if not self.per_token and num_tokens > self.most_tokens:
             return FIRST_STEP

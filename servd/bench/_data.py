@@ -10,11 +10,11 @@ import msgspec
 
 from servd.base.errors import ServdError
 
-# Ids that are ordinary tokens in practically every vocabulary, also in that of the fake model:
-# special ones stand at its beginning or end.
+# Ids that are ordinary tokens in practically every vocabulary, also in the fake model's:
+# special tokens are at the beginning or end.
 TOKEN_IDS = range(32, 250)
-CHARS_PER_TOKEN = 4  # where nobody can count them
-# Tokens of the conversations of ShareGPT that are used, as peers choose them.
+CHARS_PER_TOKEN = 4  # estimate, if the tokens cannot be counted
+# Limits of tokens in ShareGPT's conversations, as in vLLM's benchmark.
 SHORTEST = 4
 LONGEST_PROMPT = 1024
 LONGEST = 2048
@@ -22,7 +22,7 @@ LONGEST = 2048
 
 class Prompt(msgspec.Struct, frozen=True):
     prompt: str | list[int]
-    output_len: int = 0  # tokens; 0: those of --output-len
+    output_len: int = 0  # tokens; 0: as --output-len
 
 
 class Turn(msgspec.Struct):
@@ -63,7 +63,7 @@ def guess_tokens(text: str) -> int:
 def make_prompts(
     arguments: argparse.Namespace, more: int = 0, count: Callable[[str], int] = guess_tokens
 ) -> list[Prompt]:
-    """Return the workload that the flags describe, preceded by `more` prompts for warming up.
+    """Return the prompts that the flags describe, preceded by `more` prompts for warming up.
     `count` counts the tokens of a text. Raises ServdError if the file cannot be used.
     """
     rng = random.Random(arguments.data_seed)

@@ -11,7 +11,7 @@ from servd.bench._load import Record
 from servd.terminal.output import format_row, write_json
 
 PERCENTILES = (50, 90, 99)
-# Names that scripts for vLLM's results read -> those of `summarise`.
+# Names that scripts for vLLM's results read -> the names of `summarise`.
 NAMES = {
     "duration": "seconds",
     "completed": "requests",
@@ -74,7 +74,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def show(summary: Mapping[str, Any], json_file: str | None) -> None:
-    """Print plain figures, then a line for each spread. Write all to `json_file`, if given."""
+    """Print the single figures, then a line for each spread. Write all to `json_file`, if given."""
     columns: list[str] = []
     for name, value in summary.items():
         if isinstance(value, int | float):

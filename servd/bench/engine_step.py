@@ -1,4 +1,4 @@
-"""Where each microsecond of a decode step goes: one process, uniproc or fake executor."""
+"""Measure the phases of a decode step in one process, with the uniproc or the fake executor."""
 
 import argparse
 from collections import Counter

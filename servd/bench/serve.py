@@ -1,4 +1,4 @@
-"""Throughput and latency of a running server, any that speaks OpenAI's completions or chats."""
+"""Measure throughput and latency of a running server that has OpenAI's completions or chats."""
 
 import argparse
 import asyncio
@@ -16,7 +16,7 @@ from servd.terminal.output import write_json
 
 CHATS = "openai-chat"
 ENDPOINTS = ("/v1/completions", "/v1/chat/completions")
-# vLLM's flags for what is so anyhow.
+# vLLM's flags for behaviour that servd always has.
 NEEDLESS = (
     "--tokenizer",
     "--metric-percentiles",

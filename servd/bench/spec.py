@@ -1,5 +1,5 @@
-"""What drafting ahead of the model is worth: methods and depths beside none; the engine runs in
-this process.
+"""Measure the gain of speculative decoding, by method and number of drafts, over no drafts. The
+engine runs in this process.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from servd.offline.llm_engine import InProcess
 from servd.terminal import engine_flags
 from servd.terminal.output import format_row, write_json
 
-LEAST_SECONDS = 1.0  # per run: shorter ones vary by more than drafts gain
+LEAST_SECONDS = 1.0  # per run: shorter runs vary by more than drafts gain
 COUNTED = "vllm:spec_decode_num_"
 COLUMNS = {  # of the table, and of the figures
     "depth": "depth",
@@ -75,7 +75,7 @@ def measure(
     base: dict[int, float],
 ) -> tuple[list[dict[str, Any]], list[list[list[int]]]]:
     """Measure and print one configuration at each batch size. `base` has tokens per second without
-    drafts. Return the figures, and the outputs of each run, which are greedy.
+    drafts. Return the figures, and the greedy outputs of each run.
     """
     llm = _engine.make_llm(arguments, speculative_config=keys)
     generate(llm, prompts[:1], 1)

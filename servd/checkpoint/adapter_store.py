@@ -24,7 +24,7 @@ from servd.checkpoint.lora import CONFIG, TENSORS, AdapterFiles, Shape
 from servd.messages.adapter import Adapter
 
 KEEP_SECONDS = 3600  # that the files of a replaced adapter stay, for requests that have it
-MAX_ON_DEMAND = 64  # adapters that requests loaded; the one used longest ago goes
+MAX_ON_DEMAND = 64  # adapters loaded by requests; the least recently used one goes
 PIECE = 1 << 20
 
 
@@ -68,7 +68,7 @@ class AdapterStore:
         if_taken: Literal["replace", "keep", "refuse"] = "replace",
     ) -> Adapter:
         """Copy an adapter and register its name, which may replace another adapter. Return the
-        adapter. Raises ConfigError, also if there is no room for the copy.
+        adapter. Raises ConfigError if the adapter is not valid, cannot be copied or is refused.
         """
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with self._locked():

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def make_cached_folder(kind: str, key: str, make: Callable[[Path], None]) -> Path:
-    """Return the folder of a kind for a key. If missing, `make` creates it at a given path."""
+    """Return the cached folder for `kind` and `key`. If it is missing, call `make` with a path."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "servd", kind)
     target = cache / hashlib.sha256(key.encode()).hexdigest()[:24]
     if target.exists():

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 WEIGHTS = "model.gguf"  # the link in the folder
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
-# What a damaged file raises in the package, and its values in the code that uses them.
+# Exceptions that a damaged file raises in gguf, or its values in the code that uses them.
 DAMAGED = (
     ValueError,
     TypeError,
@@ -32,7 +32,7 @@ DAMAGED = (
     RecursionError,
     struct.error,
 )
-MAX_LENGTH = 1 << 21  # values in a list: each takes up to 200 bytes once it is read
+MAX_LENGTH = 1 << 21  # values in a list: each takes up to 200 bytes in memory
 # tokenizer.ggml.token_type
 CONTROL = 3
 USER_DEFINED = 4
@@ -68,8 +68,8 @@ def open_file(path: Path) -> tuple[GGUFReader, dict[str, Any]]:
 
 def find_file(model: str) -> Path | None:
     """Return the GGUF file that MODEL names: a path, or a folder and a part of the file name,
-    "folder:Q4_K_M". None: it names no file. Raises ModelNotFound if the folder has no such file, or
-    several.
+    "folder:Q4_K_M"; None if MODEL names no GGUF file. Raises ModelNotFound if the folder has no
+    such file, or several.
     """
     if model.endswith(".gguf") and os.path.isfile(model):
         return Path(model).resolve()

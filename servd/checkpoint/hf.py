@@ -60,7 +60,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int | None = None  # of requests, if less
     dtype: str  # of the checkpoint: float32 | bfloat16 | float16
     eos_token_ids: list[int]
-    # config.json, or what of it is of text; model files read their own keys from it.
+    # config.json, or its text part; model files read their own keys from it.
     config: dict[str, Any]
     generation: dict[str, Any] = {}  # generation_config.json as it is
 
@@ -227,7 +227,7 @@ def download_weights(
     download_dir: str | None = None,
     load_format: str = "auto",
 ) -> Path:
-    """Return the folder like `find_model`, with the weights. Shows a progress bar."""
+    """Return the folder that `find_model` returns, with the weights too. Shows a progress bar."""
     if (folder := local_folder(model)) is not None:
         return folder
     weights = ["pytorch_model*.bin"] if load_format == "pt" else WEIGHT_FILES
@@ -235,8 +235,8 @@ def download_weights(
 
 
 def find_headers(model: str, revision: str | None, download_dir: str | None, scratch: str) -> Path:
-    """Return a folder like `download_weights`, in which weight files may consist of headers and a
-    hole. Headers from the hub are read by range requests, and put in a new folder in `scratch`.
+    """Return a folder like `download_weights`. If weights are only on the hub, it is a new folder
+    in `scratch`, whose weight files have headers from the hub, and a hole instead of tensors.
     """
     folder = find_model(model, revision, download_dir)
     if local_folder(model) is not None or _has_weights(folder):
@@ -248,7 +248,7 @@ def find_headers(model: str, revision: str | None, download_dir: str | None, scr
         (hollow / file.name).symlink_to(file)
     try:
         found = huggingface_hub.get_safetensors_metadata(model, revision=revision)
-    except Exception as error:  # requests', the hub's and those of a checkpoint without any
+    except Exception as error:  # of requests, of the hub, or for missing headers
         raise ModelNotFound(f"cannot read the weights' headers of {model!r}: {error}") from None
     for name, metadata in found.files_metadata.items():
         tensors = {

@@ -29,7 +29,7 @@ MAX_PATTERNS = 256
 MAX_CHOICES = 2  # in a pattern; a group of alternatives is one
 PATTERN_SECONDS = 2.0  # for all patterns and modules
 FLOATS = ("F32", "BF16", "F16")
-# Keys of adapter_config.json that change what an adapter computes. Where one is set, it is not the
+# Keys of adapter_config.json that change what an adapter computes: more than the
 # plain sum that servd adds.
 UNSUPPORTED = {
     "use_dora": "DoRA",
@@ -64,9 +64,9 @@ def layer_of(module: str) -> str | None:
 
 
 class AdapterFiles:
-    """The files that PEFT wrote into a folder, without the weights. `modules` has, by the names of
-    `layer_of`, the two tensors and the factor of their product. Raises ConfigError if a file is
-    missing or broken, or if servd does not support the adapter.
+    """The files that PEFT wrote into a folder, without the weights. `modules` maps a name from
+    `layer_of` to the names of its two tensors and the factor of their product. Raises ConfigError
+    if a file is missing or broken, or if servd does not support the adapter.
     """
 
     def __init__(self, folder: str | Path, shown: str | None = None) -> None:
@@ -122,8 +122,8 @@ class AdapterFiles:
             raise self._error(f"{TENSORS} holds no tensors")
 
     def check(self, max_rank: int, layers: Mapping[str, Shape]) -> None:
-        """Check that the adapter fits a model with these linear layers: (inputs, outputs) by the
-        names of `layer_of`; empty: unknown. Raises ConfigError.
+        """Check that the adapter fits a model with these `layers`: (inputs, outputs) by names from
+        `layer_of`; empty: unknown. Raises ConfigError.
         """
         if self.rank > max_rank:
             raise self._error(f"rank {self.rank}, at most {max_rank}: raise --max-lora-rank")
@@ -188,7 +188,7 @@ class AdapterFiles:
         return header
 
     def _size(self, name: str) -> int:
-        """Return the bytes of a regular file. Raises ConfigError: a pipe could block forever."""
+        """Return a regular file's size. Raises ConfigError for other files, which could block."""
         try:
             status = (self.folder / name).stat()
         except OSError as error:
@@ -198,8 +198,8 @@ class AdapterFiles:
         return status.st_size
 
     def _of(self, module: str, pattern: str, key: str) -> float:
-        """Return a number for a module: from the first pattern that its name ends with, or the
-        general number.
+        """Return a module's number: from the first entry of `pattern` that the end of the module's
+        name matches; otherwise the number of `key`.
         """
         patterns: dict[str, float] = self.config.get(pattern) or {}
         if len(patterns) > MAX_PATTERNS:

@@ -36,7 +36,7 @@ SAME = {
     "qwen3_vl_text": "qwen3",
     "qwen3_vl_moe_text": "qwen3_moe",
 }
-FLAT = ("qwen2_vl", "qwen2_5_vl")  # as Qwen published them: text's keys are the model's own
+FLAT = ("qwen2_vl", "qwen2_5_vl")  # as Qwen published them: text keys at the top level
 # What published files leave out as transformers knows it.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma3_text": {
@@ -104,8 +104,8 @@ def text_of(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def text_name(name: str) -> str | None:
-    """Return the name of a multimodal checkpoint's tensor in the language model; None if it belongs
-    to another part.
+    """Return the name that a multimodal checkpoint's tensor has in the language model; None if the
+    tensor belongs to another part.
     """
     for place in INNER:
         _, is_inside, rest = name.partition(place)

@@ -72,12 +72,12 @@ OF_FILES = {
 
 
 def override(config: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return config.json with --hf-overrides: objects are merged, null removes a key. The number of
-    positions follows a scaling, unless it is stated too.
+    """Return config.json with --hf-overrides: objects are merged, null removes a key. A rotary
+    scaling also changes the number of positions, unless the overrides state that number.
 
-    `config` is of a text model (`multimodal_config.text_of`); changes of its `text_config` count as
-    its own. Raises ConfigError if the model does not have a key, a value is invalid, or a scaling
-    of rotary positions is incomplete.
+    `config` is of a text model (`multimodal_config.text_of`); a `text_config` in `changes` applies
+    to `config`. Raises ConfigError if the model does not have a key, a value is invalid, or a
+    scaling of rotary positions is incomplete.
     """
     changes = {**changes, **(_object(changes, TEXT) or {})}
     changes.pop(TEXT, None)
@@ -117,7 +117,7 @@ def reach(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the rotation of layers without a window, from either form of config.json."""
+    """Return the rotary parameters of layers without a window, from either form of config.json."""
     found = next((config[key] for key in ROPE if config.get(key)), {})
     found = found if isinstance(found, dict) else {}
     if any(isinstance(each, dict) for each in found.values()):
@@ -130,7 +130,7 @@ def kind_of(rope: Mapping[str, Any], default: str = "default") -> str:
 
 
 def _scaled(config: dict[str, Any], asked: dict[str, Any] | None) -> dict[str, Any]:
-    """Return keys of config.json with the changed rotation, and with the length that it reaches."""
+    """Return config.json's keys for the changed rotary scaling and the length that it reaches."""
     place = next((key for key in ROPE if config.get(key)), ROPE[1])
     written = config.get(place) or {}
     before = rope_of(config)
@@ -154,7 +154,7 @@ def _scaled(config: dict[str, Any], asked: dict[str, Any] | None) -> dict[str, A
         if kind == "yarn":
             found[LENGTH] = max(int(first * rope["factor"]), 0 if is_same else length)
         else:
-            # Files of linear scaling state what it reaches, of dynamic what it begins with.
+            # With linear scaling, files state the scaled length; with dynamic, the unscaled one.
             share = before.get("factor", 1) if is_same and kind == "linear" else 1
             found[LENGTH] = int(length * rope["factor"] / share)
     return found | {place: {**written, **others, FULL: rope} if is_layered else rope}
@@ -186,11 +186,11 @@ def _check_key(key: str, known: Iterable[str], why: str) -> None:
 
 
 def _check_type(key: str, value: Any, before: Any) -> None:
-    """Check that a value has the type of `before`: a text "false" would count as true."""
+    """Check that a value has the type of `before`: the text "false" would count as true."""
     is_number = _is_number(value) and _is_number(before)
     if value is None or before is None or is_number or type(value) is type(before):
         return
-    if key == "eos_token_id":  # one or a list
+    if key == "eos_token_id":  # an id or a list
         return
     raise ConfigError(f"{FLAG} {key}: {value!r:.50} has another type than {before!r:.50}")
 

@@ -13,12 +13,12 @@ from servd.base.errors import InvalidRequest, ModelNotFound, UnsupportedModel
 from servd.checkpoint.hf import ModelSpec
 from servd.messages.params import PoolingParams
 
-# By model_type: those that servd has files for.
+# The values of model_type that servd has files for.
 ENCODERS = frozenset({"bert", "gte", "modernbert", "roberta", "xlm-roberta"})
-# Set in the id of each token of the second of two texts, inside a worker.
+# A bit that workers set in the token ids of the second of two texts.
 SECOND_TEXT = 1 << 30
 ACTIVATIONS = {"regression": "identity", "multi_label_classification": "sigmoid"}  # by problem
-PAGE_HEAD = 4096  # bytes of a README.md, which begins with what the hub sorts it under
+PAGE_HEAD = 4096  # bytes of a README.md, which begins with its tags on the hub
 MODES = {
     "cls": "cls",
     "cls_token": "cls",
@@ -34,7 +34,7 @@ HINTS = {
     "classify": "it has a classification head: use /classify, or with a single number /score or "
     "/rerank",
 }
-# Names that files give to the prompts for these.
+# Purpose -> names that files give to its prompt.
 PURPOSES = {
     "search_query": ("search_query", "query"),
     "search_document": ("search_document", "document", "passage", "corpus"),
@@ -44,22 +44,22 @@ PURPOSES = {
 class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The conversion of hidden states to a vector or a score, as the model's files state it."""
 
-    task: Task = "generate"  # what the model is for; one that writes text has vectors too
+    task: Task = "generate"  # what the model is for; "generate" has vectors too
     is_causal: bool = True
     pooling: Literal["last", "mean", "cls"] = "last"
     normalize: bool = True
     size: int = 0  # numbers of a vector
     dense: list[str] = []  # folders of layers between pooling and normalization
-    max_tokens: int | None = None  # that the model was trained for
-    prompts: dict[str, str] = {}  # by name: what a text begins with
-    default_prompt: str | None = None  # name of one
+    max_tokens: int | None = None  # length that the model was trained for
+    prompts: dict[str, str] = {}  # name -> prompt to put before a text
+    default_prompt: str | None = None  # a key of `prompts`
     has_token_types: bool = False  # more than a separator distinguishes two texts
     labels: list[str] = []
-    # A score is the logit of the first of these tokens after the last one of a chat of a query and
-    # a document, less that of the second if there is one. Empty: it is a head's.
+    # A score is the first of these tokens' logit after the last token of a chat of query and
+    # document, minus the second token's logit, if any. Empty: a head computes the score.
     score_tokens: list[int] = []
     has_scores: bool = True  # False: it scores pairs in a way that its files do not describe
-    # What makes probabilities of the head's numbers, and a score of its only one.
+    # The function from a head's outputs to probabilities, and from its only output to a score.
     activation: Literal["softmax", "sigmoid", "identity"] = "softmax"
     score_activation: Literal["sigmoid", "identity"] = "sigmoid"
 
@@ -102,9 +102,7 @@ class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def prompt(self, name: str | None) -> str:
-        """Return the prompt that texts begin with. Raises InvalidRequest if there is no prompt of
-        this name.
-        """
+        """Return the prompt to put before a text. Raises InvalidRequest if the name is unknown."""
         name = self.default_prompt if name is None else name
         if name is None:
             return ""
@@ -122,7 +120,7 @@ class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
         return next((name for name in names if name in self.prompts), None)
 
     def probabilities(self, numbers: list[float]) -> list[float]:
-        """Return the labels' probabilities, from a head's numbers; for one number, the score."""
+        """Return the labels' probabilities from a head's outputs; for one output, its score."""
         if len(numbers) == 1:
             return [self.score(numbers)]
         if self.activation == "softmax":
@@ -132,13 +130,13 @@ class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
         return [_sigmoid(x) for x in numbers] if self.activation == "sigmoid" else numbers
 
     def score(self, numbers: list[float]) -> float:
-        """Return how well two texts match, from a head's only number."""
+        """Return how well two texts match, from the only output of a head."""
         (number,) = numbers
         return _sigmoid(number) if self.score_activation == "sigmoid" else number
 
 
 def is_encoder(spec: ModelSpec) -> bool:
-    """Return whether tokens see later tokens. Some classes of encoder types are decoders."""
+    """Return whether tokens attend to later tokens. Encoder types also have decoder classes."""
     return spec.model_type in ENCODERS and not spec.architecture.endswith(("CausalLM", "HeadModel"))
 
 
@@ -158,7 +156,7 @@ def first_position(spec: ModelSpec) -> int:
 
 
 def is_encoder_as_decoder(spec: ModelSpec) -> bool:
-    """Return whether the model is a decoder of an encoder's type, which servd does not support."""
+    """Return whether the model is a decoder whose type is an encoder's. servd lacks such models."""
     return spec.model_type in ENCODERS and not is_encoder(spec)
 
 
@@ -206,7 +204,7 @@ def _is_reranker(folder: Path) -> bool:
 
 
 def _of_logits(spec: ModelSpec, folder: Path, place: Path) -> PoolingSpec:
-    """Return the spec of a decoder whose next token scores a document (Qwen3-Reranker)."""
+    """Return the spec of a decoder whose next-token logits score a document (Qwen3-Reranker)."""
     stated = _load(place / "config.json")
     texts = _texts(spec, folder)
     chosen = _load(folder / "config_sentence_transformers.json", {}).get("activation_fn")
@@ -283,7 +281,7 @@ def _labels(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _texts(spec: ModelSpec, folder: Path) -> dict[str, Any]:
-    """Return how texts become tokens: length, prompts and the default prompt."""
+    """Return the fields for tokenizing texts: length, prompts and the default prompt."""
     limits = _load(folder / "sentence_bert_config.json", {})
     texts = _load(folder / "config_sentence_transformers.json", {})
     if limits.get("do_lower_case"):

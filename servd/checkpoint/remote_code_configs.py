@@ -8,7 +8,7 @@ GTE = "new"  # Alibaba's name for it
 
 
 def as_today(config: dict[str, Any]) -> dict[str, Any]:
-    """Return config.json with current names. Other models' files are unchanged."""
+    """Return config.json with transformers' current names. Other models' files are unchanged."""
     if config.get("model_type") == GTE:
         classes = config.get("architectures")
         if isinstance(classes, list):
@@ -18,7 +18,7 @@ def as_today(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rotation(config: dict[str, Any]) -> dict[str, Any]:
-    """Return fixed NTK (https://kexue.fm/archives/9706, equation 6) as a base and longer waves."""
+    """Return fixed NTK (https://kexue.fm/archives/9706, equation 6) as theta and linear scaling."""
     rope = config.get("rope_scaling")
     if not isinstance(rope, dict) or rope.get("type") != "ntk" or rope.get("mixed_b") is not None:
         return {}

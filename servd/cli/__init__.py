@@ -42,8 +42,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def add_commands(parser: argparse.ArgumentParser, package: str) -> None:
-    """Add each file of `package` as a command. Its docstring is the help, its `add_options(parser)`
-    adds the flags, and its `run(arguments)` does the work and returns the exit code.
+    """Add each file of `package` as a command: the file's docstring is the help,
+    `add_options(parser)` adds the flags, `run(arguments)` does the work and returns the exit code.
     """
     commands = parser.add_subparsers(
         title="commands", dest="command", required=True, prog=parser.prog, parser_class=Command
@@ -71,7 +71,7 @@ class Parser(compat.ArgumentParser):
     """A parser that suggests the intended flag for an unknown flag."""
 
     def __init__(self, **options: Any) -> None:
-        # A flag that is cut short today would mean another one tomorrow.
+        # A flag abbreviated today could mean another flag tomorrow.
         super().__init__(formatter_class=wide, allow_abbrev=False, **options)
 
     def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:
@@ -103,7 +103,7 @@ class Command(Parser):
         self.module = module
 
     def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:
-        """Parse with the options of the module."""
+        """Add the options of the command's module, then parse."""
         try:
             module = importlib.import_module(self.module)
         except ModuleNotFoundError as error:

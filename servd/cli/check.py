@@ -1,4 +1,4 @@
-"""Check this machine, and the files of a model, before a server starts: a line each."""
+"""Check this machine and a model's files before a server starts; print a line for each check."""
 
 import argparse
 import itertools
@@ -103,7 +103,7 @@ def check_limits(config: Config) -> Iterator[Finding]:
 
 
 def check_memory(config: Config) -> Iterator[Finding]:
-    """Check main memory, shared memory and CPUs, also the limits of the control group."""
+    """Check main memory, shared memory and CPUs, within the limits of the control group."""
     free = plugins.load(f"{WORKER}.device", "device", "available_memory")()
     hint = "end other programs, or raise the container's limit"
     yield judge(free >= SMALLEST, "memory", f"{format_bytes(free)} can be used", hint)
@@ -181,7 +181,7 @@ def check_model(config: Config) -> Iterator[Finding]:
 
 
 def check_weights(config: Config, spec: hf.ModelSpec) -> Finding:
-    """Check that all files and tensors exist and fit. Raises ConfigError if one is missing."""
+    """Check that all weights exist and fit. Raises ConfigError if a file or tensor is missing."""
     if hf.local_folder(config.model.model or "") is None:
         try:
             hf.weight_files(spec.folder, config.model.load_format)

@@ -1,4 +1,4 @@
-"""Say what a model takes of this machine's memory and what fits, without loading its weights."""
+"""Show what memory a model needs on this machine, and what fits, without loading its weights."""
 
 import argparse
 import tempfile
@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def with_headers(config: Config, spec: hf.ModelSpec, scratch: str) -> tuple[Config, hf.ModelSpec]:
-    """Return config and spec with folders of weight files or of their headers, in `scratch`."""
+    """Return config and spec with folders that have the weights, or only headers, in `scratch`."""
     model = config.model
     if model.load_format != "dummy":
         assert model.model is not None
@@ -134,7 +134,7 @@ class Report:
         return found
 
     def facts(self, lengths: list[int]) -> dict[str, object]:
-        """Return the whole plan, for programs. Sizes are in bytes."""
+        """Return the whole plan as data. Sizes are in bytes."""
         return {
             "model": self.config.model.model,
             "max_model_len": self.max_model_len,

@@ -91,8 +91,8 @@ class Batch:
         self.lock = threading.Lock()
 
     def run(self, connect: Connect, concurrency: int) -> int:
-        """Answer all lines by a server; return how many failed. Raises ConfigError if the output
-        file cannot be written any more.
+        """Answer all lines with clients from `connect`; return how many failed. Raises ConfigError
+        if the output file can no longer be written.
         """
         self.bar = tqdm(
             total=self.num_lines, desc="requests", unit="req", dynamic_ncols=True, disable=None

@@ -1,4 +1,4 @@
-"""Replay recorded or made-up requests through servd's scheduler, KV cache and router, simulated."""
+"""Simulate recorded or generated requests with servd's own scheduler, KV cache and router."""
 
 import argparse
 import time

@@ -43,7 +43,7 @@ WAYS = {
         "written": ["RequestContext.__call__"],
     },
 }
-# The times of a step -> the way to what took them.
+# Names of a step's times -> the nested calls that took them.
 TIMES = {
     "schedule_ms": ["Scheduler.schedule"],
     "prepare_ms": ["ModelRunner.execute_model", "InputBatch.gather"],
@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 class Token(NamedTuple):
-    """A token of the answer, with the candidates in its place."""
+    """A token of the answer, and the candidates for its position."""
 
     id: int
     candidates: list[tuple[str, float]]  # text and log-probability, of itself first
@@ -104,7 +104,7 @@ class Token(NamedTuple):
 
 
 def ask(client: Client, text: str, raw: bool, max_tokens: int) -> tuple[list[Call], list[Token]]:
-    """Return the calls that the server reports with their times, and the tokens."""
+    """Return the calls that the server reports, with their times, and the tokens."""
     client.headers["x-servd-watch"] = "1"
     if raw:
         path = "/v1/completions"
@@ -171,7 +171,7 @@ class Call(msgspec.Struct):
         call.text = text
 
     def folded(self) -> Iterator[Call]:
-        """Yield the calls; of a run of one name, the first two, and the rest as one call."""
+        """Yield the calls; from consecutive calls of one name, two calls and one for the rest."""
         for name, group in groupby(self.calls, lambda call: call.name):
             same = [*group]
             yield from same[:2]
@@ -184,8 +184,8 @@ class Call(msgspec.Struct):
 def of_timeline(
     timeline: dict[str, Any], prompt: list[int], sampled: list[int], runner: str, model: str
 ) -> list[Call]:
-    """Return the path of a request with one choice, with the time of each part. `runner` and
-    `model` are class names; "" if the model's is unknown.
+    """Return the calls of a request with one choice, with their times. `runner` and `model` are
+    class names; `model` is "" if unknown.
     """
     notes = {
         "tokenised": f"{len(prompt)} prompt tokens {shorten(prompt)}",

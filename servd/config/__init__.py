@@ -117,7 +117,7 @@ def _read_object(name: str, text: str) -> dict[str, Any]:
 
 @functools.cache  # takes milliseconds
 def options_by_name() -> Mapping[str, tuple[str, msgspec.structs.FieldInfo]]:
-    """Return, by option name, the section's name in Config and the field of the section."""
+    """Return, by option name, the name of its section in Config and the option's field."""
     return {
         option.name: (section.name, option)
         for section in msgspec.structs.fields(Config)

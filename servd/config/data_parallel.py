@@ -16,9 +16,9 @@ class Decision(msgspec.Struct, frozen=True):
 
 
 def divide(config: Config) -> dict[str, Decision]:
-    """Return the options of --data-parallel-size for this server: afterwards, all these engines are
-    this server's, and --data-parallel-size-local of them run here, numbered from
-    --data-parallel-start-rank on. Raises ConfigError if the options are incompatible.
+    """Return the options of --data-parallel-size for this server: how many engines it has, how many
+    of them run here (--data-parallel-size-local), and the first one's number
+    (--data-parallel-start-rank). Raises ConfigError if the options are incompatible.
     """
     parallel = config.parallel
     total = parallel.data_parallel_size

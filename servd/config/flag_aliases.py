@@ -206,7 +206,7 @@ OTHER_BALANCERS = (
 
 
 def translate(name: str, value: Any) -> tuple[str, Any]:
-    """Return servd's name and value of an option."""
+    """Return servd's name and value for an option of another server."""
     name = ALIASES.get(name, name)
     if isinstance(value, str | int):
         value = VALUE_ALIASES.get(name, {}).get(str(value), value)

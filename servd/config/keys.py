@@ -21,8 +21,8 @@ SCOPES: frozenset[Scope] = frozenset(get_args(Scope))
 
 
 class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An entry of the file's `[[keys]]`. Objects that its requests create belong to its name, so
-    that you can replace the key of a name.
+    """An entry of the file's `[[keys]]`. Objects that a key's requests create belong to the key's
+    name, so that you can replace the key.
     """
 
     name: Annotated[str, Meta(pattern=r"^[\w.@-]{1,64}$")]

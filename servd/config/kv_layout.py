@@ -10,8 +10,8 @@ from servd.config import Config
 
 
 class KVLayout(msgspec.Struct, frozen=True):
-    """The layout of KV cache blocks. Layers form groups of equal size. A block holds tokens of the
-    layers of one group, and can be allocated to any group.
+    """The layout of KV cache blocks. Layers form groups of equal size. A block can be allocated to
+    any group, and then holds tokens for its layers.
     """
 
     block_size: int  # tokens
@@ -25,7 +25,7 @@ class KVLayout(msgspec.Struct, frozen=True):
         return cls(config.cache.block_size, config.scheduler.max_num_batched_tokens, windows)
 
     def first_read(self, position: int, window: int | None) -> int:
-        """Return the first block of a group that tokens from a position on attend to."""
+        """Return the first block of a group that the token at `position` attends to."""
         return 0 if window is None else max(position - window + 1, 0) // self.block_size
 
     def first_reads(self, position: int) -> list[int]:
@@ -39,7 +39,7 @@ class KVLayout(msgspec.Struct, frozen=True):
         num_blocks = -(-num_tokens // self.block_size)
         if window is None:
             return num_blocks
-        # From the first key of the first token to the last token, and one whose step is in flight.
+        # From the first key of the first token to the last token, and a token of a step in flight.
         num_read = window + (num_new or self.max_step)
         return min(num_blocks, (num_read - 2) // self.block_size + 2)
 
@@ -52,8 +52,8 @@ class KVLayout(msgspec.Struct, frozen=True):
         return num_blocks * (-(-each // size) * size) // self.blocks(each)
 
     def max_tokens(self, num_blocks: int, longest: int) -> int:
-        """Return the longest request that fits in `num_blocks`, a multiple of the block size; more
-        than `longest` if that fits.
+        """Return the length of the longest request that fits in `num_blocks`, a multiple of the
+        block size; at least `longest` if that fits.
         """
         size = self.block_size
         sizes = range(0, longest + 2 * size, size)

@@ -15,9 +15,9 @@ Port = Annotated[int, Meta(ge=1, le=65535)]
 class Extra(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The keys that only servd has."""
 
-    peers: list[str] = []  # HOST:PORT of those that blocks may come from
+    peers: list[str] = []  # HOST:PORT of engines that blocks may come from
     timeout: Annotated[float, Meta(gt=0, le=600)] = 5.0  # seconds without a block
-    keep: Annotated[float, Meta(gt=0, le=86400)] = 120.0  # seconds that blocks wait for who asks
+    keep: Annotated[float, Meta(gt=0, le=86400)] = 120.0  # seconds that peers can fetch blocks
 
 
 class KVTransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -30,7 +30,7 @@ class KVTransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     engine_id: str = ""
     kv_ip: str = "127.0.0.1"  # where a producer listens, and as its answers name it
     kv_port: Port = 14579  # plus the rank under --data-parallel-size
-    kv_buffer_size: Annotated[float, Meta(gt=0)] = 1e9  # bytes that wait for who asks
+    kv_buffer_size: Annotated[float, Meta(gt=0)] = 1e9  # bytes kept for peers
     kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"
     kv_connector_extra_config: Extra = Extra()
 

@@ -35,7 +35,7 @@ class Machine(msgspec.Struct, frozen=True):
 
 
 def look_at_machine() -> Machine:
-    """Return the device count from the CUDA driver, and the build from torch's version file."""
+    """Return the machine: GPUs from the CUDA driver, CUDA support from torch's version file."""
     has_triton = importlib.util.find_spec("triton") is not None
     return Machine(num_gpus=_num_gpus(), torch_has_cuda=_torch_has_cuda(), has_triton=has_triton)
 
@@ -200,7 +200,7 @@ def _check_experts(num_ranks: int, spec: ModelSpec) -> None:
 
 
 def _check_remote(config: Config) -> None:
-    """Reject options that need workers on the engine's host, for its files and memory."""
+    """Reject options that need workers on the engine's host, as they share files and memory."""
     cache = config.cache
     if config.parallel.executor != "ray":
         return

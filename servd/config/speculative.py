@@ -16,11 +16,11 @@ from msgspec.structs import force_setattr
 from servd.base.errors import ConfigError
 from servd.checkpoint.hf import DEMO_HEAD, DEMO_MODEL
 
-MAX_GRAMMAR_TOKENS = 16  # computed with the token before them, for one request in one step
+MAX_GRAMMAR_TOKENS = 16  # computed with the token before, for one request in one step
 
 MOST_DRAFTS = 64
 DEFAULT_DRAFTS = 5
-# Not the ones of servd.config, which imports this module.
+# Not from servd.config, which imports this module.
 Positive = Annotated[int, Meta(ge=1)]
 Probability = Annotated[float, Meta(ge=0, le=1)]
 # Part of the draft's name -> its method, the most specific first.
@@ -34,7 +34,7 @@ METHODS_BY_NAME = {
 }
 NEEDS_MODEL = {"draft_model", "eagle", "eagle3", "medusa"}
 READS_MODEL = NEEDS_MODEL | {"mtp"}
-# Beginning of a key -> the methods that read it; one from outside servd may read any.
+# Beginning of a key -> the methods that read it; a method outside servd may read any key.
 READ_BY = {
     "prompt_lookup_": {"ngram"},
     "suffix_decoding_": {"suffix"},
@@ -112,7 +112,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         return [high] * self.num_speculative_tokens
 
     def with_heads(self, num_heads: int | None) -> SpeculativeConfig:
-        """Return the configuration for a draft with `num_heads` heads: a chain of all heads, unless
+        """Return the configuration for a draft with `num_heads` heads: one draft per head, unless
         another number of drafts is given.
         """
         if self.num_speculative_tokens:
@@ -150,20 +150,20 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 def _named_by(model: str | None) -> str:
-    """Return the method that a draft's name implies."""
+    """Return the method that the name of a draft model implies."""
     name = (model or "").lower()
     return next((made for part, made in METHODS_BY_NAME.items() if part in name), "draft_model")
 
 
 def readers(key: str, method: str) -> set[str]:
-    """Return the methods that read a key which `method` does not read; empty if it does."""
+    """Return the methods that read `key`; empty if `method` is one of them."""
     of = next((of for start, of in READ_BY.items() if key.startswith(start)), {method})
     return set() if method in of or ":" in method else of
 
 
 def max_num_samples(max_num_seqs: int, max_num_batched_tokens: int, max_drafts: int) -> int:
     """Return the maximum tokens that a step samples: one per request, one after each draft, and one
-    after each grammar token of one request, which needs no drafting.
+    after each forced token of a grammar, which only one request has in a step.
     """
     return min(max_num_seqs * (1 + max_drafts) + MAX_GRAMMAR_TOKENS, max_num_batched_tokens)
 
@@ -204,7 +204,7 @@ REFUSED = {
 
 FLAG = "--speculative-config"
 DEMO_KEYS = {"method": DEMO_HEAD.name, "model": DEMO_MODEL}
-# Options that are keys of it.
+# Options -> their keys in --speculative-config.
 FLAT = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
 
 

@@ -25,7 +25,7 @@ def identity(config: Config, spec: ModelSpec) -> str:
 
 
 def engine_dir(ipc_dir: str, rank: int) -> str:
-    """Return the socket folder of one of the --data-parallel-size engines and its clients."""
+    """Return the folder of the sockets of the engine `rank` and its clients."""
     return os.path.join(ipc_dir, f"rank-{rank}") if rank else ipc_dir
 
 

@@ -6,12 +6,12 @@ from msgspec import Struct, field
 
 from servd.messages.engine import ScheduledRequest
 
-FIRST_CHANCE = 0.6  # that a draft is found, and accepted: optimistic, as finding out is cheap
+FIRST_CHANCE = 0.6  # that a draft is found, and accepted: optimistic, as trying is cheap
 MEMORY = 0.98  # weight that a request's past keeps after a step: texts change, so 50 steps count
-TIME_MEMORY = 0.995  # the same for the times of steps, which are noisier and change less
-FIRST_TOKEN_COST = 1 / 128  # plain steps that one more token takes, until it is measured
+TIME_MEMORY = 0.995  # likewise for step times, which are noisier and change less
+FIRST_TOKEN_COST = 1 / 128  # of a plain step, for one more token, until it is measured
 MARGIN = 1.15  # estimates are noisy, and too many drafts cost more than too few
-# of 100 steps, 4 draft nothing: their time is to be beaten
+# of 100 steps, 4 draft nothing: drafts must beat their time
 PAUSE_INTERVAL = 100
 PAUSE_STEPS = 4
 IDLE_INTERVAL = 8  # steps between looks at requests while nothing pays: a look takes CPU time
@@ -21,19 +21,19 @@ MAX_TRY_INTERVAL = 256
 
 
 class Acceptance(Struct):
-    chance: float = FIRST_CHANCE  # that a request's draft is accepted if those before it were
+    chance: float = FIRST_CHANCE  # that a draft is accepted if all drafts before it were
     num_tried: float = 2.0  # weight of the estimate: a guess counts for two drafts
     hit_rate: float = FIRST_CHANCE  # chance that the workers find drafts for it
 
     def count(self, drafts: int, kept: int, asked: int, found: int) -> None:
-        num_tried = min(kept + 1, drafts)  # behind a rejected draft, none is tried
+        num_tried = min(kept + 1, drafts)  # after a rejected draft, no draft is tried
         self.num_tried = MEMORY * self.num_tried + num_tried
         self.chance += (kept - self.chance * num_tried) / max(self.num_tried, 1)
         self.hit_rate += (min(found, 1) - self.hit_rate * min(asked, 1)) / 10  # hits come in runs
 
 
 class StepTime(Struct):
-    """The mean size and time of one kind of steps, exponentially weighted."""
+    """The mean size and time of one kind of step, exponentially weighted."""
 
     weight: float = 0.0
     tokens: float = 0.0
@@ -76,7 +76,7 @@ class DraftLengthController(Struct, dict=True):
         self.is_open = is_due and step % PAUSE_INTERVAL >= PAUSE_STEPS
 
     def relative_costs(self, num_requests: int) -> tuple[float, float]:
-        """Return the time of one more token and the overhead of drafting, both in plain steps."""
+        """Return the costs of one more token and of drafting, as multiples of a plain step."""
         if not self.plain.weight:
             return FIRST_TOKEN_COST, 0.0
         first = FIRST_TOKEN_COST * self.plain.seconds
@@ -102,7 +102,7 @@ class DraftLengthController(Struct, dict=True):
         return (self.max_drafts + 1) // 2
 
     def time(self, scheduled: list[ScheduledRequest], seconds: float, num_others: int = 0) -> None:
-        """Update the times from a step without prompts. `num_others` more rows had no drafts."""
+        """Update the times from a step without prompts. `num_others`: rows not in `scheduled`."""
         num_tokens = num_others + sum(item.num_tokens for item in scheduled)
         num_decoded = num_others + sum(1 + item.num_drafts for item in scheduled)
         kind = self.drafting if any(item.max_new_drafts for item in scheduled) else self.plain

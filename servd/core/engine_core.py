@@ -72,7 +72,7 @@ class EngineCore:
         self.grammars.forget_rows()
 
     def connect(self, executor: Executor, worker: WorkerReady) -> None:
-        """Use `executor`: the first one, or its replacement after `forget_workers`."""
+        """Use `executor` from now on: the first one, or a replacement after `forget_workers`."""
         self.executor = executor
         connector = KVConnector()
         if self.config.cache.has_connector:
@@ -107,7 +107,7 @@ class EngineCore:
                 pass  # EngineCoreProc handles these
 
     def _add_request(self, request: EngineCoreRequest, has_grammar: bool = False) -> None:
-        """Add a request. A malformed one fails by itself, and other requests continue."""
+        """Add a request. A malformed request fails alone; other requests continue."""
         try:
             if has_grammar or self.grammars.admit(request):
                 self.scheduler.add_request(request)

@@ -185,7 +185,7 @@ class EngineCoreProc:
                 message = self.next_input(engine)
                 self.heartbeat.work(FIRST_STEP)
                 match message:
-                    case WorkerFailed(reason):  # a worker, or one of the threads here
+                    case WorkerFailed(reason):  # a worker or a thread of this process failed
                         raise EngineError(reason)
                     case Audit(client):
                         for each in audit(message, engine):
@@ -213,8 +213,8 @@ class EngineCoreProc:
         self.heartbeat.compute(record.prefills)
 
     def next_input(self, engine: EngineCore) -> ToEngine | Compiled | WorkerFailed | ClientGone:
-        """Wait for a message and return it. The first idle second prepares structured outputs,
-        which would delay requests later. A longer idle time makes the engine sleep, if configured.
+        """Wait for a message and return it. After an idle second, prepare structured outputs; after
+        a longer idle time, put the engine to sleep, if configured.
         """
         if self.wants_sleep and not engine.has_work and not engine.grammars.num_waiting:
             self.sleep(engine)
@@ -231,7 +231,7 @@ class EngineCoreProc:
         return self.inputs.get()
 
     def start_executor(self, config: Config, progress: Progress) -> tuple[Executor, WorkerReady]:
-        """Call the function `start_executor`, and exclude its objects from garbage collection."""
+        """Call the function `start_executor`; exclude the new objects from garbage collection."""
         self.executor, worker = start_executor(config, self.start.spec, progress)
         self.executor.on_failure = lambda reason: self.inputs.put(WorkerFailed(reason))
         # On waking, older objects were collected when it fell asleep: that saves 0.1 s of the 0.3 s

@@ -1,4 +1,4 @@
-"""RepetitionDetector: detects an output that repeats one pattern and would hardly end."""
+"""RepetitionDetector: detects an output that may repeat one pattern forever."""
 
 from servd.messages.params import RepetitionDetection
 
@@ -11,12 +11,12 @@ class RepetitionDetector:
     def __init__(self, params: RepetitionDetection) -> None:
         self.sizes = range(max(params.min_pattern_size, 1), params.max_pattern_size + 1)
         self.min_count = params.min_count
-        # Pattern size -> how many of the last tokens equal the token that far before them.
+        # Pattern size -> how many of the last tokens equal the token one pattern earlier.
         self.runs: dict[int, int] = {}
 
     def append(self, token_ids: list[int], begin: int) -> bool:
         """Process the last of `token_ids`, in which the output starts at index `begin`. Return
-        whether the output ends in `min_count` copies of a pattern.
+        whether the output ends with `min_count` copies of a pattern.
         """
         last = len(token_ids) - 1
         token_id = token_ids[last]

@@ -31,9 +31,9 @@ class RequestStatus(Enum):
 
 @dataclass(slots=True, frozen=True)
 class GrammarEnd:
-    """The end of an output by its grammar: it is complete or cannot be followed after a token."""
+    """The end of an output by its grammar: after a token, it is complete or cannot continue."""
 
-    num_tokens: int = 1  # number of sampled tokens up to and including that one
+    num_tokens: int = 1  # number of sampled tokens up to and including this token
     error: str | None = None  # None: complete; else the token is not part of the output
 
 
@@ -81,15 +81,15 @@ class Request:
     adapter: Adapter | None
     cache_keys: tuple[str | None, ...]  # see RequestOptions
     owner: str
-    weight: float  # its owner's
+    weight: float  # of the owner
     order: tuple[int, int, int]  # (priority class, priority, arrival): lower is served first
     max_num_tokens: int  # prompt and output together
-    stop_token_ids: frozenset[int]  # those of the model and those of the request
+    stop_token_ids: frozenset[int]  # of the model and of the request
     min_tokens: int
     reads_prompt: bool  # needs outputs of every prompt token: none may come from the prefix cache
     repetition: RepetitionDetector | None
     is_watched: bool  # see RequestOptions
-    retention: float  # these, too
+    retention: float  # this and the next two: see RequestOptions
     kv_source: str
     is_exported: bool
     is_prompt_only: bool  # ends when its prompt is computed; the sampled token is dropped
@@ -100,11 +100,11 @@ class Request:
     # While num_computed_tokens is below this, the next token needs no new block, and the step is a
     # plain decode; 0: it has not decoded yet, or the workers draft for it.
     decodes_until: int = 0
-    num_drafts: int = 0  # for its next step, in the workers
+    num_drafts: int = 0  # of the workers, for the next step
     num_found_drafts: int = 0  # by the workers, as of the last output
     acceptance: Acceptance | None = None  # None: it is never drafted for
     num_cached_tokens: int = 0  # found in the prefix cache when first scheduled
-    num_external_tokens: int = 0  # of those, loaded by the KV connector
+    num_external_tokens: int = 0  # cached tokens that the KV connector loaded
     evicted_at_ns: int = 0  # see EngineCoreOutput
     num_preemptions: int = 0
     deferred_since: int = -1  # step since which it has waited for an adapter slot
@@ -240,7 +240,7 @@ class Request:
         drafts are part of the output.
 
         Adds the counts of the workers' drafts to `output`. The engine's own drafts are all accepted
-        and not counted. The end of the output may have cut some of `num_sampled` tokens.
+        and not counted. If the output has ended, some of the `num_sampled` tokens may be cut off.
         `num_found`: drafts that the workers found for the next step.
         """
         num_rejected = scheduled.num_drafts + 1 - num_sampled
@@ -252,7 +252,7 @@ class Request:
             output.num_drafts = num_drafts
             output.num_accepted = num_kept
         self.num_found_drafts = num_found
-        if self.num_placeholders == 0:  # else a step in flight has them already
+        if self.num_placeholders == 0:  # otherwise, a step in flight has them already
             self.num_drafts = num_found
         return num_kept
 

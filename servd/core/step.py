@@ -18,7 +18,7 @@ from servd.messages.engine import (
 )
 
 NO_DRAFTS: list[int] = []
-MAX_RECORDS = 1024  # kept for clients that have not been given them, about half a kilobyte each
+MAX_RECORDS = 1024  # kept for clients that lack them, about half a kilobyte each
 REPORT_INTERVAL = 256  # steps
 MAX_SILENCE = 1_000_000_000  # nanoseconds
 
@@ -32,10 +32,10 @@ class Step(msgspec.Struct):
 
     record: StepRecord
     decoding: list[Request] = []  # the first rows: one token each, no drafts
-    new_blocks: dict[int, int] = {}  # of those, by slot
+    new_blocks: dict[int, int] = {}  # of the decoding rows, by slot
     decodes: DecodeBatch = msgspec.field(
         default_factory=DecodeBatch
-    )  # those, as the workers get them
+    )  # the decoding rows, as workers get them
     requests: list[Request] = []  # the other rows
     scheduled: list[ScheduledRequest] = []
     new_requests: list[NewRequest] = []
@@ -45,7 +45,7 @@ class Step(msgspec.Struct):
         return request in self.requests or request in self.decoding
 
     def add_decode(self, request: Request) -> None:
-        """Add a row that decodes one token: it counts as computed, and the next one as sampled."""
+        """Add a row that decodes one token: it counts as computed, the next token as sampled."""
         request.num_computed_tokens += 1
         request.num_tokens += 1
         self.decoding.append(request)
@@ -125,7 +125,7 @@ class Step(msgspec.Struct):
 
     def chose_drafts_of(self, request: Request) -> bool:
         """Return whether the step verifies drafts that only the workers know. The engine then needs
-        its output to know at which token the request's next step begins.
+        the step's output to know at which token the request's next step begins.
         """
         return any(
             each is request and scheduled.num_drafts > len(scheduled.draft_token_ids)

@@ -28,12 +28,12 @@ T = TypeVar("T")
 
 MAX_SOCKET_PATH = 107  # bytes: the kernel's limit for Unix sockets
 CONNECT_TIMEOUT = 1000  # milliseconds, to an existing inbox
-# A message between hosts is sent in frames of MAX_FRAME bytes: a client that has not yet shown the
-# token can have a listener take memory for one, for this many milliseconds.
+# A message between hosts is sent in frames of at most MAX_FRAME bytes, because a client can make a
+# listener allocate a frame before it shows the token, for HANDSHAKE_TIMEOUT milliseconds.
 MAX_FRAME = 1 << 18
 CURVE_OVERHEAD = 256  # bytes of a frame, at most
 HANDSHAKE_TIMEOUT = 5000
-MAX_CONNECTIONS = 256  # of a Listener, including unauthenticated ones; more are closed
+MAX_CONNECTIONS = 256  # of a Listener, also unauthenticated connections; more are closed
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -57,7 +57,7 @@ class Inbox(Generic[T]):
     def __init__(self, at: str, kind: Any) -> None:
         self.at = at
         self.decoder = msgspec.msgpack.Decoder(kind)
-        self.unreadable: UnreadableMessage | None = None  # the next one to be drained
+        self.unreadable: UnreadableMessage | None = None  # `drain` raises it next
         self.socket = zmq.Context.instance().socket(zmq.PULL)
         self.socket.setsockopt(zmq.LINGER, 0)
         # No high-water mark: the scheduler's queue is what limits requests.
@@ -66,7 +66,7 @@ class Inbox(Generic[T]):
 
     def recv(self, timeout: float | None = None) -> T | None:
         """Return the next message; None if none arrives within `timeout` seconds. Without a
-        timeout, wait forever. Raises UnreadableMessage; the next call returns the message after it.
+        timeout, wait forever. Raises UnreadableMessage; the next call continues after that message.
         """
         if timeout is not None and not self.socket.poll(int(timeout * 1000)):
             return None
@@ -74,8 +74,8 @@ class Inbox(Generic[T]):
 
     def drain(self, most: int = 2**31) -> list[T]:
         """Return at most `most` of the messages that have arrived, without waiting. Raises
-        UnreadableMessage in its turn: the previous call returned the messages before it, the next
-        call returns the messages after it.
+        UnreadableMessage in place of a bad message: the previous call returned the messages before
+        it, the next call returns the messages after it.
         """
         if self.unreadable is not None:
             error, self.unreadable = self.unreadable, None
@@ -181,7 +181,7 @@ def tcp_address(host: str, port: int) -> str:
 
 
 class Link(Generic[T]):
-    """A connection to the Listener at a TCP address, which may start later and sends messages of
+    """A connection to the Listener at a TCP address, which may start later. Receives messages of
     the union `kind`. Sending never blocks. Belongs to one thread.
     """
 
@@ -259,7 +259,7 @@ class Listener(Link[T]):
             raise ConfigError(f"cannot listen on {to}: {error.strerror}") from None
 
     def _let_in(self, guard: zmq.Socket[bytes], key: bytes, events: zmq.Socket[bytes]) -> None:
-        """Authenticate connections until `close`. Runs in a thread."""
+        """Authenticate new connections until `close`. Runs in a thread."""
         poller = zmq.Poller()
         connections = set[int]()
         poller.register(guard, zmq.POLLIN)

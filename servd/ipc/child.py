@@ -31,8 +31,8 @@ LAST_STACKS = 0.3  # seconds for that
 
 
 class Child:
-    """`python -m MODULE` with a start message on stdin, which stays open while this process lives.
-    Without a start message, the child waits until `send` is called.
+    """A process `python -m MODULE` with a start message on stdin, which stays open while this
+    process lives. Without a start message, the child waits until `send` is called.
 
     Unlike with `multiprocessing`, scripts that use servd need no `__main__` guard, nothing is
     pickled, and `ps` shows what each process is. The child has its own process group, so that
@@ -104,14 +104,14 @@ class Child:
         return self.process.poll()
 
     def cpu_seconds(self) -> float:
-        """Return the child's CPU time; 0 once it has ended. Infinite except on Linux."""
+        """Return the child's CPU time; 0 once it has ended. Infinite on any system but Linux."""
         if not (fields := _read_stat(self.process.pid)):
             return 0.0 if sys.platform == "linux" else math.inf
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def is_stopped(self, with_descendants: bool = False) -> bool:
-        """Return whether a signal (SIGSTOP) has stopped the child; not whether a debugger holds it
-        ("t"). False except on Linux.
+        """Return whether a signal (SIGSTOP) has stopped the child, rather than a debugger ("t").
+        Always False on other systems than Linux.
         """
         pids = [self.process.pid]
         if with_descendants:

@@ -13,7 +13,7 @@ READY = 2
 LIMIT = 3
 ASLEEP = 4
 SIZE = 16384  # bytes
-TEXT = 64  # offset of the length and text of what it computes
+TEXT = 64  # offset of the length and text of the computed prompts' ids
 STEPS_IN_FLIGHT = 2
 BEAT_INTERVAL = 0.5  # seconds
 STOPPED_TIMEOUT = 0.6  # seconds that a process may be stopped by a signal
@@ -21,8 +21,8 @@ LOADING_TIMEOUT = 600.0  # seconds that an import from a slow disk may block all
 
 
 class Heartbeat:
-    """Shared memory that the engine writes and its parent reads: a file of SIZE bytes. With -1,
-    nobody reads it.
+    """Shared memory that the engine writes and its parent reads: a file of SIZE bytes. With the
+    descriptor -1, no parent reads the memory.
     """
 
     def __init__(self, descriptor: int = -1) -> None:
@@ -50,7 +50,7 @@ class Heartbeat:
         self.numbers[LIMIT] = 0
 
     def compute(self, prompts: Collection[str]) -> None:
-        """Record that the next step computes these prompts (engine ids): one may crash it."""
+        """Record that the next step computes these prompts (engine ids): they might crash it."""
         if not prompts and not any(self.newest):
             return
         self.newest.append([*prompts])

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Hello(Message, tag=True):
-    """A process states its name, and that it can receive."""
+    """The first message of a process: its name. From then on, the process can receive."""
 
     name: str
 
@@ -44,8 +44,8 @@ class Hub:
         self.on_lost = on_lost
         self.token = secrets.token_hex(32)
         self.listener: Listener[ToHub] = Listener(tcp_address(host, 0), ToHub, Keys(self.token))
-        self.peers: dict[str, bytes] = {}  # connections of the processes that are there, by name
-        self.waiting: dict[str, list[msgspec.Struct | msgspec.Raw]] = {}  # for one that is not
+        self.peers: dict[str, bytes] = {}  # connections of connected processes, by name
+        self.waiting: dict[str, list[msgspec.Struct | msgspec.Raw]] = {}  # until they connect
 
     def uplink(self, name: str) -> Uplink:
         return Uplink(self.listener.at, self.token, name)
@@ -82,7 +82,7 @@ class Hub:
 class HubReceiver(Generic[T]):
     """Receives processes' messages in the hub's process, like an Inbox of the union `kind`."""
 
-    at = "hub"  # where they send to
+    at = "hub"  # the receiver's name in Forward
 
     def __init__(self, hub: Hub, kind: Any) -> None:
         self.hub = hub
@@ -124,7 +124,7 @@ class HubInbox(Generic[T]):
         self.arrived: deque[bytes] = deque()
 
     def recv(self, timeout: float | None = None) -> T | None:
-        """Wait for one message and return it; see `Inbox.recv`."""
+        """Wait for one message and return it, as `Inbox.recv` does."""
         while not self.arrived:
             wait([self.link], 3600.0 if timeout is None else timeout)
             self.arrived += [bytes(message or b"") for _, message in self.link.drain()]

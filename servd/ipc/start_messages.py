@@ -5,7 +5,7 @@
 | servd serve -> core, api, server of a model | StartEngine, StartAPIServer, StartModel; Config |
 | api -> grammar checker | StartGrammarChecker, then StructuredOutput as lines of JSON |
 | grammar checker -> api | GrammarVerdict as lines of JSON |
-| core -> worker | StartWorker; all others are those of messages.py |
+| core -> worker | StartWorker; all other messages are in servd/messages/engine.py |
 """
 
 import msgspec
@@ -21,8 +21,8 @@ class Uplink(msgspec.Struct, frozen=True):
     """The data with which a process on another host connects to the Hub of its parent's host."""
 
     at: str  # address of the hub
-    token: str  # of this hub alone; both ends make their keys of it
-    name: str  # of the process, unique among those of the hub
+    token: str  # of this hub alone; both ends derive their keys from the token
+    name: str  # of the process, unique among the hub's processes
 
 
 class StartEngine(msgspec.Struct):
@@ -49,7 +49,7 @@ class StartAPIServer(msgspec.Struct):
     url: str | None  # announced by this process once the model is ready
     generations: list[int]  # of each engine, by rank
     hands_over: bool = False  # other servers may accept from the same socket, before or after
-    waits: bool = False  # until the engine is ready, before it accepts connections
+    waits: bool = False  # accepts connections only when the engine is ready
     heartbeat: int = -1  # inherited descriptor, see Heartbeat
     place: int = 0  # its index among the API servers of the tree
     routing: int = -1  # inherited descriptor, see LoadBalancer; -1 with one engine
@@ -77,8 +77,8 @@ class StartWorker(msgspec.Struct):
     config: Config  # resolved
     spec: ModelSpec
     rank: int  # of all workers
-    inbox: str  # address where it receives ToWorker
-    outbox: str  # address that it sends FromWorker to
+    inbox: str  # address where the worker receives ToWorker
+    outbox: str  # address to which the worker sends FromWorker
     # With several workers: the init_method of torch.distributed.
     distributed_init: str | None = None
     uplink: Uplink | None = None  # of a worker on another host: in place of inbox and outbox

@@ -122,8 +122,8 @@ def _refuse_head(model: str, folder: Path) -> None:
 
 
 def of_speculators(config: Config, folder: Path) -> Config | None:
-    """Return options for the target model of a draft in *speculators* format, with the draft. None
-    if the model is not such a draft.
+    """Return the options for the target model of a draft in *speculators* format, with this draft.
+    None if the model is not such a draft.
     """
     draft = hf.read_json(folder / "config.json")
     speculators = draft.get("speculators_config") or {}
@@ -141,7 +141,7 @@ def of_speculators(config: Config, folder: Path) -> Config | None:
 def find_draft(config: Config) -> Config:
     """Return options with the draft model's metadata, if any. In *speculators* format, the metadata
     names the method. Raise ModelNotFound if the draft does not exist, ConfigError if it is the demo
-    model's head and the model is another one.
+    model's head but the model is not the demo.
     """
     speculative = config.model.speculative_config
     if speculative is None or speculative.model is None:

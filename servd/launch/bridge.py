@@ -29,12 +29,12 @@ class Bridge(threading.Thread):
         super().__init__(name="bridge", daemon=True)
         self.on_failure = on_failure
         self.hub = Hub(host, self.lose)
-        # By local address of an engine: called, from the thread, when its connection breaks.
+        # By an engine's local address: the thread calls this when the engine's connection breaks.
         self.on_lost: dict[str, Callable[[], None]] = {}
-        # An engine's local address: one that is opened (True) or closed.
+        # An engine's local address, and whether to open (True) or close it.
         self.changes: SimpleQueue[tuple[str, bool]] = SimpleQueue()
-        self.ended: SimpleQueue[tuple[int, str]] = SimpleQueue()  # API servers, and their sockets
-        self.gone: set[str] = set()  # their sockets; numbers of clients are never used again
+        self.ended: SimpleQueue[tuple[int, str]] = SimpleQueue()  # API servers: number, address
+        self.gone: set[str] = set()  # addresses of API servers that ended
         self.closing = threading.Event()
 
     def open(self, address: str, on_lost: Callable[[], None]) -> Uplink:
@@ -44,7 +44,7 @@ class Bridge(threading.Thread):
         return self.hub.uplink(address)
 
     def forget(self, address: str) -> None:
-        """Stop listening for an engine that has ended. Its connection may break from now on."""
+        """Stop listening for an engine that has ended. From now on, `on_lost` is not called."""
         self.on_lost.pop(address, None)
         self.changes.put((address, False))
 

@@ -31,8 +31,8 @@ STANDBY_DELAY = 10.0  # seconds after the engine is ready, when a standby proces
 
 
 class EngineProcess(Child):
-    """An engine process, which waits for `start`. `prepares` has the executor and number of workers
-    whose imports run ahead. `devices` is its CUDA_VISIBLE_DEVICES, or empty to inherit.
+    """An engine process, which waits for `start`. `prepares`: the executor and number of workers
+    for which it imports modules ahead. `devices` is CUDA_VISIBLE_DEVICES, or empty to inherit.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class EngineProcess(Child):
         uplink: Uplink | None = None,
         identity: str = "",
     ) -> None:
-        """Make the process load the model and serve. With `was_asleep`, it sleeps when idle."""
+        """Make the process load the model and serve. With `was_asleep`, it soon sleeps again."""
         start = StartEngine(
             config,
             spec,
@@ -139,11 +139,11 @@ class EngineSupervisor:
         self.name = "engine" if is_one else f"engine-{rank}"  # in the log
         self.label = "the engine" if is_one else f"engine {rank}"
         self.first = self.number = 0
-        self.was_asleep = False  # whether the last engine was
+        self.was_asleep = False  # whether the last engine was asleep
         self.child: EngineProcess | None = None
         # A process for the next start that has imported torch, which is half of the time.
         self.standby: EngineProcess | None = None
-        self.standby_at = -math.inf  # when the last one was started
+        self.standby_at = -math.inf  # when the last standby process was started
         parallel = config.parallel
         self.prepares = parallel.executor or "uniproc", str(parallel.num_workers)
         self.deaths = Deaths(config.server)
@@ -184,7 +184,7 @@ class EngineSupervisor:
         has_delay = self.watch.seconds_ready <= STANDBY_DELAY
         if self.standby is None and self.deaths.most and not has_delay:
             waited = time.monotonic() - self.standby_at
-            if waited >= STANDBY_DELAY:  # one that cannot start must not be started all the time
+            if waited >= STANDBY_DELAY:  # a failing process must not be started all the time
                 self.standby_at = time.monotonic()
                 self.standby = self._new_process(self.prepares)
 

@@ -99,7 +99,7 @@ class ProcessTree:
         self.clients: dict[str, int] = {}  # numbers of our API servers by name
         self.watches: dict[str, Watchdog] = {}  # API servers by name
         self.metrics_dir: str | None = None
-        self.adapters: set[str] = set()  # names of those in --lora-modules
+        self.adapters: set[str] = set()  # names of the adapters in --lora-modules
 
     def start(self) -> None:
         """Start the children. Raise ConfigError if an adapter of --lora-modules is not valid."""
@@ -115,7 +115,7 @@ class ProcessTree:
         if self.listener is not None:
             logger.info("listening on %s", url_of(self.listener, self.config.access))
             count = self.config.server.api_server_count
-            if count > 1:  # each of them must be able to answer /metrics for all
+            if count > 1:  # each server must be able to answer /metrics for all
                 self.metrics_dir = tempfile.mkdtemp(prefix="metrics-", dir=self.ipc_dir)
             self.api_servers = [
                 self.start_api_server(f"api-{i}", self.hands_over) for i in range(count)
@@ -354,12 +354,12 @@ class ProcessTree:
             outbox.close()
 
     def drain(self) -> None:
-        """Let the API servers finish their open requests, or until a second signal."""
+        """Make the API servers finish open requests; wait for them, or until a second signal."""
         if self.listener is not None:
             self.listener.close()  # else new connections would wait in vain
         for child in self.api_servers:
             child.terminate()
-        # The API servers apply the timeout themselves; one second more is for their exit.
+        # The API servers apply the timeout themselves; add one second for their exit.
         self.wait_for_api_servers(self.config.server.shutdown_timeout + 1, self.replace_engine)
 
     def wait_for_api_servers(
@@ -393,7 +393,7 @@ class ProcessTree:
         for child in self.api_servers:
             child.stop(API_STOP_TIMEOUT)
         for engine in self.engines:
-            self.notify(engine.ipc_dir, EngineDead("the engine was stopped"))  # to attached ones
+            self.notify(engine.ipc_dir, EngineDead("the engine was stopped"))  # to attached servers
             engine.terminate()
         for engine in self.engines:
             engine.stop(ENGINE_STOP_TIMEOUT)

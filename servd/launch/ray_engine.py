@@ -65,7 +65,7 @@ class EngineActor:
         return self.state
 
     def run(self, data: bytes, offset: int) -> bytes:
-        """Run an engine by a StartElsewhere, and return its Ended. `offset`: see `clock_offset`."""
+        """Run the engine of a StartElsewhere; return an Ended. `offset`: see `clock_offset`."""
         start = msgspec.msgpack.decode(data, type=StartElsewhere)
         os.environ[CLOCK_OFFSET] = str(offset)
         os.environ.pop("OMP_NUM_THREADS", None)  # Ray's is 1; the engine divides this host's CPUs
@@ -103,7 +103,7 @@ class RayEngine(EngineProcess):
         self.name = name
         self.ray = library()
         self.ended: Ended | None = None
-        self.heartbeat = self  # what its supervisor reads of one
+        self.heartbeat = self  # the supervisor reads its fields here
         self.is_ready = self.is_asleep = False
         count = float(config.parallel.num_workers)
         kind = resource_of(config)
@@ -124,7 +124,7 @@ class RayEngine(EngineProcess):
                 lines = str(getattr(error, "cause", None) or error).split("\n")
                 why = f"{type(error).__name__}: {lines[0]}"
                 self.ended = Ended(was_ready=self.is_ready, reason=f"{self.name} is lost: {why}")
-            self.ray.kill(self.actor)  # else it keeps what it has of its host
+            self.ray.kill(self.actor)  # otherwise, the actor keeps its resources
             callback(self)
 
         threading.Thread(target=watch, name=f"watch-{self.name}", daemon=True).start()
@@ -164,7 +164,7 @@ class RayEngine(EngineProcess):
 @dataclass(eq=False)
 class RayEngineSupervisor(EngineSupervisor):
     """A supervisor that makes Ray place an engine, and place it again when it is lost. The bridge
-    forwards its messages.
+    forwards the engine's messages.
     """
 
     bridge: Bridge = field(kw_only=True)

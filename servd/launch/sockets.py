@@ -102,8 +102,8 @@ def open_batch_dir(folder: str) -> None:
 
 
 def check_engine(ipc_dir: str, identity: str) -> None:
-    """Check that the engine of a folder has the same identity as this API server. Raise ConfigError
-    if it has another version or model.
+    """Check that the engine of a folder has the identity of this API server. Raise ConfigError if
+    the engine has another version or model.
     """
     generation = newest_engine(ipc_dir)
     client = EngineCoreClient(ipc_dir, secrets.randbits(31), identity, generation)
@@ -118,7 +118,7 @@ def check_engine(ipc_dir: str, identity: str) -> None:
 @contextmanager
 def socket_folder(config: Config) -> Iterator[str]:
     """Yield the folder of the sockets: --attach, --ipc-dir, or a temporary one, removed at exit.
-    Raise ConfigError if its path is too long, or an engine is missing (--attach) or already there.
+    Raise ConfigError if its path is too long, its engine is missing (--attach) or another is there.
     """
     server = config.server
     path = server.attach or server.ipc_dir or str(private_dir())

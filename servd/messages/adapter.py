@@ -8,7 +8,7 @@ class Adapter(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     name: str
     digest: str  # SHA-256 of its files, hexadecimal
-    folder: str  # where a copy of them is
+    folder: str  # with a copy of the files
     source: str = ""  # where they came from
     created: int = 0  # Unix time
     is_on_demand: bool = False  # loaded because a request named it

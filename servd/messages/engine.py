@@ -60,8 +60,8 @@ class RequestOptions(msgspec.Struct, array_like=True, omit_defaults=True, frozen
     weight: float = 1.0  # its owner's share, relative to others'
     priority_class: int = 0  # 1: in the background, with the capacity that class 0 leaves
     adapter: Adapter | None = None  # None: the base model
-    rank: int | None = None  # the engine that it has to run on, under --data-parallel-size
-    is_watched: bool = False  # its outputs report its block ids
+    rank: int | None = None  # the engine that must run it, under --data-parallel-size
+    is_watched: bool = False  # the outputs report the block ids
     retention: float = 0.0  # seconds that its prompt is pinned in the cache after its end
     kv_source: str = ""  # HOST:PORT of the engine that computed the prompt (disaggregated prefill)
     is_exported: bool = False  # another engine will fetch its blocks
@@ -171,12 +171,12 @@ class WorkerReady(Message, tag=True):
     weights_bytes: int
     kv_bytes_per_block: int
     # Hybrid models: the sliding window of each group of layers, in tokens; None: full attention.
-    # Each group has its own blocks: a request's block ids are one of each group for its first
-    # block_size tokens, then one of each group for the next, and so on.
+    # Each group has its own blocks: a request has a block id of each group for its first
+    # block_size tokens, then a block id of each group for the next, and so on.
     kv_windows: tuple[int | None, ...] = (None,)
     # With --enable-lora: (inputs, outputs) of each layer that adapters may change.
     adaptable: dict[str, tuple[int, int]] = {}
-    warning: str = ""  # why it is slower than it could be, and what to do
+    warning: str = ""  # why the worker is slower than necessary, and a remedy
 
 
 class EngineReady(Message, tag=True):
@@ -188,7 +188,7 @@ class EngineReady(Message, tag=True):
     startup_seconds: dict[str, float] = {}  # by phase, since the user's command
     generation: int = 0
     is_asleep: bool = False  # the next request waits until the model is loaded again
-    kv_stores: list[KVStoreStats] = []  # places of the KV connector
+    kv_stores: list[KVStoreStats] = []  # storages of the KV connector
 
 
 class EngineAudit(Message, tag=True):
@@ -196,7 +196,7 @@ class EngineAudit(Message, tag=True):
 
     number: int
     problems: list[str]
-    request_ids: list[str]  # unfinished ones of this client
+    request_ids: list[str]  # unfinished requests of this client
     num_requests: int  # of all clients
     generation: int = 0
 
@@ -213,7 +213,7 @@ class PromptLogprobs(Message):
     """The log-probabilities of a part of a prompt. The first token of a prompt has none."""
 
     start: int  # index in the prompt of the first token of the part, from 1
-    positions: list[TokenLogprobs]  # the token of the prompt first, then the most likely ones
+    positions: list[TokenLogprobs]  # the prompt's token first, then the most likely tokens
 
 
 class EngineCoreOutput(Message):
@@ -222,23 +222,23 @@ class EngineCoreOutput(Message):
     request_id: str
     new_token_ids: list[int] = []
     finish_reason: FinishReason | None = None
-    # The stop_token_ids entry that ended it; with `length`, why its grammar could not be followed.
+    # The stop token id that ended the output; with `length`, why its grammar could not continue.
     stop_reason: int | str | None = None
     logprobs: list[TokenLogprobs] | None = None  # one per new token
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache, at first scheduling
     marks: list[Mark] = []  # since the last output
     error: str | None = None  # with finish_reason error
-    # On the first output; one per prompt token but the first.
+    # On the first output: an entry for each prompt token but the first.
     prompt_logprobs: list[TokenLogprobs] | None = None
-    pooled: bytes | None = None  # float32, little-endian: what PoolingParams ask for
-    # The grammar is complete: its last token is text, not a stop token.
+    pooled: bytes | None = None  # float32, little-endian: the result of PoolingParams
+    # The grammar is complete: the output's last token is text, not a stop token.
     ended_by_grammar: bool = False
     # On the first output: when the first block that was missing in the prefix cache was evicted;
     # 0: never, or long ago.
     evicted_at_ns: int = 0
     num_drafts: int = 0  # draft tokens of the workers that this step verified
     num_accepted: int = 0
-    # On the first output: those of num_cached_tokens that the KV connector loaded.
+    # On the first output: how many of num_cached_tokens the KV connector loaded.
     num_external_tokens: int = 0
     block_ids: list[int] = []  # block table; on the first and last output of a watched request
 
@@ -250,7 +250,7 @@ class EngineCoreOutputs(Message, tag=True):
     stats: SchedulerStats | None = None
     steps: list[StepRecord] = []  # collected since the last message to this API server
     generation: int = 0
-    # By request id, before its `outputs`: requests for which a step added just one token.
+    # By request id, to be read before `outputs`: the only token that a step added to a request.
     decoded: dict[str, int] = {}
 
     @property
@@ -277,7 +277,7 @@ class EngineRestarting(Message, tag=True):
 
 
 class EngineDead(Message, tag=True):
-    """From the engine's parent: the engine died for good. From the engine: identities differ."""
+    """From the parent: the engine died for good. From the engine: the client's identity differs."""
 
     reason: str
 
@@ -309,14 +309,14 @@ class AllocateKVCache(Message, tag=True):
 class NewRequest(Message):
     """A request that joins the batch, for the first time or after a preemption."""
 
-    slot: int  # row that it owns in every worker until it is freed
+    slot: int  # the request's row in every worker until the slot is freed
     token_ids: list[int]  # prompt and, after preemption, output
     num_prompt_tokens: int
     num_computed_tokens: int  # found in the prefix cache, a multiple of block_size
     block_ids: list[int]  # of the computed tokens
     params: SamplingParams | PoolingParams
     eos_token_ids: list[int] = []
-    cache_salt: str | None = None  # suffix drafts are shared only with the same one
+    cache_salt: str | None = None  # requests share suffix drafts only with the same salt
     adapter: Adapter | None = None
 
 
@@ -329,7 +329,7 @@ class ScheduledRequest(Message):
     num_computed_tokens: int = 0
     num_drafts: int = 0  # how many of num_tokens, at their end, are drafts to verify
     max_new_drafts: int = 0  # draft tokens that the workers may propose for the next step
-    draft_token_ids: list[int] = []  # the engine's drafts; empty: those that the workers proposed
+    draft_token_ids: list[int] = []  # the engine's drafts; empty: the workers' drafts
 
 
 class DecodeBatch(Message):
@@ -339,7 +339,7 @@ class DecodeBatch(Message):
 
     slots: list[int] = []
     num_computed_tokens: list[int] = []  # see ScheduledRequest
-    new_blocks: dict[int, int] = {}  # slot -> new block, of the few rows that need one
+    new_blocks: dict[int, int] = {}  # slot -> new block, for the few rows that need a block
 
     def row(self, index: int) -> ScheduledRequest:
         """Return a row as a ScheduledRequest."""
@@ -396,8 +396,8 @@ class SchedulerOutput(Message, tag=True):
 
 
 class GrammarBitmask(Message):
-    """The allowed tokens of rows with a grammar. Without an entry, all tokens are allowed, or the
-    grammar rejects an earlier draft.
+    """The allowed tokens of rows with a grammar. A position without an entry allows all tokens, or
+    comes after a draft that the grammar rejects.
     """
 
     indices: list[int]  # positions in SchedulerOutput.rows
@@ -433,11 +433,11 @@ class WorkerProgress(Message, tag=True):
 class ModelRunnerOutput(Message, tag=True):
     """The sampled tokens of one step, in the order of SchedulerOutput.rows."""
 
-    # Of SchedulerOutput.scheduled: empty for a row that does not sample; with drafts, the accepted
-    # ones and one more.
+    # Rows of SchedulerOutput.scheduled: empty if a row does not sample; with drafts, the accepted
+    # drafts and one more token.
     sampled_token_ids: list[list[int]]
-    logprobs: dict[int, list[TokenLogprobs]] = {}  # row -> one per sampled token
-    prompt_logprobs: dict[int, PromptLogprobs] = {}  # row -> those of the computed tokens
+    logprobs: dict[int, list[TokenLogprobs]] = {}  # row -> an entry per sampled token
+    prompt_logprobs: dict[int, PromptLogprobs] = {}  # row -> logprobs of its computed tokens
     pooled: dict[int, bytes] = {}  # row -> vector or vectors, float32
     errors: dict[int, str] = {}  # row -> why its request failed
     draft_token_ids: dict[int, list[int]] = {}  # row -> drafts for the next step

@@ -11,7 +11,7 @@ from servd.base import bounds
 from servd.base.bounds import INT32_MAX, INT64_MAX, Count, TokenId
 from servd.base.errors import InvalidRequest
 
-# Limits of one request. The engine's columns have 32 or 64 bits; lists are sent once per prompt.
+# Limits of one request. The engine's numbers have 32 or 64 bits; lists are sent once per prompt.
 MAX_N = 128
 MAX_BEAMS = 16
 MAX_LOGPROBS = 20  # of clients, unless --max-logprobs allows more
@@ -22,7 +22,7 @@ MAX_STOP_LENGTH = 1024  # characters
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 1024  # tokens
 MAX_ALLOWED_TOKEN_IDS = 8192
-MAX_PATTERN_SIZE = 256  # tokens that the engine compares for each new one
+MAX_PATTERN_SIZE = 256  # tokens that the engine compares for each new token
 MAX_BAD_WORDS = 512
 MAX_BAD_WORD_LENGTH = 256  # characters
 MAX_BAD_WORD_TOKENS = 32
@@ -116,7 +116,7 @@ class SamplingParams(
     min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
     presence_penalty: Penalty = 0.0  # over output tokens
     frequency_penalty: Penalty = 0.0  # over output tokens
-    # Over prompt and output tokens. Logits stay finite in float32, and an integer has 64 bits.
+    # Over prompt and output tokens. Within the bounds, logits stay finite in float32.
     repetition_penalty: Annotated[float, Meta(ge=1e-30, le=1e18)] = 1.0
     seed: Annotated[int, Meta(ge=-INT64_MAX - 1, le=INT64_MAX)] | None = None
     # None: up to the end of the context; 0: only the prompt is computed.
@@ -130,7 +130,7 @@ class SamplingParams(
     allowed_token_ids: (
         Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS)] | None
     ) = None
-    # None: none; k: the sampled token and the k most likely. Clients: up to --max-logprobs.
+    # None: no logprobs; k: sampled token and k most likely ones. Clients: up to --max-logprobs.
     logprobs: Annotated[int, Meta(ge=0, le=MAX_CANDIDATES)] | None = None
     stop: Annotated[
         list[Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]],
@@ -139,13 +139,13 @@ class SamplingParams(
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     structured_output: StructuredOutput | None = None
-    # None: none; k: every prompt token but the first, and the k most likely.
+    # None: no logprobs; k: of every prompt token but the first, and the k most likely.
     prompt_logprobs: NumLogprobs | None = None
     bad_words: Annotated[  # text that may not be generated
         list[Annotated[str, Meta(min_length=1, max_length=MAX_BAD_WORD_LENGTH)]],
         Meta(max_length=MAX_BAD_WORDS),
     ] = []
-    # The same as tokens, with and without a space before: the last may not follow the others.
+    # Bad words as tokens, with and without a space before: the last may not follow the others.
     bad_words_token_ids: Annotated[
         list[BadWord], Meta(max_length=2 * MAX_BAD_WORDS, extra={"made_of": "bad_words"})
     ] = []
@@ -175,7 +175,7 @@ class SamplingParams(
             bounds.validate(self.reasoning_tags, vocab_size, "thinking_token_budget")
 
     def of_choice(self, index: int) -> SamplingParams:
-        """Return the parameters of a choice. Seeds increase; only the first has prompt logprobs."""
+        """Return the parameters of a choice: seeds increase, only the first has prompt logprobs."""
         # Wrap around as int64 does.
         seed = self.seed
         if seed is not None:

@@ -12,7 +12,7 @@ class Stats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
 
 
 class DraftStats(Stats):
-    """The counts of the workers' draft tokens, and of those that were accepted."""
+    """The counts of the workers' draft tokens, and of accepted draft tokens."""
 
     num_drafts: int = 0  # rows with at least one draft token
     num_draft_tokens: int = 0
@@ -42,8 +42,8 @@ class BlockEviction(Stats):
     """The eviction of a cached block. Times are in nanoseconds."""
 
     lifetime_ns: int
-    idle_ns: int  # since it was found in the prefix cache, or filled
-    reuse_gaps_ns: list[int] = []  # between its hits
+    idle_ns: int  # since the block was last found in the prefix cache, or filled
+    reuse_gaps_ns: list[int] = []  # between the block's hits
 
 
 class KVStoreStats(Stats):
@@ -52,15 +52,15 @@ class KVStoreStats(Stats):
     name: str
     num_blocks: int = 0
     max_blocks: int = 0
-    num_bytes: int = 0  # on the disk those of other engines, too
+    num_bytes: int = 0  # on the disk, other engines' bytes too
     max_bytes: int = 0
-    num_hits: int = 0  # blocks that came back
-    num_bad: int = 0  # damaged, or of another model
+    num_hits: int = 0  # blocks that were loaded
+    num_bad: int = 0  # blocks that were damaged, or of another model
     is_skipped: bool = False  # computing a block is faster
 
 
 class SchedulerStats(Stats):
-    """The engine's state after a step, for metrics and logs. Counters since the last report."""
+    """The engine's state after a step, for metrics and logs. Counters are since the last report."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -68,22 +68,22 @@ class SchedulerStats(Stats):
     prefix_cache_queries: int = 0  # tokens looked up
     prefix_cache_hits: int = 0  # tokens found
     num_preemptions: int = 0
-    step_tokens: list[int] = []  # computed by each step since
+    step_tokens: list[int] = []  # tokens of each step since the last report
     step: int = 0
     drafts: DraftStats = msgspec.field(default_factory=DraftStats)
     num_deferred: int = 0  # requests that cannot run yet, e.g. while a grammar compiles
     evictions: list[BlockEviction] = []  # under --kv-cache-metrics
-    running_adapters: list[str] = []  # names, of requests that run
-    waiting_adapters: list[str] = []  # those that requests wait for
+    running_adapters: list[str] = []  # names, of running requests
+    waiting_adapters: list[str] = []  # names, of waiting requests
     external_prefix_cache_queries: int = 0  # tokens looked up by the KV connector
-    external_prefix_cache_hits: int = 0  # of those, tokens that it loaded
-    num_swapped: int = 0  # waiting requests that were preempted, whose blocks it may have
+    external_prefix_cache_hits: int = 0  # tokens that the KV connector loaded
+    num_swapped: int = 0  # preempted waiting requests; the KV connector may have their blocks
     kv_stores: list[KVStoreStats] = []
     at_ns: int = 0  # time of the report
     num_failed: int = 0  # requests that ended with an error of the workers
     num_bytes_loaded: int = 0  # copied from host memory
     num_bytes_stored: int = 0  # copied to host memory
-    num_stores_skipped: int = 0  # blocks that had no room there
+    num_stores_skipped: int = 0  # blocks without room in host memory
     num_reading: int = 0  # waiting requests whose blocks are being read from files
     num_read: int = 0  # waiting requests whose blocks have been read
     num_pinned: int = 0  # blocks

@@ -30,8 +30,8 @@ class LLM:
     Args:
         model: Hugging Face id or local folder.
         separate_process: run the engine in its own process, as the server does. Without it, torch
-            on a CPU uses one thread between steps until `close`, as more would slow the kernels
-            down.
+            on a CPU uses one thread between steps until `close`, as more threads would slow the
+            kernels down.
         use_tqdm: show progress bars if stderr is a terminal.
         options: any option of `servd serve`, e.g. `max_num_seqs=8, dtype="bfloat16"`.
 
@@ -93,7 +93,7 @@ class LLM:
             sampling_params: for all conversations, or a list with one for each conversation.
             tools: the tools to show to the model, in OpenAI's form.
             use_tqdm: overrides the setting of this LLM.
-            lora_request: an adapter for all, or a list with one for each conversation.
+            lora_request: an adapter for all conversations, or a list with one for each.
             template_options: further fields of `Chat`, e.g. `add_generation_prompt`.
         """
         conversations = [messages] if messages and isinstance(messages[0], dict) else messages
@@ -182,7 +182,7 @@ class LLM:
         *,
         lora_request: LoRARequest | None = None,
     ) -> list[RequestOutput]:
-        """Return the most probable continuations of each prompt, best first in its `outputs`.
+        """Return the most probable continuations of each prompt, in its `outputs`, best first.
 
         Raises:
             InvalidRequest: a prompt or parameter is not valid. Nothing has been computed.

@@ -95,7 +95,7 @@ class ClusterSim:
             raise ConfigError("set --num-blocks, the size of an engine's KV cache")
         kv_bytes = recorded.kv_bytes_per_block * self.block_size // recorded_size
         windows = recorded.kv_windows
-        if config.cache.has_connector:  # then workers make one group
+        if config.cache.has_connector:  # then layers form one group
             num_blocks //= len(windows)
             kv_bytes *= len(windows)
             windows = (None,)
@@ -114,11 +114,11 @@ class ClusterSim:
                 cached_size = self.block_size if config.cache.enable_prefix_caching else 0
                 server.load_balancer = LoadBalancer(size, cached_size, num_servers=1)
             self.servers.append(server)
-        self.served: list[RequestLine] = []  # what became of requests, as in a recording
+        self.served: list[RequestLine] = []  # finished requests, as in a recording
         self.gaps: Counter[int] = Counter()  # between tokens: 100 * log(nanoseconds) -> how many
         self.num_refused = 0  # requests too long for the model or the cache
-        # Prompt tokens: of requests that were compared with all caches; those that another engine
-        # of the server had cached, the chosen one not; further ones that another server had.
+        # Prompt tokens: of requests that were compared with all caches; tokens that another engine
+        # of the server had cached, but not the chosen engine; tokens that only another server had.
         self.num_compared = 0
         self.num_lost = 0
         self.num_lost_outside = 0
@@ -126,8 +126,8 @@ class ClusterSim:
         self.num_requests = 0
         self._random = Random(0)
         self._open: dict[str, OpenRequest] = {}
-        self._held: deque[RequestLine] = deque()  # until clients have room for them
-        self._events: list[tuple[int, int]] = []  # when the step of which engine ends
+        self._held: deque[RequestLine] = deque()  # until clients may send more
+        self._events: list[tuple[int, int]] = []  # (end of a step, engine)
 
     def run(self, lines: Iterable[RequestLine]) -> None:
         """Serve all requests until they end."""
@@ -213,7 +213,7 @@ class ClusterSim:
         return places[self._random.randrange(len(places))]
 
     def _make_message(self, line: RequestLine, blocks: Sequence[int]) -> EngineCoreRequest:
-        """Return an API process's message. For the router, tokens are equal if blocks are equal."""
+        """Return the message of an API process. Equal blocks get equal tokens, for the router."""
         token_ids = [0] * line.input_length
         if self.servers[0].load_balancer is not None:
             num_full = line.input_length // self.block_size

@@ -12,26 +12,26 @@ FEW = 16  # tokens of a step beyond which each may cost more: weights were read 
 MANY = 128
 SWEEPS = 3000  # of the fit
 LEAST_STEPS = 50  # to fit
-FIRST_STEPS = 16  # of an engine, which are slower than later ones
+FIRST_STEPS = 16  # of an engine, which are slower than later steps
 SLACK_NS = 1000  # times of a recording are rounded
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class Costs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Costs in nanoseconds. None is negative, so that a larger step never takes less time."""
+    """Costs in nanoseconds, all at least 0, so that a larger step never takes less time."""
 
     step: float
     row: float = 0.0  # a request in the step
     token: float = 0.0
     token_beyond_16: float = 0.0
     token_beyond_128: float = 0.0
-    context: float = 0.0  # a token in the KV cache that a request's one token looks at
-    pair: float = 0.0  # of a prompt's token and one before it
+    context: float = 0.0  # a token in the KV cache that a decoded token attends to
+    pair: float = 0.0  # of a prompt's token and a token before it
     idle: float = 0.0  # a step before which nothing ran: caches are cold, API servers busy
-    idle_token: float = 0.0  # of such a step
-    before: float = 0.0  # of a request: from its arrival until the engine has it
-    before_token: float = 0.0  # of its prompt
+    idle_token: float = 0.0  # a token of such a step
+    before: float = 0.0  # from a request's arrival until the engine has it
+    before_token: float = 0.0  # a token of the request's prompt
     after: float = 0.0  # from a token until the client has it
     copied_byte: float = 0.2  # between host memory and device
 
@@ -62,7 +62,7 @@ def fit(steps: Iterable[StepLine], requests: Sequence[RequestLine]) -> Costs | N
     The time between two steps of a busy engine belongs to the second step.
     """
     by_engine: dict[int, dict[int, StepLine]] = {}
-    for each in steps:  # every API server has recorded them
+    for each in steps:  # every API server has recorded the steps
         by_engine.setdefault(each.engine, {})[each.started_ns] = each
     done = [each for each in requests if each.finished]
     observed = [
@@ -90,8 +90,8 @@ def fit(steps: Iterable[StepLine], requests: Sequence[RequestLine]) -> Costs | N
 
 
 def _observe(steps: Sequence[StepLine], requests: Sequence[RequestLine]) -> tuple[Array, Array]:
-    """Return the contents of each step of an engine, [steps, FITTED], and its nanoseconds. The
-    context of a request's rows follows from the times of its tokens.
+    """Return the contents of each step of an engine, [steps, FITTED], and its duration. The context
+    of a request's rows follows from the times of its tokens.
     """
     size = len(steps)
     number = np.arange(size)
@@ -105,7 +105,7 @@ def _observe(steps: Sequence[StepLine], requests: Sequence[RequestLine]) -> tupl
         return np.searchsorted(ends, np.rint(at).astype(np.int64) - slack_ns, side)
 
     def sum_up(first: Array, end: Array, value: Any) -> Array:
-        """Return sums over steps: values count from step `first` to before `end`."""
+        """Return a sum for each step. Each value counts from step `first` to before `end`."""
         changes = np.zeros(size + 1)
         np.add.at(changes, first, value)
         np.add.at(changes, np.minimum(end, size), -value)

@@ -58,8 +58,8 @@ class SimulatedEngine:
         self.num_open = 0  # requests
 
     def end_step(self) -> tuple[list[EngineCoreOutput], int]:
-        """Collect the outputs of the step that ends now. Return the outputs that have more than
-        another token, and the number of the other outputs.
+        """Collect the outputs of the step that ends now. Return the outputs that report more than
+        one more token, and the number of the other outputs.
         """
         step = self.launched
         assert step is not None

@@ -10,7 +10,7 @@ PERCENTILES = (50, 90, 99)
 
 
 def summarise(requests: Sequence[RequestLine]) -> dict[str, float]:
-    """Return the figures that a recording has too. Times are in milliseconds."""
+    """Return the figures that recordings can have, too. Times are in milliseconds."""
     done = [each for each in requests if each.finished]
     begin = min((each.timestamp + each.sent for each in done), default=0.0)
     end = max((each.timestamp + each.finished for each in done), default=0.0)

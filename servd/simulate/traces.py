@@ -24,7 +24,7 @@ OPTIONS = (  # what `servd simulate` can vary
     "data_parallel_size",
     "max_model_len",
 )
-BLOCK_SIZE = 16  # of traces that are made up
+BLOCK_SIZE = 16  # of generated traces
 SYSTEM_PROMPTS = 64  # of the whole cluster; the first is the most popular
 
 
@@ -51,15 +51,15 @@ class RequestLine(msgspec.Struct, omit_defaults=True, gc=False):
     timestamp: float  # of its arrival, in milliseconds
     input_length: int
     output_length: int
-    # Equal where the prompt is, up to the end of the block; a last one may be filled in part.
+    # Equal if the prompts are, up to the end of the block. The last block may be partly filled.
     hash_ids: list[int] = []
-    output_hash_ids: list[int] = []  # of the blocks that the answer completed
+    output_hash_ids: list[int] = []  # of blocks that the answer completed
     block_size: int = 512  # tokens
     max_tokens: int | None = None
     client: str = ""
     engine: int = 0
     cached: int = 0  # tokens found in the prefix cache
-    # Milliseconds after its arrival; 0: it did not come so far.
+    # Milliseconds after the arrival; 0: the request did not get there.
     sent: float = 0.0
     scheduled: float = 0.0
     first_token: float = 0.0
@@ -103,9 +103,9 @@ def read(path: str) -> Recording:
 class Shape:
     """The shape of conversations: medians of tokens, and of seconds between two turns."""
 
-    system: int  # that many conversations have in common
+    system: int  # of the prompt that many conversations share
     first: int  # of the first message
-    more: int  # of each later one
+    more: int  # of each later message
     output: int
     turns: float  # mean
     pause: float

@@ -18,7 +18,7 @@ from servd.base.errors import ServdError
 
 SAMPLING = ("temperature", "max_tokens", "seed")
 RETRIES = 5  # when the server has no room for a request
-LONGEST_WAIT = 60.0  # seconds between them
+LONGEST_WAIT = 60.0  # seconds between retries
 REOPEN = (ConnectionError, http.client.ImproperConnectionState)
 
 
@@ -91,8 +91,8 @@ class Client:
         """Return the answer's head. Its body can be read until the next request. Raises OSError or
         HTTPException.
 
-        A connection that was used before is tried again: the server may have closed it meanwhile,
-        or an answer was not read to its end.
+        If a used connection fails, a new one is tried: the server may have closed it, or an answer
+        was not read to its end.
         """
         data = None if body is None else json.dumps(body)
         was_open = self.connection.sock is not None
@@ -131,7 +131,7 @@ class Client:
             self.connection.close()
 
     def open(self, method: str, path: str, body: Any = None) -> http.client.HTTPResponse:
-        """Return `send`'s answer. Raises ServdError if the server does not answer or refuses."""
+        """Return `send`'s answer. Raises ServdError if there is no answer, or not status 200."""
         try:
             reply = self.send(method, path, body)
             if reply.status == 200:
@@ -169,7 +169,7 @@ class Client:
                     raise ServdError(chunk["error"]["message"])
                 yield chunk
         finally:
-            self.connection.close()  # what is left of the answer, if anything, is not wanted
+            self.connection.close()  # the rest of the answer is not needed
 
 
 class UnixConnection(http.client.HTTPConnection):

@@ -17,7 +17,7 @@ from servd.config import Config, choices, flag_of, options_by_name, title_of
 from servd.config._section import plain
 from servd.config.flag_aliases import ALIASES, IGNORED, VALUE_ALIASES
 
-OTHER_FLAGS = {  # as vLLM has or had them
+OTHER_FLAGS = {  # vLLM's names, also former ones
     "executor": ["--distributed-executor-backend"],
     "quantization": ["-q"],
     "enable_expert_parallel": ["-ep"],
@@ -61,7 +61,7 @@ COMMON = {
 
 
 class HelpAll(argparse.Action):
-    """A flag that prints the help with the options that `--help` hides: actions and their texts."""
+    """A flag that prints the help with hidden options. `hidden`: their actions and help texts."""
 
     def __init__(self, *, hidden: list[tuple[argparse.Action, str | None]], **options: Any) -> None:
         super().__init__(nargs=0, **options)

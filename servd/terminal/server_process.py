@@ -29,7 +29,7 @@ def running(command: Sequence[str], client: Client, timeout: float) -> Iterator[
     the command exits, or `client` finds no ready server within `timeout` seconds.
     """
     started = time.perf_counter()
-    # A session of its own, so that whatever the command starts can be stopped with it.
+    # Its own session, so that all processes of the command can be stopped with it.
     process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL)
     try:
         while not client.is_healthy():

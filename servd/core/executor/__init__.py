@@ -1,4 +1,4 @@
-"""Ways to run workers. Each file has a `class Executor`; `--executor` takes the file's name."""
+"""Executors run workers. Each file has a `class Executor`; `--executor` takes the file's name."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -40,7 +40,7 @@ class Executor(ABC):
 
     @classmethod
     def prepare(cls, num_workers: int) -> None:
-        """Do the slow part of `start` that needs no configuration early, in a thread."""
+        """Do early, in a thread, the slow part of `start` that needs no configuration."""
         return
 
     @abstractmethod

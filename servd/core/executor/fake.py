@@ -43,8 +43,8 @@ def next_state(state: int, token_id: int) -> int:
 
 
 def sample(state: int, vocab_size: int) -> int:
-    """Return the token that follows a state: letters and spaces for bytes, else any id but the last
-    (end of sequence).
+    """Return the token that follows a state: a letter or space if tokens are bytes, otherwise any
+    token but the last (end of sequence).
     """
     return LETTERS[state >> 59] if vocab_size == BYTE_VOCAB else (state >> 32) % (vocab_size - 1)
 
@@ -53,8 +53,8 @@ def sample_allowed(state: int, mask: bytes, token_id: int) -> int:
     """Return the token that follows a state under a grammar. Texts end soon, because a closing
     token is often chosen.
 
-    `token_id` is the token without a grammar. It is kept if allowed and the mask forbids hardly
-    any.
+    `token_id` is the token without a grammar. It is kept if it is allowed and the mask forbids
+    hardly any tokens.
     """
     allowed = [
         8 * i + bit for i, byte in enumerate(mask) if byte for bit in range(8) if byte >> bit & 1
@@ -87,7 +87,7 @@ def expected_tokens(
 
 
 def vector(state: int, params: PoolingParams, size: int) -> bytes:
-    """Return an embedding that depends on every token: each number is a byte from hashes of the
+    """Return an embedding that depends on every token: each number is a byte of hashes of the
     state.
     """
     hashes = b"".join(next_state(state, i).to_bytes(8, "little") for i in range(-(-size // 8)))
@@ -103,9 +103,9 @@ class Row:
     block_ids: list[int]
     num_prompt_tokens: int
     params: SamplingParams | PoolingParams
-    # After the last computed token, and after each draft that was computed behind it.
+    # States after the last computed token, and after each draft computed after it.
     states: list[int] = field(default_factory=lambda: [0])
-    drafts: list[int] = field(default_factory=list)  # those after `token_ids`
+    drafts: list[int] = field(default_factory=list)  # the drafts after `token_ids`
     first_state: int = 0
 
 
@@ -242,7 +242,7 @@ class FakeExecutor(executor.Executor):
         return output
 
     def _make(self, copies: BlockCopies) -> None:
-        """Copy blocks between the cache and host memory, like a worker of rank 0."""
+        """Copy blocks between the cache and host memory, like the worker of rank 0."""
         if copies.memory not in self.memories:
             with open(copies.memory, "r+b") as file:
                 self.memories[copies.memory] = mmap(file.fileno(), 0)
@@ -297,7 +297,7 @@ class FakeExecutor(executor.Executor):
         return token_ids
 
     def _draft(self, state: int, max_drafts: int) -> list[int]:
-        """Return the tokens that follow without a grammar; sometimes a wrong token or none."""
+        """Return the tokens that follow without a grammar; sometimes a wrong token or no tokens."""
         drafts: list[int] = []
         while len(drafts) < max_drafts and state % 11:
             token_id = sample(state, self.spec.vocab_size)
@@ -334,7 +334,7 @@ class FakeExecutor(executor.Executor):
 
 
 def _unpack(bitmask: GrammarBitmask) -> dict[tuple[int, int], bytes]:
-    """Return the rows of bits, by (index in the step, number of drafts before the token)."""
+    """Return the masks by (index in the step, number of drafts before the token)."""
     size = len(bitmask.bitmask) // len(bitmask.indices)
     rows = [bitmask.bitmask[at : at + size] for at in range(0, len(bitmask.bitmask), size)]
     return dict(zip(zip(bitmask.indices, bitmask.offsets, strict=True), rows, strict=True))

@@ -87,8 +87,8 @@ class WorkerActor:
         return time.monotonic_ns()
 
     def run(self, data: bytes, num_here: int, offset: int) -> int:
-        """Run a worker from StartWorker until it exits; return its exit code. `num_here` workers
-        share this host's CPUs. `offset` comes from `clock_offset`.
+        """Run the worker of a StartWorker (`data`) until it exits; return its exit code. `num_here`
+        workers share this host's CPUs. `offset` comes from `clock_offset`.
         """
         start = msgspec.msgpack.decode(data, type=StartWorker)
         start = msgspec.structs.replace(start, spec=find_spec(start.config))
@@ -102,7 +102,7 @@ class WorkerActor:
 
 
 class RayExecutor(MultiProcExecutor):
-    """Runs each worker in a bundle `{"GPU": 1}`, or `{"CPU": 1}` on CPUs, on few hosts."""
+    """Runs each worker in a bundle, `{"GPU": 1}` or `{"CPU": 1}`, packed on few hosts."""
 
     group: Any = None
     actors: Sequence[Any] = ()

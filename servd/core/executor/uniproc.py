@@ -11,7 +11,7 @@ WORKER_MODULE = "servd.worker.worker"
 
 
 class UniProcExecutor(executor.Executor):
-    """Calls the Worker directly. `start` imports its module, because torch takes seconds."""
+    """Calls the Worker directly. `start` imports the Worker, because torch takes seconds."""
 
     worker: Any = None  # a Worker; core does not import its type
 

@@ -40,7 +40,7 @@ class BlockPool:
         return len(self._block_of_hash)
 
     def take(self, num_blocks: int) -> list[int]:
-        """Return newly allocated blocks; evict their contents. Enough must be free."""
+        """Return newly allocated blocks; evict their contents. `num_blocks` must be free."""
         assert num_blocks <= self.num_free
         taken: list[int] = []
         for _ in range(num_blocks):

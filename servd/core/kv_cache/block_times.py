@@ -6,7 +6,7 @@ from itertools import pairwise
 from servd.base.tracing import Clock, now_ns
 from servd.messages.stats import BlockEviction
 
-MAX_USES = 4  # remembered per block, the last ones
+MAX_USES = 4  # latest uses that are kept for each block
 
 
 class BlockTimes:

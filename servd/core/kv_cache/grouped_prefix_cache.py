@@ -29,7 +29,7 @@ class GroupedPrefixCache(PrefixCache):
         ]
 
     def _find_pinnable(self, hashes: Sequence[bytes], end_ns: int) -> list[int]:
-        """Return the longest prefix that can be pinned with all blocks that its next token reads.
+        """Return the blocks of the longest pinnable prefix, with all that its next token reads.
 
         One extra block per window is kept. Other requests may differ in the last tokens, where the
         chat template ends the prompt; they must find all but the last block.

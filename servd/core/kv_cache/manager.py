@@ -21,7 +21,7 @@ class KVCacheManager:
     Each group of layers has its own blocks, all from one pool. Counts of a request's blocks, such
     as `num_registered_blocks`, are per group. Blocks before a group's window are freed while the
     request runs. The connector loads blocks from other storage and saves them there. The initial
-    connector does nothing; with any other, workers form one group.
+    connector does nothing; with any other connector, there is only one group.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class KVCacheManager:
         the steps of the next owner.
         """
         self.commit(request)
-        # Drafts in flight count as kept: the next token to compute may be the last known one.
+        # Drafts in flight count as accepted: the next token to compute may be the last known token.
         next_token = min(request.num_computed_tokens, len(request.token_ids) - 1)
         block_ids = request.block_ids
         for group, first in enumerate(self.layout.first_reads(next_token)):
@@ -181,8 +181,8 @@ class KVCacheManager:
         request.num_computed_tokens = 0
 
     def forget(self, request: Request) -> None:
-        """Remove the blocks that a request computed, or that only it uses, from all caches: they
-        may be wrong.
+        """Remove the blocks that a request computed, or that no other request uses, from all
+        caches: the blocks may be wrong.
         """
         computed = slice(request.num_attached_blocks, None)
         self.prefix_cache.forget(self.prefix_cache.find_blocks(request, computed))

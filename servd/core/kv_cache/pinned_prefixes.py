@@ -11,15 +11,15 @@ STALE = 1024  # rebuild the queue with this many outdated entries beyond the pin
 class PinnedPrefixes:
     """Holds a reference to each pinned block, so that the block is not evicted.
 
-    At `max_blocks`, a new block replaces the first pinned block to expire, if it expires later.
+    At `max_blocks`, a new block replaces the block that expires first, if that is earlier.
     """
 
     def __init__(self, pool: BlockPool, max_blocks: int) -> None:
         self.pool = pool
         self.max_blocks = max_blocks
-        # Block -> (time of its end, minus its index in the prompt).
+        # Block -> end: (expiry in nanoseconds, minus its index in the prompt).
         self._ends: dict[int, tuple[int, int]] = {}
-        self._queue: list[tuple[tuple[int, int], int]] = []  # a heap of these; some are outdated
+        self._queue: list[tuple[tuple[int, int], int]] = []  # heap of (end, block), some outdated
 
     def __len__(self) -> int:
         return len(self._ends)

@@ -74,7 +74,7 @@ class PrefixCache:
             blocks = request.block_ids[index * len(keys) : (index + 1) * len(keys)]
             for key, block in zip(keys, blocks, strict=True):
                 self.pool.register(block, key)
-        # Of one group: routers do not know groups.
+        # Only the first group's blocks, because routers do not know groups.
         blocks = request.block_ids[first * self.num_groups : end * self.num_groups]
         self.events.store(request, first, blocks[:: self.num_groups])
         request.num_registered_blocks = end

@@ -45,8 +45,8 @@ class AdapterQueue:
 
     def begin_step(self) -> None:
         """Decide whether running adapters get new requests, which could starve other adapters.
-        Holding and admitting alternate. Each period is twice as long as the previous one, because a
-        single long request could otherwise block new requests for its whole duration.
+        Holding and admitting new requests alternate, in periods that double, so that one long
+        request cannot block them for its whole duration.
         """
         self._step += 1
         if self.deferred and self._step % REVIEW_INTERVAL == 0:

@@ -1,10 +1,10 @@
 """The fair policy: owners share slots and tokens by weight, regardless of how much each sends.
 
-Virtual token counters (Sheng et al. 2024, https://arxiv.org/abs/2401.00588): each owner's counter
-grows by the service it gets, divided by its weight. The owner with the lowest counter is next. An
-idle owner restarts at the lowest counter of the waiting owners, so that idle time is not saved up.
-A prompt costs its computed tokens; output costs the steps for which it has a slot. The policy is
-work-conserving: an owner that is alone gets everything.
+An owner is an API key, a user or an address. Virtual token counters (Sheng et al. 2024,
+https://arxiv.org/abs/2401.00588): each owner's counter grows by its service, divided by its weight.
+The owner with the lowest counter is next. An idle owner restarts at the lowest counter of the
+waiting owners, so that idle time is not saved up. A prompt costs its computed tokens; output costs
+the steps for which it has a slot. An owner that is alone gets everything.
 """
 
 from bisect import bisect_left, insort
@@ -22,7 +22,7 @@ from servd.core.request import Request
 
 Group = tuple[int, int, bool]  # (priority class, priority, whether the prompt is long)
 
-MAX_BYPASSES = 64  # short prompts that may overtake a long one which waits for slot or blocks
+MAX_BYPASSES = 64  # short prompts that may overtake a long prompt that waits for slot or blocks
 SLOT_COST = 2.0  # cost of a slot per step, in prompt tokens
 MAX_IDLE_OWNERS = 1024  # idle owners whose counters are kept
 MAX_FLOOR_GROUPS = 8  # groups that `_floor` looks at: there may be as many as priorities
@@ -36,7 +36,7 @@ class OwnerState:
     served: float  # tokens / weight, until `step`
     step: int
     num_running: int = 0
-    # What waits, by order, of each group in whose heap it is.
+    # By group: heaps of the owner's waiting requests, by order.
     waiting: dict[Group, list[Request]] = field(default_factory=dict)
 
     def counter(self, step: int) -> float:
@@ -47,8 +47,8 @@ class OwnerState:
 
 
 class WaitingQueue(FcfsQueue):
-    """Takes turns between owners. Short prompts go before long prompts of the same owner, or of an
-    owner with equal service. The scheduler reserves a part of every step for long prompts.
+    """Takes turns between owners: API keys, users or addresses. Among equally served owners, short
+    prompts go before long ones. The scheduler reserves a part of every step for long prompts.
     """
 
     by_owner = True
@@ -59,10 +59,10 @@ class WaitingQueue(FcfsQueue):
         self._owners: dict[tuple[int, str], OwnerState] = {}
         self._max_owners = MAX_IDLE_OWNERS
         self._running: dict[OwnerState, None] = {}  # a set with an order
-        self._group_of: dict[Request, Group] = {}  # of each that waits
+        self._group_of: dict[Request, Group] = {}  # waiting request -> its group
         self._num_waiting: Counter[Group] = Counter()
-        self._sorted: list[Group] = []  # keys of it: there may be as many as priorities
-        self._bypasses: Counter[Group] = Counter()  # of each, since the last start in it
+        self._sorted: list[Group] = []  # groups with waiting requests
+        self._bypasses: Counter[Group] = Counter()  # by group, since its last start
         # By group: (counter when pushed, slots / weight, whether it was served since it came, push
         # number, owner). Counters only grow, so the first is the least, if it is current.
         self._heaps: dict[Group, list[tuple[float, float, bool, int, OwnerState]]] = {}
@@ -157,8 +157,8 @@ class WaitingQueue(FcfsQueue):
         owner.served += num_tokens / owner.weight
 
     def victim(self, running: Sequence[Request]) -> Request | None:
-        """Return the running request to preempt: the last of a lower class, or of the owner with
-        the most slots for its weight, if it keeps no fewer than the head's owner gets; or None.
+        """Return the running request to preempt, or None: the last of a lower class, or of the
+        owner with the most slots by weight, if it keeps at least as many as the head's owner gets.
         """
         victim = super().victim(running)
         if victim is not None or not running:
@@ -183,7 +183,7 @@ class WaitingQueue(FcfsQueue):
         return next(groups, None)
 
     def _is_due(self, longer: Request, head: Request, partial: Sequence[Request]) -> bool:
-        """Return whether the owner of a long prompt got less service than the head's, or enough
+        """Return whether the long prompt's owner got less service than the head's owner, or enough
         short prompts overtook it and no other long prompt is being computed.
         """
         if self._counter(longer) < self._counter(head):
@@ -218,7 +218,7 @@ class WaitingQueue(FcfsQueue):
         return owner.counter(self._step), share, was_served, next(self._pushes), owner
 
     def _floor(self, priority_class: int) -> float:
-        """Return the start for an owner that was idle: the lowest counter of the next owners."""
+        """Return the counter at which an idle owner restarts: the lowest of the next owners."""
         begin = bisect_left(self._sorted, (priority_class,))
         groups = self._sorted[begin : begin + MAX_FLOOR_GROUPS]
         # The group of the request that comes may have no heap yet.

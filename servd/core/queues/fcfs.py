@@ -45,7 +45,7 @@ class WaitingQueue(AdapterQueue):
         """Charge the owner for computed prompt tokens. This policy charges nothing."""
 
     def is_long(self, request: Request) -> bool:
-        """Return whether a prompt is long: it has a share of steps, and short ones overtake it."""
+        """Return whether a prompt is long: steps reserve a share for it, short ones overtake it."""
         return False
 
     def has_long(self, priority_class: int) -> bool:
@@ -68,6 +68,6 @@ class WaitingQueue(AdapterQueue):
         return min(candidates, key=by_order, default=None)
 
     def victim(self, running: Sequence[Request]) -> Request | None:
-        """Return the running request to preempt for the head: of a lower class, or None."""
+        """Return the running request to preempt for the head: of a lower class; otherwise None."""
         is_lower = running and running[-1].order[0] > self.queued[0].order[0]
         return running[-1] if is_lower else None

@@ -12,8 +12,8 @@ from servd.messages.engine import EngineCoreOutput, ModelRunnerOutput, Scheduled
 def choose_drafts(
     request: Request, grammar_tokens: list[int] | None, in_flight: Iterable[Step]
 ) -> tuple[list[int], int]:
-    """Return the engine's own drafts for a request's next step, and the number of drafts to verify.
-    Without own drafts, the workers' drafts count. `grammar_tokens`: the only tokens allowed next.
+    """Return the engine's own drafts for a request's next step, and the number of drafts to verify:
+    without own drafts, the workers'. `grammar_tokens`: the only tokens allowed next.
     """
     if grammar_tokens is None:
         return NO_DRAFTS, request.num_drafts
@@ -24,7 +24,7 @@ def choose_drafts(
 
 
 class Drafts:
-    """Draft requests: `draft_length` decides how many drafts pay, `kv_cache` has their blocks."""
+    """Requests drafts: `draft_length` decides how many drafts pay, `kv_cache` allocates blocks."""
 
     def __init__(self, draft_length: DraftLengthController, kv_cache: KVCacheManager) -> None:
         self.draft_length = draft_length
@@ -58,8 +58,8 @@ class Drafts:
         result: ModelRunnerOutput,
         row: int,
     ) -> int:
-        """Count the drafts that were accepted, and those found for the next step. `output` is the
-        result of the step. Returns how many accepted drafts are part of the output.
+        """Count the drafts that were accepted, and those found for the next step. Adds counts to
+        `output`. Returns how many accepted drafts are part of the output.
         """
         num_sampled = len(result.tokens_of(row))
         num_found = len(result.draft_token_ids.get(row, ()))

@@ -31,7 +31,7 @@ from servd.messages.stats import SchedulerStats
 logger = logging.getLogger("servd.scheduler")
 
 BACKGROUND_SHARE = 8  # prompts of lower classes get 1/8 of the budget, which keeps steps short
-MAX_PASSED = 8  # waiting requests that others may overtake in one step
+MAX_PASSED = 8  # waiting requests that other requests may overtake in one step
 GrammarTokens = Mapping[int, list[int]]  # slot -> the only tokens that its grammar allows next
 NO_TOKENS: GrammarTokens = {}
 
@@ -334,8 +334,8 @@ class Scheduler:
     def _finish_scheduling(
         self, request: Request, scheduled: ScheduledRequest, num_new_drafts: int = 0
     ) -> None:
-        """Ask for drafts for the step after a row that was just scheduled, and register its full
-        blocks in the prefix cache.
+        """Ask for drafts for the step after this one, and register the request's full blocks in the
+        prefix cache.
         """
         if scheduled.samples:
             request.num_drafts = 0
@@ -473,7 +473,7 @@ class Scheduler:
         del self.requests[request.request_id]
 
     def _release_slot(self, request: Request) -> None:
-        """Free slot and blocks. Steps in flight may use them, but run before the next owner's."""
+        """Free slot and blocks. Steps in flight that use them run before the next owner's steps."""
         self.waiting.stop(request)
         self.kv_cache.free(request)
         request.decodes_until = 0

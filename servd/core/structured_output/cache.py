@@ -7,7 +7,7 @@ from collections.abc import Callable
 from servd.core.structured_output.grammar import Grammar, GrammarError
 from servd.messages.params import StructuredOutput
 
-MAX_GRAMMARS = 32  # kept beside those in use
+MAX_GRAMMARS = 32  # kept besides the grammars in use
 # Longest compilation that is repeated in the engine's thread, where all requests wait.
 RECOMPILE_LIMIT = 0.05  # seconds
 
@@ -30,7 +30,7 @@ class GrammarCache:
         self._in_use: dict[int, Grammar] = {}
 
     def find(self, output: StructuredOutput) -> Grammar | None:
-        """Return the newest grammar of this output: an older one may have no lexer states."""
+        """Return the newest grammar of this output: older ones may have no lexer states left."""
         if (grammar := self._recent.get(key_of(output))) is not None:
             self._recent.move_to_end(key_of(output))
             return grammar

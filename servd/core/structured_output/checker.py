@@ -25,14 +25,14 @@ from servd.messages.params import StructuredOutput
 logger = logging.getLogger("servd.grammar")
 
 MASK_LIMIT = 0.05  # seconds; the engine's step waits for masks
-# Random beginnings of outputs that are tried; the limit is CPU seconds for all of them.
+# Random beginnings of outputs to try; TRIAL_SECONDS is CPU time for all of them.
 NUM_TRIALS = 4
 TRIAL_TOKENS = 24
 TRIAL_SECONDS = 0.02
 
 
 def main() -> None:
-    """Answer each line, a StructuredOutput as JSON, with a GrammarVerdict. The entry point."""
+    """Run the process: answer each line, a StructuredOutput as JSON, with a GrammarVerdict."""
     start = read_start(StartGrammarChecker)
     log.setup("grammar", start.config.observability)
     channel = socket.socket(fileno=start.channel).makefile("rwb")

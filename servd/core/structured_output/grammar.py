@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 # Limits on the work of one compilation and of one mask, and on the lexer states that a grammar
 # collects (0.4 to 0.7 kB each, so 14 MB in all). Most schemas have fewer than 500; strings with a
 # maxLength have seven for each character. A mask of the most ambiguous grammar takes 60 ms with
-# MAX_ITEMS, with the library's default ten times as long. The items of a row are among those of its
-# mask, which is refused earlier, so they need no smaller limit.
+# MAX_ITEMS; with the library's default, ten times as long. The items of a row are items of its
+# mask, which reaches the limit earlier, so they need no smaller limit.
 MAX_ITEMS = 10_000
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 200_000,
@@ -89,7 +89,7 @@ class Matcher:
     """Tracks one output.
 
     At each forced token, the library tokenizes all remaining forced text again, which takes 80 ms
-    for 50 kB. Therefore its first answer is kept until it is used up.
+    for 50 kB. Therefore its first answer is kept until all the tokens in it are used.
     """
 
     def __init__(

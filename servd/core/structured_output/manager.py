@@ -1,6 +1,6 @@
 """GrammarManager: compiles grammars in threads, and makes the bitmasks of rows with a grammar.
 
-A row begins with a NewRequest, after preemption with its output so far, and ends with its slot.
+A row begins with a NewRequest, which may have output already, and ends when its slot is freed.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from servd.messages.params import PoolingParams, SamplingParams, StructuredOutpu
 logger = logging.getLogger("servd.structured_output")
 
 NUM_COMPILERS = 2  # threads
-STACK_SIZE = 8 << 20  # bytes of each thread: four times what the checker has
-# Time for all masks of a step, as estimated from the last ones of each row. Rows beyond it skip the
-# step, so that others wait for a few slow masks, not for all of them.
+STACK_SIZE = 8 << 20  # bytes of each thread: four times the checker's
+# Time for all masks of a step, estimated from each row's latest masks. Rows beyond it skip the
+# step, so that other rows wait for a few slow masks, not for all.
 STEP_BUDGET = 0.05  # seconds
 # A grammar that has used up its lexer states is compiled again in the engine's thread, where all
-# requests wait. So an output gets a new one only if it is short enough to be replayed, and not too
-# often: twice, as others may be using up the first new one, too, and once more per
+# requests wait. So an output gets a new grammar only if it is short enough to replay, and not too
+# often: twice, as other outputs may use up the first new grammar, and once more per
 # TOKENS_PER_RENEWAL.
 MAX_TOKENS_AGAIN = 2048
 MAX_RENEWALS = 2
@@ -69,10 +69,10 @@ class Row:
     grammar: Grammar | None
     matcher: Matcher | None  # None after an error
     starts_after: Sequence[int]  # not empty: the grammar has not begun
-    # Tokens that are allowed before it begins: all but those that would end the output.
+    # Tokens that are allowed before the grammar begins: all but the tokens that end an output.
     until_begun: bytes | None
     replace: Callable[[Grammar], Grammar]  # see GrammarCache.replace
-    token_ids: list[int] = field(default_factory=list)  # that the matcher has accepted
+    token_ids: list[int] = field(default_factory=list)  # tokens that the matcher has accepted
     latest: tuple[int, ...] = ()  # last tokens, as many as `starts_after` has
     num_renewals: int = 0  # how often the grammar was compiled again
     error: str | None = None
@@ -304,7 +304,7 @@ class GrammarManager:
         return idle
 
     def grammar_tokens(self) -> dict[int, list[int]]:
-        """Map each slot to the only tokens, if any, that its grammar allows after known ones."""
+        """Map each slot to the only tokens, if any, that its grammar allows after known tokens."""
         if not self._rows or self.spec.keeps_state:  # recurrent states cannot take drafts back
             return {}
         return {

@@ -36,8 +36,8 @@ class TextVocabulary:
     """A model's vocabulary whose tokenizer never turns text into special tokens.
 
     Where only one text is allowed, the library tokenizes the text and allows only its first token.
-    The model's own tokenizer would turn "<tool_call>" in it into a special token, which the library
-    refuses. Its normalizers may also change the text.
+    The model's tokenizer would turn a "<tool_call>" there into a special token, which the library
+    refuses. The tokenizer's normalizers may also change the text.
     """
 
     bos_token_id = None

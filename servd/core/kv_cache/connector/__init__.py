@@ -60,11 +60,11 @@ class KVConnector:
         """Drop these blocks from every store: their contents may be wrong."""
 
     def reset(self) -> None:
-        """Drop all blocks that are this engine's alone."""
+        """Drop all blocks that this engine does not share with other engines."""
 
     @property
     def has_copies(self) -> bool:
-        """Whether `take_copies` has some, even if nothing is computed."""
+        """Whether copies wait for `take_copies`, even if there is nothing to compute."""
         return False
 
     def take_copies(self) -> BlockCopies | None:
@@ -72,7 +72,7 @@ class KVConnector:
         return None
 
     def collect_outputs(self, step: Step) -> None:
-        """Process the output of a step, whose copies are complete."""
+        """Process the output of a step. The step's copies are complete."""
 
     def wait(self) -> bool:
         """Wait briefly if blocks are being read or written; return whether any are. Called when

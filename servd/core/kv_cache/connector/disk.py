@@ -34,9 +34,9 @@ Reader = Callable[[bytes, memoryview], bool]
 
 
 class Disk:
-    """The blocks of one identity, which covers everything but the hash that their bytes depend on.
-    `limit`: bytes of all files; the least recently used files are deleted first. `identify` returns
-    the identity, 32 bytes, and may take long.
+    """The blocks of one identity: what their bytes depend on, except the block hash. `limit`: bytes
+    of all files; the least recently used files are deleted first. `identify` returns the identity,
+    32 bytes, and may take long.
     """
 
     name = "disk"
@@ -186,7 +186,7 @@ def header(identity: bytes, block_hash: bytes, buffer: memoryview) -> bytes:
 
 
 def at_once(path: str, flags: int) -> int:
-    """Open a file without waiting, as an opener for `open`. A pipe in its place looks empty."""
+    """Open a file without waiting, as an opener for `open`. A pipe at `path` looks empty."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 

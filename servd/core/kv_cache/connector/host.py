@@ -1,4 +1,4 @@
-"""HostMemory: slots of host memory. Each slot holds a block with the parts of all ranks."""
+"""HostMemory: slots of host memory. Each slot holds a block with the shards of all ranks."""
 
 import mmap
 import os

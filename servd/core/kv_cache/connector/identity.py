@@ -21,7 +21,7 @@ def identity(config: Config, spec: ModelSpec, worker: WorkerReady, memory: Path 
 
     Every byte of the weight files counts. Reading the files takes seconds, once: `memory`, an
     optional folder, keeps the result for a file by path, device, inode, size and times of change.
-    Nobody can set the change time (ctime), not even a copy that keeps the modification time.
+    The change time (ctime) cannot be set, unlike the modification time, which copies may keep.
     """
     model = config.model
     folders = []

@@ -16,14 +16,14 @@ from servd.core.kv_cache.connector.remote import Store
 NUM_THREADS = 2  # for files, and as many for peers
 POLL_INTERVAL = 0.005  # seconds between looks at files that are read while nothing is computed
 HANG_TIMEOUT = 5.0  # seconds without any progress: the disk hangs
-MAX_MISSED = 1 << 16  # hashes that are remembered
+MAX_MISSED = 1 << 16  # hashes that are kept
 
 
 @dataclass(slots=True)
 class Finished:
     slot: int
     block_hash: bytes
-    source: Store | None  # what it was to be read from; None: it was written
+    source: Store | None  # of a read; None after a write
     is_loaded: bool = False
 
 
@@ -35,16 +35,16 @@ class IOWorkers:
     def __init__(self, host: HostMemory, costs: LoadCosts, peer_timeout: float) -> None:
         self.host = host
         self.costs = costs
-        self.num_slots = 0  # being read or written
-        self.max_slots = max(host.num_blocks // 2, 1)  # with which writing begins
+        self.num_slots = 0  # slots being read or written
+        self.max_slots = max(host.num_blocks // 2, 1)  # from this number on, no write begins
         self.reading: set[bytes] = set()
-        self.missed: set[bytes] = set()  # could not be read; forgotten now and then
+        self.missed: set[bytes] = set()  # hashes that could not be read; cleared at MAX_MISSED
         self._peer_timeout = peer_timeout
-        self._progress_at = 0.0  # seconds, when the last was finished, or the first was begun
+        self._progress_at = 0.0  # seconds; when the last slot finished, or the first began
         self._finished: deque[Finished] = deque()  # from the threads
         self._wake_up = threading.Event()
         self._threads = ThreadPoolExecutor(NUM_THREADS, "kv-io")
-        self._peer_threads = ThreadPoolExecutor(NUM_THREADS, "kv-peers")  # as one may not answer
+        self._peer_threads = ThreadPoolExecutor(NUM_THREADS, "kv-peers")  # a peer may hang
 
     @property
     def has_room(self) -> bool:

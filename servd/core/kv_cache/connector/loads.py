@@ -1,4 +1,4 @@
-"""Loads: which waiting requests wait for blocks from files and peers, and how long."""
+"""Loads: makes waiting requests wait for their blocks from files and peers, for a limited time."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -33,8 +33,8 @@ class Load:
 
 @dataclass(eq=False)
 class Loads:
-    """Reads the blocks of waiting requests into host memory, to be copied when a request starts. So
-    files and peers can only fail before a request starts.
+    """Reads the blocks of waiting requests into host memory. Blocks are copied from there when a
+    request starts, so that files and peers can only fail before that.
 
     If `kv_load_failure_policy` is fail, a peer's blocks are required: a request waits for all its
     blocks, or fails. Otherwise it starts after a timeout and computes missing blocks.

@@ -1,7 +1,7 @@
 """OffloadConnector: moves KV blocks beyond the device to host memory, files and peers.
 
 Evicted blocks move from the device to slots of host memory. With a folder, blocks are also written
-to files when a request ends, and survive the engine. When a waiting request comes next, its blocks
+to files when a request ends, and survive the engine. When a waiting request could start, its blocks
 are looked up by hash: blocks in host memory are copied in its first step. Blocks from files and
 peers are read into host memory first, while the request waits.
 """

@@ -1,7 +1,7 @@
 """RemoteStore: exchanges blocks with peers, which are other engines, by block hash.
 
-Links need a token. Received data is not trusted: it has the header of a block's file, and is a miss
-if the header is not for the requested block and this model.
+Connections need a shared secret token. Received data is not trusted: it is a miss unless its
+header, as in a block's file, names the requested block and this model.
 """
 
 import logging
@@ -131,11 +131,11 @@ class RemoteStore:
             self._warn("the weights cannot be read", error)
 
     def _serve(self, listener: Listener[Ask]) -> None:
-        waiting: list[tuple[float, bytes, Ask]] = []  # until when, who, for what
+        waiting: list[tuple[float, bytes, Ask]] = []  # deadline, peer, request
         while not self._is_closed.is_set():
             wait([listener], PAUSE if waiting else IDLE)
             self._trim()
-            until = time.monotonic() + self.extra.timeout / 2  # half: who asks is to hear of it
+            until = time.monotonic() + self.extra.timeout / 2  # half: the peer must get the answer
             asked = [(until, who, ask) for who, ask in listener.drain() if ask is not None]
             waiting = [each for each in waiting + asked if not self._answer(listener, *each)]
             for _, who, ask in waiting[MAX_WAITING:]:
@@ -167,7 +167,7 @@ class RemoteStore:
 
     @contextmanager
     def open_reader(self, peer: str) -> Iterator[Reader]:
-        """Yield a function that reads blocks of a peer, HOST:PORT, and returns success."""
+        """Yield a function to read blocks of a peer, HOST:PORT; it returns whether it could."""
         if not self.is_open.wait(self.extra.timeout) or time.monotonic() < self._down.get(peer, 0):
             yield lambda block_hash, buffer: False
             return
