@@ -147,8 +147,8 @@ class Row:
             self.matcher = self.grammar.matcher()
             for token_id in self.token_ids:
                 self.matcher.accept(token_id)
-        except GrammarError as new_error:
-            self.fail(new_error)
+        except GrammarError:  # the library ran out within a token, and takes it for a wrong one
+            self.fail(error)
 
     def fail(self, error: GrammarError) -> None:
         """End the output with an error. The next token is not part of the output."""

@@ -417,3 +417,25 @@ def test_whatever_a_compilation_raises_ends_its_request(monkeypatch, kind):
     log = Driver(make_engine(), make_request("a", [1], structured_output=REGEX)).run()
     assert last(log, "a").finish_reason is FinishReason.ERROR
     assert kind.__name__ in (last(log, "a").error or "")
+
+
+class OutOfFuel:
+    """A matcher whose grammar has no states left; replayed, it rejects what it accepted before."""
+
+    is_complete = False
+
+    def __init__(self, error: grammar.GrammarError) -> None:
+        self.error = error
+
+    def accept(self, token_id: int) -> None:
+        raise self.error
+
+    def matcher(self) -> OutOfFuel:
+        return OutOfFuel(grammar.GrammarError("token 3 doesn't satisfy the grammar"))
+
+
+def test_an_output_that_cannot_be_replayed_ends_with_the_limit_that_it_reached():
+    used_up: Any = OutOfFuel(grammar.UsedUp("too many lexer states"))
+    row: Any = manager.Row(used_up, used_up, (), None, lambda each: each, token_ids=[3])
+    row.accept(5)
+    assert row.end is not None and "too many lexer states" in (row.end.error or "")
