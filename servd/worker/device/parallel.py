@@ -108,7 +108,7 @@ class Parallel:
         return max(self.size // num_heads, 1)
 
     def sharing(self, num_copies: int) -> Parallel:
-        """Return a group that counts `num_copies` neighbours, with equal parts, as one rank."""
+        """Return a group in which `num_copies` neighbours with equal parts count as one rank."""
         return replace(self, rank=self.rank // num_copies, size=self.size // num_copies)
 
     def close(self) -> None:

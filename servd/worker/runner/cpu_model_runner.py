@@ -17,7 +17,7 @@ from servd.worker.runner.model_runner import ModelRunner
 
 log = logging.getLogger("servd.worker")
 
-KV_CACHE_SHARE = 0.4  # of the available memory, which other processes need, too
+KV_CACHE_SHARE = 0.4  # of the available memory, which other processes need too
 MAX_KV_CACHE_BYTES = 4 << 30
 
 

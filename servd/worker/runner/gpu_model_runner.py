@@ -244,7 +244,7 @@ class GPUModelRunner(ModelRunner):
         self.execute_model(SchedulerOutput(step=0, new_requests=new_requests, scheduled=scheduled))
 
     def _sample_all(self, num_rows: int, has_grammar: bool = True) -> None:
-        """Sample the step, with a grammar in all rows or none, and free its rows."""
+        """Sample the step, with a grammar in all rows or in no row, and free its rows."""
         words = bytes([255]) * (4 * -(-self.spec.vocab_size // 32))
         bitmask = GrammarBitmask(list(range(num_rows)), [0] * num_rows, words * num_rows)
         self.sample_tokens(bitmask if has_grammar else None).result()
@@ -270,7 +270,7 @@ class GPUModelRunner(ModelRunner):
     # ---- output ----
 
     def to_host(self, parts: Sequence[StepPart]) -> tuple[Sequence[StepPart], Callable[[], None]]:
-        """Start copies to pinned memory in the step's stream; return them and a waiting call."""
+        """Start copies to pinned memory in the step's stream; return them, and a wait for them."""
         copied = [part.to_host() for part in parts]
         done = torch.cuda.Event()
         done.record(torch.cuda.current_stream(self.device))

@@ -15,7 +15,7 @@ def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
 
 def splitmix64(state: Tensor, index: Tensor | int) -> Tensor:
     """Return output number `index` (from 0) of splitmix64 (Steele et al., 2014) started at `state`;
-    int64 as uint64.
+    int64 stands for uint64.
     """
     z = state + (index + 1) * _signed(0x9E3779B97F4A7C15)  # int64 arithmetic wraps modulo 2**64
     z = (z ^ _shift_right(z, 30)) * _signed(0xBF58476D1CE4E5B9)

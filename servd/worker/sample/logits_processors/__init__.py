@@ -71,7 +71,7 @@ class LogitsProcessor(ABC):
 
 
 def load(vocab_size: int, max_num_seqs: int, device: torch.device) -> list[LogitsProcessor]:
-    """Return a processor from each file, in order. Arguments as for `LogitsProcessor`."""
+    """Return a processor from each file, in order. The arguments are those of `LogitsProcessor`."""
     classes = [plugins.load(__name__, name, "Processor") for name in plugins.names(__name__)]
     classes.sort(key=lambda each: each.order)
     return [each(vocab_size, max_num_seqs, device) for each in classes]
