@@ -31,7 +31,7 @@ class DispatchMode(TorchDispatchMode):
 
 
 def leaves(values: Any) -> Iterable[Any]:
-    """Return all values in an operation's nested arguments. No public function does this."""
+    """Return all values in an operation's nested arguments, by a private function of torch."""
     return tree_iter(values)
 
 

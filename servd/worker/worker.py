@@ -121,7 +121,7 @@ class Worker:
         )
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
-        """Allocate the cache, with as many blocks as all workers have, and prepare to run steps."""
+        """Allocate the cache, with as many blocks as other workers have; prepare to run steps."""
         self.runner.allocate_kv_cache(num_blocks)
         self.reference_check.run(self.run_step)
         self.runner.warm_up(lambda fraction: self.progress("warming up", fraction))

@@ -153,7 +153,7 @@ class Backend(ABC, Generic[Metadata]):
             k: [num_tokens, num_kv_heads, head_dim].
             v: like k; None: see AttentionSpec.value_dim.
             kv_cache: this layer's cache, see `kv_cache_shape`.
-            metadata: of this step.
+            metadata: this step's metadata.
             rotation: None for a model without rotary positions.
             norms: those of the heads of q and k; None without norms.
 
@@ -198,8 +198,8 @@ class Backend(ABC, Generic[Metadata]):
 
         Args:
             q: [num_tokens, num_heads, head_dim], as returned by `write`.
-            kv_cache: of this layer.
-            metadata: of this step.
+            kv_cache: this layer's cache.
+            metadata: this step's metadata.
             scale: factor on the scores.
             sinks: [num_heads], the score of an additional key per head, of value zero; only with
                 `supports_soft_cap`.

@@ -25,7 +25,7 @@ class Metadata:
 
 
 class Backend(AttentionBackend[Metadata]):
-    """Runs one kernel per layer for the whole mixed batch: a decode row is a prompt of one token.
+    """Runs one kernel per layer for the whole mixed batch: decode rows are prompts of one token.
 
     CUDA graphs are not possible: the host makes a plan from the lengths of the rows, so a captured
     plan is valid for its own step only.

@@ -80,7 +80,7 @@ class DecodeInputs:
         self.padding_d = torch.tensor(self.padding, device=self.device)
 
     def buffers_of(self, num_tokens: int, size: int | None = None) -> DecodeBuffers:
-        """Return views for a step of `num_tokens`, padded to `size`. Cached."""
+        """Return cached views for a step of `num_tokens`, padded to `size`."""
         size = num_tokens if size is None else size
         if (found := self.views.get((num_tokens, size))) is None:
             step = self.memory[: NUM_NUMBERS * size].view(NUM_NUMBERS, size)

@@ -41,7 +41,7 @@ def quantize(
         bits: 4 or 8.
         group_size: columns that share a scale.
         rows: token ids to calibrate with, all of the same length.
-        progress: called with the finished part, 0 to 1.
+        progress: called with the finished share, 0 to 1.
     """
     if (stated := quantization_of(folder)) is not None:
         raise ConfigError(f"{folder} is quantized already, by {stated.get('quant_method')}")

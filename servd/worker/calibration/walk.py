@@ -52,7 +52,7 @@ class Model:
 
     @torch.inference_mode()
     def perplexity(self, rows: Tensor) -> float:
-        """Return the perplexity of token ids [n, size]. The first of each row is not scored."""
+        """Return the perplexity of token ids [n, size]. A row's first token is not scored."""
         losses = []
         for row in rows:
             logits = self.model(row[None], use_cache=False).logits[0, :-1]

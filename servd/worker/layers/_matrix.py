@@ -30,7 +30,7 @@ class QuantMethod(Protocol):
         ...
 
     def rows(self, index: Tensor) -> Tensor:
-        """Return rows [n, in] for int64 [n], in any float type; `Matrix.rows` converts them."""
+        """Return the rows `index`, int64 [n], in any float type; `Matrix.rows` converts them."""
         ...
 
 

@@ -100,7 +100,7 @@ class Quantized:
         return replace(narrowed, group_size=size)
 
     def with_columns(self, columns: Tensor) -> Quantized:
-        """Return the matrix with its columns reordered; int64 [in], each column once."""
+        """Return the matrix with reordered columns. `columns`: int64 [in], each column once."""
         return replace(self, codes=self.codes[:, columns], columns=columns)
 
     def padded(self, num_rows: int) -> Quantized:
@@ -138,7 +138,7 @@ NamedTensors = Iterator[tuple[str, Tensor | Quantized]]
 
 
 class QuantizedMatrix:
-    """Multiplies with torch's products, which is slow: the reference. `dtype`: of the model."""
+    """Multiplies with torch's products, which is slow: the reference. `dtype`: the model's type."""
 
     def __init__(self, quantized: Quantized, dtype: torch.dtype) -> None:
         self.quantized = quantized

@@ -106,7 +106,7 @@ def _dynamic(inv_freq: Tensor, rope: dict[str, Any], spec: ModelSpec) -> Tensor:
 
 
 def _llama3(inv_freq: Tensor, rope: dict[str, Any]) -> Tensor:
-    """Return frequencies with long wavelengths slowed down, short ones kept (Llama 3.1)."""
+    """Return frequencies with long wavelengths slowed down, short wavelengths kept (Llama 3.1)."""
     low = rope["low_freq_factor"]
     high = rope["high_freq_factor"]
     wavelengths = 2 * math.pi / inv_freq

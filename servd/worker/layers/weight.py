@@ -21,7 +21,7 @@ class Weight(nn.Parameter):
     Args:
         shape: shape over all ranks.
         parallel: the ranks.
-        shard_dim: dimension along which each rank keeps an equal slice of each part; None: all.
+        shard_dim: dimension along which each rank keeps an equal slice of each part; or None.
         parts: rows of each of the stacked tensors, over all ranks; None: there is one tensor.
         copies: number of ranks that have the same shard, for each part; empty: one.
         transposed: whether the checkpoint has [in, out] where this has [out, in].

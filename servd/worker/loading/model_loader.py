@@ -306,7 +306,7 @@ def quant_method_maker(
     imatrix: str | None = None,
 ) -> MakeQuantMethod:
     """Return the converter of matrices. Raises ConfigError if the checkpoint is quantized already,
-    or should be but is not. `dtype`: of matrices that are not quantized; narrower matrices keep
+    or should be but is not. `dtype`: type of unquantized matrices; narrower matrices keep
     their type. `quantization`: a module of servd/worker/quantization, or None. `activations`:
     --cpu-activation-dtype.
     """

@@ -1,6 +1,6 @@
 """Cuts a model to one pipeline stage: layers of other stages are neither built nor loaded.
 
-A stage maps a residual stream, [num_tokens, hidden], to another one. The embedding is replaced by
+A stage maps a residual stream, [num_tokens, hidden], to a new stream. The embedding is replaced by
 the input from the previous stage, and the final norm by the sum that the norm would normalize.
 """
 

@@ -37,7 +37,7 @@ class GptOssAttention(LlamaAttention):
 
 
 class ClampedGate(Activation):
-    """SwiGLU with clamped inputs, times the other half plus one."""
+    """SwiGLU of one half of the inputs, times the other half plus one; both halves are clamped."""
 
     def __init__(self, alpha: float, limit: float) -> None:
         super().__init__("silu")

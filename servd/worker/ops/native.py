@@ -123,12 +123,12 @@ class Signature:
 
 
 def _reach(tensor: Tensor) -> int:
-    """Return the number of elements from the tensor's first to the end of its storage."""
+    """Return the number of elements from the tensor's first element to the end of its storage."""
     return tensor.untyped_storage().nbytes() // tensor.itemsize - int(tensor.storage_offset())
 
 
 def _row_size(type: int, size: int) -> int:
-    """Return the elements of a row of the KV cache; in int8, a scale follows the row."""
+    """Return the number of elements in a row of the KV cache; in int8, a scale follows the row."""
     return size + 4 if DTYPES[type] == torch.int8 else size
 
 
@@ -260,7 +260,7 @@ def state() -> str | None:
 
 
 def _is_stale(path: Path) -> bool:
-    """Return whether a library was built from other sources; False if it names no sources."""
+    """Return whether a library was built from other sources; False if it has no hash of them."""
     stamp = STAMP.search(path.read_bytes())
     now = state()
     return stamp is not None and now is not None and stamp[1].decode() != now

@@ -110,8 +110,8 @@ def affine(
         codes: uint8 [out, in].
         zeros: uint8 [out, groups]; None: all are half of the range.
         scale: [out, groups].
-        bits: of a code; in memory, a 2-bit code takes 4 bits.
-        group_size: columns that share a scale; the last group may have less.
+        bits: bits of a code; in memory, a 2-bit code takes 4 bits.
+        group_size: columns that share a scale; the last group may have fewer.
         is_symmetric: whether zeros without storage count as equal.
     """
     num_groups = -(-codes.shape[1] // group_size)
@@ -154,9 +154,9 @@ def _only_value(zeros: Tensor, assumed: int | None) -> int | None:
 
 def side_by_side(name: str, weight: Quantized, group_of: Tensor) -> Quantized:
     """Return a matrix with the columns of each group side by side; column i is of group
-    `group_of[i]`. Raises UnsupportedModel if groups differ in size from the matrix's. `weight`:
-    with columns in the checkpoint's order. `group_of`: int [in]; empty: columns of a group are side
-    by side already.
+    `group_of[i]`. Raises UnsupportedModel if a group's size is not the matrix's group size.
+    `weight`: with columns in the checkpoint's order. `group_of`: int [in]; empty: columns of a
+    group are side by side already.
     """
     if not group_of.numel() or weight.scale.shape[1] == 1:
         return weight

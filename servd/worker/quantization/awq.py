@@ -15,7 +15,7 @@ ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # places of 8 columns' codes in a word
 
 
 def read(files: list[Path], config: dict[str, Any], device: torch.device) -> NamedTensors:
-    """Yield a checkpoint's tensors. Raises UnsupportedModel for other codes than 4-bit "gemm"."""
+    """Yield a checkpoint's tensors. Raises UnsupportedModel unless codes are 4-bit "gemm"."""
     layout = str(config.get("version", "gemm")).lower()
     bits = config.get("bits", config.get("w_bit", 4))
     if layout != "gemm" or bits != 4:

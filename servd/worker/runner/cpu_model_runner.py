@@ -32,7 +32,7 @@ class CPUModelRunner(ModelRunner):
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """The compute type: float32 with native kernels, for which 16 bits are for storage."""
+        """The compute type: float32 with native kernels, which use 16 bits only for storage."""
         return self.dtype if native.library() is None else torch.float32
 
     @property

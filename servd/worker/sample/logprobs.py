@@ -106,7 +106,7 @@ def gather_logprobs(
 
     Args:
         logits: [m, vocab] float32, for the rows that request log-probabilities.
-        sampled: [m] int64, their sampled tokens.
+        sampled: [m] int64, the sampled tokens of these rows.
         num_logprobs: [n], k of each row of the step, None where not requested.
         named: [m] token ids that each row requests by name; empty if none does.
     """

@@ -127,8 +127,8 @@ class Sampler:
         output_token_ids: Sequence[int],
         eos_token_ids: Sequence[int],
     ) -> bool:
-        """Add a request, again after preemption with its outputs so far. Return whether its drafts
-        may be trees: if no stateful processor or grammar follows its tokens. `prompt_token_ids`: at
+        """Add a request; after preemption, with its outputs so far. Return whether its drafts may
+        be trees: if no stateful processor or grammar follows its tokens. `prompt_token_ids`: at
         least one. `output_token_ids`: sampled before; empty at first. `eos_token_ids`: forbidden,
         with params.stop_token_ids, for the first params.min_tokens outputs.
         """
@@ -167,7 +167,7 @@ class Sampler:
             positions: [n] int64 on the device: index of the sampled token in its sequence.
             bitmask: [n, ceil(vocab / 32)] int32 on the device, bit set = allowed; all -1 in rows
                 without a grammar.
-            drafts: of a step with drafts; then n is `SpecDecodeMetadata`'s m.
+            drafts: the drafts of a step with drafts; then n is `SpecDecodeMetadata`'s m.
         """
         host_slots = np.asarray(host_slots, dtype=np.int64)
         step = Rows(slots, positions, host_slots, self.uses[host_slots])

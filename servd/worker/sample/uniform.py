@@ -7,7 +7,7 @@ from torch import Tensor
 
 def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
     """Return numbers in [0, 1) with 53 random bits, [n] float64: splitmix64 started at a scrambled
-    seed, jumped to the position. `seeds`: [n] int64; `positions`: [n] int64.
+    seed, advanced to the position. `seeds`: [n] int64; `positions`: [n] int64.
     """
     bits = splitmix64(splitmix64(seeds, 0), positions)
     return _shift_right(bits, 11).double() * 2.0**-53

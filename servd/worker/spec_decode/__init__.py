@@ -178,7 +178,7 @@ class Proposer(ABC):
         """Note that a step was computed and its tokens are written.
 
         Args:
-            batch: the step.
+            batch: the batch of the step.
             hidden: [num_tokens, hidden], of all tokens, including prompts and rejected drafts.
             num_kept: see `SamplerOutput`.
         """
@@ -191,7 +191,7 @@ class Proposer(ABC):
 
         Args:
             slots: [n] int64.
-            max_len: no row has more tokens.
+            max_len: maximum tokens of a row.
             num_drafts: maximum for a row; a row may be given fewer of those that are found.
 
         Returns:

@@ -55,8 +55,8 @@ class Unnormed(nn.Module):
 
 class EagleHead(nn.Module):
     """Predicts a token's feature from the previous token's feature (the target's last hidden state)
-    and the token's embedding. `names`: of the checkpoint's tensors. Without its own embedding or
-    output head, the target's are used.
+    and the token's embedding. `names`: names of the checkpoint's tensors. A head without an
+    embedding or output head uses the target's.
     """
 
     packed: ClassVar[dict[str, tuple[str, int]]] = LlamaForCausalLM.packed

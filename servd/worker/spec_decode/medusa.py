@@ -75,7 +75,7 @@ class ResidualLayer(nn.Module):
         self.bias = Weight((num_heads * size,), parallel, parts=parts) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return [n, num_heads, hidden]. x may be [n, 1, hidden], equal for all heads."""
+        """Return states [n, num_heads, hidden]; x may be [n, 1, hidden], equal for all heads."""
         n, num_inputs, size = x.shape
         made = self.weight.product(x.flatten(0, 1), self.bias).view(n, num_inputs, -1, size)
         # Every input was multiplied with every head: reading the weights takes the time.

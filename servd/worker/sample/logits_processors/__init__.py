@@ -1,7 +1,7 @@
 """Logits processors: one file per feature, with a class `Processor`.
 
 A new feature is a field of `SamplingParams`, a field of the request's body, and a file here.
-tests/worker/sample/test_logits_processors.py runs its contract over all files. They run by `order`:
+tests/worker/sample/test_logits_processors.py tests all files. Processors run by `order`:
 
 | order | what belongs there |
 |---|---|

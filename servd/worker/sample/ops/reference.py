@@ -98,9 +98,9 @@ def _filter_by_digits(weights: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 def smallest_keeping(weights: Tensor, masses: Tensor, limits: Tensor) -> Tensor:
     """Return the smallest number such that the weights above it sum to less than a given mass.
 
-    A radix search by the bits of the weights, whose order is that of the weights. Each digit is
-    found by summing the masses of each of its values, among the weights that match the digits
-    before. This is exact, and reads the row about once; a sort of a large vocabulary takes ten
+    A radix search by the bits of the weights, which have the same order as the weights. Each digit
+    is found by summing the masses of each of its values, among the weights that match the earlier
+    digits. This is exact, and reads the row about once; a sort of a large vocabulary takes ten
     times as long. Returns [n] float32: a weight of the row, or 0. `weights`: [n, vocab] float32,
     not negative; `masses`: [n, vocab] int64; `limits`: [n] the mass of each row that may not be
     reached.

@@ -1,5 +1,5 @@
-"""top-k and top-p without a sort: bisection by the bits of the weights, whose order is that of the
-weights.
+"""top-k and top-p without a sort: bisection by the bits of the weights, which have the same order
+as the weights.
 """
 # pyright: reportMissingParameterType=false, reportArgumentType=false
 # pyright: reportCallIssue=false, reportOperatorIssue=false
