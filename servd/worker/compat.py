@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-# The oldest and the newest with which the tests run; `make test-oldest` has the oldest.
+# The oldest and newest versions that tests run with; `make test-oldest` has the oldest.
 TESTED = {"torch": "2.11-2.13", "transformers": "5.17-5.24"}
 
 # ---- torch ----
@@ -31,12 +31,12 @@ class DispatchMode(TorchDispatchMode):
 
 
 def leaves(values: Any) -> Iterable[Any]:
-    """Return all values in the nested arguments of an operation. torch has no public function."""
+    """Return all values in an operation's nested arguments, by a private function of torch."""
     return tree_iter(values)
 
 
 def without_function_modes() -> AbstractContextManager[Any]:
-    """Return a context without function modes, of which torch has no public one."""
+    """Return a context without function modes. torch has no public context for this."""
     return torch._C.DisableTorchFunction()
 
 
@@ -85,8 +85,8 @@ def replace_stored_tensor(module: nn.Module, name: str, parameter: nn.Parameter)
 
 @contextmanager
 def without_weights() -> Iterator[None]:
-    """Create parameters without storage and values within the block. Buffers are created as usual,
-    on a CPU even under function modes; transformers' own way has no storage for buffers either.
+    """Within a `with` block, create parameters without storage and values. Buffers are as usual, on
+    a CPU even under function modes; transformers' own way has no storage for buffers either.
     """
     from transformers.initialization import no_init_weights
 

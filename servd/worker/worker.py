@@ -40,7 +40,7 @@ class Worker:
         compared: folders of models whose memory was compared with the plan, once per process.
 
     Args:
-        rank: of this worker among `ParallelConfig.num_workers`.
+        rank: number of this worker among `ParallelConfig.num_workers`.
         progress: called with a start-up phase and its progress, 0 to 1.
         distributed_init: init_method of torch.distributed, e.g. "tcp://127.0.0.1:29500".
     """
@@ -61,7 +61,7 @@ class Worker:
         if config.parallel.device == "cuda":
             require_c_compiler()
             keep_compiled_kernels()
-            # Ranks count over all hosts, devices on each.
+            # Ranks count over all hosts, devices on each host.
             self.device = torch.device("cuda", rank % count_gpus())
             torch.cuda.set_device(self.device)
             runner_class = GPUModelRunner
@@ -121,7 +121,7 @@ class Worker:
         )
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
-        """Allocate the cache with the number of blocks that all workers have, to run steps."""
+        """Allocate the cache, with as many blocks as other workers have; prepare to run steps."""
         self.runner.allocate_kv_cache(num_blocks)
         self.reference_check.run(self.run_step)
         self.runner.warm_up(lambda fraction: self.progress("warming up", fraction))
@@ -151,7 +151,7 @@ class Worker:
         self.runner.drop_graphs()  # first: NCCL waits for ever for graphs that hold its kernels
         self.parallel.close()
         if self.parallel.size * self.parallel.num_stages == 1:
-            # The runner is in reference cycles, which take the garbage collector 0.1 s.
+            # The runner is in reference cycles; collecting them takes 0.1 s.
             vars(self.runner).clear()
         if self.device.type == "cpu":
             torch.set_num_threads(self.num_threads)

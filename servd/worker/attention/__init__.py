@@ -20,7 +20,7 @@ log = logging.getLogger("servd.worker")
 
 
 class HeadNorm(Protocol):
-    """An RMSNorm for heads."""
+    """An RMSNorm of attention heads."""
 
     @property
     def weight(self) -> Tensor: ...
@@ -83,11 +83,11 @@ class Backend(ABC, Generic[Metadata]):
     A backend with `supports_graphs` can be captured in a CUDA graph: `build_metadata`, `write` and
     `attend` run once, and their kernels run again for other steps with as many tokens. They must
     therefore read lengths, block tables and slots from the batch's device tensors, whose contents
-    change. They may use the host's lengths only for sizes of grids and buffers (`seq_lens` are
-    max_model_len in every row), and never wait for the device. There are two kinds of steps. In
-    decode steps, every query_len is 1; padding rows have length 1 and their own block. In steps
-    without `has_exact_query_lens`, padding rows are empty, and padding tokens belong to no row:
-    they are written to that block, and `attend` may return anything for them.
+    change. They may use the host's lengths only for sizes of grids and buffers (in a capture, every
+    row's length is max_model_len), and never wait for the device. There are two kinds of steps. In
+    decode steps, every query_len is 1; padding rows have length 1 and a block of their own. In
+    steps without `has_exact_query_lens`, padding rows are empty, and padding tokens belong to no
+    row: they are written to the padding block, and `attend` may return anything for them.
     """
 
     supports_graphs: ClassVar[bool] = False
@@ -97,11 +97,11 @@ class Backend(ABC, Generic[Metadata]):
     num_read_before: ClassVar[int | None] = None
     is_batch_invariant: bool = False  # results for a token do not depend on the rest of the step
     supports_batch_invariance: ClassVar[bool] = False  # see AttentionSpec.batch_invariant
-    supports_soft_cap: ClassVar[bool] = False  # and sinks
+    supports_soft_cap: ClassVar[bool] = False  # also stands for sinks
     supports_bidirectional: ClassVar[bool] = False  # see AttentionSpec.is_causal
-    fuses_norms = False  # whether `fused_write` takes them
+    fuses_norms = False  # whether `fused_write` takes norms
     supports_values_in_keys: ClassVar[bool] = False  # see AttentionSpec.value_dim
-    # Device type -> order in which "auto" tries it there, lowest first.
+    # Device type -> place in the order in which "auto" tries backends there, lowest first.
     auto_order: ClassVar[Mapping[str, int]] = {}
 
     def __init__(self, spec: AttentionSpec) -> None:
@@ -152,10 +152,10 @@ class Backend(ABC, Generic[Metadata]):
             q: [num_tokens, num_heads, head_dim].
             k: [num_tokens, num_kv_heads, head_dim].
             v: like k; None: see AttentionSpec.value_dim.
-            kv_cache: of this layer, see `kv_cache_shape`.
-            metadata: of this step.
+            kv_cache: this layer's cache, see `kv_cache_shape`.
+            metadata: this step's metadata.
             rotation: None for a model without rotary positions.
-            norms: of the heads of q and k, if it has any.
+            norms: those of the heads of q and k; None without norms.
 
         Returns:
             The queries for `attend`, like q.
@@ -198,10 +198,10 @@ class Backend(ABC, Generic[Metadata]):
 
         Args:
             q: [num_tokens, num_heads, head_dim], as returned by `write`.
-            kv_cache: of this layer.
-            metadata: of this step.
+            kv_cache: this layer's cache.
+            metadata: this step's metadata.
             scale: factor on the scores.
-            sinks: [num_heads], scores of one more key per head, whose value is zero; only with
+            sinks: [num_heads], the score of an additional key per head, of value zero; only with
                 `supports_soft_cap`.
 
         Returns:
@@ -231,7 +231,7 @@ def auto_backends(device_type: str) -> list[str]:
 
 
 def make_backend(name: str, spec: AttentionSpec) -> tuple[str, Backend[Any]]:
-    """Return the backend called `name` with its name; for "auto", the first that fits.
+    """Return a backend's name and the backend: `name`, or for "auto" the first that fits.
 
     Raises ConfigError, with the reason, if the backend does not exist or cannot run here.
     """

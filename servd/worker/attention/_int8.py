@@ -1,4 +1,4 @@
-"""int8 keys and values, with a scale per token and head; off by at most 1/254 of the largest."""
+"""int8 keys and values with a scale per token and head; errors are at most 1/254 of the maximum."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ SMALLEST = 1e-12  # scale
 
 
 def row_size(kv_dtype: torch.dtype, head_dim: int) -> int:
-    """Return the elements that a head's keys or values of a token occupy in this type's cache."""
+    """Return how many elements a token's key or value of one head takes in a cache of this type."""
     return head_dim + SCALE_BYTES if kv_dtype == torch.int8 else head_dim
 
 

@@ -25,7 +25,7 @@ class Metadata:
 
 
 class Backend(AttentionBackend[Metadata]):
-    """Runs one kernel per layer for the whole mixed batch: a decode row is a prompt of one token.
+    """Runs one kernel per layer for the whole mixed batch: decode rows are prompts of one token.
 
     CUDA graphs are not possible: the host makes a plan from the lengths of the rows, so a captured
     plan is valid for its own step only.
@@ -43,7 +43,7 @@ class Backend(AttentionBackend[Metadata]):
 
     @classmethod
     def supports(cls, spec: AttentionSpec) -> str | None:
-        """Return why it cannot run: no package, GPU before Ampere, wrong type or head_dim."""
+        """Return why the backend cannot run: no package, old GPU, wrong type or head_dim."""
         if spec.device.type != "cuda":
             return f"needs CUDA, not {spec.device.type}"
         if (capability := torch.cuda.get_device_capability(spec.device)) < (8, 0):
@@ -65,7 +65,7 @@ class Backend(AttentionBackend[Metadata]):
         return None
 
     def build_metadata(self, batch: AttentionBatch) -> Metadata:
-        """Run the planner, on the host, for the step's rows and pages; return the metadata."""
+        """Run the planner on the host, for the step's rows and pages; return the metadata."""
         spec = self.spec
         num_pages = -(-batch.seq_lens // spec.block_size)
         page_starts = _starts(num_pages)
@@ -74,7 +74,7 @@ class Backend(AttentionBackend[Metadata]):
         entries = upload(rows * batch.block_tables.shape[1] + columns, spec.device)
         if self.plan_copied is not None:
             # The planner's results leave by pinned memory, which the next call overwrites: with two
-            # steps in flight the copy of the last ones may not have begun.
+            # steps in flight, the copy of the previous results may not have begun.
             self.plan_copied.synchronize()
         self.wrapper.plan(
             torch.from_numpy(_starts(batch.query_lens)),

@@ -16,7 +16,7 @@ from servd.worker.device.device import upload
 
 # The longest row of a group may have this many times the blocks of the shortest ...
 MAX_PADDING = 1.25
-FREE_BLOCKS = 4  # ... or this many blocks more
+FREE_BLOCKS = 4  # ... or have this many blocks more
 # Keys (or values) that a group gathers. On a CPU they should still be in its caches when read.
 MAX_GATHER_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 
@@ -30,7 +30,7 @@ class Group:
     tokens: Tensor | None
     blocks: Tensor  # int64 [num_rows * num_blocks]
     mask: Tensor  # [num_rows, 1, query_len, num_blocks * block_size], 0 or -inf
-    # int64 [num_rows, n] each: numbers of the tails' keys in all of the group's, and their slots.
+    # int64 [num_rows, n] each: indices of the tails' keys among the group's keys, and their slots.
     tails: tuple[Tensor, Tensor] | None
     unseen: Tensor  # keys that no query of their row sees, bool [num_rows, num_keys, 1, 1]
 
@@ -165,7 +165,7 @@ class Backend(AttentionBackend[Metadata]):
         scale: float,
         sinks: Tensor | None,
     ) -> Tensor:
-        """Return [num_rows, num_heads, query_len, head_dim]. k and v have num_kv_heads."""
+        """Return attention [num_rows, num_heads, query_len, head_dim]; k, v have kv heads."""
         spec = self.spec
         group = spec.num_heads // spec.num_kv_heads
         if spec.value_dim is not None:  # treat heads as queries: torch would copy the keys for each

@@ -30,8 +30,8 @@ class Metadata:
 
 
 class Backend(AttentionBackend[Metadata]):
-    """Runs kernels per layer: one writes keys and values, one or two compute attention, and one
-    more joins rows that are long enough to be split.
+    """Runs several kernels per layer: one writes keys and values, one or two compute attention, and
+    one more merges the results of rows that are long enough to be split.
     """
 
     auto_order = {"cuda": 20}  # reads the cache in place
@@ -63,7 +63,7 @@ class Backend(AttentionBackend[Metadata]):
 
     @classmethod
     def supports(cls, spec: AttentionSpec) -> str | None:
-        """Return why it cannot run: no triton, no CUDA or interpreter, wrong head_dim."""
+        """Return why the backend cannot run: no triton, CUDA or interpreter, or wrong head_dim."""
         if importlib.util.find_spec("triton") is None:
             return "needs the package triton"
         from triton import knobs

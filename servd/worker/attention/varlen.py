@@ -46,8 +46,8 @@ class Backend(AttentionBackend[Metadata]):
 
     @classmethod
     def supports(cls, spec: AttentionSpec) -> str | None:
-        """Return why it cannot run: it needs a Hopper GPU, a 16-bit type, the flash-attn-3 package
-        and a torch with the paged signature.
+        """Return why the backend cannot run. It needs a Hopper GPU, a 16-bit type, the flash-attn-3
+        package and a torch with the paged signature.
         """
         if spec.device.type != "cuda":
             return f"needs CUDA, not {spec.device.type}"

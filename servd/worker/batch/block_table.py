@@ -10,7 +10,7 @@ class BlockTables:
     """A row of block ids for each slot and group of layers. Entries past the row's length, or
     before a group's window, hold an arbitrary valid block.
 
-    The row after the last slot is for padding. The rows of the next group follow it.
+    The row after the last slot is for padding; then come the rows of the next group.
     `max_model_len`: tokens per slot, at most; `block_size`: tokens per block.
     """
 
@@ -45,7 +45,7 @@ class BlockTables:
         self.num_blocks[slot] = 0
 
     def append(self, slot: int, block_ids: list[int]) -> None:
-        """Append blocks to a slot, interleaved by group, for the next `apply`."""
+        """Append blocks, interleaved by group, to a slot. The next `apply` writes them."""
         start = self.num_blocks[slot]
         end = self.num_blocks[slot] = start + len(block_ids)
         most = self.tables.shape[1] * self.num_groups
@@ -72,13 +72,13 @@ class BlockTables:
 
     def slot_mapping(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return KV-cache slots of tokens, int64: block * block_size + offset. Shapes are
-        broadcast. For other groups than the first, `slots` are the rows of the group.
+        broadcast. For later groups, pass each slot plus the group's first row as `slots`.
         """
         blocks = self.tables[slots, positions // self.block_size].long()
         return blocks * self.block_size + positions % self.block_size
 
     def host_slot_mapping(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Return `slot_mapping` by NumPy, on a CPU: in a third of torch's time for few tokens."""
+        """Return `slot_mapping` by NumPy, on a CPU: for few tokens in a third of torch's time."""
         at, offsets = np.divmod(positions, self.block_size)
         blocks = self.tables.numpy()[slots, at].astype(np.int64)
         return blocks * self.block_size + offsets

@@ -33,7 +33,7 @@ NUM_BUFFERS = 4  # pinned: the host fills one while the device may still read ea
 class DecodeBuffers(NamedTuple):
     """Views of the buffer for a step of n tokens, padded to m for a graph."""
 
-    step: Tensor  # int64 [NUM_NUMBERS, m], contiguous; see above
+    step: Tensor  # int64 [NUM_NUMBERS, m], contiguous; see _decode_rows.py
     seq_lens: Tensor  # int32 [m]: the next columns
     tokens: Tensor  # int64 [2, n]: slots and columns
     slots: Tensor  # int64 [n], like all below
@@ -42,11 +42,11 @@ class DecodeBuffers(NamedTuple):
     token_ids: Tensor
     kv_slots: Tensor
     indices: Tensor  # 0, 1, 2 ...
-    starts: Tensor  # int32 [n + 1]: the same
+    starts: Tensor  # int32 [n + 1]: 0, 1, 2 ...
 
 
 class DecodeInputs:
-    """The buffer, for one step at a time: a device runs the steps in flight one after another.
+    """The inputs of one step at a time: a device runs the steps in flight one after another.
     `max_num_tokens`: per step, at most; `device`: where steps run.
     """
 
@@ -55,12 +55,12 @@ class DecodeInputs:
         self.device = device
         self.padding = np.array([null_slot, 0, 0, null_slot, 0, 0], dtype=np.int64)[:, None]
         self.pad(0)
-        # Sizes of graphs, ascending: steps are padded to one, whose graph runs `begin_decode`.
+        # Sizes of graphs, ascending: a step is padded to a size, whose graph runs `begin_decode`.
         self.sizes: Sequence[int] = ()
         self.reserve(max_num_tokens)
 
     def reserve(self, max_num_tokens: int) -> None:
-        """Allocate for `max_num_tokens`. Views of the old buffer become invalid."""
+        """Allocate buffers for `max_num_tokens`. Views of old buffers become invalid."""
         self.max_num_tokens = max_num_tokens
         self.memory = torch.zeros(
             NUM_NUMBERS * max_num_tokens, dtype=torch.int64, device=self.device
@@ -80,7 +80,7 @@ class DecodeInputs:
         self.padding_d = torch.tensor(self.padding, device=self.device)
 
     def buffers_of(self, num_tokens: int, size: int | None = None) -> DecodeBuffers:
-        """Return views for a step of `num_tokens`, padded to `size`. Cached."""
+        """Return cached views for a step of `num_tokens`, padded to `size`."""
         size = num_tokens if size is None else size
         if (found := self.views.get((num_tokens, size))) is None:
             step = self.memory[: NUM_NUMBERS * size].view(NUM_NUMBERS, size)
@@ -105,11 +105,11 @@ class DecodeInputs:
         changes: np.ndarray,
         columns: np.ndarray | int = NOT_COMPUTED,
     ) -> tuple[DecodeBuffers, np.ndarray]:
-        """Fill in the host's part of a step, and start its copy to the device. Returns the step,
+        """Fill in the host's part of a step, and start its copy to the device. Returns the buffers,
         without the inputs that `begin_decode` computes, and the slots, int64 [n], on the host. Both
-        are valid until the next step. `slots`: of each token; distinct with NOT_COMPUTED.
-        `changes`: see `BlockTables.take_changes`; at most as many blocks as tokens. `columns`: of
-        each token, int64 [n].
+        are valid until the next step. `slots`: each token's slot; distinct with NOT_COMPUTED.
+        `changes`: see `BlockTables.take_changes`; at most as many blocks as tokens. `columns`: each
+        token's column, int64 [n].
         """
         num_tokens = len(slots)
         num_changes = len(changes) // 3
@@ -130,7 +130,7 @@ class DecodeInputs:
         return self.buffers_of(num_tokens, size), given[SLOT, :num_tokens]
 
     def put(self, tokens: Tensor, size: int) -> None:
-        """Write `InputBatch.tokens` from other memory for a graph of `size`."""
+        """Copy `tokens` (as in `InputBatch`) to the buffer of a graph of `size` tokens."""
         (num_inputs, num_tokens) = tokens.shape
         step = self.buffers_of(size).step
         self.clear(size)

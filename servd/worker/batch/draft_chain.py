@@ -1,4 +1,4 @@
-"""Chain: drafts in sequence. A pass over each draft makes the next one."""
+"""Chain: drafts in sequence. A pass over each draft makes the next draft."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ class Drafter(Protocol):
     """A model that drafts. Its features of tokens are [n, hidden]."""
 
     def top(self, features: Tensor) -> Tensor:
-        """Return the likeliest tokens after the tokens of the features, int64 [n]."""
+        """Return the likeliest next token for each row of features, int64 [n]."""
         ...
 
     def begin(
@@ -30,8 +30,8 @@ class Drafter(Protocol):
     def advance(
         self, token_ids: Tensor, positions: Tensor, attention: AttentionBatch, features: Tensor
     ) -> Tensor:
-        """Return features of tokens, int64 [n], at positions, int64 [n]. `features`: of the tokens
-        before them.
+        """Return features of `token_ids`, int64 [n], at `positions`, int64 [n]. `features`: those
+        of the previous tokens.
         """
         ...
 
@@ -42,13 +42,13 @@ class Pass:
     or, on a CPU, arrays.
     """
 
-    token_ids: Any  # int64 [num_tokens], as those that follow
+    token_ids: Any  # int64 [num_tokens], like the next three fields
     positions: Any
     slots: Any
-    columns: Any  # places in the blocks of their rows
+    columns: Any  # indices in the KV cache of their rows
     read: tuple[Tensor, ...]  # see `Drafter.begin`
     last: Any  # int64 [n]: the tokens that drafts follow
-    rows: AttentionRows | None  # of its attention; None: each token is one, and they are not many
+    rows: AttentionRows | None  # of the attention; None: each token is a row, and there are few
 
     def inputs(self, states: RequestStates) -> tuple[Any, ...]:
         slots = torch.as_tensor(self.slots)
@@ -64,17 +64,17 @@ class Pass:
 
 @dataclass(eq=False)
 class Chain:
-    drafter: Drafter  # makes them
+    drafter: Drafter  # makes the drafts
     states: RequestStates  # has the rows' blocks
 
     def run(self, first: Pass) -> Tensor:
-        """Return features of the last tokens, [n, hidden]."""
+        """Run the pass before the chain; return features of the tokens to draft after."""
         return self.drafter.begin(*first.inputs(self.states))[torch.as_tensor(first.last)]
 
     def __call__(self, first: Pass, slots: Any, positions: Any, columns: Any) -> Tensor:
         """Return drafts [n, k + 1], int64. All arguments are int64 tensors or, on a CPU, arrays.
-        `slots`: [n]; `positions`: [k, n], of the drafts except the last; `columns`: [k, n], places
-        of these drafts in the blocks of their rows.
+        `slots`: [n]; `positions`: [k, n], of the drafts except the last; `columns`: [k, n], indices
+        of these drafts in the KV cache of their rows.
         """
         slots, positions, columns = map(torch.as_tensor, (slots, positions, columns))
         batches = (decode_attention(self.states, slots, each) for each in columns)

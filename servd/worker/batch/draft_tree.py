@@ -1,10 +1,10 @@
-"""DraftTree: drafts that branch, so that a place of the text may have several drafts.
+"""DraftTree: drafts that branch, so that a position may have several drafts.
 
 A row's drafts have consecutive *columns* after its known tokens, in `RequestStates` and in the KV
-cache. In a tree, the *position* of a draft is its depth, and a draft sees the known tokens and the
-drafts on its own branch. A token's *place* is 0 if it is known, or 1 + the number of the draft.
-After verification, the kept drafts move to the first columns, as if they alone had been drafted in
-sequence.
+cache. In a tree, the *position* of a draft follows from its depth, and a draft sees the known
+tokens and the drafts on its own branch. A token's *place* is 0 if it is known, or 1 + the number of
+the draft. After verification, the kept drafts move to the first columns, as if they alone had been
+drafted in sequence.
 """
 
 from collections.abc import Sequence
@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 Path = tuple[int, ...]
-"""A draft: the ranks of the candidates on the way to it, its own rank last."""
+"""A draft, as ranks of candidates: first those of its predecessors, then its own."""
 
 
 class DraftTree:
-    """The tree that the drafts of all rows form. A row with fewer drafts has the first ones.
-    `paths`: of each draft, after the path of its predecessor; `device`: of the tokens.
+    """The tree that the drafts of all rows form. A row with fewer drafts has the first of them.
+    `paths`: a path for each draft, predecessors first; `device`: the device of the tokens.
     """
 
     def __init__(self, paths: Sequence[Path], device: torch.device) -> None:
@@ -29,21 +29,21 @@ class DraftTree:
         self.ranks = [path[-1] for path in paths]
         # The drafts that are the likeliest at every depth.
         self.chain = [place - 1 for path, place in places.items() if path and not any(path)]
-        # The place before each on its branch, [num_drafts + 1].
+        # For each place, the previous place on its branch, [num_drafts + 1].
         self.parents = np.array([places[path[:-1]] for path in places])
         seen = [
             [*range(len(path) + 1 - self.depth, 1)]
             + [places[path[:end]] for end in range(1, len(path) + 1)]
             for path in places
         ]
-        # Columns of the last tokens that each place sees, counted from the last known token's.
+        # Columns of the last tokens that each place sees, relative to the last known token's.
         self.seen = torch.tensor(seen, device=device)  # int64 [num_drafts + 1, depth]
         # Position less column of each place, int64 [num_drafts + 1].
         self.host_shifts = np.array([len(path) - place for path, place in places.items()])
         self.shifts = torch.tensor(self.host_shifts, device=device)
 
     def positions(self, columns: Tensor, places: Tensor) -> Tensor:
-        """Return positions of tokens. All int64 [n]."""
+        """Return the positions of tokens. Arguments and result are int64 [n]."""
         return columns + self.shifts[places]
 
     def tails(self, columns: Tensor, places: Tensor) -> Tensor:

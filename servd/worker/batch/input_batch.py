@@ -38,30 +38,30 @@ class InputBatch:
     positions: torch.Tensor  # int64 [num_tokens]: of each token in its sequence
     host_slots: np.ndarray  # int64 [num_rows], on the host
     query_lens: np.ndarray  # int64 [num_rows], on the host
-    # int64 [num_rows], on the host: including this step's tokens, if all drafts are accepted.
+    # int64 [num_rows], on the host: lengths after this step, if all drafts are accepted.
     seq_lens: np.ndarray
-    num_drafts: np.ndarray  # int64 [num_rows], on the host: how many of its last tokens are drafts
+    num_drafts: np.ndarray  # int64 [num_rows], on the host: drafts at each row's end
     known_ends: np.ndarray  # int64 [num_rows], on the host: index of the last token that is known
-    max_new_drafts: np.ndarray  # int64 [num_rows], on the host: for the next step
+    max_new_drafts: np.ndarray  # int64 [num_rows], on the host: drafts for the next step
     attention_rows: AttentionRows
     sample_rows: np.ndarray  # int64 [n], on the host: indices of the rows that sample
-    # One entry per token to sample: one for each such row and for each of its drafts, row by row.
+    # One entry per token to sample: one for each of these rows, and one for each of its drafts.
     sample_host_slots: np.ndarray  # int64 [m], on the host
-    sample_tokens: torch.Tensor  # int64 [m]: index of the token after which it is sampled
+    sample_tokens: torch.Tensor  # int64 [m]: index of the token before the sampled token
     sample_slots: torch.Tensor  # int64 [m]
     sample_positions: torch.Tensor  # int64 [m]: position of the sampled token in its sequence
     # Set if each row computes one known token and samples (on a CPU also with drafts): the buffers
     # of the step, of which this batch's tensors are views until the next step is gathered.
     buffers: DecodeBuffers | None = None
-    is_part: bool = False  # of a step; graphs must not be used for it
+    is_part: bool = False  # whether it is a part of a step, for which graphs must not be used
     # Whether it is known that each row computes one token, without drafts for this step or the
     # next.
     is_plain: bool = False
 
     @classmethod
     def gather(cls, scheduled: SchedulerOutput, states: RequestStates) -> InputBatch:
-        """Return the batch of a step, and update the block tables. Its tokens, except drafts, count
-        as computed from now on.
+        """Return the batch of a step, and update the block tables. The step's tokens, except
+        drafts, count as computed from now on.
         """
         if not scheduled.scheduled and states.tree is None:
             return cls._decode(scheduled.decodes, states)
@@ -156,7 +156,7 @@ class InputBatch:
         buffers, slots = inputs.fill(decodes.slots, states.take_changes(num_rows))
         if not inputs.sizes:
             states.begin_decode(buffers)
-        if inputs.is_shared and not inputs.sizes:  # the host can read the exact ones
+        if inputs.is_shared and not inputs.sizes:  # the host can read the exact lengths
             seq_lens = buffers.next_columns.numpy()
         else:
             seq_lens = np.array(decodes.num_computed_tokens, dtype=np.int64) + 1
@@ -237,7 +237,7 @@ class InputBatch:
 
     def part(self, first: int, end: int) -> InputBatch:
         """Return only the rows [first, end), for the forward pass."""
-        if self.buffers is not None:  # may be repeated: it finds the same
+        if self.buffers is not None:  # repeating this finds the same inputs
             self.states.begin_decode(self.buffers)
         ends = np.cumsum(self.query_lens)
         begin = int(ends[first] - self.query_lens[first])
@@ -312,9 +312,9 @@ class InputBatch:
 def _find(
     states: RequestStates, token_slots: np.ndarray, offsets: np.ndarray, bounds: np.ndarray
 ) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
-    """Return the tokens of rows that compute one known token and drafts; int64 [num_tokens] each.
-    `token_slots`: slot of each token; `offsets`: of each token from the first of its row; `bounds`:
-    upper bounds of the sequence lengths at each token, if drafts are chains.
+    """Return tokens, positions and bounds of rows that compute one known token and drafts.
+    `token_slots`: each token's slot; `offsets`: each token's distance from the first token of its
+    row; `bounds`: upper bounds of the sequence lengths at each token, if drafts are chains.
     """
     num_tokens = len(offsets)
     changes = states.block_tables.take_changes()
@@ -339,7 +339,7 @@ class AttentionRows:
 
     query_lens: np.ndarray  # int64 [num_rows], on the host
     seq_lens: np.ndarray  # int64 [num_rows], on the host: upper bounds
-    ends: torch.Tensor | None  # int64 [num_rows]: index of the last token; None: each is a row
+    ends: torch.Tensor | None  # int64 [num_rows]: index of the last token; None: 1 token each
 
     def part(self, begin: int, stop: int) -> AttentionRows:
         """Return the rows of the tokens [begin, stop), which must be whole rows."""
@@ -355,7 +355,7 @@ class AttentionRows:
         columns: torch.Tensor,
         places: torch.Tensor | None = None,
     ) -> AttentionBatch:
-        """Return the attention of tokens."""
+        """Return the attention batch of tokens with these slots, columns and places."""
         tables = states.block_tables
         ends = self.ends
         if ends is None:
@@ -379,7 +379,7 @@ class AttentionRows:
 
 
 def _columns(scheduled: SchedulerOutput) -> np.ndarray:
-    """Return the columns of all rows, int64 [6, num_rows], on the host."""
+    """Return slot, tokens, computed tokens, drafts, new drafts and samples: int64 [6, num_rows]."""
     decodes = scheduled.decodes
     first = len(scheduled.decodes.slots)
     columns = np.empty((6, scheduled.num_rows), dtype=np.int64)
@@ -398,7 +398,7 @@ def _columns(scheduled: SchedulerOutput) -> np.ndarray:
 def buffers_attention(
     states: RequestStates, buffers: DecodeBuffers, query_lens: np.ndarray, seq_lens: np.ndarray
 ) -> AttentionBatch:
-    """Return the attention of a step with complete inputs; for lengths see `AttentionBatch`."""
+    """Return the attention batch of complete inputs; for lengths see `AttentionBatch`."""
     tables = states.block_tables
     slots = buffers.slots
     blocks = tables.tables[:, : tables.blocks_for(int(seq_lens.max()))]
@@ -432,8 +432,8 @@ def decode_attention(
     places: torch.Tensor | None = None,
     is_captured: bool = False,
 ) -> AttentionBatch:
-    """Return the attention of one token per row, in a form that a graph can capture. On a CPU,
-    lengths are exact unless `is_captured`.
+    """Return the attention batch of one token per row, in a form that a graph can capture. On a
+    CPU, lengths are exact unless `is_captured`.
     """
     num_rows = len(slots)
     tables = states.block_tables
@@ -459,8 +459,8 @@ def decode_attention(
 def mixed_attention(
     states: RequestStates, tokens: torch.Tensor, ends: torch.Tensor
 ) -> AttentionBatch:
-    """Return the attention of rows that end at `ends`, in a form that a graph can capture. A row
-    with the same end as the row before has no token.
+    """Return the attention batch of rows that end at `ends`, in a form that a graph can capture. A
+    row with the same end as the row before has no token.
     """
     query_lens = np.full(len(ends), tokens.shape[1], dtype=np.int64)
     seq_lens = np.full(len(ends), states.max_model_len, dtype=np.int64)
@@ -476,8 +476,8 @@ def _of_groups(
     columns: torch.Tensor,
     last: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
 ) -> AttentionBatch:
-    """Return `batch` with the attention of further groups of layers. `last`: slots, columns and
-    places of the last token of each row.
+    """Return `batch` with `others`: the batches of further groups of layers. `last`: slots, columns
+    and places of the last token of each row.
     """
     tables = states.block_tables
     (last_slots, last_columns, last_places) = last

@@ -48,8 +48,8 @@ class RequestStates:
         self.zeros = np.zeros_like(self.indices)
         self.inputs = DecodeInputs(max_num_seqs, self.null_slot, device)
         self.ops = ops.for_device(device)
-        # Recurrent state of layers, float32 [max_num_seqs + 1, n]; see layers/state.py. Nothing of
-        # it is read before it is written.
+        # Recurrent state of layers, float32 [max_num_seqs + 1, n]; see layers/state.py. Each number
+        # is written before it is read.
         self.of_layers: torch.Tensor | None = None
         self.tree: DraftTree | None = None  # the shape of drafts in slots with `is_tree`
         self.is_tree = np.zeros(max_num_seqs + 1, dtype=bool)  # by slot, on the host
@@ -101,8 +101,8 @@ class RequestStates:
         self, slots: np.ndarray, token_slots: np.ndarray, offsets: np.ndarray
     ) -> DecodeBuffers:
         """Return the inputs of a step, on a CPU, in which slots compute their next token and
-        drafts. `slots`: int64 [n]; `token_slots`: slot of each token, int64 [m]; `offsets`: of each
-        token from the first of its row, int64 [m].
+        drafts. `slots`: int64 [n]; `token_slots`: each token's slot, int64 [m]; `offsets`: each
+        token's distance from the first token of its row, int64 [m].
         """
         num_computed = self.num_computed.numpy()
         columns = num_computed[token_slots] + offsets
@@ -124,14 +124,14 @@ class RequestStates:
         self.num_computed.index_add_(0, upload(slots, num_kept.device), num_kept)
 
     def read(self, slots: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-        """Return token ids, or -1, at these columns of the slots; int64 each."""
-        if self.inputs.is_shared:  # NumPy takes a third of torch's time for a few
+        """Return token ids, or -1, at these columns of the slots; all are int64."""
+        if self.inputs.is_shared:  # NumPy takes a third of torch's time for few tokens
             found = self.token_ids.numpy()[slots.numpy(), columns.numpy()]
             return torch.from_numpy(found.astype(np.int64))
         return self.token_ids[slots, columns].long()
 
     def write(self, slots: torch.Tensor, columns: torch.Tensor, token_ids: torch.Tensor) -> None:
-        """Store token ids at these columns of the slots; int64 each, all of the same shape."""
+        """Store token ids at these columns of the slots; all are int64 of the same shape."""
         if self.inputs.is_shared:
             self.token_ids.numpy()[slots.numpy(), columns.numpy()] = token_ids.numpy()
         else:

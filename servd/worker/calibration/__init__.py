@@ -17,11 +17,11 @@ BATCH = 8  # rows
 
 
 class Result(NamedTuple):
-    num_matrices: int  # that have fewer bits now
-    share: float  # of all weights that are in them
+    num_matrices: int  # that were quantized
+    share: float  # of all weights, in these matrices
     before: float  # perplexity of the original
-    after: float  # of the new one
-    num_bytes: int  # of the new one's weights
+    after: float  # perplexity of the quantized model
+    num_bytes: int  # of the quantized model's weights
 
 
 def quantize(
@@ -41,12 +41,12 @@ def quantize(
         bits: 4 or 8.
         group_size: columns that share a scale.
         rows: token ids to calibrate with, all of the same length.
-        progress: called with the finished part, 0 to 1.
+        progress: called with the finished share, 0 to 1.
     """
     if (stated := quantization_of(folder)) is not None:
         raise ConfigError(f"{folder} is quantized already, by {stated.get('quant_method')}")
     model = Model(folder)
-    # The checkpoint may have the names of the model, or those of its part without a head.
+    # The checkpoint may have the names of the model, or those of the model without its head.
     prefix = f"{model.base_prefix}."
     stored = {name.removeprefix(prefix): name for name, _ in read_tensors(weight_files(folder))}
     matrices: dict[str, gptq.Codes] = {}

@@ -10,14 +10,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-DAMPING = 0.01  # of the diagonal's mean, added to it: inputs will not be quite as those seen
+DAMPING = 0.01  # share of the diagonal's mean added to it: other inputs will differ from these
 RIDGES = (1, 10, 100)  # multiples of the damping that `correct_drift` tries
-CHANCE = 0.1  # share of the halves' agreement that can be by chance
-BLOCK = 128  # columns whose errors are passed on to the others at once
-ROWS = 1024  # of a matrix at once
-WIDTHS = [0.84, 0.88, 0.92, 0.96, 1.0]  # of a grid, over the width of a group's numbers
-PASSES = 2  # of the improvement
-SMALLEST = 1e-12  # scale
+CHANCE = 0.1  # share of the halves' agreement that can be chance
+BLOCK = 128  # columns whose errors are passed to later columns at once
+ROWS = 1024  # rows of a matrix that are quantized at once
+WIDTHS = [0.84, 0.88, 0.92, 0.96, 1.0]  # width of a grid, relative to a group's numbers
+PASSES = 2  # of the improvement by scales and codes
+SMALLEST = 1e-12  # smallest scale
 
 
 def quantize(
@@ -36,7 +36,7 @@ def quantize(
     if drift is not None:
         weight = weight + correct_drift(weight, moments, drift)
     moments = _damped(moments.sum(0))
-    # What matters most has most to follow.
+    # Important columns first: most other columns can still make up for their errors.
     order = moments.diagonal().argsort(descending=True)
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(moments[order][:, order]))
     upper = torch.linalg.cholesky(inverse, upper=True)
@@ -59,7 +59,7 @@ def correct_drift(weight: Tensor, moments: Tensor, drift: Tensor) -> Tensor:
     inputs.
 
     Least squares would overfit these inputs. So the change is damped, and scaled by its benefit on
-    the other half of the inputs. Without a benefit, the change is zero. Arguments as of `quantize`.
+    the other half of the inputs. Without a benefit, it is zero. Arguments are as in `quantize`.
     """
     best = 0.0
     change = torch.zeros_like(weight)

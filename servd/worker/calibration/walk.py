@@ -17,7 +17,7 @@ from servd.base.errors import UnsupportedModel
 # Name of a matrix in the model, the matrix [out, in], and sums of x^T x and (y - x)^T x over the
 # halves of its inputs x and those of the original, y, [2, in, in] each -> what it is from now on.
 Change = Callable[[str, Tensor, Tensor, Tensor], Tensor]
-# What a layer is given beside hidden states: positions, masks.
+# A layer's arguments beside hidden states: positions, masks.
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -33,7 +33,7 @@ class Model:
     def __init__(self, folder: Path) -> None:
         try:
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        except Exception as error:  # whatever it makes of files that it does not know
+        except Exception as error:  # transformers may raise anything for unknown files
             why = str(error).partition("\n")[0] or type(error).__name__
             raise UnsupportedModel(f"{folder}: transformers cannot load it: {why[:200]}") from None
         count = model.config.get_text_config().num_hidden_layers
@@ -52,7 +52,7 @@ class Model:
 
     @torch.inference_mode()
     def perplexity(self, rows: Tensor) -> float:
-        """Return the perplexity of token ids [n, size]. The first of each row is not scored."""
+        """Return the perplexity of token ids [n, size]. A row's first token is not scored."""
         losses = []
         for row in rows:
             logits = self.model(row[None], use_cache=False).logits[0, :-1]
@@ -79,7 +79,7 @@ class Model:
                     moments = moments + _products(x, x)
                     drift = drift + _products(y - x, x)
                 for module in modules:
-                    # Conv1D, of GPT-2, has the matrix [in, out].
+                    # GPT-2's Conv1D has a matrix [in, out].
                     weight: Any = module.weight.t() if isinstance(module, Conv1D) else module.weight
                     weight.copy_(change(self.names[module], weight, moments, drift))
             for place, of_layers in enumerate(calls):
@@ -112,7 +112,7 @@ class Model:
     def _by_input(
         self, layer: nn.Module, hidden: Tensor, call: Call
     ) -> list[list[nn.Linear | Conv1D]]:
-        """Return the layer's matrices in order of use, those with the same input in one list."""
+        """Return the layer's matrices in order of use; one list has those with the same input."""
         found: list[tuple[Tensor, list[nn.Linear | Conv1D]]] = []
 
         def see(module: nn.Linear | Conv1D, args: tuple[Tensor, ...]) -> None:

@@ -145,7 +145,7 @@ def _read(path: Path) -> str:
 
 
 def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Copy an array to the device asynchronously. On a CPU the tensor shares its memory."""
+    """Copy an array to the device asynchronously. On a CPU, the tensor shares the memory."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
@@ -158,7 +158,7 @@ def at_hand(tensor: torch.Tensor) -> Any:
 
 
 def sent(array: np.ndarray, device: torch.device) -> Any:
-    """Return an array in the form of `at_hand` on this device, to compute with its results."""
+    """Return the array itself on a CPU, else a tensor on the device, to compute with `at_hand`."""
     return array if device.type == "cpu" else upload(array, device)
 
 

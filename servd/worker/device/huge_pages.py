@@ -21,8 +21,8 @@ class HugePages:
     """
 
     def __init__(self) -> None:
-        self.block: weakref.ref[mmap.mmap] | None = None  # the newest
-        self.end = 0  # bytes of it that are allocated
+        self.block: weakref.ref[mmap.mmap] | None = None  # the newest block
+        self.end = 0  # allocated bytes of the newest block
         self.lock = threading.Lock()  # models may be loaded concurrently
 
     def empty(self, size: int, dtype: torch.dtype) -> Tensor:

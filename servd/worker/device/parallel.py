@@ -37,8 +37,8 @@ class Parallel:
         num_stages: int = 1,
         has_whole_experts: bool = False,
     ) -> Parallel:
-        """Join the other workers at `init_method` ("tcp://127.0.0.1:29500") with number `rank` of
-        all workers. Block until all have joined.
+        """Join the other workers at `init_method` ("tcp://127.0.0.1:29500") as number `rank` of all
+        workers. Block until all have joined.
         """
         stage = rank // size
         group = None
@@ -62,7 +62,7 @@ class Parallel:
         return self.stage == self.num_stages - 1
 
     def own_layers(self, num_layers: int) -> range:
-        """Return this stage's layers. Earlier stages may have one more: the last has the head."""
+        """Return this stage's layers. The last stage has the head, and may have one layer less."""
         first, end = (-(-num_layers * i // self.num_stages) for i in (self.stage, self.stage + 1))
         return range(first, end)
 
@@ -108,7 +108,7 @@ class Parallel:
         return max(self.size // num_heads, 1)
 
     def sharing(self, num_copies: int) -> Parallel:
-        """Return a group that counts `num_copies` neighbours, with equal parts, as one rank."""
+        """Return a group in which `num_copies` neighbours with equal parts count as one rank."""
         return replace(self, rank=self.rank // num_copies, size=self.size // num_copies)
 
     def close(self) -> None:

@@ -31,8 +31,8 @@ def dtype_of(config: Config, dtype: torch.dtype, device: torch.device) -> torch.
     if name == "auto":
         rounds = {"auto": model.quantization in ("int8", "int4"), "int8": True}
         is_rounded = device.type == "cpu" and rounds.get(model.cpu_activation_dtype, False)
-        # Beside activations of 8 bits it costs nothing, and a batch that reads keys and values of
-        # 32 bits does so for as long as it multiplies.
+        # Beside 8-bit activations, 16 bits cost nothing, and with 32 bits a batch would read
+        # keys and values for as long as it multiplies.
         return torch.bfloat16 if is_rounded and dtype == torch.float32 else dtype
     return torch.float8_e4m3fn if name == "fp8" else getattr(torch, name)
 

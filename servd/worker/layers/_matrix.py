@@ -30,7 +30,7 @@ class QuantMethod(Protocol):
         ...
 
     def rows(self, index: Tensor) -> Tensor:
-        """Return rows [n, in] for int64 [n], in any float type; `Matrix.rows` converts them."""
+        """Return the rows `index`, int64 [n], in any float type; `Matrix.rows` converts them."""
         ...
 
 
@@ -38,9 +38,9 @@ class MakeQuantMethod(NamedTuple):
     """Makes the quant method of a loaded matrix: the fastest on the device, or a quantized one.
 
     Args:
-        dense: makes the quant method of an ordinary matrix; None leaves it as it is.
+        dense: returns the quant method of an ordinary matrix, or None to leave it as it is.
         x_dtype: type that x may be rounded to.
-        table: like dense, for embeddings and heads; None: dense.
+        table: like dense, for embeddings and heads; None: use dense.
         importance: importance matrix: checkpoint name -> float32 [in], passed to `dense`.
     """
 
@@ -93,7 +93,7 @@ class Stacked:
         return torch.cat([method.multiply(x, b) for method, b in parts], dim=1)
 
     def rows(self, index: Tensor) -> Tensor:
-        """Raise NotImplementedError: tables are one tensor."""
+        """Raise NotImplementedError: vocabulary tables are never stacked."""
         raise NotImplementedError
 
 
@@ -103,13 +103,13 @@ class Matrix(Weight):
     """
 
     quant_method: QuantMethod | None = None
-    # The checkpoint's rows, over all ranks, as they follow each other here; None: as there.
+    # The order here of the checkpoint's rows, over all ranks; None: the checkpoint's order.
     row_order: Tensor | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.compute_dtype = self.dtype  # `load` and quant methods may store another one
-        self.quantized: dict[int, Quantized] = {}  # by part; until a quant method has them
+        self.compute_dtype = self.dtype  # `load` and quant methods may store another type
+        self.quantized: dict[int, Quantized] = {}  # by part; moved to the quant method later
 
     @property
     def num_bytes(self) -> int:
@@ -150,7 +150,7 @@ class Matrix(Weight):
             self.data = torch.empty(0)
             self.quantized = {}
         elif self.device.type == "cpu":
-            self.data = self.data.to(self.compute_dtype, copy=True)  # no longer the file's
+            self.data = self.data.to(self.compute_dtype, copy=True)  # releases the mapped file
 
     def _stack(self, make: MakeQuantMethod) -> QuantMethod:
         def kind(part: int) -> tuple[object, ...]:
@@ -164,7 +164,7 @@ class Matrix(Weight):
             last = self.rows_of(parts[-1])
             rows.append(last.stop - first.start)
             if parts[0] in self.quantized:
-                # What is stacked is not needed twice.
+                # Pop the parts, so that each is freed once it is stacked.
                 quantized = stack([self.quantized.pop(part) for part in parts])
                 methods.append(quant_method_of(quantized, self.data.dtype, make.x_dtype))
             else:
@@ -195,7 +195,7 @@ def quant_method_of(
 ) -> QuantMethod:
     """Return the fastest quant method for quantized weights on their device.
 
-    `dtype`: of the model, for unquantized parts; `x_dtype`: as in `MakeQuantMethod`.
+    `dtype`: the model's type, for unquantized parts; `x_dtype`: as in `MakeQuantMethod`.
     """
     if quantized.codes.device.type == "cpu" and native.library() is not None:
         return packed.GroupedMatrix(quantized, x_dtype)

@@ -26,7 +26,7 @@ class ForwardContext:
         self.kv_caches = kv_caches
         self.states = states
         self.batch = batch
-        # (part of `states`, its new rows): written by `finish`, once nothing can fail any more.
+        # (part of `states`, its new rows): `finish` writes them, once nothing can fail.
         self.pending: list[tuple[Tensor, Tensor]] = []
 
         def of_layers(window: int | None, group: int) -> tuple[Backend[Any], Any]:
@@ -111,8 +111,8 @@ class Attention(nn.Module):
         sinks: Tensor | None = None,
         norms: Norms | None = None,
     ) -> Tensor:
-        """Return [num_tokens, heads * head_dim] for q of this shape, and k and v [num_tokens,
-        kv_heads * head_dim]. If k holds the values: [num_tokens, heads * value_dim].
+        """Return attention [num_tokens, heads * head_dim] for q of this shape, and k and v
+        [num_tokens, kv_heads * head_dim]. If k holds the values: [num_tokens, heads * value_dim].
         """
         backend, metadata = ctx.of_layers(self.sliding_window, self.group)
         kv_cache = ctx.kv_caches[self.layer]
@@ -143,7 +143,7 @@ def num_caches(model: Loadable) -> int:
 
 
 def spec_of(model: Loadable, **options: Any) -> AttentionSpec:
-    """Return the attention that a backend must compute. `options` are its other fields. Raises
+    """Return the attention that a backend must compute. `options`: its other fields. Raises
     UnsupportedModel if layers differ in more than their windows.
     """
     first, *others = attention_layers(model)

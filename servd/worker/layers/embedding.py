@@ -44,7 +44,7 @@ class VocabEmbedding(nn.Module):
         rows = padded_rows(vocab_size, torch.get_default_device())
         if parallel.size == 1 and rows > vocab_size:
             self.weight.data = torch.zeros(rows, hidden_size)
-        self.factor = 1.0  # on embeddings
+        self.factor = 1.0  # factor on embeddings
         self.ops = ops.for_device(torch.get_default_device())
 
     def forward(self, input_ids: Tensor) -> Tensor:  # [num_tokens] -> [num_tokens, hidden]

@@ -23,12 +23,12 @@ from servd.worker.ops.reference import Routing
 class GroupedQuantMethod(Protocol):
     """The multiplication of the matrices of several experts."""
 
-    is_capturable: bool  # in a CUDA graph: it asks the device for nothing
+    is_capturable: bool  # whether a CUDA graph can contain it: it never waits for the device
 
     def multiply(self, x: Tensor, index: Tensor | None, starts: Tensor) -> Tensor:
-        """Multiply row `index[r]` (or r, if None) of x [n, in] by the matrix of the expert of row
-        r. An expert has the rows starts[expert] to starts[expert + 1]. int32 [num_rows] and
-        [num_experts + 1] -> [num_rows, out]. Rows before or after all experts are undefined.
+        """Return products [num_rows, out]: row r is row `index[r]` of x [n, in] (or row r, if None)
+        times the matrix of r's expert. Expert e has the rows starts[e] to starts[e + 1]; `index`
+        and `starts` [num_experts + 1] are int32. Rows before or after all experts are undefined.
         """
         ...
 
@@ -111,7 +111,7 @@ class Elsewhere(Weight):
     def load(
         self, tensor: Tensor | Quantized, part: int | None = None, copy: Copy = Tensor.copy_
     ) -> None:
-        """Keep nothing."""
+        """Load nothing: another rank has this expert."""
 
 
 class ExpertElsewhere(nn.Module):
@@ -128,12 +128,12 @@ class SparseMoE(nn.Module):
     `Parallel.has_whole_experts`.
 
     Args:
-        hidden_size: of the tokens.
-        size: of the experts, between their two products.
-        top_k: experts of a token.
-        renormalize: the weights of a token's experts add up to 1.
+        hidden_size: size of a token's hidden state.
+        size: size of an expert, between its two products.
+        top_k: number of experts of a token.
+        renormalize: whether the weights of a token's experts add up to 1.
         parallel: the ranks.
-        bias: router and experts have biases.
+        bias: whether router and experts have biases.
     """
 
     def __init__(
@@ -199,7 +199,7 @@ class SparseMoE(nn.Module):
         return self.activation.ops.route(self.gate(x), self.top_k, self.renormalize)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return [num_tokens, hidden] for [num_tokens, hidden], the same on every rank."""
+        """Return the experts' outputs for x [num_tokens, hidden], equal on all ranks."""
         gate_up, down = self.grouped
         routing = self.route(x)
         starts = routing.starts if self.has_all else routing.starts[self.own]

@@ -26,15 +26,15 @@ class ReplicatedLinear(nn.Module):
 
 
 class ColumnParallelLinear(nn.Module):
-    """`x @ W.T + b`, with a slice of the outputs on each rank.
+    """Computes `x @ W.T + b`, with a slice of the outputs on each rank.
 
     Args:
         out_features: outputs of each of the fused projections (q, k, v or gate, up), over all
             ranks.
         parallel: the ranks.
-        bias: has a bias.
-        transposed: the checkpoint stores [in, out].
-        copies: ranks that have the same slice, of each projection; none: one each.
+        bias: whether there is a bias.
+        transposed: whether the checkpoint stores [in, out].
+        copies: number of ranks that have the same slice, for each projection; empty: one.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class RowParallelLinear(nn.Module):
         self.bias = Weight((out_features,), parallel) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return [num_tokens, out] for [num_tokens, in / ranks], the same on every rank."""
+        """Return products [num_tokens, out] for x [num_tokens, in / ranks], equal on all ranks."""
         if self.parallel.size == 1:
             return self.weight.product(x, self.bias)
         out = self.parallel.all_reduce(self.weight.product(x))

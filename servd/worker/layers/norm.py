@@ -29,7 +29,7 @@ class RMSNorm(nn.Module):
 
 
 class OffsetWeight(Weight):
-    """A weight of 1 plus the checkpoint's; float32, as 16 bits would round small values away."""
+    """A weight of 1 plus the checkpoint's, in float32: 16 bits would round small values away."""
 
     def __init__(self, shape: Sequence[int], parallel: Parallel) -> None:
         super().__init__(shape, parallel)

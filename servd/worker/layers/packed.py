@@ -29,7 +29,7 @@ class Packed:
         return out
 
     def multiply_into(self, out: Tensor, x: Tensor, bias: Tensor | None) -> None:
-        """Multiply float32 [n, in] into out [n, out], which may be columns of a wider tensor."""
+        """Write the products of x, float32 [n, in], to columns of a tensor: out [n, out]."""
         fits = x.dtype == torch.float32 and x.shape[1] == self.shape[1]
         assert fits, (x.dtype, x.shape, self.shape)
         self._multiply(out, x.contiguous(), bias)
@@ -237,7 +237,7 @@ def _addresses(tensors: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def _num_terms(quantized: Quantized, x_dtype: torch.dtype) -> int:
-    """Return the int8 terms of x; 0 unless codes are whole numbers, in groups large enough."""
+    """Return the number of int8 terms of x; 0 unless codes are integers in large enough groups."""
     codes = quantized.codes
     size = quantized.group_size
     are_whole = all(value in range(-128, 128) for value in quantized.table or ())
@@ -247,8 +247,8 @@ def _num_terms(quantized: Quantized, x_dtype: torch.dtype) -> int:
 
 
 def _pack(weight: Tensor, num_terms: int = 0) -> Tensor:
-    """Pack [out, in] in panels of rows; two 4-bit codes in a byte. `weight`: [out, in].
-    `num_terms`: of x; 0 if x is float32, or if the weights are scales.
+    """Pack `weight` [out, in] in panels of rows; two 4-bit codes in a byte. `num_terms`: number of
+    terms of x; 0 if x is float32, or if `weight` contains scales.
     """
     num_rows, size = weight.shape
     if weight.dtype == torch.uint8:

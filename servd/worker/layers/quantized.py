@@ -17,17 +17,17 @@ LAYER = re.compile(r"(?:^|\.)(\d+)\.")  # the first number in a tensor's name
 @dataclass(frozen=True)
 class Quantized:
     """A matrix [out, in]. Each number is `value * scale + offset` in float32, with the scale and
-    offset of its group: `group_size` numbers of a row; a row's last group may have less.
+    offset of its group: `group_size` numbers of a row; a row's last group may be smaller.
 
     Args:
         codes: [out, in]; the values, int8 or float8_e4m3fn; or uint8, indices into `table`.
         scale: [out, groups], float32, bfloat16 or float16.
-        offset: as scale; None: zero. With one, value * scale must be exact in float32, as it may be
-            fused with the sum.
+        offset: like scale; None: zero. Otherwise value * scale must be exact in float32, because
+            kernels may fuse the product with the sum.
         group_size: numbers of a row that share a scale.
-        table: 16 values, of 4 bits.
-        columns: int64 [in]; column j of the codes is this one of the matrix. None: they are in
-            order.
+        table: 16 values, for codes of 4 bits.
+        columns: int64 [in]; column j of the codes is column columns[j] of the matrix. None: columns
+            are in order.
     """
 
     codes: Tensor
@@ -100,7 +100,7 @@ class Quantized:
         return replace(narrowed, group_size=size)
 
     def with_columns(self, columns: Tensor) -> Quantized:
-        """Return the matrix with its columns reordered; int64 [in], each column once."""
+        """Return the matrix with reordered columns. `columns`: int64 [in], each column once."""
         return replace(self, codes=self.codes[:, columns], columns=columns)
 
     def padded(self, num_rows: int) -> Quantized:
@@ -138,7 +138,7 @@ NamedTensors = Iterator[tuple[str, Tensor | Quantized]]
 
 
 class QuantizedMatrix:
-    """Multiplies with torch's products, which is slow: the reference. `dtype`: of the model."""
+    """Multiplies with torch's products, which is slow: the reference. `dtype`: the model's type."""
 
     def __init__(self, quantized: Quantized, dtype: torch.dtype) -> None:
         self.quantized = quantized

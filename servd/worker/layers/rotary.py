@@ -19,7 +19,7 @@ log = logging.getLogger("servd.worker")
 class Rotary(nn.Module):
     """The cos and sin of each position, computed once per step and used by all layers."""
 
-    # Whether config.json may say that a part of a head is turned.
+    # Whether config.json may limit the rotation to a part of each head.
     is_partial: ClassVar[bool] = False
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -55,8 +55,8 @@ def frequencies(
     rope: dict[str, Any], spec: ModelSpec, is_partial: bool = False
 ) -> tuple[Tensor, float]:
     """Return the angle per position of each pair [pairs], and the factor on cos and sin. Raises
-    UnsupportedModel if angles differ by layer or cover a part of the head, or if `rope_type` is not
-    among those below or lacks a key.
+    UnsupportedModel if angles differ by layer or cover a part of the head, or if `rope_type` is
+    unknown or lacks a key.
     """
     if any(isinstance(value, dict) for value in rope.values()):
         raise UnsupportedModel("rope_parameters that differ from layer to layer are not supported")
@@ -106,7 +106,7 @@ def _dynamic(inv_freq: Tensor, rope: dict[str, Any], spec: ModelSpec) -> Tensor:
 
 
 def _llama3(inv_freq: Tensor, rope: dict[str, Any]) -> Tensor:
-    """Return frequencies with long wavelengths slowed down, short ones kept (Llama 3.1)."""
+    """Return frequencies with long wavelengths slowed down, short wavelengths kept (Llama 3.1)."""
     low = rope["low_freq_factor"]
     high = rope["high_freq_factor"]
     wavelengths = 2 * math.pi / inv_freq
@@ -116,7 +116,7 @@ def _llama3(inv_freq: Tensor, rope: dict[str, Any]) -> Tensor:
 
 
 def _yarn(inv_freq: Tensor, rope: dict[str, Any], spec: ModelSpec) -> tuple[Tensor, float]:
-    """Return frequencies and factor of YaRN (arXiv:2309.00071): pairs of few turns interpolate."""
+    """Return frequencies and factor of YaRN (arXiv:2309.00071), which interpolates slow pairs."""
     original = rope["original_max_position_embeddings"]
     factor = rope.get("factor") or spec.max_position_embeddings / original
     num_pairs = len(inv_freq)

@@ -11,8 +11,8 @@ from servd.worker.layers.weight import Loadable
 
 class State(nn.Module):
     """Tensors of these shapes for each request, float32; zeros before its first token. They are the
-    state after the last computed token. Requests cannot share prefixes of it, and it cannot be
-    rolled back after rejected drafts.
+    state after the last computed token. Requests cannot share the state of a prefix, and rejected
+    drafts cannot be rolled back.
     """
 
     def __init__(self, *shapes: Sequence[int]) -> None:

@@ -19,12 +19,12 @@ class Weight(nn.Parameter):
     A shard that reaches beyond the end of the tensor is padded with zeros.
 
     Args:
-        shape: over all ranks.
+        shape: shape over all ranks.
         parallel: the ranks.
-        shard_dim: dimension along which each rank keeps an equal slice of each part; None: all.
-        parts: rows of each of the stacked tensors, over all ranks; None: there is one.
-        copies: ranks that have the same shard, of each part; none: one each.
-        transposed: the checkpoint has [in, out] where this has [out, in].
+        shard_dim: dimension along which each rank keeps an equal slice of each part; or None.
+        parts: rows of each of the stacked tensors, over all ranks; None: there is one tensor.
+        copies: number of ranks that have the same shard, for each part; empty: one.
+        transposed: whether the checkpoint has [in, out] where this has [out, in].
     """
 
     def __new__(
@@ -56,7 +56,7 @@ class Weight(nn.Parameter):
         transposed: bool = False,
     ) -> None:
         self.parallel = parallel
-        self.sharing = _sharing(parallel, parts, copies)  # each part
+        self.sharing = _sharing(parallel, parts, copies)  # for each part
         self.shard_dim = shard_dim
         self.part_shapes = [(rows, *shape[1:]) for rows in parts or shape[:1]]
         self.transposed = transposed
@@ -65,7 +65,7 @@ class Weight(nn.Parameter):
     def load(
         self, tensor: Tensor | Quantized, part: int | None = None, copy: Copy = Tensor.copy_
     ) -> None:
-        """Copy this rank's shard of `tensor`, which is part number `part`, or all parts at once. A
+        """Copy this rank's shard of `tensor`, which is part number `part`, or all parts if None. A
         quantized tensor is [out, in] regardless of `transposed`. Raises ValueError if the tensor
         has an unexpected shape.
         """

@@ -38,8 +38,8 @@ MODELS = "servd.worker.models"
 QUANTIZATIONS = "servd.worker.quantization"
 DUMMY_STD = 0.02
 IN_LAYER = re.compile(r"\.(\d+)\.(.+)")
-MAX_NAMED = 8  # parameters
-# In a calibrated checkpoint, beside the projections or below one of them.
+MAX_NAMED = 8  # parameters in an error message
+# Scales of a calibrated checkpoint are beside the projections or below one of them.
 KV_SCALE = re.compile(r"(.+?)\.(?:attn\.|[kv]_proj\.)?([kv])_scale")
 
 
@@ -192,7 +192,7 @@ def _check(files: list[Path]) -> None:
 
 
 def _checkpoint(files: list[Path], weight: Tensor) -> NamedTensors:
-    """Yield the checkpoint's tensors in its own format. `weight` is on the model's device."""
+    """Yield the checkpoint's tensors by its format's reader. `weight`: on the model's device."""
     tensors = _quantized(files, weight)
     folder = files[0].parent
     config = read_json(folder / "config.json") if (folder / "config.json").exists() else {}
@@ -265,7 +265,7 @@ def _load_kv_scale(
 def _target(
     model: Loadable, weights: dict[str, Weight], name: str
 ) -> tuple[Weight | None, int | None]:
-    """Return a checkpoint tensor's parameter, and the part of it; None if not needed."""
+    """Return a checkpoint tensor's parameter, and the part of it; None if none is needed."""
     if name.endswith(model.ignored):
         return None, None
     for candidate in (name, model.base_prefix + name):
@@ -306,7 +306,7 @@ def quant_method_maker(
     imatrix: str | None = None,
 ) -> MakeQuantMethod:
     """Return the converter of matrices. Raises ConfigError if the checkpoint is quantized already,
-    or should be but is not. `dtype`: of matrices that are not quantized; narrower matrices keep
+    or should be but is not. `dtype`: type of unquantized matrices; narrower matrices keep
     their type. `quantization`: a module of servd/worker/quantization, or None. `activations`:
     --cpu-activation-dtype.
     """

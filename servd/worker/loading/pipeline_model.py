@@ -1,6 +1,6 @@
 """Cuts a model to one pipeline stage: layers of other stages are neither built nor loaded.
 
-A stage maps a residual stream, [num_tokens, hidden], to another one. The embedding is replaced by
+A stage maps a residual stream, [num_tokens, hidden], to a new stream. The embedding is replaced by
 the input from the previous stage, and the final norm by the sum that the norm would normalize.
 """
 
@@ -33,7 +33,7 @@ class StageInput(nn.Module):
 
 
 class Nothing(nn.Module):
-    """A replacement for terms added to the embedding, like positions: the stream has them."""
+    """A replacement for terms added to the embedding, like positions: the input has them."""
 
     def forward(self, _: Tensor) -> None:
         return
@@ -56,8 +56,8 @@ class MissingHead(nn.Module):
 
 
 def cut(model: Any, parallel: Parallel, num_layers: int) -> None:
-    """Reduce a model to this stage, before its weights are loaded. Raises UnsupportedModel if it
-    does not build its layers with `Parallel.layers`.
+    """Reduce a model to this stage, before its weights are loaded. Raises UnsupportedModel if the
+    model does not build its layers with `Parallel.layers`.
     """
     layers = attention_layers(model)
     own = parallel.own_layers(num_layers)

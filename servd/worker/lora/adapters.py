@@ -35,7 +35,7 @@ def check_modules(config: LoRAConfig, model: Model) -> None:
     layers = layers_of(model)
     for entry in config.lora_modules:
         name, folder = parse_module(entry)
-        if Path(folder).exists():  # not replaced long ago
+        if Path(folder).exists():  # the files may be gone since the start
             AdapterFiles(folder, name).check(config.max_lora_rank, layers)
 
 
@@ -68,10 +68,10 @@ class Adapters:
         self.matrices = list(dict.fromkeys(target.matrix for target in self.targets.values()))
         self.dtype = dtype
         self.adapter_slot_of = np.full(max_num_seqs + 1, -1, dtype=np.int64)  # on the host
-        # Digests, the one used last at the end.
+        # Adapter slot -> digest; the most recently used slot is last.
         self.adapter_slots = OrderedDict.fromkeys(range(config.max_loras), "")
         self.users: Counter[int] = Counter()  # running requests, by adapter slot
-        self.kept: OrderedDict[str, Loaded] = OrderedDict()  # by digest, as the slots have
+        self.kept: OrderedDict[str, Loaded] = OrderedDict()  # by digest, in the slots' format
         self.max_kept = config.max_cpu_loras or config.max_loras
         self.layers = layers_of(model)
 
@@ -116,7 +116,7 @@ class Adapters:
                 return adapter_slot
         loaded = self._load(adapter)
         adapter_slot = next(slot for slot in self.adapter_slots if not self.users[slot])
-        self.adapter_slots[adapter_slot] = ""  # until all of it is there
+        self.adapter_slots[adapter_slot] = ""  # until the adapter is loaded completely
         for matrix in self.matrices:
             matrix.clear(adapter_slot)
         for matrix, part, a, b in loaded:
@@ -137,7 +137,7 @@ class Adapters:
             of_tokens = np.repeat(adapter_slots, batch.query_lens)
             rows = self.rows.adapter_slots
             rows[: len(of_tokens)] = upload(of_tokens, rows.device)
-            rows[len(of_tokens) :] = -1  # what pads a graph
+            rows[len(of_tokens) :] = -1  # padding of a graph
 
     def _load(self, adapter: Adapter) -> Loaded:
         """Return an adapter from main memory, or read it from the copy of its files."""

@@ -23,8 +23,8 @@ WIDTH = 16  # columns of `LowRank.a` are a multiple of it: the widest vector of 
 class AdapterRows:
     """The adapter slot of each token of the step."""
 
-    adapter_slots: Tensor  # int64 [the most of a step], on the device; -1: none
-    is_active: bool = False  # whether any token has one
+    adapter_slots: Tensor  # int64 [maximum tokens of a step], on the device; -1: none
+    is_active: bool = False  # whether any token has an adapter
 
 
 class Target(NamedTuple):
@@ -33,7 +33,7 @@ class Target(NamedTuple):
 
 
 class AdaptedMatrix:
-    """A matrix that adds up to `num_adapter_slots` adapters to rows of a step."""
+    """A matrix with at most `num_adapter_slots` adapters, added in rows of a step."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class AdaptedMatrix:
         return self.base.rows(index)
 
     def shares(self, part: int | None, a: Tensor, b: Tensor) -> list[tuple[int, Tensor, Tensor]]:
-        """Return this rank's part of a [rank, in] and b [out, rank], transposed, by part."""
+        """Return this worker's share of a [rank, in] and b [out, rank], transposed, by part."""
         matrix = self.matrix
         if matrix.row_order is not None:
             b = b[matrix.row_order]
@@ -116,7 +116,7 @@ def _whole(share: object) -> Tensor:
 def adapt(
     model: Model, rows: AdapterRows, num_adapter_slots: int, max_rank: int, dtype: torch.dtype
 ) -> dict[str, Target]:
-    """Make every linear layer add adapters. Keys of the result are the names of `layer_of`."""
+    """Give every linear layer an `AdaptedMatrix`; return these by the names of `layer_of`."""
     targets: dict[str, Target] = {}
     for layer, (matrix, part) in _linear_layers(model).items():
         if not isinstance(matrix.quant_method, AdaptedMatrix):
@@ -126,7 +126,7 @@ def adapt(
 
 
 def layers_of(model: Model) -> dict[str, tuple[int, int]]:
-    """Return (inputs, outputs) over all ranks of every linear layer, by the names of `layer_of`."""
+    """Return each linear layer's inputs and outputs over all ranks, by the names of `layer_of`."""
     found: dict[str, tuple[int, int]] = {}
     for layer, (matrix, part) in _linear_layers(model).items():
         shapes = matrix.part_shapes
@@ -136,8 +136,8 @@ def layers_of(model: Model) -> dict[str, tuple[int, int]]:
 
 
 def _linear_layers(model: Model) -> dict[str, tuple[Matrix, int | None]]:
-    """Return the matrix of every linear layer by the name of `layer_of`, and the layer's part of
-    the matrix; None: the layer is the whole matrix.
+    """Return each linear layer's matrix, by its name from `layer_of`, and the part of the matrix
+    that is the layer; None: all of it.
 
     Expert layers are left out: they compute a part of the step's tokens.
     """
@@ -152,7 +152,7 @@ def _linear_layers(model: Model) -> dict[str, tuple[Matrix, int | None]]:
         if not IN_A_LAYER.search(name) or ".experts." in name:
             continue
         parent, _, last = name.rpartition(".")
-        # Phi-3's own matrices have names of fused ones, and one part.
+        # Phi-3's own matrices have the names of fused matrices, and one part.
         parts = fused.get(last) if len(matrix.part_shapes) > 1 else None
         for part, own in parts or [(None, last)]:
             if (layer := layer_of(f"{parent}.{own}")) is not None:

@@ -1,5 +1,5 @@
 """Decoders without a file here. transformers builds them and computes everything between products;
-servd has attention (`_transformers_attention.py`), linear layers, tables and loading.
+servd provides attention (`_transformers_attention.py`), linear layers, tables and loading.
 """
 
 import copy
@@ -32,8 +32,8 @@ from servd.worker.models._transformers_fusion import PACKED, fuse
 
 # Found by tests/parity/test_causal_classes.py.
 DIFFERENT = ("MoshiForCausalLM",)
-# Styles of transformers' plans for tensor parallelism: which dimension of a linear layer ranks
-# share, and those that leave it whole here.
+# Styles of transformers' plans for tensor parallelism: SPLIT has the dimension in which ranks
+# split a linear layer; layers with a style in WHOLE stay whole here.
 SPLIT = {"colwise": 0, "rowwise": 1}
 WHOLE = {
     "colwise_gather_output",
@@ -48,7 +48,7 @@ WHOLE = {
 
 class Linear(nn.Linear):
     weight: Matrix  # pyright: ignore[reportIncompatibleVariableOverride]
-    servd_ranks: Parallel | None = None  # each has a slice of the inputs
+    servd_ranks: Parallel | None = None  # ranks, each with a slice of the inputs
 
     def forward(self, input: Tensor) -> Tensor:  # [..., in] -> [..., out]
         x = input.reshape(-1, input.shape[-1])
@@ -85,7 +85,7 @@ class Given(nn.Module):
         return Hidden(last_hidden_state=inputs_embeds)
 
     def __getattr__(self, name: str) -> Any:
-        # Models that were the half of an encoder-decoder ask their layers for it.
+        # Models made from half of an encoder-decoder read this from their layers.
         return self if name == "decoder" else super().__getattr__(name)
 
 
@@ -100,7 +100,7 @@ class TransformersForCausalLM(nn.Module):
         super().__init__()
         try:
             self.hf = build(spec)
-            # Not what nn.Module would list as its own: the names and whole shapes of a checkpoint.
+            # Not registered in the module: the names and whole shapes of a checkpoint.
             self.__dict__["state"] = self.hf.state_dict()
             if spec.num_kv_heads % parallel.size:
                 raise UnsupportedModel(
@@ -117,13 +117,13 @@ class TransformersForCausalLM(nn.Module):
             ) from error
         for name, calls in layers.items():
             self.hf.get_submodule(name).servd_attention = nn.ModuleList(calls)
-        # Not what nn.Module would list as its own.
+        # Not registered as submodules.
         self.__dict__["attentions"] = [self.hf.get_submodule(name) for name in layers]
         self.hf.tie_weights()
         fuse(self.hf, self.__dict__["attentions"], linears, parallel)
         exchange_weights(self.hf, spec.vocab_size, linears, parallel)
         head = compat.copy_with(self.hf, **{self.hf.base_model_prefix: Given()})
-        self.__dict__["head"] = head  # no module of its own: it shares all that it has
+        self.__dict__["head"] = head  # not a submodule: all its parts are shared
 
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
         """Return hidden states [num_tokens, hidden] for [num_tokens] ids and positions."""
@@ -146,7 +146,7 @@ class TransformersForCausalLM(nn.Module):
         state = self.__dict__["state"]
         prefix = self.hf.base_model_prefix
         original = copy.copy(self.hf)
-        original.get_parameter = state.__getitem__  # converters ask for those before `fuse`
+        original.get_parameter = state.__getitem__  # converters ask for parameters as before `fuse`
         pending: dict[str, tuple[Any, list[tuple[str, str, Tensor]]]] = {}
         for source, tensor in tensors:
             name, pattern = compat.rename_tensor(source, renamings, converters, prefix, state)
@@ -253,8 +253,8 @@ def split(model: Any, size: int) -> None:
 
 
 def exchange_weights(model: Any, vocab_size: int, linears: set[str], parallel: Parallel) -> None:
-    """Replace all parameters, and buffers in checkpoints, by servd's weights. Use servd's products
-    in the layers of `linears`.
+    """Replace all parameters, and the buffers that checkpoints have, by servd's weights. Use
+    servd's products in the layers of `linears`.
     """
     made: dict[int, Weight] = {}
     precise = "|".join(compat.precise_modules(model)) or "$^"

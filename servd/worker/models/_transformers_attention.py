@@ -25,9 +25,9 @@ from servd.worker import compat
 from servd.worker.layers.attention import Attention, ForwardContext
 
 OLDER = ("falcon", "gptj", "gpt_neo")  # these have a class for flash attention
-ATTENTION = "servd"  # what models find `attend` by
-NOTED = "servd_noted"  # the same, with masks that can be looked at
-# What an attention function may be given and need not heed, in a model that only predicts.
+ATTENTION = "servd"  # the name by which models find `attend`
+NOTED = "servd_noted"  # the same for `Notes`, with masks that show their rule
+# Arguments that an attention function may ignore in a model that only predicts.
 HEEDLESS = {
     "dropout",
     "is_causal",
@@ -49,12 +49,12 @@ REASONS = {
 
 
 class Notes:
-    """Records what each module needs. Replaces the context before there are weights."""
+    """Records the attention of each module, in place of a ForwardContext, before weights exist."""
 
     def __init__(self, model: nn.Module, config: Any) -> None:
         self.names = {module: name for name, module in model.named_modules()}
         self.window: int | None = getattr(config, "sliding_window", None)
-        self.found: dict[str, list[dict[str, Any]]] = {}  # what Attention is made of, by module
+        self.found: dict[str, list[dict[str, Any]]] = {}  # arguments of each Attention, by module
 
     def note(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, options: dict[str, Any]
@@ -88,8 +88,8 @@ class Notes:
         return q.new_empty(1, q.shape[2], q.shape[1], v.shape[3])
 
     def layers(self) -> dict[str, list[Attention]]:
-        """Return the attention layers by module, one for each call of a step. All have the largest
-        head size, and the most key heads of any call, so that their KV caches are alike.
+        """Return the attention layers by module, one for each call in a step. All have the largest
+        head size, and if possible the most key heads of any call, so that KV caches are alike.
         """
         calls = [call for calls in self.found.values() for call in calls]
         head_dim, num_kv_heads = (max(c[k] for c in calls) for k in ("head_dim", "num_kv_heads"))
@@ -99,7 +99,7 @@ class Notes:
             if num_kv_heads % call["num_kv_heads"] == 0 == call["num_heads"] % num_kv_heads:
                 call["num_kv_heads"] = num_kv_heads
         made: dict[str, list[Attention]] = {}
-        for name in self.names.values():  # in this order the runner numbers KV caches
+        for name in self.names.values():  # the runner numbers KV caches in this order
             for call in self.found.get(name, ()):
                 number = sum(map(len, made.values()))
                 made.setdefault(name, []).append(Attention(number, **call))
@@ -107,7 +107,7 @@ class Notes:
 
 
 class Probe:
-    """Records the arguments of the last call and returns the queries. Replaces the context."""
+    """Records the last call's arguments and returns the queries, in place of a ForwardContext."""
 
     seen: tuple[Tensor, ...] = ()
 
@@ -181,8 +181,8 @@ def _fill(x: Tensor, num_heads: int, head_dim: int) -> Tensor:
 
 @contextmanager
 def context(ctx: ForwardContext | Notes | Probe, positions: Tensor) -> Iterator[None]:
-    """Give `attend` this context within the block, because not every model passes it to its layers.
-    Tables that count tokens get positions [num_tokens].
+    """Within a `with` block, give `attend` this context, because not every model passes it to its
+    layers. Position tables that count tokens get positions [num_tokens].
     """
     token = CONTEXT.set((ctx, positions))
     try:
@@ -192,7 +192,7 @@ def context(ctx: ForwardContext | Notes | Probe, positions: Tensor) -> Iterator[
 
 
 class Mask(Tensor):
-    """A mask that only states the rule by which it would be made; so do its parts."""
+    """A mask without values that only has the rule for making it; slices have the same rule."""
 
     rule: Callable[..., Any]
 
@@ -220,7 +220,7 @@ def teach(model_type: str) -> None:
         """Return attention; all tensors are [1, num_tokens, heads, head_dim]."""
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         window = None
-        if getattr(module, "attention_type", None) == "local":  # which GPT-Neo forgets here
+        if getattr(module, "attention_type", None) == "local":  # GPT-Neo does not pass its window
             window = module.config.window_size
             mask = mask_of_rule(mask_function=compat.sliding_window_rule(window))
         scale = options.get("softmax_scale")
@@ -257,7 +257,7 @@ def inspect(
                     f"{name}.{number} ({', '.join(kinds)}) does not call attention through the "
                     "interface"
                 )
-        break  # the layers; others are inside of them
+        break  # these are the layers; further lists are inside them
     if not found:
         raise UnsupportedModel("its attention is not called through the interface")
     for module in model.modules():
@@ -267,7 +267,7 @@ def inspect(
 
 
 def _counts_by_itself(table: nn.Embedding) -> bool:
-    """Return whether a table of positions gets the number of earlier tokens, like BART's."""
+    """Return whether a position table counts on from the number of earlier tokens, like BART's."""
     match [*signature(table.forward).parameters]:
         case ["input_ids", "past_key_values_length" | "cache_length", "position_ids"]:
             return True
@@ -275,12 +275,12 @@ def _counts_by_itself(table: nn.Embedding) -> bool:
 
 
 def _place(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Return arguments with the step's positions, for a table that counts from the step's start."""
+    """Add the step's positions: alone, a position table would count from the step's start."""
     return args, kwargs | {"position_ids": CONTEXT.get()[1]}
 
 
 def _fix_rotary(name: str, module: Any, max_model_len: int) -> None:
-    """Keep frequencies of rotary positions as they are for short requests."""
+    """Keep a module's rotary frequencies of short requests; refuse those that follow the length."""
     kinds: Any = getattr(module, "rope_type", None)
     for layer_type, kind in kinds.items() if isinstance(kinds, dict) else [(None, kinds)]:
         if kind not in ("dynamic", "longrope"):
@@ -303,10 +303,10 @@ def _fix_rotary(name: str, module: Any, max_model_len: int) -> None:
 
 
 def _note(model: Any) -> tuple[dict[str, list[Attention]], set[str]]:
-    """Record the attention that layers need. No tensor of the model has storage."""
+    """Return the result of `inspect`, by running the model, whose tensors have no storage."""
     linears = {name: m for name, m in model.named_modules() if type(m) is nn.Linear}
     for module in model.modules():
-        if type(module).__name__.endswith("Experts"):  # their shapes may depend on numbers
+        if type(module).__name__.endswith("Experts"):  # shapes of experts may depend on values
             module.forward = _same
     for linear in linears.values():
         vars(linear)["forward"] = partial(_product, linear.out_features)

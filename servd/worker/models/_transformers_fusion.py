@@ -47,7 +47,7 @@ class FusedAttention(nn.Module):
     def forward(
         self, hidden_states: Tensor, position_embeddings: Rotation, **_: Any
     ) -> tuple[Tensor, None]:
-        """Return [1, num_tokens, hidden] for [1, num_tokens, hidden]."""
+        """Return the output [1, num_tokens, hidden] for hidden states of the same shape."""
         layer: Attention = next(self.servd_calls)
         q, k, v = self.qkv_proj(hidden_states[0]).split(self.qkv_proj.local_features, dim=-1)
         if hasattr(self, "q_norm"):
@@ -87,7 +87,7 @@ class FusedRotary(nn.Module):
     servd_ops: ops.Ops
 
     def forward(self, x: Tensor, position_ids: Tensor) -> Rotation:
-        """Return [num_tokens, head_dim / 2] each for [1, num_tokens]."""
+        """Return cos and sin, [num_tokens, head_dim / 2] each, for positions [1, num_tokens]."""
         scale = self.attention_scaling
         positions = position_ids[0]
         return self.servd_ops.rotation(positions, self.inv_freq, scale, x.dtype)

@@ -16,7 +16,7 @@ from servd.worker.layers.linear import ColumnParallelLinear, ReplicatedLinear, R
 from servd.worker.layers.norm import LayerNorm
 from servd.worker.layers.rotary import Rotation
 
-# Parts of the checkpoint's names -> names here.
+# Parts of names in the checkpoint -> parts of names here.
 NAMES = {
     "bert.": "",
     "roberta.": "",
@@ -34,8 +34,8 @@ UNUSED = ("cls.", "lm_head.")  # heads that predict masked tokens
 
 
 class BertEmbeddings(nn.Module):
-    """Embeddings of tokens, positions and of the first or second text. `first_position`: of the
-    first token; None for rotary positions.
+    """Sums embeddings of tokens, positions and texts (first or second). `first_position`: position
+    of the first token; None for rotary positions.
     """
 
     def __init__(self, spec: ModelSpec, parallel: Parallel, first_position: int | None) -> None:
@@ -52,7 +52,7 @@ class BertEmbeddings(nn.Module):
         self.LayerNorm = LayerNorm(size, spec.config.get("layer_norm_eps", 1e-12), parallel)
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        """Return [num_tokens, hidden] for [num_tokens] ids and positions."""
+        """Return embeddings [num_tokens, hidden] for [num_tokens] ids and positions."""
         x = self.word_embeddings(input_ids & ~SECOND_TEXT)
         if self.token_type_embeddings is not None:
             types = (input_ids >= SECOND_TEXT).long().clamp(max=self.last_type)
@@ -73,7 +73,7 @@ class BertAttention(nn.Module):
         self.attention = Attention(0, num_heads, num_heads, spec.head_dim, scale, is_causal=False)
 
     def forward(self, x: Tensor, rotation: Rotation | None, ctx: ForwardContext) -> Tensor:
-        """Return [num_tokens, hidden] for [num_tokens, hidden]."""
+        """Return the output [num_tokens, hidden] for x of the same shape."""
         return self.dense(self.attention(*self.qkv(x).chunk(3, dim=-1), ctx, rotation))
 
 
@@ -93,7 +93,7 @@ class BertLayer(nn.Module):
         self.act = Activation(spec.config.get("hidden_act", "gelu"))
 
     def forward(self, x: Tensor, rotation: Rotation | None, ctx: ForwardContext) -> Tensor:
-        """Return [num_tokens, hidden] for [num_tokens, hidden]."""
+        """Return the output [num_tokens, hidden] for x of the same shape."""
         x = self.attention_norm.add(self.attention(x, rotation, ctx), x)[0]
         return self.mlp_norm.add(self.down(self.act(self.up(x))), x)[0]
 
@@ -101,7 +101,7 @@ class BertLayer(nn.Module):
 class BertModel(nn.Module):
     layer: ClassVar[type[BertLayer]] = BertLayer
     names: ClassVar[dict[str, str]] = NAMES
-    # Values of config.json beside which there is code for no others.
+    # The only values of config.json for which there is code.
     only: ClassVar[dict[str, Any]] = {"position_embedding_type": "absolute", "is_decoder": False}
     packed: ClassVar[dict[str, tuple[str, int]]] = {
         "query": ("qkv", 0),
@@ -145,7 +145,7 @@ class BertModel(nn.Module):
         return x
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Return a placeholder [n, 1] for hidden [n, hidden]: no token follows."""
+        """Return a placeholder [n, 1] for hidden [n, hidden]: encoders predict no next token."""
         return hidden.new_zeros(len(hidden), 1)
 
 
@@ -175,5 +175,5 @@ class BertForSequenceClassification(nn.Module):
         return self.encoder(input_ids, positions, ctx)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Return [n, num_labels] for first tokens' hidden states [n, hidden]."""
+        """Return logits [n, num_labels] for the hidden states [n, hidden] of first tokens."""
         return self.classifier(self.pooler["dense"](hidden).tanh())

@@ -23,7 +23,7 @@ from servd.worker.layers.rotary import Rotary, Rotation, rope_parameters
 from servd.worker.models.llama import LlamaForCausalLM, LlamaMLP
 from servd.worker.ops.reference import Routing, placed
 
-NORM_EPS = 1e-6  # of the norms of latents, whatever config.json states
+NORM_EPS = 1e-6  # eps of the latents' norms, whatever config.json states
 
 
 class OfHeads(nn.Module):
@@ -92,7 +92,7 @@ class DeepseekV2Attention(nn.Module):
         self.attention = Attention(layer, num_heads, 1, rope + latent, scale, value_dim=latent)
 
     def forward(self, x: Tensor, rotation: Rotation | None, ctx: ForwardContext) -> Tensor:
-        """Return [num_tokens, hidden] for [num_tokens, hidden]."""
+        """Return the output [num_tokens, hidden] for x of the same shape."""
         if self.has_short_queries:
             q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
         else:
@@ -131,7 +131,7 @@ class DeepseekV2Attention(nn.Module):
                 yield f"keys.weights.{number}", head[:own].T
                 yield f"values.weights.{number}", head[own:]
         elif (order := self.orders.get(layer)) is None or len(order) != tensor.shape[0]:
-            yield name, tensor  # one of another shape is refused where it is loaded
+            yield name, tensor  # loading refuses other shapes
         else:
             yield name, take(tensor, order)
 
@@ -151,14 +151,14 @@ def scale_of(spec: ModelSpec, size: int) -> float:
 
 
 Score = Callable[[Router, Tensor, int], tuple[Tensor, Tensor, Tensor]]
-"""From a router, tokens [num_tokens, hidden] and the number of groups to the weights of experts and
-their scores, [num_tokens, num_experts] each, and the scores of groups, [num_tokens, num_groups];
-all float32.
+"""A function of a router, tokens [num_tokens, hidden] and the number of groups. It returns the
+weights of experts and their scores, [num_tokens, num_experts] each, and the scores of groups,
+[num_tokens, num_groups]; all float32.
 """
 
 
 def softmax_score(gate: Router, x: Tensor, num_groups: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return weights and scores; the score of a group is its best expert's."""
+    """Return weights and scores; a group's score is the score of its best expert."""
     weights = gate(x).float().softmax(dim=-1)
     return weights, weights, weights.unflatten(1, (num_groups, -1)).amax(dim=2)
 

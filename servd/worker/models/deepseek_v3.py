@@ -21,7 +21,7 @@ BIAS = "e_score_correction_bias"
 
 
 def biased_score(gate: Router, x: Tensor, num_groups: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return weights and scores; the score of a group is the sum of its two best experts'."""
+    """Return weights and scores; a group's score is the sum of its two best experts' scores."""
     weights = gate(x).float().sigmoid()
     scores = weights + gate.get_parameter(BIAS)
     return weights, scores, scores.unflatten(1, (num_groups, -1)).topk(2).values.sum(dim=2)

@@ -29,7 +29,7 @@ class GPT2Attention(nn.Module):
         self.attention = Attention(layer, num_heads, num_heads, spec.head_dim, scale)
 
     def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
-        """Return [num_tokens, hidden] for [num_tokens, hidden]."""
+        """Return the output [num_tokens, hidden] for x of the same shape."""
         q, k, v = self.c_attn(x).chunk(3, dim=-1)
         return self.c_proj(self.attention(q, k, v, ctx))
 
@@ -62,7 +62,7 @@ class GPT2Layer(nn.Module):
     def forward(
         self, x: Tensor, residual: Tensor | None, ctx: ForwardContext
     ) -> tuple[Tensor, Tensor]:
-        """Return what to add in the next norm, and the residual: [num_tokens, hidden] each."""
+        """Return the term that the next norm adds, and the residual: [num_tokens, hidden] each."""
         x, residual = self.ln_1.add(x, residual)
         x, residual = self.ln_2.add(self.attn(x, ctx), residual)
         return self.mlp(x), residual

@@ -37,7 +37,7 @@ class GptOssAttention(LlamaAttention):
 
 
 class ClampedGate(Activation):
-    """SwiGLU with clamped inputs, times the other half plus one."""
+    """SwiGLU of one half of the inputs, times the other half plus one; both halves are clamped."""
 
     def __init__(self, alpha: float, limit: float) -> None:
         super().__init__("silu")
@@ -61,15 +61,15 @@ class GptOssForCausalLM(LlamaForCausalLM):
         return make_experts(spec, parallel, ClampedGate(alpha, limit), bias=True)
 
     def convert(self, tensors: NamedTensors) -> NamedTensors:
-        """Yield the tensors with the experts split. Rows of gate and up are interleaved, and
-        matrices are [in, out] unless quantized.
+        """Yield the tensors with the experts split. In the checkpoint, rows of gate and up are
+        interleaved, and matrices are [in, out] unless quantized.
         """
         for name, tensor in tensors:
             prefix, is_of_experts, rest = name.partition(".mlp.experts.")
             if not is_of_experts:
                 yield name.replace(".mlp.router.", ".mlp.gate."), tensor
                 continue
-            expert, is_quantized, what = rest.rpartition(".")  # of a matrix that is
+            expert, is_quantized, what = rest.rpartition(".")  # NUMBER.NAME if quantized
             module, is_bias, _ = what.partition("_bias")
             leaf = "bias" if is_bias else "weight"
             parts = [tensor] if isinstance(tensor, Quantized) else tensor.unbind()

@@ -23,7 +23,7 @@ class LlamaAttention(nn.Module):
     """Grouped-query self-attention with rotary positions."""
 
     query_parts: ClassVar[int] = 1  # outputs of q_proj per element of a query; 2: with a gate
-    head_norm_class: ClassVar[type[RMSNorm] | None] = None  # of q and k, before the rotation
+    head_norm_class: ClassVar[type[RMSNorm] | None] = None  # norms q and k before the rotation
 
     def __init__(self, spec: ModelSpec, layer: int, parallel: Parallel) -> None:
         super().__init__()
@@ -76,11 +76,11 @@ class LlamaAttention(nn.Module):
         return {}
 
     def normalize(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Return q and k, [num_tokens, heads, head_dim] each, for `norms`. Llama: unchanged."""
+        """Return q, k [num_tokens, heads, head_dim], normalized over all heads; here unchanged."""
         return q, k
 
     def forward(self, x: Tensor, rotation: Rotation | None, ctx: ForwardContext) -> Tensor:
-        """Return [num_tokens, hidden] for [num_tokens, hidden]."""
+        """Return the output [num_tokens, hidden] for x of the same shape."""
         q, k, v = self.qkv_proj(x).split(self.qkv_proj.local_features, dim=-1)
         q, k = self.normalize(
             q.unflatten(-1, (-1, self.head_dim)), k.unflatten(-1, (-1, self.head_dim))
@@ -120,7 +120,7 @@ class LlamaLayer(nn.Module):
     def forward(
         self, x: Tensor, residual: Tensor | None, rotation: Rotation, ctx: ForwardContext
     ) -> tuple[Tensor, Tensor]:
-        """Return what to add in the next norm, and the residual: [num_tokens, hidden] each."""
+        """Return the term that the next norm adds, and the residual: [num_tokens, hidden] each."""
         x, residual = self.input_layernorm.add(x, residual)
         x, residual = self.post_attention_layernorm.add(self.self_attn(x, rotation, ctx), residual)
         return self.mlp(x), residual

@@ -10,7 +10,7 @@ class MistralAttention(LlamaAttention):
 
     @staticmethod
     def options(config: dict[str, Any], layer: int) -> dict[str, Any]:
-        """Return arguments of `Attention`. A window of null means none."""
+        """Return arguments of `Attention`. A null window means no window."""
         return {"sliding_window": config.get("sliding_window", 4096)}
 
 

@@ -77,7 +77,7 @@ class ModernBertAttention(nn.Module):
         )
 
     def forward(self, x: Tensor, rotation: Rotation, ctx: ForwardContext) -> Tensor:
-        """Return [num_tokens, hidden] for [num_tokens, hidden]."""
+        """Return the output [num_tokens, hidden] for x of the same shape."""
         q, k, v = self.Wqkv(x).chunk(3, dim=-1)
         return self.Wo(self.attention(q, k, v, ctx, rotation))
 
@@ -113,7 +113,7 @@ class ModernBertLayer(nn.Module):
         rotations: dict[str, Rotation],
         ctx: ForwardContext,
     ) -> tuple[Tensor, Tensor]:
-        """Return what to add in the next norm, and the residual: [num_tokens, hidden] each."""
+        """Return the term that the next norm adds, and the residual: [num_tokens, hidden] each."""
         x, residual = (x, x) if self.attn_norm is None else self.attn_norm.add(x, residual)
         x, residual = self.mlp_norm.add(self.attn(x, rotations[self.layer_type], ctx), residual)
         return self.mlp(x), residual
@@ -156,7 +156,7 @@ class ModernBertModel(nn.Module):
         return self.final_norm.add(x, residual)[0]
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Return a placeholder [n, 1] for hidden [n, hidden]: no token follows."""
+        """Return a placeholder [n, 1] for hidden [n, hidden]: encoders predict no next token."""
         return hidden.new_zeros(len(hidden), 1)
 
 
@@ -190,5 +190,5 @@ class ModernBertForSequenceClassification(ModernBertModel):
         self.classifier = ReplicatedLinear(spec.hidden_size, labels, parallel, bias=True)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Return [n, num_labels] for pooled vectors [n, hidden]."""
+        """Return logits [n, num_labels] for pooled vectors [n, hidden]."""
         return self.classifier(self.head(hidden))

@@ -10,7 +10,7 @@ from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM
 
 
 class Phi3Rotary(Rotary):
-    """Rotary positions for long contexts, under two older names too."""
+    """Rotary positions for long contexts, also if config.json has an older name for them."""
 
     is_partial = True
 

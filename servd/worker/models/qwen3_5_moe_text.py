@@ -20,7 +20,7 @@ from servd.worker.models.qwen3_next import (
 
 
 class Qwen3_5MoeForCausalLM(LlamaForCausalLM):
-    """Qwen 3.5 with experts in every layer, whose weights add up to 1."""
+    """Qwen 3.5 with experts in every layer; a token's experts have weights that add up to 1."""
 
     layer_class = Qwen3NextLayer
     norm_class = OffsetRMSNorm

@@ -14,7 +14,7 @@ from servd.worker.models.qwen3 import Qwen3Attention
 
 
 def has_experts(config: dict[str, Any], layer: int) -> bool:
-    """Return whether a layer has experts: all have, unless config.json lists them."""
+    """Return whether a layer has experts: all do, except those that config.json excludes."""
     is_dense = layer in (config.get("mlp_only_layers") or ())
     return not is_dense and (layer + 1) % config.get("decoder_sparse_step", 1) == 0
 
@@ -48,7 +48,7 @@ class Qwen3MoeForCausalLM(LlamaForCausalLM):
 
 def one_by_one(tensors: NamedTensors, turned: int | None = None) -> NamedTensors:
     """Yield the checkpoint's tensors; split a tensor of all experts, [num_experts, out, in], into
-    one for each. `turned`: size of hidden states, if it may be [num_experts, in, out] (Qwen 3-VL).
+    one per expert. `turned`: hidden size, if tensors may be [num_experts, in, out] (Qwen 3-VL).
     """
     for name, tensor in tensors:
         prefix, is_of_experts, module = name.partition(".mlp.experts.")

@@ -48,7 +48,7 @@ class Qwen3NextAttention(LlamaAttention):
     head_norm_class = OffsetRMSNorm
 
     def forward(self, x: Tensor, rotation: Rotation | None, ctx: ForwardContext) -> Tensor:
-        """Return [num_tokens, hidden] for [num_tokens, hidden]."""
+        """Return the output [num_tokens, hidden] for x of the same shape."""
         q, k, v = self.qkv_proj(x).split(self.qkv_proj.local_features, dim=-1)
         q, gate = q.unflatten(-1, (-1, 2, self.head_dim)).unbind(-2)
         out = self.attention(q.flatten(1), k, v, ctx, rotation, norms=self.norms)
@@ -100,7 +100,7 @@ class GatedDeltaNet(nn.Module):
         self.num_values = num_values // size
         keys = num_keys * self.key_dim
         values = num_values * self.value_dim
-        self.sizes = [keys // size, keys // size, values // size]  # of q, k and v on this rank
+        self.sizes = [keys // size, keys // size, values // size]  # sizes of q, k, v on this rank
         self.make_projections(hidden, keys, values, num_values, parallel)
         conv_size = config.get("linear_conv_kernel_dim", 4)
         activation = config.get("hidden_act", "silu")
@@ -125,9 +125,9 @@ class GatedDeltaNet(nn.Module):
         )
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return, for [num_tokens, hidden]: q, k and v concatenated; the output gate [num_tokens,
+        """Return, for x [num_tokens, hidden]: q, k and v concatenated; the output gate [num_tokens,
         num_values, value_dim]; beta and decay inputs [num_tokens, num_values] each. The checkpoint
-        groups them by key head.
+        groups these outputs by key head.
         """
         per_key = self.num_values // self.num_keys
         size = per_key * self.value_dim
@@ -142,7 +142,7 @@ class GatedDeltaNet(nn.Module):
         return torch.cat((q, k, v), dim=-1), gate, b.flatten(1), a.flatten(1)
 
     def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
-        """Return [num_tokens, hidden] for [num_tokens, hidden]."""
+        """Return the output [num_tokens, hidden] for x of the same shape."""
         qkv, gate, b, a = self.project(x)
         # Logarithm of the decay.
         left = -self.A_log.exp() * F.softplus(a.float() + self.dt_bias)
@@ -174,7 +174,7 @@ class GatedDeltaNet(nn.Module):
         return out
 
     def _heads(self, qkv: Tensor, before: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, k, v [..., num_tokens, num_values, size] for [..., num_tokens, channels]."""
+        """Return q, k, v [..., num_tokens, num_values, size] of qkv [..., num_tokens, channels]."""
         q, k, v = self.conv1d(qkv, before).split(self.sizes, dim=-1)
         q, k = (each.unflatten(-1, (self.num_keys, self.key_dim)) for each in (q, k))
         q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
@@ -183,7 +183,7 @@ class GatedDeltaNet(nn.Module):
         return q * self.key_dim**-0.5, k, v.unflatten(-1, (self.num_values, self.value_dim))
 
     def _step(self, inputs: Sequence[Tensor], before: Tensor, matrices: Tensor) -> Tensor:
-        """Return the output for one token of each row (rows first). Updates the state."""
+        """Return the outputs of one token of each row, rows first. Update the state in place."""
         qkv, left, rate = inputs
         q, k, v = (each.squeeze(1) for each in self._heads(qkv.unsqueeze(1), before))
         matrices.mul_(left.exp()[..., None, None])
@@ -237,7 +237,7 @@ class SharedMoE(SparseMoE):
         self.shared_expert_gate = Router(spec.hidden_size, 1, parallel, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return [num_tokens, hidden] for [num_tokens, hidden], the same on every rank."""
+        """Return the experts' outputs for x [num_tokens, hidden], equal on all ranks."""
         return super().forward(x) + self.shared_expert_gate(x).sigmoid() * self.shared_expert(x)
 
 

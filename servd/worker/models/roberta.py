@@ -6,7 +6,7 @@ from servd.worker.device.parallel import Parallel
 from servd.worker.layers.linear import ReplicatedLinear
 from servd.worker.models.bert import BertForSequenceClassification, BertModel
 
-RobertaModel = BertModel  # which finds by the model_type where positions begin
+RobertaModel = BertModel  # finds by the model_type where positions begin
 RobertaForMaskedLM = BertModel  # embeds without its head
 
 
@@ -24,5 +24,5 @@ class RobertaForSequenceClassification(BertForSequenceClassification):
         )
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Return [n, num_labels] for first tokens' hidden states [n, hidden]."""
+        """Return logits [n, num_labels] for the hidden states [n, hidden] of first tokens."""
         return self.classifier["out_proj"](self.classifier["dense"](hidden).tanh())

@@ -30,7 +30,7 @@ class Ops(Protocol):
             seq_lens: int32 [n], written.
             token_ids: int32 [slots, columns]; negative token ids count as 0.
             num_computed: int64 [slots]; increased by 1 where a column is NOT_COMPUTED.
-            tables: int32 [rows, blocks]; without a change, row i is of slot i.
+            tables: int32 [rows, blocks]; row i belongs to slot i.
             block_size: tokens of a block.
         """
         ...
@@ -54,7 +54,7 @@ class Ops(Protocol):
     def rms_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """Return `x + residual` [..., size] over its RMS, times weight [size]; and the sum."""
+        """Return RMSNorm of `x + residual` [..., size] with weight [size], and the sum."""
         ...
 
     def layer_norm(
@@ -82,8 +82,8 @@ class Ops(Protocol):
         ...
 
     def add_low_rank(self, out: Tensor, x: Tensor, factors: LowRank, places: Tensor) -> None:
-        """Add to each row of out [n, out] the row of x [n, in] times a, times b of the row's place.
-        `places` is int64 [n]; -1 adds nothing.
+        """Add `x @ a @ b` to out [n, out], for x [n, in], with the a and b of each row's place in
+        `factors`: `places`, int64 [n]; -1 adds nothing.
         """
         ...
 

@@ -16,7 +16,7 @@ class AttentionBatch:
     """
 
     query_lens: np.ndarray  # int64 [num_rows], at least 1; see has_exact_query_lens
-    # int64 [num_rows], including this step's tokens. Upper bounds in a captured step, see Backend,
+    # int64 [num_rows], including this step's tokens. Upper bounds in a captured step (see Backend)
     # and without `exact_seq_lens`, when only the device knows how many drafts were accepted.
     seq_lens: np.ndarray
     query_start_loc: Tensor  # int32 [num_rows + 1], first token of each row, on the device
@@ -25,7 +25,7 @@ class AttentionBatch:
     block_tables: Tensor
     slot_mapping: Tensor  # int64 [num_tokens]: block * block_size + offset, on the device
     # With draft trees, int64 [num_rows, n], on the device: KV-cache slots of the last n tokens that
-    # each row sees, in place of those in block_tables; any slot before its first token.
+    # each row sees, instead of the slots in block_tables; any slot before its first token.
     tails: Tensor | None = None
     # False: query_lens are upper bounds; rows may be empty, and tokens may belong to no row.
     has_exact_query_lens: bool = True

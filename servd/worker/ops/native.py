@@ -23,8 +23,8 @@ from servd.worker.ops.reference import LowRank, Routing
 log = logging.getLogger("servd.worker")
 
 FOLDER = Path(__file__).parent
-STAMP = re.compile(rb"servd_state_(\w{16})")  # what a library was compiled from, see setup.py
-SWITCH = "SERVD_CPU_KERNELS"  # one of these, or off; default: the best that this CPU has
+STAMP = re.compile(rb"servd_state_(\w{16})")  # hash of a library's sources, see setup.py
+SWITCH = "SERVD_CPU_KERNELS"  # name of a library, or off; default: the best for this CPU
 # The capabilities of torch.backends.cpu that run a library.
 CAPABILITIES = {
     "amx": ("AVX512",),
@@ -44,7 +44,7 @@ TYPES = {
 }
 FUNCTIONS = {"gelu_new": 0, "gelu_pytorch_tanh": 0, "silu": 1, "relu": 2, "gelu": 3}
 WORDS = {"i": "i4x", "q": "q", "f": "f4x"}  # a number of cpu/graph.cpp in 8 bytes; others: q
-# What the addresses of cpu/graph.cpp point to. A: addresses.
+# Types to which the addresses of cpu/graph.cpp point. A: addresses.
 ELEMENTS = {
     "F": torch.float32,
     "D": torch.float64,
@@ -61,7 +61,7 @@ PARAMETER = re.compile(  # see the table in cpu/graph.cpp
 ZERO = torch.zeros(1, dtype=torch.int64)
 
 Argument = Tensor | float | None
-"""A tensor stands for the address of its first element, None for a null pointer."""
+"""An argument of a kernel. A tensor stands for its address, None for a null pointer."""
 
 
 class Kernel(ctypes.Structure):
@@ -74,8 +74,8 @@ class Kernel(ctypes.Structure):
 
 
 class Signature:
-    """The parameter types of a kernel, compiled to one expression: a valid call takes 1 us.
-    `kernel`: the entry. Its expressions are trusted code, like the kernel itself.
+    """The parameter types of a kernel, compiled to one expression, so that a check takes 1 us.
+    `kernel`: its entry in the library. Its expressions are trusted code, like the kernel itself.
     """
 
     def __init__(self, number: int, kernel: Kernel, names: dict[str, Any]) -> None:
@@ -123,12 +123,12 @@ class Signature:
 
 
 def _reach(tensor: Tensor) -> int:
-    """Return the number of elements from the tensor's first to the end of its storage."""
+    """Return the number of elements from the tensor's first element to the end of its storage."""
     return tensor.untyped_storage().nbytes() // tensor.itemsize - int(tensor.storage_offset())
 
 
 def _row_size(type: int, size: int) -> int:
-    """Return the elements of a row of the KV cache; in int8, a scale follows the row."""
+    """Return the number of elements in a row of the KV cache; in int8, a scale follows the row."""
     return size + 4 if DTYPES[type] == torch.int8 else size
 
 
@@ -143,7 +143,7 @@ class Library:
 
     def __init__(self, path: Path) -> None:
         lib = ctypes.CDLL(str(path))
-        self.name = path.name.split(".")[0].lstrip("_")  # the instruction set's
+        self.name = path.name.split(".")[0].lstrip("_")  # the name of the instruction set
         self._run = lib.servd_run
         self._run.argtypes = [c_char_p, c_int64, ctypes.POINTER(c_char), c_int64]
         self.is_usable = bool(lib.servd_is_usable())
@@ -160,7 +160,7 @@ class Library:
         }
 
     def packed_size(self, dtype: torch.dtype, terms: int, num_rows: int, size: int) -> int:
-        """Return the numbers of a packed matrix [num_rows, size], padding included."""
+        """Return how many numbers a packed matrix [num_rows, size] has, padding included."""
         return self._packed_size(TYPES[dtype], terms, num_rows, size)
 
     def encode(self, kernel: str, *arguments: Any) -> bytes:
@@ -260,7 +260,7 @@ def state() -> str | None:
 
 
 def _is_stale(path: Path) -> bool:
-    """Return whether a library was built from other sources; False if it names no sources."""
+    """Return whether a library was built from other sources; False if it has no hash of them."""
     stamp = STAMP.search(path.read_bytes())
     now = state()
     return stamp is not None and now is not None and stamp[1].decode() != now
@@ -339,7 +339,7 @@ def _norm(
     eps: float,
 ) -> tuple[Tensor, Tensor]:
     size = x.shape[-1]
-    heads = x.dim() == 3 and x.stride()[1:] == (size, 1)  # a slice of qkv: its tokens are apart
+    heads = x.dim() == 3 and x.stride()[1:] == (size, 1)  # a slice of qkv, with strided tokens
     x = x if heads else x.contiguous()
     per_stride, stride = (x.shape[1], x.stride(0)) if heads else (1, size)
     out = torch.empty(x.shape)
@@ -378,7 +378,7 @@ def can_concatenate(parts: Any, dim: int = 0) -> bool:
 
 
 def concatenate(parts: Sequence[Tensor]) -> Tensor:
-    """Return float32 [n, size] parts side by side. Runs a call per row of each: use few rows."""
+    """Return float32 [n, size] parts side by side. Makes a call per row and part: use few rows."""
     sizes = [part.shape[1] for part in parts]
     out = torch.empty(len(parts[0]), sum(sizes))
     for part, to in zip(parts, out.split(sizes, dim=1), strict=True):
@@ -389,7 +389,7 @@ def concatenate(parts: Sequence[Tensor]) -> Tensor:
 
 def look_up(index: Tensor, table: Tensor) -> Tensor:
     """Return the entries `index` [n] of `table`; both are int64."""
-    out = torch.empty(2 * len(index))  # in a graph they lie in its buffers
+    out = torch.empty(2 * len(index))  # a float tensor, to be in a graph's buffers
     call("embed", table.view(torch.float32), len(table), 2, index, len(index), out)
     return out.view(torch.int64)
 
@@ -423,7 +423,7 @@ def route(logits: Tensor, top_k: int, renormalize: bool) -> Routing:
     if not _fits(logits):
         return reference.route(logits, top_k, renormalize)
     num_tokens, num_experts = logits.shape
-    # Numbers of 32 bits, made as floats: in a graph they lie in its buffers.
+    # 32-bit integers in float tensors, to be in a graph's buffers.
     tokens, starts, places = (
         torch.empty(shape).view(torch.int32)
         for shape in ((num_tokens * top_k,), (num_experts + 1,), (num_tokens, top_k))

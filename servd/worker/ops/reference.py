@@ -12,7 +12,7 @@ from torch import Tensor
 from servd.worker.ops._decode_rows import KV_SLOT, NEXT_COLUMN, NUM_GIVEN, TOKEN_ID
 
 Rotation = tuple[Tensor, Tensor]
-"""cos and sin of a step's positions, each [num_tokens, pairs]: head_dim / 2 of them, or less."""
+"""cos and sin of a step's positions, each [num_tokens, pairs]; at most head_dim / 2 pairs."""
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
@@ -28,7 +28,7 @@ class LowRank:
     """Low-rank matrices added to a matrix of a model, with a place for each adapter.
 
     Args:
-        a: [places, in, width]; column `part * max_rank + j` is the j-th of a part of the outputs.
+        a: [places, in, width]; column `part * max_rank + j` is column j for a part of the outputs.
             Columns beyond an adapter's rank are zero.
         b: [places, max_rank, out]; rows beyond an adapter's rank are zero.
         ranks: int64 [places, parts], on the host.
@@ -54,7 +54,7 @@ def begin_decode(
     known = num_computed[slots]
     is_next = columns < 0
     columns.copy_(torch.where(is_next, known, columns))
-    num_computed[slots] = known + is_next  # what a slot has several times is equal
+    num_computed[slots] = known + is_next  # equal slots get equal numbers
     step[NEXT_COLUMN] = columns + 1
     step[TOKEN_ID] = token_ids[slots, columns].clamp(min=0)
     own = tables[slots, columns // block_size].long()
@@ -107,8 +107,8 @@ class Routing(NamedTuple):
 
     tokens: Tensor  # int32 [num_tokens * top_k], the token of each place
     starts: Tensor  # int32 [num_experts + 1], the first place of each expert, and the end
-    places: Tensor  # int32 [num_tokens, top_k], of each token
-    weights: Tensor  # float32, like places
+    places: Tensor  # int32 [num_tokens, top_k], the places of each token
+    weights: Tensor  # float32 [num_tokens, top_k]
 
 
 def route(logits: Tensor, top_k: int, renormalize: bool) -> Routing:

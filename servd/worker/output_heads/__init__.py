@@ -20,7 +20,7 @@ class StepPart(Protocol):
     """A part of a step's output."""
 
     def to_host(self) -> StepPart:
-        """Start the copy to the host, and return it."""
+        """Start the copy to the host, and return the copy."""
         ...
 
     def write(self, output: ModelRunnerOutput) -> None:
@@ -32,7 +32,7 @@ class StepPart(Protocol):
 class OutputHead(ABC):
     """Computes one kind of output, for requests that ask for it, over all chunks of prompts."""
 
-    states: RequestStates  # those of all slots
+    states: RequestStates  # states of all slots
     # Hidden states [n, hidden] to logits [n, vocab], or to the outputs of another head.
     compute_logits: Callable[[Tensor], Tensor]
     spec: ModelSpec

@@ -37,8 +37,8 @@ class OutputHead(output_heads.OutputHead):
         self.params: dict[int, PoolingParams] = {}  # by slot
         self.sums: dict[int, Tensor] = {}  # by slot: [hidden] float32
         self.firsts: dict[int, Tensor] = {}  # by slot: the first token's [hidden]
-        # What "all" has so far, by slot: [chunk, hidden] each. On the host, since the device's
-        # memory is all given out.
+        # Chunks of "all" so far, by slot: [chunk, hidden] each. On the host, because the device's
+        # memory is fully allocated.
         self.chunks: dict[int, list[Tensor]] = {}
 
     def add(self, request: NewRequest) -> None:
@@ -101,8 +101,8 @@ class OutputHead(output_heads.OutputHead):
         return (self.firsts[slot] if params.pooling == "cls" else chunk[-1]).float()
 
     def _finish(self, vectors: Tensor, pooled: Pooled, dtype: torch.dtype) -> Tensor:
-        """Apply the layers after pooling, [n, hidden] -> [n, size]: those for embeddings, or those
-        for a classification.
+        """Apply the layers after pooling, [n, hidden] -> [n, size]: the layers for embeddings, or
+        the layers for a classification.
         """
         if any(params.task == "classify" for params in pooled.params.values()):
             logits = self.compute_logits(vectors.to(dtype)).float()
@@ -151,7 +151,7 @@ class Dense:
 class Pooled:
     # Row of the step -> [num_prompt_tokens, hidden].
     by_token: dict[int, tuple[PoolingParams, Tensor]]
-    params: dict[int, PoolingParams]  # row of the step -> what its row of `vectors` becomes
+    params: dict[int, PoolingParams]  # row of the step -> params for its row of `vectors`
     vectors: Tensor  # [n, size] float32
 
     def to_host(self) -> Pooled:

@@ -17,8 +17,8 @@ from servd.worker.sample.logprobs import LogprobsTensors, gather_logprobs
 
 
 class OutputHead(output_heads.OutputHead):
-    """Scores each prompt token by the logits of the token before it. It computes slices of as many
-    rows as a step samples at most: memory is reserved for these.
+    """Scores each prompt token by the logits of the token before it. It computes at most as many
+    rows at once as a step samples, because memory is reserved for these.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -35,7 +35,7 @@ class OutputHead(output_heads.OutputHead):
         self.asked.pop(slot, None)
 
     def read(self, hidden: Tensor, batch: InputBatch) -> PromptLogprobsPart | None:
-        """Score the prompt tokens that follow this step's. `hidden`: [num_tokens, hidden]."""
+        """Score the prompt tokens after each token of the step. `hidden`: [num_tokens, hidden]."""
         if not self.asked:
             return None
         parts: list[tuple[int, int, int]] = []

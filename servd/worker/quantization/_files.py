@@ -34,7 +34,7 @@ def read_tensors(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
 def _unpickle(path: Path) -> dict[str, Tensor]:
     """Return unpickled tensors by name. Anything else in the file is rejected."""
     _check_archive(path)
-    # These have storage in a dry run, too.
+    # These tensors have storage even in a dry run.
     with without_function_modes():
         try:
             found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)

@@ -14,13 +14,13 @@ from servd.worker.quantization.gguf import rename
 
 SUMS = ".in_sum2"
 COUNTS = ".counts"
-LEAST = 1e-3  # of the mean: a column that was never seen is not nothing
+LEAST = 1e-3  # of the mean: columns that were never seen get some importance
 
 
 def read(path: Path) -> dict[str, Tensor]:
     """Return mean squares of the inputs of matrices, float32 [in], by their Hugging Face names.
-    Raises ConfigError if the file is no importance matrix, or of a model with other layer names;
-    ModelNotFound if it cannot be read as GGUF.
+    Raises ConfigError if the file is no importance matrix, or is for a model with other layer
+    names; ModelNotFound if it cannot be read as GGUF.
     """
     reader, values = open_file(path)
     kind = values.get("general.type")

@@ -24,8 +24,8 @@ def read_modules(
     files: list[Path], decode: Callable[[str, Module], Quantized | None]
 ) -> NamedTensors:
     """Yield every tensor of the files, mapped, by its name. A `Quantized` from `decode` becomes the
-    module's weight; None: the module has none. Parts of a module may be in several files. Raises
-    ModelNotFound if a file is broken; UnsupportedModel if a module is no matrix of this format.
+    module's weight; None: the module has no such weight. A module's parts may be in several files.
+    Raises ModelNotFound for broken files; UnsupportedModel if a module is no matrix of this format.
     """
     found: dict[str, dict[str, Any]] = {}
     with ExitStack() as stack:
@@ -57,7 +57,7 @@ def _decoded(
         weight = decode(name, module)
     except UnsupportedModel:
         raise
-    except Exception as error:  # whatever nonsense in its tensors or in config.json leads to
+    except Exception as error:  # broken tensors or config.json may raise anything
         why = str(error).partition("\n")[0] or type(error).__name__
         raise UnsupportedModel(f"layer {name} cannot be read: {why[:200]}") from error
     if weight is not None and not weight.scale.is_meta:
@@ -68,8 +68,8 @@ def _decoded(
 
 
 def take(name: str, module: Module, device: torch.device, *leaves: str) -> list[Tensor]:
-    """Return and remove these matrices of a module, on the device. Raises UnsupportedModel if one
-    is missing, or is no matrix.
+    """Return and remove these matrices of a module, on the device. Raises UnsupportedModel if a
+    matrix is missing, or a tensor is no matrix.
     """
     taken = []
     for leaf in leaves:
@@ -110,8 +110,8 @@ def affine(
         codes: uint8 [out, in].
         zeros: uint8 [out, groups]; None: all are half of the range.
         scale: [out, groups].
-        bits: of a code; in memory, a 2-bit code takes 4 bits.
-        group_size: columns that share a scale; the last group may have less.
+        bits: bits of a code; in memory, a 2-bit code takes 4 bits.
+        group_size: columns that share a scale; the last group may have fewer.
         is_symmetric: whether zeros without storage count as equal.
     """
     num_groups = -(-codes.shape[1] // group_size)
@@ -137,7 +137,7 @@ def affine(
     # Exact in float32, as are codes times scales: a scale has at most 11 significant bits.
     wide = scale.float().contiguous()
     offset = -(zeros.float() - (0 if bits < 8 else middle)) * wide
-    # As scales of few bits lead to; of headers alone nobody knows.
+    # True for scales of few bits; headers alone do not show it.
     if bits < 8 and not offset.is_meta and torch.equal(offset.to(scale.dtype).float(), offset):
         wide = scale.contiguous()
         offset = offset.to(scale.dtype)
@@ -154,9 +154,9 @@ def _only_value(zeros: Tensor, assumed: int | None) -> int | None:
 
 def side_by_side(name: str, weight: Quantized, group_of: Tensor) -> Quantized:
     """Return a matrix with the columns of each group side by side; column i is of group
-    `group_of[i]`. Raises UnsupportedModel if groups differ in size from the matrix's. `weight`:
-    with columns in the checkpoint's order. `group_of`: int [in]; empty: columns of a group are side
-    by side already.
+    `group_of[i]`. Raises UnsupportedModel if a group's size is not the matrix's group size.
+    `weight`: with columns in the checkpoint's order. `group_of`: int [in]; empty: columns of a
+    group are side by side already.
     """
     if not group_of.numel() or weight.scale.shape[1] == 1:
         return weight
@@ -179,9 +179,9 @@ def scales_of_rows(
 
     Args:
         shape: [out, in].
-        scale: one; or of rows, [out] or [out, 1]; or of groups of columns, [out, groups]; or of
-            blocks, [out / rows of a block, in / columns of a block], where the last may be less.
-        block: its rows and columns.
+        scale: one; or one per row, [out] or [out, 1]; per group of columns, [out, groups]; or per
+            block, [out / block rows, in / block columns], where the last block may be smaller.
+        block: rows and columns of a block.
     """
     num_rows, size = shape
     given = list(scale.shape)

@@ -11,11 +11,11 @@ from servd.base.errors import UnsupportedModel
 from servd.worker.layers.quantized import NamedTensors, Quantized
 from servd.worker.quantization._packed import Module, affine, read_modules, take, unpack
 
-ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where in a word the codes of 8 columns are
+ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # places of 8 columns' codes in a word
 
 
 def read(files: list[Path], config: dict[str, Any], device: torch.device) -> NamedTensors:
-    """Yield a checkpoint's tensors. Raises UnsupportedModel unless 4 bits in the layout "gemm"."""
+    """Yield a checkpoint's tensors. Raises UnsupportedModel unless codes are 4-bit "gemm"."""
     layout = str(config.get("version", "gemm")).lower()
     bits = config.get("bits", config.get("w_bit", 4))
     if layout != "gemm" or bits != 4:
@@ -44,5 +44,5 @@ def _weight(device: torch.device, name: str, module: Module) -> Quantized | None
 
 
 def _rows(words: Tensor) -> Tensor:
-    """Return uint8 [out, n] for int32 [n, out / 8]."""
+    """Return uint8 codes [out, n] from int32 words [n, out / 8]."""
     return unpack(words, 4).unflatten(1, (-1, 8))[..., ORDER].flatten(1).t()

@@ -67,7 +67,7 @@ def _weight(device: torch.device, name: str, module: Module) -> Quantized | None
 
 
 def _factors(state: dict[str, Any], module: Module) -> Tensor:
-    """Return factors, float32 [blocks]. With "double quantization", they are 8-bit codes."""
+    """Return factors, float32 [blocks]. "Double quantization" stores them as 8-bit codes."""
     absmax = module.pop("weight.absmax")
     if "nested_offset" not in state:
         return absmax.float()

@@ -53,8 +53,8 @@ def read(files: list[Path], config: dict[str, Any], device: torch.device) -> Nam
 
 
 def _scheme_of(groups: list[dict[str, Any]], name: str) -> dict[str, Any]:
-    """Return the weight scheme of the group that names a layer, or else of the first group. It is
-    needed only where tensors do not show the scheme.
+    """Return the weight scheme of the group that names a layer, or else of the first group. The
+    scheme is needed only where tensors do not show it.
     """
     for group in groups:
         if name in group.get("targets", ()):
@@ -87,7 +87,7 @@ def _packed(scheme: dict[str, Any], device: torch.device, name: str, module: Mod
         raise UnsupportedModel(f"layer {name} has no weight_scale or weight_shape [2]")
     bits = scheme.get("num_bits", 4)
     (num_rows, size) = map(int, shape.tolist())
-    if not num_rows:  # a hole, where only headers are there
+    if not num_rows:  # no values, if only headers were read
         num_rows = len(words)
         size = words.shape[1] * 32 // bits
     bits = next((b for b in (2, 4, 8) if -(-size * b // 32) == words.shape[1]), None)

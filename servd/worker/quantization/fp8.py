@@ -20,13 +20,13 @@ from servd.worker.quantization._packed import Module, floats, read_modules, take
 log = logging.getLogger("servd.worker")
 
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
-CPU_TORCH = "2.13"  # the first known to multiply 8-bit floats on a CPU
-MULTIPLE = 16  # both sizes of a matrix are one, for the tensor cores
+CPU_TORCH = "2.13"  # the first version known to multiply 8-bit floats on a CPU
+MULTIPLE = 16  # tensor cores need multiples of this in both sizes of a matrix
 
 
 def quantize(weight: Tensor) -> QuantMethod | None:
-    """Return the quant method of [out, in] of any float type; None if its sizes cannot be
-    multiplied. Raises ConfigError like `check_device`.
+    """Return the quant method of a weight [out, in] of any float type; None if products do not
+    support its sizes. Raises ConfigError like `check_device`.
     """
     check_device(weight.device)
     return None if any(size % MULTIPLE for size in weight.shape) else Fp8Matrix(weight)
@@ -60,7 +60,7 @@ class Fp8Matrix:
     def __init__(self, weight: Tensor) -> None:
         self.weight, self.scale = round_rows(weight)
         self.round_rows = round_rows
-        # In torch it is seven kernels for each product.
+        # torch would run seven kernels for each product.
         if weight.device.type == "cuda" and find_spec("triton"):
             from servd.worker.ops.triton.round_rows import round_rows as fused
 
@@ -68,7 +68,7 @@ class Fp8Matrix:
         self.nbytes = self.weight.nbytes + self.scale.nbytes
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        # A compiler fuses the plain one with the norm or the gate before it.
+        # A compiler fuses the plain version with the norm or the gate before it.
         rounded, scale = round_rows(x) if torch.compiler.is_compiling() else self.round_rows(x)
         by_row = F.ScalingType.RowWise
         out = F.scaled_mm(
@@ -90,7 +90,7 @@ class Fp8Matrix:
 
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return [n, size] as 8-bit floats, and the factor of each row [n, 1] float32."""
+    """Return x [n, size] as 8-bit floats, and the factor of each row, float32 [n, 1]."""
     wide = x.float()
     scale = wide.abs().amax(dim=1, keepdim=True).clamp_(min=1e-12) / LARGEST
     return (wide / scale).to(torch.float8_e4m3fn), scale

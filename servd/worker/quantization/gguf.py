@@ -20,7 +20,7 @@ from servd.worker.layers.quantized import NamedTensors, Quantized, stack
 if TYPE_CHECKING:
     from gguf import ReaderTensor
 
-ROWS = 4096  # at once: their numbers take a byte or more each on the way
+ROWS = 4096  # rows at once: unpacked numbers take a byte or more each
 NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -101,7 +101,7 @@ def _decode(tensor: ReaderTensor, device: torch.device) -> Tensor | Quantized:
 
 
 def _half(blocks: Tensor, at: int) -> Tensor:
-    """Return float16 [rows, blocks] from the bytes from `at` on."""
+    """Return the float16 number at byte `at` of each block, [rows, blocks]."""
     return blocks[..., at : at + 2].contiguous().view(torch.float16).squeeze(-1)
 
 
@@ -133,7 +133,7 @@ def _q4_1(x: Tensor) -> Quantized:
 
 
 def _fifth(x: Tensor) -> Tensor:
-    """Return bit i of 4 bytes as the fifth bit of number i."""
+    """Return numbers in which the fifth bit of number i is bit i of the 4 bytes."""
     return torch.stack([x >> shift & 1 for shift in range(8)], dim=-1).flatten(-2) << 4
 
 

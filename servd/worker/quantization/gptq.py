@@ -17,14 +17,14 @@ from servd.worker.quantization._packed import (
     unpack,
 )
 
-# What is missing in each zero point of a word: version 1 has them less one, and what writes it
-# borrows from the next code where one is 0.
+# A word with 1 in each zero point: version 1 stores zero points minus one, subtracted from the
+# whole word, so that a 0 borrows from the next zero point.
 MISSING = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}
 
 
 def read(files: list[Path], config: dict[str, Any], device: torch.device) -> NamedTensors:
-    """Yield a checkpoint's tensors. Shapes show each layer's bits and groups, not `dynamic`. Raises
-    UnsupportedModel for layouts other than AutoGPTQ's and GPTQModel's.
+    """Yield a checkpoint's tensors. Shapes, not `dynamic`, show the bits and groups of each layer.
+    Raises UnsupportedModel for layouts other than AutoGPTQ's and GPTQModel's.
     """
     layout = config.get("checkpoint_format") or "gptq"
     if layout not in ("gptq", "gptq_v2") or config.get("is_marlin_format"):
@@ -54,7 +54,7 @@ def _weight(
     codes = unpack(words.t(), bits)
     stated = config.get("group_size", -1)
     size = codes.shape[1]
-    # One of `dynamic` divides the columns.
+    # A group size from `dynamic` divides the columns.
     if stated <= 0 or -(-size // stated) != num_groups:
         stated = -(-size // num_groups)
     if is_version_1:

@@ -1,7 +1,7 @@
 """4 bits per weight, with a scale and an offset per group of 32; 8 bits in vocabulary tables.
 
-Scale and offset are the least-squares fit for the codes, and codes the nearest for these, in turns.
-At first, the least and the largest number of a group have codes 0 and 15. With an importance
+In turns, scale and offset are fitted to the codes by least squares, and numbers get the nearest
+codes. At first, the least and the largest number of a group have codes 0 and 15. With an importance
 matrix, squares are weighted by their columns' inputs, and more starts are tried.
 """
 
@@ -14,19 +14,19 @@ from servd.worker.quantization import int8
 
 GROUP_SIZE = 32
 TABLE = tuple(map(float, range(16)))
-ROWS = 1024  # at once: what is computed in float32 on the way is several times as large
+ROWS = 1024  # rows at once: intermediate float32 tensors are several times as large
 
-FITS = 3  # take a sixth of the squared error
-WIDTHS = (1.0, 0.92, 0.84)  # of a grid, over the width of a group's numbers
-SMALLEST = 1e-12  # scale
+FITS = 3  # fits, which remove a sixth of the squared error
+WIDTHS = (1.0, 0.92, 0.84)  # width of a grid, relative to a group's numbers
+SMALLEST = 1e-12  # smallest scale
 
-quantize_table = int8.quantize  # whose errors no later layer makes up for
+quantize_table = int8.quantize  # no later layer makes up for errors of tables
 
 
 def quantize(
     weight: Tensor, x_dtype: torch.dtype = torch.float32, importance: Tensor | None = None
 ) -> QuantMethod:
-    """Return [out, in], rounded. `x_dtype`: see `GroupedMatrix`; `importance`: float32 [in]."""
+    """Return the quantized weight. `x_dtype`: see `GroupedMatrix`; `importance`: float32 [in]."""
     num_rows, size = weight.shape
     num_groups = -(-size // GROUP_SIZE)
     codes = torch.empty(num_rows, size, dtype=torch.uint8, device=weight.device)
@@ -43,12 +43,12 @@ def quantize(
 
 
 def _round(weight: Tensor, importance: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return codes [n, in], scale and offset [n, groups] of float32 [n, in]."""
+    """Return codes [n, in], and scale and offset [n, groups], of weight, float32 [n, in]."""
     num_rows, size = weight.shape
     groups = _grouped(weight)
     counts = groups.new_ones(1, 1, 1)
     if importance is not None:
-        counts = _grouped(importance[None].to(weight))  # where it is: a plan says another device
+        counts = _grouped(importance[None].to(weight))  # in a dry run, weight.device is another
     scale, offset = _fit(groups, counts, WIDTHS[0])
     for width in WIDTHS[1:] if importance is not None else ():
         tried = _fit(groups, counts, width)
@@ -61,14 +61,14 @@ def _round(weight: Tensor, importance: Tensor | None) -> tuple[Tensor, Tensor, T
 
 
 def _grouped(rows: Tensor) -> Tensor:
-    """Return [n, in] as [n, groups, GROUP_SIZE]. Padding of the last group is in its range."""
+    """Return [n, in] as [n, groups, GROUP_SIZE]; a row's last number pads its last group."""
     missing = -rows.shape[1] % GROUP_SIZE
     full = torch.cat([rows, rows[:, -1:].expand(-1, missing)], dim=1) if missing else rows
     return full.reshape(len(rows), -1, GROUP_SIZE)
 
 
 def _fit(groups: Tensor, counts: Tensor, width: float) -> tuple[Tensor, Tensor]:
-    """Return scale and offset [n, groups, 1], fitted from a grid over `width` of the range."""
+    """Return scale and offset [n, groups, 1], fitted from a grid over `width` times the range."""
     low = groups.amin(dim=2, keepdim=True)
     high = groups.amax(dim=2, keepdim=True)
     scale = ((high - low) * (width / 15)).clamp_(min=SMALLEST)

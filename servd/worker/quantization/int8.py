@@ -14,12 +14,12 @@ from servd.worker.layers import packed
 from servd.worker.layers._matrix import QuantMethod
 from servd.worker.ops import native
 
-ROWS = 1024  # at once: what is computed in float32 on the way is several times as large
-MAX_PACKED_ROWS = 8  # above, torch's product of packed bytes is slower than one of floats
+ROWS = 1024  # rows at once: intermediate float32 tensors are several times as large
+MAX_PACKED_ROWS = 8  # above, torch's product of packed bytes is slower than its float product
 
 
 def quantize(weight: Tensor, x_dtype: torch.dtype = torch.float32) -> QuantMethod:
-    """Return [out, in] of any float type, rounded. `x_dtype`: see `PackedMatrix`."""
+    """Return the quant method of a rounded weight [out, in]. `x_dtype`: see `PackedMatrix`."""
     is_native = weight.device.type == "cpu" and native.library() is not None
     codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     scale = torch.empty(len(weight), device=weight.device)

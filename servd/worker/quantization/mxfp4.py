@@ -1,4 +1,4 @@
-"""MXFP4, for GPT-OSS's experts: 4-bit floats, with a power of two for each 32 of a row."""
+"""MXFP4, for GPT-OSS's experts: 4-bit floats, with a power-of-two scale per 32 numbers of a row."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -21,10 +21,10 @@ def compile_layers(model: Model, backend: str | Callable[..., Any] = "inductor")
 
     Sizes of steps are dynamic, except 1. Attention and the write to the KV cache are not compiled,
     because they depend on metadata that only the backend knows; each layer is split there. `model`
-    is loaded; none of its matrices is packed for a CPU, which torch cannot trace. `backend`: of
-    torch.compile; tests use others.
+    is loaded; none of its matrices is packed for a CPU, which torch cannot trace. `backend`:
+    torch.compile's backend; tests use others.
     """
-    # Else a first step with as many tokens as head_dim would make the two sizes one symbol.
+    # Else, if the first step had head_dim tokens, the two sizes would be one symbol.
     compat.use_a_symbol_per_size()
     # One function for all layers, else each would be compiled again.
     attend = torch.compiler.disable(Attention.forward)

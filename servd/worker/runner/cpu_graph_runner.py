@@ -27,8 +27,8 @@ from servd.worker.ops import native
 
 log = logging.getLogger("servd.worker")
 
-# Tokens of a pass that is recorded with the chain after it: there is a graph for each number of
-# them beside each number of rows.
+# Maximum tokens of a pass that is recorded with the chain after it, because there is a graph for
+# each pair of a number of tokens and a number of rows.
 MOST_TOGETHER = 8
 
 
@@ -53,8 +53,8 @@ class Places:
 
 class CPUGraphRunner:
     """Records a graph when a number of rows first runs. If a model needs operations outside the
-    native library, these run one by one. `max_num_rows`: per step; each row has one token, known or
-    a draft. `max_num_blocks`: per row.
+    native library, its steps run without graphs. `max_num_rows`: per step; each row has one token,
+    known or a draft. `max_num_blocks`: per row.
     """
 
     is_recordable = True
@@ -110,7 +110,7 @@ class CPUGraphRunner:
         self.fill_others(others)
 
     def fill_others(self, others: Sequence[Tensor]) -> None:
-        """Fill the buffers of further inputs, [num_rows, n] each."""
+        """Fill the buffers of further inputs, the `others` of `__call__`."""
         for number, other in enumerate(others):
             if number == len(self.others):
                 shape = len(self.seq_lens), other.shape[1]
@@ -149,14 +149,14 @@ class CPUGraphRunner:
 
 
 class ChainRunner(Chain):
-    """Runs a chain of drafts as a graph. Each number of rows has one graph of the longest chain,
-    with the pass before it if that has few tokens. Without graphs, passes run one by one.
+    """Runs a chain of drafts as a graph. Each number of rows has a graph of the longest chain, with
+    the pass before the chain if that pass has few tokens. Without graphs, passes run one by one.
 
     Args:
-        arguments: those of `Chain`.
+        arguments: the arguments of `Chain`.
         passes: runs the passes before chains.
-        max_num_rows: the most rows of a chain.
-        max_drafts: the most of a row.
+        max_num_rows: maximum rows of a chain.
+        max_drafts: maximum drafts of a row.
     """
 
     def __init__(
@@ -171,8 +171,8 @@ class ChainRunner(Chain):
         self.query_lens = np.ones(max_num_rows, dtype=np.int64)
         self.last = np.zeros(max_num_rows, dtype=np.int64)
         self.features: np.ndarray | None = None  # [max_num_rows, hidden]
-        # By tokens of the pass before, 0 without it, and rows: positions, cache slots and lengths
-        # of all passes, [max_passes, 3, num_rows], and graphs, by passes.
+        # By tokens of the recorded pass before (0: none) and rows: positions, cache slots and
+        # lengths of all passes, [max_passes, 3, num_rows], and a graph per number of passes.
         self.graphs: dict[tuple[int, int], tuple[np.ndarray, list[CPUGraph]]] = {}
 
     def run(self, first: Pass) -> Tensor:
@@ -210,7 +210,7 @@ class ChainRunner(Chain):
             for kind, each in enumerate(given):
                 numbers[:num_passes, kind] = each
             graphs[num_passes].run()
-        else:  # what is made beyond stays in the last place that there is
+        else:  # further passes repeat the last place
             places = np.arange(self.max_passes).clip(max=num_passes - 1)
             numbers = np.stack(given, axis=1)[places]
             graphs = self._record(num_tokens, num_rows, numbers)
@@ -277,7 +277,7 @@ class OnlyViews(DispatchMode):
         result = func(*args, **(kwargs or {}))
         given = {_memory_of(tensor) for tensor in args if isinstance(tensor, Tensor)}
         views = result if isinstance(result, list | tuple) else [result]
-        # `contiguous` and the like, where they must copy.
+        # `contiguous` and similar functions may copy.
         if any(_memory_of(view) not in given for view in views):
             raise NotRecordable(f"{func} makes a copy")
         return result
@@ -304,7 +304,7 @@ class Memory:
         else:
             index = len(self.buffers)
             self.buffers.append(np.empty(capacity, dtype=np.float32))
-        # Torch holds it as long as any tensor refers to this memory.
+        # torch holds this array as long as any tensor refers to its memory.
         part = self.buffers[index][:size]
         self.users[index : index + 1] = [weakref.ref(part)]
         return torch.from_numpy(part).view(shape)

@@ -17,7 +17,7 @@ from servd.worker.runner.model_runner import ModelRunner
 
 log = logging.getLogger("servd.worker")
 
-KV_CACHE_SHARE = 0.4  # of the available memory, which other processes need, too
+KV_CACHE_SHARE = 0.4  # of the available memory, which other processes need too
 MAX_KV_CACHE_BYTES = 4 << 30
 
 
@@ -32,7 +32,7 @@ class CPUModelRunner(ModelRunner):
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """The compute type: float32 with native kernels, for which 16 bits are for storage."""
+        """The compute type: float32 with native kernels, which use 16 bits only for storage."""
         return self.dtype if native.library() is None else torch.float32
 
     @property

@@ -31,7 +31,7 @@ log = logging.getLogger("servd.worker")
 class Weightless(TorchFunctionMode):
     """A mode in which new tensors have no storage but report `device` as their device."""
 
-    # These import a thousand modules for tensors without storage, elsewhere they are the same.
+    # On meta tensors, torch's versions import a thousand modules. The results are the same.
     same: ClassVar[dict[Any, Callable[[Tensor], Tensor]]] = {
         torch.zeros_like: lambda x: torch.empty(x.shape, dtype=x.dtype),
         Tensor.abs: lambda x: x,
@@ -65,7 +65,7 @@ def plan(config: Config, spec: ModelSpec) -> MemoryPlan:
     cannot be loaded here.
     """
     on_cuda = config.parallel.device == "cuda"
-    if on_cuda:  # caches of other backends are as large, and need not be asked what they can do
+    if on_cuda:  # other backends' caches are as large; skip their checks
         config = config.replace(attention_backend="torch_sdpa")
     device = torch.device(config.parallel.device)
     runner = load(GPUModelRunner if on_cuda else CPUModelRunner, config, spec, device)
@@ -189,7 +189,7 @@ def _sizes(runner: ModelRunner) -> MemorySizes:
     outputs = [sum(m.local_features) for _, m in modules if isinstance(m, ColumnParallelLinear)]
     rows = [m.weight.part_shapes[0] for _, m in modules if isinstance(m, RowParallelLinear)]
     inputs = [runner.parallel.share(shape[1]) for shape in rows]
-    # The stream, its norm, and two on the way; what a layer computes, and what is made of it.
+    # The stream, its norm, and two intermediates; a layer's products, and results from these.
     width = 4 * spec.hidden_size + max(outputs, default=0) + max(inputs, default=0)
     adapters = runner.adapters.nbytes if runner.adapters else 0
     return MemorySizes(
@@ -198,7 +198,7 @@ def _sizes(runner: ModelRunner) -> MemorySizes:
         adapters=adapters,
         requests=sum(x.nbytes for x in kept if isinstance(x, Tensor)),
         forward=runner.max_num_tokens * width * runner.compute_dtype.itemsize,
-        # Logits, what they are shifted to, and the weights of the draw.
+        # Logits, the shifted logits, and the weights of the draw.
         sampling=3 * runner.max_num_samples * spec.vocab_size * 4,
         kv_per_block=runner.bytes_per_block,
     )

@@ -125,7 +125,7 @@ class GPUModelRunner(ModelRunner):
         return graphs
 
     def forward(self, batch: InputBatch) -> torch.Tensor:
-        """Return hidden states. Steps run as graphs; too large steps run kernel by kernel."""
+        """Return hidden states. Steps run as graphs, or kernel by kernel if they are too large."""
         if self.graphs is not None and not batch.is_part:
             ends = None if batch.is_decode else batch.attention_rows.ends
             if (hidden := self.graphs(batch.tokens, ends, batch.buffers)) is not None:
@@ -244,7 +244,7 @@ class GPUModelRunner(ModelRunner):
         self.execute_model(SchedulerOutput(step=0, new_requests=new_requests, scheduled=scheduled))
 
     def _sample_all(self, num_rows: int, has_grammar: bool = True) -> None:
-        """Sample the step, with a grammar in all rows or none, and free its rows."""
+        """Sample the step, with a grammar in all rows or in no row, and free its rows."""
         words = bytes([255]) * (4 * -(-self.spec.vocab_size // 32))
         bitmask = GrammarBitmask(list(range(num_rows)), [0] * num_rows, words * num_rows)
         self.sample_tokens(bitmask if has_grammar else None).result()
@@ -270,7 +270,7 @@ class GPUModelRunner(ModelRunner):
     # ---- output ----
 
     def to_host(self, parts: Sequence[StepPart]) -> tuple[Sequence[StepPart], Callable[[], None]]:
-        """Start copies to pinned memory in the step's stream; return them and a waiting call."""
+        """Start copies to pinned memory in the step's stream; return them and a call that waits."""
         copied = [part.to_host() for part in parts]
         done = torch.cuda.Event()
         done.record(torch.cuda.current_stream(self.device))

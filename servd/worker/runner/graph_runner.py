@@ -1,7 +1,7 @@
 """GraphRunner: runs the forward pass of steps as CUDA graphs, captured for a set of token counts.
 
 The host takes longer to launch hundreds of kernels than the device takes to run them. A graph
-launches at once. It repeats addresses, so inputs and output have fixed buffers. A smaller step is
+launches at once. Its addresses are fixed: inputs and output have fixed buffers. A smaller step is
 padded with tokens of `null_slot`, which write to a block that no request owns.
 
 In decode graphs, each token is a row of the attention, including padding. In mixed graphs, rows
@@ -66,7 +66,7 @@ class GraphRunner:
     """Captures a graph when its size is first needed.
 
     Args:
-        max_num_rows: of a step.
+        max_num_rows: maximum rows of a step.
         max_mixed_tokens: tokens of the largest mixed graph; 0: none.
         hidden: [0, hidden], of the type of hidden states.
         num_inputs: rows of `InputBatch.tokens`.
@@ -139,7 +139,7 @@ class GraphRunner:
 
     def chosen_of(self, buffers: DecodeBuffers) -> Tensor | None:
         """Return the result of `Choose` for the step that ran last, [num_tokens], valid until the
-        next step; None if it is not captured.
+        next step; None if this step's `Choose` is not captured.
         """
         if (head := self.heads.get((buffers.step.shape[1], self.variant()))) is None:
             return None

@@ -20,7 +20,7 @@ Forward = Callable[[InputBatch], torch.Tensor]
 
 @dataclass(frozen=True)
 class Failures:
-    """The StepPart with the requests that could not be added, or on which the model failed."""
+    """A StepPart: the requests that could not be added, or on which the model failed."""
 
     errors: dict[int, str]  # row -> message
 

@@ -52,9 +52,9 @@ log = logging.getLogger("servd.worker")
 class LaunchedStep:
     """A step between `execute_model` and `sample_tokens`."""
 
-    num_rows: tuple[int, int]  # of `SchedulerOutput.decodes`, and of `SchedulerOutput.scheduled`
+    num_rows: tuple[int, int]  # in `SchedulerOutput.decodes`, and in `SchedulerOutput.scheduled`
     computed: tuple[InputBatch, torch.Tensor] | None = None  # with hidden states [tokens, hidden]
-    parts: Sequence[StepPart] = ()  # of the output, as far as they are computed
+    parts: Sequence[StepPart] = ()  # parts of the output that are computed already
     times_ns: Sequence[int] = ()  # see StepRecord.worker_ns
 
 
@@ -63,7 +63,7 @@ class AsyncOutput:
     num_rows: tuple[int, int]  # see LaunchedStep
     parts: Sequence[StepPart] = ()  # on the host after `wait`
     wait: Callable[[], None] = lambda: None
-    times_ns: Sequence[int] = ()  # until it was launched
+    times_ns: Sequence[int] = ()  # times until the launch
 
     def result(self) -> ModelRunnerOutput:
         self.wait()
@@ -236,7 +236,7 @@ class ModelRunner(ABC):
             self.proposer.allocate_kv_cache(num_blocks)
 
     def warm_up(self, progress: Callable[[float], None]) -> None:  # noqa: B027
-        """Capture and compile, so that the first requests need not wait. Reports fractions."""
+        """Capture and compile, so that first requests need not wait. `progress`: gets 0 to 1."""
 
     # ---- steps ----
 
@@ -371,7 +371,7 @@ class ModelRunner(ABC):
         """Move keys, values and hidden states of a tree's accepted drafts into a chain."""
         tokens = batch.sample_tokens
         moved = batch.sample_tokens[order]
-        if self.device.type == "cpu":  # comparing is free there, and most need not move
+        if self.device.type == "cpu":  # comparing is free there, and most drafts need not move
             changed = tokens != moved
             tokens = tokens[changed]
             moved = moved[changed]
@@ -438,7 +438,7 @@ class ModelRunner(ABC):
         self.states.add(msgspec.structs.replace(request, token_ids=token_ids))
 
     def _unpack(self, bitmask: GrammarBitmask, batch: InputBatch) -> torch.Tensor:
-        """Return int32 [m, ceil(vocab / 32)] for all rows to sample. No grammar: all bits set."""
+        """Return bitmasks, int32 [m, ceil(vocab / 32)]; all bits set for rows without a grammar."""
         words = np.frombuffer(bitmask.bitmask, dtype=np.int32).reshape(len(bitmask.indices), -1)
         counts = batch.num_drafts[batch.sample_rows] + 1
         unpacked = np.full((counts.sum(), words.shape[1]), -1, dtype=np.int32)

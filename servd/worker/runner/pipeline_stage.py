@@ -29,11 +29,11 @@ class Stage:
         if self.stage_input is not None:
             self.stage_input.make_room(runner.max_num_tokens)
         if not self.parallel.is_last_stage:
-            runner.output_heads.clear()  # they need the last layer's output
+            runner.output_heads.clear()  # heads need the last layer's output
         self.sent: deque[tuple[Any, torch.Tensor]] = deque()  # sends in progress
-        self.slots: list[int] = []  # of the latest launched step, number `step`
+        self.slots: list[int] = []  # slots of the latest launched step, number `step`
         self.step = 0
-        self.in_flight: deque[tuple[int, list[int]]] = deque()  # tokens not known yet
+        self.in_flight: deque[tuple[int, list[int]]] = deque()  # steps whose tokens are unknown
         self.entered: dict[int, int] = {}  # slot -> step in which its request was added
 
     def execute_model(self, scheduled: SchedulerOutput) -> None:

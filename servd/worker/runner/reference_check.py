@@ -36,7 +36,7 @@ Own = list[tuple[nn.Parameter, Tensor]]
 
 LENGTHS = (5, 17, 40)  # tokens of the prompts
 TIMEOUT = 600.0  # seconds
-# Distance to the reference relative to its norm: order of summation and rounding of weights.
+# Allowed distance from the reference, relative to its norm, for the order of sums and rounding.
 MARGINS = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 QUANTIZED_MARGIN = 0.3
 LEAST_LOGIT = 5.0  # a typical large logit
@@ -53,8 +53,8 @@ def prompts(spec: ModelSpec, limit: int) -> list[list[int]]:
 
 
 class ReferenceCheck:
-    """Starts computing the reference. `run` waits for it and compares. `runner`: of the model to
-    check, whose weights need not be loaded yet.
+    """Starts computing the reference. `run` waits for it and compares. `runner`: the runner of the
+    model to check, whose weights need not be loaded yet.
     """
 
     def __init__(self, runner: ModelRunner) -> None:
@@ -86,8 +86,8 @@ class ReferenceCheck:
             )
 
     def run(self, run_step: Callable[[SchedulerOutput], ModelRunnerOutput]) -> None:
-        """Compare vectors once steps can run. Raises UnsupportedModel if the model's vectors differ
-        from the reference.
+        """Compare vectors; call this when steps can run. Raises UnsupportedModel if the model's
+        vectors differ from the reference.
         """
         if not self.is_on:
             return

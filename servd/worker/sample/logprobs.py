@@ -1,4 +1,4 @@
-"""Log-probabilities of the sampled and of the most likely tokens, before changes of logits."""
+"""Log-probabilities of the sampled and of the most likely tokens."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from servd.worker.sample.rows import Rows
 
 @dataclass(frozen=True, slots=True)
 class LogprobsTensors:
-    """Log-probabilities of the m rows of a step's n rows that request them."""
+    """Log-probabilities of the rows that request them: m of a step's n rows."""
 
-    # [m, 1 + k_max + named_max] int64: the sampled token, the k_max most likely, those named
+    # [m, 1 + k_max + named_max] int64: the sampled token, the k_max most likely, named tokens
     token_ids: Tensor
     logprobs: Tensor  # [m, 1 + k_max + named_max] float32
     ranks: Tensor  # [m] int64: rank of the sampled token in the vocabulary, from 1
-    num_logprobs: list[int | None]  # [n]: k of each row, None where not asked
-    num_named: list[int]  # [m]: tokens named by each row that asked
+    num_logprobs: list[int | None]  # [n]: k of each row, None if not requested
+    num_named: list[int]  # [m]: number of tokens named by each requesting row
 
     def to_host(self) -> LogprobsTensors:
         """Start the copy to the host. On CUDA, callers wait for the stream before `to_lists`."""
@@ -63,14 +63,14 @@ class LogprobsTensors:
 
 
 class SampledLogprobs:
-    """The slots that request log-probabilities of their sampled tokens, and of how many others.
-    `are_logits`: report logits instead.
+    """The slots that request log-probabilities of sampled tokens, and how many other tokens each
+    requests. `are_logits`: report logits instead.
     """
 
     def __init__(self, are_logits: bool = False) -> None:
         self.are_logits = are_logits
         self.num_logprobs: dict[int, int] = {}  # slot -> k
-        self.named: dict[int, list[int]] = {}  # slot -> token ids asked for by name
+        self.named: dict[int, list[int]] = {}  # slot -> token ids requested by name
 
     def add(self, slot: int, params: SamplingParams) -> bool:
         self.named.pop(slot, None)
@@ -105,8 +105,8 @@ def gather_logprobs(
     """Return the log-probabilities that the rows request.
 
     Args:
-        logits: [m, vocab] float32, of the rows that request them.
-        sampled: [m] int64, their sampled tokens.
+        logits: [m, vocab] float32, for the rows that request log-probabilities.
+        sampled: [m] int64, the sampled tokens of these rows.
         num_logprobs: [n], k of each row of the step, None where not requested.
         named: [m] token ids that each row requests by name; empty if none does.
     """

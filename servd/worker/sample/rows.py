@@ -37,7 +37,7 @@ class Rows:
 
     @cached_property
     def index(self) -> Tensor | slice:
-        """The rows' index, int64 [n] on the device; `slice(None)` for all rows, to get a view."""
+        """Each row's index in the step, int64 [n] on the device; all rows: `slice(None)`."""
         return slice(None) if self.chosen is None else upload(self.chosen, self.slots.device)
 
     def copy_of(self, logits: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ class Rows:
 
     @property
     def host_index(self) -> Int64Array:
-        """The index on the host, int64 [n]."""
+        """Each row's index in the step, int64 [n] on the host."""
         return np.arange(len(self.host_slots)) if self.chosen is None else self.chosen
 
     def repeat(self, counts: Sequence[int] | int) -> Tensor:

@@ -40,7 +40,7 @@ class SampledTokens:
             output.logprobs |= {row: each for row, each in asked.items() if each}
 
     def _parts(self, first: int = 0) -> Iterator[tuple[int, slice]]:
-        """Yield rows from number `first` on, with token slices; earlier rows have one token."""
+        """Yield rows from number `first` on, with slices of tokens. Earlier rows have one token."""
         rows = self.rows[first:]
         num_drafts = self.num_drafts[first:]
         kept = self.sampled.num_kept

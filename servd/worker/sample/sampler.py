@@ -46,7 +46,7 @@ class SamplerOutput:
     """The sampled tokens of a step, on the device."""
 
     token_ids: Tensor  # [n] int64; if `best` is None, as returned by `SamplingOps.choose`
-    logprobs: LogprobsTensors | None  # None: no row asked for any
+    logprobs: LogprobsTensors | None  # None: no row requested any
     num_kept: Tensor | None = None  # [rows] int64: accepted drafts; None: the step had no drafts
     # [n] int64, with draft trees: index in the step of each token, sorted so that those after
     # accepted drafts come first in each row.
@@ -127,8 +127,8 @@ class Sampler:
         output_token_ids: Sequence[int],
         eos_token_ids: Sequence[int],
     ) -> bool:
-        """Add a request, again after preemption with its outputs so far. Return whether its drafts
-        may be trees: if no stateful processor or grammar follows its tokens. `prompt_token_ids`: at
+        """Add a request; after preemption, with its outputs so far. Return whether its drafts may
+        be trees: if no stateful processor or grammar follows its tokens. `prompt_token_ids`: at
         least one. `output_token_ids`: sampled before; empty at first. `eos_token_ids`: forbidden,
         with params.stop_token_ids, for the first params.min_tokens outputs.
         """
@@ -167,7 +167,7 @@ class Sampler:
             positions: [n] int64 on the device: index of the sampled token in its sequence.
             bitmask: [n, ceil(vocab / 32)] int32 on the device, bit set = allowed; all -1 in rows
                 without a grammar.
-            drafts: of a step with drafts; then n is `SpecDecodeMetadata`'s m.
+            drafts: the drafts of a step with drafts; then n is `SpecDecodeMetadata`'s m.
         """
         host_slots = np.asarray(host_slots, dtype=np.int64)
         step = Rows(slots, positions, host_slots, self.uses[host_slots])
@@ -175,7 +175,7 @@ class Sampler:
         if used & ~(RANDOM | FILTERED) or bitmask is not None:
             logits = logits.float()
         asked = step.subset(LOGPROBS) if used & LOGPROBS else None
-        reported = None  # logits to report: of the rows that asked; of all, if `order` may change
+        reported = None  # logits to report, of requesting rows; of all rows, if `order` may change
         in_order = drafts is None or drafts.parents is None
         if asked is not None and not self.tells_processed:
             reported = asked.copy_of(logits) if in_order else logits.clone()
@@ -241,8 +241,8 @@ class Sampler:
         return token_ids
 
     def _draw(self, logits: Tensor, token_ids: Tensor, rows: Rows) -> None:
-        """Replace the most probable tokens of random rows by drawn tokens. If processed logits are
-        reported, replace the rows' logits too.
+        """Replace the most probable tokens by drawn tokens in the rows that draw. If processed
+        logits are reported, replace the rows' logits too.
         """
         whole, best, logits = logits, token_ids[rows.index], logits[rows.index].float()
         peaks = logits.gather(1, best.unsqueeze(1)).squeeze(1)  # NaN if the row holds any

@@ -11,7 +11,7 @@ from servd.worker.sample.rows import Rows
 
 class TopKTopPFilter:
     """Applies min-p first: it keeps tokens at least min_p times as probable as the most probable
-    token, which is a limit already.
+    token, without a search.
 
     Of these, top-k keeps the k most probable tokens. Of these, top-p keeps just enough of the most
     probable tokens to hold the share p of the probability.

@@ -7,7 +7,7 @@ from torch import Tensor
 
 def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
     """Return numbers in [0, 1) with 53 random bits, [n] float64: splitmix64 started at a scrambled
-    seed, jumped to the position. `seeds`: [n] int64; `positions`: [n] int64.
+    seed, advanced to the position. `seeds`: [n] int64; `positions`: [n] int64.
     """
     bits = splitmix64(splitmix64(seeds, 0), positions)
     return _shift_right(bits, 11).double() * 2.0**-53
@@ -15,7 +15,7 @@ def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
 
 def splitmix64(state: Tensor, index: Tensor | int) -> Tensor:
     """Return output number `index` (from 0) of splitmix64 (Steele et al., 2014) started at `state`;
-    int64 as uint64.
+    int64 stands for uint64.
     """
     z = state + (index + 1) * _signed(0x9E3779B97F4A7C15)  # int64 arithmetic wraps modulo 2**64
     z = (z ^ _shift_right(z, 30)) * _signed(0xBF58476D1CE4E5B9)

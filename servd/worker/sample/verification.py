@@ -27,29 +27,29 @@ from servd.worker.sample.uniform import uniform
 
 @dataclass(frozen=True)
 class SpecDecodeMetadata:
-    """The drafts of a step with n rows that sample m tokens: per row one, and one after each of its
+    """The drafts of a step with n rows that sample m tokens: one per row, and one after each of its
     drafts.
     """
 
     num_drafts: Int64Array  # [n], on the host
-    # [m] int64: the draft in the place of each sampled token, -1 if none was found; after a row's
-    # last one anything.
+    # [m] int64: the draft in the place of each sampled token, -1 if none was found; any number
+    # after a row's last draft.
     draft_ids: Tensor
-    is_synthetic: bool = False  # those drafts are kept, whatever is sampled
-    # [n, max_drafts + 1]: the places of `DraftTree` before those of each row; None: all are chains.
+    is_synthetic: bool = False  # drafts other than -1 are kept, whatever is sampled
+    # [n, max_drafts + 1]: previous places (`DraftTree`) of each row's places; None: all are chains.
     parents: Int64Array | None = None
 
     @classmethod
     def of(cls, batch: InputBatch, chances: Tensor | None) -> SpecDecodeMetadata | None:
-        """Return the drafts of a step; None without drafts. `chances`: [k], for benchmarks: that a
-        draft is kept if the earlier drafts are.
+        """Return the drafts of a step; None without drafts. `chances`: [k], for benchmarks: the
+        chance that a draft is kept if the earlier drafts are.
         """
         if len(batch.sample_host_slots) == len(batch.sample_rows):
             return None
         num_drafts = batch.num_drafts[batch.sample_rows]
         states = batch.states
         slots = batch.sample_slots
-        # The draft in the place of a sampled token is what the step computed next.
+        # The draft in the place of a sampled token is the next token of the step.
         found = batch.token_ids.roll(-1)
         if not batch.samples_all:
             found = found[batch.sample_tokens]
@@ -69,16 +69,16 @@ class SpecDecodeMetadata:
 
     @cached_property
     def grid(self) -> Int64Array:
-        """Indices among the m of each row's tokens, [n, max_drafts + 1]. A row with fewer tokens
-        repeats its last index.
+        """Indices of each row's tokens among the m tokens, [n, max_drafts + 1]. A row with fewer
+        tokens repeats its last index.
         """
         counts = self.num_drafts + 1
         offsets = np.minimum(np.arange(counts.max()), self.num_drafts[:, None])
         return (np.cumsum(counts) - counts)[:, None] + offsets
 
     def turns(self) -> Iterator[tuple[Int64Array, Int64Array]]:
-        """Yield, for each number of drafts before a token, the rows with such a token, and its
-        index among the m.
+        """Yield, for each number of drafts before a token, the rows with such a token, and the
+        token's index among the m tokens.
         """
         for offset in range(self.grid.shape[1]):
             rows = np.flatnonzero(self.num_drafts >= offset)
@@ -91,8 +91,8 @@ class SpecDecodeMetadata:
         )
 
     def verify(self, token_ids: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return how many drafts of each row were kept, [n] int64, by the sampled tokens [m]. If
-        they need not be its first drafts, also return an order in which they are, [m] int64.
+        """Return how many drafts of each row the sampled tokens keep, [n] int64. For trees, also
+        return an order, [m] int64, in which tokens after kept drafts are first in their row.
         """
         if self.parents is not None:
             return self._verify_trees(token_ids, self.parents)
@@ -101,7 +101,7 @@ class SpecDecodeMetadata:
         return self.count_kept(token_ids), None
 
     def count_kept(self, token_ids: Tensor) -> Tensor:
-        """Return how many drafts of each row, which are all chains, were kept, [n] int64."""
+        """Return how many drafts of each row were kept, [n] int64, if all drafts are chains."""
         is_draft = np.arange(1, self.grid.shape[1]) <= self.num_drafts[:, None]
         is_kept = (token_ids == self.draft_ids)[upload(self.grid[:, :-1], token_ids.device)]
         is_kept &= upload(is_draft, token_ids.device)
@@ -126,7 +126,7 @@ class SpecDecodeMetadata:
         is_there = np.arange(grid.shape[1]) <= self.num_drafts[:, None]
         is_kept = upload(is_there.copy(), token_ids.device)
         is_kept[:, 1:] &= token_ids[grid].gather(1, before)[:, 1:] == self.draft_ids[grid[:, :-1]]
-        for _ in range(grid.shape[1].bit_length()):  # with twice as many before each every time
+        for _ in range(grid.shape[1].bit_length()):  # each turn checks twice as many predecessors
             is_kept &= is_kept.gather(1, before)
             before = before.gather(1, before)
         order = grid[:, :1] + (~is_kept).byte().argsort(dim=1, stable=True)

@@ -50,8 +50,8 @@ class Target:
     states: RequestStates
     parallel: Parallel
     backend: Backend[Any]
-    # Chains of passes of a draft, of N rows at most, and tokens in the first one, as fast as
-    # this device can.
+    # Makes this device's fastest chain from a drafter, the maximum rows, and the maximum tokens
+    # of the pass before.
     make_chain: Callable[[Drafter, int, int], Chain]
 
     def find_draft(self) -> str:
@@ -69,7 +69,7 @@ class Target:
             dtype=own.dtype,
             kv_dtype=own.kv_dtype,
             device=own.device,
-            # How many drafts were kept is only known on the device.
+            # Only the device knows how many drafts were kept.
             exact_seq_lens=own.device.type == "cpu",
         )
         return make_backend(self.config.parallel.attention_backend, spec)[1]
@@ -92,12 +92,12 @@ class Proposer(ABC):
     """Drafts the tokens that may follow in a request. Never waits for the device.
 
     Args:
-        config: the method's.
+        config: the method's configuration.
         target: the model to draft for; its KV cache does not exist yet.
     """
 
-    kv_caches: Sequence[Tensor] = ()  # its own, from allocate_kv_cache on
-    is_reading = False  # whether it takes more of the target's pass than hidden states
+    kv_caches: Sequence[Tensor] = ()  # the proposer's own, set by allocate_kv_cache
+    is_reading = False  # whether it reads more of a pass than hidden states
 
     def __init__(self, config: SpeculativeConfig, target: Target) -> None:
         self.config = config
@@ -137,9 +137,9 @@ class Proposer(ABC):
         the engine. Raises ConfigError if it is not.
 
         Args:
-            token_map: [draft_vocab] int64, loaded; None: the first ones of the model's vocabulary.
-            draft_vocab_size: rows of its output head.
-            is_relative: the map has the difference from the draft's token id to the model's.
+            token_map: [draft_vocab] int64, loaded; None: the model's first token ids.
+            draft_vocab_size: rows of the draft's output head.
+            is_relative: the map has the model's token id minus the draft's.
         """
         if token_map is None:
             token_map = torch.arange(draft_vocab_size)
@@ -178,7 +178,7 @@ class Proposer(ABC):
         """Note that a step was computed and its tokens are written.
 
         Args:
-            batch: the step.
+            batch: the batch of the step.
             hidden: [num_tokens, hidden], of all tokens, including prompts and rejected drafts.
             num_kept: see `SamplerOutput`.
         """
@@ -191,8 +191,8 @@ class Proposer(ABC):
 
         Args:
             slots: [n] int64.
-            max_len: no row has more tokens.
-            num_drafts: the most for a row; a row may get fewer than are found for it.
+            max_len: maximum tokens of a row.
+            num_drafts: maximum for a row; a row may be given fewer of those that are found.
 
         Returns:
             token ids, int64 [n, num_drafts]; -1 after the last draft of a row.
@@ -211,7 +211,7 @@ class Proposer(ABC):
         num_drafts = int(limits.max())
         token_ids = self.propose(slots, int(batch.seq_lens.max()) + 1, num_drafts)
         if states.tree is not None and not (is_tree := states.is_tree[host_slots]).all():
-            # Rows that may not have it get its likeliest drafts.
+            # Rows that may not have a tree get the tree's likeliest drafts.
             rows = upload(np.flatnonzero(~is_tree), device)
             chain = [draft for draft in states.tree.chain if draft < num_drafts]
             token_ids[rows, : len(chain)] = token_ids[rows][:, chain]
@@ -226,7 +226,7 @@ class Proposer(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """The StepPart with the drafts, which the engine needs for grammars."""
+    """A StepPart: the drafts, which the engine needs for grammars."""
 
     rows: np.ndarray  # [n] indices in the step
     token_ids: Tensor  # [n, k] int64; -1: none

@@ -1,8 +1,8 @@
 """draft_model: a smaller model with the same vocabulary drafts tokens
 (https://arxiv.org/abs/2211.17192).
 
-Its keys and values are in blocks with the numbers of the target's blocks. A pass never reads keys
-and values after a row's newest token, which belong to rejected drafts; they are recomputed.
+Its own KV cache has the block numbers of the target's cache. A pass never reads keys and values
+after a row's newest token, which belong to rejected drafts; later passes overwrite them.
 """
 
 import numpy as np
@@ -100,14 +100,14 @@ class DraftModelProposer(Proposer):
         wants = limits > 0
         missing = np.minimum(self.behind[slots] + batch.query_lens, batch.seq_lens) + wants
         runs = wants | ((batch.query_lens > 1) & (room >= 0))
-        # The shortest first, so that a long one, which comes in pieces, keeps no other waiting.
+        # Short rows first, so that a long row, computed in pieces, delays no other row.
         order = np.argsort(missing)
         lens = np.where(runs, missing, 0)
         left = self.max_num_tokens - np.cumsum(lens[order]) + lens[order]
         lens[order] = np.minimum(lens[order], left.clip(0))
         self.behind[slots] = missing - wants - lens
         limits[lens < missing] = 0
-        if limits.max(initial=0) > 1:  # the chain continues, in the place of their newest token
+        if limits.max(initial=0) > 1:  # chains overwrite the newest token of rows with one draft
             self.behind[slots[limits == 1]] += 1
         self.limits = limits[batch.max_new_drafts > 0]
         if lens.any():
@@ -118,14 +118,14 @@ class DraftModelProposer(Proposer):
     def _catch_up(
         self, batch: InputBatch, lens: np.ndarray, behind: np.ndarray, drafting: np.ndarray
     ) -> Pass:
-        """Return the pass over tokens of a step's rows. A row has blocks up to its `seq_lens`
-        and newest token, so the pass ends there.
+        """Return the pass over tokens of a step's rows. It stays within a row's blocks, which have
+        room for `seq_lens` tokens and the newest token.
 
         Args:
-            lens: [num_rows] int64: the number of tokens of each row.
-            behind: [num_rows] int64: how far before the newest token they begin; in a row that
-                turns out to be shorter, at its first token.
-            drafting: [n] int64: rows whose newest token is among them.
+            lens: [num_rows] int64: how many tokens of each row the pass computes.
+            behind: [num_rows] int64: how far before its newest token a row's pass begins, but not
+                before its first token.
+            drafting: [n] int64: rows whose newest token the pass computes.
         """
         rows = np.flatnonzero(lens)
         ends = np.cumsum(lens)
@@ -160,8 +160,8 @@ class DraftModelProposer(Proposer):
         limits = upload(self.limits[rows], slots.device)
         index = upload(rows, slots.device)
         slots = slots[index]
-        # A row has no block for more than its drafts but the last one, which is not computed: what
-        # the chain makes beyond stays in the last place that it has.
+        # A row has blocks for its drafts except the last, which is not computed: the chain puts
+        # further drafts in the row's last place.
         depths = torch.minimum(self.after[: most - 1].unsqueeze(1), limits - 1)
         positions = self.states.num_computed[slots] + depths  # [most - 1, n]
         made = self.chain(self.first, slots, positions, positions)

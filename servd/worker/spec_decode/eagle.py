@@ -30,8 +30,8 @@ from servd.worker.sample import ops
 from servd.worker.sample.logit_edits import LogitEdits
 from servd.worker.spec_decode import Proposer, Target
 
-# Prompts are not followed while drafts are only tried now and then: after about 100 steps without
-# drafts, until there were some in about five.
+# Prompts are skipped while drafts are rare: after about 100 steps without drafts, until about
+# five steps had drafts.
 INTEREST_MEMORY = 0.98
 MOST_INTEREST = 40.0
 LEAST_INTEREST = 5.0
@@ -55,8 +55,8 @@ class Unnormed(nn.Module):
 
 class EagleHead(nn.Module):
     """Predicts a token's feature from the previous token's feature (the target's last hidden state)
-    and the token's embedding. `names`: of the checkpoint's tensors. Without its own embedding or
-    output head, the target's are used.
+    and the token's embedding. `names`: names of the checkpoint's tensors. A head without an
+    embedding or output head uses the target's.
     """
 
     packed: ClassVar[dict[str, tuple[str, int]]] = LlamaForCausalLM.packed
@@ -101,8 +101,8 @@ class EagleHead(nn.Module):
     def forward(
         self, token_ids: Tensor, features: Tensor, positions: Tensor, ctx: ForwardContext
     ) -> Tensor:
-        """Return features of `token_ids`, int64 [num_tokens]. `features`: of the tokens before
-        them, [num_tokens, hidden]; `positions`: of the tokens before them, int64 [num_tokens].
+        """Return features of `token_ids`, int64 [num_tokens]. `features`, [num_tokens, hidden], and
+        `positions`, int64 [num_tokens], are those of the previous tokens.
         """
         x, residual = self.enter(self.embed(token_ids), features)
         rotation = self.rotary(positions)
@@ -134,11 +134,11 @@ class EagleProposer(Proposer):
     token. Keys and values of tokens that may be rejected are recomputed before any later token
     reads them.
 
-    Computes rows that verify or need drafts, and prompts, unless drafts were rare recently. Other
-    tokens are skipped: the head's cache continues without them. So a row's places in its blocks
-    count only computed tokens, and a step without drafts costs nothing. Blocks from the prefix
-    cache may lack skipped tokens, or were computed with the next token of another request: drafts
-    after them may be worse.
+    Computes rows that verify or need drafts and, unless drafts were rare recently, prompts. Other
+    tokens are skipped: the head's cache continues without them. So the head's cache has only
+    computed tokens, and a step without drafts costs nothing. Blocks from the prefix cache may lack
+    skipped tokens, or were computed with the next token of another request: drafts after them may
+    be worse.
     """
 
     head_class: ClassVar[type[EagleHead]] = EagleHead
@@ -154,8 +154,8 @@ class EagleProposer(Proposer):
             lambda: self.head_class(self.spec, names, target), folder, self.rename
         )
         self.backend = target.make_backend(self.head)
-        # Tokens of each slot that the head has: int64 [slots], on the device, as only that knows
-        # how many drafts were kept.
+        # Tokens of each slot that the head has: int64 [slots], on the device, as only the device
+        # knows how many drafts were kept.
         self.num_followed = torch.zeros_like(self.states.num_computed)
         # Recent steps that wanted drafts; old ones count less.
         self.interest = MOST_INTEREST
@@ -211,7 +211,7 @@ class EagleProposer(Proposer):
         device = hidden.device
         read = self.head.read(hidden)
         slots, positions = map(at_hand, batch.tokens[:2])
-        # Of each row the place in it of the last token that is known or kept.
+        # For each row, the index in it of the last token that is known or kept.
         newest = at_hand(batch.ends(num_kept)) - sent(lens.cumsum() - lens, device)
         if len(rows) < len(runs):
             chosen = np.flatnonzero(np.repeat(runs, lens))
@@ -245,7 +245,7 @@ class EagleProposer(Proposer):
         rows = at_hand(slots)
         newest = at_hand(self.states.num_computed)[at_hand(slots)]
         depths = at_hand(self.after)[: num_drafts - 1, None] - 1
-        # A row has blocks for no more; positions from the newest token's on are computed again.
+        # Rows have no blocks for more; positions from the newest token on are computed again.
         if self.limits.min() < num_drafts - 1:
             depths = depths.clip(max=sent(self.limits - 1, slots.device))
         columns = at_hand(self.num_followed)[rows] + depths  # [num_drafts - 1, n]

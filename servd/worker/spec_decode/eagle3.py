@@ -28,7 +28,7 @@ from servd.worker.spec_decode.eagle import EagleHead, EagleProposer
 
 class AuxHiddenStates:
     """Keeps the residual stream that enters some layers, at the same address in every step, because
-    recorded graphs write there too. `target`: its model has one list of layers, each called with
+    recorded graphs write there too. `target`: its model has one list of layers; each layer takes
     the term to add to the stream, then the stream. `layers`: the numbers of these layers.
     """
 
@@ -42,7 +42,7 @@ class AuxHiddenStates:
             device=spec.device,
         )
         self.is_native = spec.device.type == "cpu" and native.library() is not None
-        self.is_read = True  # in this step
+        self.is_read = True  # whether this step's streams are needed
         parts = (part for _, part in target.model.named_modules())
         found = next(part for part in parts if isinstance(part, nn.ModuleList))
         for stream, layer in zip(self.streams, layers, strict=True):
@@ -125,7 +125,7 @@ class Eagle3Head(EagleHead):
         if "d2t" in names:
             self.d2t = Weight((config["draft_vocab_size"],), parallel)
             self.d2t.data = torch.zeros(self.d2t.shape, dtype=torch.int64)
-        self.token_map: Tensor | None = None  # int64 [draft vocab]: by `d2t`, once that is loaded
+        self.token_map: Tensor | None = None  # int64 [draft vocab]: from `d2t`, once it is loaded
         self.is_native = native.library() is not None and target.backend.spec.device.type == "cpu"
 
     def read(self, hidden: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from servd.worker.sample import ops
 from servd.worker.sample.logit_edits import LogitEdits
 from servd.worker.spec_decode import Proposer, Target
 
-# Names of vLLM's layout and of https://github.com/FasterDecoding/Medusa, and the names here.
+# Names in vLLM's layout and in https://github.com/FasterDecoding/Medusa -> names here.
 NAMES = (
     (re.compile(r"blocks\.(\d+)\.layers\.(\d+)\."), r"layers.\2.head\1."),
     (re.compile(r"(\d+)\.(\d+)\.linear\."), r"layers.\2.head\1."),
@@ -48,8 +48,8 @@ def rename(name: str) -> str:
 
 
 def best_paths(num_drafts: int, num_heads: int) -> list[Path]:
-    """Return the paths most worth drafting, if heads are about as accurate as the paper's. Fewer
-    drafts are the first paths.
+    """Return the paths most worth drafting, if heads are about as accurate as the paper's. For
+    fewer drafts, use the first paths.
     """
     paths: list[Path] = []
     rest: list[tuple[float, Path]] = [(-1.0, (0,))]
@@ -75,10 +75,10 @@ class ResidualLayer(nn.Module):
         self.bias = Weight((num_heads * size,), parallel, parts=parts) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return [n, num_heads, hidden]. x may be [n, 1, hidden], equal for all heads."""
+        """Return states [n, num_heads, hidden]; x may be [n, 1, hidden], equal for all heads."""
         n, num_inputs, size = x.shape
         made = self.weight.product(x.flatten(0, 1), self.bias).view(n, num_inputs, -1, size)
-        # Every input was multiplied with every head: weights are what takes the time to read.
+        # Every input was multiplied with every head: reading the weights takes the time.
         made = made[:, 0] if num_inputs == 1 else made.diagonal(dim1=1, dim2=2).mT
         return F.silu(made, inplace=True).add_(x)
 

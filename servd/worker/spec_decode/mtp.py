@@ -18,8 +18,8 @@ from servd.worker.models.llama import LlamaForCausalLM
 from servd.worker.spec_decode import Target
 from servd.worker.spec_decode.eagle import EagleHead, EagleProposer
 
-# Beginnings of names in the layer of a checkpoint, and here; others are of the decoder layer. None:
-# the model has the same.
+# Prefixes of names in the checkpoint's layer -> prefixes here; other names are the decoder layer's.
+# None: the model has the same tensor.
 NAMES = {
     "eh_proj.": "fc.",
     "enorm.": "enorm.",
@@ -31,7 +31,7 @@ NAMES = {
 
 
 def rename(name: str, layer: int) -> str | None:
-    """Return servd's name of a checkpoint's tensor; None if shared or not of layer `layer`."""
+    """Return servd's name of a checkpoint's tensor; None if shared or not in layer `layer`."""
     _, is_own, rest = name.partition(f"layers.{layer}.")
     for theirs, ours in NAMES.items():
         if rest.startswith(theirs):
@@ -61,7 +61,7 @@ class MtpHead(EagleHead):
         self.number = spec.num_layers
         self.layers = nn.ModuleList([model.make_layer(spec, self.number, parallel)])
         for layer in attention_layers(self):
-            layer.layer = 0  # of its own cache
+            layer.layer = 0  # number in the head's own cache
 
     def convert(self, tensors: NamedTensors) -> NamedTensors:
         for name, tensor in tensors:

@@ -25,7 +25,7 @@ class NgramProposer(Proposer):
             run = run & (places >= back) & (tokens.roll(back, dims=1) == wanted)
             lengths += run
         longest, found = (lengths.long() * max_len + places).max(dim=1, keepdim=True)
-        # What follows may end soon: then it is taken to repeat.
+        # If fewer tokens than drafts follow the match, they repeat.
         after = torch.arange(num_drafts, device=slots.device) % (last - found).clamp_(min=1)
         drafts = tokens.gather(1, (found + 1 + after).clamp_(max=max_len - 1)).long()
         return drafts.masked_fill_(longest < self.config.prompt_lookup_min * max_len, -1)

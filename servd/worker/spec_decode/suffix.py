@@ -20,11 +20,11 @@ from servd.messages.engine import NewRequest
 from servd.messages.params import SamplingParams
 from servd.worker.spec_decode import Proposer, Target
 
-SHORTEST = 3  # tokens of a match
+SHORTEST = 3  # minimum tokens of a match
 TOKEN_BITS = 20
 KEY_MASK = (1 << SHORTEST * TOKEN_BITS) - 1
 END = (1 << TOKEN_BITS) - 1  # between two outputs; no token
-MAX_PLACES = 64  # looked at for a draft, of each text
+MAX_PLACES = 64  # places compared for a draft, in each text
 MAX_CACHED_TOKENS = 2**19  # outputs of other requests: at most 60 MB
 
 
@@ -34,8 +34,8 @@ class Text:
     def __init__(self) -> None:
         self.token_ids = array("i")
         self.num_outputs = 0  # outputs of other requests, each with END behind it
-        self._before = array("i")  # for each place, the one before it in its chain; -1: none
-        self._newest: dict[int, int] = {}  # three tokens -> the index of what followed them last
+        self._before = array("i")  # for each place, the previous place in its chain; -1: none
+        self._newest: dict[int, int] = {}  # three tokens -> index after their latest occurrence
         self._key = END
 
     def extend(self, token_ids: Sequence[int]) -> None:
@@ -49,8 +49,8 @@ class Text:
         self._key = key
 
     def find(self, last: Sequence[int]) -> tuple[int, list[int]]:
-        """Return how many of a sequence's last tokens occur here, at most, with tokens after them;
-        and the indices of these following tokens, the newest first.
+        """Return the length of the longest match of a sequence's last tokens in this text, and the
+        indices of the tokens that follow such matches, the newest first.
         """
         key = 0
         for token_id in last[-SHORTEST:]:
@@ -106,8 +106,8 @@ class SuffixProposer(Proposer):
             raise ConfigError(
                 "speculative method suffix is for --device cpu; on a GPU use method ngram"
             )
-        self._rows: dict[int, Row] = {}  # by slot, for those that are drafted for
-        self._outputs = [Text(), Text()]  # other requests'; the second is full, and forgotten next
+        self._rows: dict[int, Row] = {}  # by slot, for requests that get drafts
+        self._outputs = [Text(), Text()]  # of other requests; the second is dropped next
 
     def add(self, request: NewRequest) -> None:
         """Note that a request enters its slot. Its prompt is searched too, if it gets drafts."""
@@ -149,7 +149,7 @@ class SuffixProposer(Proposer):
 
     def _draft(self, slot: int, num_drafts: int) -> Sequence[int]:
         if slot not in self._rows:
-            return []  # its request wants none, or could not enter
+            return []  # the request wants no drafts, or could not enter
         config = self.config
         own = self._read(slot)
         last = own.token_ids[-config.suffix_decoding_max_tree_depth :]

@@ -39,7 +39,7 @@ def store_lines(ptr, at, valid, lines, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def without_sink(lse, sinks_ptr, head):
-    """Return the share of the keys in the softmax weight, beside the sinks of the heads."""
+    """Return the keys' share of the softmax weight; the sinks of the heads have the rest."""
     share = tl.full(lse.shape, 1.0, tl.float32)
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + head).to(tl.float32) * 1.4426950408889634
@@ -165,7 +165,7 @@ def _continue_softmax(
     dim = tl.arange(0, HEAD_DIM)
     for tile in range(begin, end, TILE_KEYS):
         key = tile + tl.arange(0, TILE_KEYS)
-        # What no line can see is not loaded: it may be infinite, and 0 times infinity is not 0.
+        # Keys that no line sees are not loaded: they may be infinite, and 0 * infinity is not 0.
         visible = (key >= first_key) & (key < end)
         if MASKED:
             block = tl.load(table_ptr + key // BLOCK_SIZE, mask=visible, other=0)

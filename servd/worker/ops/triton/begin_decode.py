@@ -9,7 +9,7 @@ from torch import Tensor
 
 from servd.worker.ops import _decode_rows
 
-TOKENS = 1024  # at a time
+TOKENS = 1024  # tokens at a time
 
 
 def begin_decode(
@@ -63,7 +63,7 @@ def begin_decode_kernel(
         column = tl.load(row_ptr + num_tokens, mask=valid, other=0)
         block = tl.load(row_ptr + 2 * num_tokens, mask=valid, other=0)
         tl.store(tables_ptr + row * table_stride + column, block.to(tl.int32), mask=valid)
-    tl.debug_barrier()  # what one thread wrote is read by others
+    tl.debug_barrier()  # threads read what other threads wrote
     for first in range(0, num_tokens, TOKENS):
         token = first + tl.arange(0, TOKENS)
         valid = token < num_tokens

@@ -13,7 +13,7 @@ from torch import Tensor
 # Plausible, not measured yet.
 COLUMNS = 64
 DEPTH = 64
-# rows of a tile; the tensor cores multiply no fewer than 16
+# rows of a tile; tensor cores multiply at least 16
 FEW_ROWS = 16
 MANY_ROWS = 64
 
@@ -24,7 +24,7 @@ class ExpertMatrices:
     is_capturable = True
 
     def __init__(self, matrices: Sequence[Tensor]) -> None:
-        self.matrices = matrices  # which the table points to
+        self.matrices = matrices  # kept alive: the table points to them
         addresses = [matrix.data_ptr() for matrix in matrices]
         self.is_aligned = not any(address % 16 for address in addresses)
         self.addresses = torch.tensor(addresses, device=matrices[0].device)
@@ -76,7 +76,7 @@ def experts_kernel(
     the number of rows of other experts.
     """
     tile = tl.program_id(0)
-    # it is in [expert, after)
+    # the tile's expert is in [expert, after)
     expert = 0
     after = num_experts
     while after - expert > 1:
@@ -93,7 +93,7 @@ def experts_kernel(
         column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         address = tl.load(addresses_ptr + expert)
         matrix_ptr = address.to(tl.pointer_type(out_ptr.dtype.element_ty))
-        if ALIGNED:  # of an address from a table Triton knows nothing, and reads number by number
+        if ALIGNED:  # else Triton reads number by number, as it knows no alignment
             matrix_ptr = tl.multiple_of(matrix_ptr, 16)
         total = tl.zeros([ROWS, COLUMNS], tl.float32)
         for begin in range(0, size, DEPTH):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from servd.worker.ops.reference import LowRank
 
-# a tile's
+# Sizes of a tile.
 ROWS = 16
 COLUMNS = 64
 DEPTH = 64
@@ -99,7 +99,7 @@ def shrink_kernel(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """Compute a tile of hidden [num_rows, width], and write the rows of one place."""
+    """Compute a tile of hidden [num_rows, width], and write the rows of one adapter."""
     place = tl.program_id(1).to(tl.int64)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
@@ -133,7 +133,7 @@ def expand_kernel(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """Add to a tile of the outputs [start, end) of the rows of one place."""
+    """Add one adapter's products to a tile of the outputs [start, end), in the adapter's rows."""
     place = tl.program_id(1).to(tl.int64)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = start + tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)

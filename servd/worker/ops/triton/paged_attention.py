@@ -8,10 +8,10 @@ the tile, and `merge_kernel` merges their results: one row alone can use the who
 - Rows with more query tokens (chunks of prompts) have many tiles, and each tile reads all keys that
 its tokens see.
 
-The host never waits for the device. The device itself counts the pieces (`work_list.py`), and grids
-have only as many programs as keep the device busy. Kernels read lengths, tables and slots from
-device tensors only. So a graph can capture a step, with bounds for all lengths, and replay it while
-these tensors change.
+The host never waits for the device. The device itself counts tiles and splits (`work_list.py`), and
+grids have only as many programs as keep the device busy. Kernels read lengths, tables and slots
+from device tensors only. So a graph can capture a step, with bounds for all lengths, and replay it
+while these tensors change.
 
 With `batch_invariant`, a row's own lengths decide where its keys are split and the order of every
 sum. So a result does not depend on the rest of the batch, to the last bit. Otherwise, rows are
@@ -43,12 +43,12 @@ from servd.worker.ops.triton.work_list import first_key_of, row_of, splits_of, w
 
 # ---- tuning: plausible, not measured yet ----
 
-DECODE_LINES = 16  # in a tile: the fewest that the tensor cores multiply
+DECODE_LINES = 16  # of a tile: the minimum that tensor cores multiply
 # Query tokens of a row that is split over its keys; bounds the memory of the partial results.
 MAX_SPLIT_QUERIES = 4
 MIN_SPLIT = 256  # keys per split: below this, merging costs more than it gains
 MAX_SPLITS = 16  # a power of two
-SPLITS_PER_SM = 4  # over all heads: twice what runs at once
+SPLITS_PER_SM = 4  # over all heads: twice as many as run at once
 PROGRAMS_PER_SM = 8  # of a grid; some wait for others to end, which evens out long and short pieces
 
 LOG2E = math.log2(math.e)  # kernels compute powers of two
@@ -59,8 +59,8 @@ class Tuning:
     lines: int  # (token, head) pairs of a tile, at least
     tile_keys: int  # keys per turn of the loop; divides MIN_SPLIT
     num_warps: int
-    # Half of it, less one half, is how many turns ahead keys and values are loaded: as far ahead of
-    # them come their block numbers.
+    # Keys and values are loaded (num_stages - 1) / 2 turns ahead, and their block numbers as many
+    # turns before them.
     num_stages: int
 
     def options(self, group: int) -> dict[str, int]:
@@ -97,11 +97,11 @@ def tunings(head_dim: int, dtype: torch.dtype, device: torch.device) -> tuple[Tu
 
 @dataclass(frozen=True)
 class Plan:
-    """The maximum pieces of a step, by the lengths that the host knows; equal in all layers."""
+    """Upper bounds of a step's pieces, by lengths that the host knows; the same in each layer."""
 
-    num_tiles: int  # over all rows that are not split
-    num_splits: int  # of the others
-    num_merged: int  # tokens whose row has more than one
+    num_tiles: int  # tiles of all unsplit rows
+    num_splits: int  # splits of all other rows
+    num_merged: int  # tokens of rows with several splits
 
 
 def split_queries(group: int) -> int:
@@ -111,7 +111,7 @@ def split_queries(group: int) -> int:
 
 @cache
 def num_sms(device: torch.device) -> int:
-    """Return the number of multiprocessors; 1 in the interpreter, to test several pieces each."""
+    """Return the number of multiprocessors; 1 in the interpreter, to test loops over pieces."""
     if device.type != "cuda":
         return 1
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -178,7 +178,7 @@ class PagedAttention:
         num_splits = num_rows * min(-(-keys // MIN_SPLIT), MAX_SPLITS)
         if num_splits == num_rows:
             return Plan(num_tiles, num_splits, 0)
-        # A row of several splits has more keys than one of `num_wanted` equal parts of them all.
+        # A row with several splits has more than 1 / `num_wanted` of all keys.
         split_rows = min(num_rows, self.num_wanted or num_rows)
         return Plan(num_tiles, num_splits, min(split_rows * queries, num_tokens))
 
@@ -214,7 +214,7 @@ class PagedAttention:
             kv_cache: [2, num_blocks, block_size, num_kv_heads, head_dim], of q's type or narrower.
                 Keys that no row sees are not read, and may have any value.
             soft_cap: scores become soft_cap * tanh(score / soft_cap); None: no cap.
-            sinks: [num_heads], scores of one more key each, whose value is zero.
+            sinks: [num_heads], the score of an additional key per head, of value zero.
         """
         assert q.stride()[1:] == (self.head_dim, 1)
         assert kv_cache.is_contiguous() and batch.block_tables.stride(1) == 1
@@ -317,7 +317,7 @@ def prefill_kernel(
     num_tiles = tl.load(work_ptr + num_rows)
     for piece in range(tl.program_id(0), num_tiles * KV_HEADS, tl.num_programs(0)):
         kv_head = piece % KV_HEADS
-        # The last of a row see the most keys: they come first.
+        # A row's last tiles see the most keys: they come first.
         row, tile = row_of(num_tiles - 1 - piece // KV_HEADS, work_ptr, num_rows)
         start, query_len, seq_len = _lengths(row, starts_ptr, seq_lens_ptr)
         query, head, valid = lines_of(kv_head, tile * QUERIES, query_len, GROUP, LINES)

@@ -8,12 +8,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Always the same, so that the instructions and the order of each sum are; plausible, not measured.
+# Fixed, so that instructions and the order of each sum are fixed; plausible, not measured.
 TILE = {"ROWS": 64, "COLUMNS": 64, "DEPTH": 64}
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return x [..., in] @ weight.T + bias of one type; weight is [out, in], contiguous."""
+    """Return x [..., in] @ weight.T + bias; all have one type, weight [out, in] is contiguous."""
     rows = x.reshape(-1, x.shape[-1])
     num_outputs, size = weight.shape
     out = torch.empty(len(rows), num_outputs, dtype=x.dtype, device=x.device)

@@ -147,7 +147,7 @@ def _heads(HEADS: tl.constexpr, ROWS: tl.constexpr):
 def _turn(
     from_ptr, to_ptr, cos_ptr, sin_ptr, weight_ptr, eps, token, valid, HEAD_DIM: tl.constexpr
 ):
-    """Copy heads at `from_ptr` [ROWS, 1], normed, with pairs (i, i + HEAD_DIM / 2) rotated."""
+    """Copy heads at `from_ptr` [ROWS, 1] to `to_ptr`, normed, with pairs (i, i + HALF) rotated."""
     HALF: tl.constexpr = HEAD_DIM // 2
     pair = tl.arange(0, HALF)[None, :]
     first = tl.load(from_ptr + pair, mask=valid, other=0.0).to(tl.float32)

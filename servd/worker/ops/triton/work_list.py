@@ -1,4 +1,4 @@
-"""Work list of a step's attention: the number of pieces of each row, counted on the device.
+"""Work list of a step's attention: each row's pieces (tiles or splits), counted on the device.
 
 Kernels have a fixed number of programs, each of which takes every n-th piece. So unused rows cost
 nothing, and a replayed graph splits rows by their current lengths.
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ROWS = 1024  # counted at a time
+ROWS = 1024  # rows counted at a time
 
 
 def work_list(
@@ -23,8 +23,8 @@ def work_list(
     **sizes: int,
 ) -> Tensor:
     """Count the pieces of a step. Returns int32 [3 * (num_rows + 1) + 1]: three lists with, for
-    each row, the pieces of the rows before, then the total. The lists count tiles of unsplit rows,
-    splits, and tokens with more than one split. The last number is the minimum keys of a split.
+    each row, the number of pieces in earlier rows, then the total. The lists count tiles of unsplit
+    rows, splits, and tokens with several splits. The last number: minimum keys of a split.
 
     Args:
         query_start_loc: int32 [num_rows + 1].

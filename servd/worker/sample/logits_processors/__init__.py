@@ -1,7 +1,7 @@
 """Logits processors: one file per feature, with a class `Processor`.
 
 A new feature is a field of `SamplingParams`, a field of the request's body, and a file here.
-tests/worker/sample/test_logits_processors.py runs its contract over all files. They run by `order`:
+tests/worker/sample/test_logits_processors.py tests all files. Processors run by `order`:
 
 | order | what belongs there |
 |---|---|
@@ -71,7 +71,7 @@ class LogitsProcessor(ABC):
 
 
 def load(vocab_size: int, max_num_seqs: int, device: torch.device) -> list[LogitsProcessor]:
-    """Return a processor from each file, in order. Arguments as for `LogitsProcessor`."""
+    """Return a processor from each file, in order. The arguments are those of `LogitsProcessor`."""
     classes = [plugins.load(__name__, name, "Processor") for name in plugins.names(__name__)]
     classes.sort(key=lambda each: each.order)
     return [each(vocab_size, max_num_seqs, device) for each in classes]

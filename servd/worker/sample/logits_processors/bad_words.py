@@ -19,7 +19,7 @@ WINDOW = MAX_BAD_WORD_TOKENS - 1
 
 
 class Processor(LogitsProcessor):
-    """Forbids tokens by the end of prompt and output, which is kept on the device."""
+    """Forbids tokens that would end a bad word. The last tokens of each slot are on the device."""
 
     order = 20
     example = {"bad_words_token_ids": [[0]]}

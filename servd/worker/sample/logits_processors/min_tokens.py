@@ -13,7 +13,7 @@ from servd.worker.sample.rows import Rows
 
 
 class Processor(LogitsProcessor):
-    """Keeps the tokens that may end each slot's request, and the position from which they may."""
+    """Keeps the tokens that end each slot's request, and the position from which they may."""
 
     order = 10
     example = {"min_tokens": 1, "stop_token_ids": [0]}
@@ -21,7 +21,7 @@ class Processor(LogitsProcessor):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.end_ids: dict[int, Tensor] = {}  # slot -> [tokens] int64
-        # Position from which it may end.
+        # Position from which the request may end.
         self.first_end = torch.zeros(self.max_num_seqs, dtype=torch.int64, device=self.device)
 
     def add(self, request: SlotRequest) -> bool:

@@ -53,7 +53,7 @@ class Processor(LogitsProcessor):
     def apply(self, logits: Tensor, rows: Rows, edits: LogitEdits) -> None:
         is_due = rows.positions >= self.due[rows.slots]
         end_ids = self.end_ids[rows.slots]
-        # Possible, whatever was done to it; and in the bitmask the only one.
+        # Make the end tag's logit finite, and forbid all other tokens by the bitmask.
         at = rows.repeat(1), end_ids
         logits[at] = logits[at].masked_fill_(is_due, 0.0)
         bitmask = edits.writable_bitmask(logits)

@@ -34,17 +34,16 @@ class SamplingOps(Protocol):
         ...
 
     def choose(self, logits: Tensor, slots: Tensor, columns: Tensor, token_ids: Tensor) -> Tensor:
-        """Return each row's most probable token, as `edit_logits`, and write it to `token_ids`.
+        """Return each row's most probable token, like `edit_logits`, and write it to `token_ids`.
 
         Args:
-            logits: of any floating type.
-            slots: [n] int64, a row of `token_ids` each.
+            logits: [n, vocab], of any floating type.
+            slots: [n] int64, rows of `token_ids`.
             columns: [n] int64.
             token_ids: int32 [slots, columns], each row contiguous.
 
         Returns:
-            [n] int64: the token, or ~token, which is negative, where its logit is NaN or infinite.
-            A row of -inf is none of these.
+            [n] int64: the token; or ~token, which is negative, if its logit is NaN or +inf.
         """
         ...
 
@@ -81,8 +80,8 @@ class SamplingOps(Protocol):
         ...
 
     def score(self, logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the logarithm of each row's sum of exponentials, [n] float32, and the rank from 1
-        of its token [n], int64.
+        """Return the logarithm of each row's sum of exponentials, [n] float32, and the rank (from
+        1) of its token, [n] int64.
         """
         ...
 

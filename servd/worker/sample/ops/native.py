@@ -9,11 +9,11 @@ from servd.worker.sample.ops.reference import add_biases
 
 
 def edit_logits(logits: Tensor, changes: LogitEdits) -> Tensor:
-    if logits.dtype != torch.float32:  # which nothing changes
+    if logits.dtype != torch.float32:  # logits without edits
         logits = logits.float()
     if changes.biased is not None:
         add_biases(logits, changes.biased)
-    # Made as floats: in a graph they lie in its buffers.
+    # Integers in float tensors, to be in a graph's buffers.
     best = torch.empty(2 * len(logits)).view(torch.int64)
     bitmask = changes.bitmask
     penalized = changes.penalized

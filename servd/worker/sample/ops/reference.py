@@ -33,7 +33,7 @@ def choose(logits: Tensor, slots: Tensor, columns: Tensor, token_ids: Tensor) ->
 
 def add_biases(logits: Tensor, biased: Biased) -> None:
     """Add biases to logits [n, vocab], in place."""
-    num_entries = len(biased.token_ids)  # given, so that the device is not asked for it
+    num_entries = len(biased.token_ids)  # given, so that the host need not wait for the device
     rows = torch.arange(len(logits), device=logits.device)
     rows = rows.repeat_interleave(biased.starts.diff(), output_size=num_entries)
     logits[rows, biased.token_ids] += biased.biases
@@ -73,7 +73,7 @@ def _filter_by_sorting(weights: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     masses = candidates.to(torch.int64)
     more_probable = masses.cumsum(dim=-1) - masses  # mass of the tokens before this one
     num_kept = (more_probable < (top_p * masses.sum(dim=-1)).unsqueeze(1)).sum(dim=-1, keepdim=True)
-    # None are kept only in undefined rows.
+    # Only undefined rows keep no token.
     return candidates.gather(1, (num_kept - 1).clamp_(min=0)).squeeze(1)
 
 
@@ -98,9 +98,9 @@ def _filter_by_digits(weights: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 def smallest_keeping(weights: Tensor, masses: Tensor, limits: Tensor) -> Tensor:
     """Return the smallest number such that the weights above it sum to less than a given mass.
 
-    A radix search by the bits of the weights, whose order is that of the weights. Each digit is
-    found by summing the masses of each of its values, among the weights that match the digits
-    before. This is exact, and reads the row about once; a sort of a large vocabulary takes ten
+    A radix search by the bits of the weights, which have the same order as the weights. Each digit
+    is found by summing the masses of each of its values, among the weights that match the earlier
+    digits. This is exact, and reads the row about once; a sort of a large vocabulary takes ten
     times as long. Returns [n] float32: a weight of the row, or 0. `weights`: [n, vocab] float32,
     not negative; `masses`: [n, vocab] int64; `limits`: [n] the mass of each row that may not be
     reached.

@@ -71,7 +71,7 @@ def edit_logits_kernel(
         x -= tl.where(num_outputs > 0, presence, 0.0)
     if bitmask_ptr is not None or slots_ptr is not None:
         tl.store(logit_at, x, mask=valid)
-    # An integer that orders as (logit, -token) does: NaN is greatest, the two zeros are equal.
+    # An integer in the order of (logit, -token): NaN is greatest, the two zeros are equal.
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
     key = tl.where(x != x, LAST, bits ^ ((bits >> 31) & LAST))
     best = (key.to(tl.int64) << 32) | (LAST - token).to(tl.int64)
@@ -120,12 +120,12 @@ def choose_kernel(
     token = LAST - (best & 0xFFFFFFFF)
     at = tl.load(slots_ptr + row) * token_stride + tl.load(columns_ptr + row)
     tl.store(token_ids_ptr + at, token.to(tl.int32))
-    # The order of infinity's bits; those of NaN are above.
+    # Infinity's key; the keys of NaN are above.
     tl.store(chosen_ptr + row, tl.where((best >> 32) >= 0x7F800000, -1 - token, token))
 
 
 def best_of_blocks(logits: Tensor, changes: LogitEdits) -> Tensor:
-    """Return [n, blocks] int64 in the order of (logit, -token)."""
+    """Return integers, int64 [n, blocks], each the block's maximum in the order (logit, -token)."""
     num_rows, vocab = logits.shape
     biased = changes.biased
     bitmask = changes.bitmask

@@ -29,7 +29,7 @@ def to_weights_kernel(
     x = tl.load(logits_ptr + row * row_stride + token, mask=token < vocab, other=0.0)
     # At most 0 before the division, so no temperature can overflow it.
     weight = tl.exp((x - tl.load(peaks_ptr + row)) / tl.load(temperatures_ptr + row)) * ONE
-    # No NaN, which has no integer; the row's token is not drawn then.
+    # Replace NaN, which has no integer; such a row's token is not drawn.
     tl.store(
         weights_ptr + row * vocab + token, tl.where(weight <= ONE, weight, 0.0), mask=token < vocab
     )

@@ -1,5 +1,5 @@
-"""top-k and top-p without a sort: bisection by the bits of the weights, whose order is that of the
-weights.
+"""top-k and top-p without a sort: bisection by the bits of the weights, which have the same order
+as the weights.
 """
 # pyright: reportMissingParameterType=false, reportArgumentType=false
 # pyright: reportCallIssue=false, reportOperatorIssue=false
@@ -61,7 +61,7 @@ def collect(row_ptr, vocab, low, high, found_ptr, BLOCK: tl.constexpr):
             found_ptr + num_found + tl.cumsum(is_inside, axis=0) - 1, bits, mask=is_inside != 0
         )
         num_found += tl.sum(is_inside, axis=0)
-    tl.debug_barrier()  # what one thread wrote is read by others
+    tl.debug_barrier()  # threads read what other threads wrote
     return num_found
 
 
@@ -82,8 +82,8 @@ def search(
     """Return the smallest bits from `low` on such that the weights above them have less than the
     limit; and the count and mass of these weights.
 
-    The answer is always in (low, high]. The row is read until few weights are in between; then
-    these weights are collected.
+    The answer is always in (low, high]. The row is read until few weights are in this interval;
+    then these weights are collected.
     """
     high = tl.full([], ONE, dtype=tl.int32)  # no weight is above
     high_count = tl.zeros([], dtype=tl.int32)
@@ -165,7 +165,7 @@ def top_k_top_p_kernel(
                 CAPACITY,
                 BLOCK,
             )
-            # As many of those that tie with the k-th as make k; none tie if there are fewer than k.
+            # Of the weights equal to the k-th, count those that make k; none if there are fewer.
             total = mass + tl.where(kth > low, (k - count) * mass_of(kth), 0)
             low = kth
         limit = p * total.to(tl.float64)
