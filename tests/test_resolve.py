@@ -71,7 +71,7 @@ def test_experts_that_are_not_spread_are_said(config, num_ranks, told, caplog):
 def test_only_cuda_compiles():
     machine = msgspec.structs.replace(CUDA, has_triton=True)
     assert decide(machine, compile=True).model.compile and not decide(machine).model.compile
-    with pytest.raises(ConfigError, match="--compile is for CUDA: on a cpu, servd uses its own"):
+    with pytest.raises(ConfigError, match="--compile is for CUDA: on a cpu, torch cannot compile"):
         decide(machine, compile=True, device="cpu")
     with pytest.raises(ConfigError, match="--compile needs the package triton"):
         decide(CUDA, compile=True)
@@ -183,7 +183,11 @@ def test_resolving_twice_changes_nothing_and_a_step_holds_a_token_of_each(
             ["--tensor-parallel-size 2 with --pipeline-parallel-size 2", "2 device"],
         ),
         (CPU, {"pipeline_parallel_size": 2, "executor": "uniproc"}, ["uniproc", "multiproc"]),
-        (CPU, {"pipeline_parallel_size": 3}, ["--pipeline-parallel-size 3", "the model's layers"]),
+        (
+            CPU,
+            {"pipeline_parallel_size": 3},
+            ["--pipeline-parallel-size 3", "at most 2, the model's layers"],
+        ),
         *(
             (CPU, {"pipeline_parallel_size": 2} | options, ["--pipeline-parallel-size 2", hint])
             for options, hint in (

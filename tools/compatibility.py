@@ -364,12 +364,12 @@ async def outcomes(served: Served, path: str) -> dict[str, Outcome]:
 def section(path: str, found: dict[str, Outcome]) -> str:
     """Return the part of the page about a route: a line for each outcome, a table of messages."""
     lists: dict[str, list[str]] = {"supported": [], "for the record": [], "ignored": []}
-    fields_by_message: dict[str, list[str]] = {}
+    # Messages that differ only in the name of the field share a row: [first message, fields].
+    rows: dict[str, tuple[str, list[str]]] = {}
     for field, (kind, text) in found.items():
         if kind == "rejected":
-            # Messages that differ only in the name of the field share a row.
-            message = text.replace(f"`{field}`", "`FIELD`", 1).replace("|", "\\|")
-            fields_by_message.setdefault(message, []).append(f"`{field}`")
+            _, fields = rows.setdefault(text.replace(f"`{field}`", "", 1), (text, []))
+            fields.append(f"`{field}`")
             continue
         lists[kind].append(text)
         if kind == "ignored" and text != f"`{field}`":
@@ -381,12 +381,11 @@ def section(path: str, found: dict[str, Outcome]) -> str:
             parts.append(
                 textwrap.fill(line, 100, subsequent_indent="  ", break_on_hyphens=False) + "\n"
             )
-    if fields_by_message:
+    if rows:
         parts.append("\n| rejected | message |\n|---|---|\n")
-        for message, names in fields_by_message.items():
-            parts.append(
-                f"| {', '.join(names)} | {message.replace('FIELD', names[0].strip('`'))} |\n"
-            )
+        for message, names in rows.values():
+            shown = message.replace("|", "\\|")
+            parts.append(f"| {', '.join(names)} | {shown} |\n")
     return "".join(parts)
 
 

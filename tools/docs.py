@@ -58,7 +58,7 @@ kv-cache-memory = "2GiB"
 
 - **Switches.** For a switch that is on, the tables have the flag that turns it off: `--no-...`. The
   description says what the switch does while it is on.
-- **Defaults.** If a description has a "Default", servd chooses the value at the start.
+- **Defaults.** If the column is empty, the description has the default, or the option is not set.
 - **From vLLM.** Options have vLLM's names where the meaning is equal. servd also accepts vLLM's
   other spellings (`-tp`, `--model`, `--dtype half`, `--max-model-len 8k`). It logs flags that it
   does not need, and rejects others, mostly with a replacement ([vLLM](../how-to/from-vllm.md)).

@@ -79,7 +79,7 @@ FIGURES = [
         65,
     ),
     Figure(
-        "8B, random arrivals of 512 in and 128 out: share of the rate of full steps",
+        "8B, random arrivals of 512 in and 128 out: time of full steps / time",
         "llama",
         lambda f: 100 * f["mixed_share"],
         " %",
@@ -118,14 +118,14 @@ FIGURES = [
         75,
     ),
     Figure(
-        "... over transformers continuous batching",
+        "the same: rate / rate of transformers' continuous batching",
         "rival",
         lambda f: f["qwen3_rate"] / f["rival_rate"],
         "x",
         5,
     ),
     Figure(
-        "device at work, 8B at batch 256: kernels of a step over its time",
+        "8B at batch 256: time of a step's kernels / time of the step",
         "llama",
         lambda f: 100 * f["llama_kernel_step"] / f["llama_all_step"],
         " %",
@@ -164,7 +164,7 @@ DETAILS: list[tuple[str, str, float, str]] = [  # fact, what it is, factor, unit
     ("qwen3_bytes", "weights, keys and values that its decoding reads", 1e-12, "TB"),
     ("qwen3_waiting", "share of the time in which the host waits for the device", 100, "%"),
     ("rival_rate", "transformers continuous batching, workload", 1, "output tok/s"),
-    ("rival_done", "requests of the 256 that it finished by the deadline", 1, ""),
+    ("rival_done", "requests of the 256 that it finished within the time limit", 1, ""),
 ]
 
 
@@ -245,9 +245,8 @@ def _attention(facts: Facts) -> list[str]:
             "",
             "## Attention backends",
             "",
-            "Milliseconds on the device for one layer of 8B shapes. `auto_order` in "
-            "`servd/worker/attention/` should follow",
-            "this table.",
+            "Milliseconds on the device for one layer of 8B shapes. "
+            "`--attention-backend auto` should choose by this table.",
             "",
             f"| | {' | '.join(times)} |",
             "|---" * (len(times) + 1) + "|",

@@ -18,7 +18,7 @@ def parse_python(source: str, mode: str = "exec") -> Any:
 
 
 def parse_class(kind: type) -> ast.ClassDef:
-    """Return the parsed source of a class. `inspect` parses the whole module to find the class."""
+    """Return the parsed source of a class. The lock covers `inspect`, which parses the module."""
     with _lock:
         [tree] = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
     assert isinstance(tree, ast.ClassDef)

@@ -74,7 +74,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def show(summary: Mapping[str, Any], json_file: str | None) -> None:
-    """Print the single figures, then a line for each spread. Write all to `json_file`, if given."""
+    """Print numbers, then a line per mean and percentiles. Write all to `json_file`, if given."""
     columns: list[str] = []
     for name, value in summary.items():
         if isinstance(value, int | float):

@@ -92,7 +92,7 @@ class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     def complete(self, params: PoolingParams) -> PoolingParams:
-        """Return `params`, validated, with the files' values for fields that the request omits."""
+        """Return `params`, validated, with the model's values for fields that the request omits."""
         self.check(params.task)
         params.validate(self.size)
         return msgspec.structs.replace(

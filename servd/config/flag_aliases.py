@@ -123,9 +123,9 @@ HINTS = {
     "decode_context_parallel_size": CONTEXT,
     "disable_fastapi_docs": GUARDED,
     "disable_log_outputs": "leave it out: servd never logs answers",
-    "disable_frontend_multiprocessing": "use servd.LLM",
+    "disable_frontend_multiprocessing": "leave it out: the engine always has its own process",
     "disable_sliding_window": "use --max-model-len",
-    "disable_hybrid_kv_cache_manager": "leave it out: such layers always keep only their window",
+    "disable_hybrid_kv_cache_manager": "leave it out: layers with a window keep only their window",
     "embeddings": "leave it out: /v1/embeddings is always on",  # llama-server
     "enable_eplb": EXPERTS,
     "enable_log_outputs": "not supported: servd never logs answers",
@@ -148,7 +148,7 @@ HINTS = {
     "max_num_partial_prefills": "use --long-prefill-token-threshold",
     "max_parallel_loading_workers": "leave it out: servd reads files at the speed of the disk",
     "media_io_kwargs": TEXT_ONLY,
-    "mem_fraction_static": "use --gpu-memory-utilization, which includes the weights",  # SGLang
+    "mem_fraction_static": "use --gpu-memory-utilization, the share that servd takes",  # SGLang
     "metrics": "leave it out: GET /metrics is always on",  # llama-server
     "middleware": "put a proxy in front of the server",
     "mm_encoder_tp_mode": TEXT_ONLY,

@@ -59,5 +59,5 @@ class KVTransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         return self.kv_role != "kv_producer"
 
     def of_rank(self, rank: int) -> KVTransferConfig:
-        """Return the option for an engine of --data-parallel-size: ports increase with the rank."""
+        """Return the option for the data-parallel engine `rank`: ports increase with the rank."""
         return msgspec.structs.replace(self, kv_port=self.kv_port + rank)

@@ -59,13 +59,13 @@ class ModelConfig(Section, frozen=True):
         Literal["auto", "float32", "bfloat16", "float16"],
         about(
             "Type of weights and activations. auto: the checkpoint's type on CUDA, float32 on a "
-            "CPU. CPUs compute 16-bit types in float32, except products by AMX or AVX512_BF16."
+            "CPU. CPUs compute in float32; with bfloat16, AMX and AVX512_BF16 round activations."
         ),
     ] = "auto"
     quantization: Annotated[
         str | None,
         about(
-            "Quantize the weights while loading: int8 to 8 bits, int4 to 5, fp8 to 8-bit floats "
+            "Quantize weights while loading: int8 to 8 bits, int4 to 5 with scales, fp8 to e4m3 "
             "(from Hopper). Leave it out for quantized checkpoints: servd detects the format.",
             extra={"plugins": "servd.worker.quantization"},
         ),
@@ -162,7 +162,7 @@ class ModelConfig(Section, frozen=True):
         ),
     ] = None
     enforce_eager: Annotated[
-        bool, about("Turn off CUDA graphs, and on a CPU recorded graphs. Slower.")
+        bool, about("Turn off CUDA graphs, and servd's graphs on a CPU. Slower.")
     ] = False
     compile: Annotated[
         bool,

@@ -263,7 +263,7 @@ def _check_batch_invariant(config: Config, device: str, machine: Machine) -> Non
             raise ConfigError(f"--batch-invariant has no kernels for {flag}: leave one of them out")
     if device != "cuda":
         raise ConfigError(
-            f"--batch-invariant is for CUDA: on a {device} servd is always batch-invariant"
+            f"--batch-invariant is for CUDA: on a {device}, servd's own kernels always are"
         )
     if not machine.has_triton:
         raise ConfigError("--batch-invariant needs the package triton: install it")
@@ -292,7 +292,7 @@ def _resolve_devices(config: Config, spec: ModelSpec, machine: Machine) -> dict[
         )
     if config.model.compile and device != "cuda":
         raise ConfigError(
-            f"--compile is for CUDA: on a {device}, servd uses its own compiled kernels"
+            f"--compile is for CUDA: on a {device}, torch cannot compile servd's own kernels"
         )
     _check_batch_invariant(config, device, machine)
     if config.model.compile and not machine.has_triton:

@@ -24,7 +24,7 @@ class SchedulerConfig(Section, frozen=True):
     scheduling_policy: Annotated[
         str,
         about(
-            "Order of requests. fair: clients share each step by weight. priority: lowest "
+            "Order of requests. fair: clients share slots and tokens by weight. priority: lowest "
             "`priority` first, then fair. fcfs: first come, first served.",
             extra={"plugins": "servd.core.queues"},
         ),

@@ -86,7 +86,7 @@ class DraftLengthController(Struct, dict=True):
         return self.slope / plain, max(drafting / plain - 1, 0.0)
 
     def num_drafts(self, acceptance: Acceptance | None) -> int:
-        """Return how many drafts are worth their time. Draft j is worth chance**j tokens."""
+        """Return how many drafts pay off. Draft j is worth `acceptance.chance`**j tokens."""
         if acceptance is None or not self.is_open:
             return 0
         chance = min(max(acceptance.chance, 0.01), 0.99)

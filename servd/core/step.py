@@ -145,8 +145,8 @@ class StepLog:
 
     def add(self, record: StepRecord) -> tuple[int, bool]:
         """Add the record of a collected step. Returns nanoseconds since the previous step's output,
-        including idle time; and whether to send the records to all clients with requests, even
-        without outputs. From the records, clients detect an engine that makes no progress.
+        including idle time; and whether all clients with requests get the records, even
+        clients without outputs. From the records, clients detect an engine that makes no progress.
         """
         now = record.collected_ns
         before = self._collected_ns

@@ -107,8 +107,8 @@ class Recorder(Observer):
         return lines
 
     def _hash_blocks(self, token_ids: list[int], last: bytes) -> tuple[list[int], bytes]:
-        """Return the hashes of all full blocks after `last`, 53 bits each, so that any JSON reader
-        can read them, and the digest of the last block.
+        """Return the hashes of all full blocks after the digest `last`, and the last digest.
+        A hash has 53 bits, so that any JSON reader keeps it exact.
         """
         size = self.block_size
         found: list[int] = []

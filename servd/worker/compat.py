@@ -75,7 +75,7 @@ def stored_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def replace_stored_tensor(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Replace a parameter or buffer by `parameter`, without the checks of torch's class."""
+    """Replace a parameter or buffer by `parameter`, without the checks of torch's Module."""
     module._buffers.pop(name, None)
     module._parameters[name] = parameter
 
@@ -120,8 +120,8 @@ def conversion_rules(model: Any) -> tuple[list[Any], list[Any]]:
 def rename_tensor(
     name: str, renamings: list[Any], converters: list[Any], prefix: str, state: Mapping[str, Any]
 ) -> tuple[str, str | None]:
-    """Return a tensor's name in the model, and the pattern of the converter that makes it. This
-    function of transformers is undocumented.
+    """Return a tensor's name in the model, and the pattern of the converter that makes it. Uses an
+    undocumented function of transformers.
     """
     from transformers.core_model_loading import rename_source_key
 

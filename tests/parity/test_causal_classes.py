@@ -32,8 +32,9 @@ OWN_POSITIONS = "The class computes positions itself, and does not take them fro
 NO_SIZES = "config.json has no {} under a name that servd knows."
 # Part of an error -> what it means to a reader of the page.
 REASONS = {
-    "keeps a state that is no KV cache": HAS_STATE,
-    "counts tokens": OWN_POSITIONS,
+    "keeps a state that is not a KV cache": HAS_STATE,
+    "counts tokens itself": OWN_POSITIONS,
+    "counts positions from the padding token": OWN_POSITIONS,
     "none of: max_position_embeddings": NO_SIZES.format("maximum length"),
     "none of: num_attention_heads": NO_SIZES.format("number of attention heads"),
     "none of: num_hidden_layers": NO_SIZES.format("number of layers"),
@@ -45,7 +46,7 @@ REASONS = {
     "attention with indices": "Attention is sparse: an index selects the tokens.",
     "does not call attention": "The class does not use the attention interface of `transformers`.",
     "transformers does not build it": "`transformers` fails to build the tiny model.",
-    "tokens are not those": "The tokens differ from those of `transformers`. The cause is unknown.",
+    "tokens differ from those": "The tokens differ from those of `transformers`; nobody knows why.",
     "parameters are not tiny": "The tiny configuration is too large for the test.",
 }
 
@@ -110,6 +111,14 @@ def page(rows: list[tuple[str, str, str]]) -> str:
         for reason in sorted(names_by_reason, key=lambda reason: -len(names_by_reason[reason])):
             parts.append(f"| {reason} | {', '.join(names_by_reason[reason])} |\n")
     return "".join(parts)
+
+
+@pytest.mark.parametrize("part", REASONS)
+def test_reasons_are_parts_of_messages_of_today(part: str):
+    files = [*Path("servd/worker").rglob("*.py"), Path("servd/checkpoint/hf.py")]
+    files.append(Path(__file__).with_name("causal_classes.py"))
+    fixed = part.removesuffix("indices").partition(":")[0]  # the rest is filled in
+    assert any(fixed in re.sub(r'"\s+f?"', "", file.read_text()) for file in files)
 
 
 @pytest.mark.slow

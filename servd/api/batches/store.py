@@ -54,7 +54,7 @@ class Shelf:
         return found
 
     def load(self, name: str, kind: type[T]) -> T:
-        """Return a FileObject or Batch by its id. Raise NotFound if this key has no such object."""
+        """Return a FileObject or Batch by its id. Raise NotFound if the API key has none."""
         try:
             if not ID.fullmatch(name):
                 raise FileNotFoundError

@@ -84,7 +84,7 @@ class OutputParser:
         return self._num_reasoning_tokens + sum(self._num_tokens(*span) for span in open_spans)
 
     def _num_tokens(self, begin: int, end: float) -> int:
-        """Return the number of tokens that begin from character `begin` to `end`."""
+        """Return how many tokens start between the characters `begin` and `end`."""
         return bisect_left(self._token_starts, end) - bisect_left(self._token_starts, begin)
 
     def _sort(self, deltas: list[Delta]) -> list[Delta]:

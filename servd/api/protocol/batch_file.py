@@ -95,7 +95,7 @@ def check(line: Line) -> None:
         raise ValueError("body must be a JSON object") from None
     for field in ("stream", "background"):
         if body.get(field, b"null") not in (b"false", b"null"):
-            raise ValueError(f"a batch cannot stream: leave out `{field}`")
+            raise ValueError(f"a batch does not support `{field}`: leave it out")
 
 
 def inspect(source: Path, endpoint: str | None = None) -> Iterator[Problem | None]:

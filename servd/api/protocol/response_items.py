@@ -81,8 +81,8 @@ def opened(text: str) -> str:
         return base64.b64decode(text.removeprefix(SEAL), validate=True).decode()
     except ValueError:
         raise InvalidRequest(
-            "`encrypted_content` of a reasoning item comes from another server: leave the item "
-            "out, or send its `content`",
+            "`encrypted_content` of a reasoning item is damaged or from another server: leave the "
+            "item out, or send its `content`",
             param="input",
         ) from None
 

@@ -106,7 +106,7 @@ def _host_of(request: Request) -> str:
 
 @router.post("/reset_prefix_cache", response_model=dict[str, str])
 async def reset_prefix_cache(request: Request) -> Response:
-    """Clear the prefix cache of all engines, but not files. The route has vLLM's name."""
+    """Clear the prefix caches of all engines, but not --kv-cache-dir."""
     context_of(request).async_llm.reset_prefix_cache()
     return json_response({})
 

@@ -19,8 +19,8 @@ class Detokenizer:
     tokens has no effect. After a `stop_reason`, push no more tokens. `num_tokens` counts up to the
     token that completes the stop string.
 
-    Without text in `prompt_token_ids`, the output starts the text, where some tokenizers drop a
-    space. `visible_ids` are special tokens to show even with skip_special_tokens.
+    If no prompt token has text, the output starts the text, and some tokenizers drop a space
+    there. `visible_ids` are special tokens to show even with skip_special_tokens.
     """
 
     def __init__(

@@ -158,7 +158,7 @@ def at_hand(tensor: torch.Tensor) -> Any:
 
 
 def sent(array: np.ndarray, device: torch.device) -> Any:
-    """Return the array itself on a CPU, else a tensor on the device, to compute with `at_hand`."""
+    """Return the array on a CPU, else a tensor on the device, to match results of `at_hand`."""
     return array if device.type == "cpu" else upload(array, device)
 
 

@@ -247,8 +247,8 @@ def _num_terms(quantized: Quantized, x_dtype: torch.dtype) -> int:
 
 
 def _pack(weight: Tensor, num_terms: int = 0) -> Tensor:
-    """Pack `weight` [out, in] in panels of rows; two 4-bit codes in a byte. `num_terms`: number of
-    terms of x; 0 if x is float32, or if `weight` contains scales.
+    """Pack `weight` [out, in] in panels of rows; two 4-bit codes in a byte. `num_terms`: see
+    terms.h; 0 if inputs are float32, or if `weight` contains scales.
     """
     num_rows, size = weight.shape
     if weight.dtype == torch.uint8:

@@ -74,7 +74,9 @@ class Weight(nn.Parameter):
         rows = [shape[0] for shape in self.part_shapes]
         expected = (sum(rows), *self.part_shapes[0][1:]) if part is None else self.part_shapes[part]
         if tensor.shape != expected:
-            raise ValueError(f"shape {list(tensor.shape)}, but config.json needs {list(expected)}")
+            raise ValueError(
+                f"shape {list(tensor.shape)}, another model's? expected {list(expected)}"
+            )
         if part is None:
             for index, piece in enumerate(tensor.split(rows)):
                 self._load_share(self.share(piece, index), index, copy)

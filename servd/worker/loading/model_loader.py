@@ -173,7 +173,7 @@ def _check_importance(known: Set[str], names: Set[str], plain: list[str]) -> Non
 
 
 def _check(files: list[Path]) -> None:
-    """Check all files before loading, which takes long. Raises ModelNotFound if files are truncated
+    """Check all files first, as loading takes long. Raises ModelNotFound if files are truncated
     or broken.
     """
     broken: list[str] = []

@@ -49,7 +49,7 @@ REASONS = {
 
 
 class Notes:
-    """Records the attention of each module, in place of a ForwardContext, before weights exist."""
+    """Records the attention calls of modules, as their ForwardContext, before weights exist."""
 
     def __init__(self, model: nn.Module, config: Any) -> None:
         self.names = {module: name for name, module in model.named_modules()}

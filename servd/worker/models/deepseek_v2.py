@@ -158,7 +158,7 @@ weights of experts and their scores, [num_tokens, num_experts] each, and the sco
 
 
 def softmax_score(gate: Router, x: Tensor, num_groups: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return weights and scores; a group's score is the score of its best expert."""
+    """Return weights, scores, and for each group the score of its best expert."""
     weights = gate(x).float().softmax(dim=-1)
     return weights, weights, weights.unflatten(1, (num_groups, -1)).amax(dim=2)
 

@@ -200,7 +200,7 @@ def scales_of_rows(
     if not fits:
         raise UnsupportedModel(
             f"layer {name} has scales {given} for a matrix of {list(shape)}, which fit neither "
-            f"rows nor groups of columns{f' nor of blocks of {list(block)}' if block else ''}"
+            f"rows nor groups of columns{f' nor blocks of {list(block)}' if block else ''}"
         )
     return scale.contiguous(), group_size
 

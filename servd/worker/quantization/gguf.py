@@ -45,7 +45,7 @@ MXFP4 = (0.0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the
 
 
 def read(files: list[Path], config: dict[str, Any], device: torch.device) -> NamedTensors:
-    """Yield every tensor of the file, mapped, under its Hugging Face name. Raises ModelNotFound if
+    """Yield every tensor of the file under its Hugging Face name. Raises ModelNotFound if
     the file is damaged; UnsupportedModel if a tensor's type is unknown.
     """
     reader, values = open_file(files[0])

@@ -1,8 +1,7 @@
 """8 bits per weight and a scale per output, rounded to nearest. Activations may be rounded too.
 
-On a CPU, rows are first rotated by `packed.spread` (like QuaRot, arXiv 2404.00456). Otherwise, if a
-few numbers of a row are much larger than the others, a common scale would round the others to
-almost nothing.
+On a CPU, rows are first rotated by `packed.spread` (like QuaRot, arXiv 2404.00456). Without
+that, a few large numbers in a row would set a scale that rounds the others to almost nothing.
 """
 
 import torch

@@ -128,7 +128,7 @@ class Sampler:
         eos_token_ids: Sequence[int],
     ) -> bool:
         """Add a request; after preemption, with its outputs so far. Return whether its drafts may
-        be trees: if no stateful processor or grammar follows its tokens. `prompt_token_ids`: at
+        be trees: only without a stateful processor or grammar. `prompt_token_ids`: at
         least one. `output_token_ids`: sampled before; empty at first. `eos_token_ids`: forbidden,
         with params.stop_token_ids, for the first params.min_tokens outputs.
         """

@@ -31,7 +31,7 @@ class DraftModelProposer(Proposer):
     """In one pass, catches up with the rows that need drafts and drafts their first token. Each
     further draft takes one more pass.
 
-    Prompts are computed at once, because other requests may find them in the prefix cache. Rows
+    Prompts are computed immediately, because other requests may find them in the prefix cache. Rows
     that need no drafts are not computed, which saves time where drafts do not pay. Raises
     ConfigError if the draft has another vocabulary, keeps a state, or cannot run here.
     """

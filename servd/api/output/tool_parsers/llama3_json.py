@@ -17,7 +17,7 @@ class Parser(ToolParser):
 
     @classmethod
     def matches(cls, template: str) -> bool:
-        """Return whether a template has the tag, or the instruction of Llama 3.1 to 3.3."""
+        """Return whether a template has TAG, or the example of a call of Llama 3.1 to 3.3."""
         example = '{"name": function name, "parameters":'
         return "[func_name1(" not in template and (TAG in template or example in template)
 

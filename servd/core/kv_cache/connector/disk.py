@@ -64,7 +64,7 @@ class Disk:
             folder.mkdir(mode=0o700, exist_ok=True)
             status = self.root.stat()
             if status.st_uid not in (os.geteuid(), 0):
-                raise PermissionError("the folder belongs to another user")
+                raise PermissionError("another user owns it, who could change answers")
             if status.st_mode & 0o022:
                 mode = stat.filemode(status.st_mode)
                 self._warn("others can change answers: chmod go-w", mode)
