@@ -83,5 +83,5 @@ def test_a_product_equals_float64_and_its_rows_are_those_of_fewer(bias, device, 
 
 
 def test_what_depends_on_the_step_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(ConfigError, match="attention backend torch_sdpa rounds by"):
+    with pytest.raises(ConfigError, match="attention backend torch_sdpa depends on the batch"):
         driver_for(write_config(tmp_path), monkeypatch, attention_backend="torch_sdpa")

@@ -75,7 +75,7 @@ class Weight(nn.Parameter):
         expected = (sum(rows), *self.part_shapes[0][1:]) if part is None else self.part_shapes[part]
         if tensor.shape != expected:
             raise ValueError(
-                f"shape {list(tensor.shape)}, another model's? expected {list(expected)}"
+                f"shape {list(tensor.shape)}, expected {list(expected)}: it is for another model"
             )
         if part is None:
             for index, piece in enumerate(tensor.split(rows)):

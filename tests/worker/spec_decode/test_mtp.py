@@ -79,7 +79,7 @@ def test_drafts_are_those_of_transformers(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("model_type", "why"),
-    [("deepseek_v2", "has no layer 3"), ("gpt2", "does not support method mtp")],
+    [("deepseek_v2", "has no MTP layer .number 3."), ("gpt2", "does not support method mtp")],
 )
 def test_a_model_without_it_is_told(tmp_path: Path, model_type: str, why: str):
     folder = make_checkpoint(tmp_path, model_type, next(iter(CASES[model_type].values())))
