@@ -371,4 +371,5 @@ SLACK = 150  # lower MAX_LINES when more than this is left
 
 def test_the_package_never_grows():
     num_lines = sum(len(source.text.splitlines()) for source in SOURCES)
-    assert MAX_LINES - SLACK <= num_lines <= MAX_LINES
+    assert num_lines <= MAX_LINES, "delete as many lines of servd/ as you add"
+    assert MAX_LINES - SLACK <= num_lines, "lower MAX_LINES to the number of lines"

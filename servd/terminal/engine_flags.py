@@ -146,7 +146,8 @@ def load_options(arguments: argparse.Namespace) -> dict[str, Any]:
     options = read_config_file(given["config"]) if "config" in given else {}
     known = [*options_by_name(), *(name.removesuffix("=") for name in IGNORED)]
     options |= {name: given[name] for name in known if name in given}
-    if "api_key" not in options and (key := os.environ.get("SERVD_API_KEY")):
+    key = os.environ.get("SERVD_API_KEY") or os.environ.get("VLLM_API_KEY")
+    if key and "api_key" not in options:
         options["api_key"] = [key]
     return options
 

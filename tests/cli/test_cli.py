@@ -22,6 +22,7 @@ def load(*args: str) -> Config:
 @pytest.fixture(autouse=True)
 def no_key_in_the_environment(monkeypatch):
     monkeypatch.delenv("SERVD_API_KEY", raising=False)
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
 
 
 def test_no_flags_means_all_defaults():
@@ -114,6 +115,13 @@ def test_the_api_key_of_the_environment_is_used_when_no_other_is_given(monkeypat
 def test_an_empty_key_in_the_environment_is_none(monkeypatch):
     monkeypatch.setenv("SERVD_API_KEY", "")
     assert load().access.api_key == []
+
+
+def test_the_key_of_a_deployment_of_vllm_protects_servd_too(monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", "theirs")
+    assert load().access.api_key == ["theirs"]
+    monkeypatch.setenv("SERVD_API_KEY", "ours")
+    assert load().access.api_key == ["ours"]
 
 
 def test_a_configuration_error_is_one_line_and_exit_code_2(capsys):

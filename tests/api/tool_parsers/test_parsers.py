@@ -92,7 +92,8 @@ def test_any_text_is_read_the_same_in_any_pieces(name):
 def test_arguments_come_while_they_are_written(name):
     """A long string is not held back; but Python is only known to be Python at its end."""
     cases = [case for case in recorded(name).values() if case.calls]
-    case = next(case for case in cases if "city" in case.calls[0][1])
+    case = next((case for case in cases if "city" in case.calls[0][1]), None)
+    assert case is not None, "record a call with an argument `city`"
     city = json.loads(case.calls[0][1])["city"]
     parser = make(name)
     parser.feed(case.text.partition(city)[0])
