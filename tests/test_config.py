@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from servd.base.errors import ConfigError
 from servd.base.sizes import format_bytes, parse_bytes
-from servd.config import Config
+from servd.config import Config, descriptions
 from servd.terminal.engine_flags import read_config_file
 
 SECTIONS = {f.name: f.type for f in msgspec.structs.fields(Config)}
@@ -18,8 +18,7 @@ OPTIONS = [(section, f) for section, kind in SECTIONS.items() for f in msgspec.s
 
 def test_every_option_has_a_description():
     for _, field in OPTIONS:
-        metas = [m for m in getattr(field.type, "__metadata__", ()) if isinstance(m, msgspec.Meta)]
-        assert [m.description for m in metas if m.description][-1].endswith("."), field.name
+        assert descriptions()[field.name].endswith("."), field.name
 
 
 def test_defaults_pass_their_own_bounds():

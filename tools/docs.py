@@ -18,7 +18,7 @@ import msgspec
 
 from servd.api.protocol.generation import GenerationRequest
 from servd.base.bounds import INT32_MAX, INT64_MAX
-from servd.config import Config, choices, title_of
+from servd.config import Config, choices, descriptions, title_of
 from servd.config._section import plain
 from servd.messages.params import SamplingParams
 from tools import boards, limits, picture, reference, speed
@@ -97,7 +97,7 @@ def config_row(option: msgspec.structs.FieldInfo) -> str:
             shown = "on" if default else "off"
         case _:
             shown = f"`{default}`"
-    description = next(m.description for m in metas if m.description).replace("|", "\\|")
+    description = descriptions()[option.name].replace("|", "\\|")
     known = [f"`{choice}`" for choice in choices(option.type)]
     allowed = ", ".join(known) or values(kind, metas)
     return f"| `{flag}` | {allowed} | {shown} | {description} |\n"

@@ -1,8 +1,9 @@
 """Config: every option with its default, bounds and description; one module per section.
 
 Flags (`--field-name`), `--config` files and docs/reference/options.md are derived from these
-annotations. Field names are unique across sections, so that flags are flat. They equal vLLM's where
-the meaning is equal. A Config is frozen; messages carry the values that are determined at run time.
+annotations, and from the docstring below each field. Field names are unique across sections, so
+that flags are flat. They equal vLLM's where the meaning is equal. A Config is frozen; messages
+carry the values that are determined at run time.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from msgspec import Meta
 
 from servd.base import plugins
 from servd.base.errors import ConfigError
+from servd.base.python_syntax import field_docstrings
 from servd.base.sizes import parse_bytes
 from servd.config import flag_aliases
 from servd.config._section import Section, plain
@@ -123,6 +125,15 @@ def options_by_name() -> Mapping[str, tuple[str, msgspec.structs.FieldInfo]]:
         for section in msgspec.structs.fields(Config)
         for option in msgspec.structs.fields(section.type)
     }
+
+
+@functools.cache  # takes milliseconds
+def descriptions() -> Mapping[str, str]:
+    """Return the description of each option: the docstring below its field."""
+    found: dict[str, str] = {}
+    for section in msgspec.structs.fields(Config):
+        found |= field_docstrings(section.type)
+    return found
 
 
 def title_of(section: type) -> str:

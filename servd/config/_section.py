@@ -1,4 +1,4 @@
-"""The base class of the sections of Config, and the metadata of options."""
+"""The base class of the sections of Config, and common types of options."""
 
 import types
 import typing
@@ -14,12 +14,7 @@ Seconds = Annotated[float, Meta(gt=0, le=86400)]
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The base class of all sections."""
-
-
-def about(description: str, **rules: Any) -> Meta:
-    """Return the metadata of an option: its description and bounds."""
-    return Meta(description=description, **rules)
+    """The base class of all sections. The docstring below a field describes the option."""
 
 
 def plain(hint: Any) -> tuple[Any, list[Meta]]:

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from servd.base.errors import ConfigError
-from servd.config._section import Positive, Section, Share, about
+from servd.config._section import Positive, Section, Share
 from servd.config.kv_events import KVEventsConfig
 from servd.config.kv_transfer import KVTransferConfig
 
@@ -15,82 +15,46 @@ Gibibytes = Annotated[float, Meta(gt=0, le=1 << 20)]
 class CacheConfig(Section, frozen=True):
     """KV cache."""
 
-    block_size: Annotated[int, about("Tokens per KV-cache block.", ge=1, le=256)] = 16
-    gpu_memory_utilization: Annotated[
-        Share, about("Share of the device's memory that servd may use in total.")
-    ] = 0.9
-    kv_cache_memory: Annotated[
-        Positive | None,
-        about(
-            'Memory for the KV cache, in bytes or as "2GiB". Default: derived from the free memory.'
-        ),
-    ] = None
-    kv_cache_dtype: Annotated[
-        Literal["auto", "float16", "bfloat16", "int8", "fp8"],
-        about(
-            "Type of keys and values. auto: --dtype, or bfloat16 if a CPU rounds activations to 8 "
-            "bits. int8 needs a CPU, fp8 (e4m3) a GPU."
-        ),
-    ] = "auto"
-    enable_prefix_caching: Annotated[
-        bool, about("Reuse the KV blocks of earlier prompts with the same beginning.")
-    ] = True
-    max_pinned_share: Annotated[
-        float,
-        about(
-            "Maximum share of the KV cache that requests (`retention`) and --pin-prefix may keep.",
-            ge=0,
-            le=0.9,
-        ),
-    ] = 0.25
-    pin_prefix: Annotated[
-        list[str],
-        about(
-            "Files with prompts to keep in the KV cache. A .json file holds a chat request, any "
-            "other file plain text."
-        ),
-    ] = []
-    kv_cache_dir: Annotated[
-        str | None,
-        about(
-            "Folder that keeps KV blocks across restarts; several engines may share it. Its files "
-            "reveal prompts: keep it private."
-        ),
-    ] = None
-    kv_cache_dir_size: Annotated[
-        Gibibytes,
-        about(
-            "Maximum GiB in --kv-cache-dir. Beyond it, servd deletes the least recently used files."
-        ),
-    ] = 10.0
-    kv_offloading_size: Annotated[
-        Gibibytes | None,
-        about(
-            "GiB of host memory, over all devices, for KV blocks of preempted requests and "
-            "evicted blocks. Default: none."
-        ),
-    ] = None
-    kv_transfer_config: Annotated[
-        KVTransferConfig | None,
-        about(
-            'Exchange KV blocks with other engines, as JSON with vLLM\'s keys: `{"kv_role": '
-            '"kv_producer"}`. See docs/how-to/disaggregated.md.'
-        ),
-    ] = None
-    kv_events_config: Annotated[
-        KVEventsConfig | None,
-        about(
-            "Publish over ZMQ which blocks the prefix cache holds, as JSON: "
-            '`{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}`. Whoever can connect '
-            "can read prompts."
-        ),
-    ] = None
-    kv_cache_metrics: Annotated[
-        bool, about("Measure lifetime, idle time and reuse of KV blocks.")
-    ] = False
-    kv_cache_metrics_sample: Annotated[
-        Share, about("Share of the blocks that --kv-cache-metrics measures.")
-    ] = 0.01
+    block_size: Annotated[int, Meta(ge=1, le=256)] = 16
+    """Tokens per KV-cache block."""
+    gpu_memory_utilization: Share = 0.9
+    """Share of the device's memory that servd may use in total."""
+    kv_cache_memory: Positive | None = None
+    """Memory for the KV cache, in bytes or as "2GiB". Default: derived from the free memory."""
+    kv_cache_dtype: Literal["auto", "float16", "bfloat16", "int8", "fp8"] = "auto"
+    """Type of keys and values. auto: --dtype, or bfloat16 if a CPU rounds activations to 8 bits.
+    int8 needs a CPU, fp8 (e4m3) a GPU.
+    """
+    enable_prefix_caching: bool = True
+    """Reuse the KV blocks of earlier prompts with the same beginning."""
+    max_pinned_share: Annotated[float, Meta(ge=0, le=0.9)] = 0.25
+    """Maximum share of the KV cache that requests (`retention`) and --pin-prefix may keep."""
+    pin_prefix: list[str] = []
+    """Files with prompts to keep in the KV cache. A .json file holds a chat request, any other file
+    plain text.
+    """
+    kv_cache_dir: str | None = None
+    """Folder that keeps KV blocks across restarts; several engines may share it. Its files reveal
+    prompts: keep it private.
+    """
+    kv_cache_dir_size: Gibibytes = 10.0
+    """Maximum GiB in --kv-cache-dir. Beyond it, servd deletes the least recently used files."""
+    kv_offloading_size: Gibibytes | None = None
+    """GiB of host memory, over all devices, for KV blocks of preempted requests and evicted blocks.
+    Default: none.
+    """
+    kv_transfer_config: KVTransferConfig | None = None
+    """Exchange KV blocks with other engines, as JSON with vLLM's keys: `{"kv_role":
+    "kv_producer"}`. See docs/how-to/disaggregated.md.
+    """
+    kv_events_config: KVEventsConfig | None = None
+    """Publish over ZMQ which blocks the prefix cache holds, as JSON: `{"enable_kv_cache_events":
+    true, "endpoint": "tcp://*:5557"}`. Whoever can connect can read prompts.
+    """
+    kv_cache_metrics: bool = False
+    """Measure lifetime, idle time and reuse of KV blocks."""
+    kv_cache_metrics_sample: Share = 0.01
+    """Share of the blocks that --kv-cache-metrics measures."""
 
     @property
     def has_connector(self) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from servd.base.errors import ConfigError
-from servd.config import Config, choices, flag_of, options_by_name, title_of
+from servd.config import Config, choices, descriptions, flag_of, options_by_name, title_of
 from servd.config._section import plain
 from servd.config.flag_aliases import ALIASES, IGNORED, VALUE_ALIASES
 
@@ -122,8 +122,8 @@ def add_needless(parser: argparse.ArgumentParser) -> None:
 def add_option(group: Any, name: str) -> argparse.Action:
     """Add the flag of an option of Config, with its aliases."""
     _, option = options_by_name()[name]
-    kind, metas = plain(option.type)
-    description = next(meta.description for meta in metas if meta.description).replace("%", "%%")
+    kind, _ = plain(option.type)
+    description = descriptions()[name].replace("%", "%%")
     if name == "model":
         group.add_argument("--model", "--model-path", dest=name, help=argparse.SUPPRESS)
         return group.add_argument("model", nargs="?", metavar="MODEL", help=description)

@@ -1,7 +1,5 @@
 """Parses a request body into its pydantic model. Errors become one short InvalidRequest."""
 
-import ast
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -23,7 +21,7 @@ from servd.api.protocol.json_size import has_more_values
 from servd.base.bounds import MAX_TIMEOUT, shorten
 from servd.base.errors import InvalidRequest
 from servd.base.json_reader import TOO_DEEP
-from servd.base.python_syntax import parse_class
+from servd.base.python_syntax import field_docstrings
 
 REQUEST_ID = r"^[A-Za-z0-9._:-]{1,128}$"  # in the header X-Request-Id or in a body
 MAX_VALUES = 500_000  # elements, keys and containers of a body
@@ -132,13 +130,7 @@ class RequestBody(BaseModel):
         """
         found: dict[str, str] = {}
         for base in reversed(cls.__mro__[: cls.__mro__.index(BaseModel)]):
-            for field, below in itertools.pairwise(parse_class(base).body):
-                match field, below:
-                    case (
-                        ast.AnnAssign(target=ast.Name(id=name)),
-                        ast.Expr(value=ast.Constant(value=str(text))),
-                    ):
-                        found[name] = " ".join(text.split())
+            found |= field_docstrings(base)
         return found
 
 

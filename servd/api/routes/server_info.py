@@ -14,7 +14,7 @@ import servd
 from servd.api.builders.run_manifest import find_versions
 from servd.api.context import Context, context_of, json_response
 from servd.api.http.route import Route
-from servd.config import flag_of, options_by_name, title_of
+from servd.config import descriptions, flag_of, options_by_name, title_of
 from servd.messages.engine import EngineReady
 
 router = APIRouter(route_class=Route)
@@ -85,7 +85,6 @@ def _options(context: Context) -> Iterator[Option]:
         options = sections[section]
         value = msgspec.structs.asdict(options)[name]
         title = title_of(type(options))
-        about = next((m.description for m in field.type.__metadata__ if m.description), "")
         default = field.default_factory() if field.default_factory is list else field.default
         source = "decided" if name in context.reasons else "given"
         if value == default and source == "given":
@@ -93,4 +92,4 @@ def _options(context: Context) -> Iterator[Option]:
         if name == "api_key":  # no secret leaves the server
             value = [f"{len(value)} of them"] if value else []
         why = context.reasons.get(name, UNSET)
-        yield Option(flag_of(name), title, value, source, about, why)
+        yield Option(flag_of(name), title, value, source, descriptions()[name], why)
