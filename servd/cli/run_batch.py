@@ -1,12 +1,12 @@
 """Answer the requests of an OpenAI batch file."""
 
 import argparse
-import http.client
 import sys
 import threading
 from functools import partial
 from pathlib import Path
 
+import httpx
 import msgspec
 from tqdm import tqdm
 
@@ -122,7 +122,7 @@ class Batch:
             with self.lock:
                 number, text = next(self.waiting, (0, b""))
             if not number:
-                return client.connection.close()
+                return
             result = self.answer(client, number, text)
             with self.lock:
                 try:
@@ -154,6 +154,6 @@ class Batch:
             result.response = Response(answer.status, answer.request_id, encoded)
         except ValueError as problem:
             result.error = Problem("invalid_request", f"line {number}: {problem}")
-        except (OSError, http.client.HTTPException) as problem:
+        except httpx.HTTPError as problem:
             result.error = Problem("connection", f"{type(problem).__name__}: {problem}")
         return result

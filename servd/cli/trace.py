@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import html
-import json
 import time
 from collections.abc import Iterable, Iterator
 from itertools import groupby
@@ -105,7 +104,7 @@ class Token(NamedTuple):
 
 def ask(client: Client, text: str, raw: bool, max_tokens: int) -> tuple[list[Call], list[Token]]:
     """Return the calls that the server reports, with their times, and the tokens."""
-    client.headers["x-servd-watch"] = "1"
+    client.http.headers["x-servd-watch"] = "1"
     if raw:
         path = "/v1/completions"
         body = {"prompt": text, "logprobs": NUM_CANDIDATES}
@@ -125,9 +124,8 @@ def ask(client: Client, text: str, raw: bool, max_tokens: int) -> tuple[list[Cal
             prompt = choice.get("prompt_token_ids") or chunk.get("prompt_token_ids") or prompt
             pairs = zip(choice.get("token_ids") or (), _candidates(choice), strict=True)
             tokens += [Token(token_id, candidates, seconds) for token_id, candidates in pairs]
-    timeline = json.load(client.open("GET", f"/v1/requests/{name}/timeline"))
+    timeline = client.get(f"/v1/requests/{name}/timeline")
     info = client.ask("GET", "/server_info")
-    client.connection.close()
     runner = "ModelRunner"
     model = ""
     if info.status == 200 and (device := info.body["engine"]["device"]) != "none":

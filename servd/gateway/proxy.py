@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager
 from functools import partial
 from itertools import chain
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 from urllib.parse import quote
 
 import httpx
@@ -37,6 +37,7 @@ from servd.api.observability.tracer import Tracer
 from servd.api.protocol.models import ModelCard
 from servd.api.request.fair_loop import FairLoop
 from servd.api.routes import load_routers
+from servd.api.routes.compat import ollama
 from servd.api.routes.sleep import SleepState, check_level
 from servd.base import log
 from servd.base.errors import InvalidRequest, NotFound, Unavailable
@@ -44,6 +45,7 @@ from servd.base.json_reader import read_json
 from servd.base.tracing import now_ns
 from servd.config import Config
 from servd.gateway.backend import ModelServer, Visit
+from servd.gateway.models import Model
 from servd.gateway.pool import ModelServers
 from servd.gateway.request import read, seconds_of
 
@@ -66,11 +68,13 @@ OF_ALL_MODELS = {
     "/docs/{asset}",
     "/redoc",
     "/version",
+    "/api/version",
     "/",
     "/console/{file:path}",
 }
 # POST routes that wake no model up.
 NEED_NO_WEIGHTS = {
+    "/api/show",
     "/detokenize",
     "/tokenize",
     "/v1/detokenize",
@@ -105,6 +109,9 @@ class Gateway:
             "/metrics": self.metrics,
             "/sleep": self.sleep,
             "/is_sleeping": self.is_sleeping,
+            "/api/ps": self.list_loaded_ollama_models,
+            "/api/pull": self.pull_ollama_model,
+            "/api/tags": self.list_ollama_models,
             "/v1/models": self.list_models,
             "/v1/models/{name:path}": self.retrieve_model,
         }
@@ -128,6 +135,20 @@ class Gateway:
         await self.servers.scan()
         cards = [*map(_card, self.servers.there), *await self.servers.adapters()]
         return json_response({"object": "list", "data": cards})
+
+    async def list_ollama_models(self, request: Request) -> Response:
+        await self.servers.scan()
+        models = [_ollama(server.model) for server in self.servers.there]
+        return json_response({"models": models})
+
+    async def list_loaded_ollama_models(self, request: Request) -> Response:
+        models = [server.model for server in self.servers.there if server.has_weights]
+        shown = [ollama.loaded(_ollama(model), model.max_model_len) for model in models]
+        return json_response({"models": shown})
+
+    async def pull_ollama_model(self, request: Request) -> Response:
+        await self.servers.find(read(request, await request.body()).model)
+        return json_response({"status": "success"})
 
     async def retrieve_model(self, request: Request) -> Response:
         """Return the card of one model or adapter."""
@@ -271,6 +292,10 @@ class _Collected:
 
     def collect(self) -> Iterable[Metric]:
         return self.families
+
+
+def _ollama(model: Model) -> dict[str, Any]:
+    return ollama.described(model.name, model.created, model.num_bytes)
 
 
 def _card(server: ModelServer) -> Card:

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import http.client
 import json
 import math
 import os
-import socket
+import ssl
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
+
+import httpx
 
 from servd.base.errors import ServdError
 
 SAMPLING = ("temperature", "max_tokens", "seed")
 RETRIES = 5  # when the server has no room for a request
 LONGEST_WAIT = 60.0  # seconds between retries
-REOPEN = (ConnectionError, http.client.ImproperConnectionState)
+ONE_REQUEST = httpx.Limits(max_keepalive_connections=0)
 
 
 def add_server_options(parser: argparse.ArgumentParser) -> None:
@@ -69,119 +70,98 @@ class Answer(NamedTuple):
 
 
 class Client:
-    """A client of one server over one connection, for a single thread. Connects to `uds`, if given,
+    """A client of one server, for a single thread. Connects to the Unix socket `uds`, if given,
     instead of the URL's host. Raises ServdError if the URL is invalid.
     """
 
     def __init__(self, url: str, api_key: str | None = None, uds: str | None = None) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
-        self.headers = {"content-type": "application/json"}
-        if api_key:
-            self.headers["authorization"] = f"Bearer {api_key}"
+        base = self.url if "://" in self.url else f"http://{self.url}"
+        self.uds = uds
+        tls = ssl.create_default_context()  # reads $SSL_CERT_FILE
         try:
-            parts = urlsplit(self.url if "://" in self.url else f"http://{self.url}")
-            is_tls = parts.scheme == "https"
-            kind = http.client.HTTPSConnection if is_tls else http.client.HTTPConnection
-            self.connection = UnixConnection(uds) if uds else kind(parts.netloc)
-        except (ValueError, http.client.InvalidURL) as error:
+            self.http = httpx.Client(
+                base_url=base,
+                headers={"authorization": f"Bearer {api_key}"} if api_key else {},
+                timeout=None,
+                # A connection per request: the server closes idle ones.
+                transport=httpx.HTTPTransport(verify=tls, uds=uds, limits=ONE_REQUEST),
+            )
+        except (ValueError, httpx.InvalidURL) as error:
             raise ServdError(f"{url}: {error}") from None
-        self.prefix = parts.path
 
-    def send(self, method: str, path: str, body: Any = None) -> http.client.HTTPResponse:
-        """Return the answer's head. Its body can be read until the next request. Raises OSError or
-        HTTPException.
-
-        If a used connection fails, a new one is tried: the server may have closed it, or an answer
-        was not read to its end.
-        """
-        data = None if body is None else json.dumps(body)
-        was_open = self.connection.sock is not None
-        try:
-            self.connection.request(method, self.prefix + path, data, self.headers)
-            return self.connection.getresponse()
-        except (OSError, http.client.HTTPException) as error:
-            self.connection.close()  # the next request opens it again
-            if was_open and isinstance(error, REOPEN):
-                return self.send(method, path, body)
-            raise
+    def send(self, method: str, path: str, body: Any = None) -> httpx.Response:
+        """Return the whole response. Raises httpx.HTTPError."""
+        return self.http.request(method, path, json=body)
 
     def ask(self, method: str, path: str, body: Any = None) -> Answer:
         """Return the whole answer. Retries while the server is too busy. Raises like `send`."""
         attempts_left = RETRIES
         while True:
             reply = self.send(method, path, body)
-            data = reply.read()
             seconds = seconds_of(reply.headers.get("retry-after"))
             if seconds is None or not attempts_left:
                 break
             attempts_left -= 1
             time.sleep(seconds)
         try:
-            content = json.loads(data)
+            content = reply.json()
         except ValueError:
-            content = data.decode("utf8", "replace")
-        return Answer(reply.status, reply.headers.get("x-request-id"), content)
+            content = reply.text
+        return Answer(reply.status_code, reply.headers.get("x-request-id"), content)
 
     def is_healthy(self) -> bool:
+        if self.uds is not None and not os.path.exists(self.uds):
+            return False  # httpcore would leave a socket open
         try:
-            return self.send("GET", "/health").status == 200
-        except (OSError, http.client.HTTPException):
+            return self.send("GET", "/health").status_code == 200
+        except httpx.HTTPError:
             return False
-        finally:
-            self.connection.close()
 
-    def open(self, method: str, path: str, body: Any = None) -> http.client.HTTPResponse:
-        """Return `send`'s answer. Raises ServdError if there is no answer, or not status 200."""
+    @contextmanager
+    def open(self, method: str, path: str, body: Any = None) -> Iterator[httpx.Response]:
+        """Yield a response that is not read yet. Raises ServdError if the server does not answer or
+        refuses.
+        """
         try:
-            reply = self.send(method, path, body)
-            if reply.status == 200:
-                return reply
-            answer = reply.read()
-        except (OSError, http.client.HTTPException) as error:
+            with self.http.stream(method, path, json=body) as reply:
+                if reply.status_code == 200:
+                    yield reply
+                    return
+                answer = reply.read()
+        except httpx.HTTPError as error:
             raise ServdError(
                 f"no server answers at {self.url} ({error}); start one with `servd serve`"
             ) from None
         try:
             message = json.loads(answer)["error"]["message"]  # the server's own words
         except (ValueError, KeyError, TypeError):
-            message = f"{reply.status} {reply.reason}"
-        hint = "; give it with --api-key or $SERVD_API_KEY" if reply.status == 401 else ""
+            message = f"{reply.status_code} {reply.reason_phrase}"
+        hint = "; give it with --api-key or $SERVD_API_KEY" if reply.status_code == 401 else ""
         raise ServdError(f"{self.url}{path}: {message}{hint}")
+
+    def get(self, path: str) -> Any:
+        """Return the JSON of a response. Raises like `open`."""
+        with self.open("GET", path) as reply:
+            return json.loads(reply.read())
 
     def first_model(self) -> str:
         """Return the first model that the server lists."""
-        try:
-            return json.load(self.open("GET", "/v1/models"))["data"][0]["id"]
-        finally:
-            self.connection.close()
+        return self.get("/v1/models")["data"][0]["id"]
 
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield the chunks of a streamed answer. Raises ServdError, also if the stream reports an
         error.
         """
-        try:
-            for line in self.open("POST", path, {**body, "stream": True}):
-                data = line.strip().removeprefix(b"data:").strip()
-                if not line.startswith(b"data:") or data == b"[DONE]":
+        with self.open("POST", path, {**body, "stream": True}) as reply:
+            for line in reply.iter_lines():
+                data = line.removeprefix("data:").strip()
+                if not line.startswith("data:") or data == "[DONE]":
                     continue
                 chunk = json.loads(data)
                 if "error" in chunk:
                     raise ServdError(chunk["error"]["message"])
                 yield chunk
-        finally:
-            self.connection.close()  # the rest of the answer is not needed
-
-
-class UnixConnection(http.client.HTTPConnection):
-    """An HTTP connection over a Unix socket."""
-
-    def __init__(self, path: str) -> None:
-        super().__init__("localhost")
-        self.path = path
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX)
-        self.sock.connect(self.path)
 
 
 def seconds_of(retry_after: str | None) -> float | None:

@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 from starlette.requests import Request
@@ -42,6 +42,7 @@ class ResponseBuilder(ABC):
 
     keep_alive_frame: ClassVar[bytes] = KEEP_ALIVE  # sent while a stream has no frame
     end: ClassVar[bytes] = DONE  # sent after a stream's last frame
+    stream_class: ClassVar[type[EventStream]] = EventStream
     request_type: ClassVar[str] = "other"  # for the metrics
     max_logprobs: ClassVar[int] = MAX_LOGPROBS_HELD  # maximum per response
     streams_logprobs: ClassVar[bool] = True  # sends each token's logprobs once, and keeps none
@@ -94,7 +95,7 @@ class ResponseBuilder(ABC):
         """Add an output to the body."""
 
     @abstractmethod
-    def whole(self) -> msgspec.Struct:
+    def whole(self) -> Any:
         """Return the complete body, after the last output."""
 
     @property
@@ -140,7 +141,7 @@ class ResponseBuilder(ABC):
         """
         headers = {**(headers or {}), **self.call.ignored}
         if self.stream:
-            return EventStream(
+            return self.stream_class(
                 self.frames(),
                 request_id=self.call.request_id,
                 keep_alive=self.context.keep_alive,

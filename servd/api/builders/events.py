@@ -87,17 +87,20 @@ class EventBuilder(ResponseBuilder):
             yield from self.finish(output)
 
     def frames_of(self, output: CompletionOutput) -> bytes:
-        return encode(self.events_of(output))
+        return self.encode(self.events_of(output))
 
     def add(self, output: CompletionOutput) -> None:
         for _ in self.events_of(output):
             pass
 
-    def whole(self) -> msgspec.Struct:
+    def whole(self) -> Any:
         return self.response
 
+    def encode(self, events: Iterable[Event]) -> bytes:
+        return encode(events)
+
     def error_frame(self, reply: ErrorReply) -> bytes:
-        return encode(self.fail(reply))
+        return self.encode(self.fail(reply))
 
 
 def encode(events: Iterable[Event]) -> bytes:

@@ -21,7 +21,13 @@ import servd
 from servd.api.call import call_of
 from servd.api.http.auth import OPEN_PATHS
 from servd.api.http.middleware import MAX_BODY
-from servd.api.protocol.errors import ANTHROPIC_ROUTES, AnthropicErrorBody, ErrorBody
+from servd.api.protocol.errors import (
+    ANTHROPIC_ROUTES,
+    OLLAMA_ROUTES,
+    AnthropicErrorBody,
+    ErrorBody,
+    OllamaErrorBody,
+)
 from servd.api.protocol.validation import RequestBody
 
 T = TypeVar("T")
@@ -108,7 +114,8 @@ class Route(APIRoute):
             kinds = response_model if isinstance(response_model, tuple) else (response_model,)
             content = json_content(*kinds) | answers[200].get("content", {})
             answers[200] = answers[200] | {"content": content}
-        kind = AnthropicErrorBody if path.startswith(ANTHROPIC_ROUTES) else ErrorBody
+        kinds = {ANTHROPIC_ROUTES: AnthropicErrorBody, OLLAMA_ROUTES: OllamaErrorBody}
+        kind = next((kinds[start] for start in kinds if path.startswith(start)), ErrorBody)
         described = {status: {"headers": _refs(headers)} | each for status, each in answers.items()}
         self.responses = refusals(*self._refused(), kind=kind) | described
 

@@ -1,4 +1,4 @@
-"""The error bodies for every exception: OpenAI's, or Anthropic's on Anthropic's routes."""
+"""The error bodies for every exception: OpenAI's, or Anthropic's or Ollama's on their routes."""
 
 import errno
 import logging
@@ -21,6 +21,7 @@ log = logging.getLogger("servd.api")
 MAX_MESSAGE = 2000  # characters; a message may quote the request
 SECRET = re.compile(r"(?<![\w.])[~.]{0,2}/[^\s:'\",;)]+|0x[0-9a-fA-F]{6,}")  # paths, addresses
 ANTHROPIC_ROUTES = "/v1/messages"
+OLLAMA_ROUTES = "/api/"
 TYPE_OF_STATUS = {401: "authentication_error", 404: "not_found_error"}
 
 
@@ -51,6 +52,12 @@ class AnthropicErrorBody(msgspec.Struct, tag_field="type", tag="error"):
 
     error: AnthropicErrorDetail
     request_id: str
+
+
+class OllamaErrorBody(msgspec.Struct):
+    """The body `{"error": "..."}`."""
+
+    error: str
 
 
 class ErrorReply(msgspec.Struct):
@@ -105,6 +112,8 @@ def error_reply(error: Exception, request_id: str, path: str = "") -> ErrorReply
             detail = ErrorDetail(message, "server_error", code="internal_error")
     if len(detail.message) > MAX_MESSAGE:
         detail.message = detail.message[:MAX_MESSAGE] + "..."
+    if path.startswith(OLLAMA_ROUTES):
+        return ErrorReply(status, msgspec.json.encode(OllamaErrorBody(detail.message)), headers)
     if path.startswith(ANTHROPIC_ROUTES):
         return _anthropic(status, detail, headers, request_id)
     return ErrorReply(status, msgspec.json.encode(ErrorBody(detail)), headers)

@@ -1,0 +1,392 @@
+"""Ollama's API below /api: chat, generate, embed, tags, ps, show, version, and pull."""
+
+import hashlib
+import json
+import time
+from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from fastapi import APIRouter
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
+from starlette.requests import Request
+from starlette.responses import Response
+
+from servd.api.builders.embedding import embed
+from servd.api.builders.events import Event, EventBuilder
+from servd.api.call import call_of
+from servd.api.context import Context, context_of, json_response
+from servd.api.http.route import Parsed, Route
+from servd.api.http.streaming import EventStream
+from servd.api.output.incremental import Content, Delta, Reasoning, ToolCallArguments, ToolCallStart
+from servd.api.protocol.chat import ChatCompletionRequest
+from servd.api.protocol.errors import ErrorReply
+from servd.api.protocol.score import Texts
+from servd.api.protocol.translation import TranslatedRequest, renamed
+from servd.api.protocol.validation import FewKeys, RequestBody
+from servd.api.text.prompt import Prompt
+from servd.messages.engine import FinishReason, RequestOptions
+from servd.messages.outputs import CompletionOutput, unpack_vector
+from servd.messages.params import PoolingParams
+
+router = APIRouter(route_class=Route)
+
+VERSION = "0.12.0"  # of Ollama: some clients refuse older ones
+FOREVER = "9999-12-31T00:00:00Z"
+# Option of this API -> chat field.
+OPTIONS = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
+OPTIONS |= {name: name for name in ("frequency_penalty", "min_p", "presence_penalty", "seed")}
+OPTIONS |= {name: name for name in ("stop", "temperature", "top_k", "top_p")}
+# Chat field -> field of this API, for errors.
+NAMES = {field: f"options.{name}" for name, field in OPTIONS.items()}
+NAMES |= {"response_format": "format", "reasoning_effort": "think"}
+Options = Annotated[dict[str, Any] | None, FewKeys]
+KeepAlive = float | str | None  # read by a server of several models
+
+
+def _check_message(message: Any) -> Any:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise PydanticCustomError("message", "must be an object with a `role`")
+    if not isinstance(message.get("content") or "", str):
+        raise PydanticCustomError("message", "must have text as `content`")
+    if message.get("images"):
+        raise PydanticCustomError("message", "must not have `images`: servd reads text only")
+    for call in message.get("tool_calls") or ():
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("arguments", {}), dict):
+            rule = "must have `tool_calls` with a `function` and an object of `arguments`"
+            raise PydanticCustomError("message", rule)
+    return message
+
+
+class OllamaRequest(TranslatedRequest):
+    """Base of the bodies that generate text. Answers are streamed unless `stream` is false."""
+
+    options: Options = None
+    """Sampling parameters: `temperature`, `num_predict`, `repeat_penalty` and others."""
+    format: Literal["json", ""] | dict[str, Any] | None = None
+    """Form of the output: `json`, or a JSON schema."""
+    think: bool | Literal["low", "medium", "high"] | None = None
+    """Whether the model reasons first, or its effort."""
+    keep_alive: KeepAlive = None
+
+    def ignored(self) -> list[str]:
+        options = {f"options.{name}" for name in (self.options or {}).keys() - OPTIONS.keys()}
+        return sorted({*super().ignored(), *options})
+
+    def chat(self, messages: list[Any], tools: list[Any] | None = None) -> ChatCompletionRequest:
+        """Return the chat request with these messages. Raise InvalidRequest if it is not valid."""
+        given = (self.options or {}).items()
+        fields = {OPTIONS[name]: value for name, value in given if name in OPTIONS}
+        limit = fields.get("max_tokens")
+        if isinstance(limit, int) and limit < 0:  # no limit
+            del fields["max_tokens"]
+        if self.format == "json":
+            fields["response_format"] = {"type": "json_object"}
+        elif self.format:
+            schema = {"name": "output", "schema": self.format}
+            fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+        if isinstance(self.think, str):
+            fields["reasoning_effort"] = self.think
+        elif self.think is not None:
+            fields["chat_template_kwargs"] = {"enable_thinking": self.think, "thinking": self.think}
+        return self.as_chat(fields | {"messages": messages, "tools": tools or None})
+
+
+class OllamaChatRequest(OllamaRequest):
+    """Body of POST /api/chat. Without `messages`, servd only loads the model."""
+
+    messages: Annotated[
+        list[Annotated[dict[str, Any], BeforeValidator(_check_message)]], Field(fail_fast=True)
+    ] = []
+    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
+
+
+class OllamaGenerateRequest(OllamaRequest):
+    """Body of POST /api/generate. Without a `prompt`, servd only loads the model."""
+
+    prompt: str = ""
+    system: str | None = None
+    suffix: str | None = None
+    """Text that follows the generated text (fill in the middle)."""
+    raw: bool | None = None
+    """Continue `prompt` without a chat template."""
+    images: Annotated[list[str], Field(max_length=0)] | None = None
+
+
+class OllamaEmbedRequest(RequestBody):
+    """Body of POST /api/embed."""
+
+    input: Texts
+    truncate: bool | None = None
+    """Cut off what is too long. Default: true."""
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+    keep_alive: KeepAlive = None
+
+
+class OllamaNamedRequest(RequestBody):
+    """Body of POST /api/show and POST /api/pull."""
+
+    name: str | None = None
+    """Former name of `model`."""
+    stream: bool | None = None
+
+
+class Lines(EventStream):
+    """A stream of JSON lines."""
+
+    media_type = "application/x-ndjson"
+
+
+class OllamaBuilder(EventBuilder):
+    """A builder of chats and texts. Its events are lines. Durations are in nanoseconds."""
+
+    keep_alive_frame = b""  # clients parse every line
+    names = NAMES
+    stream_class = Lines
+    response: dict[str, Any]
+
+    def __init__(
+        self, request: Request, body: OllamaRequest, chat: ChatCompletionRequest, prompt: Prompt
+    ) -> None:
+        super().__init__(request, body, prompt.request_id, chat)
+        self.prompts = [prompt]
+        self.stream = body.stream is not False
+        self.is_chat = isinstance(body, OllamaChatRequest)
+        self.began_ns = time.perf_counter_ns()
+        self.text = ""
+        self.thinking = ""
+        self.calls: list[dict[str, Any]] = []
+        self.arguments = ""  # JSON of the last call, until it is complete
+
+    def begin(self) -> Iterator[Event]:
+        self.first_ns = time.perf_counter_ns()
+        return iter(())
+
+    def change(self, delta: Delta) -> Iterator[Event]:
+        match delta:
+            case Content(text=text):
+                self.text += text
+                yield self._answer(text)
+            case Reasoning(text=text):
+                self.thinking += text
+                yield self._answer("", text)
+            case ToolCallStart(id=call_id, name=name):
+                yield from self._close_call()
+                self.calls.append({"id": call_id, "function": {"name": name, "arguments": {}}})
+            case ToolCallArguments(text=text):
+                self.arguments += text
+
+    def _close_call(self) -> Iterator[Event]:
+        """Yield the line of the open call, whose arguments are complete."""
+        if self.arguments:
+            try:
+                self.calls[-1]["function"]["arguments"] = json.loads(self.arguments)
+                yield self._answer("", calls=self.calls[-1:])
+            except (ValueError, RecursionError):  # cut off
+                self.calls.pop()
+            self.arguments = ""
+
+    def finish(self, output: CompletionOutput) -> Iterator[Event]:
+        yield from self._close_call()
+        now = time.perf_counter_ns()
+        is_stop = output.finish_reason is FinishReason.STOP
+        end = {
+            "done": True,
+            "done_reason": "stop" if is_stop else "length",
+            "total_duration": now - self.began_ns,
+            "load_duration": 0,
+            "prompt_eval_count": self.num_prompt_tokens,
+            "prompt_eval_duration": self.first_ns - self.began_ns,
+            "eval_count": self.num_output_tokens,
+            "eval_duration": now - self.first_ns,
+        }
+        self.response = self._answer(self.text, self.thinking, self.calls) | end
+        yield self._answer("") | end
+
+    def _answer(self, text: str, thinking: str = "", calls: Iterable[Any] = ()) -> dict[str, Any]:
+        more: dict[str, Any] = {"thinking": thinking} if thinking else {}
+        if calls := [*calls]:
+            more["tool_calls"] = calls
+        return answer(self.model, text, self.is_chat, more)
+
+    def fail(self, reply: ErrorReply) -> Iterator[Event]:
+        yield msgspec.json.decode(reply.body)
+
+    def encode(self, events: Iterable[Event]) -> bytes:
+        return b"".join(msgspec.json.encode(event) + b"\n" for event in events)
+
+
+def answer(model: str, text: str, is_chat: bool, more: dict[str, Any]) -> dict[str, Any]:
+    """Return an unfinished body of /api/chat or /api/generate. `more`: other keys of a message."""
+    message = {"message": {"role": "assistant", "content": text, **more}}
+    shown = message if is_chat else {"response": text, **more}
+    return {"model": model, "created_at": _time(time.time()), **shown, "done": False}
+
+
+def _loaded(request: Request, is_chat: bool) -> Response:
+    loaded = answer(call_of(request).model, "", is_chat, {})
+    return json_response(loaded | {"done": True, "done_reason": "load"})
+
+
+@router.post("/api/chat", response_model=dict[str, Any])
+async def create_ollama_chat(request: Request, body: Parsed[OllamaChatRequest]) -> Response:
+    """Answer a conversation in Ollama's format."""
+    if not body.messages:
+        return _loaded(request, is_chat=True)
+    call = call_of(request)
+    with renamed(NAMES):
+        chat = await call.run_in_thread(
+            call.num_bytes, lambda: body.chat([*chat_messages(body.messages)], body.tools)
+        )
+        prompt = chat.prompt(f"chat-{call.unique_id}")
+        return await OllamaBuilder(request, body, chat, prompt).respond()
+
+
+@router.post("/api/generate", response_model=dict[str, Any])
+async def create_ollama_text(request: Request, body: Parsed[OllamaGenerateRequest]) -> Response:
+    """Answer a prompt in Ollama's format."""
+    if not body.prompt and not body.suffix:
+        return _loaded(request, is_chat=False)
+    call = call_of(request)
+    messages = [{"role": "system", "content": body.system}] if body.system else []
+    messages.append({"role": "user", "content": body.prompt})
+    name = f"generate-{call.unique_id}"
+    with renamed(NAMES):
+        chat = await call.run_in_thread(call.num_bytes, lambda: body.chat(messages))
+        prompt = chat.prompt(name)
+        if body.raw or body.suffix:
+            prompt = Prompt(content=body.prompt, request_id=name, suffix=body.suffix)
+        return await OllamaBuilder(request, body, chat, prompt).respond()
+
+
+@router.post("/api/embed", response_model=dict[str, Any])
+async def create_ollama_embeddings(request: Request, body: Parsed[OllamaEmbedRequest]) -> Response:
+    """Return embeddings in Ollama's format."""
+    began_ns = time.perf_counter_ns()
+    call = call_of(request)
+    most = None if body.truncate is False else call.context.async_llm.processor.max_model_len
+    prompts = [Prompt(content=text, param="input", keep_first=most) for text in body.input]
+    params = PoolingParams(dimensions=body.dimensions)
+    vectors = await embed(request, "embed", prompts, params, RequestOptions(body.priority or 0))
+
+    def build() -> dict[str, Any]:
+        return {
+            "model": call.model,
+            "embeddings": [unpack_vector(data) for data in vectors.data],
+            "total_duration": time.perf_counter_ns() - began_ns,
+            "load_duration": 0,
+            "prompt_eval_count": vectors.num_prompt_tokens,
+        }
+
+    return await call.respond(vectors.num_numbers, build)
+
+
+@router.get("/api/tags", response_model=dict[str, Any])
+async def list_ollama_models(request: Request) -> Response:
+    """List the model's names in Ollama's format."""
+    return json_response({"models": models_of(context_of(request))})
+
+
+@router.get("/api/ps", response_model=dict[str, Any])
+async def list_loaded_ollama_models(request: Request) -> Response:
+    """List the loaded models in Ollama's format."""
+    context = context_of(request)
+    length = context.async_llm.processor.max_model_len
+    return json_response({"models": [loaded(model, length) for model in models_of(context)]})
+
+
+@router.post("/api/show", response_model=dict[str, Any])
+async def show_ollama_model(request: Request, body: Parsed[OllamaNamedRequest]) -> Response:
+    """Describe the model in Ollama's format."""
+    context = context_of(request)
+    await context.find_model(body.model or body.name)
+    processor = context.async_llm.processor
+    spec = context.async_llm.spec
+    model = models_of(context)[0]
+    capabilities = ["completion"] if processor.pooling.is_causal else ["embedding"]
+    capabilities += ["tools"] if processor.model_format.tool_parser else []
+    capabilities += ["thinking"] if processor.model_format.reasoning_parser else []
+    info = {
+        "general.architecture": spec.model_type,
+        "general.basename": context.root,
+        f"{spec.model_type}.context_length": processor.max_model_len,
+        f"{spec.model_type}.embedding_length": spec.hidden_size,
+        f"{spec.model_type}.block_count": spec.num_layers,
+    }
+    shown = {"capabilities": capabilities, "model_info": info, "modelfile": "", "parameters": ""}
+    same = {"details": model["details"], "modified_at": model["modified_at"]}
+    return json_response({**shown, **same, "template": processor.chat_template.source})
+
+
+@router.get("/api/version", response_model=dict[str, str])
+async def ollama_version(request: Request) -> Response:
+    """Return the version of Ollama whose API servd follows."""
+    return json_response({"version": VERSION})
+
+
+@router.post("/api/pull", response_model=dict[str, str])
+async def pull_ollama_model(request: Request, body: Parsed[OllamaNamedRequest]) -> Response:
+    """Confirm that a model is served here. servd downloads models only at its start."""
+    await context_of(request).find_model(body.model or body.name)
+    return json_response({"status": "success"})
+
+
+def chat_messages(messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield the messages of a chat. A tool's result belongs to its oldest call without a result."""
+    waiting: list[tuple[str, str]] = []  # name and id of calls
+    for number, message in enumerate(messages):
+        made = {"role": message["role"], "content": message.get("content") or ""}
+        if message.get("thinking"):
+            made["reasoning_content"] = message["thinking"]
+        calls = []
+        for index, call in enumerate(message.get("tool_calls") or ()):
+            name = str(call["function"].get("name", ""))
+            call_id = str(call.get("id") or f"call_{number}_{index}")
+            waiting.append((name, call_id))
+            arguments = json.dumps(call["function"].get("arguments", {}), ensure_ascii=False)
+            function = {"name": name, "arguments": arguments}
+            calls.append({"type": "function", "id": call_id, "function": function})
+        if calls:
+            made["tool_calls"] = calls
+        if message["role"] == "tool":
+            asked = message.get("tool_name")
+            found = next((each for each in waiting if asked in (None, each[0])), None)
+            if found is not None:
+                waiting.remove(found)
+                made["tool_call_id"] = found[1]
+        yield made
+
+
+def models_of(context: Context) -> list[dict[str, Any]]:
+    """Return the model's names in Ollama's format, with the size of the weight files."""
+    spec = context.async_llm.spec
+    files = Path(spec.folder).iterdir() if spec.folder else ()
+    sizes = [file.stat().st_size for file in files if file.suffix in (".safetensors", ".gguf")]
+    level = context.config.model.quantization or spec.dtype
+    written = context.started_at
+    names = context.shown_names
+    return [described(name, written, sum(sizes), spec.model_type, level) for name in names]
+
+
+def described(
+    name: str, written: float, size: int, family: str = "", level: str = ""
+) -> dict[str, Any]:
+    """Return a model in Ollama's format. `written`: Unix time; `size`: bytes of its weights."""
+    details = {"format": "safetensors", "family": family, "families": [family]}
+    details |= {"parent_model": "", "parameter_size": "", "quantization_level": level}
+    digest = hashlib.sha256(name.encode()).hexdigest()
+    model = {"name": name, "model": name, "size": size, "digest": digest, "details": details}
+    return model | {"modified_at": _time(written)}
+
+
+def loaded(model: dict[str, Any], context_length: int) -> dict[str, Any]:
+    """Return a model of `described` as a loaded one."""
+    return model | {"expires_at": FOREVER, "size_vram": 0, "context_length": context_length}
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
