@@ -20,12 +20,7 @@ url = sys.argv[1] if len(sys.argv) > 1 else "http://localhost:8000"
 client = OpenAI(base_url=f"{url}/v1", api_key="none")
 answer = client.chat.completions.parse(
     model=client.models.list().data[0].id,
-    messages=[
-        {
-            "role": "user",
-            "content": "JSON for Anna, 31, from Oslo. Use name, age and city.",
-        }
-    ],
+    messages=[{"role": "user", "content": "JSON for Anna, 31, from Oslo. Use name, age and city."}],
     response_format=Person,
     max_tokens=64,
     temperature=0,

@@ -25,21 +25,14 @@ shows it in a browser. [HTTP API](http.md) explains the fields of requests.
 
 # Title -> families of routes (files in servd/api/routes/), in the order of the page.
 GROUPS = {
-    "Generate text": (
-        "chat",
-        "completions",
-        "responses",
-        "messages",
-        "chat_batch",
-        "decisions",
-    ),
+    "Generate text": ("chat", "completions", "responses", "messages", "chat_batch", "decisions"),
     "Vectors and scores": ("embeddings", "cohere", "pooling", "classify", "score", "rerank"),
     "Tokens and prompts": ("tokenize", "render"),
     "Models and adapters": ("models", "lora", "sleep"),
     "Files and batches": ("files", "batches"),
     "Health and monitoring": ("health", "metrics", "requests", "cache", "server_info", "audit"),
     "Console and API description": ("console", "openapi"),
-    "Routes of other servers": ("llama_server", "sagemaker"),
+    "Routes of other servers": ("ollama", "llama_server", "sagemaker"),
 }
 
 ERRORS_HEAD = f"""\

@@ -86,12 +86,7 @@ FIGURES = [
         80,
     ),
     Figure(
-        "GPT-2 124M step, batch 1",
-        "gpt2",
-        lambda f: 1000 * f["gpt2_one_step"],
-        " ms",
-        0.4,
-        True,
+        "GPT-2 124M step, batch 1", "gpt2", lambda f: 1000 * f["gpt2_one_step"], " ms", 0.4, True
     ),
     *(
         Figure(
@@ -198,10 +193,7 @@ def document(facts: Facts, missing: dict[str, str]) -> str:
             "",
         ]
     else:
-        lines += [
-            "**Not measured yet**: run the command on a machine with a GPU.",
-            "",
-        ]
+        lines += ["**Not measured yet**: run the command on a machine with a GPU.", ""]
     lines += [
         table(facts, missing),
         "",

@@ -176,8 +176,6 @@ def _what_was_meant(request: Request) -> str:
         return ": the base URL of this client ends without /v1"
     if f"/v1{path}" in known:
         return f": it is /v1{path}; the base URL of OpenAI's clients ends with /v1"
-    if path.startswith("/api/"):
-        return ": Ollama's routes are not here; use OpenAI's, under /v1"
     return ""
 
 

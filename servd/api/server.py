@@ -108,11 +108,7 @@ class Server(uvicorn.Server):
     """A uvicorn server that drains on SIGTERM, and stops when the engine is dead."""
 
     def __init__(
-        self,
-        config: uvicorn.Config,
-        async_llm: AsyncLLM,
-        start: StartAPIServer,
-        context: Context,
+        self, config: uvicorn.Config, async_llm: AsyncLLM, start: StartAPIServer, context: Context
     ) -> None:
         super().__init__(config)
         self.async_llm = async_llm

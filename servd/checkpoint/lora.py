@@ -235,9 +235,7 @@ def _is_simple(pattern: str) -> bool:
 
 
 def parse_module(text: str) -> tuple[str, str]:
-    """Return name and folder from an entry of --lora-modules, NAME=FOLDER or JSON. Raises
-    ConfigError.
-    """
+    """Return name and folder of an entry NAME=FOLDER, or of JSON. Raises ConfigError."""
     name, _, path = text.partition("=")
     if text.startswith("{"):
         try:

@@ -13,9 +13,6 @@ from servd import __version__
 from servd.base import compat, plugins
 from servd.base.errors import ConfigError, ServdError
 
-# Command -> its former names.
-ALIASES = {"simulate": ("what-if",)}
-
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a command and exit: 0 after a clean stop, 1 if a process died, 2 for a ServdError."""
@@ -52,7 +49,6 @@ def add_commands(parser: argparse.ArgumentParser, package: str) -> None:
         purpose = docstring(f"{package}.{name}")
         commands.add_parser(
             name.replace("_", "-"),
-            aliases=ALIASES.get(name, ()),
             module=f"{package}.{name}",
             help=purpose[0].lower() + purpose[1:].rstrip("."),
             description=purpose,

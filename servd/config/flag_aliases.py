@@ -57,14 +57,7 @@ VALUE_ALIASES: dict[str, dict[str, str | None]] = {
     },
 }
 COUNTS = {"max_model_len", "max_num_batched_tokens"}  # "8k" is 8000 and "8K" 8192
-THOUSANDS = {
-    "k": 1000,
-    "m": 1000**2,
-    "g": 1000**3,
-    "K": 1024,
-    "M": 1024**2,
-    "G": 1024**3,
-}
+THOUSANDS = {"k": 1000, "m": 1000**2, "g": 1000**3, "K": 1024, "M": 1024**2, "G": 1024**3}
 
 # Accepted without effect, and why: servd does that anyway, or decides it itself. Those with "="
 # take a value.

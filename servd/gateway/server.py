@@ -128,10 +128,7 @@ async def _serve(
 
 
 def reload(
-    read_config: Callable[[], Config],
-    keys: Keys,
-    tls: ssl.SSLContext | None,
-    servers: ModelServers,
+    read_config: Callable[[], Config], keys: Keys, tls: ssl.SSLContext | None, servers: ModelServers
 ) -> None:
     """Reload the options that can change at run time. If one is invalid, change nothing."""
     try:

@@ -206,9 +206,7 @@ class RayEngineSupervisor(EngineSupervisor):
 
 
 def start_bridge(on_failure: Callable[[Exception], None]) -> Bridge:
-    """Connect to Ray, then start and return the bridge of this process. Raise ConfigError without a
-    cluster.
-    """
+    """Return the bridge of this process to Ray. Raise ConfigError without a cluster."""
     ray = connect("--data-parallel-backend ray")
     bridge = Bridge(ray.util.get_node_ip_address(), on_failure)
     bridge.start()

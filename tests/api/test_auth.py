@@ -194,6 +194,14 @@ FOR_ADMINS = {
     "/wake_up",
 }
 FOR_INFERENCE = {
+    "/api/chat",
+    "/api/embed",
+    "/api/generate",
+    "/api/ps",
+    "/api/pull",
+    "/api/show",
+    "/api/tags",
+    "/api/version",
     "/classify",
     "/debug/requests/{request_id}",
     "/detokenize",

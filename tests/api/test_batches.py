@@ -569,9 +569,7 @@ async def test_what_belongs_to_a_key_does_not_exist_for_others(tmp_path):
             bob.batches.cancel(batch.id),
             bob.files.content(batch.output_file_id),
             bob.batches.create(
-                input_file_id=batch.input_file_id,
-                endpoint=COMPLETIONS,
-                completion_window="24h",
+                input_file_id=batch.input_file_id, endpoint=COMPLETIONS, completion_window="24h"
             ),
         ):
             with pytest.raises(openai.NotFoundError):

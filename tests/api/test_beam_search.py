@@ -109,11 +109,7 @@ async def test_a_search_is_refused_as_a_whole_or_not_at_all():
 
 
 @pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        (CHAT, {"messages": user("hi")}),
-        (COMPLETIONS, {"prompt": ["a", "b"]}),
-    ],
+    ("path", "body"), [(CHAT, {"messages": user("hi")}), (COMPLETIONS, {"prompt": ["a", "b"]})]
 )
 async def test_a_stream_says_the_same(http, path, body):
     body = {**body, "n": 2, "max_tokens": 5, "use_beam_search": True}

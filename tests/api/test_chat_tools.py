@@ -249,12 +249,7 @@ async def test_allowed_tools(path):
 
 @pytest.mark.parametrize(
     "beside",
-    [
-        5,
-        {"tools": 5},
-        {"tools": [{}], "mode": "auto"},
-        {"tools": [{"function": {"name": []}}]},
-    ],
+    [5, {"tools": 5}, {"tools": [{}], "mode": "auto"}, {"tools": [{"function": {"name": []}}]}],
 )
 async def test_a_named_tool_may_have_any_keys_beside_it(beside):
     """They are not checked: nothing may be read of them."""

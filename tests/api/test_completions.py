@@ -81,11 +81,7 @@ async def test_tokens_are_named_by_id_and_the_prompt_is_sent_on_demand(http):
     answer = (
         await http.post(
             "/v1/completions",
-            json={
-                **body,
-                "return_tokens_as_token_ids": True,
-                "return_prompt_text": True,
-            },
+            json={**body, "return_tokens_as_token_ids": True, "return_prompt_text": True},
         )
     ).json()
     assert [choice["prompt_text"] for choice in answer["choices"]] == ["hi", "j"]

@@ -158,10 +158,7 @@ def translated_body(draw: random.Random, path: str) -> dict[str, Any]:
     body |= (
         {"max_tokens": max_tokens, "messages": user(text)}
         if is_message
-        else {
-            "max_output_tokens": max_tokens,
-            "input": text,
-        }
+        else {"max_output_tokens": max_tokens, "input": text}
     )
     more: list[dict[str, Any]] = [
         {"top_k": 4},

@@ -8,13 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from servd.api.request import latency
-from servd.api.request.latency import (
-    MAX_SPANS,
-    PHASES,
-    Breakdown,
-    break_down,
-    request_of,
-)
+from servd.api.request.latency import MAX_SPANS, PHASES, Breakdown, break_down, request_of
 from servd.base.tracing import STAGES, Mark, StepRecord
 
 MS = 1_000_000

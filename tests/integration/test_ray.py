@@ -113,12 +113,7 @@ def test_a_killed_worker_is_noticed(cluster, tiny_llama: Path):
     from servd.core.engine_core_proc import start_executor
 
     config = Config.load(
-        {
-            "model": str(tiny_llama),
-            "executor": "ray",
-            "device": "cpu",
-            "tensor_parallel_size": 2,
-        }
+        {"model": str(tiny_llama), "executor": "ray", "device": "cpu", "tensor_parallel_size": 2}
     )
     config, spec, _ = launch.find_and_resolve(config)
     executor, _ = start_executor(config, spec, lambda phase, fraction: None)

@@ -390,11 +390,7 @@ def main() -> None:
     if checkpoint.exists():
         trainer.load(checkpoint)
         print(f"going on from step {trainer.step}; remove {checkpoint} to begin anew", flush=True)
-    train(
-        trainer,
-        steps(corpus, tokenizer, args, config.max_position_embeddings),
-        checkpoint,
-    )
+    train(trainer, steps(corpus, tokenizer, args, config.max_position_embeddings), checkpoint)
     export(model, tokenizer, args.out)
     held_out = encode(
         islice(Corpus(args.seed, held_out=True), 1000), tokenizer, config.max_position_embeddings

@@ -91,12 +91,7 @@ class Generator:
     """
 
     def __init__(
-        self,
-        engine: LLMEngine,
-        prompts: Prompts,
-        path: Path,
-        params: dict[str, Any],
-        seed: int,
+        self, engine: LLMEngine, prompts: Prompts, path: Path, params: dict[str, Any], seed: int
     ) -> None:
         self.engine = engine
         self.prompts = prompts

@@ -314,8 +314,7 @@ class AsyncLLM:
         recorded = state.recorded
         trace_id = current_request.get().get("trace_id")
         state.start(
-            arrival_ns=recorded.begin_ns,
-            exemplar={"trace_id": trace_id} if trace_id else None,
+            arrival_ns=recorded.begin_ns, exemplar={"trace_id": trace_id} if trace_id else None
         )
         recorded.marks.append(Mark("sent", state.sent_ns))
         self.observer.began(state)

@@ -30,9 +30,7 @@ def check(options: RequestOptions, config: Config, num_prompts: int) -> None:
 
 
 def answer(config: Config, rank: int, request_id: str, num_tokens: int) -> KVTransferAnswer:
-    """Return the parameters by which another engine finds the prompt that engine `rank` has
-    computed.
-    """
+    """Return the parameters by which another engine finds the prompt of engine `rank`."""
     assert config.cache.kv_transfer_config is not None
     transfer = config.cache.kv_transfer_config.of_rank(rank)
     return KVTransferAnswer(

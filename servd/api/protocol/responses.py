@@ -10,11 +10,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
-from servd.api.protocol.chat import (
-    RefusalPart,
-    TokenLogprob,
-    check_parts,
-)
+from servd.api.protocol.chat import RefusalPart, TokenLogprob, check_parts
 from servd.api.protocol.response_items import chat_messages
 from servd.api.protocol.tools import Function, check_tool, idle_strict
 from servd.api.protocol.translation import TranslatedRequest

@@ -13,9 +13,7 @@ router = APIRouter(route_class=Route)
 
 
 @router.post(
-    "/v1/chat/completions",
-    response_model=ChatCompletion,
-    responses=events(ChatCompletionChunk),
+    "/v1/chat/completions", response_model=ChatCompletion, responses=events(ChatCompletionChunk)
 )
 async def create_chat_completion(request: Request, body: Parsed[ChatCompletionRequest]) -> Response:
     """Answer a conversation."""

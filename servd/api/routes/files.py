@@ -47,8 +47,7 @@ async def upload_file(request: Request) -> Response:
                 raise InvalidRequest("`purpose` must be batch", param="purpose")
             if not isinstance(file, UploadFile):
                 raise InvalidRequest(
-                    "`file` is missing: send multipart/form-data with a part `file`",
-                    param="file",
+                    "`file` is missing: send multipart/form-data with a part `file`", param="file"
                 )
             seconds = kept_for(form)
             added = await asyncio.to_thread(shelf.add_file, file.file, file.filename or "", seconds)

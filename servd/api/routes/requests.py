@@ -8,12 +8,7 @@ from starlette.responses import Response
 
 from servd.api.call import call_of
 from servd.api.context import context_of, json_response
-from servd.api.engine.peers import (
-    CHARS_PER_STEP,
-    FindTimeline,
-    ListRequests,
-    ListSteps,
-)
+from servd.api.engine.peers import CHARS_PER_STEP, FindTimeline, ListRequests, ListSteps
 from servd.api.http.route import PathPart, Route
 from servd.api.observability.rendering import render_steps, render_trace
 from servd.api.protocol.requests import RequestList, RequestTimeline, StepList

@@ -87,9 +87,7 @@ def expected_tokens(
 
 
 def vector(state: int, params: PoolingParams, size: int) -> bytes:
-    """Return an embedding that depends on every token: each number is a byte of hashes of the
-    state.
-    """
+    """Return an embedding that depends on every token. Each number is a hashed byte."""
     hashes = b"".join(next_state(state, i).to_bytes(8, "little") for i in range(-(-size // 8)))
     numbers = [byte - 127.5 for byte in hashes[: params.dimensions or size]]
     norm = math.sqrt(sum(x * x for x in numbers)) if params.normalize is not False else 1.0

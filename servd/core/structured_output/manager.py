@@ -22,12 +22,7 @@ from servd.checkpoint.hf import ModelSpec
 from servd.config import Config
 from servd.core.request import GrammarEnd
 from servd.core.structured_output.cache import GrammarCache, Key, key_of
-from servd.core.structured_output.grammar import (
-    Grammar,
-    GrammarError,
-    Matcher,
-    UsedUp,
-)
+from servd.core.structured_output.grammar import Grammar, GrammarError, Matcher, UsedUp
 from servd.core.structured_output.vocabulary import load_vocabulary
 from servd.messages.engine import (
     EngineCoreRequest,

@@ -157,13 +157,7 @@ class Backend(AttentionBackend[Metadata]):
         return out
 
     def _attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor,
-        scale: float,
-        sinks: Tensor | None,
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, sinks: Tensor | None
     ) -> Tensor:
         """Return attention [num_rows, num_heads, query_len, head_dim]; k, v have kv heads."""
         spec = self.spec

@@ -151,9 +151,7 @@ def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def at_hand(tensor: torch.Tensor) -> Any:
-    """Return the tensor, on a CPU as a numpy view: for a few numbers, numpy takes a third of
-    torch's time.
-    """
+    """Return the tensor, on a CPU as a numpy view: numpy is faster for a few numbers."""
     return tensor.numpy() if tensor.device.type == "cpu" else tensor
 
 

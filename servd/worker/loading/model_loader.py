@@ -173,9 +173,7 @@ def _check_importance(known: Set[str], names: Set[str], plain: list[str]) -> Non
 
 
 def _check(files: list[Path]) -> None:
-    """Check all files first, as loading takes long. Raises ModelNotFound if files are truncated
-    or broken.
-    """
+    """Raise ModelNotFound if files are truncated or broken, before slow loading."""
     broken: list[str] = []
     for path in files:
         try:

@@ -291,9 +291,7 @@ def make_mixer(
     return Qwen3NextAttention(spec, is_linear[:layer].count(False), parallel)
 
 
-def convert_text(
-    tensors: NamedTensors,
-) -> NamedTensors:
+def convert_text(tensors: NamedTensors) -> NamedTensors:
     """Yield the tensors except the multi-token-prediction layer and the vision encoder."""
     for name, tensor in tensors:
         if not name.startswith(("mtp.", "model.visual.")):

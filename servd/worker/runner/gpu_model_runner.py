@@ -234,10 +234,7 @@ class GPUModelRunner(ModelRunner):
         ]
         scheduled = [
             ScheduledRequest(
-                slot=slot,
-                num_tokens=num_tokens,
-                num_drafts=num_drafts,
-                max_new_drafts=num_drafts,
+                slot=slot, num_tokens=num_tokens, num_drafts=num_drafts, max_new_drafts=num_drafts
             )
             for slot in range(num_rows)
         ]

@@ -195,13 +195,7 @@ class ModelRunner(ABC):
         name = self.config.lora.lora_dtype
         dtype = self.compute_dtype if name == "auto" else getattr(torch, name)
         return Adapters(
-            self.config.lora,
-            self.model,
-            dtype,
-            self.device,
-            self.max_num_seqs,
-            most,
-            self.parallel,
+            self.config.lora, self.model, dtype, self.device, self.max_num_seqs, most, self.parallel
         )
 
     def count_blocks(self, room: int | None = None) -> int:

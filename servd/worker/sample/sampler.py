@@ -200,11 +200,7 @@ class Sampler:
         return SamplerOutput(token_ids, logprobs, num_kept, order, best)
 
     def _choose(
-        self,
-        logits: Tensor,
-        step: Rows,
-        bitmask: Tensor | None,
-        is_kept: Tensor | None = None,
+        self, logits: Tensor, step: Rows, bitmask: Tensor | None, is_kept: Tensor | None = None
     ) -> Tensor:
         """Return sampled tokens [n]. Rows that are not `is_kept`, [n] bool, change no state."""
         used = int(np.bitwise_or.reduce(step.uses))

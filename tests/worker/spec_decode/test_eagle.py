@@ -335,10 +335,7 @@ def test_drafts_of_an_echo_are_all_kept(tmp_path: Path):
     ("options", "message"),
     [
         ({"vocab_size": 50}, "has 50 tokens in the vocabulary but the model has 199"),
-        (
-            {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]},
-            "layers 1, 2, 3, but the model has 3",
-        ),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}, "layers 1, 2, 3, but the model has 3"),
     ],
 )
 def test_heads_of_another_model(target, tmp_path, options, message):

@@ -8,12 +8,7 @@ import sys
 import warnings
 from typing import Any
 
-from servd.api.output.call_grammar import (
-    CallSyntax,
-    NotExpressible,
-    json_rule,
-    properties_of,
-)
+from servd.api.output.call_grammar import CallSyntax, NotExpressible, json_rule, properties_of
 from servd.api.output.incremental import Steps, without_surrogates
 from servd.api.output.tool_parser import ToolParser
 from servd.base.python_syntax import parse_python

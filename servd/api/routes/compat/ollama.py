@@ -36,6 +36,7 @@ router = APIRouter(route_class=Route)
 
 VERSION = "0.12.0"  # of Ollama: some clients refuse older ones
 FOREVER = "9999-12-31T00:00:00Z"
+LOADED = {"done": True, "done_reason": "load"}
 # Option of this API -> chat field.
 OPTIONS = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
 OPTIONS |= {name: name for name in ("frequency_penalty", "min_p", "presence_penalty", "seed")}
@@ -227,17 +228,12 @@ def answer(model: str, text: str, is_chat: bool, more: dict[str, Any]) -> dict[s
     return {"model": model, "created_at": _time(time.time()), **shown, "done": False}
 
 
-def _loaded(request: Request, is_chat: bool) -> Response:
-    loaded = answer(call_of(request).model, "", is_chat, {})
-    return json_response(loaded | {"done": True, "done_reason": "load"})
-
-
 @router.post("/api/chat", response_model=dict[str, Any])
 async def create_ollama_chat(request: Request, body: Parsed[OllamaChatRequest]) -> Response:
     """Answer a conversation in Ollama's format."""
-    if not body.messages:
-        return _loaded(request, is_chat=True)
     call = call_of(request)
+    if not body.messages:
+        return json_response(answer(call.model, "", True, {}) | LOADED)
     with renamed(NAMES):
         chat = await call.run_in_thread(
             call.num_bytes, lambda: body.chat([*chat_messages(body.messages)], body.tools)
@@ -249,9 +245,9 @@ async def create_ollama_chat(request: Request, body: Parsed[OllamaChatRequest]) 
 @router.post("/api/generate", response_model=dict[str, Any])
 async def create_ollama_text(request: Request, body: Parsed[OllamaGenerateRequest]) -> Response:
     """Answer a prompt in Ollama's format."""
-    if not body.prompt and not body.suffix:
-        return _loaded(request, is_chat=False)
     call = call_of(request)
+    if not body.prompt and not body.suffix:
+        return json_response(answer(call.model, "", False, {}) | LOADED)
     messages = [{"role": "system", "content": body.system}] if body.system else []
     messages.append({"role": "user", "content": body.prompt})
     name = f"generate-{call.unique_id}"

@@ -191,9 +191,7 @@ def at_once(path: str, flags: int) -> int:
 
 
 def _files(root: Path) -> Iterator[tuple[float, int, str]]:
-    """Yield (time of last use, bytes, path) of each block in a folder. Other files and links are
-    skipped.
-    """
+    """Yield (time of last use, bytes, path) of each block in a folder."""
     for identity in _entries(root, IDENTITY):
         for part in _entries(identity, PART):
             for path in _entries(part, BLOCK):

@@ -32,13 +32,7 @@ import triton.language as tl
 from torch import Tensor
 
 from servd.worker.ops._attention_batch import AttentionBatch
-from servd.worker.ops.triton.attend import (
-    attend,
-    lines_of,
-    load_queries,
-    store_lines,
-    without_sink,
-)
+from servd.worker.ops.triton.attend import attend, lines_of, load_queries, store_lines, without_sink
 from servd.worker.ops.triton.work_list import first_key_of, row_of, splits_of, work_list
 
 # ---- tuning: plausible, not measured yet ----
@@ -250,15 +244,7 @@ class PagedAttention:
             partials = q.new_empty(shape, dtype=torch.float32)
             lses = q.new_empty(shape[:3], dtype=torch.float32)
             decode_kernel[self._grid(plan.num_splits)](
-                q,
-                *kv_cache,
-                out,
-                partials,
-                lses,
-                *step,
-                **sizes,
-                **decode,
-                MAX_SPLITS=MAX_SPLITS,
+                q, *kv_cache, out, partials, lses, *step, **sizes, **decode, MAX_SPLITS=MAX_SPLITS
             )
             if plan.num_merged:
                 merge_kernel[self._grid(plan.num_merged * self.group, 4)](
@@ -469,8 +455,7 @@ def merge_kernel(
         result *= without_sink(highest + tl.log2(total), sinks_ptr, head)
         token = (tl.load(starts_ptr + row) + query).to(tl.int64)
         tl.store(
-            out_ptr + (token * HEADS + head) * HEAD_DIM + dim,
-            result.to(out_ptr.dtype.element_ty),
+            out_ptr + (token * HEADS + head) * HEAD_DIM + dim, result.to(out_ptr.dtype.element_ty)
         )
 
 

@@ -16,11 +16,7 @@ ROWS = 1024  # rows counted at a time
 
 
 def work_list(
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    num_wanted: int,
-    window: int | None,
-    **sizes: int,
+    query_start_loc: Tensor, seq_lens: Tensor, num_wanted: int, window: int | None, **sizes: int
 ) -> Tensor:
     """Count the pieces of a step. Returns int32 [3 * (num_rows + 1) + 1]: three lists with, for
     each row, the number of pieces in earlier rows, then the total. The lists count tiles of unsplit

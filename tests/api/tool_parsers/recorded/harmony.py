@@ -33,8 +33,7 @@ CASES = {
         [("now", WEATHER)],
     ),
     "on the other channel": Case(
-        f"<|channel|>analysis to=functions.now code<|message|>{WEATHER}<|call|>",
-        [("now", WEATHER)],
+        f"<|channel|>analysis to=functions.now code<|message|>{WEATHER}<|call|>", [("now", WEATHER)]
     ),
     "text before": Case(
         "I will look it up. 🔎\n" + AGAIN + call("now", "{}"),

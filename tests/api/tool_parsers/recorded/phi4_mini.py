@@ -5,7 +5,5 @@ from tests.api.tool_parsers.recorded import Case, after
 CASES = (
     after("<|tool_call|>", "<|/tool_call|>")
     | {f"functools, {title}": case for title, case in after("functools").items()}
-    | {
-        "the module": Case("`functools` has `partial`.", [], "`functools` has `partial`."),
-    }
+    | {"the module": Case("`functools` has `partial`.", [], "`functools` has `partial`.")}
 )

@@ -50,9 +50,7 @@ def measure(row_ptr, vocab, low, BLOCK: tl.constexpr):
 
 @triton.jit
 def collect(row_ptr, vocab, low, high, found_ptr, BLOCK: tl.constexpr):
-    """Write the bits of a row that are in (low, high] consecutively, in one pass. Return their
-    number.
-    """
+    """Write the bits of a row that are in (low, high], in one pass. Return their number."""
     num_found = tl.zeros([], dtype=tl.int32)
     for start in range(0, vocab, BLOCK):
         bits = load_bits(row_ptr, start, vocab, BLOCK)
