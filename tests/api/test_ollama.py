@@ -94,6 +94,13 @@ async def test_errors_are_texts_and_name_this_api_s_fields(client: ollama.AsyncC
         await client.chat(MODEL, image)
 
 
+@pytest.mark.parametrize("calls", [5, [None], [{"function": 1}], [{"function": {"arguments": 1}}]])
+async def test_calls_of_another_form_are_refused(listening_server: Served, calls: Any):
+    body = {"messages": [{"role": "assistant", "tool_calls": calls}]}
+    answer = await listening_server.http.post("/api/chat", json=body)
+    assert answer.status_code == 400 and "tool_calls" in answer.json()["error"]
+
+
 async def test_options_without_effect_are_named(listening_server: Served):
     body = {"messages": user("hi"), "options": {"num_ctx": 1, "seed": 1}, "stream": False}
     answer = await listening_server.http.post("/api/chat", json=body)

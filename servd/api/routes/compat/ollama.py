@@ -55,7 +55,8 @@ def _check_message(message: Any) -> Any:
         raise PydanticCustomError("message", "must have text as `content`")
     if message.get("images"):
         raise PydanticCustomError("message", "must not have `images`: servd reads text only")
-    for call in message.get("tool_calls") or ():
+    calls = message.get("tool_calls") or ()
+    for call in calls if isinstance(calls, list | tuple) else (None,):
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("arguments", {}), dict):
             rule = "must have `tool_calls` with a `function` and an object of `arguments`"
