@@ -22,7 +22,7 @@ async def client(listening_server: Served) -> AsyncIterator[ollama.AsyncClient]:
 
 @pytest.fixture
 async def scripted() -> AsyncIterator[Served]:
-    parsers = {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
+    parsers: Any = {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
     async with serve(listen=True, script=WEATHER_SCRIPT, **parsers) as served:
         yield served
 
@@ -54,7 +54,7 @@ async def test_a_text_with_and_without_a_template(client: ollama.AsyncClient):
     options = {"num_predict": 5, "temperature": 0}
     made = await client.generate(MODEL, "abc", raw=True, options=options)
     assert made.response == output_text("abc", 5)
-    parts = [p.response async for p in await client.generate(MODEL, "abc", stream=True)]
+    parts = [p.response or "" async for p in await client.generate(MODEL, "abc", stream=True)]
     assert "".join(parts) == (await client.generate(MODEL, "abc")).response
 
 
