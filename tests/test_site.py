@@ -1,4 +1,4 @@
-"""The site: it builds without a warning, has every page, loads nothing from elsewhere, and fits a phone."""
+"""The site builds without a warning, has every page, loads its own files alone, fits a phone."""
 
 import re
 import subprocess
@@ -28,9 +28,11 @@ MOST_VARIED = [
 ]
 OVERFLOWING = """
 const width = document.documentElement.clientWidth;
-const scrolls = (e) => e && (["auto", "scroll", "hidden"].includes(getComputedStyle(e).overflowX) || scrolls(e.parentElement));
-return [document.documentElement.scrollWidth - width, [...document.querySelectorAll("article *")]
-  .filter((e) => e.getBoundingClientRect().right > width + 1 && !scrolls(e.parentElement)).map((e) => e.outerHTML.slice(0, 200))];
+const clips = (e) => e && (getComputedStyle(e).overflowX != "visible" || clips(e.parentElement));
+const wide = [...document.querySelectorAll("article *")].filter(
+  (e) => e.getBoundingClientRect().right > width + 1 && !clips(e.parentElement));
+const overflow = document.documentElement.scrollWidth - width;
+return [overflow, wide.map((e) => e.outerHTML.slice(0, 200))];
 """
 LOADED = "return performance.getEntriesByType('resource').map((entry) => entry.name)"
 

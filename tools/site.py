@@ -1,7 +1,8 @@
 """Make a site of docs/: a hook of mkdocs, which `make site` runs.
 
-The pages stay as they are read in a checkout. The hook takes the navigation from the index, docs/README.md, and adds a
-page for each file outside docs/ that a page links to: Markdown as it is, other text as a code block.
+The pages stay as they are read in a checkout. The hook takes the navigation from the index,
+docs/README.md, and adds a page for each file outside docs/ that a page links to: Markdown as it is,
+other text as a code block.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 INDEX = DOCS / "README.md"
 MERMAID = ROOT / "build/site-tools/mermaid/mermaid.min.js"
+STYLE = ROOT / "tools/site.css"
 OUTSIDE = "repository"  # the folder of the site for files outside docs/
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".toml": "toml", ".sh": "bash", ".jinja": "jinja"}
 LINK = re.compile(r"(?<=\]\()([^)\s#]+)((?:#[^)\s]*)?(?=\)))")
@@ -31,7 +33,7 @@ def find_target(page: Path, link: str) -> Path | None:
 
 
 def find_outside_files() -> list[Path]:
-    """Return the files and folders outside docs/ that pages link to, and those that these link to."""
+    """Return the files and folders outside docs/ that pages lead to, over other files or not."""
     found: list[Path] = []
     pages = sorted(DOCS.rglob("*.md"))
     while pages:
@@ -54,7 +56,7 @@ def list_folder(folder: Path) -> list[Path]:
 
 
 def name_page(path: Path) -> str:
-    """Return where the page of a file is in the site's sources, e.g. repository/examples/tools.py.md."""
+    """Return the path of a file's page in the site, e.g. repository/examples/tools.py.md."""
     if path.is_relative_to(DOCS):
         return path.relative_to(DOCS).as_posix()
     name = path.relative_to(ROOT).as_posix()
@@ -86,18 +88,21 @@ def write_outside_page(path: Path) -> str:
     title = f"# {path.relative_to(ROOT).as_posix()}\n\n"
     if path.is_dir():
         return title + "".join(f"- [{each.name}]({each.name}.md)\n" for each in list_folder(path))
-    return f"{title}````{LANGUAGES.get(path.suffix, 'text')}\n{path.read_text(encoding='utf8')}````\n"
+    return (
+        f"{title}````{LANGUAGES.get(path.suffix, 'text')}\n{path.read_text(encoding='utf8')}````\n"
+    )
 
 
 def read_navigation(index: str) -> list[dict[str, Any]]:
-    """Return mkdocs' `nav`: the headings of the index, the bold lines below them, and their links."""
+    """Return mkdocs' `nav`: headings of the index, bold lines below them, and their links."""
     nav: list[dict[str, Any]] = [{"Start": "README.md"}]
-    group: list[dict[str, Any]] = []
+    section: list[dict[str, Any]] = []
+    group = section
     for line in index.splitlines():
         if heading := re.match(r"## ([^:]+)", line):
-            group = []
-            nav.append({heading[1]: group})
-            section = group
+            section = []
+            group = section
+            nav.append({heading[1]: section})
         elif bold := re.fullmatch(r"\*\*(.*)\*\*", line):
             group = []
             section.append({bold[1]: group})
@@ -117,7 +122,7 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pages of files outside docs/, and mermaid, which draws diagrams."""
+    """Add the pages of files outside docs/, mermaid, which draws diagrams, and the style."""
     file_type = importlib.import_module("mkdocs.structure.files").File
     inclusion = importlib.import_module("mkdocs.structure.files").InclusionLevel.NOT_IN_NAV
     for path in find_outside_files():
@@ -125,9 +130,9 @@ def on_files(files: Any, config: Any) -> Any:
         files.append(
             file_type.generated(config, name_page(path), content=content, inclusion=inclusion)
         )
-    files.append(
-        file_type.generated(config, "assets/mermaid.min.js", abs_src_path=str(MERMAID))
-    )
+    for asset in (MERMAID, STYLE):
+        name = f"assets/{asset.name}"
+        files.append(file_type.generated(config, name, abs_src_path=str(asset)))
     return files
 
 
