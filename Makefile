@@ -66,9 +66,11 @@ $(OLDEST)/.installed: pyproject.toml requirements/dev.txt $(VENV)/.servd
 	$(OLDEST)/bin/python -m pip install --no-deps -r $(OLDEST)/requirements.txt
 	@touch $@
 
-test-slow: $(VENV)/.clients ## Run the tests at full model size, of large clients, and of the console
+test-slow: $(VENV)/.clients ## Run the tests at full model size, of large clients, of the console, the site and deployment
 	@tests/console/install.sh
+	@tests/deploy/install.sh
 	$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
+	$(BIN)/python -m pytest tests/deploy
 
 test-console: $(VENV)/.dev ## Run the tests of the console in headless Chromium, which it installs
 	@tests/console/install.sh
