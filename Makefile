@@ -33,7 +33,7 @@ FAST = --ignore=tests/core/structured_output tests/core $(filter-out tests/test_
 
 .DEFAULT_GOAL := help
 .PHONY: help install serve test test-unit test-oldest test-slow test-console test-sanitizers test-gpu check format format-check lint typecheck architecture \
-	lock docs bench bench-cpu bench-observability bench-gpu soak docker sbom audit clean
+	lock docs site bench bench-cpu bench-observability bench-gpu soak docker sbom audit clean
 
 help: ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -66,9 +66,11 @@ $(OLDEST)/.installed: pyproject.toml requirements/dev.txt $(VENV)/.servd
 	$(OLDEST)/bin/python -m pip install --no-deps -r $(OLDEST)/requirements.txt
 	@touch $@
 
-test-slow: $(VENV)/.clients ## Run the tests at full model size, of large clients, and of the console
+test-slow: $(VENV)/.clients ## Run the tests at full model size, of large clients, of the console, the site and deployment
 	@tests/console/install.sh
+	@tests/deploy/install.sh
 	$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
+	$(BIN)/python -m pytest tests/deploy
 
 test-console: $(VENV)/.dev ## Run the tests of the console in headless Chromium, which it installs
 	@tests/console/install.sh
@@ -103,15 +105,17 @@ check: format-check lint ## Check format, lint, types, import rules; run the fas
 	wait $$pid || failed=1; cat $$beside; rm -f $$beside; exit $$failed
 
 # In an environment of their own: nothing else is installed to lock. With make lock UPGRADE=--upgrade, the newest.
-COMPILE = build/lock/bin/pip-compile -q $(UPGRADE) --strip-extras --unsafe-package torch --no-annotate --no-header \
-	--no-emit-index-url --no-emit-find-links --no-emit-trusted-host --all-build-deps --extra otel --extra gguf
+COMPILE = build/lock/bin/pip-compile -q $(UPGRADE) --strip-extras --no-annotate --no-header --no-emit-index-url \
+	--no-emit-find-links --no-emit-trusted-host --generate-hashes
+PROJECT = --unsafe-package torch --all-build-deps --extra otel --extra gguf pyproject.toml
 UPGRADE =
 lock: export PIP_EXTRA_INDEX_URL += $(CPU_TORCH_INDEX)
 lock: export PIP_RETRIES = 1
 lock: build/lock/bin/pip-compile ## Lock what pyproject.toml asks for; UPGRADE=--upgrade takes the newest releases
-	$(COMPILE) --generate-hashes -o requirements/serve.txt pyproject.toml
-	$(COMPILE) --generate-hashes --extra dev -c requirements/serve.txt -o requirements/dev.txt pyproject.toml
-	$(COMPILE) --generate-hashes --extra dev --extra clients -c requirements/dev.txt -o requirements/clients.txt pyproject.toml
+	$(COMPILE) -o requirements/serve.txt $(PROJECT)
+	$(COMPILE) --extra dev -c requirements/serve.txt -o requirements/dev.txt $(PROJECT)
+	$(COMPILE) --extra dev --extra clients -c requirements/dev.txt -o requirements/clients.txt $(PROJECT)
+	$(COMPILE) -o requirements/site.txt requirements/site.in
 
 build/lock/bin/pip-compile:
 	$(PYTHON) -m venv build/lock
@@ -138,6 +142,25 @@ architecture: lint ## Check the import rules and what ruff cannot
 docs: $(VENV)/.dev ## Write the generated parts of docs/
 	$(BIN)/python -m tools.docs
 	$(BIN)/python -m tools.compatibility
+
+# In an environment of their own. npm has mermaid, which draws the diagrams, without a need to ask another server.
+SITE = build/site-tools
+MERMAID = 11.17.2
+MERMAID_SHA256 = 581ed7d74bd9048d0e3a91363927d72ef22942d7722546b27f7cc29e35390eb8
+site: export NO_MKDOCS_2_WARNING = 1
+site: $(SITE)/.installed $(SITE)/mermaid/mermaid.min.js ## Build the site of docs/ into build/site, a folder for any web server
+	$(SITE)/bin/mkdocs build --strict --quiet
+
+$(SITE)/.installed: requirements/site.txt
+	$(PYTHON) -m venv $(SITE)
+	$(SITE)/bin/python -m pip -q --disable-pip-version-check $(LOCKED) -r $<
+	@touch $@
+
+$(SITE)/mermaid/mermaid.min.js:
+	mkdir -p $(@D)
+	cd $(@D) && npm pack --silent mermaid@$(MERMAID) >/dev/null && \
+		tar xf mermaid-$(MERMAID).tgz --strip-components 2 package/dist/mermaid.min.js && rm *.tgz && \
+		{ echo "$(MERMAID_SHA256)  mermaid.min.js" | sha256sum --check --quiet || { rm mermaid.min.js; exit 1; }; }
 
 bench: $(VENV)/.dev ## Measure offline generation of MODEL beside transformers
 	$(BIN)/python -m benchmarks.peers $(MODEL) $(ARGS)

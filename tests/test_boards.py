@@ -1,4 +1,4 @@
-"""Monitoring: what the boards ask for is what servd exports, and compose starts what they need."""
+"""Boards and alerts ask for what servd exports, and compose starts what they need."""
 
 import asyncio
 import json
@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCKER = ROOT / "docker"
 BOARDS = sorted(DOCKER.glob("grafana/boards/*.json"))
 OF_SCRAPES = {"job", "instance"}  # labels that Prometheus adds
+OF_PROMETHEUS = {"up": {"job": {"servd"}, "instance": set[str]()}}
 
 
 async def exposition() -> str:
@@ -72,6 +73,14 @@ def test_boards_ask_for_what_is_exported(board: Path, exported):
         assert label in exported[name]
 
 
+def test_alerts_ask_for_what_is_exported(exported):
+    found = {
+        rule["alert"]: problems(rule["expr"], exported | OF_PROMETHEUS)
+        for rule in read(DOCKER / "alerts.yaml")["groups"][0]["rules"]
+    }
+    assert {alert: each for alert, each in found.items() if each} == {}
+
+
 @pytest.mark.parametrize(
     ("query", "problem"),
     [
@@ -98,9 +107,11 @@ def test_compose_starts_the_monitoring():
         for config in services[name]["configs"]:
             source = configs[config["source"]]
             assert "content" in source or (DOCKER / source["file"]).exists()
-    [job] = read(DOCKER / "prometheus.yaml")["scrape_configs"]
+    prometheus = read(DOCKER / "prometheus.yaml")
+    [job] = prometheus["scrape_configs"]
     targets = {config["target"] for config in services["prometheus"]["configs"]}
     assert job["authorization"]["credentials_file"] in targets
+    assert {f"/etc/prometheus/{name}" for name in prometheus["rule_files"]} <= targets
     [servers] = job["dns_sd_configs"]
     assert set(servers["names"]) == {"cpu", "cuda"} <= set(services) and servers["port"] == 8000
     [source] = read(DOCKER / "grafana/datasources.yaml")["datasources"]
@@ -110,3 +121,15 @@ def test_compose_starts_the_monitoring():
     assert volume.split(":")[:2] == ["./grafana/boards", provider["options"]["path"]]
     for board in BOARDS:
         assert f'"uid": "{source["uid"]}"' in board.read_text()
+
+
+def test_compose_puts_caddy_in_front():
+    """Caddy's file leads to a name that the server has, and knows the domain."""
+    compose = read(DOCKER / "compose.yaml")
+    caddy, caddyfile = compose["services"]["caddy"], (DOCKER / "Caddyfile").read_text()
+    [config] = caddy["configs"]
+    assert compose["configs"][config["source"]]["file"] == "Caddyfile"
+    [name] = re.findall(r"UPSTREAM:(\w+):8000", caddyfile)
+    for server in ("cpu", "cuda"):
+        assert name in compose["services"][server]["networks"]["default"]["aliases"]
+    assert "{$DOMAIN:" in caddyfile and "DOMAIN" in caddy["environment"]

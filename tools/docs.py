@@ -2,8 +2,9 @@
 compare.
 
 Options from servd/config/, routes, errors and metrics from the code that has them, the table of
-fields in http.md from the requests, limits from the constants; processes.svg from picture.py,
-speed.svg from a table of benchmarks/peers.md, docker/grafana/boards from boards.py.
+fields in http.md from the requests, that of monitoring.md from docker/alerts.yaml, limits from the
+constants; processes.svg from picture.py, speed.svg from a table of benchmarks/peers.md,
+docker/grafana/boards from boards.py.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 
 FIELDS_START = "<!-- Generated from servd/api/protocol by `make docs`; changes here are lost. -->"
-FIELDS_END = "<!-- The end of the table. -->"
+ALERTS_START = reference.NOTICE.format(source="docker/alerts.yaml")
+TABLE_END = "<!-- The end of the table. -->"
 # Fields whose default is not that of SamplingParams.
 DEFAULTS = {
     "max_tokens": "see below",
@@ -163,21 +165,23 @@ def bounds_of(name: str) -> str:
     return ""
 
 
-def http_page() -> str:
-    """docs/reference/http.md: the written page with its table."""
-    before, start, rest = (
-        (DOCS / "reference/http.md").read_text(encoding="utf8").partition(FIELDS_START)
-    )
-    _, end, after = rest.partition(FIELDS_END)
-    assert start and end, "http.md has no place for the table of fields"
-    return f"{before}{start}\n\n{fields_table()}\n\n{end}{after}"
+def fill_in(page: str, start: str, table: str) -> str:
+    """Return a written page of docs/ with its generated table."""
+    text = (DOCS / page).read_text(encoding="utf8")
+    before, found_start, rest = text.partition(start)
+    _, found_end, after = rest.partition(TABLE_END)
+    assert found_start and found_end, f"{page} has no place for its table"
+    return f"{before}{start}\n\n{table}\n\n{TABLE_END}{after}"
 
 
 def pages() -> dict[Path, str]:
     """Path -> what it should hold."""
     return {
         DOCS / "reference/options.md": config_page(),
-        DOCS / "reference/http.md": http_page(),
+        DOCS / "reference/http.md": fill_in("reference/http.md", FIELDS_START, fields_table()),
+        DOCS / "how-to/monitoring.md": fill_in(
+            "how-to/monitoring.md", ALERTS_START, reference.alerts_table()
+        ),
         DOCS / "reference/limits.md": limits.page(),
         DOCS / "reference/routes.md": reference.routes_page(),
         DOCS / "reference/errors.md": reference.errors_page(),
