@@ -79,7 +79,7 @@ def url() -> Iterator[str]:
     result = subprocess.run(
         ["make", "site"], cwd=ROOT, capture_output=True, text=True, timeout=WAIT_SECONDS
     )
-    if "No matching distribution" in result.stderr or "npm" in result.stderr:
+    if result.returncode != 0 and not (ROOT / "build/site-tools/mermaid/mermaid.min.js").exists():
         pytest.skip(f"what builds the site could not be installed: {result.stderr[-300:]}")
     assert result.returncode == 0, result.stdout + result.stderr
     handler = partial(SimpleHTTPRequestHandler, directory=str(BUILT))

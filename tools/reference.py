@@ -184,7 +184,7 @@ def metrics_page() -> str:
 def alerts_table() -> str:
     """The alerts of docker/alerts.yaml, for docs/how-to/monitoring.md."""
     rules = msgspec.yaml.decode(ALERTS.read_bytes())["groups"][0]["rules"]
-    lines = ["| alert | severity | after | | what to do |", "|---|---|---|---|---|"]
+    lines = ["| alert | severity | after | meaning | what to do |", "|---|---|---|---|---|"]
     for rule in rules:
         severity = rule["labels"]["severity"]
         notes = rule["annotations"]
