@@ -294,8 +294,8 @@ def _download(
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelNotFound(
-            f"cannot get {model!r} from the hub ({first_line}): check the network, or pass a "
-            f"local folder"
+            f"cannot get {model!r} from the hub ({first_line}): connect once, pass a folder or a "
+            "GGUF file, or copy a Hugging Face cache and set HF_HOME"
         ) from None
 
 

@@ -26,11 +26,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    client, options = api_client.connect(arguments)
+    return talk(client, options, arguments.system)
+
+
+def talk(client: api_client.Client, options: dict[str, Any], system: str | None) -> int:
+    """Chat until the input ends. `options`: the model, and parameters of requests."""
     with contextlib.suppress(ImportError):
         importlib.import_module("readline")  # gives input() line editing and history
-
-    client, options = api_client.connect(arguments)
-    conversation = Conversation(client, arguments.system, options)
+    conversation = Conversation(client, system, options)
     prompt = ""
     if sys.stdin.isatty():
         print(f"{options['model']} at {client.url}; /help lists the commands")

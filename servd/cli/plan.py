@@ -1,5 +1,7 @@
 """Show what memory a model needs on this machine, and what fits, without loading its weights."""
 
+from __future__ import annotations
+
 import argparse
 import tempfile
 
@@ -35,14 +37,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan; return 1 if no request fits."""
-    config = Config.load(engine_flags.load_options(arguments))
-    config, spec, _ = launch.find_and_resolve(config)
-    if not spec.folder:
-        raise ConfigError("--executor fake has no weights: leave it out")
-    with tempfile.TemporaryDirectory() as scratch:
-        config, spec = with_headers(config, spec, scratch)
-        plan = plugins.load(f"{WORKER}.runner", "dry_run", "plan")(config, spec)
-    report = Report(config, spec, plan)
+    report = make_report(Config.load(engine_flags.load_options(arguments)))
     lengths = arguments.lengths or sorted(
         {*(n for n in LENGTHS if n < report.max_model_len), report.max_model_len}
     )
@@ -57,7 +52,18 @@ def run(arguments: argparse.Namespace) -> int:
         print(msgspec.json.format(msgspec.json.encode(report.facts(lengths))).decode())
     else:
         print(report.text(lengths))
-    return 0 if plan.num_blocks else 1
+    return 0 if report.plan.num_blocks else 1
+
+
+def make_report(config: Config) -> Report:
+    """Return the plan of these options. Raises like `launch.find_and_resolve`."""
+    config, spec, _ = launch.find_and_resolve(config)
+    if not spec.folder:
+        raise ConfigError("--executor fake has no weights: leave it out")
+    with tempfile.TemporaryDirectory() as scratch:
+        config, spec = with_headers(config, spec, scratch)
+        plan = plugins.load(f"{WORKER}.runner", "dry_run", "plan")(config, spec)
+    return Report(config, spec, plan)
 
 
 def with_headers(config: Config, spec: hf.ModelSpec, scratch: str) -> tuple[Config, hf.ModelSpec]:

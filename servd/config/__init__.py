@@ -22,6 +22,7 @@ from servd.base import plugins
 from servd.base.errors import ConfigError
 from servd.base.python_syntax import field_docstrings
 from servd.base.sizes import parse_bytes
+from servd.checkpoint.short_names import full_name
 from servd.config import flag_aliases
 from servd.config._section import Section, plain
 from servd.config.access import AccessConfig
@@ -79,6 +80,8 @@ class Config(Section, frozen=True):
                 continue
             if name not in fields:
                 raise flag_aliases.unknown(name, fields)
+            if name == "model" and isinstance(value, str):
+                value = full_name(value)
             if name == "kv_cache_memory" and isinstance(value, str):
                 value = parse_bytes(value)
             section, field = fields[name]

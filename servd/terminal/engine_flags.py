@@ -15,24 +15,7 @@ import msgspec
 from servd.base.errors import ConfigError
 from servd.config import Config, choices, descriptions, flag_of, options_by_name, title_of
 from servd.config._section import plain
-from servd.config.flag_aliases import ALIASES, IGNORED, VALUE_ALIASES
-
-OTHER_FLAGS = {  # vLLM's names, also former ones
-    "executor": ["--distributed-executor-backend"],
-    "quantization": ["-q"],
-    "enable_expert_parallel": ["-ep"],
-    "tensor_parallel_size": ["-tp"],
-    "pipeline_parallel_size": ["-pp"],
-    "data_parallel_size": ["-dp"],
-    "data_parallel_size_local": ["-dpl"],
-    "data_parallel_start_rank": ["-dpr"],
-    "data_parallel_backend": ["-dpb"],
-    "data_parallel_rank": ["-dpn"],
-    "data_parallel_external_lb": ["-dpe"],
-    "data_parallel_hybrid_lb": ["-dph"],
-    "speculative_config": ["-sc"],
-    "kv_offloading_size": ["--swap-space"],
-}
+from servd.config.flag_aliases import ALIASES, IGNORED, OTHER_FLAGS, VALUE_ALIASES
 
 # What `--help` shows; `--help-all` shows every option.
 COMMON = {

@@ -293,6 +293,8 @@ async def list_loaded_ollama_models(request: Request) -> Response:
     """List the loaded models in Ollama's format."""
     context = context_of(request)
     length = context.async_llm.processor.max_model_len
+    if all(engine.is_asleep for engine in context.async_llm.engines):
+        return json_response({"models": []})
     return json_response({"models": [loaded(model, length) for model in models_of(context)]})
 
 

@@ -1,0 +1,15 @@
+"""Download a model of the Hugging Face hub, and resume a download that was interrupted."""
+
+import argparse
+
+from servd.checkpoint import hf
+from servd.checkpoint.short_names import full_name
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="id or short name, such as qwen3:0.6b")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    print(hf.download_weights(full_name(arguments.model)))
+    return 0

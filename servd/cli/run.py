@@ -1,0 +1,50 @@
+"""Chat with a model: serve it until you leave, with a quantization that fits this machine."""
+
+import argparse
+import sys
+from typing import Any
+
+from servd.base.errors import NotEnoughMemory
+from servd.base.sizes import format_bytes
+from servd.checkpoint.short_names import full_name
+from servd.cli import chat, plan
+from servd.config import Config
+from servd.terminal import engine_flags
+from servd.terminal.api_client import Client
+from servd.terminal.server_process import key_of, own_server
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `servd serve`, for a server of its own."""
+    parser.usage = "%(prog)s [MODEL] [OPTION ...]"
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="a server to use instead")
+    parser.add_argument("--system", metavar="TEXT", default=None, help="system message")
+    engine_flags.add_options(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Chat with a running server that has the model, else with a server of its own."""
+    options = engine_flags.load_options(arguments)
+    client = Client(arguments.url, key_of(options))
+    if client.is_healthy():
+        names = {model["id"] for model in client.get("/v1/models")["data"]}
+        for model in names & {options.get("model"), full_name(options.get("model") or "")}:
+            return chat.talk(client, {"model": model}, arguments.system)
+    options, choice = choose(options)
+    print(choice, file=sys.stderr)
+    with own_server({"log_level": "warning", **options}) as connect:
+        client = connect()
+        return chat.talk(client, {"model": client.first_model()}, arguments.system)
+
+
+def choose(options: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """Return options with a quantization that fits, and a line about it. Raises NotEnoughMemory."""
+    kinds = [options["quantization"]] if "quantization" in options else [None, "int8", "int4"]
+    for kind in kinds:
+        tried = options | ({"quantization": kind} if kind else {})
+        report = plan.make_report(Config.load(tried))
+        if report.plan.num_blocks:
+            size, free = (format_bytes(n) for n in (report.plan.sizes.weights, report.plan.free))
+            kept = f"{kind or report.plan.dtype}, {report.max_model_len} tokens of context"
+            return tried, f"{report.config.model.model}: {kept}, {size} of {free} free"
+    raise NotEnoughMemory("the model does not fit; `servd plan MODEL` shows what is missing")
