@@ -6,7 +6,6 @@ import threading
 from functools import partial
 from pathlib import Path
 
-import httpx
 import msgspec
 from tqdm import tqdm
 
@@ -14,7 +13,7 @@ from servd.api.protocol import batch_file as batch
 from servd.api.protocol.batch_file import Problem, Response, Result
 from servd.base.errors import ConfigError
 from servd.terminal import engine_flags
-from servd.terminal.api_client import Client
+from servd.terminal.api_client import Client, HTTPError
 from servd.terminal.server_process import Connect, key_of, own_server
 
 TIERED = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
@@ -154,6 +153,6 @@ class Batch:
             result.response = Response(answer.status, answer.request_id, encoded)
         except ValueError as problem:
             result.error = Problem("invalid_request", f"line {number}: {problem}")
-        except httpx.HTTPError as problem:
+        except HTTPError as problem:
             result.error = Problem("connection", f"{type(problem).__name__}: {problem}")
         return result

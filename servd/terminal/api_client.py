@@ -14,6 +14,7 @@ from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple
 
 import httpx
+from httpx import HTTPError
 
 from servd.base.errors import ServdError
 
@@ -115,7 +116,7 @@ class Client:
             return False  # httpcore would leave a socket open
         try:
             return self.send("GET", "/health").status_code == 200
-        except httpx.HTTPError:
+        except HTTPError:
             return False
 
     @contextmanager
@@ -129,7 +130,7 @@ class Client:
                     yield reply
                     return
                 answer = reply.read()
-        except httpx.HTTPError as error:
+        except HTTPError as error:
             raise ServdError(
                 f"no server answers at {self.url} ({error}); start one with `servd serve`"
             ) from None
