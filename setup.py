@@ -2,15 +2,19 @@
 pyproject.toml.
 """
 
+import ctypes
 import hashlib
 import os
 import platform
 import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from pathlib import Path
 from typing import Any
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 FOLDER = Path("servd/worker/ops/cpu")
@@ -38,11 +42,58 @@ X86 = {
     "avx2": ["-march=x86-64-v3", "-mtune=haswell"],
     "generic": [],
 }
+# What /proc/cpuinfo must list for a variant: the conditions of servd_is_usable in cpu/graph.cpp
+# and of native.py.
+AVX2 = {"avx2", "fma", "f16c"}
+AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+FLAGS = {
+    "amx": AVX512 | {"avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8"},
+    "bf16": AVX512 | {"avx512_vnni", "avx512_bf16"},
+    "vnni": AVX512 | {"avx512_vnni"},
+    "avx512": AVX512,
+    "avx2": AVX2,
+    "generic": set(),
+}
 VARIANTS = X86 if platform.machine() in ("x86_64", "AMD64") else {"generic": []}
 SOURCES = sorted(path for path in FOLDER.iterdir() if path.suffix in (".cpp", ".h"))
 # The name of a symbol tells what a library was compiled from: one of another state is not used
 # (native.py).
 STATE = hashlib.sha256(b"".join(path.read_bytes() for path in SOURCES)).hexdigest()[:16]
+
+
+def may_use_tiles() -> bool:
+    """Ask Linux for the tiles of AMX, as servd_is_usable does."""
+    arch_prctl, req_xcomp_perm, xtiledata = 158, 0x1023, 18
+    return ctypes.CDLL(None).syscall(arch_prctl, req_xcomp_perm, xtiledata) == 0
+
+
+def native_variant(cpuinfo: str, may_use_tiles: Callable[[], bool]) -> str:
+    """Return the variant that native.py would choose on a CPU."""
+    fields = dict(line.split(":", 1) for line in cpuinfo.splitlines() if ":" in line)
+    values = {name.strip(): value.split() for name, value in fields.items()}
+    flags = set(values.get("flags", []))
+    is_amd = values.get("vendor_id") == ["AuthenticAMD"]
+    for name in VARIANTS:
+        if not FLAGS[name] <= flags:
+            continue
+        if name == "amx" and not may_use_tiles():
+            continue
+        if name == "bf16" and not is_amd:
+            continue
+        return name
+    return "generic"
+
+
+def chosen_variants() -> list[str]:
+    """Return the variants that SERVD_KERNELS asks for; without it, all."""
+    wanted = os.environ.get("SERVD_KERNELS", "all")
+    if wanted not in ("all", "native", "none"):
+        sys.exit(f"SERVD_KERNELS={wanted}: must be all, native or none")
+    if wanted == "none" or sys.platform != "linux":
+        return []
+    if wanted == "native":
+        return [native_variant(Path("/proc/cpuinfo").read_text(), may_use_tiles)]
+    return list(VARIANTS)
 
 
 class Build(build_ext):
@@ -52,23 +103,50 @@ class Build(build_ext):
 
     def finalize_options(self) -> None:
         super().finalize_options()
-        self.parallel = len(VARIANTS)
+        self.parallel = len(VARIANTS)  # threads that wait for the sources of a variant
+
+    def build_extensions(self) -> None:
+        """Compile as many sources at once as there are CPUs."""
+        compile_sources = self.compiler.compile
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+
+            def compile_each(sources: list[str], **options: Any) -> list[str]:
+                compiled = pool.map(lambda source: compile_sources([source], **options), sources)
+                return [name for names in compiled for name in names]
+
+            self.compiler.compile = compile_each
+            super().build_extensions()
 
     def build_extension(self, ext: Any) -> None:
         build = copy(self)
         build.build_temp = str(Path(self.build_temp, ext.name))  # each variant its own object files
         build_ext.build_extension(build, ext)
 
+    def get_ext_filename(self, fullname: str) -> str:
+        return str(Path(*fullname.split("."))) + ".so"  # of no version of Python
+
     def get_export_symbols(self, ext: Any) -> list[str]:
         return ext.export_symbols  # loaded by ctypes: there is no PyInit function
 
 
+class Wheel(bdist_wheel):
+    """The libraries depend on the machine and not on the version of Python."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
 setup(
-    cmdclass={"build_ext": Build},
+    cmdclass={"build_ext": Build, "bdist_wheel": Wheel},
     ext_modules=[
         Extension(
             f"servd.worker.ops._{name}",
-            sources=[str(path) for path in SOURCES if path.suffix == ".cpp"],
+            # What takes longest first.
+            sources=sorted(
+                (str(path) for path in SOURCES if path.suffix == ".cpp"),
+                key=os.path.getsize,
+                reverse=True,
+            ),
             depends=["setup.py", *(str(path) for path in SOURCES if path.suffix == ".h")],
             extra_compile_args=[
                 "-O3",
@@ -76,14 +154,14 @@ setup(
                 "-pthread",
                 "-fno-math-errno",
                 "-g0",
+                "-Wno-uninitialized",  # of headers of GCC 12
                 "-Wno-maybe-uninitialized",
-                *flags,
+                *VARIANTS[name],
                 *os.environ.get("CXXFLAGS", "").split(),  # last: the later flag wins
             ],
             extra_link_args=["-pthread", f"-Wl,--defsym=servd_state_{STATE}=1"],
             optional=True,
         )
-        for name, flags in VARIANTS.items()
-        if sys.platform == "linux"
+        for name in chosen_variants()
     ],
 )

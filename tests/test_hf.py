@@ -189,7 +189,7 @@ def test_a_path_is_never_looked_up_on_the_hub(model, find):
 
 def test_an_unreachable_hub_is_said_with_the_remedy(tmp_path):
     with pytest.raises(
-        ModelNotFound, match=r"'no-org/no-model'.*check the network, or pass a local folder"
+        ModelNotFound, match=r"'no-org/no-model'.*connect once, pass a folder or a GGUF file"
     ):
         find_model("no-org/no-model", download_dir=str(tmp_path))  # conftest sets HF_HUB_OFFLINE
 

@@ -147,7 +147,7 @@ async def test_every_route_of_batches_runs_in_the_background(client, served, url
         ('{"url": 1}', "invalid_line", "custom_id"),
         ('{"custom_id": "a", "body":' + "[" * 100_000, "invalid_line", "not valid JSON"),
         (line("a", "/v1/models"), "invalid_line", "url one of"),
-        (line("a", prompt="a", stream=True), "invalid_line", "leave out `stream`"),
+        (line("a", prompt="a", stream=True), "invalid_line", "does not support `stream`"),
         ('{"custom_id": "a", "url": "/v1/completions", "body": 3}', "invalid_line", "JSON object"),
         (line("r0", prompt="a"), "duplicate_custom_id", "lines 1 and 3"),
         (line("a", "/v1/embeddings", input="a"), "mismatched_url", "/v1/completions"),

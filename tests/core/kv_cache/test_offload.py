@@ -506,7 +506,7 @@ def test_a_folder_of_another_user_is_not_used(tmp_path, caplog, monkeypatch):
     disk = Disk(tmp_path, 500, lambda: bytes(32))
     disk.open()
     disk.write(bytes(32), memoryview(bytearray(32)))
-    assert not disk.may_have(bytes(32)) and "belongs to another user" in caplog.text
+    assert not disk.may_have(bytes(32)) and "another user owns it" in caplog.text
 
 
 def test_a_disk_that_hangs_keeps_no_engine_busy(tmp_path, monkeypatch, caplog):

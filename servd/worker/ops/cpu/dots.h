@@ -204,7 +204,7 @@ struct GroupedDots {
 
   private:
     template <int ROWS>
-    void multiply_rows(const Term* x, Cursor weights, int64_t kc, const OutputTile& out,
+    __attribute__((noinline)) void multiply_rows(const Term* x, Cursor weights, int64_t kc, const OutputTile& out,
                        Prefetch ahead) const {
         const Weights values(groups.table);
         const int64_t run = this->run(), panel_groups = weights.panel * groups.number(k);

@@ -69,7 +69,7 @@ struct Float {
 };
 
 template <int ROWS, typename Cursor>
-void microkernel(const float* x, Cursor weights, int64_t kc, const OutputTile& out,
+__attribute__((noinline)) void microkernel(const float* x, Cursor weights, int64_t kc, const OutputTile& out,
                  Prefetch ahead) {
     Vec acc[ROWS][2];
     const auto count = [&](int half) { return std::min(WIDTH, out.columns - half * WIDTH); };

@@ -152,6 +152,14 @@ inline Vec exp_of(Vec x) {
 inline Vec sigmoid(Vec x) { return 1.0f / (1.0f + exp_of(-x)); }
 
 // Elements that are left of a row when full vectors are done.
+#if defined(__AVX512F__)
+inline Vec load_first(const float* p, int count) {
+    return (Vec)_mm512_maskz_loadu_ps(__mmask16((1u << count) - 1), p);
+}
+inline void store_first(float* p, Vec x, int count) {
+    _mm512_mask_storeu_ps(p, __mmask16((1u << count) - 1), (__m512)x);
+}
+#else
 inline Vec load_first(const float* p, int count) {
     float values[WIDTH] = {};
     memcpy(values, p, count * 4);
@@ -162,6 +170,7 @@ inline void store_first(float* p, Vec x, int count) {
     store(values, x);
     memcpy(p, values, count * 4);
 }
+#endif
 inline Vec load_up_to(const float* p, int count) {
     return count >= WIDTH ? load(p) : count > 0 ? load_first(p, count) : Vec{};
 }
