@@ -1,16 +1,24 @@
-"""What a wheel holds and does not, and that the locks have what it asks for."""
+"""What a wheel holds, that the locks have what it asks for, and the ways to install servd."""
 
+import json
+import os
+import platform
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
+import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
 
 from servd.api.console import FOLDER, files
+from servd.worker.ops import native
 from tests.limits import WAIT_SECONDS
+from tools.release_notes import find_notes
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -61,3 +69,140 @@ def test_what_an_image_copies_is_in_its_context(image):
     )
     copied = [name for command in commands for name in command.split()[:-1]]
     assert "requirements/serve.txt" in copied and set(copied) <= set(kept)
+
+
+# ---- kernels ----
+
+ZEN_4 = "avx2 fma f16c avx512f avx512bw avx512cd avx512dq avx512vl avx512_vnni avx512_bf16"
+SAPPHIRE_RAPIDS = f"{ZEN_4} amx_tile amx_bf16 amx_int8"
+
+
+def ask_setup_py(expression: str, **environment: str) -> Any:
+    """Evaluate an expression in setup.py, in a process of its own: setuptools changes Python."""
+    code = f"""
+import json, runpy, sys
+sys.argv = ["setup.py", "-q", "--name"]
+print(json.dumps(eval({expression!r}, runpy.run_path("setup.py"))))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=os.environ | environment,
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=WAIT_SECONDS,
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="other machines have one variant")
+def test_the_native_variant_is_of_the_cpu():
+    cases = [
+        ("GenuineIntel", SAPPHIRE_RAPIDS, True, "amx"),
+        ("GenuineIntel", SAPPHIRE_RAPIDS, False, "vnni"),  # bf16 is slow on Intel's
+        ("AuthenticAMD", ZEN_4, False, "bf16"),
+        ("GenuineIntel", ZEN_4.removesuffix(" avx512_vnni avx512_bf16"), False, "avx512"),
+        ("AuthenticAMD", "avx2 fma f16c", False, "avx2"),
+        ("GenuineIntel", "avx2 fma f16c avx512f", False, "avx2"),
+        ("GenuineIntel", "avx", False, "generic"),
+    ]
+    given = [
+        (f"processor\t: 0\nvendor_id\t: {vendor}\nflags\t\t: sse {flags}\n", may_use_tiles)
+        for vendor, flags, may_use_tiles, _ in cases
+    ]
+    found = ask_setup_py(f"[native_variant(info, lambda: tiles) for info, tiles in {given!r}]")
+    assert found == [variant for *_, variant in cases]
+
+
+@pytest.mark.skipif(native.SWITCH in os.environ, reason="another library is asked for")
+def test_the_native_variant_is_loaded():
+    """`make serve` compiles it alone."""
+    library = native.library()
+    if library is None:
+        pytest.skip("there are no kernels")
+    assert ask_setup_py("chosen_variants()", SERVD_KERNELS="native") == [library.name]
+
+
+def test_make_test_compiles_what_make_serve_leaves_out(tmp_path):
+    def kernels(target: str) -> list[str]:
+        command = ["make", "-n", f"VENV={tmp_path}", target]
+        plan = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+        return re.findall(r"SERVD_KERNELS=(\w+)", plan.stdout)
+
+    assert kernels("serve") == ["none", "native"]
+    assert kernels("test") == kernels("install") == ["none", "native", "all"]
+
+
+# ---- wheel and installation ----
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="there are no kernels")
+def test_a_wheel_without_a_compiler_is_of_no_version_of_python(tmp_path):
+    build = ["build", "--build-base", str(tmp_path / "build")]
+    wheel = ["bdist_wheel", "-d", str(tmp_path), "--bdist-dir", str(tmp_path / "wheel")]
+    environment = os.environ | {"CC": "false", "CXX": "false"}
+    subprocess.run(
+        [sys.executable, "setup.py", "-q", *build, *wheel],
+        cwd=ROOT,
+        env=environment,
+        check=True,
+        capture_output=True,
+        timeout=WAIT_SECONDS,
+    )
+    (path,) = tmp_path.glob("*.whl")
+    assert re.search(r"-py3-none-linux_\w+\.whl$", path.name)
+    assert path.stat().st_size < 15e6
+    names = zipfile.ZipFile(path).namelist()
+    assert "servd/cli/__init__.py" in names
+    assert not [name for name in names if name.endswith(".so")]
+
+
+def install_sh(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = ["sh", "install.sh", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+def test_install_sh_knows_its_options():
+    usage = install_sh("--help")
+    assert usage.returncode == 0
+    described = set(re.findall(r"^  (--[\w-]+)", usage.stdout, re.MULTILINE))
+    cases = re.findall(r"^    (--[^)]*)\)", (ROOT / "install.sh").read_text(), re.MULTILINE)
+    parsed = {name for case in cases for name in re.findall(r"--[\w-]+", case)}
+    assert described and described == parsed
+    assert install_sh("--nonsense").returncode == 1
+
+
+@pytest.mark.parametrize("python", ["false", "no-such-python"])
+def test_install_sh_refuses_a_python_that_is_too_old(python, tmp_path):
+    result = install_sh("--python", python, "--prefix", str(tmp_path / "servd"))
+    assert result.returncode == 1 and "3.11" in result.stderr
+    assert not (tmp_path / "servd").exists()
+
+
+def test_install_sh_writes_the_unit_that_the_page_shows():
+    page = (ROOT / "docs/how-to/systemd.md").read_text()
+    shown = re.findall(r"^```text\n(\[Unit\].*?)^```", page, re.DOTALL | re.MULTILINE)
+    assert install_sh("--cpu", "--prefix", "/opt/servd", "--print-unit").stdout == shown[0]
+
+
+def test_install_sh_has_the_torch_of_the_makefile():
+    makefile = (ROOT / "Makefile").read_text()
+    script = (ROOT / "install.sh").read_text()
+    for name in ("TORCH", "CPU_TORCH_INDEX"):
+        wanted = re.findall(rf"^{name} = (.*)", makefile, re.MULTILINE)
+        assert re.findall(rf'^{name}="(.*?)"', script, re.MULTILINE) == wanted
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="there is no shellcheck")
+def test_install_sh_passes_shellcheck():
+    subprocess.run(["shellcheck", "install.sh"], cwd=ROOT, check=True)
+
+
+def test_the_notes_of_a_release_are_its_part_of_the_changelog():
+    changelog = "# Log\n\n## [Unreleased]\n\n## [0.2.0] - 2027\n\n- New.\n\n## [0.1.0]\n- Old.\n"
+    assert find_notes(changelog, "0.2.0") == "- New."
+    assert find_notes(changelog, "0.1.0") == "- Old."
+    for version in ("0.3.0", "Unreleased"):
+        with pytest.raises(SystemExit):
+            find_notes(changelog, version)
