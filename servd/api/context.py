@@ -46,6 +46,8 @@ class Context(msgspec.Struct, frozen=True):
         Raise UnknownModel, or an error of `Adapters.load`.
         """
         names = self.config.model.served_model_name
+        if asked is not None and asked not in names:
+            asked = asked.removesuffix(":latest")  # Ollama's clients add it
         if asked is None or asked in names:
             return asked or names[0], None
         served = self.shown_names

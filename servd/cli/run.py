@@ -2,9 +2,10 @@
 
 import argparse
 import sys
+from contextlib import suppress
 from typing import Any
 
-from servd.base.errors import NotEnoughMemory
+from servd.base.errors import NotEnoughMemory, ServdError
 from servd.base.sizes import format_bytes
 from servd.checkpoint.short_names import full_name
 from servd.cli import chat, plan
@@ -17,7 +18,7 @@ from servd.terminal.server_process import key_of, own_server
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `servd serve`, for a server of its own."""
     parser.usage = "%(prog)s [MODEL] [OPTION ...]"
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="a server to use instead")
+    parser.add_argument("--url", help="a server to use instead [http://127.0.0.1:8000]")
     parser.add_argument("--system", metavar="TEXT", default=None, help="system message")
     engine_flags.add_options(parser)
 
@@ -25,11 +26,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Chat with a running server that has the model, else with a server of its own."""
     options = engine_flags.load_options(arguments)
-    client = Client(arguments.url, key_of(options))
-    if client.is_healthy():
+    key = key_of(options) if arguments.url else None  # none for a server that nobody named
+    client = Client(arguments.url or "http://127.0.0.1:8000", key)
+    names: set[str] = set()
+    with suppress(ServdError, LookupError, ValueError, TypeError):  # another kind of server
         names = {model["id"] for model in client.get("/v1/models")["data"]}
-        for model in names & {options.get("model"), full_name(options.get("model") or "")}:
-            return chat.talk(client, {"model": model}, arguments.system)
+    for model in names & {options.get("model"), full_name(options.get("model") or "")}:
+        return chat.talk(client, {"model": model}, arguments.system)
     options, choice = choose(options)
     print(choice, file=sys.stderr)
     with own_server({"log_level": "warning", **options}) as connect:

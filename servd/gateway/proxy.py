@@ -182,7 +182,7 @@ class Gateway:
                 f"the model {server.name} is stopped, and {request.method} does not start it: "
                 f"send POST /wake_up?model={quote(server.name)}, or a request for an answer"
             )
-        elif not named.keep_alive:
+        elif bytes(named.keep_alive) in (b"", b"null"):
             visit = self.servers.serving(server, self.servers.config.server.sleep_idle_seconds)
         else:
             visit = self.servers.serving(server, seconds_of(named.keep_alive))

@@ -21,6 +21,7 @@ class Named(msgspec.Struct):
     """The fields of a request's body that the gateway reads."""
 
     model: str | None = None
+    name: str | None = None  # the former name of `model` in Ollama's API
     keep_alive: msgspec.Raw = msgspec.Raw()  # unparsed, so that a wrong one does not hide `model`
 
 
@@ -37,7 +38,9 @@ def read(request: Request, body: bytes) -> Named:
         except ValueError as error:
             raise InvalidRequest(f"the body is {error}") from None
     asked = request.query_params.get("model") or request.headers.get("x-servd-model")
-    return Named(asked if found.model is None else found.model, found.keep_alive)
+    if request.url.path.startswith("/api/"):
+        found.model = (found.model or found.name or "").removesuffix(":latest") or None
+    return Named(asked if found.model is None else found.model, keep_alive=found.keep_alive)
 
 
 def seconds_of(keep_alive: msgspec.Raw) -> float | None:

@@ -21,6 +21,7 @@ from servd.base.errors import ServdError
 SAMPLING = ("temperature", "max_tokens", "seed")
 RETRIES = 5  # when the server has no room for a request
 LONGEST_WAIT = 60.0  # seconds between retries
+JSON = {"content-type": "application/json"}
 ONE_REQUEST = httpx.Limits(max_keepalive_connections=0)
 
 
@@ -64,6 +65,10 @@ def connect(arguments: argparse.Namespace) -> tuple[Client, dict[str, Any]]:
     return client, {"model": arguments.model or client.first_model(), **given}
 
 
+def encode(body: Any) -> str | None:
+    return None if body is None else json.dumps(body)  # escapes what is no Unicode
+
+
 class Answer(NamedTuple):
     status: int
     request_id: str | None
@@ -83,7 +88,7 @@ class Client:
         try:
             self.http = httpx.Client(
                 base_url=base,
-                headers={"authorization": f"Bearer {api_key}"} if api_key else {},
+                headers=JSON | ({"authorization": f"Bearer {api_key}"} if api_key else {}),
                 timeout=None,
                 # A connection per request: the server closes idle ones.
                 transport=httpx.HTTPTransport(verify=tls, uds=uds, limits=ONE_REQUEST),
@@ -93,7 +98,7 @@ class Client:
 
     def send(self, method: str, path: str, body: Any = None) -> httpx.Response:
         """Return the whole response. Raises httpx.HTTPError."""
-        return self.http.request(method, path, json=body)
+        return self.http.request(method, path, content=encode(body))
 
     def ask(self, method: str, path: str, body: Any = None) -> Answer:
         """Return the whole answer. Retries while the server is too busy. Raises like `send`."""
@@ -121,11 +126,9 @@ class Client:
 
     @contextmanager
     def open(self, method: str, path: str, body: Any = None) -> Iterator[httpx.Response]:
-        """Yield a response that is not read yet. Raises ServdError if the server does not answer or
-        refuses.
-        """
+        """Yield a response before it is read. Raises ServdError if there is none, or an error."""
         try:
-            with self.http.stream(method, path, json=body) as reply:
+            with self.http.stream(method, path, content=encode(body)) as reply:
                 if reply.status_code == 200:
                     yield reply
                     return
@@ -151,18 +154,25 @@ class Client:
         return self.get("/v1/models")["data"][0]["id"]
 
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield the chunks of a streamed answer. Raises ServdError, also if the stream reports an
-        error.
-        """
+        """Yield the chunks of a streamed answer. Raises ServdError, also during the stream."""
         with self.open("POST", path, {**body, "stream": True}) as reply:
-            for line in reply.iter_lines():
-                data = line.removeprefix("data:").strip()
-                if not line.startswith("data:") or data == "[DONE]":
+            for line in split_lines(reply.iter_bytes()):
+                data = line.removeprefix(b"data:").strip()
+                if not line.startswith(b"data:") or data == b"[DONE]":
                     continue
                 chunk = json.loads(data)
                 if "error" in chunk:
                     raise ServdError(chunk["error"]["message"])
                 yield chunk
+
+
+def split_lines(pieces: Iterator[bytes]) -> Iterator[bytes]:
+    """Yield the lines of a text in pieces, divided at line feeds only, unlike str.splitlines."""
+    rest = b""
+    for piece in pieces:
+        *lines, rest = (rest + piece).split(b"\n")
+        yield from lines
+    yield rest
 
 
 def seconds_of(retry_after: str | None) -> float | None:

@@ -164,9 +164,7 @@ def set_attention(config: Any, name: str) -> None:
 
 
 def sliding_window_rule(window: int) -> Callable[..., Any]:
-    """Return the rule of a sliding window. transformers builds masks from it, but does not document
-    it.
-    """
+    """Return transformers' rule of a sliding window for masks, which is undocumented."""
     from transformers.masking_utils import sliding_window_causal_mask_function
 
     return sliding_window_causal_mask_function(window)

@@ -161,14 +161,18 @@ async def test_each_request_goes_to_the_model_it_names(tmp_path: Path):
 async def test_ollama_s_lists_start_no_model(tmp_path: Path):
     async with gateway(tmp_path, "one", "two") as (http, servers):
         listed = (await http.get("/api/tags")).json()["models"]
-        assert [model["name"] for model in listed] == ["one", "two"]
+        assert [model["name"] for model in listed] == ["one:latest", "two:latest"]
         assert (await http.get("/api/version")).status_code == 200
         assert (await http.post("/api/pull", json={"model": "two"})).json()["status"] == "success"
-        assert (await http.post("/api/pull", json={"model": "x"})).status_code == 404
+        assert (await http.post("/api/pull", json={"name": "x"})).status_code == 404
         assert (await http.get("/api/ps")).json()["models"] == [] and servers.launched == []
-        answer = await http.post("/api/chat", json={"model": "two", "messages": []})
+        answer = await http.post(
+            "/api/chat", json={"model": "two:latest", "messages": [], "keep_alive": None}
+        )
         assert answer.json()["done_reason"] == "load"
-        assert [model["name"] for model in (await http.get("/api/ps")).json()["models"]] == ["two"]
+        assert [model["name"] for model in (await http.get("/api/ps")).json()["models"]] == [
+            "two:latest"
+        ]
 
 
 async def test_what_no_model_can_answer_starts_none(tmp_path: Path):

@@ -48,6 +48,19 @@ async def test_reasoning_and_calls(scripted: Served):
     streamed = [call.function for part in parts for call in part.tool_calls or []]
     assert streamed == [call.function for call in message.tool_calls or []]
     assert [call.arguments for call in streamed] == [{"city": "Köln"}, {"city": "Bonn"}]
+    lines = (await scripted.http.post("/api/chat", json=asked)).text.splitlines()
+    calls = [json.loads(line)["message"].get("tool_calls", []) for line in lines]
+    assert [call["function"]["index"] for each in calls for call in each] == [0, 1]
+
+
+@pytest.mark.parametrize("arguments", ["", '{"city": "K', '{"city": "\\ud83d"}', "[1]"])
+async def test_a_call_without_whole_arguments_is_no_call(arguments: str):
+    script = f'<tool_call>\n{{"name": "weather", "arguments": {arguments}'
+    script += "}\n</tool_call>" if arguments.endswith(("}", "]")) else ""
+    async with serve(listen=True, script=script, tool_call_parser="hermes") as served:
+        body = {"messages": user("hi"), "tools": [WEATHER], "stream": False}
+        answer = await served.http.post("/api/chat", json=body)
+    assert answer.status_code == 200 and "tool_calls" not in answer.json()["message"]
 
 
 async def test_a_text_with_and_without_a_template(client: ollama.AsyncClient):
@@ -64,8 +77,9 @@ async def test_a_form_is_kept(client: ollama.AsyncClient):
 
 
 async def test_models_are_listed_and_described(client: ollama.AsyncClient):
-    assert [model.model for model in (await client.list()).models][0] == MODEL
-    assert [model.model for model in (await client.ps()).models][0] == MODEL
+    for listed in (await client.list(), await client.ps()):
+        assert listed.models[0].model == f"{MODEL}:latest"  # as Open WebUI looks it up
+    assert (await client.chat(f"{MODEL}:latest", [])).done_reason == "load"
     shown = await client.show(MODEL)
     assert shown.capabilities == ["completion"]
     assert (shown.modelinfo or {})["fake.context_length"] == 4096
@@ -117,3 +131,7 @@ def test_results_belong_to_the_oldest_call_of_their_tool():
     ids = [one["id"] for one in made["tool_calls"]]
     assert [one["tool_call_id"] for one in found] == [ids[0], ids[2], ids[1]]
     assert json.loads(made["tool_calls"][1]["function"]["arguments"]) == {"a": "b"}
+    assert all(len(each) == 9 and each.isalnum() for each in ids)  # as Mistral's template wants
+    named = [{"role": "tool", "content": "", "tool_call_id": name} for name in ids[::-1]]
+    asked["tool_calls"] = [call("a") | {"id": name} for name in ids]
+    assert [one["tool_call_id"] for one in [*chat_messages([asked, *named])][1:]] == ids[::-1]

@@ -115,3 +115,9 @@ def test_the_files_are_checked_before_a_server_is_started(tmp_path, monkeypatch,
     with pytest.raises(SystemExit, match="2"):
         main(["run-batch", "-i", str(tmp_path / "none"), "-o", str(tmp_path / "out")])
     assert "No such file" in capsys.readouterr().err
+
+
+def test_lines_are_divided_at_line_feeds_alone():
+    pieces = ['data: "a\u2028b"\n\nda'.encode(), b'ta: "c"\n']
+    lines = [*api_client.split_lines(iter(pieces))]
+    assert lines == ['data: "a\u2028b"'.encode(), b"", b'data: "c"', b""]

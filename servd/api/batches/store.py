@@ -85,9 +85,7 @@ class Shelf:
         return self.folder / f"{batch.id}.results"
 
     def check_room(self, num_bytes: int = 0) -> None:
-        """Raise InvalidRequest if the key may not have one more batch, or one more file of
-        `num_bytes`.
-        """
+        """Raise InvalidRequest if the key may not have one more batch or file (`num_bytes`)."""
         sizes = self._sizes()
         if (num := sum(name.endswith(".json") for name in sizes)) >= MAX_OBJECTS:
             raise InvalidRequest(

@@ -168,9 +168,7 @@ class GrammarChecker:
         return error
 
     def _receive(self, channel: socket.socket) -> GrammarVerdict:
-        """Receive one verdict. Raise OSError after the channel's timeout, or if the process has
-        ended.
-        """
+        """Receive one verdict. Raise OSError after the timeout, or if the process has ended."""
         line = b""
         while not line.endswith(b"\n"):
             part = channel.recv(65536)

@@ -190,9 +190,7 @@ class Metrics(Observer):
         own.observe_request(state.params, state.choices)
 
     def observe_ready(self, ready: EngineReady, config: Config) -> None:
-        """Record the configuration of the KV cache, the limit of adapters, and whether the model is
-        loaded.
-        """
+        """Record the KV cache's configuration, the limit of adapters, and the loaded model."""
         cache = config.cache
         most = config.scheduler.max_num_batched_tokens or 1
         layout = KVLayout(ready.block_size, most, ready.worker.kv_windows)

@@ -26,9 +26,7 @@ class ExpectedOutput(msgspec.Struct, frozen=True):
 
 
 class OutputParser:
-    """A parser of the output of one choice, whole or in pieces. It counts the tool calls that have
-    begun.
-    """
+    """A parser of one choice's output, whole or in pieces. It counts begun tool calls."""
 
     def __init__(self, expected: ExpectedOutput) -> None:
         reasoning = expected.reasoning_parser

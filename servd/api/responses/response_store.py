@@ -58,9 +58,7 @@ class ResponseStore:
         return [stored for stored in self._stored.values() if stored.is_running]
 
     def check_room(self) -> None:
-        """Check that another response may run. Raises Overloaded: `max_responses` are running
-        already.
-        """
+        """Raise Overloaded if `max_responses` are running already."""
         num_running = len(self.running)
         if num_running >= self.max_responses:
             raise Overloaded(

@@ -92,9 +92,7 @@ class KVCacheManager:
         return num_needed - self.pool.num_free
 
     def can_start(self, request: Request, cached: Sequence[int]) -> bool:
-        """Return whether a request fits, and none of its blocks after the `cached` ones is being
-        loaded.
-        """
+        """Return whether a request fits, and no block after the `cached` ones is loading."""
         return self.fits(request, cached) and not self.connector.is_loading(request, len(cached))
 
     # ---- requests that run ----

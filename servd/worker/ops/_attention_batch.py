@@ -11,9 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class AttentionBatch:
-    """The inputs of a step's attention. Row r computes the last query_lens[r] of its seq_lens[r]
-    tokens.
-    """
+    """A step's attention: row r computes the last query_lens[r] of seq_lens[r] tokens."""
 
     query_lens: np.ndarray  # int64 [num_rows], at least 1; see has_exact_query_lens
     # int64 [num_rows], including this step's tokens. Upper bounds in a captured step (see Backend)

@@ -1,6 +1,4 @@
-"""Counter-based random numbers: a function of (seed, position), equal on every device and in every
-batch.
-"""
+"""Random numbers from (seed, position), equal on every device and in every batch."""
 
 from torch import Tensor
 

@@ -8,9 +8,7 @@ TAG = "<|python_tag|>"
 
 
 class Parser(ToolParser):
-    """A parser that requires parameters in a call. Without a tag, any JSON answer begins like a
-    call.
-    """
+    """Requires parameters in a call: without a tag, any JSON answer begins like a call."""
 
     markers = (TAG,)
     syntaxes = (CallSyntax('{"name": "NAME", "parameters": ARGUMENTS}', separator="; "),)

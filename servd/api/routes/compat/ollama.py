@@ -4,6 +4,7 @@ import hashlib
 import json
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -58,7 +59,7 @@ def _check_message(message: Any) -> Any:
     calls = message.get("tool_calls") or ()
     for call in calls if isinstance(calls, list | tuple) else (None,):
         function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("arguments", {}), dict):
+        if not isinstance(function, dict) or not isinstance(function.get("arguments") or {}, dict):
             rule = "must have `tool_calls` with a `function` and an object of `arguments`"
             raise PydanticCustomError("message", rule)
     return message
@@ -84,7 +85,7 @@ class OllamaRequest(TranslatedRequest):
         given = (self.options or {}).items()
         fields = {OPTIONS[name]: value for name, value in given if name in OPTIONS}
         limit = fields.get("max_tokens")
-        if isinstance(limit, int) and limit < 0:  # no limit
+        if isinstance(limit, int | float) and limit <= 0:  # no limit
             del fields["max_tokens"]
         if self.format == "json":
             fields["response_format"] = {"type": "json_object"}
@@ -162,7 +163,8 @@ class OllamaBuilder(EventBuilder):
         self.text = ""
         self.thinking = ""
         self.calls: list[dict[str, Any]] = []
-        self.arguments = ""  # JSON of the last call, until it is complete
+        self.open_call: dict[str, Any] | None = None  # the open call
+        self.arguments = ""  # JSON of its arguments
 
     def begin(self) -> Iterator[Event]:
         self.first_ns = time.perf_counter_ns()
@@ -178,19 +180,22 @@ class OllamaBuilder(EventBuilder):
                 yield self._answer("", text)
             case ToolCallStart(id=call_id, name=name):
                 yield from self._close_call()
-                self.calls.append({"id": call_id, "function": {"name": name, "arguments": {}}})
+                function = {"index": len(self.calls), "name": name, "arguments": {}}
+                self.open_call = {"id": call_id, "function": function}
             case ToolCallArguments(text=text):
                 self.arguments += text
 
     def _close_call(self) -> Iterator[Event]:
-        """Yield the line of the open call, whose arguments are complete."""
-        if self.arguments:
-            try:
-                self.calls[-1]["function"]["arguments"] = json.loads(self.arguments)
-                yield self._answer("", calls=self.calls[-1:])
-            except (ValueError, RecursionError):  # cut off
-                self.calls.pop()
-            self.arguments = ""
+        """Yield the line of the open call. Drop a call without a whole object of arguments."""
+        arguments: Any = None
+        with suppress(ValueError, RecursionError):  # cut off, or not encodable
+            arguments = msgspec.json.decode(msgspec.json.encode(json.loads(self.arguments)))
+        if self.open_call is not None and isinstance(arguments, dict):
+            self.open_call["function"]["arguments"] = arguments
+            self.calls.append(self.open_call)
+            yield self._answer("", calls=[self.open_call])
+        self.open_call = None
+        self.arguments = ""
 
     def finish(self, output: CompletionOutput) -> Iterator[Event]:
         yield from self._close_call()
@@ -235,9 +240,10 @@ async def create_ollama_chat(request: Request, body: Parsed[OllamaChatRequest]) 
     call = call_of(request)
     if not body.messages:
         return json_response(answer(call.model, "", True, {}) | LOADED)
+    tools = [{"type": "function", **tool} for tool in body.tools or ()]
     with renamed(NAMES):
         chat = await call.run_in_thread(
-            call.num_bytes, lambda: body.chat([*chat_messages(body.messages)], body.tools)
+            call.num_bytes, lambda: body.chat([*chat_messages(body.messages)], tools)
         )
         prompt = chat.prompt(f"chat-{call.unique_id}")
         return await OllamaBuilder(request, body, chat, prompt).respond()
@@ -344,16 +350,16 @@ def chat_messages(messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         calls = []
         for index, call in enumerate(message.get("tool_calls") or ()):
             name = str(call["function"].get("name", ""))
-            call_id = str(call.get("id") or f"call_{number}_{index}")
+            call_id = str(call.get("id") or f"{number % 10000:04}{index % 100000:05}")  # Mistral: 9
             waiting.append((name, call_id))
-            arguments = json.dumps(call["function"].get("arguments", {}), ensure_ascii=False)
+            arguments = json.dumps(call["function"].get("arguments") or {}, ensure_ascii=False)
             function = {"name": name, "arguments": arguments}
             calls.append({"type": "function", "id": call_id, "function": function})
         if calls:
             made["tool_calls"] = calls
         if message["role"] == "tool":
-            asked = message.get("tool_name")
-            found = next((each for each in waiting if asked in (None, each[0])), None)
+            asked = message.get("tool_call_id") or message.get("tool_name") or message.get("name")
+            found = next((each for each in waiting if asked is None or asked in each), None)
             if found is not None:
                 waiting.remove(found)
                 made["tool_call_id"] = found[1]
@@ -375,6 +381,7 @@ def described(
     name: str, written: float, size: int, family: str = "", level: str = ""
 ) -> dict[str, Any]:
     """Return a model in Ollama's format. `written`: Unix time; `size`: bytes of its weights."""
+    name = name if ":" in name else f"{name}:latest"  # clients add it
     details = {"format": "safetensors", "family": family, "families": [family]}
     details |= {"parent_model": "", "parameter_size": "", "quantization_level": level}
     digest = hashlib.sha256(name.encode()).hexdigest()

@@ -1,6 +1,4 @@
-"""Norms of heads and rotation fused with the cache write: reads and writes each number of q, k and
-v once.
-"""
+"""Norms of heads and rotation fused with the cache write: q, k and v pass memory once."""
 # pyright: reportMissingParameterType=false, reportArgumentType=false, reportCallIssue=false
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Log-probability and rank of one token per row in one pass, without the log-probabilities of other
-tokens.
-"""
+"""Log-probability and rank of one token per row in one pass."""
 # pyright: reportMissingParameterType=false, reportArgumentType=false, reportCallIssue=false
 
 from __future__ import annotations
