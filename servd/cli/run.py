@@ -28,10 +28,12 @@ def run(arguments: argparse.Namespace) -> int:
     options = engine_flags.load_options(arguments)
     key = key_of(options) if arguments.url else None  # none for a server that nobody named
     client = Client(arguments.url or "http://127.0.0.1:8000", key)
+    client.http.timeout = 5  # seconds
     names: set[str] = set()
     with suppress(ServdError, LookupError, ValueError, TypeError):  # another kind of server
         names = {model["id"] for model in client.get("/v1/models")["data"]}
     for model in names & {options.get("model"), full_name(options.get("model") or "")}:
+        client.http.timeout = None
         return chat.talk(client, {"model": model}, arguments.system)
     options, choice = choose(options)
     print(choice, file=sys.stderr)

@@ -1,6 +1,7 @@
 """Free the memory of a model on a running server; the next request loads it again."""
 
 import argparse
+import json
 from urllib.parse import quote
 
 from servd.checkpoint.short_names import full_name
@@ -14,5 +15,5 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     client = api_client.Client(arguments.url, arguments.api_key)
-    with client.open("POST", f"/sleep?model={quote(full_name(arguments.name))}"):
-        return 0
+    with client.open("POST", f"/sleep?model={quote(full_name(arguments.name))}") as reply:
+        return 0 if json.loads(reply.read())["is_sleeping"] else 1

@@ -38,7 +38,7 @@ def read(request: Request, body: bytes) -> Named:
         except ValueError as error:
             raise InvalidRequest(f"the body is {error}") from None
     asked = request.query_params.get("model") or request.headers.get("x-servd-model")
-    if request.url.path.startswith("/api/"):
+    if request.scope["path"].startswith("/api/"):
         found.model = (found.model or found.name or "").removesuffix(":latest") or None
     return Named(asked if found.model is None else found.model, keep_alive=found.keep_alive)
 

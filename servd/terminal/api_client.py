@@ -21,7 +21,6 @@ from servd.base.errors import ServdError
 SAMPLING = ("temperature", "max_tokens", "seed")
 RETRIES = 5  # when the server has no room for a request
 LONGEST_WAIT = 60.0  # seconds between retries
-JSON = {"content-type": "application/json"}
 ONE_REQUEST = httpx.Limits(max_keepalive_connections=0)
 
 
@@ -76,19 +75,18 @@ class Answer(NamedTuple):
 
 
 class Client:
-    """A client of one server, for a single thread. Connects to the Unix socket `uds`, if given,
-    instead of the URL's host. Raises ServdError if the URL is invalid.
-    """
+    """A client of one server, at a URL or the Unix socket `uds`. Raises ServdError: a wrong URL."""
 
     def __init__(self, url: str, api_key: str | None = None, uds: str | None = None) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
+        auth = {"authorization": f"Bearer {api_key}"} if api_key else {}
         base = self.url if "://" in self.url else f"http://{self.url}"
         self.uds = uds
         tls = ssl.create_default_context()  # reads $SSL_CERT_FILE
         try:
             self.http = httpx.Client(
                 base_url=base,
-                headers=JSON | ({"authorization": f"Bearer {api_key}"} if api_key else {}),
+                headers={"content-type": "application/json", **auth},
                 timeout=None,
                 # A connection per request: the server closes idle ones.
                 transport=httpx.HTTPTransport(verify=tls, uds=uds, limits=ONE_REQUEST),

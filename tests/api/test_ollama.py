@@ -115,6 +115,15 @@ async def test_calls_of_another_form_are_refused(listening_server: Served, calls
     assert answer.status_code == 400 and "tool_calls" in answer.json()["error"]
 
 
+async def test_a_stream_is_lines_of_json_alone(listening_server: Served):
+    headers = {"x-servd-receipt": "1"}  # asks for a comment in streams of events
+    answer = await listening_server.http.post(
+        "/api/chat", json={"messages": user("hi"), "options": {"num_predict": 3}}, headers=headers
+    )
+    assert answer.headers["content-type"] == "application/x-ndjson"
+    assert json.loads(answer.text.splitlines()[-1])["done"] is True
+
+
 async def test_options_without_effect_are_named(listening_server: Served):
     body = {"messages": user("hi"), "options": {"num_ctx": 1, "seed": 1}, "stream": False}
     answer = await listening_server.http.post("/api/chat", json=body)

@@ -34,6 +34,8 @@ async def test_a_server_sleeps_and_wakes():
             assert f'{in_flight}{{operation="{operation}"}} 0.0' in metrics
         refused = await served.http.post("/sleep?level=0")
         assert refused.status_code == 400 and "level must be 1 or 2" in refused.text
+        assert (await served.http.post("/sleep?model=other")).status_code == 404
+        assert not await state("GET", "/is_sleeping")
 
 
 async def test_a_request_is_admitted_while_the_model_sleeps():

@@ -30,10 +30,9 @@ class SleepState(msgspec.Struct):
 
 @router.post("/sleep", response_model=SleepState, responses=refusals(503))
 async def sleep(request: Request, level: Level = "1") -> Response:
-    """Free the weights and the KV cache once no request is running. The next request loads the
-    model again. Levels 1 and 2 have the same effect.
-    """
+    """Free the weights and the KV cache once no request runs. The next request loads them again."""
     check_level(level)
+    await context_of(request).find_model(request.query_params.get("model"))
     return await _ask(context_of(request).async_llm, Sleep())
 
 

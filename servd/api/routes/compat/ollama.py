@@ -158,12 +158,13 @@ class OllamaBuilder(EventBuilder):
         super().__init__(request, body, prompt.request_id, chat)
         self.prompts = [prompt]
         self.stream = body.stream is not False
+        self.wants_manifest = False  # a comment is no line of JSON
         self.is_chat = isinstance(body, OllamaChatRequest)
         self.began_ns = time.perf_counter_ns()
         self.text = ""
         self.thinking = ""
         self.calls: list[dict[str, Any]] = []
-        self.open_call: dict[str, Any] | None = None  # the open call
+        self.open_call: dict[str, Any] | None = None
         self.arguments = ""  # JSON of its arguments
 
     def begin(self) -> Iterator[Event]:
