@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import os
+import socket
 import ssl
 import time
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from servd.base.errors import ServdError
 SAMPLING = ("temperature", "max_tokens", "seed")
 RETRIES = 5  # when the server has no room for a request
 LONGEST_WAIT = 60.0  # seconds between retries
-ONE_REQUEST = httpx.Limits(max_keepalive_connections=0)
+ONE_REQUEST = httpx.Limits(max_keepalive_connections=0)  # the server closes idle ones
 
 
 def add_server_options(parser: argparse.ArgumentParser) -> None:
@@ -64,10 +65,6 @@ def connect(arguments: argparse.Namespace) -> tuple[Client, dict[str, Any]]:
     return client, {"model": arguments.model or client.first_model(), **given}
 
 
-def encode(body: Any) -> str | None:
-    return None if body is None else json.dumps(body)  # escapes what is no Unicode
-
-
 class Answer(NamedTuple):
     status: int
     request_id: str | None
@@ -88,7 +85,6 @@ class Client:
                 base_url=base,
                 headers={"content-type": "application/json", **auth},
                 timeout=None,
-                # A connection per request: the server closes idle ones.
                 transport=httpx.HTTPTransport(verify=tls, uds=uds, limits=ONE_REQUEST),
             )
         except (ValueError, httpx.InvalidURL) as error:
@@ -96,7 +92,7 @@ class Client:
 
     def send(self, method: str, path: str, body: Any = None) -> httpx.Response:
         """Return the whole response. Raises httpx.HTTPError."""
-        return self.http.request(method, path, content=encode(body))
+        return self.http.request(method, path, content=body and json.dumps(body))
 
     def ask(self, method: str, path: str, body: Any = None) -> Answer:
         """Return the whole answer. Retries while the server is too busy. Raises like `send`."""
@@ -115,8 +111,10 @@ class Client:
         return Answer(reply.status_code, reply.headers.get("x-request-id"), content)
 
     def is_healthy(self) -> bool:
-        if self.uds is not None and not os.path.exists(self.uds):
-            return False  # httpcore would leave a socket open
+        if self.uds is not None:  # httpcore would leave the socket open
+            with socket.socket(socket.AF_UNIX) as probe:
+                if probe.connect_ex(self.uds):
+                    return False
         try:
             return self.send("GET", "/health").status_code == 200
         except HTTPError:
@@ -126,7 +124,7 @@ class Client:
     def open(self, method: str, path: str, body: Any = None) -> Iterator[httpx.Response]:
         """Yield a response before it is read. Raises ServdError if there is none, or an error."""
         try:
-            with self.http.stream(method, path, content=encode(body)) as reply:
+            with self.http.stream(method, path, content=body and json.dumps(body)) as reply:
                 if reply.status_code == 200:
                     yield reply
                     return
