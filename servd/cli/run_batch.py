@@ -3,8 +3,10 @@
 import argparse
 import sys
 import threading
+import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from tqdm import tqdm
@@ -56,12 +58,21 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         with own_server(options) as connect:
             num_failed = work.run(connect, arguments.concurrency)
-    if num_failed:
-        print(
-            f"servd: {num_failed} requests failed; {arguments.results} explains why",
-            file=sys.stderr,
-        )
+    print(work.summarise(), file=sys.stderr)
     return int(num_failed > 0)
+
+
+class Counts(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    input_tokens: int = 0  # as the responses API calls them
+    output_tokens: int = 0
+
+
+class Usage(msgspec.Struct):
+    """What an answer tells about its size."""
+
+    usage: Counts
 
 
 class Batch:
@@ -74,6 +85,10 @@ class Batch:
 
     def __init__(self, source: Path, results: Path, tier: str | None = None) -> None:
         self.num_failed = 0
+        self.num_kept = 0  # answered by an earlier run
+        self.num_prompt_tokens = 0  # by the server's count
+        self.num_output_tokens = 0
+        self.began = time.monotonic()
         self.tier = tier
         self.problem: OSError | None = None  # with the output file
         try:
@@ -93,6 +108,7 @@ class Batch:
         """Answer all lines with clients from `connect`; return how many failed. Raises ConfigError
         if the output file can no longer be written.
         """
+        self.began = time.monotonic()
         self.bar = tqdm(
             total=self.num_lines, desc="requests", unit="req", dynamic_ncols=True, disable=None
         )
@@ -115,6 +131,23 @@ class Batch:
         self.results.file.close()
         return self.num_failed
 
+    def summarise(self) -> str:
+        """Say what this run has done, with its rates."""
+        took = time.monotonic() - self.began
+        answered = self.num_lines - self.num_kept
+        lines = [f"{answered} requests in {took:.1f} s ({answered / took:.1f} a second)"]
+        if self.num_output_tokens:
+            rate = self.num_output_tokens / took
+            lines.append(
+                f"{self.num_prompt_tokens} prompt tokens, {self.num_output_tokens} output tokens "
+                f"({rate:.1f} a second)"
+            )
+        if self.num_kept:
+            lines.append(f"{self.num_kept} were answered by an earlier run")
+        if self.num_failed:
+            lines.append(f"{self.num_failed} requests failed; {self.results.path} explains why")
+        return "\n".join(f"servd: {line}" for line in lines)
+
     def work(self, client: Client) -> None:
         """Answer lines until there are none left."""
         while True:
@@ -132,7 +165,18 @@ class Batch:
                     self.problem = problem
                     self.waiting = iter(())
                     return
+                self.bar.set_postfix(failed=self.num_failed, refresh=False)
                 self.bar.update()
+
+    def count_tokens(self, answer: Any) -> None:
+        """Add the usage that an answer states."""
+        try:
+            usage = msgspec.convert(answer, Usage).usage
+        except msgspec.ValidationError:
+            return
+        with self.lock:
+            self.num_prompt_tokens += usage.prompt_tokens + usage.input_tokens
+            self.num_output_tokens += usage.completion_tokens + usage.output_tokens
 
     def answer(self, client: Client, number: int, text: bytes) -> Result | None:
         """Return the output line of an input line; None if the line is done already."""
@@ -142,6 +186,7 @@ class Batch:
             result.custom_id = line.custom_id
             if (status := self.results.statuses.get(line.custom_id)) is not None:
                 with self.lock:
+                    self.num_kept += 1
                     self.num_failed += status != 200
                 return None
             batch.check(line)
@@ -149,6 +194,7 @@ class Batch:
             if self.tier and line.url in TIERED:
                 body.setdefault("service_tier", self.tier)
             answer = client.ask("POST", line.url, body)
+            self.count_tokens(answer.body)
             encoded = msgspec.Raw(msgspec.json.encode(answer.body))
             result.response = Response(answer.status, answer.request_id, encoded)
         except ValueError as problem:

@@ -63,6 +63,31 @@ def test_dropped_connections_are_reopened(tmp_path):
     assert [answer["response"]["body"]["prompt"] for answer in answers] == [*"abcd"]
 
 
+def test_the_summary_counts_what_this_run_did(tmp_path):
+    class Echo:
+        """Answers with a usage; refuses the prompt "bad"."""
+
+        def ask(self, method, path, body):
+            status = 400 if body["prompt"] == "bad" else 200
+            usage = {"prompt_tokens": 3, "completion_tokens": 40}
+            return api_client.Answer(status, "id", {"usage": usage} if status == 200 else {})
+
+    source, results = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("\n".join(map(line, ["a", "b"])), encoding="utf8")
+    assert Batch(source, results).run(Echo, 1) == 0
+    source.write_text("\n".join(map(line, ["a", "b", "c", "bad"])), encoding="utf8")
+    batch = Batch(source, results)
+    assert batch.run(Echo, 2) == 1
+    summary = batch.summarise()
+    for told in (
+        "2 requests in",
+        "3 prompt tokens, 40 output tokens",
+        "2 were answered",
+        "1 request",
+    ):
+        assert told in summary
+
+
 def test_an_unreachable_server_is_reported_per_line(tmp_path):
     source, results = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text(line("a"), encoding="utf8")
