@@ -1,4 +1,4 @@
-"""Quantize a checkpoint with a calibration text: `servd quantize --calibrate`."""
+"""Quantize a checkpoint, with or without a calibration text: `servd quantize`."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -19,8 +19,8 @@ BATCH = 8  # rows
 class Result(NamedTuple):
     num_matrices: int  # that were quantized
     share: float  # of all weights, in these matrices
-    before: float  # perplexity of the original
-    after: float  # perplexity of the quantized model
+    before: float  # perplexity of the original; 0 without a text
+    after: float  # perplexity of the quantized model; 0 without a text
     num_bytes: int  # of the quantized model's weights
 
 
@@ -40,7 +40,9 @@ def quantize(
         output: folder that this function creates.
         bits: 4 or 8.
         group_size: columns that share a scale.
-        rows: token ids to calibrate with, all of the same length.
+        rows: token ids to calibrate with, all of the same length; without them, each number is
+            rounded alone.
+        held_out: token ids that measure the perplexity.
         progress: called with the finished share, 0 to 1.
     """
     if (stated := quantization_of(folder)) is not None:
@@ -52,20 +54,31 @@ def quantize(
     matrices: dict[str, gptq.Codes] = {}
     layers: set[str] = set()
 
-    def make_codes(name: str, weight: Tensor, moments: Tensor, drift: Tensor) -> Tensor:
+    def make_codes(name: str, weight: Tensor, *inputs: Tensor) -> Tensor:
         tensor = stored.get(f"{name}.weight".removeprefix(prefix))
         if tensor is None or weight.shape[1] % group_size:
             return weight
-        codes = gptq.quantize(weight, moments, bits, group_size, drift)
+        if inputs:
+            moments, drift = inputs
+            codes = gptq.quantize(weight, moments, bits, group_size, drift)
+        else:
+            codes = gptq.round_to_nearest(weight, bits, group_size)
         matrices[tensor] = codes
         layers.add(name)
         return codes.dequantize()
 
-    before = model.perplexity(torch.tensor(held_out))
-    model.exchange(torch.tensor(rows).split(BATCH), make_codes, progress)
+    before = after = 0.0
+    if rows:
+        before = model.perplexity(torch.tensor(held_out))
+        model.exchange(torch.tensor(rows).split(BATCH), make_codes, progress)
+        after = model.perplexity(torch.tensor(held_out))
+    else:
+        found = dict(model.matrices())
+        for done, (name, weight) in enumerate(found.items(), 1):
+            make_codes(name, weight)
+            progress(done / len(found))
     if not matrices:
         raise UnsupportedModel(f"{folder}: no matrix has a multiple of {group_size} columns")
-    after = model.perplexity(torch.tensor(held_out))
     left = sorted(set(model.names.values()) - layers)
     num_bytes = checkpoint.write(folder, output, matrices, left)
     share = sum(each.codes.numel() for each in matrices.values()) / model.num_weights

@@ -54,6 +54,14 @@ def quantize(
     return whole
 
 
+def round_to_nearest(weight: Tensor, bits: int, group_size: int) -> Codes:
+    """Round each number of `weight`, float32 [out, in], alone."""
+    codes = Codes(weight, torch.ones(weight.shape[1]), bits, group_size)
+    for column, numbers in enumerate(weight.t()):
+        codes.codes[:, column], _ = codes._nearest(numbers, column)
+    return codes
+
+
 def correct_drift(weight: Tensor, moments: Tensor, drift: Tensor) -> Tensor:
     """Return a change of `weight` [out, in] that approximates the products with the original
     inputs.

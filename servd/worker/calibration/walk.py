@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,12 @@ class Model:
             losses.append(F.cross_entropy(logits, row[1:]).item())
         return math.exp(sum(losses) / len(losses))
 
+    def matrices(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the name of each matrix of the layers, and the matrix [out, in]."""
+        for module in self.layers.modules():
+            if module in self.names:
+                yield self.names[module], _matrix_of(module)
+
     @torch.inference_mode()
     def exchange(
         self, batches: Sequence[Tensor], change: Change, progress: Callable[[float], None]
@@ -79,8 +85,7 @@ class Model:
                     moments = moments + _products(x, x)
                     drift = drift + _products(y - x, x)
                 for module in modules:
-                    # GPT-2's Conv1D has a matrix [in, out].
-                    weight: Any = module.weight.t() if isinstance(module, Conv1D) else module.weight
+                    weight = _matrix_of(module)
                     weight.copy_(change(self.names[module], weight, moments, drift))
             for place, of_layers in enumerate(calls):
                 inputs[place] = _run(layer, inputs[place], of_layers[index])
@@ -125,6 +130,11 @@ class Model:
         for hook in hooks:
             hook.remove()
         return [modules for _, modules in found]
+
+
+def _matrix_of(module: Any) -> Tensor:
+    """Return the matrix [out, in]; GPT-2's Conv1D has [in, out]."""
+    return module.weight.t() if isinstance(module, Conv1D) else module.weight
 
 
 def _input_of(module: nn.Module, layer: nn.Module, hidden: Tensor, call: Call) -> Tensor:

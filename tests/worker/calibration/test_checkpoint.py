@@ -88,6 +88,22 @@ def test_the_demo_model_with_its_own_text(tmp_path: Path, capsys: pytest.Capture
     assert (made / "tokenizer.json").read_bytes() == (DEMO_FOLDER / "tokenizer.json").read_bytes()
 
 
+@pytest.mark.parametrize(("kind", "error"), [("int4", 0.08), ("int8", 0.005)])
+def test_without_a_text_each_number_is_rounded(tiny_llama, tmp_path, capsys, kind, error):
+    made = tmp_path / "made"
+    code, said = quantize(capsys, tiny_llama, "--to", kind, "--output", made)
+    assert code == 0 and "--calibrate" in said
+    original = load_file(tiny_llama / "model.safetensors")
+    for name, weight in read(made).items():
+        if isinstance(weight, Quantized):
+            groups = original[name].unflatten(1, (-1, 32))
+            distance = (weight.dequantize().unflatten(1, (-1, 32)) - groups).abs().amax(2)
+            share = distance / groups.abs().amax(2)  # half a step, or what the largest is cut by
+            assert share.max() < 0.17 and share.mean() < error
+        else:
+            assert torch.equal(weight, original[name])
+
+
 def test_files_stay_as_many_as_they_were(tiny_llama, tmp_path, capsys):
     parts = tmp_path / "parts"
     parts.mkdir()
