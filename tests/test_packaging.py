@@ -31,7 +31,6 @@ def test_the_wheel_is_typed_and_has_the_demo_model_and_the_console(tmp_path):
         "servd/py.typed",
         "servd/bench/serve.py",
         "servd/demo_model/model.safetensors",
-        "servd/demo_model/eagle3/model.safetensors",
     } <= packed
     console = FOLDER.relative_to(ROOT)
     assert {str(console / name) for name in files()} <= packed

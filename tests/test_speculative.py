@@ -5,7 +5,7 @@ import json
 import pytest
 
 from servd.base.errors import ConfigError, ModelNotFound
-from servd.checkpoint.hf import DEMO_FOLDER, DEMO_HEAD
+from servd.checkpoint.hf import DEMO_FOLDER
 from servd.config import Config
 from servd.launch import find_and_resolve
 
@@ -62,15 +62,6 @@ def test_the_folder_of_a_draft_says_its_method_unless_that_is_given(tmp_path):
 def test_what_cannot_work_is_refused_before_anything_starts(keys, error, text):
     with pytest.raises(error, match=text):
         resolved(speculative_config=keys)
-
-
-def test_the_demo_model_has_a_head_of_its_own(tmp_path):
-    for model in ("demo", str(DEMO_FOLDER)):
-        made = resolved(model=model, speculative_config="demo")[0].model.speculative_config
-        assert (made.method, made.model) == ("eagle3", str(DEMO_HEAD))
-    (tmp_path / "config.json").write_bytes((DEMO_FOLDER / "config.json").read_bytes())
-    with pytest.raises(ConfigError, match="is for servd's demo model.*method.*ngram.*train"):
-        resolved(model=str(tmp_path), speculative_config="demo")
 
 
 @pytest.mark.parametrize(

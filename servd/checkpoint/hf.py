@@ -24,7 +24,6 @@ log = logging.getLogger("servd.hf")
 
 DEMO_MODEL = "demo"  # the default MODEL
 DEMO_FOLDER = Path(__file__).parents[1] / "demo_model"
-DEMO_HEAD = DEMO_FOLDER / "eagle3"  # drafts for it, by this method
 METADATA_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "tokenizer*"]
 WEIGHT_FILES = ["*.safetensors"]
 # Any of these can be converted to tokenizer.json by transformers.

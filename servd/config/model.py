@@ -81,7 +81,7 @@ class ModelConfig(Section, frozen=True):
     """
     speculative_config: SpeculativeConfig | None = None
     """Draft tokens to answer faster, with the same output: a method such as `ngram`, or JSON with
-    vLLM's keys. For the demo model, use `demo`. Default: no drafts.
+    vLLM's keys. Default: no drafts.
     """
     spec_method: Annotated[str | None, Meta(extra={"plugins": "servd.worker.spec_decode"})] = None
     """Same as `method` in --speculative-config. Default: from the name of the draft model."""

@@ -14,7 +14,6 @@ from msgspec import Meta
 from msgspec.structs import force_setattr
 
 from servd.base.errors import ConfigError
-from servd.checkpoint.hf import DEMO_HEAD, DEMO_MODEL
 
 MAX_GRAMMAR_TOKENS = 16  # computed with the token before, for one request in one step
 
@@ -203,7 +202,6 @@ REFUSED = {
 
 
 FLAG = "--speculative-config"
-DEMO_KEYS = {"method": DEMO_HEAD.name, "model": DEMO_MODEL}
 # Options -> their keys in --speculative-config.
 FLAT = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
 
@@ -235,8 +233,6 @@ def gather(options: dict[str, Any]) -> None:
 
 def read_keys(value: Any) -> dict[str, Any]:
     """Return the keys of `--speculative-config`, from JSON or a table. Raises ConfigError."""
-    if value == DEMO_MODEL:
-        value = DEMO_KEYS
     if isinstance(value, str) and value.replace("-", "_").isidentifier():
         value = {"method": value}
     if isinstance(value, str):

@@ -140,25 +140,12 @@ def of_speculators(config: Config, folder: Path) -> Config | None:
 
 def find_draft(config: Config) -> Config:
     """Return options with the draft model's metadata, if any. In *speculators* format, the metadata
-    names the method. Raise ModelNotFound if the draft does not exist, ConfigError if it is the demo
-    model's head but the model is not the demo.
+    names the method. Raise ModelNotFound if the draft does not exist.
     """
     speculative = config.model.speculative_config
     if speculative is None or speculative.model is None:
         return config
-    draft = speculative.model
-    if draft == hf.DEMO_MODEL and speculative.method == hf.DEMO_HEAD.name:
-        model = config.model.model
-        assert model is not None
-        if hf.local_folder(model) != hf.DEMO_FOLDER:
-            raise ConfigError(
-                "--speculative-config demo: this head is for servd's demo model, not for "
-                f'{model}; use e.g. \'{{"method": "ngram"}}\', or train a head: '
-                "docs/how-to/speculative-decoding.md"
-            )
-        draft = str(hf.DEMO_HEAD)
-        speculative = msgspec.structs.replace(speculative, model=draft)
-    folder = hf.find_model(draft, speculative.revision, config.model.download_dir)
+    folder = hf.find_model(speculative.model, speculative.revision, config.model.download_dir)
     keys = hf.read_json(folder / "config.json")
     method = keys.get("speculators_model_type")
     if method and speculative.method == "draft_model":
