@@ -57,8 +57,7 @@ def quantize(
 def round_to_nearest(weight: Tensor, bits: int, group_size: int) -> Codes:
     """Round each number of `weight`, float32 [out, in], alone."""
     codes = Codes(weight, torch.ones(weight.shape[1]), bits, group_size)
-    for column, numbers in enumerate(weight.t()):
-        codes.codes[:, column], _ = codes._nearest(numbers, column)
+    codes.round(weight)
     return codes
 
 
@@ -117,6 +116,11 @@ class Codes:
     def dequantize(self) -> Tensor:
         """Return the matrix as float32 [out, in]."""
         return (self._values() * self.scale[..., None]).flatten(1)
+
+    def round(self, weight: Tensor) -> None:
+        """Round each number of `weight` [out, in] alone."""
+        for column, numbers in enumerate(weight.t()):
+            self.codes[:, column], _ = self._nearest(numbers, column)
 
     def round_in_order(self, weight: Tensor, order: Tensor, upper: Tensor) -> None:
         """Round the columns in `order` by GPTQ. `weight`: [out, in]; `upper`: Cholesky factor of

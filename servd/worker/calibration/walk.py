@@ -61,9 +61,10 @@ class Model:
 
     def matrices(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the name of each matrix of the layers, and the matrix [out, in]."""
-        for module in self.layers.modules():
-            if module in self.names:
-                yield self.names[module], _matrix_of(module)
+        inside = {*self.layers.modules()}
+        for module, name in self.names.items():
+            if module in inside:
+                yield name, _matrix_of(module)
 
     @torch.inference_mode()
     def exchange(
