@@ -33,7 +33,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--concurrency", type=count, metavar="N", help="no more requests at once: the others wait")
     names = ", ".join(Costs.__struct_fields__)
-    add("--costs", metavar="FILE", help=f"of steps: a recording, or nanoseconds as JSON: {names}")
+    add(
+        "--costs",
+        metavar="MACHINE|FILE",
+        help=f"of steps: {', '.join(costs.MACHINES)}, a recording, or nanoseconds as JSON: {names}",
+    )
     add("--json", metavar="FILE", help="write the figures and the costs to a file")
     add = parser.add_argument_group("without TRACE: conversations that are made up").add_argument
     add("--shape", choices=traces.SHAPES, help="how long they are")
@@ -64,9 +68,15 @@ def run(arguments: argparse.Namespace) -> int:
         recording = traces.read(arguments.trace)
         if not recording.requests:
             raise ConfigError(f"{arguments.trace}: has no request")
-    found = find_costs(arguments.costs, recording)
+    machine = costs.MACHINES.get(arguments.costs or "")
+    if arguments.costs is None and arguments.trace is None:
+        name, machine = next(iter(costs.MACHINES.items()))
+        print(f"costs of {machine.about}: --costs {name}; give your own by a recording")
+    found = machine.costs if machine is not None else find_costs(arguments.costs, recording)
     server = recording.server
     given = vars(arguments)
+    if machine is not None and server is None and given["num_blocks"] is None:
+        given["num_blocks"] = machine.num_blocks
     options = msgspec.convert(given, ClusterOptions)
     options.config = {name: given[name] for name in traces.OPTIONS if name in given}
     columns: dict[str, dict[str, float]] = {}
@@ -75,7 +85,8 @@ def run(arguments: argparse.Namespace) -> int:
         columns["simulated"] = simulate(server, recording.requests, found, ClusterOptions())
     if server is None or options != ClusterOptions() or arguments.speed != 1:
         requests = choose_requests(arguments, recording)
-        columns["changed"] = simulate(server or cluster.UNKNOWN_SERVER, requests, found, options)
+        name = "changed" if server is not None else "simulated"
+        columns[name] = simulate(server or cluster.UNKNOWN_SERVER, requests, found, options)
     print_table(columns)
     if arguments.json is not None:
         write_json("--json", arguments.json, {**columns, "costs": found})

@@ -1,6 +1,7 @@
 """Costs: the duration of a step by its contents, fitted to the steps of a recording."""
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -52,6 +53,17 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return round(self.before + self.before_token * tokens)
 
 
+class Machine(msgspec.Struct):
+    """A typical machine with a model."""
+
+    about: str
+    num_blocks: int  # of the KV cache
+    costs: Costs
+
+
+MACHINES = msgspec.toml.decode(
+    Path(__file__).with_name("machines.toml").read_bytes(), type=dict[str, Machine]
+)
 FITTED = Costs.__struct_fields__[:9]  # in the order of the columns of `_observe`
 
 

@@ -175,7 +175,7 @@ def test_routing_by_prefix_finds_more_than_turns(capsys, tmp_path):
         file = tmp_path / routing
         code, shown = run_simulate(capsys, *common, "--routing", routing, "--json", str(file))
         assert code == 0 and "prefix_hits_%" in shown, shown
-        found.append(json.loads(file.read_text())["changed"])
+        found.append(json.loads(file.read_text())["simulated"])
     servd, turns, *_ = found
     assert servd["prefix_hits_%"] > turns["prefix_hits_%"] + 10
     assert servd["lost_by_routing_%"] < turns["lost_by_routing_%"] - 10
@@ -204,7 +204,6 @@ def test_what_is_missing_or_wrong_is_named(capsys, tmp_path):
     made_up = ["--shape", "chat", "--costs", '{"step": 1}', "--num-blocks", "4000"]
     for arguments, expected in (
         ([], "give a TRACE"),
-        (["--shape", "chat"], "the cost of a step is unknown"),
         (["--shape", "chat", "--costs", '{"step": 1}'], "--num-blocks"),
         (["--shape", "chat", "--costs", '{"stop": 1}'], "stop"),
         ([str(tmp_path / "none")], "No such file"),
@@ -213,6 +212,17 @@ def test_what_is_missing_or_wrong_is_named(capsys, tmp_path):
     ):
         code, shown = run_simulate(capsys, *arguments)
         assert code == 2 and expected in shown, shown
+
+
+def test_generated_requests_need_no_recording(capsys):
+    """An H100 with an 8B model answers faster than two CPUs with a model of 135M."""
+    latency = {}
+    for options in ([], ["--costs", "cpu"], ["--costs", "h100"]):
+        code, shown = run_simulate(capsys, "--shape", "chat", "--requests", "200", *options)
+        assert code == 0, shown
+        [line] = [line for line in shown.splitlines() if line.startswith("ttft_ms_p50")]
+        latency[*options] = float(line.split()[1])
+    assert latency[()] == latency["--costs", "cpu"] > latency["--costs", "h100"]
 
 
 def test_long_requests_are_refused_and_counted():
