@@ -27,7 +27,7 @@ shows it in a browser. [HTTP API](http.md) explains the fields of requests.
 
 # Title -> families of routes (files in servd/api/routes/), in the order of the page.
 GROUPS = {
-    "Generate text": ("chat", "completions", "responses", "messages", "chat_batch", "decisions"),
+    "Generate text": ("chat", "completions", "responses", "messages", "decisions"),
     "Vectors and scores": ("embeddings", "cohere", "pooling", "classify", "score", "rerank"),
     "Tokens and prompts": ("tokenize", "render"),
     "Models and adapters": ("models", "lora", "sleep"),

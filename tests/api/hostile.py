@@ -252,7 +252,6 @@ VALID: dict[str, dict[str, Any]] = {
     "/detokenize": {"tokens": [1]},
     "/v1/decisions": {"input": "a", "questions": [QUESTION]},
     "/v1/chat/completions/render": {**MESSAGES},
-    "/v1/chat/completions/batch": {"messages": [MESSAGES["messages"]], "max_tokens": 2},
     "/invocations": {"prompt": "a", "max_tokens": 2},
     "/v1/batches": {
         "input_file_id": "x",

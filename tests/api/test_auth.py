@@ -219,7 +219,6 @@ FOR_INFERENCE = {
     "/tokenize",
     "/tokenizer_info",
     "/v1/chat/completions",
-    "/v1/chat/completions/batch",
     "/v1/chat/completions/render",
     "/v1/completions",
     "/v1/decisions",

@@ -1,4 +1,4 @@
-"""/invocations, chat batches, /tokenizer_info, /tokenize and /detokenize."""
+"""/invocations, /tokenizer_info, /tokenize and /detokenize."""
 
 import json
 
@@ -11,9 +11,6 @@ from servd.checkpoint.hf import FAKE_SPEC
 from tests.api.harness import MODEL, chat_prompt, events, output_text, serve, user
 from tests.api.hostile import VALID
 from tests.api.test_errors import check
-
-BATCH = "/v1/chat/completions/batch"
-
 
 ROUTES = "/v1/chat/completions /v1/completions /v1/embeddings /v1/rerank /v1/score"
 INVOKED = [(path, VALID[path]) for path in ROUTES.split()]
@@ -42,52 +39,6 @@ async def test_invocations_of_nothing_known(http):
         check(await http.post("/invocations", content=content, headers=headers), 400)
     unknown = await http.post("/invocations", json={"prompt": "a", "model": "x"})
     check(unknown, 404, "model", "model_not_found")
-
-
-async def test_a_batch_of_chats(http):
-    texts = ["one", "two words", "x" * 90]
-    body = {"model": MODEL, "max_tokens": 7, "no_such_field": 1}
-    body["messages"] = [user(text) for text in texts]
-    answer = await http.post(BATCH, json=body)
-    assert answer.headers["x-servd-ignored"] == "no_such_field"
-    whole = answer.json()
-    assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2]
-    said = [choice["message"]["content"] for choice in whole["choices"]]
-    assert said == [output_text(chat_prompt(text), 7) for text in texts]
-    assert whole["usage"]["prompt_tokens"] == sum(len(chat_prompt(text)) for text in texts)
-    assert whole["usage"]["completion_tokens"] == 21
-
-
-async def test_a_batch_of_chats_with_and_without_reasoning():
-    template = DEFAULT_TEMPLATE + "{%- if messages[0].content == 'think' %}<think>\n{% endif %}"
-    async with serve(
-        script="hm</think>ok", reasoning_parser="qwen3", chat_template=template
-    ) as served:
-        body = {"messages": [user("say"), user("think")], "max_tokens": 50}
-        plain, reasoning = (await served.http.post(BATCH, json=body)).json()["choices"]
-        assert (reasoning["message"]["reasoning"], reasoning["message"]["content"]) == ("hm", "ok")
-        body["messages"] = user("say")
-        alone = (await served.http.post("/v1/chat/completions", json=body)).json()
-        assert plain["message"] == alone["choices"][0]["message"]
-
-
-@pytest.mark.parametrize(
-    ("more", "param"),
-    [
-        ({"messages": []}, "messages"),
-        ({"messages": user("x")}, "messages[0]"),
-        ({"messages": [user("x"), [{"role": "user"}]]}, "messages[1][0]"),
-        ({"messages": [user("x"), []]}, "messages[1]"),
-        ({"stream": True}, "stream"),
-        ({"n": 2}, "n"),
-        ({"use_beam_search": True}, "use_beam_search"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-        ({"temperature": -1}, "temperature"),
-    ],
-    ids=str,
-)
-async def test_bad_batches(http, more, param):
-    check(await http.post(BATCH, json={"messages": [user("x")], **more}), 400, param)
 
 
 async def test_tokenizer_info(served, tmp_path):

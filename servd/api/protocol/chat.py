@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Annotated, Any, Literal, NotRequired, cast
 
 import msgspec
 from msgspec import UNSET, UnsetType
-from pydantic import AfterValidator, BeforeValidator, Field, GetJsonSchemaHandler, model_validator
-from pydantic_core import PydanticCustomError, core_schema
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
 from servd.api.protocol.generation import (
@@ -20,7 +19,7 @@ from servd.api.protocol.generation import (
     Usage,
 )
 from servd.api.protocol.tools import ToolChoice, Tools, idle_strict
-from servd.api.protocol.validation import OpenObject, RequestBody, Schema
+from servd.api.protocol.validation import OpenObject, RequestBody
 from servd.api.text.prompt import Chat, Prompt, ToolOptions
 from servd.base.bounds import INT32_MAX
 from servd.base.errors import InvalidRequest
@@ -272,19 +271,6 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
             "max_tokens": self.max_tokens if max_tokens is None else max_tokens,
             "logprobs": (self.top_logprobs or 0) if self.logprobs else None,
         }
-
-
-def add_chat_fields(
-    properties: dict[str, Schema], names: Iterable[str], handler: GetJsonSchemaHandler
-) -> None:
-    """Add the JSON schemas of the chat fields `names` to the properties of another body. Existing
-    properties stay.
-    """
-    # Only inside of another schema is it made with its `complete_schema`.
-    listed = handler(core_schema.list_schema(ChatCompletionRequest.__pydantic_core_schema__))
-    known = handler.resolve_ref_schema(listed["items"])["properties"]
-    for name in sorted(names):
-        properties.setdefault(name, known[name])
 
 
 # ---- response ----

@@ -7,8 +7,9 @@ from typing import Any
 
 import msgspec
 from pydantic import GetJsonSchemaHandler
+from pydantic_core import core_schema
 
-from servd.api.protocol.chat import ChatCompletionRequest, add_chat_fields
+from servd.api.protocol.chat import ChatCompletionRequest
 from servd.api.protocol.generation import GenerationRequest
 from servd.api.protocol.structured import StructuredRequest
 from servd.api.protocol.validation import (
@@ -60,7 +61,11 @@ class TranslatedRequest(RequestBody):
                     add_descriptions(properties, {name: texts[field]})
         super().complete_schema(properties, handler)
         add_bounds(properties, SamplingParams)
-        add_chat_fields(properties, cls.from_chat, handler)
+        # Only inside of another schema is it made with its `complete_schema`.
+        listed = handler(core_schema.list_schema(ChatCompletionRequest.__pydantic_core_schema__))
+        known = handler.resolve_ref_schema(listed["items"])["properties"]
+        for name in sorted(EXTENSIONS):
+            properties.setdefault(name, known[name])
 
     def ignored(self) -> list[str]:
         return sorted(set(super().ignored()) - EXTENSIONS)
