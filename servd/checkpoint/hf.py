@@ -7,6 +7,8 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -268,12 +270,36 @@ def _has_weights(folder: Path) -> bool:
         return False
 
 
+def download_size(model: str) -> int:
+    """Return the bytes that `download_weights` gets from the hub. Raises ModelNotFound."""
+    import huggingface_hub
+
+    with _hub_errors(model):
+        files = huggingface_hub.HfApi().model_info(model, files_metadata=True).siblings or []
+        wanted = huggingface_hub.utils.filter_repo_objects(
+            files, allow_patterns=METADATA_FILES + WEIGHT_FILES, key=lambda file: file.rfilename
+        )
+        return sum(file.size or 0 for file in wanted)
+
+
 def _download(
     model: str, revision: str | None, download_dir: str | None, patterns: list[str]
 ) -> Path:
+    import huggingface_hub  # 0.3 s and 20 MB that a local folder does not need
+
+    with _hub_errors(model):
+        return Path(
+            huggingface_hub.snapshot_download(
+                model, revision=revision, cache_dir=download_dir, allow_patterns=patterns
+            )
+        )
+
+
+@contextmanager
+def _hub_errors(model: str) -> Iterator[None]:
+    """Raise ModelNotFound for what fails at the hub, or for a name that is not of the hub."""
     if model.startswith((".", "/", "~")) or model.count("/") > 1:
         raise ModelNotFound(f"the folder {model} does not exist")
-    import huggingface_hub  # 0.3 s and 20 MB that a local folder does not need
     from huggingface_hub.errors import (
         HfHubHTTPError,
         LocalEntryNotFoundError,
@@ -281,11 +307,7 @@ def _download(
     )
 
     try:
-        return Path(
-            huggingface_hub.snapshot_download(
-                model, revision=revision, cache_dir=download_dir, allow_patterns=patterns
-            )
-        )
+        yield
     except RepositoryNotFoundError:
         raise ModelNotFound(
             f"the hub has no model {model!r}, or it is private: check the name, or set HF_TOKEN"

@@ -8,8 +8,9 @@ from servd.checkpoint.short_names import full_name
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="id or short name, such as qwen3:0.6b")
+    parser.add_argument("--cache", metavar="DIR", help="folder to use as a Hugging Face cache")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    print(hf.download_weights(full_name(arguments.model)))
+    print(hf.download_weights(full_name(arguments.model), download_dir=arguments.cache))
     return 0

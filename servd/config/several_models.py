@@ -18,6 +18,10 @@ class ModelsConfig(Section, frozen=True):
     """Models to serve like those of --models-dir: folders, GGUF files or Hugging Face ids. servd
     downloads ids at the start.
     """
+    models_pull: bool = False
+    """Let clients download models of the Hugging Face hub into --models-dir, by Ollama's
+    /api/pull.
+    """
     models_max: Annotated[int, Meta(ge=1, le=256)] = 1
     """Maximum models that hold their weights. To load another one, servd puts the least recently
     used model to sleep.

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from itertools import chain
@@ -21,7 +21,7 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.samples import Sample
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -40,13 +40,22 @@ from servd.api.routes import load_routers
 from servd.api.routes.compat import ollama
 from servd.api.routes.sleep import SleepState, check_level
 from servd.base import log
-from servd.base.errors import InvalidRequest, NotFound, Unavailable
+from servd.base.errors import (
+    InvalidRequest,
+    ModelNotFound,
+    NotFound,
+    ServdError,
+    Unavailable,
+    UnknownModel,
+)
 from servd.base.json_reader import read_json
 from servd.base.tracing import now_ns
+from servd.checkpoint.short_names import full_name
 from servd.config import Config
 from servd.gateway.backend import ModelServer, Visit
 from servd.gateway.models import Model
 from servd.gateway.pool import ModelServers
+from servd.gateway.pull import pull
 from servd.gateway.request import read, seconds_of
 
 logger = logging.getLogger("servd.api")
@@ -93,6 +102,11 @@ class Card(ModelCard, tag_field="object", tag="model", kw_only=True):
     state: str
 
 
+# Requests for text in Ollama's API. With `keep_alive` 0 and none of these fields, they free memory.
+OLLAMA_INPUTS = {"/api/chat": ["messages"], "/api/generate": ["prompt", "suffix"]}
+EMPTY = {b"", b'""', b"[]", b"null"}
+
+
 class Gateway:
     """A reverse proxy that answers the list of models, health, metrics and sleep itself. Other
     requests wait until their model's server is ready. Request and response are streamed.
@@ -100,6 +114,7 @@ class Gateway:
 
     def __init__(self, servers: ModelServers) -> None:
         self.servers = servers
+        self.pulling = asyncio.Lock()
 
     def routes(self) -> list[BaseRoute]:
         """Return the routes of a model's server, most of which call `pass_on`."""
@@ -147,8 +162,43 @@ class Gateway:
         return json_response({"models": shown})
 
     async def pull_ollama_model(self, request: Request) -> Response:
-        await self.servers.find(read(request, await request.body()).model)
-        return json_response({"status": "success"})
+        """Download a model, if --models-pull allows it. The response is Ollama's lines."""
+        body = await request.body()
+        model = full_name(read(request, body).model or "")
+        lines: AsyncIterator[dict[str, Any]] = self._pull(model)
+        first = await anext(lines)  # an error here still has a status of its own
+        if read_json(body, dict[str, Any]).get("stream") is False:
+            last = [line async for line in lines]
+            return json_response((last or [first])[-1])
+
+        async def encode() -> AsyncIterator[bytes]:
+            line = first
+            try:
+                yield msgspec.json.encode(line) + b"\n"
+                async for line in lines:
+                    yield msgspec.json.encode(line) + b"\n"
+            except ServdError as error:
+                yield msgspec.json.encode({"error": str(error)}) + b"\n"
+
+        return StreamingResponse(encode(), media_type=ollama.Lines.media_type)
+
+    async def _pull(self, model: str) -> AsyncIterator[dict[str, Any]]:
+        try:
+            await self.servers.find(model)
+        except UnknownModel:
+            if not self.servers.config.models.models_pull:
+                raise
+            if self.pulling.locked():
+                raise Unavailable("another download is running: retry when it ends") from None
+            async with self.pulling:
+                try:
+                    async for line in pull(model, self.servers.models.path):
+                        yield line
+                except ModelNotFound as error:
+                    raise NotFound(str(error)) from None
+            await self.servers.scan()
+            await self.servers.find(model)
+        yield {"status": "success"}
 
     async def retrieve_model(self, request: Request) -> Response:
         """Return the card of one model or adapter."""
@@ -185,10 +235,16 @@ class Gateway:
         elif bytes(named.keep_alive) in (b"", b"null"):
             visit = self.servers.serving(server, self.servers.config.server.sleep_idle_seconds)
         else:
-            visit = self.servers.serving(server, seconds_of(named.keep_alive))
+            seconds = seconds_of(named.keep_alive)
+            visit = self.servers.serving(server, seconds)
             fields = read_json(body, dict[str, msgspec.Raw])
             del fields["keep_alive"]  # a field that only the gateway knows
             body = msgspec.json.encode(fields)
+            path = request.scope["path"]
+            inputs = [bytes(fields.get(name, b"")) for name in OLLAMA_INPUTS.get(path, ())]
+            if seconds == 0 and inputs and EMPTY.issuperset(inputs):
+                await self.servers.sleep(server)
+                return json_response(ollama.unloaded(server.name, path == "/api/chat"))
 
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
             async with while_connected(receive):

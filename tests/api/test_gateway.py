@@ -7,7 +7,7 @@ import resource
 import shutil
 import struct
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 import msgspec
+import ollama
 import pytest
 
 from servd.api.keys import Keys
@@ -29,6 +30,7 @@ from servd.gateway.proxy import create_gateway
 from servd.gateway.request import MAX_KEEP_ALIVE, seconds_of
 from servd.gateway.server import check, link_models, reload
 from tests.api.harness import Served, events, listening, serve, until
+from tests.fake_hub import hub
 from tests.limits import WAIT_SECONDS
 
 CONFIG = {
@@ -818,3 +820,70 @@ def test_options_for_one_model_are_refused():
             check(Config.load({"models_dir": ".", **option}))
     with pytest.raises(ConfigError, match=r"MODEL \(gpt2\) and --models-dir: give one"):
         check(Config.load({"models_dir": ".", "model": "gpt2"}))
+
+
+@pytest.fixture
+def online(monkeypatch: pytest.MonkeyPatch, tiny_llama: Path) -> Iterator[None]:
+    """The hub of this process and its children is one that has the model org/name."""
+    with hub(tiny_llama) as url:
+        monkeypatch.setenv("HF_ENDPOINT", url)
+        monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+        monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
+        for name in ("ENDPOINT", "HF_HUB_OFFLINE"):
+            monkeypatch.setattr(f"huggingface_hub.constants.{name}", {"ENDPOINT": url}.get(name, 0))
+        monkeypatch.setattr("huggingface_hub.hf_api.api.endpoint", url)
+        yield
+
+
+@asynccontextmanager
+async def ollama_client(
+    folder: Path, **options: Any
+) -> AsyncIterator[tuple[ollama.AsyncClient, Servers]]:
+    """Ollama's client of a gateway with the model `one`."""
+    async with gateway(folder, "one", **options) as (http, servers):
+        async with ollama.AsyncClient(str(http.base_url)) as client:
+            yield client, servers
+
+
+@pytest.mark.usefixtures("online")
+async def test_a_client_downloads_a_model_and_uses_it(tmp_path: Path):
+    async with ollama_client(tmp_path, models_pull=True) as (client, _):
+        lines = [line async for line in await client.pull("org/name", stream=True)]
+        assert lines[0].status == "pulling manifest" and lines[-1].status == "success"
+        [total] = {line.total for line in lines if line.total}
+        assert all(0 <= (line.completed or 0) <= total for line in lines)
+        assert "org/name:latest" in [model.model for model in (await client.list()).models]
+        assert (await client.generate("org/name", "hi", options={"num_predict": 3})).response
+        with pytest.raises(ollama.ResponseError, match="org/other"):
+            await client.pull("org/other")
+        with pytest.raises(ollama.ResponseError, match="does not exist"):
+            await client.pull("../../etc")
+        assert (await client.pull("one")).status == "success"
+
+
+@pytest.mark.usefixtures("online")
+async def test_only_models_pull_lets_clients_download(tmp_path: Path):
+    async with ollama_client(tmp_path) as (client, _):
+        with pytest.raises(ollama.ResponseError, match="is not served here") as error:
+            await client.pull("org/name")
+        assert error.value.status_code == 404
+
+
+@pytest.mark.usefixtures("online")
+async def test_a_download_that_the_disk_cannot_hold_is_refused(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+    async with ollama_client(tmp_path, models_pull=True) as (client, _):
+        with pytest.raises(ollama.ResponseError, match="needs .*1000B free") as error:
+            await client.pull("org/name")
+        assert error.value.status_code == 400
+    assert not [*tmp_path.glob("models--*")]
+
+
+async def test_keep_alive_of_nothing_frees_a_model_without_loading_it(tmp_path: Path):
+    async with ollama_client(tmp_path) as (client, servers):
+        assert (await client.generate("one", keep_alive=0)).done_reason == "unload"
+        assert servers.served == {}
+        assert (await client.generate("one", "hi", options={"num_predict": 3})).response
+        assert [model.model for model in (await client.ps()).models] == ["one:latest"]
+        assert (await client.chat("one", [], keep_alive="0s")).done_reason == "unload"
+        assert (await client.ps()).models == []

@@ -235,6 +235,11 @@ def answer(model: str, text: str, is_chat: bool, more: dict[str, Any]) -> dict[s
     return {"model": model, "created_at": _time(time.time()), **shown, "done": False}
 
 
+def unloaded(model: str, is_chat: bool) -> dict[str, Any]:
+    """Return the body for a model whose memory was freed."""
+    return answer(model, "", is_chat, {}) | {"done": True, "done_reason": "unload"}
+
+
 @router.post("/api/chat", response_model=dict[str, Any])
 async def create_ollama_chat(request: Request, body: Parsed[OllamaChatRequest]) -> Response:
     """Answer a conversation in Ollama's format."""

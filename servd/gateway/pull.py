@@ -1,0 +1,55 @@
+"""Downloads a model into --models-dir for POST /api/pull, and tells the progress."""
+
+import asyncio
+import os
+import shutil
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from servd.base.errors import InvalidRequest, ModelNotFound
+from servd.base.sizes import format_bytes
+from servd.checkpoint import hf
+from servd.gateway.models import HUB
+
+INTERVAL = 0.5  # seconds between two lines
+
+
+async def pull(model: str, folder: Path) -> AsyncIterator[dict[str, Any]]:
+    """Yield Ollama's lines of progress. If the client leaves, the download stops, and the next one
+    resumes it. Raises InvalidRequest: the disk is too small; ModelNotFound.
+    """
+    total = await asyncio.to_thread(hf.download_size, model)
+    parts = folder / f"{HUB}{model.replace('/', '--')}" / "blobs"
+    missing = total - _size(parts)
+    if missing > (free := shutil.disk_usage(folder).free):
+        raise InvalidRequest(
+            f"{model} needs {format_bytes(missing)}, and --models-dir has {format_bytes(free)} free"
+        )
+    yield {"status": "pulling manifest"}
+    command = [sys.executable, "-m", "servd", "pull", "--cache", str(folder), "--", model]
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "HF_HUB_DISABLE_PROGRESS_BARS": "1"},
+    )
+    ending = asyncio.ensure_future(process.communicate())
+    try:
+        while not ending.done():
+            completed = min(_size(parts), total)
+            digest = {"digest": model, "total": total, "completed": completed}
+            yield {"status": f"pulling {model}", **digest}
+            await asyncio.wait({ending}, timeout=INTERVAL)
+    finally:
+        if process.returncode is None:
+            process.kill()
+        _, said = await ending
+    if process.returncode:
+        lines = said.decode(errors="replace").splitlines() or ["the download was stopped"]
+        raise ModelNotFound(lines[-1].removeprefix("servd: error: "))
+
+
+def _size(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.glob("*"))

@@ -1,0 +1,62 @@
+"""A Hugging Face hub with one model, org/name: the files of a folder."""
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+COMMIT = "a" * 40
+
+
+@contextmanager
+def hub(folder: Path) -> Iterator[str]:
+    """Serve the files of `folder`, and yield the URL for HF_ENDPOINT."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self.answer(False)
+
+        def do_GET(self) -> None:
+            self.answer(True)
+
+        def answer(self, with_body: bool) -> None:
+            path = self.path.partition("?")[0]
+            headers = {"x-repo-commit": COMMIT}
+            content = b"{}"
+            status = 200
+            sizes = {file.name: file.stat().st_size for file in folder.iterdir()}
+            if path.startswith("/api/models/org/name/tree/"):
+                tree = [
+                    {"type": "file", "path": name, "size": size, "oid": "b" * 40}
+                    for name, size in sizes.items()
+                ]
+                content = json.dumps(tree).encode()
+            elif path.startswith("/api/models/org/name"):
+                files = [{"rfilename": name, "size": size} for name, size in sizes.items()]
+                content = json.dumps({"id": "org/name", "sha": COMMIT, "siblings": files}).encode()
+            elif path.startswith("/org/name/resolve/"):
+                content = (folder / path.rpartition("/")[2]).read_bytes()
+                headers["etag"] = f'"{hashlib.sha256(content).hexdigest()}"'
+            else:
+                status = 404
+                headers["x-error-code"] = "RepoNotFound"
+            self.send_response(status)
+            for name, value in {**headers, "content-length": str(len(content))}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            if with_body:
+                self.wfile.write(content)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
