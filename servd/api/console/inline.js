@@ -4,7 +4,7 @@ import { fill, h } from "./dom.js";
 const MAX_CHARACTERS = 20_000; // a longer paragraph is shown as it was written
 const MAX_DEPTH = 8; // of marks in each other
 const MARK = /\\[!-/:-@[-`{-~]|`+|\*+|_+|~+|!?\[|\]|https?:\/\/[^\s<>[\]]+/g;
-const TARGET = /\]\( ?<?([^\s<>()]*(?:\([^\s<>()]*\)[^\s<>()]*)?)>?(?: +"[^"\n]*")? ?\)/y;
+const TARGET = /\]\( ?<?([^\s<>()]*(?:\([^\s<>()]*\)[^\s<>()]*)?)>?(?: +["'][^"'\n]*["'])? ?\)/y;
 const WORD = /[\p{L}\p{N}]/u;
 const TAGS = { "*1": "em", "*2": "strong", _1: "em", _2: "strong", "~2": "del" };
 const isWeb = (address) => /^https?:\/\/[^/]/i.test(address);
@@ -111,8 +111,9 @@ function marksOf(text) {
   }
 
   function address(from, to) {
+    const isOpen = text.slice(from, to).includes("("); // it may end with what closes this
     let end = to;
-    while (".,;:!?)'\"*_".includes(text[end - 1])) end--;
+    while (".,;:!?'\"*_".includes(text[end - 1]) || (text[end - 1] === ")" && !isOpen)) end--;
     if (!isWeb(text.slice(from, end))) return to;
     marks.push({ from, to: from, begins: "a", address: text.slice(from, end) },
       { from: end, to: end, ends: true });
