@@ -34,6 +34,12 @@ VIEWS = {
 HOSTILE = "<img src=x onerror=alert(1)><script>alert(1)</script>"
 KEY = "secret-of-the-test"
 NARROW_TOKENS = 1280
+# What scrolls sideways and should not; wide tables and code scroll by themselves.
+OVERFLOWING = """
+const wide = (e) => e.scrollWidth > e.clientWidth + 1;
+return [...document.querySelectorAll("main, .view, .log, .aside, .aside ul, .bottom")].filter(wide)
+  .map((e) => e.className || e.localName);
+"""
 
 
 @pytest.fixture(scope="module")
@@ -237,6 +243,30 @@ def test_every_view_in_every_form(page: Page, server: Server, view: str):
         shown = page.run("return getComputedStyle(document.body).backgroundColor")
         assert (int(shown[4:].partition(",")[0]) < 64) == dark
         assert page.run("return document.documentElement.scrollWidth") <= width
+        assert page.run(OVERFLOWING) == []
+        page.check()
+
+
+@pytest.mark.parametrize("width", [390, 1400])
+def test_nothing_of_a_conversation_or_a_request_overflows(page: Page, server: Server, width: int):
+    page.open()
+    page.wait(".empty")
+    long = "x" * 300
+    said = f"{long}\n\n# {long}\n- `{long}`\n\n```\n{long}\n```\n|{long}|b|\n|-|-|\n|c|d|\n"
+    messages = [{"role": "user", "content": long}, {"role": "assistant", "content": said * 2}]
+    page.run(FILL, {"id": "full", "title": long[:60], "changed": 1, "messages": messages})
+    for dark, view in product(
+        (False, True), ("playground/full", f"requests/{chat(server, 'a', 9)}")
+    ):
+        page.emulate(dark=dark, width=width, height=844)
+        page.open(view)
+        page.wait(".assistant footer, .timeline li")
+        if view == "playground/full" and width == 390:
+            page.click(".aside summary", "Conversations")
+        assert page.run("return document.documentElement.scrollWidth") <= width
+        assert page.run(OVERFLOWING) == []
+        if view == "playground/full":
+            page.wait(".conversations button", "Delete")
         page.check()
 
 

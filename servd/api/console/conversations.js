@@ -93,7 +93,7 @@ export function conversationList(current, onDelete) {
   }
 
   const name = () => current().title.replace(/[^\p{L}\p{N}]+/gu, "-").toLowerCase();
-  const exports = h("p.actions", {}, h("span.hint", {}, "Export this one as"),
+  const exports = h("p.actions", {}, h("span.hint", {}, "Export as"),
     button("JSON", () => download(`${name()}.json`, JSON.stringify(current(), null, 2))),
     button("Markdown", () => download(`${name()}.md`, markdownOf(current()))));
   window.addEventListener("storage", draw); // another page of this browser changed something

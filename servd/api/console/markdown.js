@@ -214,7 +214,7 @@ export class Markdown {
   #table([head, , ...body]) {
     const row = (line, tag) =>
       fill(h("tr"), this.#cells(line).map((cell) => this.#fill(h(tag), [cell])));
-    return h("div.scroll", { tabindex: 0, role: "region", "aria-label": "Table" },
+    return h("div.scroll", { tabindex: 0, role: "group", "aria-label": "Table" },
       h("table", {}, h("thead", {}, row(head, "th")),
         fill(h("tbody"), body.map((line) => row(line, "td")))));
   }

@@ -86,7 +86,7 @@ export default function playground(root) {
     messages.forEach((message, i) => {
       if (message.role === "user") addTurn(i, userTurn(message.content, i));
       if (message.role !== "assistant") return;
-      const answer = Answer.from(model, message);
+      const answer = Answer.from(model ?? "Answer", message);
       addTurn(i, answer.root);
       const next = messages.findIndex(({ role }, j) => j > i && role !== "tool");
       close(answer, i, messages.slice(i + 1, next < 0 ? messages.length : next));
