@@ -1,16 +1,19 @@
 """The console as it is served; tests/console/ has what a browser does with it."""
 
 import re
+from pathlib import Path
 
 import httpx
 import pytest
 
 from servd.api.console import FOLDER, files
-from servd.api.request.latency import PHASES
+from servd.api.request.latency import OWN_WORK, PHASES
+from servd.config import flag_of, options_by_name
 from tests.api.harness import MODEL, serve
 
 BROWSER = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
 SOURCES = sorted(path for path in FOLDER.rglob("*") if path.suffix in (".js", ".css", ".html"))
+DOCS = Path(__file__).parents[2] / "docs"
 WAYS_TO_MARKUP = (
     r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser|eval\(|Function\("
 )
@@ -56,13 +59,22 @@ async def test_the_content_security_policy_forbids_everything_else(http: httpx.A
 def test_no_script_makes_markup_of_text_or_keeps_a_key(path):
     text = path.read_text(encoding="utf8")
     assert not re.search(WAYS_TO_MARKUP, text)
-    assert not re.search(r"localStorage|sessionStorage|indexedDB|document\.cookie", text)
+    assert not re.search(r"sessionStorage|indexedDB|document\.cookie", text)
+    assert "localStorage" not in text or path.name == "conversations.js"
     assert max(map(len, text.splitlines())) <= 100
 
 
 def test_every_cause_has_a_name_for_people():
     text = (FOLDER / "timeline.js").read_text(encoding="utf8")
     assert {*re.findall(r"(\w+): \"[A-Z]", text)} == {*PHASES}
+
+
+def test_every_wait_has_a_remedy_whose_flags_and_page_exist():
+    text = (FOLDER / "remedies.js").read_text(encoding="utf8")
+    assert {*re.findall(r"^  (\w+): \[", text, re.M)} >= {*PHASES} - OWN_WORK
+    assert {*re.findall(r"--[a-z-]+[a-z]", text)} <= {*map(flag_of, options_by_name())}
+    for page in re.findall(r"[a-z-]+\.md", text):
+        assert (DOCS / "how-to" / page).exists(), page
 
 
 async def test_a_file_that_the_browser_has_is_not_sent_again(http: httpx.AsyncClient):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from servd.api.engine import peers
 from servd.api.observability.prefix_misses import common_length
-from servd.base.tracing import Mark, StepRecord
+from servd.base.tracing import Mark, StepRecord, now_ns
 from servd.checkpoint.hf import FAKE_SPEC
 from tests.adapters import write_adapter
 from tests.api.harness import ALIAS, Served, events, output_text, serve, until, user
@@ -413,6 +413,40 @@ async def test_a_step_that_two_servers_report_is_listed_once(tmp_path):
         for query, expected in (("", [0, 1, 2, 3]), ("?recent=2", [2, 3])):
             steps = (await servers[0].http.get(f"/v1/steps{query}")).json()["data"]
             assert [step["step"] for step in steps] == expected
+
+
+async def test_tokens_are_counted_by_the_second_and_once_for_all_servers(tmp_path):
+    second = 1_000_000_000
+    async with two(tmp_path) as servers:
+        now = now_ns() // second
+        times = ((300, 5), (100, 3), (20, 4), (20, 2))  # seconds ago, tokens of answers
+        records = [
+            StepRecord(
+                number,
+                (now - ago) * second,
+                collected_ns=(now - ago) * second + second // 2,
+                num_tokens=tokens + 7 + 2,
+                prefills={"a": 7},
+                num_drafts=3,
+                num_accepted=1,
+            )
+            for number, (ago, tokens) in enumerate(times)
+        ]
+        servers[0].async_llm.tracer.stepped(records, None, 0)
+        servers[1].async_llm.tracer.stepped(records[:-1], None, 0)
+        servers[1].async_llm.tracer.stepped([], None, 1)
+        for served in servers:
+            rates = (await served.http.get("/v1/steps?recent=1")).json()["tokens_per_second"]
+            assert len(rates) == 120 and [count for count in rates if count] == [3, 6]
+            assert rates.index(6) - rates.index(3) == 80
+
+
+async def test_a_server_forgets_seconds_in_which_it_generated(served: Served):
+    tracer = served.async_llm.tracer
+    for second in range(1, 400):
+        at_ns = second * 1_000_000_000
+        tracer.stepped([StepRecord(second, at_ns, collected_ns=at_ns, num_tokens=1)], None, 0)
+    assert sorted(tracer.generated) == [*range(280, 400)]
 
 
 async def test_neighbours_and_requests_before_it_have_ids_if_they_are_the_owners(tmp_path):

@@ -1,6 +1,7 @@
 """The console in headless Chromium, with the demo model."""
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import httpx
 import pytest
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.ui import WebDriverWait
 
 from servd.api.request.latency import PHASES
 from servd.checkpoint.hf import DEMO_FOLDER, read_spec
@@ -32,6 +34,12 @@ VIEWS = {
 HOSTILE = "<img src=x onerror=alert(1)><script>alert(1)</script>"
 KEY = "secret-of-the-test"
 NARROW_TOKENS = 1280
+# What scrolls sideways and should not; wide tables and code scroll by themselves.
+OVERFLOWING = """
+const wide = (e) => e.scrollWidth > e.clientWidth + 1;
+return [...document.querySelectorAll("main, .view, .log, .aside, .aside ul, .bottom")].filter(wide)
+  .map((e) => e.className || e.localName);
+"""
 
 
 @pytest.fixture(scope="module")
@@ -235,6 +243,30 @@ def test_every_view_in_every_form(page: Page, server: Server, view: str):
         shown = page.run("return getComputedStyle(document.body).backgroundColor")
         assert (int(shown[4:].partition(",")[0]) < 64) == dark
         assert page.run("return document.documentElement.scrollWidth") <= width
+        assert page.run(OVERFLOWING) == []
+        page.check()
+
+
+@pytest.mark.parametrize("width", [390, 1400])
+def test_nothing_of_a_conversation_or_a_request_overflows(page: Page, server: Server, width: int):
+    page.open()
+    page.wait(".empty")
+    long = "x" * 300
+    said = f"{long}\n\n# {long}\n- `{long}`\n\n```\n{long}\n```\n|{long}|b|\n|-|-|\n|c|d|\n"
+    messages = [{"role": "user", "content": long}, {"role": "assistant", "content": said * 2}]
+    page.run(FILL, {"id": "full", "title": long[:60], "changed": 1, "messages": messages})
+    for dark, view in product(
+        (False, True), ("playground/full", f"requests/{chat(server, 'a', 9)}")
+    ):
+        page.emulate(dark=dark, width=width, height=844)
+        page.open(view)
+        page.wait(".assistant footer, .timeline li")
+        if view == "playground/full" and width == 390:
+            page.click(".aside summary", "Conversations")
+        assert page.run("return document.documentElement.scrollWidth") <= width
+        assert page.run(OVERFLOWING) == []
+        if view == "playground/full":
+            page.wait(".conversations button", "Delete")
         page.check()
 
 
@@ -282,8 +314,10 @@ def test_a_key_is_asked_for_and_forgotten():
             page.ask("hi")
             page.click("footer button", "curl")
             assert "$SERVD_API_KEY" in page.wait("dialog.code pre").text
-            kept = "return JSON.stringify([localStorage, sessionStorage, document.cookie])"
-            assert page.run(kept) == '[{},{},""]'
+            kept = page.run(
+                "return JSON.stringify([localStorage, sessionStorage, document.cookie])"
+            )
+            assert "hi" in kept and KEY not in kept
             assert KEY not in page.run("return document.documentElement.outerHTML")
             page.driver.refresh()
             page.wait("#key input")
@@ -337,3 +371,146 @@ def test_the_page_is_there_at_once_and_small(page: Page):
     print(f"{len(files)} files, {sum(files)} bytes")
     assert min(paints) <= 300 + min(words)
     assert 20_000 < sum(files) <= 200_000
+
+
+# ---- conversations ----
+
+STORED = "return Object.values(localStorage).map(JSON.parse).sort((a, b) => b.changed - a.changed)"
+# Instead of saving a file, keep what would be in it.
+CATCH_DOWNLOADS = """
+window.saved = [];
+const create = URL.createObjectURL;
+URL.createObjectURL = (blob) => (blob.text().then((text) => saved.push(text)), create(blob));
+"""
+FILL = "localStorage.setItem('servd.conversation.full', JSON.stringify(arguments[0]))"
+
+
+def texts(page: Page, selector: str) -> list[str]:
+    return [element.text for element in page.all(selector) if element.is_displayed()]
+
+
+def test_a_message_is_edited_and_what_followed_is_forgotten(page: Page):
+    page.open()
+    page.ask("What is servd?")
+    page.ask("Name three colours.")
+    page.click(".turn.user .actions button", "Edit")  # the first
+    field = page.wait(".edit textarea")
+    assert field.get_property("value") == "What is servd?"
+    field.send_keys(Keys.ESCAPE)
+    assert texts(page, ".turn.user .text") == ["What is servd?", "Name three colours."]
+    page.click(".turn.user .actions button", "Edit")
+    field = page.wait(".edit textarea")
+    field.clear()
+    field.send_keys("Name three colours." + Keys.ENTER)
+    page.wait(".assistant:last-of-type footer")
+    assert texts(page, ".turn.user .text") == ["Name three colours."]
+    [kept] = page.run(STORED)
+    assert [message["role"] for message in kept["messages"]] == ["user", "assistant"]
+    assert kept["messages"][0]["content"] == "Name three colours."
+    page.check()
+
+
+def test_a_conversation_survives_a_reload_and_goes_on(page: Page):
+    page.open()
+    page.wait(".settings [name=system]").send_keys("Be kind.")
+    said = page.ask("What is servd?").find_element("css selector", ".text").text
+    page.driver.refresh()
+    answer = page.wait(".assistant:has(footer) .text")
+    assert answer.text == said
+    assert page.wait(".settings [name=system]").get_property("value") == "Be kind."
+    page.ask("Name three colours.")
+    [kept] = page.run(STORED)
+    assert [message["role"] for message in kept["messages"]] == ["user", "assistant"] * 2
+    assert kept["title"] == "What is servd?"
+    page.click("footer button", "Try again")  # of the first answer
+    page.wait(".assistant:nth-of-type(2) footer", "tokens/s")
+    assert len(page.all(".turn")) == 2
+
+
+def test_conversations_are_listed_renamed_and_deleted(page: Page):
+    page.open()
+    page.ask("What is servd?")
+    page.click("button", "New chat")
+    page.wait(".empty")
+    page.ask("Name three colours.")
+    assert texts(page, ".conversations li a") == ["Name three colours.", "What is servd?"]
+    page.click(".conversations li:nth-child(2) button", "Rename")
+    page.wait(".conversations input").send_keys(HOSTILE + Keys.ENTER)
+    page.click(".conversations li a", "<img")
+    page.wait(".turn.user .text", "What is servd?")
+    page.check()
+    page.driver.refresh()
+    assert page.wait(".conversations [aria-current]").text == HOSTILE[:60]
+    page.wait(".turn.user .text", "What is servd?")
+    page.click(".conversations li:has([aria-current]) button", "Delete")
+    page.click(".conversations li button", "Sure?")
+    page.wait(".empty")
+    assert texts(page, ".conversations li a") == ["Name three colours."]
+    assert len(page.run(STORED)) == 1
+
+
+def test_a_conversation_that_is_deleted_while_its_answer_comes_stays_deleted(page: Page):
+    page.open()
+    page.click("summary", "JSON schema")
+    schema = page.wait(".settings [name=schema]")
+    schema.send_keys('{"type": "array", "items": {"const": 1}, "minItems": 2000}')
+    page.wait(".composer textarea").send_keys("Count." + Keys.ENTER)
+    page.wait(".token")
+    page.click(".conversations li button", "Delete")
+    page.click(".conversations li button", "Sure?")
+    page.wait(".empty")
+    assert page.run(STORED) == []
+
+
+def test_a_conversation_is_exported(page: Page):
+    page.open()
+    page.run(CATCH_DOWNLOADS)
+    page.wait(".settings [name=system]").send_keys("Be kind.")
+    page.ask("What is servd?")
+    page.click(".conversations .actions button", "JSON")
+    page.click(".conversations .actions button", "Markdown")
+    WebDriverWait(page.driver, WAIT_SECONDS, 0.05).until(lambda _: page.run("return saved[1]"))
+    as_json, as_markdown = page.run("return saved")
+    found = json.loads(as_json)
+    assert found["system"] == "Be kind." and found["messages"][0]["content"] == "What is servd?"
+    assert as_markdown.startswith("# What is servd?\n\n## System prompt\n\nBe kind.\n\n## You\n\n")
+    assert found["messages"][1]["content"] in as_markdown
+
+
+def test_full_storage_is_told_and_nothing_is_lost_from_the_page(page: Page):
+    page.open()
+    page.wait(".empty")
+    big = {"id": "full", "title": "big", "changed": 1, "messages": [], "x": "x" * 1_999_800}
+    page.run(FILL, big)
+    page.ask("What is servd?")
+    page.wait(".bottom .problem", "Delete one of them")
+    page.check()
+    page.wait(".assistant .text", "serving")
+    page.click("nav a", "Live")
+    page.click("nav a", "Playground")
+    page.wait(".assistant .text", "serving")
+    page.run("localStorage.clear()")
+    page.ask("Name three colours.")
+    assert not page.wait(".bottom").find_element("css selector", ".problem").is_displayed()
+    [kept] = page.run(STORED)
+    assert len(kept["messages"]) == 4
+
+
+def test_a_remedy_leads_to_its_flag(page: Page, server: Server):
+    with running(server, 600, count=2):
+        request_id = chat(server, "short", 2)
+    page.open(f"requests/{request_id}")
+    page.wait(".timeline .remedy", "docs/how-to/")
+    page.click(".timeline .remedy a", "--max-num-seqs")
+    page.wait(".server details[open] code", "--max-num-seqs")
+    assert page.run("return document.activeElement.id") == "--max-num-seqs"
+
+
+def test_graphs_begin_before_the_page_was_opened(page: Page, server: Server):
+    chat(server, "long", 300)
+    time.sleep(2)
+    page.open("live")
+    page.wait(".panel .chart")
+    points = page.run("return document.querySelector('.chart polyline').getAttribute('points')")
+    heights = [float(point.partition(",")[2]) for point in points.split()]
+    assert len(heights) == 120 and min(heights) < 40

@@ -51,6 +51,7 @@ picker.addEventListener("change", () => {
     root.remove();
     delete shown[name];
   }
+  history.replaceState(null, "", `#/${current}`); // what was open is of the other model
   current = "";
   route();
 });

@@ -1,6 +1,6 @@
 // A chat request as code that people can take away.
 import { needsKey, url } from "./api.js";
-import { button, h } from "./dom.js";
+import { button, copyButton, h } from "./dom.js";
 
 const quoted = (text) => `'${text.replaceAll("'", "'\\''")}'`;
 
@@ -46,15 +46,7 @@ for chunk in stream:
 /** Show code in a dialog, to read and to copy. */
 export function showCode(title, code) {
   const text = h("pre", { tabindex: 0 }, code);
-  const copy = button("Copy", async () => {
-    try {
-      await navigator.clipboard.writeText(code);
-      copy.textContent = "Copied";
-    } catch {
-      getSelection().selectAllChildren(text); // without HTTPS a browser lets no page write
-      copy.textContent = "Selected: press Ctrl+C";
-    }
-  }, { class: "primary", autofocus: true });
+  const copy = copyButton(() => code, text, { class: "primary", autofocus: true });
   const dialog = h("dialog.code", { "aria-label": title, close: () => dialog.remove() },
     h("h2", {}, title), text,
     h("p.actions", {}, button("Close", () => dialog.close()), copy));

@@ -28,6 +28,33 @@ export function svg(name, attributes = {}, ...children) {
 export const button = (label, click, attributes = {}) =>
   h("button", { type: "button", click, ...attributes }, label);
 
+/** Add many children, for which a call has no room. */
+export function fill(element, children) {
+  for (const child of children) element.append(child);
+  return element;
+}
+
+/** A button that copies a text, which `element` shows. */
+export function copyButton(text, element, attributes = {}) {
+  const copy = button("Copy", async () => {
+    try {
+      await navigator.clipboard.writeText(text());
+      copy.textContent = "Copied";
+    } catch {
+      getSelection().selectAllChildren(element); // without HTTPS a browser lets no page write
+      copy.textContent = "Selected: press Ctrl+C";
+    }
+  }, attributes);
+  return copy;
+}
+
+/** Have the browser save a text as a file. */
+export function download(name, text) {
+  const link = h("a", { href: URL.createObjectURL(new Blob([text])), download: name });
+  link.click();
+  URL.revokeObjectURL(link.href);
+}
+
 const plain = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 
 export const count = (n) => (n == null ? "–" : plain.format(n));

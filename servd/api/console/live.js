@@ -25,14 +25,12 @@ export default function live(root) {
       };
     }));
   let timer = null;
-  let numSteps = 1000; // at first: what happened before the page was opened
 
   async function poll() {
     clearTimeout(timer);
     try {
       if (!document.hidden) {
-        const sample = await take(numSteps);
-        numSteps = SHOWN_STEPS;
+        const sample = await take();
         await Promise.all((await panels).map((draw) => draw(sample)));
       }
       problem.hidden = true;
@@ -46,17 +44,16 @@ export default function live(root) {
   return { show: poll, hide: () => clearTimeout(timer) };
 }
 
-async function take(numSteps) {
+async function take() {
   const [text, steps, requests, health] = await Promise.all([
     send("metrics", { accept: "text/plain" }).then((response) => response.text()),
-    json(`v1/steps?recent=${numSteps}`),
+    json(`v1/steps?recent=${SHOWN_STEPS}`),
     json("v1/requests?recent=50"), json("health", { also: [503] })]);
   const running = requests.data.filter((request) => request.status === "running")
     .sort((a, b) => b.wall_ms - a.wall_ms);
   const ended = requests.data.filter((request) => request.status !== "running");
-  return { metrics: new Metrics(text), steps: steps.data.slice(-SHOWN_STEPS), past: steps, health,
-    requests: running, ended,
-    seconds: performance.now() / 1000 };
+  return { metrics: new Metrics(text), steps: steps.data, rates: steps.tokens_per_second, health,
+    requests: running, ended, seconds: performance.now() / 1000 };
 }
 
 /** The lines of Prometheus' text: name{labels} value. */

@@ -1,57 +1,127 @@
 // A conversation with the model.
+import { Answer } from "./answer.js";
 import { chosenModel, events, json } from "./api.js";
-import { curl, python, showCode } from "./code.js";
-import { button, counted, h, problem, short, span } from "./dom.js";
+import { conversationList, load, save, titleOf } from "./conversations.js";
+import { button, h, problem } from "./dom.js";
 import { requestBody, settingsForm } from "./settings.js";
-import { timeline } from "./timeline.js";
-import { explainTokens, tokenWriter } from "./tokens.js";
 
 const IDEAS = ["What is servd?", "Name three colours.", "Write a haiku about a library."];
 
+/** `messages` are as the API takes them. */
+const newConversation = () => ({ id: Date.now().toString(36), title: "New chat", messages: [] });
+
 export default function playground(root) {
-  const messages = []; // as the API takes them
-  let form, running = null; // an AbortController while an answer comes
+  let conversation = newConversation();
+  let turns = []; // what is shown: the number of a message, and an element
+  let form;
+  let running = null; // an AbortController while an answer comes
+  let answering = Promise.resolve(); // until that has ended
   const log = h("div.log", { role: "log", "aria-label": "Conversation" });
   const input = h("textarea", {
-    rows: 1, placeholder: "Write a message", "aria-label": "Message", keydown: onKey,
+    rows: 1, placeholder: "Write a message", "aria-label": "Message",
+    keydown: onEnter(() => running || onSend()),
   });
   const sendButton = button("Send", onSend, { class: "primary" });
   const composer = h("div.composer", {}, input, sendButton);
-  const aside = h("details.aside", {}, h("summary", {}, "Settings"));
+  const notKept = h("p.problem", { role: "alert", hidden: true });
+  const list = conversationList(() => conversation, (id) => id === conversation.id && clear());
+  const settings = h("details", {}, h("summary", {}, "Settings"));
+  const kept = h("details", {}, h("summary", {}, "Conversations"), list.root);
   const restart = button("New chat", clear, { class: "quiet" });
-  root.append(h("div.chat", {}, log, h("div.bottom", {}, composer,
-    h("p.hint", {}, "Enter sends, Shift + Enter begins a new line, Esc stops. ", restart))), aside);
+  root.append(h("div.chat", {}, log, h("div.bottom", {}, notKept, composer, h("p.hint", {},
+    "Enter sends, Shift + Enter begins a new line, Esc stops. ", restart))),
+  h("div.aside", {}, kept, settings));
   const wide = matchMedia("(min-width: 60rem)");
-  wide.addEventListener("change", () => (aside.open = wide.matches));
-  aside.open = wide.matches;
-  begin();
+  const unfold = () => (kept.open = settings.open = wide.matches);
+  wide.addEventListener("change", unfold);
+  unfold();
+  const begun = begin();
 
   async function begin() {
     try {
       const { data } = await json("v1/models");
       form = settingsForm(chosenModel() ? [chosenModel()] : data.map((model) => model.id));
-      aside.append(form);
-      clear();
+      settings.append(form);
+      showConversation();
     } catch (error) {
       log.replaceChildren(problem(error));
     }
   }
 
-  function clear() {
+  async function stop() {
     running?.abort();
-    messages.length = 0;
-    const ideas = IDEAS.map((idea) => button(idea, () => ask(idea)));
-    log.replaceChildren(h("div.empty", {}, h("h2", {}, form.elements.model.value),
-      h("p", {}, "Ask something. Point at a word of the answer to see how sure the model was."),
-      h("p.ideas", {}, ideas)));
+    await answering;
+  }
+
+  async function clear() {
+    await stop();
+    conversation = newConversation();
+    history.replaceState(null, "", "#/playground");
+    if (form) showConversation();
+  }
+
+  /** Show the one that is kept as this; without, stay where we are. */
+  async function open(id) {
+    await begun;
+    if (form && id && id !== conversation.id) {
+      await stop();
+      conversation = load(id) ?? newConversation();
+      form.elements.system.value = conversation.system ?? form.elements.system.value;
+      showConversation();
+    }
+    if (conversation.messages.length) addressIt();
     input.focus();
   }
 
-  function onKey(event) {
-    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
-      event.preventDefault();
-      if (!running) onSend();
+  const addressIt = () => history.replaceState(null, "", `#/playground/${conversation.id}`);
+
+  function showConversation() {
+    turns = [];
+    const { messages, model } = conversation;
+    const ideas = IDEAS.map((idea) => button(idea, () => ask(idea)));
+    log.replaceChildren(messages.length ? "" : h("div.empty", {},
+      h("h2", {}, form.elements.model.value),
+      h("p", {}, "Ask something. Point at a word of the answer to see how sure the model was."),
+      h("p.ideas", {}, ideas)));
+    messages.forEach((message, i) => {
+      if (message.role === "user") addTurn(i, userTurn(message.content, i));
+      if (message.role !== "assistant") return;
+      const answer = Answer.from(model ?? "Answer", message);
+      addTurn(i, answer.root);
+      const next = messages.findIndex(({ role }, j) => j > i && role !== "tool");
+      close(answer, i, messages.slice(i + 1, next < 0 ? messages.length : next));
+    });
+    log.scrollTop = log.scrollHeight;
+    list.draw();
+    notKept.hidden = true;
+    input.focus();
+  }
+
+  function addTurn(index, element) {
+    turns.push({ index, element });
+    log.append(element);
+  }
+
+  /** Forget a message and all after it. */
+  async function cut(index) {
+    await stop();
+    while (turns.at(-1)?.index >= index) turns.pop().element.remove();
+    conversation.messages.length = index;
+  }
+
+  function keep() {
+    conversation.changed = Date.now();
+    conversation.model = form.elements.model.value;
+    conversation.system = form.elements.system.value;
+    try {
+      save(conversation);
+      addressIt();
+      notKept.hidden = true;
+    } catch (error) {
+      notKept.textContent = error.message;
+      notKept.hidden = false;
     }
+    list.draw();
   }
 
   root.addEventListener("keydown", (event) => event.key === "Escape" && running?.abort());
@@ -66,29 +136,64 @@ export default function playground(root) {
   }
 
   function ask(text) {
-    if (!messages.length) log.replaceChildren();
+    const { messages } = conversation;
+    if (!messages.length) {
+      log.replaceChildren();
+      conversation.title = titleOf(text);
+    }
     messages.push({ role: "user", content: text });
-    log.append(h("article.turn.user", {}, h("h2", {}, "You"), h("div.text", {}, text)));
-    return answer();
+    addTurn(messages.length - 1, userTurn(text, messages.length - 1));
+    keep();
+    return (answering = answer());
+  }
+
+  /** What the user wrote; to edit it is to ask again from there. */
+  function userTurn(text, index) {
+    const body = h("div.text", {}, text);
+    const edit = button("Edit", () => {
+      const field = h("textarea", { "aria-label": "Edit the message",
+        keydown: onEnter(() => editor.requestSubmit()) });
+      const leave = (event) => {
+        event?.stopPropagation();
+        editor.replaceWith(body);
+        edit.hidden = false;
+      };
+      const editor = h("form.edit", {
+        submit: async (event) => {
+          event.preventDefault();
+          if (!field.value.trim()) return;
+          await cut(index);
+          ask(field.value);
+        },
+        keydown: (event) => event.key === "Escape" && leave(event),
+      }, field, h("p.actions", {}, button("Cancel", leave), h("button.primary", {}, "Ask again")));
+      field.value = text;
+      body.replaceWith(editor);
+      edit.hidden = true;
+      field.focus();
+    }, { class: "quiet" });
+    return h("article.turn.user", {}, h("h2", {}, "You"), body, h("p.actions", {}, edit));
   }
 
   /** Have the conversation continued by the model. */
   async function answer() {
-    const turn = new Answer(form.elements.model.value);
-    log.append(turn.root);
+    const { messages } = conversation;
     const isAtEnd = () => log.scrollHeight - log.scrollTop - log.clientHeight < 80;
     const follow = () => (log.scrollTop = log.scrollHeight);
+    const turn = new Answer(form.elements.model.value, (draw) => {
+      const stays = isAtEnd();
+      draw();
+      if (stays) follow();
+    });
+    addTurn(messages.length, turn.root);
     follow();
     running = new AbortController();
     sendButton.textContent = "Stop";
     log.setAttribute("aria-busy", "true");
-    const before = messages.length;
     try {
       turn.body = requestBody(form, messages);
       for await (const event of events("v1/chat/completions", turn.body, running.signal)) {
-        const stays = isAtEnd();
         turn.add(event);
-        if (stays) follow();
       }
     } catch (error) {
       if (error.name === "AbortError") turn.finish = "stopped by you";
@@ -99,131 +204,31 @@ export default function playground(root) {
       log.removeAttribute("aria-busy");
     }
     messages.push(turn.message());
-    const again = () => {
-      messages.length = before;
-      while (log.lastElementChild !== turn.root) log.lastElementChild.remove();
-      turn.root.remove();
-      answer();
-    };
-    turn.close(again, (results) => {
-      messages.push(...results);
-      answer();
-    });
+    close(turn, messages.length - 1);
+    keep();
     follow();
     input.focus();
   }
 
-  return { show: () => input.focus() };
+  function close(turn, index, results) {
+    const again = async () => {
+      await cut(index);
+      answering = answer();
+    };
+    turn.close(again, (given) => {
+      conversation.messages.push(...given);
+      answering = answer();
+    }, results);
+  }
+
+  return { show: open };
 }
 
-/** One answer of the model, while it comes and afterwards. */
-class Answer {
-  constructor(model) {
-    this.text = h("div.text");
-    this.root = h("article.turn.assistant", {}, h("h2", {}, model), this.text);
-    this.content = "";
-    this.calls = [];
-    this.began = performance.now();
-    this.write = tokenWriter();
-    explainTokens(this.text);
-  }
-
-  /** Take in a chunk of the stream. */
-  add({ id, choices, usage }) {
-    this.id = id;
-    this.usage = usage ?? this.usage;
-    if (!choices.length) return;
-    const [{ delta, logprobs, finish_reason: finish }] = choices;
-    this.finish = finish ?? this.finish;
-    const reasoning = delta.reasoning_content ?? delta.reasoning;
-    const text = delta.content ?? "";
-    if (reasoning || text || delta.tool_calls) this.first ??= performance.now();
-    if (reasoning) this.reasoning().append(reasoning);
-    this.content += text;
-    if (text && logprobs?.content) this.text.append(...this.write(text, logprobs.content));
-    else this.text.append(text);
-    for (const part of delta.tool_calls ?? []) {
-      const call = (this.calls[part.index] ??= { name: "", arguments: "" });
-      call.id = part.id ?? call.id;
-      call.name += part.function?.name ?? "";
-      call.arguments += part.function?.arguments ?? "";
-    }
-  }
-
-  reasoning() {
-    this.aside ??= h("div.text");
-    if (!this.aside.isConnected) {
-      const head = h("summary", {}, "Reasoning");
-      this.text.before(h("details.reasoning", { open: true }, head, this.aside));
-    }
-    return this.aside;
-  }
-
-  /** What the model said, for the requests that follow. */
-  message() {
-    const calls = this.calls.map((call) => ({
-      id: call.id, type: "function", function: { name: call.name, arguments: call.arguments },
-    }));
-    const message = { role: "assistant", content: this.content };
-    return calls.length ? { ...message, tool_calls: calls } : message;
-  }
-
-  /** The answer has ended: show its figures, and what can be done with it. */
-  close(again, goOn) {
-    const token = this.text.querySelector(".token");
-    if (token) {
-      token.tabIndex = 0;
-      this.text.setAttribute("role", "group");
-      this.text.setAttribute("aria-label", "Answer; arrow keys go through its tokens");
-    }
-    if (this.calls.length) this.root.append(this.callForm(goOn));
-    const place = h("div");
-    const actions = [button("Try again", again)];
-    if (this.body) {
-      actions.push(button("curl", () => showCode("This request with curl", curl(this.body))));
-      actions.push(button("Python", () => showCode("This request in Python", python(this.body))));
-    }
-    if (this.id) {
-      const toggle = button("Timeline", async () => {
-        const opens = toggle.getAttribute("aria-expanded") !== "true";
-        toggle.setAttribute("aria-expanded", opens);
-        place.replaceChildren(opens ? await timeline(this.id).catch(problem) : "");
-      }, { "aria-expanded": "false" });
-      actions.unshift(toggle);
-    }
-    const figures = h("p", {}, this.figures());
-    this.root.append(h("footer", {}, figures, h("p.actions", {}, actions)), place);
-  }
-
-  figures() {
-    const tokens = this.usage?.completion_tokens;
-    const cached = this.usage?.prompt_tokens_details?.cached_tokens;
-    const figures = [];
-    if (this.first) figures.push(`first token after ${span(this.first - this.began)}`);
-    if (tokens) figures.unshift(counted(tokens, "token"));
-    const seconds = (performance.now() - this.first) / 1000;
-    if (tokens > 1) figures.push(`${short((tokens - 1) / seconds)} tokens/s`);
-    if (this.usage) figures.push(`prompt ${counted(this.usage.prompt_tokens, "token")}` +
-      (cached ? `, ${cached} of them cached` : ""));
-    if (this.finish && this.finish !== "stop") {
-      figures.push(this.finish === "length" ? "cut off: longest answer reached" : this.finish);
-    }
-    return figures.join(" · ");
-  }
-
-  /** The calls that the model makes, and fields for what they return. */
-  callForm(goOn) {
-    const results = this.calls.map(() => h("textarea", { rows: 2, required: true }));
-    return h("form.calls", { submit: (event) => {
-      event.preventDefault();
-      event.target.querySelector("button").remove();
-      goOn(this.calls.map((call, i) => ({
-        role: "tool", tool_call_id: call.id, content: results[i].value,
-      })));
-    } },
-      this.calls.map((call, i) => h("div.call", {},
-        h("code", {}, `${call.name}(${call.arguments})`),
-        h("label", {}, "What it returns", results[i]))),
-      h("button.primary", {}, this.calls.length > 1 ? "Send the results" : "Send the result"));
-  }
+/** A listener that does something at Enter, but not within a word that is being put together. */
+function onEnter(act) {
+  return (event) => {
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+    event.preventDefault();
+    act();
+  };
 }

@@ -7,16 +7,26 @@ const SOURCES = { decided: "Decided by servd", given: "Given at the start", defa
 
 export default function server(root) {
   return {
-    async show() {
+    /** `flag` is the option to point at. */
+    async show(flag) {
       try {
         const [info, health] = await Promise.all([
           json("server_info"), json("health", { also: [503] })]);
         root.replaceChildren(h("div.page", {}, ...parts(info, health)));
+        if (flag) pointAt(flag);
       } catch (error) {
         root.replaceChildren(problem(error));
       }
     },
   };
+}
+
+function pointAt(flag) {
+  const place = document.getElementById(flag);
+  if (!place) return;
+  place.closest("details").open = true;
+  place.focus();
+  place.scrollIntoView({ block: "center" });
 }
 
 function parts(info, health) {
@@ -26,7 +36,7 @@ function parts(info, health) {
     const changed = options.filter((option) => option.source !== "default").length;
     return h("details", {}, h("summary", {}, section,
       h("span.hint", {}, ` ${options.length} options, ${changed} not at their default`)),
-    optionTable(section, options));
+    optionTable(section, options, true));
   });
   return [
     h("h2", {}, info.model[0]),
@@ -88,7 +98,8 @@ function written(value) {
   return typeof value === "object" ? JSON.stringify(value) : String(value);
 }
 
-const optionTable = (label, options) => table(label, ["Option", "Value", "Why"],
+const optionTable = (label, options, isTarget = false) => table(label, ["Option", "Value", "Why"],
   options.map(({ flag, value, source, why, about }) => [
-    h("code", { title: about }, flag), h("code", {}, written(value)),
+    h("code", { title: about, id: isTarget && flag, tabindex: isTarget && -1 }, flag),
+    h("code", {}, written(value)),
     why ?? h("span", {}, `${SOURCES[source]}. `, h("span.hint", {}, about))]));

@@ -1,6 +1,7 @@
 // Where the time of one request went, drawn: a row for each phase.
 import { json } from "./api.js";
-import { button, count, counted, h, short, span, table } from "./dom.js";
+import { button, count, counted, download, h, short, span, table } from "./dom.js";
+import { remedy } from "./remedies.js";
 
 const OWN = {
   parse: "Reading the request", template: "Chat template", tokenise: "Text to tokens",
@@ -19,6 +20,9 @@ const WAITS = {
   slow_reader: "Client reads slowly", unaccounted: "Unaccounted",
 };
 const COMPUTES = ["prefill", "decode"];
+// Shares of the time of a request from which on there is a remedy beside a phase.
+const LONG_WAIT = 0.05;
+const LONG_WORK = 0.5;
 
 /** What a phase is called. */
 export const phaseName = (phase) => OWN[phase] ?? WAITS[phase] ?? phase;
@@ -34,10 +38,7 @@ export async function timeline(id, full = false) {
   return h("div.timeline", {}, parts);
 
   async function save() {
-    const trace = JSON.stringify(await json(`${path}?format=perfetto`));
-    const link = h("a", { href: URL.createObjectURL(new Blob([trace])), download: `${id}.json` });
-    link.click();
-    URL.revokeObjectURL(link.href);
+    download(`${id}.json`, JSON.stringify(await json(`${path}?format=perfetto`)));
   }
 }
 
@@ -50,8 +51,9 @@ function waterfall({ wall_ms: wall, phases, spans }) {
   return [h("ol", {}, rows.map(({ phase, ms, share, meaning }) => {
     const kind = COMPUTES.includes(phase) ? "computes" : phase in OWN ? "works" : "waits";
     const own = spans.filter((part) => part.phase === phase);
+    const isLong = share >= (kind === "waits" ? LONG_WAIT : LONG_WORK);
     return bar(kind, phaseName(phase), own.map((part) => [part.begin_ms, part.end_ms]), wall, ms,
-      meaning, kind === "waits" && share >= 0.05 && h("span.hint", {}, meaning));
+      meaning, kind === "waits" && isLong && h("span.hint", {}, meaning), isLong && remedy(phase));
   })), rest && h("p.hint", {}, `Too short to draw: ${rest}.`)];
 }
 

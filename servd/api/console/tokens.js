@@ -6,21 +6,47 @@ const SHOWN = new WeakMap(); // element of a token -> its entry in `logprobs`
 const card = h("div.alternatives", { id: "alternatives", role: "tooltip", hidden: true });
 document.body.append(card);
 
-/** Makes elements of the tokens of one text; a character may be spread over several tokens. */
-export function tokenWriter() {
-  const decoder = new TextDecoder();
-  return (text, entries) => {
+/** The tokens of one text, which are drawn in pieces; a character may be spread over several. */
+export class Tokens {
+  decoder = new TextDecoder();
+  ends = []; // in the text
+  entries = []; // of `logprobs`; undefined without
+
+  add(text, entries = []) {
     const parts = entries.map((entry) => entry.bytes
-      ? decoder.decode(Uint8Array.from(entry.bytes), { stream: true }) : entry.token);
+      ? this.decoder.decode(Uint8Array.from(entry.bytes), { stream: true }) : entry.token);
     // What was held back or cut out between tokens and text: one element for all of them.
-    if (parts.join("") !== text) return text ? [element(text, entries.at(-1))] : [];
-    return entries.map((entry, i) => element(parts[i], entry)).filter((token) => token.textContent);
-  };
+    if (parts.join("") !== text) this.#push(text, entries.at(-1));
+    else parts.forEach((part, i) => this.#push(part, entries[i]));
+  }
+
+  #push(text, entry) {
+    if (!text) return;
+    this.ends.push((this.ends.at(-1) ?? 0) + text.length);
+    this.entries.push(entry);
+  }
+
+  /** The nodes of a piece of the text, which is there at `at`. */
+  write(text, at) {
+    const nodes = [];
+    let low = 0;
+    for (let high = this.ends.length; low < high;) {
+      const middle = (low + high) >> 1;
+      if (this.ends[middle] > at) high = middle;
+      else low = middle + 1;
+    }
+    for (let from = 0; from < text.length; low++) {
+      const to = (this.ends[low] ?? Infinity) - at;
+      const piece = text.slice(from, to);
+      nodes.push(this.entries[low] ? element(piece, this.entries[low]) : piece);
+      from = to;
+    }
+    return nodes;
+  }
 }
 
 function element(text, entry) {
   const token = h("span.token", { tabindex: -1 }, text);
-  if (!entry) return token;
   SHOWN.set(token, entry);
   token.style.setProperty("--doubt", (1 - Math.exp(entry.logprob)).toFixed(3));
   return token;

@@ -7,6 +7,7 @@ connection, and so is its reply. A peer that does not reply in time is left out.
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -76,14 +77,15 @@ class FindTimeline(msgspec.Struct, tag=True):
 
 
 class ListSteps(msgspec.Struct, tag=True):
-    """A query for the latest steps of each engine, in order."""
+    """A query for the latest steps of each engine, in order, and the tokens of each second."""
 
-    reply: ClassVar[Any] = list[StepRecord]
+    reply: ClassVar[Any] = tuple[list[StepRecord], dict[int, int]]
     count: int
 
-    async def answer(self, async_llm: AsyncLLM) -> list[StepRecord]:
+    async def answer(self, async_llm: AsyncLLM) -> tuple[list[StepRecord], dict[int, int]]:
         tracer = async_llm.tracer
-        return [step for each in [*tracer.steps] for step in tracer.latest_steps(self.count, each)]
+        steps = [step for each in [*tracer.steps] for step in tracer.latest_steps(self.count, each)]
+        return steps, tracer.generated
 
 
 class WriteMetrics(msgspec.Struct, tag=True):
@@ -130,10 +132,13 @@ class PeerServers:
             return own
         return next(filter(None, await self.ask_peers(query)), None)
 
-    async def list_steps(self, query: ListSteps) -> list[StepRecord]:
-        steps = chain(await query.answer(self.async_llm), *await self.ask_peers(query))
-        by_start = {(step.started_ns, step.engine): step for step in steps}
-        return [by_start[start] for start in sorted(by_start)][-query.count :]
+    async def list_steps(self, query: ListSteps) -> tuple[list[StepRecord], Counter[int]]:
+        by_start: dict[tuple[int, int], StepRecord] = {}
+        generated = Counter[int]()
+        for steps, counts in [await query.answer(self.async_llm), *await self.ask_peers(query)]:
+            by_start |= {(step.started_ns, step.engine): step for step in steps}
+            generated |= Counter(counts)  # the larger count: servers report the same steps
+        return [by_start[start] for start in sorted(by_start)][-query.count :], generated
 
     async def ask_peers(self, query: Query) -> list[Any]:
         """Return the replies of all peers that answer in time."""

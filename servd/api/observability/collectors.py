@@ -67,9 +67,8 @@ class EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         families = {name: GaugeMetricFamily(name, text) for name, text in GAUGES.items()}
-        restarts = CounterMetricFamily(
-            "servd:engine_restarts", "Restarts of an engine that died or hung."
-        )
+        text = "Restarts of an engine that died or hung."
+        restarts = CounterMetricFamily("servd:engine_restarts", text)
         for rank, state in self.states.items():
             labels = {"model_name": self.model_name, "engine": str(rank)}
             for name, value, own in state.samples():

@@ -233,15 +233,8 @@ class Metrics(Observer):
         self.state.stats = stats
         self._note_steps(filter(None, stats.step_tokens))
         # Most steps have nothing else to count, and calls of the library are slow.
-        looked_up = stats.prefix_cache_queries
-        failed = stats.num_failed
-        if (
-            looked_up
-            or failed
-            or stats.num_preemptions
-            or stats.drafts.num_drafts
-            or stats.kv_stores
-        ):
+        counts = (stats.prefix_cache_queries, stats.num_failed, stats.num_preemptions)
+        if any(counts) or stats.drafts.num_drafts or stats.kv_stores:
             self._count(stats)
         for block in stats.evictions:
             for name, times in (
@@ -309,12 +302,11 @@ class Metrics(Observer):
         if reason in (FinishReason.ABORT, FinishReason.ERROR):
             return  # their times do not measure the engine
         marks = {"finished": now_ns, **choice.marks}  # a stop string ends it here
+        num_computed = choice.num_prompt_tokens - choice.num_cached_tokens
         values = {
             "vllm:e2e_request_latency_seconds": (now_ns - choice.arrival_ns) / SECOND,
             "vllm:request_prompt_tokens": choice.num_prompt_tokens,
-            "vllm:request_prefill_kv_computed_tokens": (
-                choice.num_prompt_tokens - choice.num_cached_tokens
-            ),
+            "vllm:request_prefill_kv_computed_tokens": num_computed,
             "vllm:request_generation_tokens": choice.num_tokens,
             "vllm:request_num_preemptions": choice.num_preemptions,
         }

@@ -18,10 +18,7 @@ MAX_SUMMARY_MARKS = 20_000  # of a running request; more (a beam search) would s
 QUEUES = ("queue_slots", "queue_blocks", "queue_budget", "queue_adapters")  # phases
 FAILED = ("abort", "error", "refused")  # outcomes
 # Fields that are shown as they are.
-OF_TIMELINE = (
-    *("route", "model", "owner"),
-    *("num_prompt_tokens", "num_cached_tokens", "num_output_tokens"),
-)
+OF_TIMELINE = "route model owner num_prompt_tokens num_cached_tokens num_output_tokens".split()
 OF_STEP = {*shapes.TimelineStep.__struct_fields__} & {*StepRecord.__struct_fields__}
 
 
@@ -179,11 +176,8 @@ def server_timing(prompts: Iterable[Timeline]) -> str:
 
 def render_trace(timeline: shapes.RequestTimeline) -> dict[str, Any]:
     """Return the timeline in Chrome's trace-event format, which ui.perfetto.dev displays."""
-    rows: list[tuple[int, str, Any, Any]] = []
-    for span in timeline.spans:
-        rows.append((1, span.phase, span, {"meaning": PHASES[span.phase]}))
-    for step in timeline.steps:
-        rows.append((2, f"step {step.step}", step, to_builtins(step)))
+    rows: list[Any] = [(1, s.phase, s, {"meaning": PHASES[s.phase]}) for s in timeline.spans]
+    rows += [(2, f"step {step.step}", step, to_builtins(step)) for step in timeline.steps]
     events: list[dict[str, Any]] = [
         {"ph": "M", "pid": 1, "tid": thread, "name": "thread_name", "args": {"name": name}}
         for thread, name in ((1, timeline.id), (2, "engine steps"))

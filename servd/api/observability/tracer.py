@@ -2,7 +2,7 @@
 
 from array import array
 from bisect import bisect_left
-from collections import OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -12,7 +12,7 @@ from operator import attrgetter
 import msgspec
 
 from servd.api.request.choice import NO_TOKENS
-from servd.api.request.latency import Breakdown, break_down
+from servd.api.request.latency import Breakdown, break_down, step_times
 from servd.api.request.request_state import Observer, RequestState, Timeline
 from servd.base.tracing import Mark, StepRecord, now_ns
 from servd.messages.stats import SchedulerStats
@@ -22,6 +22,8 @@ MAX_BYTES = 32_000_000  # of the marks and prompts of these
 MAX_SLOWEST = 32  # each with its breakdown of up to 300 KB
 MAX_SLOW_MARKS = 6_000  # of each of these
 MAX_STEPS = 8192  # about 700 bytes each
+SECOND = 1_000_000_000
+MAX_SECONDS = 120  # in which tokens were generated
 STEPS_PER_LOOK = 1024  # steps between two searches for slow requests with aging steps
 STEPS_BEFORE = 256  # steps before a request, from which its usual step times are computed
 BY_TIME = attrgetter("at_ns")
@@ -66,6 +68,7 @@ class Tracer(Observer):
         self.recent: OrderedDict[str, Timeline] = OrderedDict()  # finished requests, newest last
         self.slowest: dict[str, Timeline] = {}
         self.steps = defaultdict[int, deque[StepRecord]](partial(deque, maxlen=MAX_STEPS))
+        self.generated = Counter[int]()  # tokens of all engines by the second of `now_ns`
         self._fastest_ns = -1  # the fastest of `slowest`, once it is full
         self._num_bytes = 0  # in `recent`
         self._thread = ThreadPoolExecutor(1, "latency")
@@ -77,8 +80,11 @@ class Tracer(Observer):
             state.reads_prompt = state.params.prompt_logprobs is not None
 
     def stepped(self, steps: Sequence[StepRecord], stats: SchedulerStats | None, rank: int) -> None:
-        for step in steps if rank else ():
+        for _, end_ns, step, num_extra in step_times(steps):
             step.engine = rank
+            self.generated[end_ns // SECOND] += step.num_tokens - num_extra
+        while len(self.generated) > MAX_SECONDS:
+            del self.generated[min(self.generated)]
         kept = self.steps[rank]
         kept.extend(steps)
         if steps and steps[-1].step % STEPS_PER_LOOK < len(steps) and len(kept) == MAX_STEPS:

@@ -11,6 +11,7 @@ from servd.api.context import context_of, json_response
 from servd.api.engine.peers import CHARS_PER_STEP, FindTimeline, ListRequests, ListSteps
 from servd.api.http.route import PathPart, Route
 from servd.api.observability.rendering import render_steps, render_trace
+from servd.api.observability.tracer import MAX_SECONDS, SECOND
 from servd.api.protocol.requests import RequestList, RequestTimeline, StepList
 from servd.base.errors import NotFound
 from servd.base.tracing import now_ns
@@ -57,8 +58,10 @@ async def request_timeline(
 async def list_steps(
     request: Request, recent: Annotated[int, Query(ge=1, le=MAX_STEPS_LISTED)] = 100
 ) -> Response:
-    """List the engine's latest steps."""
-    steps = await context_of(request).peers.list_steps(ListSteps(recent))
+    """List the engine's latest steps, and the tokens generated in each of the last seconds."""
+    steps, generated = await context_of(request).peers.list_steps(ListSteps(recent))
     size = CHARS_PER_STEP * len(steps)
     data = await call_of(request).run_in_thread(size, lambda: render_steps(steps, 0))
-    return json_response(StepList(data, round(now_ns() / 1e6, 3)))
+    at_ns = now_ns()
+    per_second = [generated[at_ns // SECOND - ago] for ago in range(MAX_SECONDS, 0, -1)]
+    return json_response(StepList(data, round(at_ns / 1e6, 3), per_second))
