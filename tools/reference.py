@@ -172,9 +172,9 @@ def metrics_page() -> str:
     rows = [(name, "gauge", text) for name, text in metric_names.GAUGES.items()]
     for name, text in metric_names.COUNTERS.items():
         rows.append((name, "counter", text))
-    for name, (text, labels) in metric_names.LABELLED.items():
-        shown = ", ".join(f"`{label}`" for label in labels)
-        rows.append((name, "counter", f"{text.rstrip('.')}, by {shown}."))
+    for name, family in metric_names.LABELLED.items():
+        shown = ", ".join(f"`{label}`" for label in family.labels)
+        rows.append((name, "counter", f"{family.text.rstrip('.')}, by {shown}."))
     for name, (text, _) in metric_names.HISTOGRAMS.items():
         rows.append((name, "histogram", text))
     table = [f"| `{name}` | {kind} | {text} |\n" for name, kind, text in rows + OTHER_METRICS]

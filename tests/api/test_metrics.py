@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
-from servd.api.observability.metric_names import ITL_BUCKETS
+from servd.api.observability.metric_names import BUCKETS, LABELLED
 from servd.api.observability.metrics import Metrics, TalliedHistogram
 from servd.api.request.choice import Choice
 from servd.base.tracing import Mark
@@ -218,12 +218,16 @@ def test_cached_prompt_tokens_count_once():
     assert value(metrics, "prompt_tokens_by_source_total", source="local_compute") == 3
 
 
-@given(st.lists(st.lists(st.one_of(st.floats(0, 100), st.sampled_from(ITL_BUCKETS)))))
+def test_every_end_of_a_request_has_its_counter():
+    assert LABELLED["vllm:request_success"].labels["finished_reason"] == [*FinishReason]
+
+
+@given(st.lists(st.lists(st.one_of(st.floats(0, 100), st.sampled_from(BUCKETS["itl"])))))
 def test_values_handed_on_together_are_counted_as_one_by_one(batches: list[list[float]]):
     registry = CollectorRegistry()
-    histogram = Histogram("tallied", "", buckets=ITL_BUCKETS, registry=registry)
-    tallied = TalliedHistogram(histogram, ITL_BUCKETS)
-    plain = Histogram("plain", "", buckets=ITL_BUCKETS, registry=registry)
+    histogram = Histogram("tallied", "", buckets=BUCKETS["itl"], registry=registry)
+    tallied = TalliedHistogram(histogram, BUCKETS["itl"])
+    plain = Histogram("plain", "", buckets=BUCKETS["itl"], registry=registry)
     for batch in batches:
         tallied.values.extend(batch)
         for each in batch:

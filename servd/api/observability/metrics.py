@@ -85,8 +85,8 @@ class Families:
             for name, text in names.COUNTERS.items()
         }
         self.labelled = {
-            name: Counter(name, text, [*labels, *own], registry=registry)
-            for name, (text, own) in names.LABELLED.items()
+            name: Counter(name, family.text, [*labels, *family.labels], registry=registry)
+            for name, family in names.LABELLED.items()
         }
         self.bounds = {name: own or lengths for name, (_, own) in names.HISTOGRAMS.items()}
         self.histograms = {
@@ -104,7 +104,7 @@ class Families:
             "http_request_duration_seconds",
             "Seconds from the headers of a request to the end of its response.",
             ["handler", "method"],
-            buckets=names.HTTP_BUCKETS,
+            buckets=names.BUCKETS["http"],
             registry=registry,
         )
         # Seconds of responses not yet in these two, by the labels of the first.
@@ -114,7 +114,7 @@ class Families:
             "vllm:sleep_mode_operation_duration_seconds",
             "Seconds from a request to sleep or wake up to its response.",
             ["operation"],
-            buckets=names.SLEEP_BUCKETS,
+            buckets=names.BUCKETS["sleep"],
             registry=registry,
         )
         self.sleeping = Gauge(
@@ -168,7 +168,7 @@ class Metrics(Observer):
         self.labelled = {
             (name, *own): family.labels(*labels.values(), *own)
             for name, family in families.labelled.items()
-            for own in product(*names.LABELLED[name][1].values())
+            for own in product(*names.LABELLED[name].labels.values())
         }
         self._gaps = self.histograms["vllm:inter_token_latency_seconds"]
         self._note_gap = self._gaps.values.append
