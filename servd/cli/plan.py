@@ -1,4 +1,4 @@
-"""Show what memory a model needs on this machine, and what fits, without loading its weights."""
+"""Show what memory a model needs on this machine, and what fits."""
 
 from __future__ import annotations
 

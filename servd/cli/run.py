@@ -1,4 +1,4 @@
-"""Chat with a model: serve it until you leave, with a quantization that fits this machine."""
+"""Chat with a model: serve it until you leave, quantized to fit."""
 
 import argparse
 import sys
@@ -11,14 +11,14 @@ from servd.checkpoint.short_names import full_name
 from servd.cli import chat, plan
 from servd.config import Config
 from servd.terminal import engine_flags
-from servd.terminal.api_client import Client
+from servd.terminal.api_client import DEFAULT_URL, Client
 from servd.terminal.server_process import key_of, own_server
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `servd serve`, for a server of its own."""
     parser.usage = "%(prog)s [MODEL] [OPTION ...]"
-    parser.add_argument("--url", help="a server to use instead [http://127.0.0.1:8000]")
+    parser.add_argument("--url", help=f"a server to use instead [{DEFAULT_URL}]")
     parser.add_argument("--system", metavar="TEXT", default=None, help="system message")
     engine_flags.add_options(parser)
 
@@ -27,7 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Chat with a running server that has the model, else with a server of its own."""
     options = engine_flags.load_options(arguments)
     key = key_of(options) if arguments.url else None  # none for a server that nobody named
-    client = Client(arguments.url or "http://127.0.0.1:8000", key)
+    client = Client(arguments.url or DEFAULT_URL, key)
     client.http.timeout = 5  # seconds
     names: set[str] = set()
     with suppress(ServdError, LookupError, ValueError, TypeError):  # another kind of server

@@ -1,4 +1,4 @@
-"""Run one prompt and draw its way through servd, call by call, with its messages and tokens."""
+"""Run one prompt and draw its way through servd, call by call."""
 
 from __future__ import annotations
 
