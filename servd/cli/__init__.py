@@ -1,7 +1,6 @@
 """The `servd` command: one file per subcommand, errors in one line, exit codes."""
 
 import argparse
-import difflib
 import importlib.util
 import os
 import re
@@ -13,7 +12,7 @@ from typing import Any, NoReturn
 from servd import __version__
 from servd.base import compat, plugins
 from servd.base.errors import ConfigError, ServdError
-
+from servd.terminal.output import suggest
 
 GROUPS = {
     "Use a model": "run chat complete pull list show rm ps stop",
@@ -114,9 +113,7 @@ class Parser(compat.ArgumentParser):
         )
         if found:
             choices = re.findall(r"[^\s',]+", found[3])
-            near = difflib.get_close_matches(found[2], choices, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(choices)}"
-            message = f"{found[1]}: {found[2]!r} is unknown; {hint}"
+            message = f"{found[1]}: {found[2]!r} is unknown; {suggest(found[2], choices)}"
         super().error(message)
 
     def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:

@@ -44,12 +44,18 @@ def run(arguments: argparse.Namespace) -> int:
 
 def choose(options: dict[str, Any]) -> tuple[dict[str, Any], str]:
     """Return options with a quantization that fits, and a line about it. Raises NotEnoughMemory."""
-    kinds = [options["quantization"]] if "quantization" in options else [None, "int8", "int4"]
-    for kind in kinds:
-        tried = options | ({"quantization": kind} if kind else {})
-        report = plan.make_report(Config.load(tried))
-        if report.plan.num_blocks:
-            size, free = (format_bytes(n) for n in (report.plan.sizes.weights, report.plan.free))
-            kept = f"{kind or report.plan.dtype}, {report.max_model_len} tokens of context"
-            return tried, f"{report.config.model.model}: {kept}, {size} of {free} free"
-    raise NotEnoughMemory("the model does not fit; `servd plan MODEL` shows what is missing")
+    report = plan.make_report(Config.load(options))
+    kinds = [] if report.quantization else ["int8", "int4"]
+    while not report.plan.num_blocks and kinds:
+        options = options | {"quantization": kinds.pop(0)}
+        report = plan.make_report(Config.load(options))
+    kind = report.quantization or report.plan.dtype
+    name = report.config.model.model
+    size, free = (format_bytes(n) for n in (report.plan.sizes.weights, report.plan.free))
+    if not report.plan.num_blocks:
+        raise NotEnoughMemory(
+            f"{name} takes {size} as {kind}, and {free} of memory are free: it needs "
+            f"{'; '.join(report.advice())}"
+        )
+    length = report.max_model_len
+    return options, f"{name}: {kind}, {length} tokens of context, {size} of {free} free"

@@ -1,11 +1,19 @@
-"""The output of commands: rows of a table, and figures as JSON."""
+"""The output of commands: rows of a table, figures as JSON, and hints."""
 
+import difflib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from servd.base.errors import ConfigError
+
+
+def suggest(word: str, known: Sequence[str]) -> str:
+    """Return what an unknown word may have meant."""
+    near = difflib.get_close_matches(word, known, n=1)
+    return f"did you mean {near[0]}?" if near else f"there are: {', '.join(known)}"
 
 
 def format_row(name: object, *cells: object) -> str:

@@ -1,0 +1,93 @@
+"""MarkdownAnswer: shows an answer in a terminal as it arrives, with highlighted code."""
+
+import re
+from types import TracebackType
+
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.live import Live
+from rich.markdown import Markdown
+from rich.segment import Segment
+from rich.text import Text
+
+from servd.terminal.conversation import Show
+
+FENCE = re.compile(r" *(`{3,}|~{3,})")
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a model must not control the terminal
+
+
+class Block:
+    """A block without blank lines around it, or its last `height` lines."""
+
+    def __init__(self, content: RenderableType, height: int = 0) -> None:
+        self.content = content
+        self.height = height
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        lines = console.render_lines(self.content, options, pad=False)
+        texts = ["".join(segment.text for segment in line).strip() for line in lines]
+        filled = [number for number, text in enumerate(texts) if text]
+        lines = lines[filled[0] : filled[-1] + 1] if filled else []
+        for line in lines[-self.height :]:
+            yield from line
+            yield Segment.line()
+
+
+class MarkdownAnswer:
+    """An answer on the screen. A finished block is printed once; only the open one is redrawn."""
+
+    def __init__(self) -> None:
+        self.live = Live(refresh_per_second=8, transient=True)
+        self.text = ""  # of the open block
+        self.is_reasoning = False
+
+    def __enter__(self) -> Show:
+        self.live.start()
+        return self.add
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        self.finish(len(self.text))
+        self.live.stop()
+
+    def add(self, text: str, is_reasoning: bool) -> None:
+        if is_reasoning != self.is_reasoning:
+            self.finish(len(self.text))
+        self.is_reasoning = is_reasoning
+        self.text += CONTROL.sub("", text)
+        self.finish(find_open_block(self.text))
+
+    def finish(self, end: int) -> None:
+        """Print the text before `end`, and show the rest as the open block."""
+        finished = self.text[:end].strip("\n")
+        self.text = self.text[end:]
+        # What is above the screen could not be redrawn.
+        self.live.update(Block(self.render(self.text), self.live.console.height - 2))
+        if finished:
+            self.live.console.print(Block(self.render(finished)), "")
+
+    def render(self, text: str) -> RenderableType:
+        if self.is_reasoning:
+            return Text(text, style="dim")
+        return Markdown(text, code_theme="ansi_dark")
+
+
+def find_open_block(text: str) -> int:
+    """Return where the last block of Markdown begins. Blank lines divide blocks, except in code and
+    before what is indented, which belongs to a list.
+    """
+    fence = ""
+    begin = 0
+    place = 0
+    was_blank = False
+    for line in text.split("\n"):
+        if not fence and was_blank and line[:1].strip():
+            begin = place
+        if found := FENCE.match(line):
+            if not fence:
+                fence = found[1]
+            elif line.strip().startswith(fence) and not line.strip(f" {fence[0]}"):
+                fence = ""
+        was_blank = not line.strip()
+        place += len(line) + 1
+    return begin
