@@ -86,7 +86,7 @@ def add_commands(parser: argparse.ArgumentParser, package: str) -> None:
     )
     for name in plugins.names(package):
         purpose = docstring(f"{package}.{name}")
-        style = {} if is_grouped else {"help": purpose}
+        style: dict[str, Any] = {} if is_grouped else {"help": purpose}
         module = f"{package}.{name}"
         commands.add_parser(name.replace("_", "-"), module=module, description=purpose, **style)
 

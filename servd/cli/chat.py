@@ -27,10 +27,10 @@ def talk(client: api_client.Client, options: dict[str, Any], system: str | None)
     read = read_line
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if is_terminal:
-        from servd.terminal.markdown import MarkdownAnswer
+        from servd.terminal.markdown import show_markdown
         from servd.terminal.prompt import Prompt
 
-        conversation.open_answer = MarkdownAnswer
+        conversation.open_answer = show_markdown
         read = Prompt([*COMMANDS, *(f"/set {name}" for name in SETTINGS)]).read
         print(f"{options['model']} at {client.url}; /help lists the commands")
     while (text := read()) is not None:

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 from typing import Any
 
 from servd.api.engine.description import describe_model
@@ -16,62 +15,49 @@ from servd.checkpoint.short_names import full_name
 from servd.cli.rm import find_repository
 from servd.config import Config
 from servd.gateway.models import find_snapshot
-from servd.terminal.api_client import DEFAULT_URL, Client
+from servd.terminal import api_client
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     help = "id, short name, folder, .gguf file, or a model of a running server"
-    parser.add_argument("model", metavar="MODEL", help=help)
-    parser.add_argument("--url", help=f"ask this server only [{DEFAULT_URL}, after this machine]")
-    key = os.environ.get("SERVD_API_KEY")
-    parser.add_argument("--api-key", default=key, metavar="KEY", help="default: $SERVD_API_KEY")
+    parser.add_argument("name", metavar="MODEL", help=help)
+    api_client.add_server_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print a line for each known fact."""
-    name = full_name(arguments.model)
-    shown = None if arguments.url else describe_local(name)
+    """Print a line for each fact. With another --url than the default, ask that server only."""
+    name = full_name(arguments.name)
+    shown = describe_local(name) if arguments.url == api_client.DEFAULT_URL else None
     if shown is None:
-        shown = ask(Client(arguments.url or DEFAULT_URL, arguments.api_key), arguments.model)
-    info = shown["model_info"]
+        client = api_client.Client(arguments.url, arguments.api_key)
+        try:
+            with client.open("POST", "/api/show", {"model": arguments.name}) as reply:
+                shown = json.loads(reply.read())
+        except ServdError as error:
+            hint = "is not on this machine (`servd pull` downloads a model), and"
+            raise ModelNotFound(f"{name} {hint} {error}") from None
     details = shown["details"]
-    family = info["general.architecture"]
-    size = format_bytes(shown["size"]) if "size" in shown else ""
-    rows = {
-        "model": name,
-        "architecture": family,
-        "parameters": details["parameter_size"],
-        "weights": ", ".join(filter(None, (details["quantization_level"], size))),
-        "context": f"{info[f'{family}.context_length']} tokens",
-        "chat template": "no" if shown["template"].endswith(DEFAULT_TEMPLATE) else "yes",
-        "capabilities": ", ".join(shown["capabilities"]),
-        "license": shown.get("license"),
-    }
-    for title, value in rows.items():
+    family = details["family"]
+    for title, value in (
+        ("model", name),
+        ("architecture", family),
+        ("parameters", details["parameter_size"]),
+        ("weights", f"{details['quantization_level']}, {format_bytes(shown.get('size', 0))}"),
+        ("context", f"{shown['model_info'][f'{family}.context_length']} tokens"),
+        ("chat template", "no" if shown["template"].endswith(DEFAULT_TEMPLATE) else "yes"),
+        ("capabilities", ", ".join(shown["capabilities"])),
+        ("license", shown.get("license")),
+    ):
         print(f"{title:<16}{value or 'unknown'}")
     return 0
 
 
 def describe_local(name: str) -> dict[str, Any] | None:
     """Return the description of a model of this machine; None if the model is not here."""
-    folder = hf.local_folder(name)
-    repository = find_repository(name)
-    if folder is None and repository.is_dir():
-        folder = find_snapshot(repository)
+    folder = hf.local_folder(name) or find_snapshot(find_repository(name))
     if folder is None:
         return None
     spec = hf.read_spec(folder)
     config = Config.load({"model": str(folder)})
     tokenizer = Tokenizer.load(str(folder))
     return describe_model(Processor(config, spec, tokenizer, spec.max_position_embeddings), name)
-
-
-def ask(client: Client, name: str) -> dict[str, Any]:
-    """Return the description of a server's model. Raises ModelNotFound if there is none."""
-    try:
-        with client.open("POST", "/api/show", {"model": name}) as reply:
-            return json.loads(reply.read())
-    except ServdError as error:
-        raise ModelNotFound(
-            f"{name} is not on this machine (`servd pull` downloads a model), and {error}"
-        ) from None

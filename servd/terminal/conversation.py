@@ -1,10 +1,9 @@
 """Conversation: a chat with a server, its slash commands, its settings and its files."""
 
 import re
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,33 +43,21 @@ class Saved(msgspec.Struct):
     messages: list[Message]
 
 
-@contextmanager
-def show_plainly() -> Iterator[Show]:
-    """Yield a function that writes an answer as it is."""
-
-    def show(text: str, is_reasoning: bool) -> None:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-
-    yield show
-    print()
+def write(text: str, is_reasoning: bool) -> None:
+    print(text, end="", flush=True)
 
 
 class Conversation:
     """A chat in the terminal. Reasoning is shown, and is not part of the history. `options`: the
-    model and parameters of requests. `open_answer` shows an answer. Methods raise ServdError.
+    model and parameters of requests. Methods raise ServdError.
     """
 
-    def __init__(
-        self,
-        client: Client,
-        system: str | None,
-        options: dict[str, Any],
-        open_answer: Callable[[], AbstractContextManager[Show]] = show_plainly,
-    ) -> None:
+    # Shows an answer; None: as it is.
+    open_answer: Callable[[], AbstractContextManager[Show]] | None = None
+
+    def __init__(self, client: Client, system: str | None, options: dict[str, Any]) -> None:
         self.client = client
         self.options = options
-        self.open_answer = open_answer
         self.reset(system)
 
     def reset(self, system: str | None) -> None:
@@ -112,7 +99,7 @@ class Conversation:
         content = ""
         body = {"messages": messages, "stream_options": {"include_usage": True}}
         usage: dict[str, Any] = {}
-        with self.open_answer() as show:
+        with self.open_answer() if self.open_answer else nullcontext(write) as show:
             try:
                 for chunk in self.client.stream("/v1/chat/completions", body | self.options):
                     usage = chunk.get("usage") or usage
@@ -125,7 +112,9 @@ class Conversation:
                             show(text, False)
             except KeyboardInterrupt:
                 show("[stopped]", True)
-            if usage and self.open_answer is not show_plainly:
+            if self.open_answer is None:
+                print()
+            elif usage:
                 rate = usage["completion_tokens"] / (time.monotonic() - started)
                 show(f"({usage['completion_tokens']} tokens, {rate:.1f} tok/s)", True)
         self.messages = [*messages, {"role": "assistant", "content": content}]

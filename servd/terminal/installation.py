@@ -2,7 +2,7 @@
 
 import platform
 import re
-from importlib import metadata
+from importlib.metadata import version
 from pathlib import Path
 
 import servd
@@ -14,27 +14,19 @@ def describe_installation() -> str:
     """Return a line for each fact. Imports torch, which takes seconds."""
     is_source = Path(servd.__file__).parents[1].joinpath("pyproject.toml").exists()
     library = plugins.load("servd.worker.ops", "native", "library")()
+    cards = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
     num_gpus = look_at_machine().num_gpus
-    cards = Path("/proc/driver/nvidia/gpus").glob("*/information")
-    names = [read_value(card, "Model") for card in sorted(cards)]
     rows = {
         "servd": f"{servd.__version__}, from {'source' if is_source else 'a wheel'}",
         "Python": f"{platform.python_version()} ({platform.python_implementation()})",
-        "torch": read_version("torch"),
-        "transformers": read_version("transformers"),
+        "torch": version("torch"),
+        "transformers": version("transformers"),
         "platform": platform.platform(),
         "CPU": read_value(Path("/proc/cpuinfo"), "model name") or platform.machine(),
-        "CPU kernels": "none" if library is None else library.name,
-        "GPUs": f"{num_gpus} {', '.join(names)}".rstrip() if num_gpus else "none",
+        "CPU kernels": library.name if library else "none",
+        "GPUs": " ".join([str(num_gpus), *(read_value(card, "Model") for card in cards)]),
     }
     return "\n".join(f"{name:<14}{value}" for name, value in rows.items())
-
-
-def read_version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def read_value(file: Path, name: str) -> str:

@@ -1,7 +1,8 @@
-"""MarkdownAnswer: shows an answer in a terminal as it arrives, with highlighted code."""
+"""Shows answers in a terminal as they arrive: Markdown with highlighted code."""
 
 import re
-from types import TracebackType
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.live import Live
@@ -32,23 +33,24 @@ class Block:
             yield Segment.line()
 
 
-class MarkdownAnswer:
+@contextmanager
+def show_markdown() -> Iterator[Show]:
+    """Yield a function that shows pieces of an answer."""
+    with Live(refresh_per_second=8, transient=True) as live:
+        answer = Answer(live)
+        try:
+            yield answer.add
+        finally:
+            answer.finish(len(answer.text))
+
+
+class Answer:
     """An answer on the screen. A finished block is printed once; only the open one is redrawn."""
 
-    def __init__(self) -> None:
-        self.live = Live(refresh_per_second=8, transient=True)
+    def __init__(self, live: Live) -> None:
+        self.live = live
         self.text = ""  # of the open block
         self.is_reasoning = False
-
-    def __enter__(self) -> Show:
-        self.live.start()
-        return self.add
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
-        self.finish(len(self.text))
-        self.live.stop()
 
     def add(self, text: str, is_reasoning: bool) -> None:
         if is_reasoning != self.is_reasoning:
@@ -62,9 +64,11 @@ class MarkdownAnswer:
         finished = self.text[:end].strip("\n")
         self.text = self.text[end:]
         # What is above the screen could not be redrawn.
-        self.live.update(Block(self.render(self.text), self.live.console.height - 2))
-        if finished:
-            self.live.console.print(Block(self.render(finished)), "")
+        tail = Block(self.render(self.text), self.live.console.height - 2)
+        with self.live.console as console:  # one write, so that nothing flickers
+            self.live.update(tail, refresh=bool(finished))
+            if finished:
+                console.print(Block(self.render(finished)), "")
 
     def render(self, text: str) -> RenderableType:
         if self.is_reasoning:
