@@ -114,7 +114,7 @@ class Report:
             rows = sizes.requests + sizes.step
             if self.plan.free > sizes.persistent - sizes.requests and seqs > 1:
                 return [f"lower --max-num-seqs: {seqs} requests take {format_bytes(rows)}"]
-            return [advise_more_memory(-self.for_kv_cache, self.quantization)]
+            return [advise_more_memory(-self.for_kv_cache, bool(self.quantization))]
         if self.plan.shortage:
             return [self.plan.shortage]
         each = self.layout.blocks(length) * sizes.kv_per_block

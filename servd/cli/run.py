@@ -54,8 +54,8 @@ def choose(options: dict[str, Any]) -> tuple[dict[str, Any], str]:
     size, free = (format_bytes(n) for n in (report.plan.sizes.weights, report.plan.free))
     if not report.plan.num_blocks:
         raise NotEnoughMemory(
-            f"{name} takes {size} as {kind}, and {free} of memory are free: it needs "
-            f"{'; '.join(report.advice())}"
+            f"{name} takes {size} as {kind}, and {free} of memory are free; try: "
+            + "; ".join(report.advice())
         )
     length = report.max_model_len
     return options, f"{name}: {kind}, {length} tokens of context, {size} of {free} free"

@@ -16,15 +16,17 @@ from rich.console import Console
 from rich.live import Live
 
 from servd.base.errors import ServdError
+from servd.terminal.api_client import Client
 from servd.terminal.conversation import COMMANDS, Conversation
 from servd.terminal.markdown import Answer, find_open_block
 from servd.terminal.prompt import Prompt
 
 
-class EchoClient:
+class EchoClient(Client):
     """A server that answers with the number of messages it got."""
 
     def __init__(self) -> None:
+        super().__init__("http://127.0.0.1:1")
         self.bodies: list[dict[str, Any]] = []
 
     def stream(self, path: str, body: dict[str, Any]):
@@ -35,20 +37,25 @@ class EchoClient:
 
 
 @pytest.fixture
-def chat() -> Conversation:
-    return Conversation(EchoClient(), "be brief", {"model": "m"})  # pyright: ignore
+def client() -> EchoClient:
+    return EchoClient()
+
+
+@pytest.fixture
+def chat(client: EchoClient) -> Conversation:
+    return Conversation(client, "be brief", {"model": "m"})
 
 
 def roles(chat: Conversation) -> str:
     return "".join(message["role"][0] for message in chat.messages)
 
 
-def test_settings_are_parameters_of_the_next_request(chat: Conversation, capsys):
+def test_settings_are_parameters_of_the_next_request(chat: Conversation, client: EchoClient):
     for line in ("/set temperature 0.5", "/set max_tokens 9", "/set think off", "/set seed 1"):
         assert chat.obey(line)
     chat.obey("/set seed")
     chat.ask("hello")
-    body = chat.client.bodies[-1]  # pyright: ignore
+    body = client.bodies[-1]
     assert (body["temperature"], body["max_tokens"], "seed" in body) == (0.5, 9, False)
     assert body["chat_template_kwargs"] == {"enable_thinking": False, "thinking": False}
     chat.obey("/set system be long")
@@ -69,12 +76,12 @@ def test_a_failed_message_is_not_part_of_the_conversation(chat: Conversation):
         assert roles(chat) == "sua"
 
 
-def test_regenerate_answers_the_same_messages_again(chat: Conversation):
+def test_regenerate_answers_the_same_messages_again(chat: Conversation, client: EchoClient):
     chat.obey("/regenerate")
     assert roles(chat) == "s"
     chat.ask("one")
     chat.obey("/regenerate")
-    first, second = chat.client.bodies  # pyright: ignore
+    first, second = client.bodies
     assert first == second and roles(chat) == "sua"
 
 
@@ -137,7 +144,8 @@ def test_the_history_is_kept_and_private(state: Path):
 
 
 @pytest.mark.parametrize(
-    ("typed", "offered"), [("/reg", {"/regenerate"}), ("/s", {"/set", "/system", "/save"}), ("x", set())]
+    ("typed", "offered"),
+    [("/reg", {"/regenerate"}), ("/s", {"/set", "/system", "/save"}), ("x", set())],
 )
 def test_commands_are_completed(state: Path, typed: str, offered: set[str]):
     with create_pipe_input() as pipe, create_app_session(pipe, DummyOutput()):
