@@ -185,7 +185,7 @@ def read_facts(path: Path) -> tuple[int, str, str]:
     from gguf import LlamaFileType
 
     names = {each.value: each.name.removeprefix("MOSTLY_") for each in LlamaFileType}
-    kind = names.get(values.get("general.file_type"), "gguf")
+    kind = names.get(values.get("general.file_type", -1), "gguf")
     count = sum(int(tensor.n_elements) for tensor in reader.tensors)
     return count, kind, str(values.get("general.license", ""))
 

@@ -12,14 +12,7 @@ from typing import Any, NoReturn
 from servd import __version__
 from servd.base import compat, plugins
 from servd.base.errors import ConfigError, ServdError
-from servd.terminal.output import suggest
-
-GROUPS = {
-    "Use a model": "run chat complete pull list show rm ps stop",
-    "Serve": "serve check plan key",
-    "Work offline": "run-batch quantize simulate",
-    "Measure and look": "bench trace replay",
-}
+from servd.terminal.output import HELP, suggest
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -52,8 +45,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--verbose", action="store_true", help=help)
     parser.set_defaults(run=show_version)
     add_commands(parser, __name__)
-    for title, names in GROUPS.items():
-        rows = [f"{name:<12}{docstring(f'{__name__}.{name}')}" for name in names.split()]
+    for title, names in HELP["groups"].items():
+        rows = [f"{name:<12}{docstring(f'{__name__}.{name}')}" for name in names]
         parser.add_argument_group(title, "\n".join(rows))
     return parser
 

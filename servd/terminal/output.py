@@ -1,6 +1,7 @@
 """The output of commands: rows of a table, figures as JSON, and hints."""
 
 import difflib
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,8 @@ from typing import Any
 import msgspec
 
 from servd.base.errors import ConfigError
+
+HELP = tomllib.loads(Path(__file__).with_name("help.toml").read_text(encoding="utf8"))
 
 
 def suggest(word: str, known: Sequence[str]) -> str:
