@@ -12,6 +12,7 @@ from rich.text import Text
 
 from servd.terminal.conversation import Show
 
+MAX_REDRAWN = 8000  # characters of a block; rendering more takes longer than a refresh
 FENCE = re.compile(r" *(`{3,}|~{3,})")
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a model must not control the terminal
 
@@ -63,8 +64,12 @@ class Answer:
         """Print the text before `end`, and show the rest as the open block."""
         finished = self.text[:end].strip("\n")
         self.text = self.text[end:]
+        begin, _, _ = self.text.partition("\n")  # of code: its language
+        shown = f"{begin[:80]}\n{self.text[-MAX_REDRAWN:]}"
+        if len(self.text) < MAX_REDRAWN:
+            shown = self.text
         # What is above the screen could not be redrawn.
-        tail = Block(self.render(self.text), self.live.console.height - 2)
+        tail = Block(self.render(shown), self.live.console.height - 2)
         with self.live.console as console:  # one write, so that nothing flickers
             self.live.update(tail, refresh=bool(finished))
             if finished:
