@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.markdown import Markdown
 from rich.segment import Segment
@@ -12,20 +12,24 @@ from rich.text import Text
 
 from servd.terminal.conversation import Show
 
-MAX_REDRAWN = 8000  # characters of a block; rendering more takes longer than a refresh
+MAX_REDRAWN = 4000  # characters of a block; rendering more takes longer than a refresh
 FENCE = re.compile(r" *(`{3,}|~{3,})")
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a model must not control the terminal
 
 
 class Block:
-    """A block without blank lines around it, or its last `height` lines."""
+    """A block of an answer without blank lines around it, or its last `height` lines."""
 
-    def __init__(self, content: RenderableType, height: int = 0) -> None:
-        self.content = content
+    def __init__(self, text: str, is_reasoning: bool, height: int = 0) -> None:
+        self.text = text
+        self.is_reasoning = is_reasoning
         self.height = height
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        lines = console.render_lines(self.content, options, pad=False)
+        content = Markdown(self.text, code_theme="ansi_dark")
+        if self.is_reasoning:
+            content = Text(self.text, style="dim")
+        lines = console.render_lines(content, options, pad=False)
         texts = ["".join(segment.text for segment in line).strip() for line in lines]
         filled = [number for number, text in enumerate(texts) if text]
         lines = lines[filled[0] : filled[-1] + 1] if filled else []
@@ -58,7 +62,7 @@ class Answer:
             self.finish(len(self.text))
         self.is_reasoning = is_reasoning
         self.text += CONTROL.sub("", text)
-        self.finish(find_open_block(self.text))
+        self.finish(find_open_block(self.text) if "\n" in text else 0)
 
     def finish(self, end: int) -> None:
         """Print the text before `end`, and show the rest as the open block."""
@@ -69,16 +73,11 @@ class Answer:
         if len(self.text) < MAX_REDRAWN:
             shown = self.text
         # What is above the screen could not be redrawn.
-        tail = Block(self.render(shown), self.live.console.height - 2)
+        tail = Block(shown, self.is_reasoning, self.live.console.height - 2)
         with self.live.console as console:  # one write, so that nothing flickers
             self.live.update(tail, refresh=bool(finished))
             if finished:
-                console.print(Block(self.render(finished)), "")
-
-    def render(self, text: str) -> RenderableType:
-        if self.is_reasoning:
-            return Text(text, style="dim")
-        return Markdown(text, code_theme="ansi_dark")
+                console.print(Block(finished, self.is_reasoning), "")
 
 
 def find_open_block(text: str) -> int:

@@ -204,7 +204,7 @@ def test_an_answer_longer_than_the_screen_is_shown_once_and_whole():
     written: list[str] = []
     with Live(console=console, transient=True, auto_refresh=False) as live:
         answer = Answer(live)
-        for piece in ("```", *(f"\n{line}" for line in lines), "\n```\n\n", "Done\x1b[2J."):
+        for piece in ("```", *(f"\n{line}" for line in lines), "\n```\n\n", "Done\x1b[2J.\n"):
             before = len(file.getvalue())
             answer.add(piece, False)
             live.refresh()
