@@ -6,7 +6,7 @@ from typing import Any
 
 from servd.base.errors import ServdError
 from servd.terminal import api_client
-from servd.terminal.conversation import COMMANDS, SETTINGS, Conversation
+from servd.terminal.conversation import NAMES, SETTINGS, Conversation
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +31,7 @@ def talk(client: api_client.Client, options: dict[str, Any], system: str | None)
         from servd.terminal.prompt import Prompt
 
         conversation.open_answer = show_markdown
-        read = Prompt([*COMMANDS, *(f"/set {name}" for name in SETTINGS)]).read
+        read = Prompt([*NAMES, *(f"/set {name}" for name in SETTINGS)]).read
         print(f"{options['model']} at {client.url}; /help lists the commands")
     while (text := read()) is not None:
         try:

@@ -1,6 +1,5 @@
 """Conversation: a chat with a server, its slash commands, its settings and its files."""
 
-import re
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -11,22 +10,12 @@ import msgspec
 
 from servd.base.errors import ServdError
 from servd.terminal.api_client import Client
-from servd.terminal.output import suggest, write_file, write_json
+from servd.terminal.output import HELP, suggest, write_file, write_json
 
-HELP = """\
-/set            show the settings
-/set KEY VALUE  change one: temperature, max_tokens, think (on or off), system and others
-/set KEY        return to the server's default
-/system TEXT    set the system message and forget the conversation
-/reset          forget the conversation
-/regenerate     answer the last message again
-/save FILE      write the conversation as JSON, or as Markdown to FILE.md
-/load FILE      continue a conversation from JSON
-/help           this text
-/exit           leave (also Ctrl-D); Ctrl-C stops an answer"""
-COMMANDS = [*dict.fromkeys(re.findall(r"^/\w+", HELP, re.MULTILINE))]
+COMMANDS: dict[str, str] = HELP["chat"]  # with their arguments, and what they do
 NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty")
 COUNTS = ("max_tokens", "seed", "top_k")
+NAMES = [*dict.fromkeys(usage.split()[0] for usage in COMMANDS)]
 SWITCHES = {"on": True, "off": False}
 SETTINGS = [*NUMBERS, *COUNTS, "system", "think"]
 
@@ -72,7 +61,7 @@ class Conversation:
             case "/exit" | "/quit":
                 return False
             case "/help":
-                print(HELP)
+                print("\n".join(f"{usage:<16}{text}" for usage, text in COMMANDS.items()))
             case "/reset":
                 self.reset(self.system)
             case "/system":
@@ -87,7 +76,7 @@ class Conversation:
                 if self.messages and self.messages[-1]["role"] == "assistant":
                     self.answer(self.messages[:-1])
             case _:
-                print(f"{name} is unknown; {suggest(name, COMMANDS)}")
+                print(f"{name} is unknown; {suggest(name, NAMES)}")
         return True
 
     def ask(self, text: str) -> None:

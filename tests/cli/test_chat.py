@@ -17,7 +17,7 @@ from rich.live import Live
 
 from servd.base.errors import ServdError
 from servd.terminal.api_client import Client
-from servd.terminal.conversation import COMMANDS, Conversation
+from servd.terminal.conversation import NAMES, Conversation
 from servd.terminal.markdown import Answer, find_open_block
 from servd.terminal.prompt import Prompt
 
@@ -130,15 +130,15 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_messages_are_read_as_they_were_meant(state: Path, keys: str, messages: list[str | None]):
     with create_pipe_input() as pipe, create_app_session(pipe, DummyOutput()):
         pipe.send_text(keys)
-        prompt = Prompt(COMMANDS)
+        prompt = Prompt(NAMES)
         assert [prompt.read() for _ in messages] == messages
 
 
 def test_the_history_is_kept_and_private(state: Path):
     with create_pipe_input() as pipe, create_app_session(pipe, DummyOutput()):
         pipe.send_text("a secret\r")
-        assert Prompt(COMMANDS).read() == "a secret"
-        assert [*Prompt(COMMANDS).session.history.load_history_strings()] == ["a secret"]
+        assert Prompt(NAMES).read() == "a secret"
+        assert [*Prompt(NAMES).session.history.load_history_strings()] == ["a secret"]
     [file] = (state / "servd").iterdir()
     assert file.stat().st_mode & 0o777 == 0o600
 
@@ -149,7 +149,7 @@ def test_the_history_is_kept_and_private(state: Path):
 )
 def test_commands_are_completed(state: Path, typed: str, offered: set[str]):
     with create_pipe_input() as pipe, create_app_session(pipe, DummyOutput()):
-        completer = Prompt(COMMANDS).session.completer
+        completer = Prompt(NAMES).session.completer
     assert completer is not None
     found = completer.get_completions(Document(typed), CompleteEvent())
     assert {each.text for each in found} == offered
@@ -159,7 +159,7 @@ def test_without_a_place_for_the_history_the_prompt_works(monkeypatch: pytest.Mo
     monkeypatch.setenv("XDG_STATE_HOME", "/dev/null")
     with create_pipe_input() as pipe, create_app_session(pipe, DummyOutput()):
         pipe.send_text("hello\r")
-        assert Prompt(COMMANDS).read() == "hello"
+        assert Prompt(NAMES).read() == "hello"
 
 
 MARKDOWN = """\
