@@ -34,6 +34,8 @@ def run(arguments: argparse.Namespace) -> int:
             with client.open("POST", "/api/show", {"model": arguments.name}) as reply:
                 shown = json.loads(reply.read())
         except ServdError as error:
+            if arguments.url != api_client.DEFAULT_URL:
+                raise
             hint = "is not on this machine (`servd pull` downloads a model), and"
             raise ModelNotFound(f"{name} {hint} {error}") from None
     details = shown["details"]

@@ -8,13 +8,14 @@ import pytest
 import tokenizers
 
 from servd import cli
-from servd.base.errors import ConfigError, ModelNotFound, NotEnoughMemory
+from servd.base.errors import ConfigError, ModelNotFound, NotEnoughMemory, ServdError
 from servd.base.sizes import MemoryPlan
 from servd.checkpoint.facts import Facts, read_facts
 from servd.checkpoint.short_names import full_name
 from servd.cli import list as list_command
 from servd.cli import plan, rm, run
 from servd.config import Config
+from servd.terminal import api_client
 
 TINY = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_positions": 64}
 TINY |= {"n_embd": 8, "n_layer": 1, "n_head": 1, "vocab_size": 9}
@@ -49,7 +50,7 @@ def test_models_of_the_cache_are_listed_and_removed(cache: Path, capsys):
     assert "servd pull" in capsys.readouterr().out
 
 
-def test_a_model_of_the_cache_is_shown(cache: Path, capsys):
+def test_a_model_of_the_cache_is_shown(cache: Path, capsys, monkeypatch):
     folder = cache / "models--org--tiny" / "snapshots" / "abc"
     tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(folder / "tokenizer.json"))
     (folder / "README.md").write_text("---\nlicense: mit\n---\n")
@@ -65,8 +66,11 @@ def test_a_model_of_the_cache_is_shown(cache: Path, capsys):
     assert shown["architecture"] == "gpt2" and shown["license"] == "mit"
     assert shown["context"] == "64 tokens" and shown["weights"].startswith("gptq, ")
     assert read_facts(str(folder)) == Facts(len(content), 4 * 8 * 4, "gptq", "mit")
+    with pytest.raises(ServdError, match="no server answers at http://127.0.0.1:1"):
+        execute("show", "org/tiny", "--url", "http://127.0.0.1:1")
+    monkeypatch.setattr(api_client, "DEFAULT_URL", "http://127.0.0.1:1")
     with pytest.raises(ModelNotFound, match="servd pull"):
-        execute("show", "org/other", "--url", "http://127.0.0.1:1")
+        execute("show", "org/other")
 
 
 def test_a_short_name_is_a_model_also_in_the_user_s_own_table(tmp_path: Path, monkeypatch):
