@@ -32,10 +32,10 @@ def format_bytes(number: int) -> str:
     return f"{number}B"
 
 
-def advise_more_memory(lacking: int, quantization: str | None) -> str:
+def advise_more_memory(lacking: int, is_quantized: bool) -> str:
     """Return advice for a model that needs `lacking` more bytes of memory."""
-    smaller = "" if quantization else ", or try --quantization int8"
-    return f"{format_bytes(lacking)} more memory, or a higher --tensor-parallel-size{smaller}"
+    smaller = "a smaller model" if is_quantized else "try --quantization int8"
+    return f"{format_bytes(lacking)} more memory, or a higher --tensor-parallel-size, or {smaller}"
 
 
 class MemorySizes(msgspec.Struct, frozen=True, kw_only=True):

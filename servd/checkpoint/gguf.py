@@ -179,6 +179,17 @@ def make_tokenizer_config(values: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
+def read_facts(path: Path) -> tuple[int, str, str]:
+    """Return the number of parameters, the type of most, such as "Q4_K_M", and the license."""
+    reader, values = open_file(path)
+    from gguf import LlamaFileType
+
+    names = {each.value: each.name.removeprefix("MOSTLY_") for each in LlamaFileType}
+    kind = names.get(values.get("general.file_type", -1), "gguf")
+    count = sum(int(tensor.n_elements) for tensor in reader.tensors)
+    return count, kind, str(values.get("general.license", ""))
+
+
 def write_tokenizer(folder: Path) -> Path:
     """Write tokenizer.json into a folder that `as_folder` made; return its path. Raises
     ModelNotFound if the tokenizer is of an unknown kind or damaged.

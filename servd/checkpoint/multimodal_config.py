@@ -2,73 +2,17 @@
 weights have a prefix. servd runs only this part.
 """
 
+import tomllib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 TEXT = "text_config"
-# The classes of servd's models, by the model_type of the part.
-CLASSES = {
-    "deepseek_v2": "DeepseekV2ForCausalLM",
-    "deepseek_v3": "DeepseekV3ForCausalLM",
-    "gemma2": "Gemma2ForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
-    "gpt_oss": "GptOssForCausalLM",
-    "granite": "GraniteForCausalLM",
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-    "olmo2": "Olmo2ForCausalLM",
-    "phi3": "Phi3ForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "qwen3_next": "Qwen3NextForCausalLM",
-    "qwen3_5_text": "Qwen3_5ForCausalLM",
-    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
-    "smollm3": "SmolLM3ForCausalLM",
-}
-# Qwen's M-RoPE has three positions per token, which are equal for text.
-SAME = {
-    "qwen2_vl": "qwen2",
-    "qwen2_vl_text": "qwen2",
-    "qwen2_5_vl": "qwen2",
-    "qwen2_5_vl_text": "qwen2",
-    "qwen3_vl_text": "qwen3",
-    "qwen3_vl_moe_text": "qwen3_moe",
-}
+_DATA = tomllib.loads(Path(__file__).with_name("multimodal.toml").read_text(encoding="utf8"))
+CLASSES: dict[str, str] = _DATA["classes"]  # model_type of the part -> class of servd's model
+SAME: dict[str, str] = _DATA["same"]
+DEFAULTS: dict[str, dict[str, Any]] = _DATA["defaults"]
 FLAT = ("qwen2_vl", "qwen2_5_vl")  # as Qwen published them: text keys at the top level
-# What published files leave out as transformers knows it.
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "gemma3_text": {
-        "vocab_size": 262_208,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "max_position_embeddings": 131_072,
-        "tie_word_embeddings": True,
-        "eos_token_id": 1,
-    },
-    "llama": {
-        "vocab_size": 32_000,
-        "hidden_size": 4096,
-        "intermediate_size": 11_008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "max_position_embeddings": 2048,
-        "eos_token_id": 2,
-    },
-    "mistral": {
-        "vocab_size": 32_000,
-        "hidden_size": 4096,
-        "intermediate_size": 14_336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131_072,
-        "eos_token_id": 2,
-    },
-    "qwen3_vl_moe_text": {"norm_topk_prob": True},
-}
 # Keys of the whole model that hold for its text.
 OF_WHOLE = ("tie_word_embeddings", "dtype", "torch_dtype", "eos_token_id")
 INNER = ("language_model.", "text_model.")  # where its weights are in the whole model

@@ -1,7 +1,9 @@
 """--hf-overrides: changes config.json, and adapts the positions to the changes."""
 
 import difflib
+import tomllib
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, TypeGuard
 
 from servd.base.errors import ConfigError
@@ -24,45 +26,10 @@ ROPE_TYPES: dict[str, tuple[str, ...]] = {
 }
 # What of a rotation is not its scaling: another type leaves it as it is.
 ROTATION = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
-ROPE_KEYS = {
-    "type",
-    "rope_type",
-    "attention_factor",
-    "beta_fast",
-    "beta_slow",
-    "mscale",
-    "mscale_all_dim",
-    "truncate",
-    *ROTATION,
-    *(key for keys in ROPE_TYPES.values() for key in keys),
-    FIRST_LENGTH,
-}
-NUMBERS = ROPE_KEYS - {
-    "type",
-    "rope_type",
-    "truncate",
-    "mrope_section",
-    "mrope_interleaved",
-    "short_factor",
-    "long_factor",
-}
-# What config.json may leave out, and servd's models read.
-OPTIONAL = {
-    *ROPE,
-    "rope_theta",
-    LENGTH,
-    FIRST_LENGTH,
-    "architectures",
-    "attention_bias",
-    "eos_token_id",
-    "head_dim",
-    "layer_types",
-    "num_key_value_heads",
-    "partial_rotary_factor",
-    "sliding_window",
-    "tie_word_embeddings",
-    "use_sliding_window",
-}
+_DATA = tomllib.loads(Path(__file__).with_name("overrides.toml").read_text(encoding="utf8"))
+ROPE_KEYS = {*_DATA["rope"], *ROTATION, *(key for keys in ROPE_TYPES.values() for key in keys)}
+NUMBERS = ROPE_KEYS - {*_DATA["no_numbers"]}
+OPTIONAL = {*ROPE, *_DATA["optional"]}
 OF_FILES = {
     "quantization_config": "options cannot change the format of the weights",
     "compression_config": "options cannot change the format of the weights",

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from servd.base.errors import InvalidRequest, ModelNotFound, UnsupportedModel
+from servd.checkpoint.facts import read_page
 from servd.checkpoint.hf import ModelSpec
 from servd.messages.params import PoolingParams
 
@@ -18,7 +19,6 @@ ENCODERS = frozenset({"bert", "gte", "modernbert", "roberta", "xlm-roberta"})
 # A bit that workers set in the token ids of the second of two texts.
 SECOND_TEXT = 1 << 30
 ACTIVATIONS = {"regression": "identity", "multi_label_classification": "sigmoid"}  # by problem
-PAGE_HEAD = 4096  # bytes of a README.md, which begins with its tags on the hub
 MODES = {
     "cls": "cls",
     "cls_token": "cls",
@@ -198,9 +198,7 @@ def _is_reranker(folder: Path) -> bool:
     """Return whether a model's name, or the tags of its page, state that it scores pairs."""
     is_of_hub = folder.parent.name == "snapshots"
     name = folder.parent.parent.name if is_of_hub else folder.name
-    page = folder / "README.md"
-    head = page.read_bytes()[:PAGE_HEAD] if page.is_file() else b""
-    return "rerank" in name.lower() or b"pipeline_tag: text-ranking" in head
+    return "rerank" in name.lower() or b"pipeline_tag: text-ranking" in read_page(folder)
 
 
 def _of_logits(spec: ModelSpec, folder: Path, place: Path) -> PoolingSpec:

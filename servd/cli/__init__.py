@@ -7,11 +7,12 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from servd import __version__
 from servd.base import compat, plugins
 from servd.base.errors import ConfigError, ServdError
+from servd.terminal.output import HELP, suggest
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -32,32 +33,60 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="servd", description="An OpenAI-compatible serving daemon.")
-    parser.add_argument("--version", action="version", version=f"servd {__version__}")
+    parser = Parser(
+        prog="servd",
+        usage="%(prog)s [--version] COMMAND ...",
+        description="An OpenAI-compatible serving daemon.",
+        epilog="`servd COMMAND --help` shows the options of a command.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="store_true", help="show the version")
+    help = "with --version: all that a bug report needs"
+    parser.add_argument("--verbose", action="store_true", help=help)
+    parser.set_defaults(run=show_version)
     add_commands(parser, __name__)
+    for title, names in HELP["groups"].items():
+        rows = [f"{name:<12}{docstring(f'{__name__}.{name}')}" for name in names]
+        parser.add_argument_group(title, "\n".join(rows))
     return parser
+
+
+def show_version(arguments: argparse.Namespace) -> int:
+    """Print the version; without --version, the help."""
+    if not arguments.version:
+        make_parser().print_help(sys.stderr)
+        return 2
+    if not arguments.verbose:
+        print(f"servd {__version__}")
+        return 0
+    from servd.terminal.installation import describe_installation
+
+    print(describe_installation())
+    return 0
 
 
 def add_commands(parser: argparse.ArgumentParser, package: str) -> None:
     """Add each file of `package` as a command: the file's docstring is the help,
     `add_options(parser)` adds the flags, `run(arguments)` does the work and returns the exit code.
     """
+    is_grouped = parser.usage is not None
     commands = parser.add_subparsers(
-        title="commands", dest="command", required=True, prog=parser.prog, parser_class=Command
+        metavar="COMMAND",
+        required=not is_grouped,
+        prog=parser.prog,
+        parser_class=Command,
+        help=argparse.SUPPRESS if is_grouped else None,
     )
     for name in plugins.names(package):
         purpose = docstring(f"{package}.{name}")
-        commands.add_parser(
-            name.replace("_", "-"),
-            module=f"{package}.{name}",
-            help=purpose[0].lower() + purpose[1:].rstrip("."),
-            description=purpose,
-        )
+        style: dict[str, Any] = {} if is_grouped else {"help": purpose}
+        module = f"{package}.{name}"
+        commands.add_parser(name.replace("_", "-"), module=module, description=purpose, **style)
 
 
 def docstring(module: str) -> str:
     """Return the first paragraph of a module's docstring, without importing the module."""
-    spec = importlib.util.find_spec(module)
+    spec = importlib.util.find_spec(module.replace("-", "_"))
     assert spec is not None and spec.origin is not None, module
     text = Path(spec.origin).read_text(encoding="utf8").split('"""')[1]
     return " ".join(text.split("\n\n")[0].split())
@@ -68,7 +97,17 @@ class Parser(compat.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         # A flag abbreviated today could mean another flag tomorrow.
-        super().__init__(formatter_class=wide, allow_abbrev=False, **options)
+        super().__init__(**{"formatter_class": wide, "allow_abbrev": False, **options})
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with code 2. Of a wrong choice, name the most similar right one."""
+        found = re.fullmatch(
+            r"argument (.+): invalid choice: '(.*?)' \(choose from (.+)\)", message
+        )
+        if found:
+            choices = re.findall(r"[^\s',]+", found[3])
+            message = f"{found[1]}: {found[2]!r} is unknown; {suggest(found[2], choices)}"
+        super().error(message)
 
     def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:
         """Parse all arguments, so that an error comes from the command that was meant."""

@@ -1,4 +1,4 @@
-"""Check this machine and a model's files before a server starts; print a line for each check."""
+"""Check this machine and a model's files before a server starts."""
 
 import argparse
 import itertools

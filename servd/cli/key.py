@@ -1,4 +1,4 @@
-"""Make an API key: print its --api-key-file entry to stdout, and the key itself to stderr.
+"""Make an API key, and its entry for --api-key-file.
 
 servd key alice --scopes inference metrics >> keys.toml
 """

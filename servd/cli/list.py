@@ -1,4 +1,4 @@
-"""List the models in the Hugging Face cache, or in a folder of models."""
+"""List the models in the Hugging Face cache or in a folder."""
 
 import argparse
 import os

@@ -1,4 +1,4 @@
-"""Show what memory a model needs on this machine, and what fits, without loading its weights."""
+"""Show what memory a model needs on this machine, and what fits."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def make_report(config: Config) -> Report:
     with tempfile.TemporaryDirectory() as scratch:
         config, spec = with_headers(config, spec, scratch)
         plan = plugins.load(f"{WORKER}.runner", "dry_run", "plan")(config, spec)
-    return Report(config, spec, plan)
+        return Report(config, spec, plan)
 
 
 def with_headers(config: Config, spec: hf.ModelSpec, scratch: str) -> tuple[Config, hf.ModelSpec]:
@@ -90,6 +90,8 @@ class Report:
         self.config = config
         self.spec = spec
         self.plan = plan
+        method = (hf.quantization_of(spec.folder) or {}).get("quant_method")
+        self.quantization: str | None = config.model.quantization or method
         self.block_size = config.cache.block_size
         self.layout = KVLayout.of(config, plan.kv_windows)
         self.num_tokens = self.layout.num_tokens(plan.num_blocks, max_model_len)
@@ -112,7 +114,7 @@ class Report:
             rows = sizes.requests + sizes.step
             if self.plan.free > sizes.persistent - sizes.requests and seqs > 1:
                 return [f"lower --max-num-seqs: {seqs} requests take {format_bytes(rows)}"]
-            return [advise_more_memory(-self.for_kv_cache, self.config.model.quantization)]
+            return [advise_more_memory(-self.for_kv_cache, bool(self.quantization))]
         if self.plan.shortage:
             return [self.plan.shortage]
         each = self.layout.blocks(length) * sizes.kv_per_block

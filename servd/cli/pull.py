@@ -1,4 +1,4 @@
-"""Download a model of the Hugging Face hub, and resume a download that was interrupted."""
+"""Download a model of the hub, or resume a download."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""Repeat an answer by its run manifest (`X-Servd-Receipt: 1`); name the first different token."""
+"""Repeat an answer by its run manifest, and compare the tokens."""
 
 import argparse
 from collections.abc import Iterator

@@ -17,8 +17,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     name = full_name(arguments.model)
-    folder = Path(HF_HUB_CACHE) / f"{HUB}{name.replace('/', '--')}"
+    folder = find_repository(name)
     if not folder.is_dir():
         raise ModelNotFound(f"the cache has no model {name!r}; `servd list` shows what it has")
     shutil.rmtree(folder)
     return 0
+
+
+def find_repository(name: str) -> Path:
+    """Return where the Hugging Face cache keeps a model, if it has it."""
+    return Path(HF_HUB_CACHE) / f"{HUB}{name.replace('/', '--')}"

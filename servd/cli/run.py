@@ -1,4 +1,4 @@
-"""Chat with a model: serve it until you leave, with a quantization that fits this machine."""
+"""Chat with a model: serve it until you leave, quantized to fit."""
 
 import argparse
 import sys
@@ -11,14 +11,14 @@ from servd.checkpoint.short_names import full_name
 from servd.cli import chat, plan
 from servd.config import Config
 from servd.terminal import engine_flags
-from servd.terminal.api_client import Client
+from servd.terminal.api_client import DEFAULT_URL, Client
 from servd.terminal.server_process import key_of, own_server
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `servd serve`, for a server of its own."""
     parser.usage = "%(prog)s [MODEL] [OPTION ...]"
-    parser.add_argument("--url", help="a server to use instead [http://127.0.0.1:8000]")
+    parser.add_argument("--url", help=f"a server to use instead [{DEFAULT_URL}]")
     parser.add_argument("--system", metavar="TEXT", default=None, help="system message")
     engine_flags.add_options(parser)
 
@@ -27,7 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Chat with a running server that has the model, else with a server of its own."""
     options = engine_flags.load_options(arguments)
     key = key_of(options) if arguments.url else None  # none for a server that nobody named
-    client = Client(arguments.url or "http://127.0.0.1:8000", key)
+    client = Client(arguments.url or DEFAULT_URL, key)
     client.http.timeout = 5  # seconds
     names: set[str] = set()
     with suppress(ServdError, LookupError, ValueError, TypeError):  # another kind of server
@@ -44,12 +44,18 @@ def run(arguments: argparse.Namespace) -> int:
 
 def choose(options: dict[str, Any]) -> tuple[dict[str, Any], str]:
     """Return options with a quantization that fits, and a line about it. Raises NotEnoughMemory."""
-    kinds = [options["quantization"]] if "quantization" in options else [None, "int8", "int4"]
-    for kind in kinds:
-        tried = options | ({"quantization": kind} if kind else {})
-        report = plan.make_report(Config.load(tried))
-        if report.plan.num_blocks:
-            size, free = (format_bytes(n) for n in (report.plan.sizes.weights, report.plan.free))
-            kept = f"{kind or report.plan.dtype}, {report.max_model_len} tokens of context"
-            return tried, f"{report.config.model.model}: {kept}, {size} of {free} free"
-    raise NotEnoughMemory("the model does not fit; `servd plan MODEL` shows what is missing")
+    report = plan.make_report(Config.load(options))
+    kinds = [] if report.quantization else ["int8", "int4"]
+    while not report.plan.num_blocks and kinds:
+        options = options | {"quantization": kinds.pop(0)}
+        report = plan.make_report(Config.load(options))
+    kind = report.quantization or report.plan.dtype
+    name = report.config.model.model
+    size, free = (format_bytes(n) for n in (report.plan.sizes.weights, report.plan.free))
+    if not report.plan.num_blocks:
+        raise NotEnoughMemory(
+            f"{name} takes {size} as {kind}, and {free} of memory are free; try: "
+            + "; ".join(report.advice())
+        )
+    length = report.max_model_len
+    return options, f"{name}: {kind}, {length} tokens of context, {size} of {free} free"

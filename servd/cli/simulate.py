@@ -1,4 +1,4 @@
-"""Simulate recorded or generated requests with servd's own scheduler, KV cache and router."""
+"""Simulate requests with servd's own scheduler, cache and router."""
 
 import argparse
 import time

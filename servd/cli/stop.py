@@ -1,4 +1,4 @@
-"""Free the memory of a model on a running server; the next request loads it again."""
+"""Free the memory of a model on a running server."""
 
 import argparse
 import json

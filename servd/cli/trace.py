@@ -1,13 +1,15 @@
-"""Run one prompt and draw its way through servd, call by call, with its messages and tokens."""
+"""Run one prompt and draw its way through servd, call by call."""
 
 from __future__ import annotations
 
 import argparse
 import html
 import time
+import tomllib
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 from math import exp
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -24,31 +26,9 @@ PAGE = """<!doctype html><meta charset="utf-8"><title>servd trace</title>
 <meta name="color-scheme" content="light dark"><h1>{}</h1><pre>{}</pre>
 """
 ACCESS = ("api_key", "api_key_file")  # nobody else reaches a server of its own
-# Stage of a mark -> the way to what was done until then: before the engine has the request, in it,
-# and after it.
-WAYS = {
-    "API server": {
-        "parsed": ["Call.read"],
-        "adapted": ["Call.read", "Adapters.find"],
-        "templated": ["AsyncLLM.prepare", "Processor.process", "ChatTemplate.render"],
-        "tokenised": ["AsyncLLM.prepare", "Processor.process", "Tokenizer.encode"],
-        "checked": ["AsyncLLM.prepare", "Processor.check_structured_output"],
-        "sent": ["AsyncLLM.generate", "EngineCoreClient.send"],
-    },
-    "engine": {"compiled": ["GrammarManager.take"], "queued": ["EngineCoreProc.receive"]},
-    "API server, after": {
-        "returned": ["EngineCoreClient.drain"],
-        "detokenised": ["OutputProcessor.process"],
-        "written": ["RequestContext.__call__"],
-    },
-}
-# Names of a step's times -> the nested calls that took them.
-TIMES = {
-    "schedule_ms": ["Scheduler.schedule"],
-    "prepare_ms": ["ModelRunner.execute_model", "InputBatch.gather"],
-    "forward_ms": ["ModelRunner.execute_model", "ModelRunner.forward"],
-    "sample_ms": ["ModelRunner.sample_tokens"],
-}
+_DATA = tomllib.loads(Path(__file__).with_name("trace.toml").read_text(encoding="utf8"))
+WAYS: dict[str, dict[str, list[str]]] = _DATA["ways"]
+TIMES: dict[str, list[str]] = _DATA["times"]
 MOST_IDS = 12
 
 

@@ -10,13 +10,13 @@ import msgspec
 from servd.api.engine.adapters import NAME
 from servd.base.errors import ConfigError
 from servd.checkpoint import hf
+from servd.checkpoint.facts import count_bytes
 from servd.checkpoint.lora import CONFIG, parse_module
 from servd.config import LoRAConfig
 
 logger = logging.getLogger("servd.api")
 
 HUB = "models--"  # prefix of a model's folder in the Hugging Face cache
-WEIGHT_SUFFIXES = (".safetensors", ".gguf")
 
 
 class Model(msgspec.Struct, frozen=True):
@@ -60,7 +60,7 @@ class ModelFolder:
         for name, entry in sorted(_models_in(self.path)):
             written, why = self._refused.get(entry, (0.0, ""))
             try:
-                path = _snapshot(entry) if entry.name.startswith(HUB) else entry
+                path = find_snapshot(entry) if entry.name.startswith(HUB) else entry
                 if path is None:
                     continue  # a download that is not complete
                 if path.suffix == ".gguf" and _mtime(path) == written:
@@ -80,9 +80,7 @@ def _read(name: str, path: Path) -> Model:
     assert folder is not None
     written = path if path.is_file() else path / "config.json"
     length = hf.read_spec(folder).max_position_embeddings
-    weights = [file for file in folder.iterdir() if file.suffix in WEIGHT_SUFFIXES]
-    num_bytes = sum(file.stat().st_size for file in weights)
-    return Model(name, path, length, num_bytes, int(written.stat().st_mtime))
+    return Model(name, path, length, count_bytes(folder), int(written.stat().st_mtime))
 
 
 def _mtime(path: Path) -> float:
@@ -115,7 +113,7 @@ def _is_model(path: Path) -> bool:
         return False
 
 
-def _snapshot(repository: Path) -> Path | None:
+def find_snapshot(repository: Path) -> Path | None:
     """Return the snapshot of a model in the Hugging Face cache, from branch main if possible. None
     if no branch's snapshot is complete.
     """

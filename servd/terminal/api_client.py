@@ -19,6 +19,7 @@ from httpx import HTTPError
 
 from servd.base.errors import ServdError
 
+DEFAULT_URL = "http://127.0.0.1:8000"
 SAMPLING = ("temperature", "max_tokens", "seed")
 RETRIES = 5  # when the server has no room for a request
 LONGEST_WAIT = 60.0  # seconds between retries
@@ -29,7 +30,7 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--url",
         "--base-url",
-        default="http://127.0.0.1:8000",
+        default=DEFAULT_URL,
         help="any OpenAI-compatible server [%(default)s]",
     )
     key = os.environ.get("SERVD_API_KEY")

@@ -16,31 +16,9 @@ from servd.base.errors import ConfigError
 from servd.config import Config, choices, descriptions, flag_of, options_by_name, title_of
 from servd.config._section import plain
 from servd.config.flag_aliases import ALIASES, IGNORED, OTHER_FLAGS, VALUE_ALIASES
+from servd.terminal.output import HELP
 
-# What `--help` shows; `--help-all` shows every option.
-COMMON = {
-    "model",
-    "served_model_name",
-    "host",
-    "port",
-    "api_key_file",
-    "device",
-    "dtype",
-    "quantization",
-    "max_model_len",
-    "max_num_seqs",
-    "kv_cache_memory",
-    "kv_cache_dir",
-    "gpu_memory_utilization",
-    "tensor_parallel_size",
-    "data_parallel_size",
-    "speculative_config",
-    "chat_template",
-    "lora_dir",
-    "models_dir",
-    "batch_dir",
-    "log_level",
-}
+COMMON = set(HELP["common"])  # options of `servd serve --help`; `--help-all` shows every option
 
 
 class HelpAll(argparse.Action):

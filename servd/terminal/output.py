@@ -1,11 +1,22 @@
-"""The output of commands: rows of a table, and figures as JSON."""
+"""The output of commands: rows of a table, figures as JSON, and hints."""
 
+import difflib
+import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from servd.base.errors import ConfigError
+
+HELP = tomllib.loads(Path(__file__).with_name("help.toml").read_text(encoding="utf8"))
+
+
+def suggest(word: str, known: Sequence[str]) -> str:
+    """Return what an unknown word may have meant."""
+    near = difflib.get_close_matches(word, known, n=1)
+    return f"did you mean {near[0]}?" if near else f"there are: {', '.join(known)}"
 
 
 def format_row(name: object, *cells: object) -> str:

@@ -4,10 +4,13 @@ import hashlib
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 
+import servd
 from servd import cli
+from servd.base import plugins
 from servd.base.errors import ConfigError
 from servd.config import AccessConfig, Config, choices, options_by_name
 from servd.config.flag_aliases import ALIASES, HINTS, IGNORED, VALUE_ALIASES
@@ -138,6 +141,10 @@ def test_a_configuration_error_is_one_line_and_exit_code_2(capsys):
     [
         (["serve", "--max-num-sequences=3"], "did you mean --max-num-seqs?"),
         (["bench", "throughput", "--num-promts", "3"], "did you mean --num-prompts?"),
+        (["srve", "--port", "8000"], "did you mean serve?"),
+        (["bench", "latncy"], "did you mean latency?"),
+        (["serve", "--dtype", "bfloat61"], "did you mean bfloat16?"),
+        (["chat", "--temprature", "1"], "did you mean --temperature?"),
         (["serve", "a", "b"], "unknown argument b; `servd serve --help` lists them"),
     ],
 )
@@ -147,6 +154,37 @@ def test_an_unknown_argument_is_named_with_what_may_have_been_meant(args, hint, 
     assert end.value.code == 2
     shown = capsys.readouterr().err.splitlines()
     assert shown[-1].endswith(hint) and len(shown) < 8
+
+
+def test_the_help_is_one_screen_with_every_command(capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(["--help"])
+    assert end.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 40 and max(map(len, lines)) <= 80
+    listed = [line.split()[0] for line in lines if line.startswith("  ")]
+    for name in plugins.names("servd.cli"):
+        assert listed.count(name.replace("_", "-")) == 1
+
+
+def test_without_a_command_the_help_is_an_error(capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main([])
+    assert end.value.code == 2
+    assert "run-batch" in capsys.readouterr().err
+
+
+def test_the_version_is_a_line_or_all_that_a_bug_report_needs(capsys):
+    found = []
+    for more in ([], ["--verbose"]):
+        with pytest.raises(SystemExit) as end:
+            cli.main(["--version", *more])
+        assert end.value.code == 0
+        found.append(capsys.readouterr().out)
+    assert found[0] == f"servd {servd.__version__}\n"
+    facts = dict(line.split(maxsplit=1) for line in found[1].splitlines())
+    assert facts["servd"].startswith(servd.__version__) and facts["torch"] == version("torch")
+    assert {"Python", "transformers", "platform", "CPU", "GPUs"} <= facts.keys()
 
 
 def test_a_new_key_is_an_entry_of_the_key_file(tmp_path, capsys):

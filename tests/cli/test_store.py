@@ -5,14 +5,17 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import tokenizers
 
 from servd import cli
-from servd.base.errors import ConfigError, ModelNotFound, NotEnoughMemory
+from servd.base.errors import ConfigError, ModelNotFound, NotEnoughMemory, ServdError
 from servd.base.sizes import MemoryPlan
+from servd.checkpoint.facts import Facts, read_facts
 from servd.checkpoint.short_names import full_name
 from servd.cli import list as list_command
 from servd.cli import plan, rm, run
 from servd.config import Config
+from servd.terminal import api_client
 
 TINY = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_positions": 64}
 TINY |= {"n_embd": 8, "n_layer": 1, "n_head": 1, "vocab_size": 9}
@@ -47,6 +50,29 @@ def test_models_of_the_cache_are_listed_and_removed(cache: Path, capsys):
     assert "servd pull" in capsys.readouterr().out
 
 
+def test_a_model_of_the_cache_is_shown(cache: Path, capsys, monkeypatch):
+    folder = cache / "models--org--tiny" / "snapshots" / "abc"
+    tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(folder / "tokenizer.json"))
+    (folder / "README.md").write_text("---\nlicense: mit\n---\n")
+    packed = {"dtype": "I32", "shape": [4, 8], "data_offsets": [0, 128]}
+    scales = {"dtype": "F16", "shape": [4], "data_offsets": [128, 136]}
+    header = json.dumps({"a.qweight": packed, "a.scales": scales}).encode()
+    content = len(header).to_bytes(8, "little") + header + bytes(136)
+    (folder / "model.safetensors").write_bytes(content)
+    quantized = TINY | {"quantization_config": {"quant_method": "gptq", "bits": 8}}
+    (folder / "config.json").write_text(json.dumps(quantized))
+    assert execute("show", "org/tiny") == 0
+    shown = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert shown["architecture"] == "gpt2" and shown["license"] == "mit"
+    assert shown["context"] == "64 tokens" and shown["weights"].startswith("gptq, ")
+    assert read_facts(str(folder)) == Facts(len(content), 4 * 8 * 4, "gptq", "mit")
+    with pytest.raises(ServdError, match="no server answers at http://127.0.0.1:1"):
+        execute("show", "org/tiny", "--url", "http://127.0.0.1:1")
+    monkeypatch.setattr(api_client, "DEFAULT_URL", "http://127.0.0.1:1")
+    with pytest.raises(ModelNotFound, match="servd pull"):
+        execute("show", "org/other")
+
+
 def test_a_short_name_is_a_model_also_in_the_user_s_own_table(tmp_path: Path, monkeypatch):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     assert Config.load({"model": "qwen3:0.6b"}).model.model == "Qwen/Qwen3-0.6B"
@@ -72,10 +98,28 @@ def test_the_first_quantization_that_fits_is_taken(monkeypatch, fits, chosen):
     monkeypatch.setattr(plan, "make_report", make_report)
     options = {"model": "demo", "device": "cpu"}
     if not fits:
-        with pytest.raises(NotEnoughMemory, match="servd plan"):
+        with pytest.raises(NotEnoughMemory, match="demo takes .* as int4"):
             run.choose(options)
         return
     found, line = run.choose(options)
     assert found.get("quantization") == chosen
     assert line.startswith("demo: ") and "2048 tokens of context" in line
     assert isinstance(plan_of(Config.load(found)).plan, MemoryPlan)
+
+
+def test_a_quantized_model_that_does_not_fit_is_named_with_numbers(monkeypatch):
+    def make_report(config: Config) -> plan.Report:
+        assert config.model.quantization is None, "its weights are quantized already"
+        report = plan_of(config)
+        report.quantization = "gptq"
+        report.plan = msgspec.structs.replace(report.plan, num_blocks=0, free=1 << 20)
+        report.for_kv_cache = -(2 << 30)
+        return report
+
+    plan_of = plan.make_report
+    monkeypatch.setattr(plan, "make_report", make_report)
+    with pytest.raises(NotEnoughMemory) as error:
+        run.choose({"model": "demo", "device": "cpu"})
+    message = str(error.value)
+    assert message.startswith("demo takes") and "gptq" in message and "1MiB" in message
+    assert "2GiB more memory" in message and "--quantization" not in message

@@ -14,6 +14,7 @@ pytest.importorskip("aiohttp", reason="servd[bench] is not installed")
 from servd.base import plugins
 
 ROOT = Path(__file__).parents[2]
+SCRIPTS = ("engine_step", "startup")  # of benchmarks/
 
 
 def test_random_prompts_of_chats_are_text(fake_server, tmp_path: Path):
@@ -84,7 +85,7 @@ def commands() -> dict[str, list[str]]:
     }
 
 
-@pytest.mark.parametrize("name", plugins.names("servd.bench"))
+@pytest.mark.parametrize("name", [*plugins.names("servd.bench"), *SCRIPTS])
 def test_command(name: str, tmp_path: Path, request: pytest.FixtureRequest):
     options = commands()[name]
     if name == "serve":
@@ -92,7 +93,8 @@ def test_command(name: str, tmp_path: Path, request: pytest.FixtureRequest):
         options += ["--host", url.hostname, "--port", str(url.port)]
         options += ["--result-dir", str(tmp_path / "new")]
     file = tmp_path / "figures.json"
-    command = [sys.executable, "-m", "servd", "bench", name.replace("_", "-"), *options]
+    program = [f"benchmarks.{name}"] if name in SCRIPTS else ["servd", "bench", name]
+    command = [sys.executable, "-m", *program, *options]
     result = subprocess.run([*command, "--json", str(file)], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     figures = json.loads(file.read_text())

@@ -1,11 +1,23 @@
 """`servd chat` and `servd complete` against a real server."""
 
+import json
+import os
+import pty
+import select
 import socket
 import subprocess
 import sys
+import termios
 import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import repeat
+from pathlib import Path
 
 import httpx
+import pytest
 
 from tests.integration.conftest import Server
 from tests.limits import WAIT_SECONDS
@@ -36,6 +48,101 @@ def test_chat_keeps_the_conversation(fake_server: Server):
     result = run(fake_server, "chat", *options, stdin="hello\nand then?\n/reset\nhello\n/exit\n")
     assert result.returncode == 0, result.stderr
     assert result.stdout == f"{first}\n{second}\n{first}\n"
+
+
+READY = "\x1b[?2004h"  # the prompt turns bracketed paste on
+
+
+class SlowAnswers(BaseHTTPRequestHandler):
+    """A server with a model that writes a word in 20 ms, and only stops at max_tokens."""
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'{"data": [{"id": "slow"}]}')
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.send_response(200)
+        self.end_headers()
+        piece = {"choices": [{"delta": {"content": "word "}}]}
+        end = {"choices": [], "usage": {"completion_tokens": body["max_tokens"]}}
+        with suppress(OSError):  # the client has left
+            for chunk in (*repeat(piece, body["max_tokens"]), end):
+                self.wfile.write(b"data: %s\n\n" % json.dumps(chunk).encode())
+                time.sleep(0.02)
+
+
+@pytest.fixture
+def slow_server() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), SlowAnswers)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def terminal(slow_server: str, tmp_path: Path) -> Iterator[Callable[[str, str], None]]:
+    """A chat in a terminal: types keys, and waits until a text is shown."""
+    pid, descriptor = pty.fork()
+    if pid == 0:
+        os.environ |= {"XDG_STATE_HOME": str(tmp_path), "TERM": "xterm"}
+        os.execv(sys.executable, [sys.executable, "-m", "servd", "chat", "--url", slow_server])
+    termios.tcsetwinsize(descriptor, (24, 80))
+    shown = ""
+
+    def interact(keys: str, text: str) -> None:
+        nonlocal shown
+        os.write(descriptor, keys.encode())
+        deadline = time.monotonic() + WAIT_SECONDS
+        while text not in shown:
+            assert time.monotonic() < deadline, f"{text!r} is not in {shown!r}"
+            if select.select([descriptor], [], [], 0.1)[0]:
+                shown += os.read(descriptor, 65536).decode(errors="replace")
+            if "\x1b[6n" in shown:  # where is the cursor?
+                shown = shown.replace("\x1b[6n", "")
+                os.write(descriptor, b"\x1b[1;1R")
+        shown = shown.partition(text)[2]
+
+    interact("", READY)
+    yield interact
+    os.write(descriptor, b"\x04")  # leaves
+    with suppress(OSError):  # the terminal is gone
+        while os.read(descriptor, 65536):
+            pass
+    os.close(descriptor)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_a_terminal_chat_takes_pasted_lines_stops_and_continues(
+    terminal: Callable[[str, str], None], tmp_path: Path
+):
+    terminal("/set max_tokens 12\r", READY)
+    terminal("\x1b[200~hello\nthere\x1b[201~\r", "(12 tokens")
+    terminal("", READY)
+    terminal("/sett\r", "did you mean /set?")
+    terminal("", READY)
+    terminal("/set max_tokens 8000\r", READY)
+    terminal("and a long one\r", "word")
+    terminal("\x03", "[stopped]")
+    terminal("", READY)
+    terminal(f"/save {tmp_path}/chat.json\r", READY)
+    saved = json.loads((tmp_path / "chat.json").read_text())
+    first, _, _, last = saved["messages"]
+    assert first == {"role": "user", "content": "hello\nthere"}
+    assert last["role"] == "assistant" and saved["max_tokens"] == 8000
+
+
+def test_a_pipe_needs_no_terminal_library(fake_server: Server, tmp_path: Path, monkeypatch):
+    (tmp_path / "prompt_toolkit.py").write_text("raise SystemExit('imported')")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.getcwd()}")
+    result = run(fake_server, "chat", "--max-tokens", "3", stdin="hello\n/unknown\n")
+    assert result.returncode == 0, result.stderr
+    assert "\x1b" not in result.stdout
 
 
 def test_complete(fake_server: Server):

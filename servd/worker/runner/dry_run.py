@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from servd.base.errors import ConfigError, NotEnoughMemory
 from servd.base.sizes import MemoryPlan, MemorySizes, advise_more_memory, format_bytes
-from servd.checkpoint.hf import ModelSpec
+from servd.checkpoint.hf import ModelSpec, quantization_of
 from servd.config import Config
 from servd.worker.device.device import available_memory, name_of
 from servd.worker.device.memory import CudaMeter, MemoryUse
@@ -132,7 +132,8 @@ def check_fits(runner: ModelRunner, sizes: MemorySizes) -> None:
         free = available_memory()
     where = f"{format_bytes(max(free, 0))} of memory are free on {name_of(runner.device)}"
     if sizes.persistent > free:
-        lacking = advise_more_memory(sizes.persistent - free, runner.config.model.quantization)
+        method = runner.config.model.quantization or quantization_of(runner.spec.folder)
+        lacking = advise_more_memory(sizes.persistent - free, bool(method))
         needed = format_bytes(sizes.persistent)
         raise NotEnoughMemory(f"the model takes {needed}, and {where}: it needs {lacking}")
     if (asked := cache.kv_cache_memory) is not None and asked > free:

@@ -1,5 +1,6 @@
 """Ollama's API below /api: chat, generate, embed, tags, ps, show, version, and pull."""
 
+import asyncio
 import hashlib
 import json
 import time
@@ -20,6 +21,7 @@ from servd.api.builders.embedding import embed
 from servd.api.builders.events import Event, EventBuilder
 from servd.api.call import call_of
 from servd.api.context import Context, context_of, json_response
+from servd.api.engine.description import describe_model
 from servd.api.http.route import Parsed, Route
 from servd.api.http.streaming import EventStream
 from servd.api.output.incremental import Content, Delta, Reasoning, ToolCallArguments, ToolCallStart
@@ -29,6 +31,7 @@ from servd.api.protocol.score import Texts
 from servd.api.protocol.translation import TranslatedRequest, renamed
 from servd.api.protocol.validation import FewKeys, RequestBody
 from servd.api.text.prompt import Prompt
+from servd.checkpoint.facts import count_bytes
 from servd.messages.engine import FinishReason, RequestOptions
 from servd.messages.outputs import CompletionOutput, unpack_vector
 from servd.messages.params import PoolingParams
@@ -315,22 +318,12 @@ async def show_ollama_model(request: Request, body: Parsed[OllamaNamedRequest]) 
     """Describe the model in Ollama's format."""
     context = context_of(request)
     await context.find_model(body.model or body.name)
-    processor = context.async_llm.processor
-    spec = context.async_llm.spec
     model = models_of(context)[0]
-    capabilities = ["completion"] if processor.pooling.is_causal else ["embedding"]
-    capabilities += ["tools"] if processor.model_format.tool_parser else []
-    capabilities += ["thinking"] if processor.model_format.reasoning_parser else []
-    info = {
-        "general.architecture": spec.model_type,
-        "general.basename": context.root,
-        f"{spec.model_type}.context_length": processor.max_model_len,
-        f"{spec.model_type}.embedding_length": spec.hidden_size,
-        f"{spec.model_type}.block_count": spec.num_layers,
-    }
-    shown = {"capabilities": capabilities, "model_info": info, "modelfile": "", "parameters": ""}
-    same = {"details": model["details"], "modified_at": model["modified_at"]}
-    return json_response({**shown, **same, "template": processor.chat_template.source})
+    processor = context.async_llm.processor
+    shown = await asyncio.to_thread(describe_model, processor, context.root)
+    shown["details"] = model["details"] | shown["details"]
+    more = {"modelfile": "", "parameters": "", "modified_at": model["modified_at"]}
+    return json_response(shown | more)
 
 
 @router.get("/api/version", response_model=dict[str, str])
@@ -375,12 +368,11 @@ def chat_messages(messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 def models_of(context: Context) -> list[dict[str, Any]]:
     """Return the model's names in Ollama's format, with the size of the weight files."""
     spec = context.async_llm.spec
-    files = Path(spec.folder).iterdir() if spec.folder else ()
-    sizes = [file.stat().st_size for file in files if file.suffix in (".safetensors", ".gguf")]
+    size = count_bytes(Path(spec.folder)) if spec.folder else 0
     level = context.config.model.quantization or spec.dtype
     written = context.started_at
     names = context.shown_names
-    return [described(name, written, sum(sizes), spec.model_type, level) for name in names]
+    return [described(name, written, size, spec.model_type, level) for name in names]
 
 
 def described(

@@ -1,6 +1,9 @@
-"""Measure the phases of a decode step in one process, with the uniproc or the fake executor."""
+"""Measure the phases of a decode step in one process, with the uniproc or the fake executor:
+`python -m benchmarks.engine_step`.
+"""
 
 import argparse
+import sys
 from collections import Counter
 
 import msgspec
@@ -65,3 +68,9 @@ def time_step(engine: EngineCore, spent: Counter[str]) -> int:
         if record.collected_ns > began_ns:
             spent["update"] += ended_ns - record.collected_ns
     return num_tokens
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_options(parser)
+    sys.exit(run(parser.parse_args()))

@@ -1,4 +1,6 @@
-"""Measure the seconds from the command to the port, to readiness and to the first token."""
+"""Measure the seconds from the command to the port, to readiness and to the first token:
+`python -m benchmarks.startup`.
+"""
 
 import argparse
 import asyncio
@@ -43,3 +45,9 @@ def run(arguments: argparse.Namespace) -> int:
     summary = {"ready_ms": _report.spread(ready), "first_token_ms": _report.spread(first_token)}
     _report.show(summary, arguments.json)
     return 0
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_options(parser)
+    sys.exit(run(parser.parse_args()))

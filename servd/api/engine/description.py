@@ -1,0 +1,35 @@
+"""The description of a model as Ollama's /api/show has it, for that route and `servd show`."""
+
+from typing import Any
+
+from servd.api.engine.processor import Processor
+from servd.checkpoint.facts import read_facts
+
+
+def describe_model(processor: Processor, name: str) -> dict[str, Any]:
+    """Return a model's description. Reads the headers of the weight files at its first call."""
+    spec = processor.spec
+    family = spec.model_type
+    facts = read_facts(spec.folder)
+    level = processor.config.model.quantization or facts.precision or spec.dtype
+    size = f"{facts.num_parameters / 1e6:.3g}M" if facts.num_parameters else ""
+    if facts.num_parameters >= 1e9:
+        size = f"{facts.num_parameters / 1e9:.3g}B"
+    capabilities = ["completion"] if processor.pooling.is_causal else ["embedding"]
+    capabilities += ["tools"] if processor.model_format.tool_parser else []
+    capabilities += ["thinking"] if processor.model_format.reasoning_parser else []
+    return {
+        "capabilities": capabilities,
+        "details": {"family": family, "parameter_size": size, "quantization_level": level},
+        "license": facts.license,
+        "model_info": {
+            "general.architecture": family,
+            "general.basename": name,
+            "general.parameter_count": facts.num_parameters,
+            f"{family}.context_length": processor.max_model_len,
+            f"{family}.embedding_length": spec.hidden_size,
+            f"{family}.block_count": spec.num_layers,
+        },
+        "size": facts.num_bytes,
+        "template": processor.chat_template.source,
+    }

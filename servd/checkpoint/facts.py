@@ -1,0 +1,61 @@
+"""Facts about a checkpoint for people: size, number of parameters, type of its numbers, license."""
+
+import functools
+import re
+from math import prod
+from pathlib import Path
+
+import msgspec
+
+from servd.base.errors import ModelNotFound
+from servd.checkpoint import gguf, hf
+
+PAGE_HEAD = 4096  # bytes of a README.md, which begins with its tags on the hub
+LICENSE = re.compile(rb"^license: *(\S+)", re.MULTILINE)
+# Tensors that quantization adds.
+ADDED = re.compile(r"(scales?|scale_inv|zeros|zero_point|g_idx|absmax|quant_map|shape)$")
+
+
+class Facts(msgspec.Struct, frozen=True):
+    num_bytes: int = 0  # of the weight files
+    num_parameters: int = 0  # 0 if unknown
+    precision: str = ""  # such as "gptq" or "Q4_K_M"; "" if it is not quantized
+    license: str = ""  # "" if unknown
+
+
+def count_bytes(folder: Path) -> int:
+    """Return the size of the weight files in a folder."""
+    files = [file for file in folder.iterdir() if file.suffix in (".safetensors", ".gguf")]
+    return sum(file.stat().st_size for file in files)
+
+
+def read_page(folder: Path) -> bytes:
+    """Return the beginning of a model's README.md."""
+    page = folder / "README.md"
+    return page.read_bytes()[:PAGE_HEAD] if page.is_file() else b""
+
+
+@functools.cache  # the headers of many weight files are megabytes
+def read_facts(path: str) -> Facts:
+    """Return the facts that the files of a folder state, without reading tensors."""
+    folder = Path(path)
+    if not path:  # of the fake model
+        return Facts()
+    if (folder / gguf.WEIGHTS).is_symlink():
+        return Facts(count_bytes(folder), *gguf.read_facts(folder / gguf.WEIGHTS))
+    method = hf.quantization_of(folder) or {}
+    # Several numbers are packed into one.
+    packed = {"I32": 32 // int(method.get("bits") or 4), "U8": 2}
+    count = 0
+    try:
+        for weights in hf.weight_files(folder):
+            with weights.open("rb") as file:
+                header = msgspec.json.decode(file.read(int.from_bytes(file.read(8), "little")))
+            for name, tensor in header.items():
+                if name != "__metadata__" and not ADDED.search(name):
+                    count += prod(tensor["shape"]) * packed.get(tensor["dtype"], 1)
+    except (ModelNotFound, msgspec.DecodeError):  # only its config is there, or a file is damaged
+        count = 0
+    found = LICENSE.search(read_page(folder))
+    license = found[1].decode(errors="replace") if found else ""
+    return Facts(count_bytes(folder), count, method.get("quant_method", ""), license)

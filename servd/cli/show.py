@@ -1,0 +1,65 @@
+"""Show a model's size, context, license and what it can do."""
+
+import argparse
+import json
+from typing import Any
+
+from servd.api.engine.description import describe_model
+from servd.api.engine.processor import Processor
+from servd.api.text.chat_template import DEFAULT_TEMPLATE
+from servd.api.text.tokenizer import Tokenizer
+from servd.base.errors import ModelNotFound, ServdError
+from servd.base.sizes import format_bytes
+from servd.checkpoint import hf
+from servd.checkpoint.short_names import full_name
+from servd.cli.rm import find_repository
+from servd.config import Config
+from servd.gateway.models import find_snapshot
+from servd.terminal import api_client
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    help = "id, short name, folder, .gguf file, or a model of a running server"
+    parser.add_argument("name", metavar="MODEL", help=help)
+    api_client.add_server_options(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print a line for each fact. With another --url than the default, ask that server only."""
+    name = full_name(arguments.name)
+    shown = describe_local(name) if arguments.url == api_client.DEFAULT_URL else None
+    if shown is None:
+        client = api_client.Client(arguments.url, arguments.api_key)
+        try:
+            with client.open("POST", "/api/show", {"model": arguments.name}) as reply:
+                shown = json.loads(reply.read())
+        except ServdError as error:
+            if arguments.url != api_client.DEFAULT_URL:
+                raise
+            hint = "is not on this machine (`servd pull` downloads a model), and"
+            raise ModelNotFound(f"{name} {hint} {error}") from None
+    details = shown["details"]
+    family = details["family"]
+    for title, value in (
+        ("model", name),
+        ("architecture", family),
+        ("parameters", details["parameter_size"]),
+        ("weights", f"{details['quantization_level']}, {format_bytes(shown.get('size', 0))}"),
+        ("context", f"{shown['model_info'][f'{family}.context_length']} tokens"),
+        ("chat template", "no" if shown["template"].endswith(DEFAULT_TEMPLATE) else "yes"),
+        ("capabilities", ", ".join(shown["capabilities"])),
+        ("license", shown.get("license")),
+    ):
+        print(f"{title:<16}{value or 'unknown'}")
+    return 0
+
+
+def describe_local(name: str) -> dict[str, Any] | None:
+    """Return the description of a model of this machine; None if the model is not here."""
+    folder = hf.local_folder(name) or find_snapshot(find_repository(name))
+    if folder is None:
+        return None
+    spec = hf.read_spec(folder)
+    config = Config.load({"model": str(folder)})
+    tokenizer = Tokenizer.load(str(folder))
+    return describe_model(Processor(config, spec, tokenizer, spec.max_position_embeddings), name)

@@ -1,0 +1,152 @@
+"""Conversation: a chat with a server, its slash commands, its settings and its files."""
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from servd.base.errors import ServdError
+from servd.terminal.api_client import Client
+from servd.terminal.output import HELP, suggest, write_file, write_json
+
+COMMANDS: dict[str, str] = HELP["chat"]  # with their arguments, and what they do
+NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty")
+COUNTS = ("max_tokens", "seed", "top_k")
+NAMES = [*dict.fromkeys(usage.split()[0] for usage in COMMANDS)]
+SWITCHES = {"on": True, "off": False}
+SETTINGS = [*NUMBERS, *COUNTS, "system", "think"]
+
+Show = Callable[[str, bool], None]
+"""Shows a piece of an answer, and whether it is reasoning."""
+
+
+class Message(msgspec.Struct):
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+class Saved(msgspec.Struct):
+    messages: list[Message]
+
+
+def write(text: str, is_reasoning: bool) -> None:
+    print(text, end="", flush=True)
+
+
+class Conversation:
+    """A chat in the terminal. Reasoning is shown, and is not part of the history. `options`: the
+    model and parameters of requests. Methods raise ServdError.
+    """
+
+    # Shows an answer; None: as it is.
+    open_answer: Callable[[], AbstractContextManager[Show]] | None = None
+
+    def __init__(self, client: Client, system: str | None, options: dict[str, Any]) -> None:
+        self.client = client
+        self.options = options
+        self.reset(system)
+
+    def reset(self, system: str | None) -> None:
+        self.system = system
+        self.messages = [{"role": "system", "content": system}] if system else []
+
+    def obey(self, line: str) -> bool:
+        """Execute a line that begins with a slash. Return False to leave the chat."""
+        name, _, argument = line.partition(" ")
+        argument = argument.strip()
+        match name:
+            case "/exit" | "/quit":
+                return False
+            case "/help":
+                print("\n".join(f"{usage:<16}{text}" for usage, text in COMMANDS.items()))
+            case "/reset":
+                self.reset(self.system)
+            case "/system":
+                self.reset(argument or None)
+            case "/set":
+                self.set(argument)
+            case "/save":
+                self.save(Path(argument).expanduser())
+            case "/load":
+                self.load(Path(argument).expanduser())
+            case "/regenerate":
+                if self.messages and self.messages[-1]["role"] == "assistant":
+                    self.answer(self.messages[:-1])
+            case _:
+                print(f"{name} is unknown; {suggest(name, NAMES)}")
+        return True
+
+    def ask(self, text: str) -> None:
+        self.answer([*self.messages, {"role": "user", "content": text}])
+
+    def answer(self, messages: list[dict[str, str]]) -> None:
+        """Get and show the next message of a conversation. Ctrl-C keeps the text so far."""
+        started = time.monotonic()
+        content = ""
+        body = {"messages": messages, "stream_options": {"include_usage": True}}
+        usage: dict[str, Any] = {}
+        with self.open_answer() if self.open_answer else nullcontext(write) as show:
+            try:
+                for chunk in self.client.stream("/v1/chat/completions", body | self.options):
+                    usage = chunk.get("usage") or usage
+                    for choice in chunk["choices"]:
+                        delta = choice["delta"]
+                        if reasoning := delta.get("reasoning") or delta.get("reasoning_content"):
+                            show(reasoning, True)
+                        if text := delta.get("content"):
+                            content += text
+                            show(text, False)
+            except KeyboardInterrupt:
+                show("[stopped]", True)
+            if self.open_answer is None:
+                print()
+            elif usage:
+                rate = usage["completion_tokens"] / (time.monotonic() - started)
+                show(f"({usage['completion_tokens']} tokens, {rate:.1f} tok/s)", True)
+        self.messages = [*messages, {"role": "assistant", "content": content}]
+
+    def set(self, argument: str) -> None:
+        """Change a setting, or print all."""
+        name, _, value = argument.partition(" ")
+        if not name:
+            print("\n".join(f"{key} = {value}" for key, value in self.options.items()))
+        elif name not in SETTINGS:
+            raise ServdError(f"/set {name}: unknown; {suggest(name, SETTINGS)}")
+        elif name == "system":  # as `reset`, with the conversation
+            later = [each for each in self.messages if each["role"] != "system"]
+            self.reset(value or None)
+            self.messages += later
+        elif not value:
+            self.options.pop("chat_template_kwargs" if name == "think" else name, None)
+        elif name == "think":
+            if value not in SWITCHES:
+                raise ServdError(f"/set think {value}: must be on or off")
+            kwargs = dict.fromkeys(("enable_thinking", "thinking"), SWITCHES[value])
+            self.options["chat_template_kwargs"] = kwargs
+        else:
+            try:
+                self.options[name] = float(value) if name in NUMBERS else int(value)
+            except ValueError:
+                raise ServdError(f"/set {name} {value}: must be a number") from None
+
+    def save(self, file: Path) -> None:
+        if file.suffix == ".md":
+            parts = [
+                f"## {each['role'].capitalize()}\n\n{each['content']}\n" for each in self.messages
+            ]
+            write_file("/save", file, "\n".join(parts).encode())
+        else:  # a body for /v1/chat/completions
+            write_json("/save", file, self.options | {"messages": self.messages})
+
+    def load(self, file: Path) -> None:
+        try:
+            saved = msgspec.json.decode(file.read_bytes(), type=Saved)
+        except OSError as error:
+            raise ServdError(f"/load {file}: {error.strerror}") from None
+        except msgspec.MsgspecError as error:
+            raise ServdError(f"/load {file}: {error}") from None
+        self.messages = msgspec.to_builtins(saved.messages)
+        self.system = next((m["content"] for m in self.messages if m["role"] == "system"), None)

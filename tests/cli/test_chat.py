@@ -1,0 +1,216 @@
+"""`servd chat`: its commands, its prompt in a terminal, and its Markdown."""
+
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prompt_toolkit.application import create_app_session
+from prompt_toolkit.completion import CompleteEvent
+from prompt_toolkit.document import Document
+from prompt_toolkit.input import create_pipe_input
+from prompt_toolkit.output import DummyOutput
+from rich.console import Console
+from rich.live import Live
+
+from servd.base.errors import ServdError
+from servd.terminal.api_client import Client
+from servd.terminal.conversation import NAMES, Conversation
+from servd.terminal.markdown import Answer, find_open_block
+from servd.terminal.prompt import Prompt
+
+
+class EchoClient(Client):
+    """A server that answers with the number of messages it got."""
+
+    def __init__(self) -> None:
+        super().__init__("http://127.0.0.1:1")
+        self.bodies: list[dict[str, Any]] = []
+
+    def stream(self, path: str, body: dict[str, Any]):
+        if body.get("temperature", 0) > 2:
+            raise ServdError("temperature is too high")
+        self.bodies.append(json.loads(json.dumps(body)))
+        yield {"choices": [{"delta": {"content": f"answer to {len(body['messages'])}"}}]}
+
+
+@pytest.fixture
+def client() -> EchoClient:
+    return EchoClient()
+
+
+@pytest.fixture
+def chat(client: EchoClient) -> Conversation:
+    return Conversation(client, "be brief", {"model": "m"})
+
+
+def roles(chat: Conversation) -> str:
+    return "".join(message["role"][0] for message in chat.messages)
+
+
+def test_settings_are_parameters_of_the_next_request(chat: Conversation, client: EchoClient):
+    for line in ("/set temperature 0.5", "/set max_tokens 9", "/set think off", "/set seed 1"):
+        assert chat.obey(line)
+    chat.obey("/set seed")
+    chat.ask("hello")
+    body = client.bodies[-1]
+    assert (body["temperature"], body["max_tokens"], "seed" in body) == (0.5, 9, False)
+    assert body["chat_template_kwargs"] == {"enable_thinking": False, "thinking": False}
+    chat.obey("/set system be long")
+    assert roles(chat) == "sua" and chat.messages[0]["content"] == "be long"
+    for line in ("/set temprature 1", "/set seed x", "/set think maybe"):
+        with pytest.raises(ServdError, match="/set"):
+            chat.obey(line)
+    with pytest.raises(ServdError, match="did you mean temperature"):
+        chat.obey("/set temprature 1")
+
+
+def test_a_failed_message_is_not_part_of_the_conversation(chat: Conversation):
+    chat.ask("one")
+    chat.obey("/set temperature 3")
+    for attempt in (lambda: chat.ask("two"), lambda: chat.obey("/regenerate")):
+        with pytest.raises(ServdError):
+            attempt()
+        assert roles(chat) == "sua"
+
+
+def test_regenerate_answers_the_same_messages_again(chat: Conversation, client: EchoClient):
+    chat.obey("/regenerate")
+    assert roles(chat) == "s"
+    chat.ask("one")
+    chat.obey("/regenerate")
+    first, second = client.bodies
+    assert first == second and roles(chat) == "sua"
+
+
+def test_a_conversation_is_saved_and_loaded(chat: Conversation, tmp_path: Path):
+    chat.ask("one")
+    chat.obey(f"/save {tmp_path}/chat.json")
+    chat.obey(f"/save {tmp_path}/chat.md")
+    messages = chat.messages
+    chat.obey("/system other")
+    assert roles(chat) == "s"
+    chat.obey(f"/load {tmp_path}/chat.json")
+    assert chat.messages == messages
+    chat.obey("/reset")
+    assert chat.messages == messages[:1]
+    assert "## User\n\none\n" in (tmp_path / "chat.md").read_text()
+    (tmp_path / "wrong.json").write_text('{"messages": [{"role": "x"}]}')
+    for name in ("wrong.json", "none.json", ""):
+        with pytest.raises(ServdError, match="/load"):
+            chat.obey(f"/load {tmp_path / name}")
+    assert chat.messages == messages[:1]
+
+
+def test_an_unknown_command_has_a_hint_and_changes_nothing(chat: Conversation, capsys):
+    assert chat.obey("/regnerate")
+    assert "/regenerate" in capsys.readouterr().out
+    assert not chat.obey("/exit")
+
+
+@pytest.fixture
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("keys", "messages"),
+    [
+        ("hello\r", ["hello"]),
+        ("\x1b[200~one\ntwo\n\nthree\x1b[201~\rnext\r", ["one\ntwo\n\nthree", "next"]),
+        ('"""one\rtwo\r"""\rnext\r', ["one\ntwo", "next"]),
+        ('"""one"""\r', ["one"]),
+        ("half\x03whole\r", ["", "whole"]),
+        ("\x04", [None]),
+    ],
+)
+def test_messages_are_read_as_they_were_meant(state: Path, keys: str, messages: list[str | None]):
+    with create_pipe_input() as pipe, create_app_session(pipe, DummyOutput()):
+        pipe.send_text(keys)
+        prompt = Prompt(NAMES)
+        assert [prompt.read() for _ in messages] == messages
+
+
+def test_the_history_is_kept_and_private(state: Path):
+    with create_pipe_input() as pipe, create_app_session(pipe, DummyOutput()):
+        pipe.send_text("a secret\r")
+        assert Prompt(NAMES).read() == "a secret"
+        assert [*Prompt(NAMES).session.history.load_history_strings()] == ["a secret"]
+    [file] = (state / "servd").iterdir()
+    assert file.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [("/reg", {"/regenerate"}), ("/s", {"/set", "/system", "/save"}), ("x", set())],
+)
+def test_commands_are_completed(state: Path, typed: str, offered: set[str]):
+    with create_pipe_input() as pipe, create_app_session(pipe, DummyOutput()):
+        completer = Prompt(NAMES).session.completer
+    assert completer is not None
+    found = completer.get_completions(Document(typed), CompleteEvent())
+    assert {each.text for each in found} == offered
+
+
+def test_without_a_place_for_the_history_the_prompt_works(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XDG_STATE_HOME", "/dev/null")
+    with create_pipe_input() as pipe, create_app_session(pipe, DummyOutput()):
+        pipe.send_text("hello\r")
+        assert Prompt(NAMES).read() == "hello"
+
+
+MARKDOWN = """\
+# Title
+
+A *paragraph*
+of two lines.
+
+1. one
+
+   inside of one
+
+2. two
+
+````python
+x = 1
+
+```
+y = 2
+````
+
+The end."""
+
+
+def test_blocks_are_divided_outside_of_code_and_lists():
+    blocks: list[str] = []
+    text = ""
+    for piece in MARKDOWN:
+        text += piece
+        end = find_open_block(text)
+        blocks += [text[:end]] if end else []
+        text = text[end:]
+    assert "".join([*blocks, text]) == MARKDOWN
+    firsts = [block.split("\n")[0] for block in [*blocks, text]]
+    assert firsts == ["# Title", "A *paragraph*", "1. one", "2. two", "````python", "The end."]
+
+
+def test_an_answer_longer_than_the_screen_is_shown_once_and_whole():
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, width=40, height=8, color_system=None)
+    lines = [f"line {number}" for number in range(40)]
+    written: list[str] = []
+    with Live(console=console, transient=True, auto_refresh=False) as live:
+        answer = Answer(live)
+        for piece in ("```", *(f"\n{line}" for line in lines), "\n```\n\n", "Done\x1b[2J.\n"):
+            before = len(file.getvalue())
+            answer.add(piece, False)
+            live.refresh()
+            written.append(file.getvalue()[before:])
+        answer.finish(len(answer.text))
+    *frames, whole = written
+    assert max(frame.count("\n") for frame in frames) < 8
+    assert re.findall(r"line \d+", whole) == lines
+    assert "\x1b[2J" not in file.getvalue()
