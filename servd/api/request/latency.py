@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from operator import attrgetter
+from pathlib import Path
 from statistics import median, median_low
 from typing import NamedTuple
 
@@ -23,73 +24,22 @@ MIN_STALL_NS = 50_000_000  # and so much longer
 NUM_FIRST_STEPS = 4  # these fill caches and record graphs
 NEVER = 1 << 62  # number of a step
 
-# Phase -> description for users. Those up to `write` are the request's own work.
-PHASES = {
-    "parse": "the body was parsed and checked",
-    "template": "the chat template was rendered",
-    "tokenise": "the prompt was made into tokens",
-    "grammar_check": "its structured output, which was new, was tried out",
-    "prefill": "its prompt was computed",
-    "decode": "its tokens were computed",
-    "detokenise": "the last tokens were made into text",
-    "write": "the answer was put together and handed to the socket",
-    "event_loop": "it waited for the API process, which was busy with other requests",
-    "ipc": "it was on its way between the processes",
-    "model_load": "its model was loaded first, or had to wait for its turn among several",
-    "adapter_load": "its adapter was looked up in --lora-dir",
-    "wake_up": "its model slept, and was loaded again",
-    "grammar_compile": "it waited for its grammar to be compiled",
-    "queue_step": "it waited for the step that the engine was running",
-    "queue_slots": "it waited for a slot: as many requests ran as --max-num-seqs allows",
-    "queue_blocks": "it waited for KV-cache blocks that other requests held",
-    "queue_budget": "it waited while others' prompts used up --max-num-batched-tokens",
-    "queue_adapters": "it waited while requests with other adapters ran, as many as --max-loras",
-    "neighbour_prefill": "prompts of other requests were computed in the same steps",
-    "preemption": "its KV-cache blocks were taken from it, and its tokens computed again",
-    "tier_read": "blocks of its prompt were read from --kv-cache-dir",
-    "swapped": "its KV-cache blocks were taken from it, and host memory took them",
-    "engine_loop": "its engine was between two steps, taking in requests and handing on tokens",
-    "rejected_drafts": "drafted tokens were rejected",
-    "stalled_worker": "a step took far longer than others of its size",
-    "start_up": "the engine's first steps took longer than later ones",
-    "engine_restart": "its engine died, and the next one had to start and compute its tokens again",
-    "slow_reader": "its client did not read what was there",
-    "unaccounted": "nothing was noted that explains it",
-}
+
+class PhaseTable(msgspec.Struct, forbid_unknown_fields=True):
+    """The content of phases.toml, which explains the fields."""
+
+    phases: dict[str, str]
+    state_before: dict[str, str]
+    in_engine: dict[str, tuple[str, str, str]]
+    stages: dict[str, list[str]]
+
+
+_TABLE = msgspec.toml.decode(Path(__file__).with_name("phases.toml").read_bytes(), type=PhaseTable)
+PHASES = _TABLE.phases
+STATE_BEFORE = _TABLE.state_before
+IN_ENGINE = _TABLE.in_engine
 OWN_WORK = frozenset([*PHASES][:8])
-# State outside the engine, by the next mark. These states are phases.
-STATE_BEFORE = {
-    "passed_on": "model_load",
-    "parsed": "parse",
-    "adapted": "adapter_load",
-    "templated": "template",
-    "tokenised": "tokenise",
-    "checked": "grammar_check",
-    "sent": "event_loop",
-    "detokenised": "detokenise",
-    "blocked": "write",
-    "written": "write",
-    "done": "write",
-}
-# State in the engine -> the phases of time between two steps, of time in a step without the
-# request, and of time in a step that computes its tokens. "": see `_awaited`; or no such time.
-IN_ENGINE = {
-    "arriving": ("ipc", "queue_step", ""),
-    "queued": ("", "", ""),
-    "prefilling": ("engine_loop", "queue_step", "prefill"),
-    "decoding": ("engine_loop", "queue_step", "decode"),
-    "preemption": ("preemption", "preemption", ""),
-    "swapped": ("swapped", "swapped", ""),
-}
-# Stage of the header Server-Timing -> the states in it.
-STAGES = {
-    "prepare": "model_load parse adapter_load template tokenise grammar_check event_loop arriving",
-    "queue": "wake_up grammar_compile queued queue_adapters tier_read engine_restart",
-    "prefill": "prefilling",
-    "decode": "decoding preemption swapped",
-    "write": "ipc detokenise write slow_reader unaccounted",
-}
-STAGE_OF = {state: stage for stage, states in STAGES.items() for state in states.split()}
+STAGE_OF = {state: stage for stage, states in _TABLE.stages.items() for state in states}
 REPEATS = ("preemption", "engine_restart")  # states after which tokens are computed again
 
 
@@ -241,7 +191,7 @@ class _Builder:
             marks[-1].at_ns,
             self._token_ns,
             phases={"unaccounted": 0},
-            stages=dict.fromkeys(STAGES, 0),
+            stages=dict.fromkeys(_TABLE.stages, 0),
         )
 
     def add_span(self, phase: str, begin_ns: int, end_ns: int, step: int = -1) -> None:

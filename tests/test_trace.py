@@ -1,4 +1,4 @@
-"""`servd trace`: the calls of one request, under the names that the code has."""
+"""tools/trace.py: the calls of one request, under the names that the code has."""
 
 import asyncio
 import re
@@ -9,11 +9,11 @@ from itertools import chain
 import msgspec
 import pytest
 
-from servd.cli import main, trace
-from servd.cli.trace import Call
 from servd.messages.engine import EngineCoreRequest
 from servd.terminal.api_client import Client
 from tests.api.harness import chat_prompt, output_text, serve
+from tools import trace
+from tools.trace import Call
 
 PROMPT = "Say <b>hi</b>"
 NUM_TOKENS = 3
@@ -40,9 +40,7 @@ def named(calls: list[Call], name: str) -> list[Call]:
 )
 def test_the_way_of_a_request(capsys, options, told):
     """On a server of its own: what happens first comes first."""
-    with pytest.raises(SystemExit) as ended:
-        main(["trace", PROMPT, *options, "--max-tokens", str(NUM_TOKENS)])
-    assert ended.value.code == 0
+    assert trace.main([PROMPT, *options, "--max-tokens", str(NUM_TOKENS)]) == 0
     tree, _, tokens = capsys.readouterr().out.partition("came after")
     names = re.findall(r"^[│ ]*[├└]─ (?:CPU(?=Model))?(\S+)", tree, re.MULTILINE)
     way = [

@@ -1,9 +1,10 @@
-"""Run one prompt and draw its way through servd, call by call."""
+"""Run one prompt and draw its way through servd, call by call: `python -m tools.trace PROMPT`."""
 
 from __future__ import annotations
 
 import argparse
 import html
+import sys
 import time
 import tomllib
 from collections.abc import Iterable, Iterator
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from servd.cli import Parser
 from servd.config import Config
 from servd.terminal import engine_flags
 from servd.terminal.api_client import Client
@@ -22,7 +24,7 @@ from servd.terminal.server_process import key_of, own_server
 
 NUM_CANDIDATES = 4
 WARM_UP = "What is new takes longer."
-PAGE = """<!doctype html><meta charset="utf-8"><title>servd trace</title>
+PAGE = """<!doctype html><meta charset="utf-8"><title>trace</title>
 <meta name="color-scheme" content="light dark"><h1>{}</h1><pre>{}</pre>
 """
 ACCESS = ("api_key", "api_key_file")  # nobody else reaches a server of its own
@@ -32,8 +34,13 @@ TIMES: dict[str, list[str]] = _DATA["times"]
 MOST_IDS = 12
 
 
+def main(argv: list[str] | None = None) -> int:
+    parser = Parser(prog="trace", usage="%(prog)s PROMPT [MODEL] [OPTION ...]")
+    add_options(parser)
+    return run(parser.parse_args(argv))
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "%(prog)s PROMPT [MODEL] [OPTION ...]"
     parser.add_argument("prompt", metavar="PROMPT", help="a message to the model")
     parser.add_argument("--raw", action="store_true", help="text to continue, without a template")
     parser.add_argument(
@@ -227,3 +234,7 @@ def draw(calls: Iterable[Call], prefix: str = "") -> Iterator[str]:
         took = f"{1000 * call.seconds:.3f} ms" if call.seconds else ""
         yield f"{prefix + branch + call.name:<60}{took:>13}  {call.text}".rstrip()
         yield from draw(call.folded(), prefix + beside)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
