@@ -23,6 +23,7 @@ VALUE_ALIASES: dict[str, dict[str, str | None]] = {
 IGNORED: dict[str, str] = _DATA["ignored"]
 # Rejected option or short flag -> what to do instead.
 HINTS: dict[str, str] = {flag: hint["text"] for hint in _DATA["hints"] for flag in hint["flags"]}
+SPECULATIVE_KEYS: dict[str, str] = _DATA["speculative_keys"]  # rejected key -> why
 COUNTS = {"max_model_len", "max_num_batched_tokens"}  # "8k" is 8000 and "8K" 8192
 THOUSANDS = {"k": 1000, "m": 1000**2, "g": 1000**3, "K": 1024, "M": 1024**2, "G": 1024**3}
 

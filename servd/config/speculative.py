@@ -14,6 +14,7 @@ from msgspec import Meta
 from msgspec.structs import force_setattr
 
 from servd.base.errors import ConfigError
+from servd.config.flag_aliases import SPECULATIVE_KEYS
 
 MAX_GRAMMAR_TOKENS = 16  # computed with the token before, for one request in one step
 
@@ -167,40 +168,6 @@ def max_num_samples(max_num_seqs: int, max_num_batched_tokens: int, max_drafts: 
     return min(max_num_seqs * (1 + max_drafts) + MAX_GRAMMAR_TOKENS, max_num_batched_tokens)
 
 
-LOSSY = "it would change the output; leave it out"
-SAME = "the draft has the target's; leave it out"
-NOT_NEEDED = "servd has nothing to tune there; leave it out"
-NO_SUCH_DRAFT = "servd has no such drafts; see docs/how-to/speculative-decoding.md for those it has"
-# Keys of vLLM's that servd does not have, and why.
-REFUSED = {
-    "fly_window_size": LOSSY,
-    "fly_entropy_threshold": LOSSY,
-    "fly_entropy_top_k": LOSSY,
-    "tensor_parallel_size": "the draft has its own key: draft_tensor_parallel_size",
-    "attention_backend": SAME,
-    "kv_cache_dtype": SAME,
-    "moe_backend": SAME,
-    "enforce_eager": "--enforce-eager is for target and draft",
-    "code_revision": "servd runs no code of a draft's; leave it out",
-    "draft_load_config": "servd reads safetensors; leave it out",
-    "draft_lm_head_quantization": 'use "quantization", for the whole draft',
-    "num_speculative_tokens_per_batch_size": (
-        "servd measures at each batch how many drafts pay; leave it out"
-    ),
-    "use_heterogeneous_vocab": "a draft must have the target's vocabulary",
-    "parallel_drafting": NO_SUCH_DRAFT,
-    "speculative_token_tree": (
-        "servd chooses the tree: method medusa has one where num_speculative_tokens is above the "
-        "number of its heads"
-    ),
-    "enable_adaptive_verification": NOT_NEEDED,
-    "use_local_argmax_reduction": NOT_NEEDED,
-    "disable_padded_drafter_batch": NOT_NEEDED,
-    "disable_eagle_block_drop": NOT_NEEDED,
-    "disable_lookahead_block_hashes": NOT_NEEDED,
-}
-
-
 FLAG = "--speculative-config"
 # Options -> their keys in --speculative-config.
 FLAT = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
@@ -249,8 +216,8 @@ def read_keys(value: Any) -> dict[str, Any]:
         )
     known = typing.get_type_hints(SpeculativeConfig)
     for key in value:
-        if key in REFUSED:
-            raise ConfigError(f'{FLAG}: servd has no "{key}": {REFUSED[key]}')
+        if reason := SPECULATIVE_KEYS.get(key):
+            raise ConfigError(f'{FLAG}: servd has no "{key}": {reason}')
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)
             hint = f'did you mean "{near[0]}"?' if near else f"there are: {', '.join(known)}"
