@@ -4,16 +4,13 @@ import argparse
 import json
 from typing import Any
 
-from servd.api.engine.description import describe_model
-from servd.api.engine.processor import Processor
+from servd.api.engine.description import describe_folder
 from servd.api.text.chat_template import DEFAULT_TEMPLATE
-from servd.api.text.tokenizer import Tokenizer
 from servd.base.errors import ModelNotFound, ServdError
 from servd.base.sizes import format_bytes
 from servd.checkpoint import hf
 from servd.checkpoint.short_names import full_name
 from servd.cli.rm import find_repository
-from servd.config import Config
 from servd.gateway.models import find_snapshot
 from servd.terminal import api_client
 
@@ -59,7 +56,4 @@ def describe_local(name: str) -> dict[str, Any] | None:
     folder = hf.local_folder(name) or find_snapshot(find_repository(name))
     if folder is None:
         return None
-    spec = hf.read_spec(folder)
-    config = Config.load({"model": str(folder)})
-    tokenizer = Tokenizer.load(str(folder))
-    return describe_model(Processor(config, spec, tokenizer, spec.max_position_embeddings), name)
+    return describe_folder(folder, name)

@@ -29,6 +29,7 @@ from servd.api import console
 from servd.api.app import assemble, cross_origin
 from servd.api.call import call_of
 from servd.api.context import json_response
+from servd.api.engine.description import describe_folder
 from servd.api.http.auth import OPEN_PATHS, ApiKeyAuth
 from servd.api.http.middleware import SINCE, RequestContext
 from servd.api.http.streaming import while_connected
@@ -50,6 +51,7 @@ from servd.base.errors import (
 )
 from servd.base.json_reader import read_json
 from servd.base.tracing import now_ns
+from servd.checkpoint import hf
 from servd.checkpoint.short_names import full_name
 from servd.config import Config
 from servd.gateway.backend import ModelServer, Visit
@@ -126,6 +128,7 @@ class Gateway:
             "/is_sleeping": self.is_sleeping,
             "/api/ps": self.list_loaded_ollama_models,
             "/api/pull": self.pull_ollama_model,
+            "/api/show": self.show_ollama_model,
             "/api/tags": self.list_ollama_models,
             "/v1/models": self.list_models,
             "/v1/models/{name:path}": self.retrieve_model,
@@ -160,6 +163,14 @@ class Gateway:
         models = [server.model for server in self.servers.there if server.has_weights]
         shown = [ollama.loaded(_ollama(model), model.max_model_len) for model in models]
         return json_response({"models": shown})
+
+    async def show_ollama_model(self, request: Request) -> Response:
+        """Describe a model by its files, whether its server runs or not."""
+        model = (await self.servers.find(read(request, await request.body()).model)).model
+        folder = hf.local_folder(str(model.path))
+        assert folder is not None
+        shown = await asyncio.to_thread(describe_folder, folder, model.name)
+        return json_response(ollama.completed(shown, _ollama(model)))
 
     async def pull_ollama_model(self, request: Request) -> Response:
         """Download a model, if --models-pull allows it. The response is Ollama's lines."""

@@ -847,12 +847,15 @@ async def ollama_client(
 
 @pytest.mark.usefixtures("online")
 async def test_a_client_downloads_a_model_and_uses_it(tmp_path: Path):
-    async with ollama_client(tmp_path, models_pull=True) as (client, _):
+    async with ollama_client(tmp_path, models_pull=True) as (client, servers):
         lines = [line async for line in await client.pull("org/name", stream=True)]
         assert lines[0].status == "pulling manifest" and lines[-1].status == "success"
         [total] = {line.total for line in lines if line.total}
         assert all(0 <= (line.completed or 0) <= total for line in lines)
         assert "org/name:latest" in [model.model for model in (await client.list()).models]
+        shown = await client.show("org/name")  # by its files: it does not run
+        assert (shown.modelinfo or {})["llama.block_count"] == 2 and shown.template
+        assert servers.served == {}
         assert (await client.generate("org/name", "hi", options={"num_predict": 3})).response
         with pytest.raises(ollama.ResponseError, match="org/other"):
             await client.pull("org/other")

@@ -321,9 +321,7 @@ async def show_ollama_model(request: Request, body: Parsed[OllamaNamedRequest]) 
     model = models_of(context)[0]
     processor = context.async_llm.processor
     shown = await asyncio.to_thread(describe_model, processor, context.root)
-    shown["details"] = model["details"] | shown["details"]
-    more = {"modelfile": "", "parameters": "", "modified_at": model["modified_at"]}
-    return json_response(shown | more)
+    return json_response(completed(shown, model))
 
 
 @router.get("/api/version", response_model=dict[str, str])
@@ -373,6 +371,13 @@ def models_of(context: Context) -> list[dict[str, Any]]:
     written = context.started_at
     names = context.shown_names
     return [described(name, written, size, spec.model_type, level) for name in names]
+
+
+def completed(shown: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]:
+    """Return the body of /api/show, from a model's description and its entry of `described`."""
+    details = model["details"] | shown["details"]
+    same = {"modelfile": "", "parameters": "", "modified_at": model["modified_at"]}
+    return shown | same | {"details": details}
 
 
 def described(
