@@ -107,7 +107,9 @@ def chosen_variants() -> list[str]:
         sys.exit(f"SERVD_KERNELS={wanted}: must be all, native or none")
     if wanted == "none" or sys.platform not in ("linux", "darwin"):
         return []
-    if wanted == "native" and sys.platform == "linux":
+    if sys.platform == "darwin":  # every Mac with an Arm CPU has the dot products
+        return ["dotprod"] if "dotprod" in VARIANTS else []
+    if wanted == "native":
         return [native_variant(Path("/proc/cpuinfo").read_text(), may_use_tiles)]
     return list(VARIANTS)
 
