@@ -6,6 +6,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -42,6 +43,7 @@ X86 = {
     "avx2": ["-march=x86-64-v3", "-mtune=haswell"],
     "generic": [],
 }
+ARM = {"dotprod": ["-march=armv8.2-a+dotprod"], "generic": []}
 # What /proc/cpuinfo must list for a variant: the conditions of servd_is_usable in cpu/graph.cpp
 # and of native.py.
 AVX2 = {"avx2", "fma", "f16c"}
@@ -52,12 +54,26 @@ FLAGS = {
     "vnni": AVX512 | {"avx512_vnni"},
     "avx512": AVX512,
     "avx2": AVX2,
+    "dotprod": {"asimddp"},
     "generic": set(),
 }
-VARIANTS = X86 if platform.machine() in ("x86_64", "AMD64") else {"generic": []}
+
+
+def target_machine() -> str:
+    """Return the kind of machine to compile for: that of CXX, which may be a cross compiler."""
+    command = [*os.environ.get("CXX", "").split(), "-dumpmachine"]
+    try:
+        printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return platform.machine()
+    return printed.split("-")[0]
+
+
+VARIANTS = {"x86_64": X86, "AMD64": X86, "aarch64": ARM, "arm64": ARM}.get(
+    target_machine(), {"generic": []}
+)
 SOURCES = sorted(path for path in FOLDER.iterdir() if path.suffix in (".cpp", ".h"))
-# The name of a symbol tells what a library was compiled from: one of another state is not used
-# (native.py).
+# A library says what it was compiled from: one of another state is not used (native.py).
 STATE = hashlib.sha256(b"".join(path.read_bytes() for path in SOURCES)).hexdigest()[:16]
 
 
@@ -71,7 +87,7 @@ def native_variant(cpuinfo: str, may_use_tiles: Callable[[], bool]) -> str:
     """Return the variant that native.py would choose on a CPU."""
     fields = dict(line.split(":", 1) for line in cpuinfo.splitlines() if ":" in line)
     values = {name.strip(): value.split() for name, value in fields.items()}
-    flags = set(values.get("flags", []))
+    flags = set(values.get("flags", values.get("Features", [])))
     is_amd = values.get("vendor_id") == ["AuthenticAMD"]
     for name in VARIANTS:
         if not FLAGS[name] <= flags:
@@ -89,8 +105,10 @@ def chosen_variants() -> list[str]:
     wanted = os.environ.get("SERVD_KERNELS", "all")
     if wanted not in ("all", "native", "none"):
         sys.exit(f"SERVD_KERNELS={wanted}: must be all, native or none")
-    if wanted == "none" or sys.platform != "linux":
+    if wanted == "none" or sys.platform not in ("linux", "darwin"):
         return []
+    if sys.platform == "darwin":  # every Mac with an Arm CPU has the dot products
+        return ["dotprod"] if "dotprod" in VARIANTS else []
     if wanted == "native":
         return [native_variant(Path("/proc/cpuinfo").read_text(), may_use_tiles)]
     return list(VARIANTS)
@@ -159,7 +177,8 @@ setup(
                 *VARIANTS[name],
                 *os.environ.get("CXXFLAGS", "").split(),  # last: the later flag wins
             ],
-            extra_link_args=["-pthread", f"-Wl,--defsym=servd_state_{STATE}=1"],
+            define_macros=[("SERVD_STATE", f'"{STATE}"')],
+            extra_link_args=["-pthread"],
             optional=True,
         )
         for name in chosen_variants()

@@ -70,6 +70,12 @@ def test_what_an_image_copies_is_in_its_context(image):
     assert "requirements/serve.txt" in copied and set(copied) <= set(kept)
 
 
+def test_bake_builds_each_image_from_its_file():
+    bake = (ROOT / "docker/bake.hcl").read_text()
+    files = set(re.findall(r'^  dockerfile = "(.*)"', bake, re.MULTILINE))
+    assert files == {str(path.relative_to(ROOT)) for path in (ROOT / "docker").glob("Dockerfile.*")}
+
+
 # ---- kernels ----
 
 ZEN_4 = "avx2 fma f16c avx512f avx512bw avx512cd avx512dq avx512vl avx512_vnni avx512_bf16"
@@ -112,6 +118,15 @@ def test_the_native_variant_is_of_the_cpu():
     ]
     found = ask_setup_py(f"[native_variant(info, lambda: tiles) for info, tiles in {given!r}]")
     assert found == [variant for *_, variant in cases]
+
+
+def test_a_cross_compiler_compiles_the_variants_of_its_machine():
+    cross = {"CXX": "echo aarch64-linux-gnu"}  # what it prints when it is asked for its machine
+    assert ask_setup_py("chosen_variants()", **cross, SERVD_KERNELS="all") == ["dotprod", "generic"]
+    cases = ["fp asimd asimdhp asimddp", "fp asimd"]
+    given = [f"processor\t: 0\nFeatures\t: {features}\n" for features in cases]
+    found = ask_setup_py(f"[native_variant(info, lambda: False) for info in {given!r}]", **cross)
+    assert found == ["dotprod", "generic"]
 
 
 @pytest.mark.skipif(native.SWITCH in os.environ, reason="another library is asked for")

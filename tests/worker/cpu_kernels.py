@@ -6,6 +6,8 @@ import pytest
 
 from servd.worker.ops import native
 
+INTEGER_SUMS = ("amx", "bf16", "vnni", "dotprod")  # libraries that multiply integers
+
 
 def forced(switch: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The body of a fixture: SERVD_CPU_KERNELS=switch; skips where there are no such kernels."""

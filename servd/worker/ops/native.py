@@ -32,6 +32,7 @@ CAPABILITIES = {
     "vnni": ("AVX512",),
     "avx512": ("AVX512",),
     "avx2": ("AVX2", "AVX512"),
+    "dotprod": (),
     "generic": (),
 }
 TYPES = {
@@ -153,9 +154,8 @@ class Library:
         self._packed_size = cache(packed_size)
         num_kernels = c_int.in_dll(lib, "servd_num_kernels").value
         table = (Kernel * num_kernels).in_dll(lib, "servd_kernel_table")
-        names = {"packed_size": self._packed_size}
         self.signatures = {
-            kernel.name.decode(): Signature(number, kernel, names)
+            kernel.name.decode(): Signature(number, kernel, {"packed_size": self._packed_size})
             for number, kernel in enumerate(table)
         }
 

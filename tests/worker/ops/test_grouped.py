@@ -11,12 +11,11 @@ from servd.worker.layers import packed
 from servd.worker.layers.packed import GroupedMatrix
 from servd.worker.layers.quantized import Quantized, QuantizedMatrix, stack
 from servd.worker.ops import native
-from tests.worker.cpu_kernels import forced
+from tests.worker.cpu_kernels import INTEGER_SUMS, forced
 
 UNEVEN = (-8.0, 0.5, 1.5, 7.0, -127.0, 3.25, 1e-3, 40.0, 2, 4, 6, 8, 10, 12, 14, 113)
 INTEGERS = tuple(map(float, range(16)))
 SIGNED = tuple(float(i - 8) for i in range(16))
-ROUNDING = ("amx", "bf16", "vnni")  # kernels that multiply integers
 # shape, group size, type of codes, of scales, whether there is an offset, values of 4 bits
 CASES = [
     ((33, 64), 32, torch.uint8, torch.float16, True, INTEGERS),
@@ -110,7 +109,7 @@ def test_activations_are_rounded_at_most_to_what_they_may(case):
     together, expected = packed.multiply(x, None), x.double() @ exact.T
     assert (together.double() - expected).norm() <= 2**-6 * expected.norm()
     is_rounded = not torch.equal(together, GroupedMatrix(quantized).multiply(x, None))
-    can_round = native.loaded_library().name in ROUNDING
+    can_round = native.loaded_library().name in INTEGER_SUMS
     assert is_rounded == (can_round and quantized.group_size != 16)
     for count in (1, 2, 3, 4, 5, 11, 12, 13, 29):
         assert torch.equal(packed.multiply(x[60 : 60 + count], None), together[60 : 60 + count])
@@ -151,7 +150,9 @@ def test_the_largest_sums_are_those_of_integers(table, size, group_size, x_dtype
     x = torch.cat([x, 127 - 254 * (torch.arange(size) % 2).unsqueeze(0)])
     expected, most = x @ whole.T, 127 * whole.abs().sum(1)
     error = packed.multiply(x.float(), None).double() - expected
-    rounded = 1e-6 if native.loaded_library().name in ROUNDING else 2**-24 * size  # float32 sums
+    rounded = (
+        1e-6 if native.loaded_library().name in INTEGER_SUMS else 2**-24 * size
+    )  # float32 sums
     assert bool((error.abs() <= rounded * most).all())
 
 

@@ -19,7 +19,7 @@ from servd.worker.layers.quantized import Quantized
 from servd.worker.ops import LowRank, native
 from servd.worker.sample.logit_edits import LogitEdits, Penalized
 from servd.worker.sample.ops import native as sampling
-from tests.worker.cpu_kernels import forced
+from tests.worker.cpu_kernels import INTEGER_SUMS, forced
 from tests.worker.driver import Driver, config_for
 
 # [out, in]: whole panels and not, one piece and more, nothing to add up.
@@ -27,7 +27,7 @@ SHAPES = [(33, 20), (1, 1), (64, 768), (100, 1024), (50, 2500), (5, 0)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8]
 ROOT = Path(__file__).parents[3]
 MANY = 131  # rows: several tiles, the last ones lower
-ROUNDING = {torch.bfloat16: ("amx", "bf16"), torch.int8: ("amx", "bf16", "vnni")}
+ROUNDING = {torch.bfloat16: ("amx", "bf16"), torch.int8: INTEGER_SUMS}
 
 
 @pytest.fixture(params=native.CAPABILITIES)
@@ -113,7 +113,7 @@ def test_products_round_activations_at_most_to_what_they_may(shape, dtype, error
 def test_libraries_with_integer_sums_give_the_same_bits(shape, x_dtype, monkeypatch):
     codes = torch.randint(-127, 128, shape, generator=torch.Generator().manual_seed(0))
     x, results = inputs(MANY, shape[1]), []
-    for switch in ROUNDING[torch.int8]:
+    for switch in INTEGER_SUMS:
         monkeypatch.setenv(native.SWITCH, switch)
         native.library.cache_clear()
         if native.library() is not None:

@@ -12,10 +12,9 @@ from servd.worker.layers.packed import PackedMatrix
 from servd.worker.loading import model_loader
 from servd.worker.ops import native
 from servd.worker.quantization import int8
-from tests.worker.cpu_kernels import forced
+from tests.worker.cpu_kernels import INTEGER_SUMS, forced
 from tests.worker.driver import Driver, config_for
 
-ROUNDING = ("amx", "bf16", "vnni")  # kernels that multiply integers
 SIZES = (1, 2, 3, 64, 100, 576, 2500)
 
 
@@ -72,7 +71,7 @@ def test_few_large_activations_leave_the_others_exact(x_dtype: torch.dtype):
     rounded = (weight / (scale := weight.abs().amax(1) / 127)[:, None]).round().to(torch.int8)
     plain = PackedMatrix(rounded, scale, x_dtype).multiply(x, None) - expected
     assert error < 0.06
-    if x_dtype == torch.int8 and native.loaded_library().name in ROUNDING:
+    if x_dtype == torch.int8 and native.loaded_library().name in INTEGER_SUMS:
         assert plain.norm() > 0.1 * expected.norm()
     rows = form.rows(torch.tensor([49, 3]))
     assert (rows - weight[[49, 3]]).norm() < 0.01 * weight[[49, 3]].norm()
@@ -89,7 +88,9 @@ def test_the_largest_sums_are_those_of_integers(size: int, x_dtype: torch.dtype)
     x = torch.cat([x, 127 - 254 * (torch.arange(size) % 2).unsqueeze(0)])
     form = PackedMatrix(codes.to(torch.int8), torch.ones(3), x_dtype)
     error = form.multiply(x.float(), None).double() - x @ codes.T
-    rounded = 1e-6 if native.loaded_library().name in ROUNDING else 2**-24 * size  # float32 sums
+    rounded = (
+        1e-6 if native.loaded_library().name in INTEGER_SUMS else 2**-24 * size
+    )  # float32 sums
     assert bool((error.abs() <= rounded * 127 * 128 * size).all())
 
 

@@ -1,20 +1,24 @@
-// Dot products by AVX-512: four products of int8 (VNNI), or two of bfloat16, are added in each 32
-// bits of a vector: four or two times as many as in float32.
+// Dot products by AVX-512 and NEON: four products of int8 (VNNI, `sdot`), or two of bfloat16, are
+// added in each 32 bits of a vector: four or two times as many as in float32.
 //
 // The first factor of VNNI has no sign. Weights are it, and so much more that none is negative:
-// sums begin with what that will add too much.
+// sums begin with what that will add too much. `sdot` has signs.
 
 #pragma once
 
-#if defined(__AVX512VNNI__)
+#include "terms.h"
+
+#if defined(HAS_DOTS)
 
 #include <numeric>
-
-#include "terms.h"
 
 namespace {
 
 // Weights of a panel's halves for K neighbours of k, in SIZE bytes.
+#if defined(__AVX512VNNI__)
+typedef __m512i Codes;
+inline Codes repeat_codes(int32_t neighbours) { return _mm512_set1_epi32(neighbours); }
+
 struct Vnni {
     static constexpr int K = 4;
     static IntVec add(IntVec sum, __m512i w, __m512i x) {
@@ -53,6 +57,46 @@ struct Nibbles : Vnni {
     }
 };
 
+#else
+typedef int8x16_t Codes;
+inline Codes repeat_codes(int32_t neighbours) {
+    return vreinterpretq_s8_s32(vdupq_n_s32(neighbours));
+}
+
+struct Sdot {
+    static constexpr int K = 4, more = 0;
+    static IntVec add(IntVec sum, Codes w, Codes x) {
+        return (IntVec)vdotq_s32((int32x4_t)sum, w, x);
+    }
+};
+
+struct Bytes : Sdot {
+    static constexpr int64_t SIZE = K * NR;
+
+    explicit Bytes(const float* = nullptr) {}
+    void read(const char* from, Codes& w0, Codes& w1) const {
+        w0 = vld1q_s8((const int8_t*)from), w1 = vld1q_s8((const int8_t*)from + SIZE / 2);
+    }
+};
+
+// 4 bits choose from whole numbers.
+struct Nibbles : Sdot {
+    static constexpr int64_t SIZE = K * NR / 2;
+    Codes values;
+
+    explicit Nibbles(const float* table) {
+        int8_t numbers[16];
+        for (int i = 0; i < 16; i++) numbers[i] = int8_t(table[i]);
+        values = vld1q_s8(numbers);
+    }
+    void read(const char* from, Codes& w0, Codes& w1) const {
+        const uint8x16_t pairs = vld1q_u8((const uint8_t*)from);
+        w0 = vqtbl1q_s8(values, vandq_u8(pairs, vdupq_n_u8(15)));
+        w1 = vqtbl1q_s8(values, vshrq_n_u8(pairs, 4));
+    }
+};
+#endif
+
 #if defined(__AVX512BF16__)
 struct Pairs {
     static constexpr int K = 2;
@@ -78,13 +122,13 @@ inline void add_dots(IntVec (&sums)[ROWS][2], const void* x, int64_t bytes, cons
         __builtin_prefetch(ahead.line, 0, 2);
         if (Weights::SIZE > LINE) __builtin_prefetch(ahead.line + LINE, 0, 2);
         ahead.line += to_prefetch;
-        __m512i w0, w1;
+        Codes w0, w1;
         weights.read(from, w0, w1);
 #pragma GCC unroll 16
         for (int row = 0; row < ROWS; row++) {
             int32_t neighbours;
             memcpy(&neighbours, (const char*)x + row * STRIDE + i, 4);
-            const __m512i a = _mm512_set1_epi32(neighbours);
+            const Codes a = repeat_codes(neighbours);
             own[row][0] = Weights::add(own[row][0], w0, a);
             own[row][1] = Weights::add(own[row][1], w1, a);
         }
@@ -97,7 +141,7 @@ inline void add_dots(IntVec (&sums)[ROWS][2], const void* x, int64_t bytes, cons
 struct Dots {
     struct Task {};
     static constexpr int MR = 12;  // with two sums each, they fill the registers but a few
-    static constexpr bool IS_UNSIGNED = true;
+    static constexpr bool IS_UNSIGNED = Bytes::more != 0;
 
     static int64_t first_row(int64_t tile, int64_t tiles, int64_t rows) {
         return rows * tile / tiles;
@@ -130,7 +174,8 @@ struct Dots {
 #endif
         if constexpr (std::is_same_v<W, int8_t>) {
             for (int row = 0; row < ROWS; row++)
-                sums[row][0] = sums[row][1] = begin_of(x + row * TERM_STRIDE) - IntVec{};
+                sums[row][0] = sums[row][1] =
+                    (IS_UNSIGNED ? begin_of(x + row * TERM_STRIDE) : 0) - IntVec{};
             add_dots<ROWS, TERM_STRIDE>(sums, x, bytes, Bytes(), from, ahead);
         }
         for (int row = 0; row < ROWS; row++)
@@ -210,7 +255,7 @@ struct GroupedDots {
         const int64_t run = this->run(), panel_groups = weights.panel * groups.number(k);
         const uint32_t size = uint32_t(std::min(groups.size, k));  // is divided by in each run
         const char* from = weights.row;
-        __m512 acc[ROWS][2] = {};
+        Vec acc[ROWS][2] = {};
         for (int64_t i = 0, number = 0; i < kc; i += run, number++) {
             const int64_t group = panel_groups + uint32_t(weights.start + i) / size;
             Vec scale[2], offset[2];
@@ -229,16 +274,15 @@ struct GroupedDots {
             for (int half = 0; half < 2; half++)
 #pragma GCC unroll 16
                 for (int row = 0; row < ROWS; row++) {
-                    __m512 sum = _mm512_cvtepi32_ps((__m512i)sums[row * TERMS + TERMS - 1][half]);
+                    Vec sum = to_floats(sums[row * TERMS + TERMS - 1][half]);
                     for (int term = TERMS - 2; term >= 0; term--)
-                        sum = _mm512_fmadd_ps(
-                            sum, _mm512_set1_ps(1 / FINER),
-                            _mm512_cvtepi32_ps((__m512i)sums[row * TERMS + term][half]));
+                        sum = multiply_add(sum, splat(1 / FINER),
+                                           to_floats(sums[row * TERMS + term][half]));
                     const Term& of_row = x[row * TERMS];
-                    sum = _mm512_mul_ps(sum, _mm512_set1_ps(of_row.scale[number]));
-                    acc[row][half] = _mm512_fmadd_ps(sum, (__m512)scale[half], acc[row][half]);
-                    const __m512 total = _mm512_set1_ps(of_row.total[number]);
-                    acc[row][half] = _mm512_fmadd_ps(total, (__m512)offset[half], acc[row][half]);
+                    sum = sum * of_row.scale[number];
+                    acc[row][half] = multiply_add(sum, scale[half], acc[row][half]);
+                    const Vec total = splat(of_row.total[number]);
+                    acc[row][half] = multiply_add(total, offset[half], acc[row][half]);
                 }
         }
         for (int row = 0; row < ROWS; row++)
@@ -246,7 +290,7 @@ struct GroupedDots {
                 const int count = out.columns - half * WIDTH;
                 float* const y = out.y + row * out.stride + half * WIDTH;
                 const Vec before = out.is_first_k ? Vec{} : load_up_to(y, count);
-                store_up_to(y, (Vec)acc[row][half] + before, count);
+                store_up_to(y, acc[row][half] + before, count);
             }
         if (out.is_last_k && out.bias) epilogue(out, ROWS);
     }

@@ -17,6 +17,8 @@
 #if defined(__AMX_BF16__)
 #include <sys/syscall.h>
 #include <unistd.h>
+#elif defined(__ARM_FEATURE_DOTPROD) && defined(__linux__)
+#include <sys/auxv.h>
 #endif
 
 namespace {
@@ -180,6 +182,9 @@ extern const Kernel servd_kernel_table[] = {
            "tables[num_rows * num_blocks], num_rows, num_blocks, block_size"),
 };
 extern const int servd_num_kernels = std::size(servd_kernel_table);
+#if defined(SERVD_STATE)
+extern const char servd_state[] = "servd_state_" SERVD_STATE;  // what it was compiled from
+#endif
 
 // Whether this CPU and the system have what the kernels need beyond the vectors of their instruction
 // set. Linux gives tiles to a process that asks for them.
@@ -194,6 +199,9 @@ int servd_is_usable() {
            __builtin_cpu_is("amd");
 #elif defined(__AVX512VNNI__)
     return __builtin_cpu_supports("avx512vnni");
+#elif defined(__ARM_FEATURE_DOTPROD) && defined(__linux__)  // every Mac with an Arm CPU has it
+    constexpr unsigned long HAS_ASIMDDP = 1 << 20;
+    return getauxval(AT_HWCAP) & HAS_ASIMDDP;
 #else
     return true;
 #endif

@@ -49,6 +49,13 @@ inline Vec load(const Float8* p) {
     const __m128i sign = _mm_slli_epi16(_mm_and_si128(x, _mm_set1_epi16(0x80)), 8);
     const __m128i size = _mm_slli_epi16(_mm_and_si128(x, _mm_set1_epi16(0x7f)), 7);
     return (Vec)_mm256_cvtph_ps(_mm_or_si128(sign, size));
+#elif defined(__aarch64__)
+    uint32_t bytes;
+    memcpy(&bytes, p, 4);
+    const uint16x4_t x = vget_low_u16(vmovl_u8(vreinterpret_u8_u32(vdup_n_u32(bytes))));
+    const uint16x4_t sign = vshl_n_u16(vand_u16(x, vdup_n_u16(0x80)), 8);
+    const uint16x4_t size = vshl_n_u16(vand_u16(x, vdup_n_u16(0x7f)), 7);
+    return (Vec)vcvt_f32_f16(vreinterpret_f16_u16(vorr_u16(sign, size)));
 #else
     Vec x;
     for (int i = 0; i < WIDTH; i++) x[i] = widen(halve(p[i]));

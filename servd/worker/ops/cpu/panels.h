@@ -52,7 +52,11 @@ struct Float {
     using X = float;
     struct Task {};  // what a thread needs for a task
     // With two vectors of NR, the rows of a tile fill the registers but a few.
+#if defined(__aarch64__)
+    static constexpr int MR = 12;
+#else
     static constexpr int MR = WIDTH == 16 ? 14 : WIDTH == 8 ? 6 : 4;
+#endif
     // Depth of a block of k: a tile, a panel and the next panel of it stay in the second-level
     // cache.
     static constexpr int64_t MAX_KC = 768, KC_UNIT = 1;

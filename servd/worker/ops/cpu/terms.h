@@ -1,6 +1,6 @@
 // x as a sum of terms of few bits, for instructions that multiply and add several of them at once.
 //
-// AMX, VNNI and `vdpbf16ps` want what is in four bytes of x side by side: weights are packed as
+// AMX, VNNI, `vdpbf16ps` and `sdot` of Arm want what is in four bytes of x side by side: weights are packed as
 // [k / 2][NR][2] in bfloat16 and [k / 4][NR][4] in int8, those of 4 bits as pairs of such bytes, and
 // k is padded with zeros. x is float32. It is made a sum of terms of bfloat16 or int8, whose products
 // are added: as many as make it exact, or one where that is asked for.
@@ -10,6 +10,10 @@
 #include <type_traits>
 
 #include "panels.h"
+
+#if defined(__AVX512VNNI__) || defined(__ARM_FEATURE_DOTPROD)
+#define HAS_DOTS
+#endif
 
 namespace {
 
@@ -22,7 +26,7 @@ constexpr int neighbours(int terms) {
 #elif defined(__AVX512BF16__)  // three terms are slower than float32
     if (std::is_same_v<W, BFloat16>) return terms == 1 ? 2 : 1;
 #endif
-#if defined(__AVX512VNNI__)
+#if defined(HAS_DOTS)
     if (std::is_same_v<W, int8_t> || std::is_same_v<W, Int4>) return terms > 0 ? 4 : 1;
 #endif
     return 1;
@@ -40,7 +44,7 @@ inline int64_t place_of(int64_t row, int64_t i, int64_t k, int neighbours, int64
     return panel + (i / neighbours * width + column) * neighbours + i % neighbours;
 }
 
-#if defined(__AVX512VNNI__)
+#if defined(HAS_DOTS)
 // Rows of x in terms: each `stride` bytes after the one before, its terms `term_stride` apart.
 struct Terms {
     const char* x;
@@ -69,32 +73,62 @@ inline int32_t begin_of(const void* x) {
 }
 constexpr float FINER = 254;  // times as large is what a term of int8 leaves for the next one
 
-inline __m512 load_block(const float* from, int64_t i, int64_t kc) {  // 0 beyond its end
-    const int64_t count = std::clamp<int64_t>(kc - i, 0, WIDTH);
-    return _mm512_maskz_loadu_ps(__mmask16((1u << count) - 1), from + i);
+inline Vec load_block(const float* from, int64_t i, int64_t kc) {  // 0 beyond its end
+    return load_up_to(from + i, int(std::clamp<int64_t>(kc - i, 0, WIDTH)));
 }
+
+// To nearest, ties to even. An instruction: a sum and a difference would become one with the product
+// before them.
+inline IntVec round_each(Vec x) {
+#if defined(__AVX512F__)
+    return (IntVec)_mm512_cvtps_epi32((__m512)x);
+#else
+    return (IntVec)vcvtnq_s32_f32((float32x4_t)x);
+#endif
+}
+
+inline void store_codes(int8_t* to, IntVec codes) {
+#if defined(__AVX512F__)
+    _mm_storeu_si128((__m128i*)to, _mm512_cvtsepi32_epi8((__m512i)codes));
+#else
+    const int8x8_t bytes = vqmovn_s16(vcombine_s16(vqmovn_s32((int32x4_t)codes), vdup_n_s16(0)));
+    const uint32_t word = vget_lane_u32(vreinterpret_u32_s8(bytes), 0);
+    memcpy(to, &word, sizeof word);
+#endif
+}
+
+// x * y + z, rounded once.
+inline Vec multiply_add(Vec x, Vec y, Vec z) {
+#if defined(__AVX512F__)
+    return (Vec)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)z);
+#else
+    return (Vec)vfmaq_f32((float32x4_t)z, (float32x4_t)x, (float32x4_t)y);
+#endif
+}
+
+inline Vec to_floats(IntVec x) { return __builtin_convertvector(x, Vec); }
 
 // int8: x over the scale, which makes the largest 127 and is returned; zeros after it, up to `end`.
 // Each term is what the ones before leave; three have an error of 2^-24 of the largest.
 inline float to_terms(const float* from, int64_t kc, int64_t end, int terms, int8_t* to,
                       int64_t stride) {
-    __m512 largest = _mm512_setzero_ps(), zero = largest;
+    Vec largest{}, zero{};
     for (int64_t i = 0; i < end; i += WIDTH) {
-        const __m512 x = load_block(from, i, kc);
-        largest = _mm512_max_ps(largest, _mm512_abs_ps(x));
-        zero = _mm512_fmadd_ps(x, _mm512_setzero_ps(), zero);  // NaN of NaN and infinity
+        const Vec x = load_block(from, i, kc), positive = (Vec)((IntVec)x & 0x7fffffff);
+        largest = select(positive > largest, positive, largest);
+        zero += x * 0.0f;  // NaN of NaN and infinity
     }
-    const float size = _mm512_reduce_max_ps(largest), scale = size / 127 + sum((Vec)zero);
+    float size = 0;
+    for (int i = 0; i < WIDTH; i++) size = std::max(size, largest[i]);
+    const float scale = size / 127 + sum(zero);
     // What is smaller counts as 0: the factor would be infinite.
-    const __m512 factor = _mm512_set1_ps(size > 1e-36f ? 127 / size : 0);
+    const float factor = size > 1e-36f ? 127 / size : 0;
     for (int64_t i = 0; i < end; i += WIDTH) {
-        __m512 rest = _mm512_mul_ps(load_block(from, i, kc), factor);
+        Vec rest = load_block(from, i, kc) * factor;
         for (int term = 0; term < terms; term++) {
-            const __m512i rounded = _mm512_cvtps_epi32(rest);
-            const __m128i codes = _mm512_cvtsepi32_epi8(rounded);
-            _mm_storeu_si128((__m128i*)(to + term * stride + i), codes);
-            rest = _mm512_sub_ps(rest, _mm512_cvtepi32_ps(rounded));
-            rest = _mm512_mul_ps(rest, _mm512_set1_ps(FINER));
+            const IntVec rounded = round_each(rest);
+            store_codes(to + term * stride + i, rounded);
+            rest = (rest - to_floats(rounded)) * FINER;
         }
     }
     return scale;

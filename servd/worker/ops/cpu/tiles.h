@@ -1,7 +1,7 @@
-// Products of weights without groups by AMX, VNNI and `vdpbf16ps`.
+// Products of weights without groups by AMX, VNNI, `vdpbf16ps` and `sdot`.
 //
 // Every number of rows goes through the same sums in the same order, so that a row has the same
-// bits alone and among others. Those of int8 are exact: they are the same by AMX and by VNNI.
+// bits alone and among others. Those of int8 are exact: they are the same by all of these.
 
 #pragma once
 
@@ -13,7 +13,7 @@
 
 namespace {
 
-#if defined(__AVX512VNNI__)
+#if defined(HAS_DOTS)
 #if defined(__AMX_BF16__)
 using Unit = Tiles;
 #else
@@ -105,9 +105,9 @@ __attribute__((noinline)) void add_sums(const int32_t* sums, float scale, bool i
                                         int columns) {
     for (int half = 0; half < 2; half++) {
         const int count = columns - half * WIDTH;
-        const __m512i sum = _mm512_loadu_si512(sums + half * WIDTH);
+        const IntVec sum = *(const IntVec*)(sums + half * WIDTH);
         const Vec before = is_first ? Vec{} : load_up_to(y + half * WIDTH, count);
-        const Vec product = (Vec)_mm512_cvtepi32_ps(sum) * scale;
+        const Vec product = to_floats(sum) * scale;
         store_up_to(y + half * WIDTH, before + product, count);
     }
 }
@@ -140,7 +140,7 @@ void Tiled<int8_t>::multiply(Task& task, const int8_t* x, int rows, Cursor weigh
 // Calls `call` with the products of a packed matrix [n, k] with the given terms of x.
 template <typename W, typename Call>
 void with_matrix(int terms, const Call& call) {
-#if defined(__AVX512VNNI__)
+#if defined(HAS_DOTS)
     if constexpr (neighbours<W>(1) > 1)
         if (neighbours<W>(terms) > 1)
             return call([=](const void* packed, int64_t k) {
@@ -161,7 +161,7 @@ void with_grouped(int terms, const Call& call) {
             return matrix;
         });
     };
-#if defined(__AVX512VNNI__)
+#if defined(HAS_DOTS)
     if constexpr (neighbours<W>(1) > 1) {
         if (terms == 1) return with((GroupedDots<W, 1>*)nullptr);
         if (terms > 1) return with((GroupedDots<W, 3>*)nullptr);

@@ -21,6 +21,9 @@ constexpr int WIDTH = 16;
 #include <immintrin.h>
 constexpr int WIDTH = 8;
 #else
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#endif
 constexpr int WIDTH = 4;
 #endif
 
@@ -47,6 +50,10 @@ inline float widen(BFloat16 x) {
 inline float widen(Float16 x) {
 #if defined(__F16C__)
     return _cvtsh_ss(x.bits);
+#elif defined(__aarch64__)
+    __fp16 half;
+    memcpy(&half, &x.bits, 2);
+    return half;
 #else  // by hand: not every C++ compiler has a type for it
     uint32_t bits = uint32_t(x.bits & 0x7fff) << 13;
     float result;
@@ -68,6 +75,9 @@ inline void narrow(float x, BFloat16* to) {  // to nearest, ties to even
 inline void narrow(float x, Float16* to) {
 #if defined(__F16C__)
     to->bits = _cvtss_sh(x, 0);
+#elif defined(__aarch64__)
+    const __fp16 half = __fp16(x);
+    memcpy(&to->bits, &half, 2);
 #else  // to nearest, ties to even
     uint32_t bits;
     memcpy(&bits, &x, 4);
@@ -95,6 +105,8 @@ inline Vec load(const BFloat16* p) {
     return (Vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
 #elif defined(__AVX2__)
     return (Vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16);
+#elif defined(__aarch64__)
+    return (Vec)vshll_n_u16(vld1_u16((const uint16_t*)p), 16);
 #else
     return widen_each(p);
 #endif
@@ -104,6 +116,8 @@ inline Vec load(const Float16* p) {
     return (Vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
 #elif defined(__F16C__)
     return (Vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+#elif defined(__aarch64__)
+    return (Vec)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16((const uint16_t*)p)));
 #else
     return widen_each(p);
 #endif
@@ -113,6 +127,11 @@ inline Vec load(const int8_t* p) {
     return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
 #elif defined(__AVX2__)
     return (Vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+#elif defined(__aarch64__)
+    uint32_t bytes;
+    memcpy(&bytes, p, 4);
+    const int16x8_t numbers = vmovl_s8(vreinterpret_s8_u32(vdup_n_u32(bytes)));
+    return (Vec)vcvtq_f32_s32(vmovl_s16(vget_low_s16(numbers)));
 #else
     return widen_each(p);
 #endif
