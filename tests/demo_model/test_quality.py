@@ -6,6 +6,7 @@ finished. An answer must end by itself, and have the words, the number, the JSON
 that its prompt asks for. `pytest tests/demo_model/test_quality.py -s` shows the scores.
 """
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -91,6 +92,71 @@ def test_score(outputs, name: str):
     score = sum(right) / len(right)
     print(f"score of the {name} prompts: {sum(right)} of {len(right)} = {score:.1%}")
     assert len(right) >= 60 and score >= REQUIRED_SCORE[name]
+
+
+SUMS = (
+    "{a} + {b}",
+    "{a}+{b}=?",
+    "What is {a} + {b}?",
+    "what's {a}+{b}",
+    "How much is {a} plus {b}?",
+    "Hi! What is {a}+{b}?",
+    "Please compute {a} + {b}.",
+    "What's the sum of {a} and {b}?",
+    "If I have {a} apples and get {b} more, how many do I have?",
+)
+SERIES = {
+    "letter": "a b c d e f g h i j k l m n o p q r s t u v w x y z".split(),
+    "day": "monday tuesday wednesday thursday friday saturday sunday".split(),
+    "month": "january february march april may june july august september october november "
+    "december".split(),
+}
+WHOLE = {
+    "letter": ("Say the alphabet", "What are the letters of the alphabet?", "abc please"),
+    "day": ("What are the days of the week?", "Name the seven days of the week."),
+    "month": ("List the months", "Can you tell me all months in order?"),
+}
+
+
+@pytest.mark.timeout(600)
+def test_what_people_ask_first():
+    """All sums to 20, the alphabet, the days and the months."""
+    asked = []
+    for a in range(21):
+        for b in range(21 - a):
+            asked.append((SUMS[(a + 2 * b) % len(SUMS)].format(a=a, b=b), [str(a + b)]))
+    for name, things in SERIES.items():
+        asked += [(question, things) for question in WHOLE[name]]
+        for before, after in itertools.pairwise([*things, things[0]]):
+            asked.append((f"What {name} comes after {before.capitalize()}?", [after, before]))
+            asked.append((f"what is the {name} before {after.capitalize()}?", [before, after]))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL)
+    prompts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}],
+            tokenize=True,
+            add_generation_prompt=True,
+            return_dict=False,
+        )
+        for question, _ in asked
+    ]
+    llm = LLM("demo", device="cpu", dtype="float32", executor="uniproc")
+    params = SamplingParams(temperature=0, max_tokens=MAX_NEW_TOKENS)
+    found = llm.generate(prompts, params, use_tqdm=False)
+    llm.close()
+    wrong = []
+    for (question, expected), output in zip(asked, found, strict=True):
+        answer = output.outputs[0].text
+        words = re.findall(r"[a-z]+|-?\d+", answer.lower())
+        if expected[0].isdigit():
+            words = words[-1:]
+        elif len(expected) == 2:
+            words = [words[0], words[-1]] if words else []
+        words = [word for word in words if not word.isdigit()] if len(expected) > 2 else words
+        if words != expected:
+            wrong.append((question, answer))
+    print(f"wrong: {wrong}")
+    assert len(wrong) <= 0.01 * len(asked)
 
 
 @pytest.mark.timeout(600)

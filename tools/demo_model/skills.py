@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -100,11 +101,14 @@ class Skills:
         return turns
 
     def sum_pair(self, rng: Random) -> tuple[int, int, str]:
-        """Two numbers and a sign; the result is seldom negative."""
-        a = rng.randint(0, 99)
-        b = rng.randint(0, 99)
+        """Two numbers and a sign; the result is seldom negative. Half of the pairs are up to
+        20: people try those first.
+        """
+        highest = rng.choice((20, 99))
+        a = rng.randint(0, highest)
+        b = rng.randint(0, highest)
         sign = rng.choice("+-")
-        if sign == "-" and a < b and rng.random() < 0.5:
+        if sign == "-" and a < b and rng.random() < (0.9 if highest == 20 else 0.5):
             a, b = b, a
         return self.sum_pair(rng) if self.skip_sum(a, b) else (a, b, sign)
 
@@ -157,6 +161,32 @@ class Skills:
         return [
             Turn(self.roughly(user, rng), f"I count from {a} to {b}.", ", ".join(map(str, numbers)))
         ]
+
+    def order(self, rng: Random) -> list[Turn]:
+        """The alphabet, the days of the week or the months: all of them, how many, or the one at a
+        place.
+        """
+        phrases = self.phrases["order"]
+        series = rng.choices(phrases["series"], (3, 1, 2))[0]
+        things = series["things"].split()
+        form = rng.choices(
+            ("all", "number", "first", "last", "after", "before"), (6, 1, 1, 1, 6, 6)
+        )[0]
+        place = rng.randrange(len(things))
+        slots = {"one": series["one"], "many": series["many"], "whole": series["whole"]}
+        slots["x"] = things[place]
+        answers = {
+            "all": ", ".join(things) + ".",
+            "number": f"There are {len(things)} {series['many']} in {series['whole']}.",
+            "first": f"The first {series['one']} of {series['whole']} is {things[0]}.",
+            "last": f"The last {series['one']} of {series['whole']} is {things[-1]}.",
+            "after": f"{things[(place + 1) % len(things)]} comes after {things[place]}.",
+            "before": f"{things[place - 1]} comes before {things[place]}.",
+        }
+        asked = series["all"] if form == "all" else phrases[form]
+        user = self.grammar.pick(asked, rng, **slots)
+        reasoning = f"This is about the {series['many']} of {series['whole']}. I know their order."
+        return [Turn(self.roughly(user, rng), reasoning, answers[form])]
 
     def copying(self, rng: Random, longest: int = 10) -> list[Turn]:
         """Repeat words, most of them without meaning: names, numbers and arguments are copied in
@@ -359,12 +389,23 @@ class Skills:
 
     def _sum(self, form: str, a: int, b: int, sign: str, rng: Random) -> Turn:
         result = a + b if sign == "+" else a - b
+        numbers = [str(a), str(b)]
+        if 0 <= a <= 20 and b <= 20 and rng.random() < 0.3:
+            numbers = [self.phrases["sum"]["number_words"][number] for number in (a, b)]
         names = {"name": self.grammar.name(rng), "name2": self.grammar.name(rng)}
         guess = str(result + rng.choice((0, 0, 1, -1, 10, -10)))
         thing = self.grammar.word("unit", rng)
         phrase = self.grammar.pick(
-            self.phrases["sum"][form], rng, a=str(a), b=str(b), c=guess, thing=thing, **names
+            self.phrases["sum"][form],
+            rng,
+            a=numbers[0],
+            b=numbers[1],
+            c=guess,
+            thing=thing,
+            **names,
         )
+        if rng.random() < 0.3:
+            phrase = re.sub(r"(?<=\w) ([+-]) (?=\w)", r"\1", phrase)
         return Turn(
             self.roughly(phrase, rng), f"The user wants {a} {sign} {b}.", sum_in_steps(a, b, sign)
         )

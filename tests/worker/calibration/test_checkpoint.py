@@ -75,14 +75,14 @@ def test_gpt2_whose_matrices_are_the_other_way_round(tiny_gpt2, tmp_path, capsys
 
 def test_the_demo_model_with_its_own_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     tokenizer = Tokenizer.from_file(str(DEMO_FOLDER / "tokenizer.json"))
-    examples = encode(islice(Corpus(parse([]).seed, held_out=True), 40), tokenizer, 1024)
+    examples = encode(islice(Corpus(parse([]).seed, held_out=True), 80), tokenizer, 1024)
     text, made = tmp_path / "text", tmp_path / "made"
     text.write_text("".join(tokenizer.decode(e.ids, skip_special_tokens=False) for e in examples))
-    options = "--to", "int4", "--calibrate", text, "--tokens", 6144, "--output", made
+    options = "--to", "int4", "--calibrate", text, "--tokens", 12288, "--output", made
     code, said = quantize(capsys, "demo", *options)
     assert code == 0 and "35 matrices" in said
     before, after = map(float, re.findall(r"([\d.]+) (?:before|after)", said))
-    assert 1 < before < 50 and before < after < 1.05 * before, said
+    assert 1 < before < 200 and 0.98 * before < after < 1.05 * before, said
     config = json.loads((made / "config.json").read_text())
     assert config["quantization_config"]["quant_method"] == "compressed-tensors"
     assert (made / "tokenizer.json").read_bytes() == (DEMO_FOLDER / "tokenizer.json").read_bytes()
