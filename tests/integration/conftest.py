@@ -182,6 +182,12 @@ def llama_server(tiny_llama: Path) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
+def demo_server() -> Iterator[Server]:
+    """A server with the demo model, which speaks, calls tools and writes JSON."""
+    yield from shared("demo", "--device", "cpu", *LAST_ENGINE)
+
+
+@pytest.fixture(scope="session")
 def long_llama(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The small Llama with a context of 8192 tokens: its streams last for many seconds."""
     folder = tmp_path_factory.mktemp("long-llama")

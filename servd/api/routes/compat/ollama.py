@@ -29,7 +29,7 @@ from servd.api.protocol.chat import ChatCompletionRequest
 from servd.api.protocol.errors import ErrorReply
 from servd.api.protocol.score import Texts
 from servd.api.protocol.translation import TranslatedRequest, renamed
-from servd.api.protocol.validation import FewKeys, RequestBody
+from servd.api.protocol.validation import RequestBody
 from servd.api.text.prompt import Prompt
 from servd.checkpoint.facts import count_bytes
 from servd.messages.engine import FinishReason, RequestOptions
@@ -48,7 +48,7 @@ OPTIONS |= {name: name for name in ("stop", "temperature", "top_k", "top_p")}
 # Chat field -> field of this API, for errors.
 NAMES = {field: f"options.{name}" for name, field in OPTIONS.items()}
 NAMES |= {"response_format": "format", "reasoning_effort": "think"}
-Options = Annotated[dict[str, Any] | None, FewKeys]
+Options = Annotated[dict[str, Any], Field(max_length=64)] | None  # Open WebUI has 21
 KeepAlive = float | str | None  # read by a server of several models
 
 
