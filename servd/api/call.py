@@ -90,12 +90,7 @@ class Call:
         data = await request.body()
         self.received_ns = now_ns()
         self.num_bytes = len(data)
-        content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if content_type != "application/json":
-            raise InvalidRequest(
-                f"Content-Type must be application/json, got {content_type[:100] or 'none'}: send "
-                "the header (with curl, -H 'Content-Type: application/json')"
-            )
+        check_content_type(request)
         context = self.context
         async_llm = context.async_llm
         await async_llm.loop.turn(self.client)
@@ -234,3 +229,13 @@ def _rank(text: str, async_llm: AsyncLLM) -> int:
             param="X-data-parallel-rank",
         )
     return int(text) - first
+
+
+def check_content_type(request: Request) -> None:
+    """Raise InvalidRequest if the body is not stated to be JSON."""
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type != "application/json":
+        raise InvalidRequest(
+            f"Content-Type must be application/json, got {content_type[:100] or 'none'}: send "
+            "the header (with curl, -H 'Content-Type: application/json')"
+        )

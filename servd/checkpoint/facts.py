@@ -1,6 +1,5 @@
 """Facts about a checkpoint for people: size, number of parameters, type of its numbers, license."""
 
-import functools
 import re
 from math import prod
 from pathlib import Path
@@ -11,9 +10,14 @@ from servd.base.errors import ModelNotFound
 from servd.checkpoint import gguf, hf
 
 PAGE_HEAD = 4096  # bytes of a README.md, which begins with its tags on the hub
-LICENSE = re.compile(rb"^license: *(\S+)", re.MULTILINE)
+LICENSE = re.compile(rb"^license: *['\"]?([\w.+-]+)", re.MULTILINE)
 # Tensors that quantization adds.
 ADDED = re.compile(r"(scales?|scale_inv|zeros|zero_point|g_idx|absmax|quant_map|shape)$")
+
+
+class Tensor(msgspec.Struct):  # an entry of a safetensors header
+    dtype: str
+    shape: list[int]
 
 
 class Facts(msgspec.Struct, frozen=True):
@@ -35,7 +39,6 @@ def read_page(folder: Path) -> bytes:
     return page.read_bytes()[:PAGE_HEAD] if page.is_file() else b""
 
 
-@functools.cache  # the headers of many weight files are megabytes
 def read_facts(path: str) -> Facts:
     """Return the facts that the files of a folder state, without reading tensors."""
     folder = Path(path)
@@ -44,17 +47,20 @@ def read_facts(path: str) -> Facts:
     if (folder / gguf.WEIGHTS).is_symlink():
         return Facts(count_bytes(folder), *gguf.read_facts(folder / gguf.WEIGHTS))
     method = hf.quantization_of(folder) or {}
-    # Several numbers are packed into one.
-    packed = {"I32": 32 // int(method.get("bits") or 4), "U8": 2}
+    bits = method.get("bits")
+    bits = bits if isinstance(bits, int) and 0 < bits <= 32 else 4
+    packed = {"I32": 32 // bits, "U8": 2}  # several numbers in one
     count = 0
     try:
         for weights in hf.weight_files(folder):
             with weights.open("rb") as file:
-                header = msgspec.json.decode(file.read(int.from_bytes(file.read(8), "little")))
-            for name, tensor in header.items():
+                size = int.from_bytes(file.read(8), "little")
+                header = file.read(min(size, weights.stat().st_size))
+            for name, entry in msgspec.json.decode(header, type=dict[str, msgspec.Raw]).items():
                 if name != "__metadata__" and not ADDED.search(name):
-                    count += prod(tensor["shape"]) * packed.get(tensor["dtype"], 1)
-    except (ModelNotFound, msgspec.DecodeError):  # only its config is there, or a file is damaged
+                    tensor = msgspec.json.decode(entry, type=Tensor)
+                    count += prod(tensor.shape) * packed.get(tensor.dtype, 1)
+    except (ModelNotFound, msgspec.MsgspecError):  # only its config is there, or a file is damaged
         count = 0
     found = LICENSE.search(read_page(folder))
     license = found[1].decode(errors="replace") if found else ""

@@ -1,4 +1,4 @@
-"""Write a checkpoint of 4 or 8 bits, calibrated with a text."""
+"""Write a checkpoint of 4 or 8 bits."""
 
 import argparse
 from pathlib import Path
@@ -21,8 +21,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--calibrate",
         metavar="FILE",
-        required=True,
-        help="text like that of requests: it decides which errors matter",
+        help="text like that of requests: it decides which errors matter [round each number alone]",
     )
     parser.add_argument("--output", metavar="DIR", help="folder that is made [MODEL-TYPE]")
     parser.add_argument(
@@ -45,7 +44,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--group-size {arguments.group_size}: must be at least 1")
     bits = BITS[arguments.to]
     folder = hf.download_weights(arguments.model)
-    rows = read_rows(folder, arguments.calibrate, arguments.tokens)
+    rows: list[list[int]] = []
+    if arguments.calibrate is not None:
+        rows = read_rows(folder, arguments.calibrate, arguments.tokens)
     held_out = max(len(rows) // 8, 1)
     quantize = plugins.load("servd.worker", "calibration", "quantize")
     with tqdm(
@@ -60,12 +61,17 @@ def run(arguments: argparse.Namespace) -> int:
             rows[:held_out],
             lambda done: bar.update(done - bar.n),
         )
+    if rows:
+        quality = (
+            f"perplexity on {held_out * len(rows[0])} tokens of the text that were left out: "
+            f"{result.before:.3f} before, {result.after:.3f} after "
+            f"({result.after / result.before:.3f}x)"
+        )
+    else:
+        quality = "rounded without a text; --calibrate FILE loses less: docs/how-to/quantization.md"
     print(
         f"{result.num_matrices} matrices, {result.share:.0%} of the weights, are {arguments.to}: "
-        f"{bits + 16 / arguments.group_size:.3f} bits each\n"
-        f"perplexity on {held_out * len(rows[0])} tokens of the text that were left out: "
-        f"{result.before:.3f} before, {result.after:.3f} after "
-        f"({result.after / result.before:.3f}x)\n"
+        f"{bits + 16 / arguments.group_size:.3f} bits each\n{quality}\n"
         f"{output}: {format_bytes(result.num_bytes)}; servd serve {output}"
     )
     return 0

@@ -13,6 +13,7 @@ from servd.checkpoint.short_names import full_name
 from servd.cli.rm import find_repository
 from servd.gateway.models import find_snapshot
 from servd.terminal import api_client
+from servd.terminal.output import clean
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
         ("capabilities", ", ".join(shown["capabilities"])),
         ("license", shown.get("license")),
     ):
-        print(f"{title:<16}{value or 'unknown'}")
+        print(f"{title:<16}{clean(str(value or 'unknown'))}")
     return 0
 
 

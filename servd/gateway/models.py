@@ -120,7 +120,7 @@ def find_snapshot(repository: Path) -> Path | None:
     refs = sorted(repository.glob("refs/*"), key=lambda ref: ref.name != "main")
     refs = [ref for ref in refs if ref.is_file()]  # refs/refs/pr are pull requests
     found = [repository / "snapshots" / ref.read_text().strip() for ref in refs]
-    return next(filter(_is_model, found), None)
+    return next((path for path in found if _is_model(path) and hf.has_weights(path)), None)
 
 
 def adapters_in(lora: LoRAConfig) -> dict[str, AdapterFolder]:

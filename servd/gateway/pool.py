@@ -16,6 +16,7 @@ from servd.api.protocol.models import ModelCard, ModelList
 from servd.base import log
 from servd.base.errors import Unavailable, UnknownModel
 from servd.checkpoint.lora import parse_module
+from servd.checkpoint.short_names import full_name
 from servd.config import Config
 from servd.gateway.backend import ModelServer, Visit
 from servd.gateway.models import Model, ModelFolder, adapters_in
@@ -110,7 +111,7 @@ class ModelServers:
         )
 
     def _known(self, name: str | None) -> ModelServer | None:
-        server = self.servers.get(name or "")
+        server = self.servers.get(name or "") or self.servers.get(full_name(name or ""))
         return server if server and server.model.is_there else None
 
     async def adapters(self) -> list[ModelCard]:

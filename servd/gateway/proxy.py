@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from itertools import chain
@@ -27,7 +27,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from servd.api import console
 from servd.api.app import assemble, cross_origin
-from servd.api.call import call_of
+from servd.api.call import call_of, check_content_type
 from servd.api.context import json_response
 from servd.api.engine.description import describe_folder
 from servd.api.http.auth import OPEN_PATHS, ApiKeyAuth
@@ -42,6 +42,7 @@ from servd.api.routes.compat import ollama
 from servd.api.routes.sleep import SleepState, check_level
 from servd.base import log
 from servd.base.errors import (
+    ConfigError,
     InvalidRequest,
     ModelNotFound,
     NotFound,
@@ -169,18 +170,23 @@ class Gateway:
         model = (await self.servers.find(read(request, await request.body()).model)).model
         folder = hf.local_folder(str(model.path))
         assert folder is not None
-        shown = await asyncio.to_thread(describe_folder, folder, model.name)
+        try:
+            shown = await asyncio.to_thread(describe_folder, folder, model.name)
+        except ConfigError as error:
+            raise NotFound(str(error)) from None
         return json_response(ollama.completed(shown, _ollama(model)))
 
     async def pull_ollama_model(self, request: Request) -> Response:
         """Download a model, if --models-pull allows it. The response is Ollama's lines."""
-        body = await request.body()
-        model = full_name(read(request, body).model or "")
-        lines: AsyncIterator[dict[str, Any]] = self._pull(model)
+        check_content_type(request)
+        named = read(request, await request.body())
+        lines = self._pull(named.model)
         first = await anext(lines)  # an error here still has a status of its own
-        if read_json(body, dict[str, Any]).get("stream") is False:
-            last = [line async for line in lines]
-            return json_response((last or [first])[-1])
+        if bytes(named.stream) == b"false":
+            async with while_connected(request.receive):
+                async for line in lines:
+                    first = line
+            return json_response(first)
 
         async def encode() -> AsyncIterator[bytes]:
             line = first
@@ -193,12 +199,13 @@ class Gateway:
 
         return StreamingResponse(encode(), media_type=ollama.Lines.media_type)
 
-    async def _pull(self, model: str) -> AsyncIterator[dict[str, Any]]:
+    async def _pull(self, name: str | None) -> AsyncGenerator[dict[str, Any]]:
         try:
-            await self.servers.find(model)
+            await self.servers.find(name)
         except UnknownModel:
-            if not self.servers.config.models.models_pull:
+            if not self.servers.config.models.models_pull or name is None:
                 raise
+            model = full_name(name)
             if self.pulling.locked():
                 raise Unavailable("another download is running: retry when it ends") from None
             async with self.pulling:
@@ -246,6 +253,7 @@ class Gateway:
         elif bytes(named.keep_alive) in (b"", b"null"):
             visit = self.servers.serving(server, self.servers.config.server.sleep_idle_seconds)
         else:
+            check_content_type(request)
             seconds = seconds_of(named.keep_alive)
             visit = self.servers.serving(server, seconds)
             fields = read_json(body, dict[str, msgspec.Raw])

@@ -5,10 +5,11 @@ import os
 import shutil
 import sys
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from servd.base.errors import InvalidRequest, ModelNotFound
+from servd.base.errors import InvalidRequest, Unavailable
 from servd.base.sizes import format_bytes
 from servd.checkpoint import hf
 from servd.gateway.models import HUB
@@ -18,7 +19,7 @@ INTERVAL = 0.5  # seconds between two lines
 
 async def pull(model: str, folder: Path) -> AsyncIterator[dict[str, Any]]:
     """Yield Ollama's lines of progress. If the client leaves, the download stops, and the next one
-    resumes it. Raises InvalidRequest: the disk is too small; ModelNotFound.
+    resumes it. Raises InvalidRequest: the disk is too small; ModelNotFound; Unavailable: it failed.
     """
     total = await asyncio.to_thread(hf.download_size, model)
     parts = folder / f"{HUB}{model.replace('/', '--')}" / "blobs"
@@ -48,8 +49,12 @@ async def pull(model: str, folder: Path) -> AsyncIterator[dict[str, Any]]:
         _, said = await ending
     if process.returncode:
         lines = said.decode(errors="replace").splitlines() or ["the download was stopped"]
-        raise ModelNotFound(lines[-1].removeprefix("servd: error: "))
+        raise Unavailable(lines[-1].removeprefix("servd: error: "))
 
 
 def _size(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.glob("*"))
+    total = 0
+    for file in folder.glob("*"):
+        with suppress(FileNotFoundError):  # renamed when it is complete
+            total += file.stat().st_size
+    return total

@@ -22,6 +22,7 @@ class Named(msgspec.Struct):
 
     model: str | None = None
     name: str | None = None  # the former name of `model` in Ollama's API
+    stream: msgspec.Raw = msgspec.Raw()
     keep_alive: msgspec.Raw = msgspec.Raw()  # unparsed, so that a wrong one does not hide `model`
 
 
@@ -40,7 +41,9 @@ def read(request: Request, body: bytes) -> Named:
     asked = request.query_params.get("model") or request.headers.get("x-servd-model")
     if request.scope["path"].startswith("/api/"):
         found.model = (found.model or found.name or "").removesuffix(":latest") or None
-    return Named(asked if found.model is None else found.model, keep_alive=found.keep_alive)
+    if found.model is None:
+        found.model = asked
+    return found
 
 
 def seconds_of(keep_alive: msgspec.Raw) -> float | None:

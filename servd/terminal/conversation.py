@@ -10,7 +10,7 @@ import msgspec
 
 from servd.base.errors import ServdError
 from servd.terminal.api_client import Client
-from servd.terminal.output import HELP, suggest, write_file, write_json
+from servd.terminal.output import HELP, clean, suggest, write_file, write_json
 
 COMMANDS: dict[str, str] = HELP["chat"]  # with their arguments, and what they do
 NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty")
@@ -33,7 +33,14 @@ class Saved(msgspec.Struct):
 
 
 def write(text: str, is_reasoning: bool) -> None:
-    print(text, end="", flush=True)
+    print(clean(text), end="", flush=True)
+
+
+def expand(path: str) -> Path:
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:  # of a user who does not exist
+        raise ServdError(f"{path}: {error}") from None
 
 
 class Conversation:
@@ -69,9 +76,9 @@ class Conversation:
             case "/set":
                 self.set(argument)
             case "/save":
-                self.save(Path(argument).expanduser())
+                self.save(expand(argument))
             case "/load":
-                self.load(Path(argument).expanduser())
+                self.load(expand(argument))
             case "/regenerate":
                 if self.messages and self.messages[-1]["role"] == "assistant":
                     self.answer(self.messages[:-1])
@@ -146,7 +153,7 @@ class Conversation:
             saved = msgspec.json.decode(file.read_bytes(), type=Saved)
         except OSError as error:
             raise ServdError(f"/load {file}: {error.strerror}") from None
-        except msgspec.MsgspecError as error:
+        except ValueError as error:  # not JSON, not UTF-8, or of another shape
             raise ServdError(f"/load {file}: {error}") from None
         self.messages = msgspec.to_builtins(saved.messages)
         self.system = next((m["content"] for m in self.messages if m["role"] == "system"), None)

@@ -11,10 +11,10 @@ from rich.segment import Segment
 from rich.text import Text
 
 from servd.terminal.conversation import Show
+from servd.terminal.output import clean
 
 MAX_REDRAWN = 4000  # characters of a block; rendering more takes longer than a refresh
 FENCE = re.compile(r" *(`{3,}|~{3,})")
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a model must not control the terminal
 
 
 class Block:
@@ -61,7 +61,7 @@ class Answer:
         if is_reasoning != self.is_reasoning:
             self.finish(len(self.text))
         self.is_reasoning = is_reasoning
-        self.text += CONTROL.sub("", text)
+        self.text += clean(text)
         self.finish(find_open_block(self.text) if "\n" in text else 0)
 
     def finish(self, end: int) -> None:

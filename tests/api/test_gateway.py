@@ -418,6 +418,7 @@ async def test_folders_in_folders_and_single_files(tmp_path: Path, caplog, monke
     make(tmp_path / "org" / "inner")
     snapshot = tmp_path / "models--hub--cached" / "snapshots" / "abc"
     make(snapshot)
+    (snapshot / "model.safetensors").touch()
     make(snapshot.parent / "old")
     (snapshot.parent.parent / "refs").mkdir()
     (snapshot.parent.parent / "refs" / "main").write_text("abc")
@@ -643,7 +644,8 @@ def test_keep_alive_that_is_no_duration(given: Any):
 async def test_a_wrong_keep_alive_hides_no_model(tmp_path: Path):
     async with gateway(tmp_path, "one", "two") as (http, servers):
         content = b'{"model": "two", "prompt": "a", "keep_alive": ' + b"9" * 5000 + b"}"
-        answer = await http.post(COMPLETIONS, content=content)
+        headers = {"content-type": "application/json"}
+        answer = await http.post(COMPLETIONS, content=content, headers=headers)
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "keep_alive"
         assert servers.launched == []
 
@@ -862,6 +864,37 @@ async def test_a_client_downloads_a_model_and_uses_it(tmp_path: Path):
         with pytest.raises(ollama.ResponseError, match="does not exist"):
             await client.pull("../../etc")
         assert (await client.pull("one")).status == "success"
+
+
+@pytest.mark.usefixtures("online")
+async def test_a_download_that_was_cut_off_is_resumed(tmp_path: Path):
+    """As huggingface_hub leaves it: the branch, its config, and no weights yet."""
+    async with ollama_client(tmp_path, models_pull=True) as (client, _):
+        await client.pull("org/name")
+        [weights] = tmp_path.glob("models--org--name/snapshots/*/model.safetensors")
+        weights.unlink()
+        assert "org/name:latest" not in [model.model for model in (await client.list()).models]
+        assert (await client.pull("org/name")).status == "success"
+        assert weights.exists()
+
+
+@pytest.mark.usefixtures("online")
+async def test_another_site_cannot_start_a_download(tmp_path: Path):
+    """A browser sends text/plain without asking."""
+    async with gateway(tmp_path, "one", models_pull=True) as (http, _):
+        for path, body in (("pull", '{"model": "org/name"}'), ("chat", '{"keep_alive": 0}')):
+            headers = {"content-type": "text/plain"}
+            answer = await http.post(f"/api/{path}", content=body, headers=headers)
+            assert answer.status_code == 400 and "Content-Type" in answer.text
+    assert not [*tmp_path.glob("models--*")]
+
+
+async def test_no_hub_is_no_fault_of_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("huggingface_hub.hf_api.api.endpoint", "http://127.0.0.1:9")
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    async with ollama_client(tmp_path, models_pull=True) as (client, _):
+        with pytest.raises(ollama.ResponseError, match="cannot get 'org/name'"):
+            await client.pull("org/name")
 
 
 @pytest.mark.usefixtures("online")

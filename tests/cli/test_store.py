@@ -66,6 +66,12 @@ def test_a_model_of_the_cache_is_shown(cache: Path, capsys, monkeypatch):
     assert shown["architecture"] == "gpt2" and shown["license"] == "mit"
     assert shown["context"] == "64 tokens" and shown["weights"].startswith("gptq, ")
     assert read_facts(str(folder)) == Facts(len(content), 4 * 8 * 4, "gptq", "mit")
+    damaged = (b"[1,2]", b'{"a": "x"}', b'{"a": {"dtype": "F32"}}', b"\xff", b"")
+    for header in damaged:  # no number, and no other error
+        (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+        assert read_facts(str(folder)).num_parameters == 0
+    (folder / "model.safetensors").write_bytes(b"\xff" * 8)
+    assert read_facts(str(folder)).num_parameters == 0
     with pytest.raises(ServdError, match="no server answers at http://127.0.0.1:1"):
         execute("show", "org/tiny", "--url", "http://127.0.0.1:1")
     monkeypatch.setattr(api_client, "DEFAULT_URL", "http://127.0.0.1:1")

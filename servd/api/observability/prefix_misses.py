@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
+import tomllib
 from array import array
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 from servd.api.protocol.requests import PrefixCache, PrefixDifference
 from servd.api.request.request_state import Timeline
 from servd.base.tracing import first
 from servd.config import CacheConfig
 
-# Reason -> text for users. {id} is the earlier prompt that is most like this one.
-REASONS = {
-    "disabled": "nothing is kept: --no-enable-prefix-caching, or a model with states",
-    "prompt_is_read": "something of every prompt token was asked for, so all were computed",
-    "complete": "all full blocks were found; the last {rest} tokens were computed",
-    "evicted": "block {block} was evicted {seconds} s before",
-    "unknown": "this API server knows no earlier prompt of this API key that is more like it",
-    "last_block": "{id} ends after {length} tokens, and its last block was not full",
-    "different_token": "token {length} is {own!r}; in {id}, which is most like it, {other!r}",
-    "salt": "{id} shares {length} tokens, but has another cache_salt",
-    "adapter": "{id} shares {length} tokens, but has another adapter, or other weights of it",
-    "engine": "{id} shares {length} tokens, but was sent to another engine",
-    "emptied": "{id} shares {length} tokens, but the engine slept or was started again since",
-    "lost": "{id} shares {length} tokens, which the cache has lost since",
-}
+REASONS: dict[str, str] = tomllib.loads(
+    Path(__file__).with_name("prefix_misses.toml").read_text(encoding="utf8")
+)
 OBSTACLES = ("salt", "adapter", "engine", "emptied", "lost")  # `lost`: none known
 
 

@@ -83,7 +83,7 @@ class Tracer(Observer):
         for _, end_ns, step, num_extra in step_times(steps):
             step.engine = rank
             self.generated[end_ns // SECOND] += step.num_tokens - num_extra
-        while len(self.generated) > MAX_SECONDS:
+        while len(self.generated) > MAX_SECONDS + 1:  # and the current one
             del self.generated[min(self.generated)]
         kept = self.steps[rank]
         kept.extend(steps)

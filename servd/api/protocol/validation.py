@@ -1,6 +1,8 @@
 """Parses a request body into its pydantic model. Errors become one short InvalidRequest."""
 
+import tomllib
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import msgspec
@@ -33,31 +35,9 @@ MAX_KEYS = 16  # as in OpenAI's metadata; the other objects have fewer
 
 SCALAR = str | int | float
 Schema = dict[str, Any]
-# pydantic's type of an error -> what a field "must be", where pydantic's own words are clumsy.
-RULES = {
-    "bool_parsing": "must be true or false",
-    "bool_type": "must be true or false",
-    "dict_type": "must be an object",
-    "extra_forbidden": "is unknown",
-    "float_type": "must be a number",
-    "greater_than_equal": "must be at least {ge}",
-    "int_from_float": "must be a whole number",
-    "int_parsing": "must be a whole number",
-    "int_parsing_size": "must be a smaller number",
-    "int_type": "must be a whole number",
-    "less_than": "must be below {lt}",
-    "less_than_equal": "must be at most {le}",
-    "list_type": "must be a list",
-    "literal_error": "must be {expected}",
-    "missing": "is missing",
-    "string_pattern_mismatch": "must match {pattern}",
-    "string_too_long": "must have at most {max_length} characters",
-    "string_type": "must be a string",
-    "too_long": "must have at most {max_length} entries",
-    "too_short": "must have at least {min_length} entries",
-    "union_tag_invalid": "must have a {discriminator} among {expected_tags}",
-    "union_tag_not_found": "must have a {discriminator}",
-}
+RULES: dict[str, str] = tomllib.loads(
+    Path(__file__).with_name("rules.toml").read_text(encoding="utf8")
+)
 
 
 def _check_size(value: Any) -> Any:
