@@ -101,7 +101,8 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf8"))
     except FileNotFoundError:
         raise ModelNotFound(
-            f"{path.parent} has no {path.name}; is it a Hugging Face model folder?"
+            f"{path.parent} has no {path.name}; is it a Hugging Face model folder? Name a GGUF "
+            "file itself"
         ) from None
     except (ValueError, RecursionError) as error:
         raise ModelNotFound(f"{path} is not valid JSON: {error}") from None

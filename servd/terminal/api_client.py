@@ -138,7 +138,7 @@ class Client:
             message = json.loads(answer)["error"]["message"]  # the server's own words
         except (ValueError, KeyError, TypeError):
             message = f"{reply.status_code} {reply.reason_phrase}"
-        hint = "; give it with --api-key or $SERVD_API_KEY" if reply.status_code == 401 else ""
+        hint = "; give a key with --api-key or $SERVD_API_KEY" if reply.status_code == 401 else ""
         raise ServdError(f"{self.url}{path}: {message}{hint}")
 
     def get(self, path: str) -> Any:

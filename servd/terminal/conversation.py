@@ -37,6 +37,8 @@ def write(text: str, is_reasoning: bool) -> None:
 
 
 def expand(path: str) -> Path:
+    if not path:
+        raise ServdError("name a file after the command")
     try:
         return Path(path).expanduser()
     except RuntimeError as error:  # of a user who does not exist
@@ -119,7 +121,8 @@ class Conversation:
         """Change a setting, or print all."""
         name, _, value = argument.partition(" ")
         if not name:
-            print("\n".join(f"{key} = {value}" for key, value in self.options.items()))
+            named = dict.fromkeys(SETTINGS, "as the server has it") | self.options
+            print("\n".join(f"{key} = {value}" for key, value in named.items()))
         elif name not in SETTINGS:
             raise ServdError(f"/set {name}: unknown; {suggest(name, SETTINGS)}")
         elif name == "system":  # as `reset`, with the conversation
@@ -147,6 +150,7 @@ class Conversation:
             write_file("/save", file, "\n".join(parts).encode())
         else:  # a body for /v1/chat/completions
             write_json("/save", file, self.options | {"messages": self.messages})
+        print(f"{file} has {len(self.messages)} messages")
 
     def load(self, file: Path) -> None:
         try:

@@ -119,6 +119,8 @@ def _explain(timeline: Timeline, breakdown: Breakdown) -> str:
     wall_ns = breakdown.end_ns - breakdown.begin_ns
     own_ns = sum(ns for phase, ns in breakdown.phases.items() if phase in OWN_WORK)
     text = f"It took {_duration(wall_ns)}, of which {_duration(own_ns)} were its own work"
+    if own := {phase: ns for phase, ns in breakdown.phases.items() if phase in OWN_WORK}:
+        text += f" ({_duration(max(own.values()))} of it {max(own, key=lambda phase: own[phase])})"
     if wait := breakdown.longest_wait:
         ns = breakdown.phases[wait]
         text += f"; for {_duration(ns)} ({ns / max(wall_ns, 1):.0%}) {PHASES[wait]}"

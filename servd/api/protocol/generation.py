@@ -27,19 +27,8 @@ from servd.messages.params import MAX_BEAMS, MAX_STOP, RepetitionDetection, Samp
 
 # Fields that would change the response but are not supported, so they are rejected. All other
 # unknown fields are accepted and listed in the header X-Servd-Ignored.
-UNSUPPORTED = (
-    "audio",
-    "chat_template",
-    "ebnf",
-    "function_call",
-    "functions",
-    "grammar",
-    "json_schema",
-    "modalities",
-    "prompt_embeds",
-    "regex",
-    "web_search_options",
-)
+UNSUPPORTED = ("audio", "chat_template", "ebnf", "function_call", "functions", "grammar")
+UNSUPPORTED += ("json_schema", "modalities", "prompt_embeds", "regex", "web_search_options")
 # Of these fields, SGLang's and llama-server's names -> the keys of `structured_outputs`.
 FORMS = {"ebnf": "grammar", "grammar": "grammar", "json_schema": "json", "regex": "regex"}
 # The sampling parameters that beam search uses, or can ignore without effect. Any other parameter

@@ -332,7 +332,7 @@ async def ollama_version(request: Request) -> Response:
 
 @router.post("/api/pull", response_model=dict[str, str])
 async def pull_ollama_model(request: Request, body: Parsed[OllamaNamedRequest]) -> Response:
-    """Confirm that a model is served here. servd downloads models only at its start."""
+    """Confirm that a model is served here. With --models-pull, servd downloads another."""
     await context_of(request).find_model(body.model or body.name)
     return json_response({"status": "success"})
 
