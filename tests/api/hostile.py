@@ -229,7 +229,6 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/decisions", {"prompt": "a", "choices": ["b", "c"]}),
     ("/invocations", {"prompt": "a"}),
     (f"{CHAT}/render", {**MESSAGES}),
-    (f"{CHAT}/batch", {"messages": [MESSAGES["messages"]]}),
     ("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "b"}),
     ("/sleep?level=1", {}),
 ]

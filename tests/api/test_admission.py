@@ -136,7 +136,6 @@ LONG = "word " * 800  # a little less than the context has
     [
         ("/v1/completions", {"prompt": [LONG] * 1024, "max_tokens": 1}),
         ("/v1/completions", {"prompt": [[65] * 4000] * 100, "max_tokens": 1}),
-        (f"{CHAT}/batch", {"messages": [user(LONG)] * 1024, "max_tokens": 1}),
         ("/v1/embeddings", {"input": [LONG] * 1024}),
     ],
 )

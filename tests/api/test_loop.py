@@ -21,13 +21,11 @@ MAX_LAG = 1.0  # CPU seconds; each of these requests held up the loop for 1.3 to
 LOOP_SECONDS = 0.03  # that `loop_seconds` takes on the machine where that was measured
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 HI = {"messages": user("hi"), "max_tokens": 1}
-CHATS = {"messages": [HI["messages"]] * 1024, "unknown": "x" * 200_000}
 MANY = {"n": 32, "max_tokens": 200, "logprobs": True, "top_logprobs": 20, "ignore_eos": True}
 SCORED = {"prompt": "a" * 4000, "n": 128, "max_tokens": 1, "prompt_logprobs": 20}
 STRINGS = {"prompt": "a b" * 500_000, "return_token_strs": True}
 REQUESTS = {
     "long bad words": (CHAT, HI | {"bad_words": ["word " * 1600] * 500}, 400),
-    "batch with a long field that has no effect": (f"{CHAT}/batch", HI | CHATS, 200),
     "prompt logprobs of many choices": (COMPLETION, SCORED, 400),
     "top logprobs of many choices": (CHAT, HI | MANY, 200),
     "many wrong forms": ("/v2/embed", {"texts": ["a"], "embedding_types": ["x"] * 400_000}, 400),
@@ -85,7 +83,6 @@ PIECES = {
     "choices in a stream": (CHAT, CHOICES | {"max_tokens": 3, "ignore_eos": True, "stream": True}),
     "a thousand prompts": (COMPLETION, PROMPTS),
     "a thousand prompts in a stream": (COMPLETION, PROMPTS | {"stream": True}),
-    "hundreds of chats": (f"{CHAT}/batch", HI | {"messages": [HI["messages"]] * 256}),
     "a thousand texts": ("/v1/embeddings", {"input": ["a"] * 1000}),
 }
 # Milliseconds where `loop_seconds` is FAST: there a piece takes up to 1, and up to 2.6 where others

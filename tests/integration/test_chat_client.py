@@ -171,7 +171,7 @@ def test_a_missing_key_is_one_line_that_says_how_to_give_it(start):
     refused = run(server, "chat")
     assert refused.returncode == 2
     assert refused.stderr.count("\n") == 1
-    assert refused.stderr.endswith("; give it with --api-key or $SERVD_API_KEY\n")
+    assert refused.stderr.endswith("; give a key with --api-key or $SERVD_API_KEY\n")
     assert run(server, "chat", "--api-key", "secret", stdin="/exit\n").returncode == 0
 
 
