@@ -12,8 +12,8 @@ COMMIT = "a" * 40
 
 
 @contextmanager
-def hub(folder: Path) -> Iterator[str]:
-    """Serve the files of `folder`, and yield the URL for HF_ENDPOINT."""
+def hub(folder: Path, opens: threading.Event) -> Iterator[str]:
+    """Serve the files of `folder`, weights once `opens` is set. Yield the URL for HF_ENDPOINT."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_HEAD(self) -> None:
@@ -47,6 +47,8 @@ def hub(folder: Path) -> Iterator[str]:
             for name, value in {**headers, "content-length": str(len(content))}.items():
                 self.send_header(name, value)
             self.end_headers()
+            if with_body and path.endswith(".safetensors"):
+                opens.wait()
             if with_body:
                 self.wfile.write(content)
 

@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, aclosing
 from functools import partial
 from itertools import chain
 from types import SimpleNamespace
@@ -183,17 +183,17 @@ class Gateway:
         lines = self._pull(named.model)
         first = await anext(lines)  # an error here still has a status of its own
         if bytes(named.stream) == b"false":
-            async with while_connected(request.receive):
+            async with while_connected(request.receive), aclosing(lines):
                 async for line in lines:
                     first = line
             return json_response(first)
 
         async def encode() -> AsyncIterator[bytes]:
-            line = first
             try:
-                yield msgspec.json.encode(line) + b"\n"
-                async for line in lines:
-                    yield msgspec.json.encode(line) + b"\n"
+                async with aclosing(lines):  # if the client leaves, the download ends
+                    yield msgspec.json.encode(first) + b"\n"
+                    async for line in lines:
+                        yield msgspec.json.encode(line) + b"\n"
             except ServdError as error:
                 yield msgspec.json.encode({"error": str(error)}) + b"\n"
 
@@ -210,8 +210,9 @@ class Gateway:
                 raise Unavailable("another download is running: retry when it ends") from None
             async with self.pulling:
                 try:
-                    async for line in pull(model, self.servers.models.path):
-                        yield line
+                    async with aclosing(pull(model, self.servers.models.path)) as progress:
+                        async for line in progress:
+                            yield line
                 except ModelNotFound as error:
                     raise NotFound(str(error)) from None
             await self.servers.scan()

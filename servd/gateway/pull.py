@@ -4,7 +4,7 @@ import asyncio
 import os
 import shutil
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from servd.gateway.models import HUB
 INTERVAL = 0.5  # seconds between two lines
 
 
-async def pull(model: str, folder: Path) -> AsyncIterator[dict[str, Any]]:
+async def pull(model: str, folder: Path) -> AsyncGenerator[dict[str, Any]]:
     """Yield Ollama's lines of progress. If the client leaves, the download stops, and the next one
     resumes it. Raises InvalidRequest: the disk is too small; ModelNotFound; Unavailable: it failed.
     """

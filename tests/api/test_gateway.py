@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import msgspec
 import ollama
+import psutil
 import pytest
 
 from servd.api.keys import Keys
@@ -825,16 +826,21 @@ def test_options_for_one_model_are_refused():
 
 
 @pytest.fixture
-def online(monkeypatch: pytest.MonkeyPatch, tiny_llama: Path) -> Iterator[None]:
-    """The hub of this process and its children is one that has the model org/name."""
-    with hub(tiny_llama) as url:
+def online(monkeypatch: pytest.MonkeyPatch, tiny_llama: Path) -> Iterator[threading.Event]:
+    """The hub of this process and its children has the model org/name; clear the event to hold
+    its weights back.
+    """
+    opens = threading.Event()
+    opens.set()
+    with hub(tiny_llama, opens) as url:
         monkeypatch.setenv("HF_ENDPOINT", url)
         monkeypatch.setenv("HF_HUB_OFFLINE", "0")
         monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
         for name in ("ENDPOINT", "HF_HUB_OFFLINE"):
             monkeypatch.setattr(f"huggingface_hub.constants.{name}", {"ENDPOINT": url}.get(name, 0))
         monkeypatch.setattr("huggingface_hub.hf_api.api.endpoint", url)
-        yield
+        yield opens
+        opens.set()
 
 
 @asynccontextmanager
@@ -876,6 +882,22 @@ async def test_a_download_that_was_cut_off_is_resumed(tmp_path: Path):
         assert "org/name:latest" not in [model.model for model in (await client.list()).models]
         assert (await client.pull("org/name")).status == "success"
         assert weights.exists()
+
+
+async def test_a_client_that_leaves_ends_its_download(tmp_path: Path, online: threading.Event):
+    online.clear()
+    this = psutil.Process()
+    async with ollama_client(tmp_path, models_pull=True) as (client, _):
+        progress = await client.pull("org/name", stream=True)
+        statuses = [(await anext(progress)).status for _ in range(3)]
+        assert statuses[-1] == "pulling org/name"
+        with pytest.raises(ollama.ResponseError, match="another download is running"):
+            await client.pull("org/name")
+        assert any("pull" in child.cmdline() for child in this.children())
+        await progress.aclose()
+        await until(lambda: not any("pull" in child.cmdline() for child in this.children()))
+        online.set()
+        assert (await client.pull("org/name")).status == "success"
 
 
 @pytest.mark.usefixtures("online")

@@ -16,6 +16,7 @@ import httpx
 import pytest
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import WebDriverWait
 
 from servd.api.request.latency import PHASES
@@ -74,13 +75,19 @@ def test_an_answer_streams_with_its_probabilities_and_where_its_time_went(page: 
     page.check()
 
 
-def test_a_long_answer_can_be_stopped_and_asked_for_again(page: Page):
+def begin_a_long_answer(page: Page) -> WebElement:
+    """Ask for a long answer, and return the field of its JSON schema once the answer begins."""
     page.open()
     page.click("summary", "JSON schema")
     schema = page.wait(".settings [name=schema]")
     schema.send_keys('{"type": "array", "items": {"const": 1}, "minItems": 2000}')
     page.wait(".composer textarea").send_keys("Count." + Keys.ENTER)
     page.wait(".token")
+    return schema
+
+
+def test_a_long_answer_can_be_stopped_and_asked_for_again(page: Page):
+    schema = begin_a_long_answer(page)
     page.click(".composer button", "Stop")
     page.wait(".assistant footer", "stopped by you")
     schema.clear()
@@ -450,12 +457,7 @@ def test_conversations_are_listed_renamed_and_deleted(page: Page):
 
 
 def test_a_conversation_that_is_deleted_while_its_answer_comes_stays_deleted(page: Page):
-    page.open()
-    page.click("summary", "JSON schema")
-    schema = page.wait(".settings [name=schema]")
-    schema.send_keys('{"type": "array", "items": {"const": 1}, "minItems": 2000}')
-    page.wait(".composer textarea").send_keys("Count." + Keys.ENTER)
-    page.wait(".token")
+    begin_a_long_answer(page)
     page.click(".conversations li button", "Delete")
     page.click(".conversations li button", "Sure?")
     page.wait(".empty")
