@@ -126,7 +126,7 @@ async def test_a_client_that_leaves_aborts_its_requests(listening_server, stream
     client.cancel()
     await asyncio.gather(client, return_exceptions=True)
     await until(lambda: served.async_llm.num_unfinished == 0)
-    assert len(set(aborted(served))) == 4
+    await until(lambda: len(set(aborted(served))) == 4)  # the loop may end each prompt in a turn
     served.engine.may_step.set()
     await until(lambda: not served.engine.core.has_work)
     await until(lambda: not served.async_llm.requests)
