@@ -1,26 +1,22 @@
-"""GGUF: weights in blocks along a row, under llama.cpp's names.
-
-https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h defines the layouts of blocks.
-"""
+"""GGUF: weights in blocks along a row, under llama.cpp's names. cpu/blocks.cpp unpacks blocks."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from servd.base.errors import UnsupportedModel
 from servd.checkpoint.gguf import open_file
-from servd.worker.layers.quantized import NamedTensors, Quantized, stack
+from servd.worker.layers.quantized import NamedTensors, Quantized
+from servd.worker.ops import native
 
 if TYPE_CHECKING:
     from gguf import ReaderTensor
 
-ROWS = 4096  # rows at once: unpacked numbers take a byte or more each
 NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -52,7 +48,8 @@ def read(files: list[Path], config: dict[str, Any], device: torch.device) -> Nam
     for found in reader.tensors:
         tensor = _decode(found, device)
         part = re.fullmatch(r"blk\.\d+\.attn_([qk])\.\w+", found.name)
-        if part is not None and values["general.architecture"] == "llama":
+        is_llama = values["general.architecture"] == "llama"
+        if part is not None and is_llama and device.type != "meta":
             num_heads = values["llama.attention.head_count"]
             if part[1] == "k":
                 num_heads = values.get("llama.attention.head_count_kv", num_heads)
@@ -77,12 +74,10 @@ def _by_halves(tensor: Tensor | Quantized, num_heads: int) -> Tensor | Quantized
 
 
 def _decode(tensor: ReaderTensor, device: torch.device) -> Tensor | Quantized:
-    from gguf import GGML_QUANT_SIZES  # an extra: the importance matrix's reader imports this file
+    from gguf import GGML_QUANT_SIZES, quants  # an extra: `_imatrix` imports this file without it
 
     kind = tensor.tensor_type.name
-    data = torch.from_numpy(
-        tensor.data
-    )  # float types by value, others bytes: [..., bytes of a row]
+    data = torch.from_numpy(tensor.data)  # floats by value, blocks as bytes: [..., bytes of a row]
     if kind in ("F32", "F16"):
         return data
     if kind == "BF16":
@@ -92,131 +87,73 @@ def _decode(tensor: ReaderTensor, device: torch.device) -> Tensor | Quantized:
             f"tensor {tensor.name} has GGUF type {kind}; supported are F32, F16, BF16, "
             f"{', '.join(BLOCKS)}: use a file of one of these types"
         )
-    _, block_bytes = GGML_QUANT_SIZES[tensor.tensor_type]
-    blocks = data.view(-1, data.shape[-1] // block_bytes, block_bytes)
-    return stack([BLOCKS[kind](part.to(device)) for part in blocks.split(ROWS)])
+    if native.library() is None:
+        return torch.from_numpy(quants.dequantize(tensor.data, tensor.tensor_type)).to(device)
+    return _unpack(BLOCKS[kind], data, *GGML_QUANT_SIZES[tensor.tensor_type], device)
 
 
-# ---- blocks: bytes [rows, blocks, bytes of a block] to numbers ----
+class BlockType(NamedTuple):
+    """What a block is unpacked to.
 
-
-def _half(blocks: Tensor, at: int) -> Tensor:
-    """Return the float16 number at byte `at` of each block, [rows, blocks]."""
-    return blocks[..., at : at + 2].contiguous().view(torch.float16).squeeze(-1)
-
-
-def _bits(data: Tensor, width: int, run: int) -> Tensor:
-    """Return numbers of `width` bits. Each `run` bytes have the lowest bits of `run` numbers, then
-    the next bits of the `run` numbers after those, and so on.
+    Args:
+        number: of the type, in GGUF and in cpu/blocks.cpp.
+        group_size: weights that share a scale.
+        scale_dtype: type of scales and offsets.
+        table: values of 4-bit codes; None: codes are the values, int8.
+        has_offset: whether a weight is value * scale + offset, and not value * scale.
     """
-    runs = data.unflatten(-1, (-1, 1, run))
-    fields = [runs >> shift & (1 << width) - 1 for shift in range(0, 8, width)]
-    return torch.cat(fields, dim=-2).flatten(-3)
+
+    number: int
+    group_size: int
+    scale_dtype: torch.dtype
+    table: tuple[float, ...] | None = None
+    has_offset: bool = False
 
 
-def _joined(
-    codes: Tensor, scale: Tensor, offset: Tensor | None, table: tuple[float, ...] | None
-) -> Quantized:
-    """Join blocks: codes [rows, blocks, size], scales [rows, blocks] or [rows, blocks, groups]."""
-    scale = scale.unsqueeze(-1) if scale.dim() == 2 else scale
-    size = codes.shape[-1] // scale.shape[-1]
-    offset = None if offset is None else offset.reshape(len(codes), -1)
-    return Quantized(codes.flatten(1), scale.flatten(1), offset, size, table)
-
-
-def _q4_0(x: Tensor) -> Quantized:
-    return _joined(_bits(x[..., 2:], 4, 16), _half(x, 0), None, SIGNED)
-
-
-def _q4_1(x: Tensor) -> Quantized:
-    return _joined(_bits(x[..., 4:], 4, 16), _half(x, 0), _half(x, 2), UNSIGNED)
-
-
-def _fifth(x: Tensor) -> Tensor:
-    """Return numbers in which the fifth bit of number i is bit i of the 4 bytes."""
-    return torch.stack([x >> shift & 1 for shift in range(8)], dim=-1).flatten(-2) << 4
-
-
-def _q5_0(x: Tensor) -> Quantized:
-    codes = (_bits(x[..., 6:], 4, 16) | _fifth(x[..., 2:6])).to(torch.int8) - 16
-    return _joined(codes, _half(x, 0), None, None)
-
-
-def _q5_1(x: Tensor) -> Quantized:
-    codes = (_bits(x[..., 8:], 4, 16) | _fifth(x[..., 4:8])).to(torch.int8)
-    return _joined(codes, _half(x, 0), _half(x, 2), None)
-
-
-def _q8_0(x: Tensor) -> Quantized:
-    return _joined(x[..., 2:].view(torch.int8), _half(x, 0), None, None)
-
-
-def _q2_k(x: Tensor) -> Quantized:
-    scales = x[..., :16]
-    d = _half(x, 80).float()
-    d_min = _half(x, 82).float()
-    scale = (scales & 15) * d.unsqueeze(-1)
-    offset = (scales >> 4) * -d_min.unsqueeze(-1)
-    return _joined(_bits(x[..., 16:80], 2, 32), scale, offset, UNSIGNED)
-
-
-def _q3_k(x: Tensor) -> Quantized:
-    low = _bits(x[..., 96:104], 4, 8)
-    high = _bits(x[..., 104:108], 2, 4)
-    scale = (low | high << 4).to(torch.int8) - 32
-    codes = _bits(x[..., 32:96], 2, 32) | _bits(x[..., :32], 1, 32) << 2
-    return _joined(codes, scale * _half(x, 108).float().unsqueeze(-1), None, SMALL)
-
-
-def _scales_of_8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return scale and offset [rows, blocks, 8] of Q4_K or Q5_K blocks: 6 bits each in 12 bytes."""
-    first = x[..., 4:8]
-    second = x[..., 8:12]
-    rest = x[..., 12:16]
-    scale = torch.cat([first & 63, rest & 15 | first >> 2 & 48], dim=-1)
-    least = torch.cat([second & 63, rest >> 4 | second >> 2 & 48], dim=-1)
-    d = _half(x, 0).float()
-    d_min = _half(x, 2).float()
-    return scale * d.unsqueeze(-1), least * -d_min.unsqueeze(-1)
-
-
-def _q4_k(x: Tensor) -> Quantized:
-    return _joined(_bits(x[..., 16:], 4, 32), *_scales_of_8(x), UNSIGNED)
-
-
-def _q5_k(x: Tensor) -> Quantized:
-    codes = _bits(x[..., 48:], 4, 32) | _bits(x[..., 16:48], 1, 32) << 4
-    return _joined(codes.to(torch.int8), *_scales_of_8(x), None)
-
-
-def _q6_k(x: Tensor) -> Quantized:
-    codes = _bits(x[..., :128], 4, 64) | _bits(x[..., 128:192], 2, 32) << 4
-    scale = x[..., 192:208].view(torch.int8) * _half(x, 208).float().unsqueeze(-1)
-    return _joined(codes.to(torch.int8) - 32, scale, None, None)
-
-
-def _iq4_nl(x: Tensor) -> Quantized:
-    return _joined(_bits(x[..., 2:], 4, 16), _half(x, 0), None, IQ4_NL)
-
-
-def _mxfp4(x: Tensor) -> Quantized:
-    exponent = x[..., 0].int()
-    bits = torch.where(exponent < 2, 0x200000 << exponent.clamp(max=1), exponent - 1 << 23)
-    return _joined(_bits(x[..., 1:], 4, 16), bits.view(torch.float32), None, MXFP4)
-
-
-# By the name of the type.
-BLOCKS: dict[str, Callable[[Tensor], Quantized]] = {
-    "Q4_0": _q4_0,
-    "Q4_1": _q4_1,
-    "Q5_0": _q5_0,
-    "Q5_1": _q5_1,
-    "Q8_0": _q8_0,
-    "Q2_K": _q2_k,
-    "Q3_K": _q3_k,
-    "Q4_K": _q4_k,
-    "Q5_K": _q5_k,
-    "Q6_K": _q6_k,
-    "IQ4_NL": _iq4_nl,
-    "MXFP4": _mxfp4,
+BLOCKS = {
+    "Q4_0": BlockType(2, 32, torch.float16, SIGNED),
+    "Q4_1": BlockType(3, 32, torch.float16, UNSIGNED, has_offset=True),
+    "Q5_0": BlockType(6, 32, torch.float16),
+    "Q5_1": BlockType(7, 32, torch.float16, has_offset=True),
+    "Q8_0": BlockType(8, 32, torch.float16),
+    "Q2_K": BlockType(10, 16, torch.float32, UNSIGNED, has_offset=True),
+    "Q3_K": BlockType(11, 16, torch.float32, SMALL),
+    "Q4_K": BlockType(12, 32, torch.float32, UNSIGNED, has_offset=True),
+    "Q5_K": BlockType(13, 32, torch.float32, has_offset=True),
+    "Q6_K": BlockType(14, 16, torch.float32),
+    "IQ4_NL": BlockType(20, 32, torch.float16, IQ4_NL),
+    "MXFP4": BlockType(39, 32, torch.float32, MXFP4),
 }
+
+
+def _unpack(
+    block: BlockType, data: Tensor, size: int, num_bytes: int, device: torch.device
+) -> Quantized:
+    """Return the matrix of blocks of `size` weights and `num_bytes` bytes; data: uint8 [..., bytes
+    of a row].
+    """
+    rows = data.view(-1, data.shape[-1])
+    num_blocks = rows.shape[1] // num_bytes
+    num_groups = size // block.group_size
+    code_dtype = torch.int8 if block.table is None else torch.uint8
+    codes = torch.empty(len(rows), num_blocks * size, dtype=code_dtype)
+    scale = torch.empty(len(rows), num_blocks * num_groups, dtype=block.scale_dtype)
+    offset = torch.empty(scale.shape, dtype=scale.dtype) if block.has_offset else None
+    if device.type != "meta":  # else in a dry run
+        native.call(
+            "unpack_blocks",
+            block.number,
+            rows,
+            len(rows),
+            num_blocks,
+            num_bytes,
+            size,
+            num_groups,
+            native.TYPES[code_dtype],
+            codes,
+            native.TYPES[block.scale_dtype],
+            scale,
+            offset,
+        )
+    unpacked = Quantized(codes, scale, offset, block.group_size, block.table)
+    return unpacked.map(lambda tensor: tensor.to(device))

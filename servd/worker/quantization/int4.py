@@ -10,6 +10,7 @@ from torch import Tensor
 
 from servd.worker.layers._matrix import QuantMethod, quant_method_of
 from servd.worker.layers.quantized import Quantized
+from servd.worker.ops import native
 from servd.worker.quantization import int8
 
 GROUP_SIZE = 32
@@ -36,7 +37,19 @@ def quantize(
     )
     for start in range(0, num_rows, ROWS):
         part = slice(start, start + ROWS)
-        codes[part], scale[part], offset[part] = _round(weight[part].float(), importance)
+        wide = weight[part].float()
+        if wide.device.type == "cpu" and native.library() is not None:
+            native.call(
+                "round_groups",
+                wide.contiguous(),
+                *wide.shape,
+                importance,
+                codes[part],
+                scale[part],
+                offset[part],
+            )
+        else:
+            codes[part], scale[part], offset[part] = _round(wide, importance)
     return quant_method_of(
         Quantized(codes, scale, offset, GROUP_SIZE, TABLE), weight.dtype, x_dtype
     )

@@ -24,9 +24,13 @@ def quantize(weight: Tensor, x_dtype: torch.dtype = torch.float32) -> QuantMetho
     scale = torch.empty(len(weight), device=weight.device)
     for start in range(0, len(weight), ROWS):
         part = slice(start, start + ROWS)
-        wide = packed.spread(weight[part].float()) if is_native else weight[part].float()
-        scale[part] = wide.abs().amax(dim=1).clamp_(min=1e-12) / 127
-        codes[part] = (wide / scale[part].unsqueeze(1)).round_()
+        wide = weight[part].float()
+        if is_native:
+            turned = packed.spread(wide)
+            native.call("round_rows", turned, *wide.shape, codes[part], scale[part])
+        else:
+            scale[part] = wide.abs().amax(dim=1).clamp_(min=1e-12) / 127
+            codes[part] = (wide / scale[part].unsqueeze(1)).round_()
     if is_native:
         return packed.PackedMatrix(codes, scale, x_dtype, is_spread=True)
     return Int8Matrix(codes, scale.to(weight.dtype))

@@ -4,7 +4,7 @@ The runner's own `load_model` runs on meta tensors, so everything that it conver
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -32,8 +32,11 @@ class Weightless(TorchFunctionMode):
     """A mode in which new tensors have no storage but report `device` as their device."""
 
     # On meta tensors, torch's versions import a thousand modules. The results are the same.
-    same: ClassVar[dict[Any, Callable[[Tensor], Tensor]]] = {
+    same: ClassVar[dict[Any, Callable[..., Tensor]]] = {
         torch.zeros_like: lambda x: torch.empty(x.shape, dtype=x.dtype),
+        torch.cat: lambda parts: torch.empty(
+            sum(map(len, parts)), *parts[0].shape[1:], dtype=parts[0].dtype
+        ),
         Tensor.abs: lambda x: x,
         Tensor.normal_: lambda x: x,
     }
@@ -54,10 +57,14 @@ class Weightless(TorchFunctionMode):
             kwargs = kwargs | {"device": "meta"}
         elif kwargs.get("device") is not None:  # small, and their values are needed
             kwargs = kwargs | {"device": "cpu"}
-        elif func in self.same and args[0].is_meta:
+        elif func in self.same and not kwargs and _first(args[0]).is_meta:
             with self:  # a mode is disabled within its own function
                 return self.same[func](*args)
         return func(*args, **kwargs)
+
+
+def _first(given: Tensor | Sequence[Tensor]) -> Tensor:
+    return given if isinstance(given, Tensor) else given[0]
 
 
 def plan(config: Config, spec: ModelSpec) -> MemoryPlan:

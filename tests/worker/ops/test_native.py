@@ -17,6 +17,7 @@ import torch
 from servd.worker.layers.packed import ExpertMatrices, GroupedMatrix, PackedMatrix, spread
 from servd.worker.layers.quantized import Quantized
 from servd.worker.ops import LowRank, native
+from servd.worker.quantization import gguf, int4, int8
 from servd.worker.sample.logit_edits import LogitEdits, Penalized
 from servd.worker.sample.ops import native as sampling
 from tests.worker.cpu_kernels import INTEGER_SUMS, forced
@@ -304,6 +305,10 @@ def call_many(tiny_llama: Path) -> None:
     sampling.filter_top_k_top_p(weights, lowest, positions, top_p)
     sampling.draw(weights, lowest, positions, positions)
     sampling.score(x, positions)
+    int8.quantize(x)
+    int4.quantize(x, importance=torch.rand(64))
+    blocks = torch.zeros(3, 2 * 20, dtype=torch.uint8)
+    gguf._unpack(gguf.BLOCKS["Q4_1"], blocks, 32, 20, torch.device("cpu"))
 
 
 @pytest.mark.usefixtures("kernels")

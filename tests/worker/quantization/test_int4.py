@@ -41,6 +41,24 @@ def test_the_error_is_less_than_with_a_grid_from_the_least_to_the_largest_number
     assert (got - groups).norm() < 0.95 * (simple - groups).norm()
 
 
+@pytest.mark.parametrize("switch", native.CAPABILITIES)
+@pytest.mark.parametrize("is_weighed", [False, True])
+def test_the_kernel_rounds_as_torch_does(switch: str, is_weighed: bool, monkeypatch):
+    """Sums in another order may move a number that lies between two codes, no more."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(300, 100, generator=generator)
+    weight[7] = 0.25
+    importance = torch.rand(100, generator=generator) if is_weighed else None
+    rounded = []
+    for name in (switch, "off"):
+        for _ in forced(name, monkeypatch):
+            rounded.append(quantize(weight, importance=importance).rows(torch.arange(300)))
+    assert (rounded[0] != rounded[1]).float().mean() < 0.01
+    counts = torch.ones(100) if importance is None else importance
+    errors = [((each - weight).square() * counts).sum() for each in rounded]
+    torch.testing.assert_close(errors[0], errors[1], rtol=1e-3, atol=0)
+
+
 def test_the_table_of_the_vocabulary_has_8_bits(tiny_llama: Path):
     driver = Driver(config_for(tiny_llama, quantization="int4", block_size=16))
     forms = {

@@ -117,6 +117,15 @@ extern const Kernel servd_kernel_table[] = {
            "scale<scale_type>[packed_size(scale_type, 0, n, -(-k // group_size))], "
            "offset?<scale_type>[packed_size(scale_type, 0, n, -(-k // group_size))], "
            "group_size, n, k, index[count], count, out[count * k]"),
+    KERNEL(round_rows, "x[rows * size], rows, size, codes<3>[rows * size], scale[rows]"),
+    KERNEL(round_groups,
+           "x[rows * size], rows, size, importance?[size], codes<4>[rows * size], "
+           "scale<1>[rows * -(-size // 32)], offset<1>[rows * -(-size // 32)]"),
+    KERNEL(unpack_blocks,
+           "type, blocks<4>[rows * num_blocks * bytes], rows, num_blocks, bytes, size, groups, "
+           "code_type, codes<code_type>[rows * num_blocks * size], scale_type, "
+           "scale<scale_type>[rows * num_blocks * groups], "
+           "offset?<scale_type>[rows * num_blocks * groups]"),
     KERNEL(add_low_rank,
            "type, x[rows * k], rows, k, a<type>[num_adapter_slots * k * width], width, "
            "b<type>[num_adapter_slots * max_rank * n], max_rank, ranks[num_adapter_slots * parts], "

@@ -40,6 +40,16 @@ void gather_grouped(int type, int terms, const void* packed, const float* table,
                     const void* scale, const void* offset, int64_t group_size, int64_t n,
                     int64_t k, const int64_t* index, int64_t count, float* out);
 
+// Weights to fewer bits: rounding.cpp
+void round_rows(const float* x, int64_t rows, int64_t size, void* codes, float* scale);
+void round_groups(const float* x, int64_t rows, int64_t size, const float* importance, void* codes,
+                  void* scale, void* offset);
+
+// Weights of GGUF: blocks.cpp
+void unpack_blocks(int type, const void* blocks, int64_t rows, int64_t num_blocks, int64_t bytes,
+                   int64_t size, int64_t groups, int code_type, void* codes, int scale_type,
+                   void* scale, void* offset);
+
 // Adapters: low_rank.cpp
 void add_low_rank(int type, const float* x, int64_t rows, int64_t k, const void* a, int64_t width,
                   const void* b, int64_t max_rank, const int64_t* ranks, const int64_t* part_ends,

@@ -172,16 +172,32 @@ void pack_panels(const W* weight, int64_t row_stride, int64_t column_stride, int
 }
 
 // Codes [n, k] of a byte each to pairs: a byte has those of columns i and i + WIDTH of a panel.
+// NEXT of them at a time are in order in both.
+template <int NEXT>
+void pack_pairs_of_panel(const uint8_t* codes, int64_t rows, int64_t k, uint8_t* packed) {
+    using Word = std::conditional_t<NEXT == 4, uint32_t, uint8_t>;
+    const auto read = [&](int64_t row, int64_t i, int64_t count) {
+        Word word = 0;
+        if (row < rows) memcpy(&word, codes + row * k + i, count);
+        return word;
+    };
+    for (int64_t i = 0; i < k; i += NEXT)
+        for (int64_t row = 0; row < WIDTH; row++) {
+            const int64_t count = std::min<int64_t>(NEXT, k - i);
+            const Word high = read(row + WIDTH, i, count);
+            const Word pairs = Word(read(row, i, count) | high << 4);
+            memcpy(packed + place_of(row, i, k, NEXT, WIDTH), &pairs, NEXT);
+        }
+}
+
 void pack_pairs(const uint8_t* codes, int64_t n, int64_t k, int terms, uint8_t* packed) {
     const int next = neighbours<Int4>(terms);
+    const auto pack = next == 1 ? pack_pairs_of_panel<1> : pack_pairs_of_panel<4>;
     const int64_t size = WIDTH * padded(k, next);
     parallel_for((n + NR - 1) / NR, 1, [&](int64_t panel) {
-        std::fill_n(packed + panel * size, size, 0);
-        const auto code = [&](int64_t row, int64_t i) { return row < n ? codes[row * k + i] : 0; };
-        for (int64_t i = 0; i < k; i++)
-            for (int64_t row = panel * NR, pair = panel * WIDTH; row < panel * NR + WIDTH; row++)
-                packed[place_of(pair++, i, k, next, WIDTH)] =
-                    uint8_t(code(row, i) | code(row + WIDTH, i) << 4);
+        if (padded(k, next) > k) std::fill_n(packed + panel * size, size, 0);
+        pack(codes + panel * NR * k, std::min<int64_t>(NR, n - panel * NR), k,
+             packed + panel * size);
     });
 }
 

@@ -1,0 +1,219 @@
+// Blocks of GGUF files to codes, scales and offsets.
+//
+// A weight is code * scale + offset, and its code may be an index into a table: see
+// ../../quantization/gguf.py. ggml-common.h of ggml defines the layouts.
+
+#include "checks.h"
+#include "kernels.h"
+#include "threads.h"
+#include "vectors.h"
+
+namespace {
+
+// Adds numbers of BITS bits to codes, above the `shift` lowest ones. Each RUN bytes have the lowest
+// bits of RUN numbers, then the next bits of the RUN numbers after those, and so on.
+template <int BITS, int RUN, int BYTES>
+void add_bits(const uint8_t* from, int shift, uint8_t* codes) {
+    for (int run = 0; run < BYTES; run += RUN)
+        for (int bit = 0; bit < 8; bit += BITS)
+            for (int i = 0; i < RUN; i++)
+                *codes++ |= (from[run + i] >> bit & ((1 << BITS) - 1)) << shift;
+}
+
+// The fifth bit of number i is bit i of the 4 bytes.
+void add_fifth_bits(const uint8_t* from, uint8_t* codes) {
+    for (int i = 0; i < 32; i++) codes[i] |= (from[i / 8] >> i % 8 & 1) << 4;
+}
+
+void subtract(int number, int count, uint8_t* codes) {
+    for (int i = 0; i < count; i++) codes[i] = uint8_t(codes[i] - number);
+}
+
+Float16 half_at(const uint8_t* from) {
+    Float16 half;
+    memcpy(&half, from, sizeof half);
+    return half;
+}
+float float_at(const uint8_t* from) { return widen(half_at(from)); }
+
+// Each type of block: SIZE codes in BYTES bytes, and GROUPS scales and offsets. `unpack` is given
+// codes of 0.
+
+struct Q4_0 {
+    using Scale = Float16;
+    static constexpr int SIZE = 32, BYTES = 18, GROUPS = 1;
+    static void unpack(const uint8_t* block, uint8_t* codes, Scale* scale, Scale*) {
+        *scale = half_at(block);
+        add_bits<4, 16, 16>(block + 2, 0, codes);
+    }
+};
+
+struct Q4_1 {
+    using Scale = Float16;
+    static constexpr int SIZE = 32, BYTES = 20, GROUPS = 1;
+    static void unpack(const uint8_t* block, uint8_t* codes, Scale* scale, Scale* offset) {
+        *scale = half_at(block), *offset = half_at(block + 2);
+        add_bits<4, 16, 16>(block + 4, 0, codes);
+    }
+};
+
+struct Q5_0 {
+    using Scale = Float16;
+    static constexpr int SIZE = 32, BYTES = 22, GROUPS = 1;
+    static void unpack(const uint8_t* block, uint8_t* codes, Scale* scale, Scale*) {
+        *scale = half_at(block);
+        add_bits<4, 16, 16>(block + 6, 0, codes);
+        add_fifth_bits(block + 2, codes);
+        subtract(16, SIZE, codes);
+    }
+};
+
+struct Q5_1 {
+    using Scale = Float16;
+    static constexpr int SIZE = 32, BYTES = 24, GROUPS = 1;
+    static void unpack(const uint8_t* block, uint8_t* codes, Scale* scale, Scale* offset) {
+        *scale = half_at(block), *offset = half_at(block + 2);
+        add_bits<4, 16, 16>(block + 8, 0, codes);
+        add_fifth_bits(block + 4, codes);
+    }
+};
+
+struct Q8_0 {
+    using Scale = Float16;
+    static constexpr int SIZE = 32, BYTES = 34, GROUPS = 1;
+    static void unpack(const uint8_t* block, uint8_t* codes, Scale* scale, Scale*) {
+        *scale = half_at(block);
+        std::copy_n(block + 2, SIZE, codes);
+    }
+};
+
+struct Q2_K {
+    using Scale = float;
+    static constexpr int SIZE = 256, BYTES = 84, GROUPS = 16;
+    static void unpack(const uint8_t* block, uint8_t* codes, Scale* scale, Scale* offset) {
+        const float unit = float_at(block + 80), offset_unit = float_at(block + 82);
+        for (int group = 0; group < GROUPS; group++) {
+            scale[group] = (block[group] & 15) * unit;
+            offset[group] = (block[group] >> 4) * -offset_unit;
+        }
+        add_bits<2, 32, 64>(block + 16, 0, codes);
+    }
+};
+
+struct Q3_K {
+    using Scale = float;
+    static constexpr int SIZE = 256, BYTES = 110, GROUPS = 16;
+    static void unpack(const uint8_t* block, uint8_t* codes, Scale* scale, Scale*) {
+        const float unit = float_at(block + 108);
+        uint8_t numbers[GROUPS] = {};
+        add_bits<4, 8, 8>(block + 96, 0, numbers);
+        add_bits<2, 4, 4>(block + 104, 4, numbers);
+        for (int group = 0; group < GROUPS; group++) scale[group] = (numbers[group] - 32) * unit;
+        add_bits<2, 32, 64>(block + 32, 0, codes);
+        add_bits<1, 32, 32>(block, 2, codes);
+    }
+};
+
+// Of Q4_K and Q5_K: 8 scales and 8 offsets of 6 bits each in 12 bytes.
+void unpack_scales(const uint8_t* block, float* scale, float* offset) {
+    const float unit = float_at(block), offset_unit = float_at(block + 2);
+    const uint8_t *first = block + 4, *second = block + 8, *rest = block + 12;
+    for (int i = 0; i < 4; i++) {
+        scale[i] = (first[i] & 63) * unit;
+        scale[i + 4] = ((rest[i] & 15) | (first[i] >> 2 & 48)) * unit;
+        offset[i] = (second[i] & 63) * -offset_unit;
+        offset[i + 4] = (rest[i] >> 4 | (second[i] >> 2 & 48)) * -offset_unit;
+    }
+}
+
+struct Q4_K {
+    using Scale = float;
+    static constexpr int SIZE = 256, BYTES = 144, GROUPS = 8;
+    static void unpack(const uint8_t* block, uint8_t* codes, Scale* scale, Scale* offset) {
+        unpack_scales(block, scale, offset);
+        add_bits<4, 32, 128>(block + 16, 0, codes);
+    }
+};
+
+struct Q5_K {
+    using Scale = float;
+    static constexpr int SIZE = 256, BYTES = 176, GROUPS = 8;
+    static void unpack(const uint8_t* block, uint8_t* codes, Scale* scale, Scale* offset) {
+        unpack_scales(block, scale, offset);
+        add_bits<4, 32, 128>(block + 48, 0, codes);
+        add_bits<1, 32, 32>(block + 16, 4, codes);
+    }
+};
+
+struct Q6_K {
+    using Scale = float;
+    static constexpr int SIZE = 256, BYTES = 210, GROUPS = 16;
+    static void unpack(const uint8_t* block, uint8_t* codes, Scale* scale, Scale*) {
+        const float unit = float_at(block + 208);
+        for (int group = 0; group < GROUPS; group++)
+            scale[group] = int8_t(block[192 + group]) * unit;
+        add_bits<4, 64, 128>(block, 0, codes);
+        add_bits<2, 32, 64>(block + 128, 4, codes);
+        subtract(32, SIZE, codes);
+    }
+};
+
+struct MXFP4 {  // its table has twice the numbers
+    using Scale = float;
+    static constexpr int SIZE = 32, BYTES = 17, GROUPS = 1;
+    static void unpack(const uint8_t* block, uint8_t* codes, Scale* scale, Scale*) {
+        const uint32_t exponent = block[0];  // of 2, and 128 more
+        const uint32_t bits = exponent < 2 ? 0x200000u << exponent : (exponent - 1) << 23;
+        memcpy(scale, &bits, sizeof bits);
+        add_bits<4, 16, 16>(block + 1, 0, codes);
+    }
+};
+
+// Calls `call` with a block of the type of this number in GGUF.
+template <typename Call>
+void with_block(int number, const Call& call) {
+    switch (number) {
+    case 2: return call(Q4_0{});
+    case 3: return call(Q4_1{});
+    case 6: return call(Q5_0{});
+    case 7: return call(Q5_1{});
+    case 8: return call(Q8_0{});
+    case 10: return call(Q2_K{});
+    case 11: return call(Q3_K{});
+    case 12: return call(Q4_K{});
+    case 13: return call(Q5_K{});
+    case 14: return call(Q6_K{});
+    case 20: return call(Q4_0{});  // IQ4_NL: with another table
+    case 39: return call(MXFP4{});
+    }
+}
+
+}  // namespace
+
+namespace kernels {
+
+// Blocks of a type to codes of a byte [rows, num_blocks * size], and scales, and offsets if not
+// null, [rows, num_blocks * groups]; a block has `size` weights in `bytes`.
+void unpack_blocks(int type, const void* blocks, int64_t rows, int64_t num_blocks, int64_t bytes,
+                   int64_t size, int64_t groups, int code_type, void* codes, int scale_type,
+                   void* scale, void* offset) {
+    with_block(type, [&](auto block) {
+        using Block = decltype(block);
+        using Scale = typename Block::Scale;
+        check_at_most("bytes of a block", Block::BYTES, bytes);
+        check_at_most("weights of a block", Block::SIZE, size);
+        check_at_most("groups of a block", Block::GROUPS, groups);
+        check_at_most("type of scales", sizeof(Scale) == 4 ? FLOAT32 : FLOAT16, scale_type);
+        parallel_for(rows, 8, [&](int64_t row) {
+            for (int64_t i = row * num_blocks; i < (row + 1) * num_blocks; i++) {
+                uint8_t* const to = (uint8_t*)codes + i * Block::SIZE;
+                std::fill_n(to, Block::SIZE, 0);
+                Scale* const offsets = offset ? (Scale*)offset + i * Block::GROUPS : nullptr;
+                Block::unpack((const uint8_t*)blocks + i * Block::BYTES, to,
+                              (Scale*)scale + i * Block::GROUPS, offsets);
+            }
+        });
+    });
+}
+
+}  // namespace kernels
