@@ -95,8 +95,9 @@ def _fit(groups: Tensor, counts: Tensor, width: float) -> tuple[Tensor, Tensor]:
         weighed = codes * shares
         fitted = (weighed * groups).sum(dim=2, keepdim=True)
         fitted /= (weighed * codes).sum(dim=2, keepdim=True)
-        scale = torch.where(fitted > SMALLEST, fitted, scale)  # in a group of equal numbers, NaN
-        offset = mean - scale * centre
+        is_fitted = (fitted > SMALLEST) & (high > low)
+        scale = torch.where(is_fitted, fitted, scale)
+        offset = torch.where(high > low, mean - scale * centre, low)
     return scale.bfloat16(), offset.bfloat16()
 
 

@@ -154,9 +154,14 @@ void pack_panel(const W* weight, int64_t row_stride, int64_t column_stride, int6
     constexpr int64_t SIDE = LINE / sizeof(W);
     if (rows < NR || padded(k, NEXT) > k) std::fill_n(packed, NR * padded(k, NEXT), W{});
     for (int64_t start = 0; start < k; start += SIDE)
-        for (int64_t row = 0; row < rows; row++)
-            for (int64_t i = start; i < std::min(k, start + SIDE); i++)
-                packed[place_of(row, i, k, NEXT)] = weight[row * row_stride + i * column_stride];
+        for (int64_t row = 0; row < rows; row++) {
+            const W* const from = weight + row * row_stride;
+            int64_t i = start;
+            const int64_t end = std::min(k, start + SIDE);
+            for (; NEXT > 1 && column_stride == 1 && i + NEXT <= end; i += NEXT)
+                memcpy(packed + place_of(row, i, k, NEXT), from + i, NEXT * sizeof(W));
+            for (; i < end; i++) packed[place_of(row, i, k, NEXT)] = from[i * column_stride];
+        }
 }
 
 template <typename W>
@@ -176,16 +181,16 @@ void pack_panels(const W* weight, int64_t row_stride, int64_t column_stride, int
 template <int NEXT>
 void pack_pairs_of_panel(const uint8_t* codes, int64_t rows, int64_t k, uint8_t* packed) {
     using Word = std::conditional_t<NEXT == 4, uint32_t, uint8_t>;
-    const auto read = [&](int64_t row, int64_t i, int64_t count) {
+    const auto read = [&](int64_t row, int64_t i) {
         Word word = 0;
-        if (row < rows) memcpy(&word, codes + row * k + i, count);
+        const uint8_t* const from = codes + row * k + i;
+        if (row < rows && i + NEXT <= k) memcpy(&word, from, NEXT);
+        else if (row < rows) memcpy(&word, from, k - i);
         return word;
     };
     for (int64_t i = 0; i < k; i += NEXT)
         for (int64_t row = 0; row < WIDTH; row++) {
-            const int64_t count = std::min<int64_t>(NEXT, k - i);
-            const Word high = read(row + WIDTH, i, count);
-            const Word pairs = Word(read(row, i, count) | high << 4);
+            const Word pairs = Word(read(row, i) | read(row + WIDTH, i) << 4);
             memcpy(packed + place_of(row, i, k, NEXT, WIDTH), &pairs, NEXT);
         }
 }

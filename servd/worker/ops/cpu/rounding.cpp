@@ -79,6 +79,7 @@ Grid fit(const Group& group, float width) {
         weighed += group.x[i] * group.share[i];
     }
     const float mean = sum(weighed), least = -largest(low), range = largest(high) - least;
+    if (!(range > 0)) return narrowed({SMALLEST, least});
     Grid grid{std::max(range * (width / 15), SMALLEST), least + range * ((1 - width) / 2)};
     for (int round = 0; round < NUM_FITS; round++) {
         Vec codes[NUM_VECS], total{};
@@ -94,7 +95,7 @@ Grid fit(const Group& group, float width) {
             with_codes += code * group.share[i] * code;
         }
         const float fitted = sum(with_x) / sum(with_codes);
-        if (fitted > SMALLEST) grid.scale = fitted;  // NaN in a group of equal numbers
+        if (fitted > SMALLEST) grid.scale = fitted;  // else all codes are equal
         grid.offset = mean - grid.scale * centre;
     }
     return narrowed(grid);
