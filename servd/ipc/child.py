@@ -27,6 +27,9 @@ log = logging.getLogger("servd.child")
 STANDBY_NICE = 10  # niceness of imports ahead of their need
 
 SHOW_STACKS = signal.SIGUSR1  # makes a process write the stacks of its threads to its log
+# OpenMP's threads, which torch uses, spin while they wait for each other. Beside another busy process
+# that made a step of GPT-2 up to 8 times as long.
+DEFAULT_ENV = {"OMP_WAIT_POLICY": "PASSIVE"}
 LAST_STACKS = 0.3  # seconds for that
 
 
@@ -59,7 +62,7 @@ class Child:
             stdin=subprocess.PIPE,
             pass_fds=pass_fds,
             process_group=0,
-            env={**os.environ, **(env or {})},
+            env={**DEFAULT_ENV, **os.environ, **(env or {})},
         )
         assert self.process.stdin is not None
         self._posted: SimpleQueue[msgspec.Struct] | None = None
