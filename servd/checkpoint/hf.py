@@ -9,14 +9,15 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
-from servd.base.errors import ConfigError, ModelNotFound, UnsupportedModel
-from servd.checkpoint import gguf
+from servd.base.errors import ConfigError, ModelNotFound, ServdError, UnsupportedModel
+from servd.checkpoint import gguf, gguf_tokenizer
 from servd.checkpoint.cached_folder import make_cached_folder
 from servd.checkpoint.multimodal_config import TEXT, text_of
 from servd.checkpoint.overrides import override, reach
@@ -276,10 +277,15 @@ def download_size(model: str) -> int:
     """Return the bytes that `download_weights` gets from the hub. Raises ModelNotFound."""
     import huggingface_hub
 
+    repository, _, tag = model.partition(":")
+    patterns = METADATA_FILES + WEIGHT_FILES
     with _hub_errors(model):
-        files = huggingface_hub.HfApi().model_info(model, files_metadata=True).siblings or []
+        files = huggingface_hub.HfApi().model_info(repository, files_metadata=True).siblings or []
+        if tag:
+            names = [file.rfilename for file in files]
+            patterns = gguf.choose_files(model, names, tag, repository)
         wanted = huggingface_hub.utils.filter_repo_objects(
-            files, allow_patterns=METADATA_FILES + WEIGHT_FILES, key=lambda file: file.rfilename
+            files, allow_patterns=patterns, key=lambda file: file.rfilename
         )
         return sum(file.size or 0 for file in wanted)
 
@@ -287,14 +293,29 @@ def download_size(model: str) -> int:
 def _download(
     model: str, revision: str | None, download_dir: str | None, patterns: list[str]
 ) -> Path:
+    """Return the folder of the files that match `patterns`, or the folder of the GGUF file that
+    "repository:Q4_K_M" names. Without a network, files come from the cache.
+    """
     import huggingface_hub  # 0.3 s and 20 MB that a local folder does not need
+    from huggingface_hub.errors import RepositoryNotFoundError
 
+    repository, _, tag = model.partition(":")
+    get = partial(
+        huggingface_hub.snapshot_download, repository, revision=revision, cache_dir=download_dir
+    )
     with _hub_errors(model):
-        return Path(
-            huggingface_hub.snapshot_download(
-                model, revision=revision, cache_dir=download_dir, allow_patterns=patterns
-            )
-        )
+        if not tag:
+            return Path(get(allow_patterns=patterns))
+        try:
+            names = huggingface_hub.HfApi().list_repo_files(repository, revision=revision)
+        except RepositoryNotFoundError:
+            raise
+        except Exception:  # no network
+            cached = Path(get(local_files_only=True))
+            names = [str(file.relative_to(cached)) for file in cached.rglob("*.gguf")]
+        names = gguf.choose_files(model, names, tag, repository)
+        file = Path(get(allow_patterns=names), names[0])
+    return gguf.as_folder(file)
 
 
 @contextmanager
@@ -306,6 +327,8 @@ def _hub_errors(model: str) -> Iterator[None]:
 
     try:
         yield
+    except ServdError:
+        raise
     except RepositoryNotFoundError:
         raise ModelNotFound(
             f"the hub has no model {model!r}, or it is private: check the name, or set HF_TOKEN"
@@ -319,7 +342,7 @@ def _hub_errors(model: str) -> Iterator[None]:
 
 
 def weight_files(folder: Path | str, load_format: str = "auto") -> list[Path]:
-    """Return the safetensors files of a checkpoint, sorted by name, or the GGUF file of a folder
+    """Return the safetensors files of a checkpoint, sorted by name, or the GGUF files of a folder
     from `gguf.as_folder`. With load_format "pt", return the pickled files of torch. Raises
     ModelNotFound if there is no file, or a file of the index or of the numbered files is missing.
     """
@@ -329,7 +352,7 @@ def weight_files(folder: Path | str, load_format: str = "auto") -> list[Path]:
     if index.exists():
         files = [folder / n for n in sorted(set(read_json(index).get("weight_map", {}).values()))]
     elif (folder / gguf.WEIGHTS).is_symlink():
-        return [folder / gguf.WEIGHTS]
+        return [folder / gguf.WEIGHTS, *sorted(folder.glob("model-*.gguf"))]
     else:
         files = sorted(folder.glob(f"{stem}*.bin" if suffix == ".bin" else f"*{suffix}"))
         shards = [match for file in files if (match := SHARD.fullmatch(file.name))]
@@ -397,7 +420,7 @@ def find_tokenizer(folder: str, trust_remote_code: bool = False) -> Path:
     if file.exists():
         return file
     if file.with_name(gguf.WEIGHTS).is_symlink():
-        return gguf.write_tokenizer(Path(folder))
+        return gguf_tokenizer.write_tokenizer(Path(folder))
     return _convert_tokenizer(Path(folder), trust_remote_code)
 
 

@@ -14,29 +14,14 @@ import torch
 from torch import Tensor
 
 from servd.base.errors import UnsupportedModel
-from servd.checkpoint.gguf import open_file
+from servd.checkpoint.gguf import ARCHITECTURES, TABLE, open_file
 from servd.worker.layers.quantized import NamedTensors, Quantized, stack
 
 if TYPE_CHECKING:
     from gguf import ReaderTensor
 
 ROWS = 4096  # rows at once: unpacked numbers take a byte or more each
-NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
+IN_CONFIG = ("rope_freqs.", "rope_factors_")  # tensors that config.json has
 UNSIGNED = tuple(map(float, range(16)))
 SIGNED = tuple(map(float, range(-8, 8)))
 SMALL = tuple(map(float, range(-4, 12)))
@@ -45,27 +30,53 @@ MXFP4 = (0.0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the
 
 
 def read(files: list[Path], config: dict[str, Any], device: torch.device) -> NamedTensors:
-    """Yield every tensor of the file under its Hugging Face name. Raises ModelNotFound if
-    the file is damaged; UnsupportedModel if a tensor's type is unknown.
+    """Yield every tensor of the files under its Hugging Face name, as Hugging Face has it. Raises
+    ModelNotFound if a file is damaged; UnsupportedModel if a tensor's type is unknown.
     """
-    reader, values = open_file(files[0])
-    for found in reader.tensors:
-        tensor = _decode(found, device)
-        part = re.fullmatch(r"blk\.\d+\.attn_([qk])\.\w+", found.name)
-        if part is not None and values["general.architecture"] == "llama":
-            num_heads = values["llama.attention.head_count"]
-            if part[1] == "k":
-                num_heads = values.get("llama.attention.head_count_kv", num_heads)
-            tensor = _by_halves(tensor, num_heads)
-        yield rename(found.name), tensor
+    _, values = open_file(files[0])
+    name = values["general.architecture"]
+    for file in files:
+        for found in open_file(file)[0].tensors:
+            renamed = rename(found.name, name)
+            if "{}" in renamed:
+                if found.data.ndim < 2:
+                    raise UnsupportedModel(f"tensor {found.name} is not of several experts")
+                for number, data in enumerate(found.data):
+                    part = _decode(found._replace(data=data), device)
+                    yield renamed.replace("{}", str(number)), part
+            elif not found.name.startswith(IN_CONFIG):
+                yield renamed, _as_original(_decode(found, device), found.name, values)
 
 
-def rename(name: str) -> str:
-    """Return the Hugging Face name of a GGUF tensor."""
+def rename(name: str, architecture: str = "llama") -> str:
+    """Return the Hugging Face name of a GGUF tensor; {} is for the number of an expert."""
+    form = ARCHITECTURES.get(architecture, {})
     stem, _, leaf = name.rpartition(".")
     layer = re.match(r"blk\.(\d+)\.", stem)
-    prefix = f"model.layers.{layer[1]}." if layer else ""
-    return f"{prefix}{NAMES.get(stem.rpartition('.')[2], stem)}.{leaf}"
+    prefix = f"{form.get('layers', 'model.layers')}.{layer[1]}." if layer else ""
+    names = TABLE["tensors"] | form.get("tensors", {})
+    return f"{prefix}{names.get(stem.rpartition('.')[2], stem)}.{leaf}"
+
+
+def _as_original(
+    tensor: Tensor | Quantized, name: str, values: dict[str, Any]
+) -> Tensor | Quantized:
+    """Return a tensor as the original checkpoint has it, before llama.cpp's converter."""
+    architecture = values["general.architecture"]
+    form = ARCHITECTURES[architecture]
+    part = re.fullmatch(r"blk\.\d+\.attn_([qk])\.\w+", name)
+    if part is not None and form.get("rotates_neighbors"):
+        num_heads = values[f"{architecture}.attention.head_count"]
+        if part[1] == "k":
+            num_heads = values.get(f"{architecture}.attention.head_count_kv", num_heads)
+        return _by_halves(tensor, num_heads)
+    if isinstance(tensor, Quantized):
+        return tensor
+    if form.get("adds_one_to_norms") and name.endswith("norm.weight"):
+        return tensor.float() - 1.0
+    if form.get("is_transposed") and name.startswith("blk.") and tensor.dim() == 2:
+        return tensor.t()
+    return tensor
 
 
 def _by_halves(tensor: Tensor | Quantized, num_heads: int) -> Tensor | Quantized:
