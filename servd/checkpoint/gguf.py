@@ -22,20 +22,15 @@ if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
 
 WEIGHTS = "model.gguf"  # the link in the folder; links to other parts are model-NUMBER.gguf
-PART = re.compile(r"-(\d{5})-of-(\d{5})(?=\.gguf$)")  # in the name of a split model's file
+PART = re.compile(r"-\d+-of-(\d+)(?=\.\w+$)")  # in the name of one of several files
+QUANTIZATION = re.compile(r"(?i)(?<![a-z0-9])(?:UD-)?(?:I?Q\d\w*|B?F16|F32|MXFP4\w*)")
+MAX_PARTS = 10_000
 PROJECTOR = "mmproj"  # begins the name of a file that encodes images
 TABLE = tomllib.loads(Path(__file__).with_name("gguf.toml").read_text(encoding="utf8"))
 ARCHITECTURES: dict[str, dict[str, Any]] = TABLE["architectures"]
 # Exceptions that a damaged file raises in gguf, or its values in the code that uses them.
-DAMAGED = (
-    ValueError,
-    TypeError,
-    AttributeError,
-    LookupError,
-    ArithmeticError,
-    RecursionError,
-    struct.error,
-)
+NO_VALUE = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError)
+DAMAGED = (*NO_VALUE, RecursionError, struct.error)
 MAX_LENGTH = 1 << 21  # values in a list: each takes up to 200 bytes in memory
 MAX_NAMED = 8  # files in an error message
 
@@ -90,21 +85,31 @@ def choose_files(model: str, names: Iterable[str], tag: str, place: str) -> list
     return [name for name in names if PART.sub("", name) in models]
 
 
-def find_parts(path: Path) -> list[Path]:
-    """Return a model's files, one or several parts. Raises ModelNotFound if a part is missing."""
+def find_quantization(name: str) -> str:
+    """Return the part of a file's name that is its quantization, such as Q4_K_M, or the name."""
+    found = QUANTIZATION.findall(name)
+    return found[-1] if found else name.removesuffix(".gguf")
+
+
+def name_parts(path: Path) -> list[Path]:
+    """Return the files of a checkpoint in numbered files, or the one file. They may not exist."""
     part = PART.search(path.name)
     if part is None:
         return [path]
-    files = [
-        path.with_name(PART.sub(f"-{number:05}-of-{part[2]}", path.name))
-        for number in range(1, int(part[2]) + 1)
-    ]
+    total = part[1]
+    numbers = range(1, min(int(total), MAX_PARTS) + 1)
+    names = [PART.sub(f"-{each:0{len(total)}}-of-{total}", path.name) for each in numbers]
+    return [path.with_name(name) for name in names]
+
+
+def check_files(files: Sequence[Path]) -> None:
+    """Raise ModelNotFound with the names of the files that are missing."""
     if missing := [file.name for file in files if not file.exists()]:
+        named = ", ".join(missing[:MAX_NAMED])
         raise ModelNotFound(
-            f"{path.parent} lacks {len(missing)} of {len(files)} files of the model: "
-            f"{', '.join(missing[:MAX_NAMED])}; copy them there, or download the model again"
+            f"{files[0].parent} lacks {len(missing)} of {len(files)} weight files: {named}; "
+            "copy them there, or download the model again"
         )
-    return files or [path]
 
 
 def as_folder(path: Path) -> Path:
@@ -113,7 +118,8 @@ def as_folder(path: Path) -> Path:
 
     Raises UnsupportedModel if servd would compute the model wrongly, and like `open_file`.
     """
-    files = find_parts(path)
+    files = name_parts(path)
+    check_files(files)
     stats = [(file, file.stat()) for file in files]
     state = "".join(f"{file} {stat.st_mtime_ns} {stat.st_size} " for file, stat in stats)
     # Raise the last number when what is made changes.
@@ -176,7 +182,7 @@ def make_config(
     }
     for key, source in (TABLE["config"] | architecture.get("config", {})).items():
         if own.get(source) or source not in TABLE["optional"]:
-            config[key] = _number(source, own[source])
+            config[key] = own[source] + 0  # a TypeError, unless it is a number
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     rope = _make_rope(path, own, tensors) | architecture.get("rope", {})
@@ -190,12 +196,6 @@ def make_config(
         is_wide = config["num_hidden_layers"] == wide
         config["query_pre_attn_scalar"] = config["hidden_size"] // heads if is_wide else head_dim
     return config
-
-
-def _number(name: str, value: Any) -> float:
-    if not isinstance(value, int | float):
-        raise TypeError(f"{name} is {value!r:.50}, not a number")
-    return value
 
 
 def _find_ends(values: dict[str, Any], architecture: dict[str, Any]) -> list[int]:

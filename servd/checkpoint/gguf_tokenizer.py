@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,7 @@ from servd.checkpoint import gguf
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-CUTS: dict[str, str] = gguf.TABLE["cuts"]
+CUTS: dict[str, list[str]] = gguf.TABLE["cuts"]
 ALIASES: dict[str, str] = gguf.TABLE["aliases"]
 # tokenizer.ggml.token_type
 NORMAL = 1
@@ -52,20 +51,20 @@ def make_tokenizer(values: dict[str, Any], pre: str) -> str:
     from tokenizers import AddedToken
     from tokenizers.processors import TemplateProcessing
 
-    tokens = values["tokenizer.ggml.tokens"]
-    types = values.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
-    architecture = gguf.ARCHITECTURES.get(str(values.get("general.architecture")), {})
-    unstripped = tokens
-    if values["tokenizer.ggml.model"] == "gpt2":
-        made = _make_byte_level(values, pre)
-        adds_bos = pre in gguf.TABLE["like_llama3"]
-    else:
-        in_order = architecture.get("merges_in_order", False)
-        made = _make_sentence_piece(values, types, in_order)
+    own = {name.removeprefix("tokenizer.ggml."): value for name, value in values.items()}
+    tokens = own["tokens"]
+    types = own.setdefault("token_type", [NORMAL] * len(tokens))
+    form = gguf.ARCHITECTURES.get(str(values.get("general.architecture")), {})
+    if own["model"] == "llama":
+        made = _make_sentence_piece(own, form.get("merges_in_order", False))
         adds_bos = True
-        unstripped = architecture.get("unstripped", tokens)
-    if values.get("tokenizer.ggml.add_bos_token", adds_bos):
-        bos_id = values["tokenizer.ggml.bos_token_id"]
+        unstripped = form.get("unstripped", tokens)
+    else:
+        made = _make_byte_level(own, pre)
+        adds_bos = pre in gguf.TABLE["like_llama3"]
+        unstripped = tokens
+    if own.get("add_bos_token", adds_bos):
+        bos_id = own["bos_token_id"]
         bos = tokens[bos_id]
         made.post_processor = TemplateProcessing(
             single=[bos, "$A"], pair=[bos, "$A", "$B:1"], special_tokens=[(bos, bos_id)]
@@ -84,41 +83,33 @@ def make_tokenizer(values: dict[str, Any], pre: str) -> str:
     return made.to_str()
 
 
-def _make_byte_level(values: dict[str, Any], pre: str) -> Tokenizer:
+def _make_byte_level(own: dict[str, Any], pre: str) -> Tokenizer:
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers
-    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
+    from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 
-    vocab = {token: token_id for token_id, token in enumerate(values["tokenizer.ggml.tokens"])}
-    merges = [tuple(merge.split(" ", 1)) for merge in values["tokenizer.ggml.merges"]]
+    vocab = {token: token_id for token_id, token in enumerate(own["tokens"])}
+    merges = [tuple(merge.split(" ", 1)) for merge in own["merges"]]
     made = Tokenizer(models.BPE(vocab, merges, ignore_merges=pre in gguf.TABLE["like_llama3"]))
     name = ALIASES.get(pre, pre)
     if name == "qwen2":
         made.normalizer = normalizers.NFC()
-    cuts = CUTS[name]
-    steps: list[Any] = [Digits(individual_digits=True)] if name == "smollm" else []
-    if cuts:
-        steps.append(Split(Regex(cuts), "isolated"))
-    made.pre_tokenizer = Sequence([*steps, ByteLevel(False, use_regex=not cuts)])
+    cuts = [Split(Regex(cut), "isolated") for cut in CUTS[name]]
+    made.pre_tokenizer = Sequence([*cuts, ByteLevel(False, use_regex=False)])
     made.decoder = decoders.ByteLevel()
     return made
 
 
-def _make_sentence_piece(values: dict[str, Any], types: Sequence[int], in_order: bool) -> Tokenizer:
+def _make_sentence_piece(own: dict[str, Any], in_order: bool) -> Tokenizer:
     """Return a BPE tokenizer that merges two pieces into any third, the one of the highest score
     first; with `in_order`, the first of the vocabulary first.
     """
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    tokens = values["tokenizer.ggml.tokens"]
     # Gemma's runs of spaces.
-    tokens = [token if token.strip(" ") else SPACE * len(token) for token in tokens]
-    vocab = {token: token_id for token_id, token in enumerate(tokens)}
-    scores = range(0, -len(tokens), -1) if in_order else values["tokenizer.ggml.scores"]
-    pieces = {
-        token: score
-        for token, score, kind in zip(tokens, scores, types, strict=True)
-        if kind in (NORMAL, USER_DEFINED)
-    }
+    tokens = [token if token.strip(" ") else SPACE * len(token) for token in own["tokens"]]
+    scores = range(0, -len(tokens), -1) if in_order else own["scores"]
+    typed = zip(tokens, scores, own["token_type"], strict=True)
+    pieces = {token: score for token, score, kind in typed if kind in (NORMAL, USER_DEFINED)}
     merges = [
         (token[:cut], token[cut:])
         for token in pieces
@@ -126,19 +117,14 @@ def _make_sentence_piece(values: dict[str, Any], types: Sequence[int], in_order:
         if token[:cut] in pieces and token[cut:] in pieces
     ]
     merges.sort(key=lambda pair: (-pieces[pair[0] + pair[1]], -len(pair[0])))
-    unknown = values.get("tokenizer.ggml.unknown_token_id")
+    vocab = {token: token_id for token_id, token in enumerate(tokens)}
+    unknown = tokens[own["unknown_token_id"]] if "unknown_token_id" in own else None
     made = Tokenizer(
-        models.BPE(
-            vocab,
-            merges,
-            unk_token=None if unknown is None else tokens[unknown],
-            fuse_unk=True,
-            byte_fallback=True,
-        )
+        models.BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     )
     spaces = [normalizers.Replace(" ", SPACE)]
     steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if values.get("tokenizer.ggml.add_space_prefix", True):
+    if own.get("add_space_prefix", True):
         spaces.insert(0, normalizers.Prepend(SPACE))
         steps.append(decoders.Strip(" ", 1, 0))
     made.normalizer = normalizers.Sequence(spaces)

@@ -3,20 +3,18 @@
 import json
 import logging
 import os
-import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
-from servd.base.errors import ConfigError, ModelNotFound, ServdError, UnsupportedModel
+from servd.base.errors import ConfigError, ModelNotFound, UnsupportedModel
 from servd.checkpoint import gguf, gguf_tokenizer
 from servd.checkpoint.cached_folder import make_cached_folder
 from servd.checkpoint.multimodal_config import TEXT, text_of
@@ -30,20 +28,10 @@ DEMO_FOLDER = Path(__file__).parents[1] / "demo_model"
 METADATA_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "tokenizer*"]
 WEIGHT_FILES = ["*.safetensors"]
 # Any of these can be converted to tokenizer.json by transformers.
-CONVERTIBLE = (
-    "tokenizer.model",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "vocab.json",
-    "vocab.txt",
-    "tekken.json",
-)
-
-
+PIECES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
+CONVERTIBLE = (*PIECES, "vocab.json", "vocab.txt", "tekken.json")
 NO_ATTENTION = "models without attention, such as Mamba and RWKV, do not run in servd; "
 MAX_SIZE = 2**31 - 1  # of any size in config.json
-SHARD = re.compile(r"(.+-)\d+-of-(\d+)(\.\w+)")
-MAX_SHARDS = 10_000
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -278,44 +266,53 @@ def download_size(model: str) -> int:
     import huggingface_hub
 
     repository, _, tag = model.partition(":")
-    patterns = METADATA_FILES + WEIGHT_FILES
     with _hub_errors(model):
         files = huggingface_hub.HfApi().model_info(repository, files_metadata=True).siblings or []
-        if tag:
-            names = [file.rfilename for file in files]
-            patterns = gguf.choose_files(model, names, tag, repository)
-        wanted = huggingface_hub.utils.filter_repo_objects(
-            files, allow_patterns=patterns, key=lambda file: file.rfilename
-        )
-        return sum(file.size or 0 for file in wanted)
+    sizes = {file.rfilename: file.size or 0 for file in files}
+    patterns = METADATA_FILES + WEIGHT_FILES
+    if tag:
+        patterns = gguf.choose_files(model, sizes, tag, repository)
+    wanted = huggingface_hub.utils.filter_repo_objects(sizes, allow_patterns=patterns)
+    return sum(sizes[name] for name in wanted)
 
 
 def _download(
     model: str, revision: str | None, download_dir: str | None, patterns: list[str]
 ) -> Path:
     """Return the folder of the files that match `patterns`, or the folder of the GGUF file that
-    "repository:Q4_K_M" names. Without a network, files come from the cache.
+    "repository:Q4_K_M" names.
     """
     import huggingface_hub  # 0.3 s and 20 MB that a local folder does not need
-    from huggingface_hub.errors import RepositoryNotFoundError
 
     repository, _, tag = model.partition(":")
-    get = partial(
-        huggingface_hub.snapshot_download, repository, revision=revision, cache_dir=download_dir
-    )
+    if tag:
+        with _hub_errors(model):
+            names = _gguf_names(repository, revision, download_dir)
+        patterns = gguf.choose_files(model, names, tag, repository)
     with _hub_errors(model):
-        if not tag:
-            return Path(get(allow_patterns=patterns))
-        try:
-            names = huggingface_hub.HfApi().list_repo_files(repository, revision=revision)
-        except RepositoryNotFoundError:
+        found = huggingface_hub.snapshot_download(
+            repository, revision=revision, cache_dir=download_dir, allow_patterns=patterns
+        )
+    return gguf.as_folder(Path(found, patterns[0])) if tag else Path(found)
+
+
+def _gguf_names(repository: str, revision: str | None, download_dir: str | None) -> list[str]:
+    """Return the names of a repository's files; offline, of its GGUF files in the cache."""
+    import huggingface_hub
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    try:
+        files = huggingface_hub.HfApi().model_info(repository, revision=revision).siblings or []
+        return [file.rfilename for file in files]
+    except RepositoryNotFoundError:
+        raise
+    except Exception:
+        cache = Path(download_dir or huggingface_hub.constants.HF_HUB_CACHE)
+        snapshots = [*cache.glob(f"models--{repository.replace('/', '--')}/snapshots/*")]
+        found = {f.relative_to(path).as_posix() for path in snapshots for f in path.rglob("*.gguf")}
+        if not found:
             raise
-        except Exception:  # no network
-            cached = Path(get(local_files_only=True))
-            names = [str(file.relative_to(cached)) for file in cached.rglob("*.gguf")]
-        names = gguf.choose_files(model, names, tag, repository)
-        file = Path(get(allow_patterns=names), names[0])
-    return gguf.as_folder(file)
+        return [*found]
 
 
 @contextmanager
@@ -327,8 +324,6 @@ def _hub_errors(model: str) -> Iterator[None]:
 
     try:
         yield
-    except ServdError:
-        raise
     except RepositoryNotFoundError:
         raise ModelNotFound(
             f"the hub has no model {model!r}, or it is private: check the name, or set HF_TOKEN"
@@ -354,15 +349,9 @@ def weight_files(folder: Path | str, load_format: str = "auto") -> list[Path]:
     elif (folder / gguf.WEIGHTS).is_symlink():
         return [folder / gguf.WEIGHTS, *sorted(folder.glob("model-*.gguf"))]
     else:
-        files = sorted(folder.glob(f"{stem}*.bin" if suffix == ".bin" else f"*{suffix}"))
-        shards = [match for file in files if (match := SHARD.fullmatch(file.name))]
-        named = {f"{m[1]}{n:0{len(m[2])}}-of-{m[2]}{m[3]}" for m in shards for n in _numbers(m[2])}
-        files = sorted({*files, *(folder / name for name in named)})
-    if missing := [file.name for file in files if not file.exists()]:
-        raise ModelNotFound(
-            f"{folder} lacks {len(missing)} of {len(files)} weight files: {', '.join(missing)}; "
-            f"copy them there, or download the model again"
-        )
+        files = folder.glob(f"{stem}*.bin" if suffix == ".bin" else f"*{suffix}")
+        files = sorted({part for file in files for part in gguf.name_parts(file)})
+    gguf.check_files(files)
     if not files:
         other = sorted(f.name for pattern in ("*.bin", "*.pt") for f in folder.glob(pattern))
         hint = f"; it has {other[0]}: convert it to safetensors" if other else ""
@@ -372,10 +361,6 @@ def weight_files(folder: Path | str, load_format: str = "auto") -> list[Path]:
             hint = f"; it has {found[0].name}: name that file"
         raise ModelNotFound(f"{folder} has no {suffix} file{hint}")
     return files
-
-
-def _numbers(total: str) -> range:
-    return range(1, min(int(total), MAX_SHARDS) + 1)
 
 
 class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -182,7 +182,7 @@ def test_a_model_in_parts_is_read_from_all_of_them(tiny_llama: Path, tmp_path: P
         driver.generate([driver.add([5, 17, 99, 200])], 12)
     assert found[0].tokens == found[1].tokens
     parts[2].unlink()
-    with pytest.raises(ModelNotFound, match="lacks 1 of 5 files.*split-00003-of-00005.gguf"):
+    with pytest.raises(ModelNotFound, match=r"lacks 1 of 5 weight files: split-00003-of"):
         hf.find_model(str(parts[0]))
     (tmp_path / "alone.gguf").write_bytes(parts[0].read_bytes())
     with pytest.raises(ModelNotFound, match=r"is one of 5 files: name them"):
