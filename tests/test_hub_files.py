@@ -10,6 +10,7 @@ from servd.base.errors import ModelNotFound  # noqa: E402
 from servd.checkpoint import hf  # noqa: E402
 from servd.checkpoint.gguf import choose_files, find_quantization  # noqa: E402
 from servd.cli import main  # noqa: E402
+from servd.gateway.models import ModelFolder  # noqa: E402
 from tests import fake_hub  # noqa: E402
 
 
@@ -61,6 +62,15 @@ def test_the_file_of_a_quantization_is_downloaded_alone(files: Path, tmp_path: P
     Path(hf.weight_files(split)[1]).readlink().unlink()
     with pytest.raises(ModelNotFound, match=r"lacks 1 of . weight files: m-F16-00002-of-"):
         hf.find_model("org/name:F16", download_dir=str(cache))
+
+
+def test_a_folder_has_a_model_per_quantization(files: Path, tmp_path: Path, monkeypatch):
+    models = ModelFolder(files).read()
+    assert sorted(models) == ["m-BF16", "m-F16", "m-Q8_0"]
+    assert models["m-F16"].num_bytes == sum(f.stat().st_size for f in files.glob("m-F16-*"))
+    with fake_hub.online(files, monkeypatch):
+        hf.download_weights("org/name:Q8_0", download_dir=str(tmp_path / "hub"))
+    assert [*ModelFolder(tmp_path / "hub").read()] == ["org/name:Q8_0"]
 
 
 def test_pull_prints_the_folder(files: Path, tmp_path: Path, monkeypatch, capsys):

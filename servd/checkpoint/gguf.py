@@ -209,11 +209,9 @@ def _find_ends(values: dict[str, Any], architecture: dict[str, Any]) -> list[int
 
 def _make_rope(path: Path, own: dict[str, Any], tensors: dict[str, ReaderTensor]) -> dict[str, Any]:
     """Return rope_parameters. `own`: metadata without the architecture's name."""
-    kind = own.get("rope.scaling.type", "none")
+    kind = own.get("rope.scaling.type", "none").replace("none", "default")
     if "rope_factors_long.weight" in tensors:
         kind = "longrope"
-    elif kind == "none":
-        kind = "default"
     keys = TABLE["rope"].get(kind, {})
     has_factors = "rope_freqs.weight" in tensors
     problems = [] if kind in TABLE["rope"] else [f"rope scaling {kind!r}"]

@@ -55,21 +55,19 @@ def make_tokenizer(values: dict[str, Any], pre: str) -> str:
     tokens = own["tokens"]
     types = own.setdefault("token_type", [NORMAL] * len(tokens))
     form = gguf.ARCHITECTURES.get(str(values.get("general.architecture")), {})
+    adds_bos = pre in gguf.TABLE["like_llama3"] or own["model"] == "llama"
+    kept = set(tokens)  # tokens that keep the spaces after them
     if own["model"] == "llama":
         made = _make_sentence_piece(own, form.get("merges_in_order", False))
-        adds_bos = True
-        unstripped = form.get("unstripped", tokens)
+        kept = set(form.get("unstripped", tokens))
     else:
         made = _make_byte_level(own, pre)
-        adds_bos = pre in gguf.TABLE["like_llama3"]
-        unstripped = tokens
     if own.get("add_bos_token", adds_bos):
         bos_id = own["bos_token_id"]
         bos = tokens[bos_id]
         made.post_processor = TemplateProcessing(
             single=[bos, "$A"], pair=[bos, "$A", "$B:1"], special_tokens=[(bos, bos_id)]
         )
-    kept = set(unstripped)
     for kind, add in ((CONTROL, made.add_special_tokens), (USER_DEFINED, made.add_tokens)):
         add(
             [
@@ -122,7 +120,7 @@ def _make_sentence_piece(own: dict[str, Any], in_order: bool) -> Tokenizer:
     made = Tokenizer(
         models.BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     )
-    spaces = [normalizers.Replace(" ", SPACE)]
+    spaces: list[Any] = [normalizers.Replace(" ", SPACE)]
     steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     if own.get("add_space_prefix", True):
         spaces.insert(0, normalizers.Prepend(SPACE))

@@ -299,14 +299,11 @@ def _download(
 def _gguf_names(repository: str, revision: str | None, download_dir: str | None) -> list[str]:
     """Return the names of a repository's files; offline, of its GGUF files in the cache."""
     import huggingface_hub
-    from huggingface_hub.errors import RepositoryNotFoundError
 
     try:
         files = huggingface_hub.HfApi().model_info(repository, revision=revision).siblings or []
         return [file.rfilename for file in files]
-    except RepositoryNotFoundError:
-        raise
-    except Exception:
+    except Exception:  # no network, or no repository
         cache = Path(download_dir or huggingface_hub.constants.HF_HUB_CACHE)
         snapshots = [*cache.glob(f"models--{repository.replace('/', '--')}/snapshots/*")]
         found = {f.relative_to(path).as_posix() for path in snapshots for f in path.rglob("*.gguf")}

@@ -98,11 +98,12 @@ def _models_in(folder: Path) -> Iterator[tuple[str, Path]]:
             for file in filter(_is_model, path.glob("snapshots/*/**/*.gguf")):
                 yield f"{name}:{gguf.find_quantization(file.name)}", file
         elif _is_model(path):
-            yield path.name.removesuffix(".gguf"), path
+            yield gguf.PART.sub("", path.name).removesuffix(".gguf"), path
         elif not path.name.startswith("."):
             with suppress(OSError):  # not a folder, or not readable
                 for inner in filter(_is_model, path.iterdir()):
-                    yield f"{path.name}/{inner.name.removesuffix('.gguf')}", inner
+                    name = gguf.PART.sub("", inner.name).removesuffix(".gguf")
+                    yield f"{path.name}/{name}", inner
 
 
 def _is_model(path: Path) -> bool:

@@ -66,16 +66,14 @@ def _as_original(
     form = ARCHITECTURES[architecture]
     part = re.fullmatch(r"blk\.\d+\.attn_([qk])\.\w+", name)
     if part is not None and form.get("rotates_neighbors"):
-        num_heads = values[f"{architecture}.attention.head_count"]
-        if part[1] == "k":
-            num_heads = values.get(f"{architecture}.attention.head_count_kv", num_heads)
-        return _by_halves(tensor, num_heads)
-    if isinstance(tensor, Quantized):
-        return tensor
-    if form.get("adds_one_to_norms") and name.endswith("norm.weight"):
-        return tensor.float() - 1.0
-    if form.get("is_transposed") and name.startswith("blk.") and tensor.dim() == 2:
-        return tensor.t()
+        heads = f"{architecture}.attention.head_count"
+        is_key = part[1] == "k" and f"{heads}_kv" in values
+        return _by_halves(tensor, values[f"{heads}_kv" if is_key else heads])
+    if isinstance(tensor, Tensor):
+        if form.get("adds_one_to_norms") and name.endswith("norm.weight"):
+            return tensor.float() - 1.0
+        if form.get("is_transposed") and name.startswith("blk.") and tensor.dim() == 2:
+            return tensor.t()
     return tensor
 
 
