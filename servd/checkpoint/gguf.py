@@ -31,6 +31,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = TABLE["architectures"]
 # Exceptions that a damaged file raises in gguf, or its values in the code that uses them.
 NO_VALUE = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError)
 DAMAGED = (*NO_VALUE, RecursionError, struct.error)
+MAX_SIZE = 2**31 - 1
 MAX_LENGTH = 1 << 21  # values in a list: each takes up to 200 bytes in memory
 MAX_NAMED = 8  # files in an error message
 
@@ -182,20 +183,33 @@ def make_config(
     }
     for key, source in (TABLE["config"] | architecture.get("config", {})).items():
         if own.get(source) or source not in TABLE["optional"]:
-            config[key] = own[source] + 0  # a TypeError, unless it is a number
+            config[key] = _number(own, source)
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     rope = _make_rope(path, own, tensors) | architecture.get("rope", {})
     if (theta := architecture.get("window_rope_theta")) is not None:
-        window = {"rope_type": "default", "rope_theta": own.get("rope.freq_base_swa", theta)}
+        theta = _number({"rope.freq_base_swa": theta} | own, "rope.freq_base_swa")
+        window = {"rope_type": "default", "rope_theta": theta}
         rope = {"full_attention": rope, "sliding_attention": window}
     config["rope_parameters"] = rope
-    if (rotated := own.get("rope.dimension_count", head_dim)) != head_dim:
-        config["partial_rotary_factor"] = rotated / head_dim
+    if own.get("rope.dimension_count", head_dim) != head_dim:
+        config["partial_rotary_factor"] = _number(own, "rope.dimension_count") / head_dim
+    if (router := tensors.get("blk.0.ffn_gate_inp.weight")) is not None:
+        if not own["expert_used_count"] <= own["expert_count"] == router.shape[-1]:
+            raise ValueError(f"a router of {router.shape[-1]} experts")
     if (wide := architecture.get("wide_layers")) is not None:
         is_wide = config["num_hidden_layers"] == wide
         config["query_pre_attn_scalar"] = config["hidden_size"] // heads if is_wide else head_dim
     return config
+
+
+def _number(own: dict[str, Any], name: str) -> Any:
+    """Return a size or another number above 0. Raises LookupError or ValueError."""
+    value = own[name]
+    kinds = (int, float) if name in TABLE["floats"] else (int,)
+    if type(value) not in kinds or not 0 < value <= MAX_SIZE:
+        raise ValueError(f"{name} is {value!r:.50}")
+    return value
 
 
 def _find_ends(values: dict[str, Any], architecture: dict[str, Any]) -> list[int]:
@@ -225,8 +239,9 @@ def _make_rope(path: Path, own: dict[str, Any], tensors: dict[str, ReaderTensor]
             f"{path} has {', '.join(problems)}, which is not supported: serve the original "
             "checkpoint"
         )
-    rope: dict[str, Any] = {"rope_type": kind, "rope_theta": float(own.get("rope.freq_base", 1e4))}
-    rope |= {key: float(own[name]) for key, name in keys.items() if own.get(name)}
+    rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 1e4}
+    keys = keys | {"rope_theta": "rope.freq_base"}
+    rope |= {key: _number(own, name) for key, name in keys.items() if own.get(name)}
     if kind == "linear" and "factor" not in rope:
         rope["rope_type"] = "default"
     elif kind == "longrope":

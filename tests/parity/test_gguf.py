@@ -13,6 +13,7 @@ from servd.base.errors import ModelNotFound, UnsupportedModel  # noqa: E402
 from servd.checkpoint import gguf as servd_gguf  # noqa: E402
 from servd.checkpoint import hf  # noqa: E402
 from servd.checkpoint.gguf import ARCHITECTURES  # noqa: E402
+from servd.worker.quantization import gguf as worker_gguf  # noqa: E402
 from tests import gguf_files  # noqa: E402
 from tests.gguf_files import Quant, write_model  # noqa: E402
 from tests.parity import families  # noqa: E402
@@ -169,9 +170,18 @@ def test_experts_that_are_missing_or_of_another_shape_are_refused(written, monke
     change(monkeypatch, "qwen3moe.expert_count", None)
     with pytest.raises(ModelNotFound, match="expert_count"):
         hf.find_model(str(file))
-    change(monkeypatch, "qwen3moe.expert_count", 9)
-    with pytest.raises((ModelNotFound, UnsupportedModel), match="experts"):
-        Driver(config_for(hf.find_model(str(file))))
+    for key, value in (("expert_count", 9), ("expert_used_count", 9), ("expert_used_count", "x")):
+        change(monkeypatch, f"qwen3moe.{key}", value)
+        with pytest.raises(ModelNotFound, match="metadata is incomplete or wrong"):
+            hf.find_model(str(file))
+
+
+def test_heads_that_do_not_divide_the_rows_are_refused(written, monkeypatch):
+    _, file = written("llama")
+    change(monkeypatch, "llama.attention.head_count", 5)
+    folder = hf.find_model(str(file))
+    with pytest.raises(UnsupportedModel, match="64 rows of queries or keys for 5 heads"):
+        list(worker_gguf.read(hf.weight_files(folder), {}, torch.device("cpu")))
 
 
 def change(monkeypatch: pytest.MonkeyPatch, key: str, value: Any) -> None:
@@ -184,4 +194,5 @@ def change(monkeypatch: pytest.MonkeyPatch, key: str, value: Any) -> None:
         return reader, {name: each for name, each in values.items() if each is not None}
 
     monkeypatch.setattr(servd_gguf, "open_file", open_changed)
+    monkeypatch.setattr(worker_gguf, "open_file", open_changed)
     monkeypatch.setenv("XDG_CACHE_HOME", f"{os.environ['XDG_CACHE_HOME']}{abs(hash(str(value)))}")

@@ -67,8 +67,8 @@ def _as_original(
     part = re.fullmatch(r"blk\.\d+\.attn_([qk])\.\w+", name)
     if part is not None and form.get("rotates_neighbors"):
         heads = f"{architecture}.attention.head_count"
-        is_key = part[1] == "k" and f"{heads}_kv" in values
-        return _by_halves(tensor, values[f"{heads}_kv" if is_key else heads])
+        num_kv_heads = values.get(f"{heads}_kv") or values[heads]
+        return _by_halves(tensor, num_kv_heads if part[1] == "k" else values[heads])
     if isinstance(tensor, Tensor):
         if form.get("adds_one_to_norms") and name.endswith("norm.weight"):
             return tensor.float() - 1.0
@@ -81,6 +81,8 @@ def _by_halves(tensor: Tensor | Quantized, num_heads: int) -> Tensor | Quantized
     """Return the rows of each head in Hugging Face's order. Rows that are rotated together are
     adjacent in GGUF, and half a head apart in Hugging Face's order.
     """
+    if tensor.shape[0] % (2 * num_heads):
+        raise UnsupportedModel(f"{tensor.shape[0]} rows of queries or keys for {num_heads} heads")
     rows = torch.arange(tensor.shape[0]).view(num_heads, -1, 2).transpose(1, 2).flatten()
     return tensor[rows] if isinstance(tensor, Tensor) else tensor.map(lambda x: x[rows])
 
