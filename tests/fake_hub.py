@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import pytest
+
 COMMIT = "a" * 40
 
 
@@ -47,7 +49,7 @@ def hub(folder: Path, opens: threading.Event) -> Iterator[str]:
             for name, value in {**headers, "content-length": str(len(content))}.items():
                 self.send_header(name, value)
             self.end_headers()
-            if with_body and path.endswith(".safetensors"):
+            if with_body and path.endswith((".safetensors", ".gguf")):
                 opens.wait()
             if with_body:
                 self.wfile.write(content)
@@ -62,3 +64,23 @@ def hub(folder: Path, opens: threading.Event) -> Iterator[str]:
     finally:
         server.shutdown()
         server.server_close()
+
+
+@contextmanager
+def online(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Make `hub` the hub of this process and its children. Yield the event that lets weights out:
+    clear it to hold them back.
+    """
+    opens = threading.Event()
+    opens.set()
+    with hub(folder, opens) as url:
+        monkeypatch.setenv("HF_ENDPOINT", url)
+        monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+        monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
+        for name in ("ENDPOINT", "HF_HUB_OFFLINE"):
+            monkeypatch.setattr(f"huggingface_hub.constants.{name}", {"ENDPOINT": url}.get(name, 0))
+        template = url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr("huggingface_hub.hf_api.api.endpoint", url)
+        yield opens
+        opens.set()

@@ -45,7 +45,7 @@ def read_facts(path: str) -> Facts:
     if not path:  # of the fake model
         return Facts()
     if (folder / gguf.WEIGHTS).is_symlink():
-        return Facts(count_bytes(folder), *gguf.read_facts(folder / gguf.WEIGHTS))
+        return Facts(count_bytes(folder), *gguf.read_facts(hf.weight_files(folder)))
     method = hf.quantization_of(folder) or {}
     bits = method.get("bits")
     bits = bits if isinstance(bits, int) and 0 < bits <= 32 else 4

@@ -1,14 +1,15 @@
-"""GGUF: one file with weights, tokenizer and chat template, served as a Hugging Face folder.
-`servd/worker/quantization/gguf.py` reads the weights.
+"""GGUF: files with weights, tokenizer and chat template, served as a Hugging Face folder.
+`servd/worker/quantization/gguf.py` reads the weights; gguf.toml has the names that they use.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
+import re
 import struct
-import tempfile
+import tomllib
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,33 +19,21 @@ from servd.base.errors import ModelNotFound, UnsupportedModel
 from servd.checkpoint.cached_folder import make_cached_folder
 
 if TYPE_CHECKING:
-    from gguf import GGUFReader
+    from gguf import GGUFReader, ReaderTensor
 
-WEIGHTS = "model.gguf"  # the link in the folder
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
+WEIGHTS = "model.gguf"  # the link in the folder; links to other parts are model-NUMBER.gguf
+PART = re.compile(r"-\d+-of-(\d+)(?=\.\w+$)")  # in the name of one of several files
+QUANTIZATION = re.compile(r"(?i)(?<![a-z0-9])(?:UD-)?(?:I?Q\d\w*|B?F16|F32|MXFP4\w*)")
+MAX_PARTS = 10_000
+PROJECTOR = "mmproj"  # begins the name of a file that encodes images
+TABLE = tomllib.loads(Path(__file__).with_name("gguf.toml").read_text(encoding="utf8"))
+ARCHITECTURES: dict[str, dict[str, Any]] = TABLE["architectures"]
 # Exceptions that a damaged file raises in gguf, or its values in the code that uses them.
-DAMAGED = (
-    ValueError,
-    TypeError,
-    AttributeError,
-    LookupError,
-    ArithmeticError,
-    RecursionError,
-    struct.error,
-)
+NO_VALUE = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError)
+DAMAGED = (*NO_VALUE, RecursionError, struct.error)
+MAX_SIZE = 2**31 - 1
 MAX_LENGTH = 1 << 21  # values in a list: each takes up to 200 bytes in memory
-# tokenizer.ggml.token_type
-CONTROL = 3
-USER_DEFINED = 4
-CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-AFTER_NUMBERS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-# tokenizer.ggml.pre -> the expression that cuts text before the merges. None: GPT-2's.
-CUTS = {
-    "gpt-2": None,
-    "smollm": None,  # and each digit is alone
-    "llama-bpe": rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{AFTER_NUMBERS}",
-    "qwen2": rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{AFTER_NUMBERS}",
-}
+MAX_NAMED = 8  # files in an error message
 
 
 def open_file(path: Path) -> tuple[GGUFReader, dict[str, Any]]:
@@ -72,100 +61,197 @@ def find_file(model: str) -> Path | None:
     such file, or several.
     """
     if model.endswith(".gguf") and os.path.isfile(model):
-        return Path(model).resolve()
+        return Path(model).absolute()  # a link of the hub's cache has the name, its target has not
     folder, _, tag = model.rpartition(":")
     if not folder or not os.path.isdir(folder):
         return None
-    files = sorted(Path(folder).glob("*.gguf"))
-    found = [file for file in files if tag.lower() in file.name.lower()]
-    if len(found) != 1:
-        names = ", ".join(file.name for file in found or files) or "no .gguf file"
+    names = [file.name for file in Path(folder).glob("*.gguf")]
+    return Path(folder, choose_files(model, names, tag, "the folder")[0]).absolute()
+
+
+def choose_files(model: str, names: Iterable[str], tag: str, place: str) -> list[str]:
+    """Return the file that has `tag` in its name, as a whole word if possible; the files, if the
+    model is split. Raises ModelNotFound if there is no such model, or several.
+    """
+    names = sorted(n for n in names if n.endswith(".gguf") and PROJECTOR not in n)
+    found = [name for name in names if tag.lower() in name.lower()]
+    word = re.compile(rf"(?<![a-z0-9_]){re.escape(tag)}(?![a-z0-9_])", re.IGNORECASE)
+    found = [name for name in found if word.search(name)] or found
+    models = {PART.sub("", name) for name in found}
+    if len(models) != 1:
+        listed = ", ".join(found or names) or "no .gguf file"
         raise ModelNotFound(
-            f"{model} matches {len(found)} files, must match one; the folder has {names}"
+            f"{model} matches {len(models)} files, must match one; {place} has {listed}"
         )
-    return found[0].resolve()
+    return [name for name in names if PART.sub("", name) in models]
+
+
+def find_quantization(name: str) -> str:
+    """Return the part of a file's name that is its quantization, such as Q4_K_M, or the name."""
+    found = QUANTIZATION.findall(name)
+    return found[-1] if found else name.removesuffix(".gguf")
+
+
+def name_parts(path: Path) -> list[Path]:
+    """Return the files of a checkpoint in numbered files, or the one file. They may not exist."""
+    part = PART.search(path.name)
+    if part is None:
+        return [path]
+    total = part[1]
+    numbers = range(1, min(int(total), MAX_PARTS) + 1)
+    names = [PART.sub(f"-{each:0{len(total)}}-of-{total}", path.name) for each in numbers]
+    return [path.with_name(name) for name in names]
+
+
+def check_files(files: Sequence[Path]) -> None:
+    """Raise ModelNotFound with the names of the files that are missing."""
+    if missing := [file.name for file in files if not file.exists()]:
+        named = ", ".join(missing[:MAX_NAMED])
+        raise ModelNotFound(
+            f"{files[0].parent} lacks {len(missing)} of {len(files)} weight files: {named}; "
+            "copy them there, or download the model again"
+        )
 
 
 def as_folder(path: Path) -> Path:
-    """Return a folder with config.json and tokenizer_config.json of a GGUF file, and a link to the
-    file, `WEIGHTS`. The folder is in a cache that all servers share.
+    """Return a folder with config.json and tokenizer_config.json of a GGUF file, and links to the
+    file, `WEIGHTS`, and its other parts. The folder is in a cache that all servers share.
 
     Raises UnsupportedModel if servd would compute the model wrongly, and like `open_file`.
     """
-    stat = path.stat()
+    files = name_parts(path)
+    check_files(files)
+    stats = [(file, file.stat()) for file in files]
+    state = "".join(f"{file} {stat.st_mtime_ns} {stat.st_size} " for file, stat in stats)
     # Raise the last number when what is made changes.
-    key = f"{path} {stat.st_mtime_ns} {stat.st_size} 1"
-    return make_cached_folder("gguf", key, partial(_make_folder, path))
+    return make_cached_folder("gguf", f"{state}2", partial(_make_folder, files))
 
 
-def _make_folder(path: Path, folder: Path) -> None:
-    reader, values = open_file(path)
+def _make_folder(files: Sequence[Path], folder: Path) -> None:
+    path = files[0]
+    opened = [open_file(file) for file in files]
+    values = opened[0][1]
     try:
-        shapes = {tensor.name: tensor.shape.tolist() for tensor in reader.tensors}
-        config = make_config(path, values, shapes)
-        files = {"config.json": config, "tokenizer_config.json": make_tokenizer_config(values)}
+        tensors = {tensor.name: tensor for reader, _ in opened for tensor in reader.tensors}
+        config = make_config(path, values, tensors)
+        contents = {
+            "config.json": json.dumps(config, allow_nan=False),
+            "tokenizer_config.json": json.dumps(make_tokenizer_config(values)),
+        }
     except DAMAGED as error:
         raise ModelNotFound(f"{path}: its metadata is incomplete or wrong: {error!r}") from None
-    num_layers = len({name.split(".")[1] for name in shapes if name.startswith("blk.")})
+    if (values.get("split.count") or 1) != len(files):
+        raise ModelNotFound(
+            f"{path} is one of {values['split.count']} files: name them NAME-00001-of-NUMBER.gguf "
+            "and so on, as they were"
+        )
+    num_layers = len({name.split(".")[1] for name in tensors if name.startswith("blk.")})
     if num_layers != config["num_hidden_layers"]:
         raise ModelNotFound(
             f"{path} has {num_layers} layers, but its metadata has {config['num_hidden_layers']}"
         )
     folder.mkdir()
-    for name, content in files.items():
-        (folder / name).write_text(json.dumps(content), encoding="utf8")
-    (folder / WEIGHTS).symlink_to(path)
+    for name, content in contents.items():
+        (folder / name).write_text(content, encoding="utf8")
+    for number, file in enumerate(files):
+        (folder / (f"model-{number:05}.gguf" if number else WEIGHTS)).symlink_to(file)
 
 
-def make_config(path: Path, values: dict[str, Any], shapes: dict[str, list[int]]) -> dict[str, Any]:
-    """Return config.json from the metadata and the shapes of the tensors, innermost dimension
-    first. Errors name the path.
-    """
-    arch = values.get("general.architecture")
-    if arch not in ARCHITECTURES:
+def make_config(
+    path: Path, values: dict[str, Any], tensors: dict[str, ReaderTensor]
+) -> dict[str, Any]:
+    """Return config.json from the metadata and the tensors. Errors name the path."""
+    name = str(values.get("general.architecture"))
+    architecture = ARCHITECTURES.get(name)
+    if architecture is None:
         raise UnsupportedModel(
-            f"{path}: GGUF of architecture {arch!r} is not supported, only "
+            f"{path}: GGUF of architecture {name!r} is not supported, only "
             f"{', '.join(ARCHITECTURES)}: serve the original checkpoint"
         )
-    if values.get("split.count", 1) > 1:
-        raise UnsupportedModel(
-            f"{path} is one of {values['split.count']} files: join them with "
-            "llama-gguf-split --merge"
-        )
-    own = {name.removeprefix(f"{arch}."): value for name, value in values.items()}
-    scaling = own.get("rope.scaling.type", "none")
-    factor = own.get("rope.scaling.factor", 1.0)
-    if scaling not in ("none", "linear") or "rope_freqs.weight" in shapes:
-        what = "rope_freqs.weight" if scaling in ("none", "linear") else f"rope scaling {scaling!r}"
-        raise UnsupportedModel(
-            f"{path} has {what}, which is not supported: serve the original checkpoint"
-        )
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": own.get("rope.freq_base", 1e4)}
-    if scaling == "linear" and math.isfinite(factor) and factor != 1:
-        rope |= {"rope_type": "linear", "factor": factor}
-    num_heads = own["attention.head_count"]
-    hidden_size = own["embedding_length"]
-    token_ids = [values.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
-    return {
-        "architectures": [f"{arch.capitalize()}ForCausalLM"],
-        "model_type": arch,
-        "vocab_size": shapes["token_embd.weight"][-1],
-        "hidden_size": hidden_size,
-        "intermediate_size": own.get("feed_forward_length"),
-        "num_hidden_layers": own.get("block_count"),
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": own.get("attention.head_count_kv", num_heads),
-        "head_dim": own.get("attention.key_length") or hidden_size // num_heads,
-        "max_position_embeddings": own.get("context_length"),
-        "rms_norm_eps": own.get("attention.layer_norm_rms_epsilon", 1e-6),
-        "rope_parameters": rope,
-        "attention_bias": "blk.0.attn_q.bias" in shapes,
-        "tie_word_embeddings": "output.weight" not in shapes,
-        "eos_token_id": [*dict.fromkeys(i for i in token_ids if i is not None)],
+    own = {key.removeprefix(f"{name}."): value for key, value in values.items()}
+    config: dict[str, Any] = {
+        "architectures": [architecture["class"]],
+        "model_type": architecture.get("model_type", name),
+        "vocab_size": int(tensors["token_embd.weight"].shape[-1]),
+        "attention_bias": "blk.0.attn_q.bias" in tensors,
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "eos_token_id": _find_ends(values, architecture),
         "bos_token_id": values.get("tokenizer.ggml.bos_token_id"),
         "dtype": "bfloat16",
         "quantization_config": {"quant_method": "gguf"},
+        **architecture.get("set", {}),
     }
+    for key, source in (TABLE["config"] | architecture.get("config", {})).items():
+        if own.get(source) or source not in TABLE["optional"]:
+            config[key] = _number(own, source)
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    rope = _make_rope(path, own, tensors) | architecture.get("rope", {})
+    if (theta := architecture.get("window_rope_theta")) is not None:
+        theta = _number({"rope.freq_base_swa": theta} | own, "rope.freq_base_swa")
+        window = {"rope_type": "default", "rope_theta": theta}
+        rope = {"full_attention": rope, "sliding_attention": window}
+    config["rope_parameters"] = rope
+    if own.get("rope.dimension_count", head_dim) != head_dim:
+        config["partial_rotary_factor"] = _number(own, "rope.dimension_count") / head_dim
+    if (router := tensors.get("blk.0.ffn_gate_inp.weight")) is not None:
+        if not own["expert_used_count"] <= own["expert_count"] == router.shape[-1]:
+            raise ValueError(f"a router of {router.shape[-1]} experts")
+    if (wide := architecture.get("wide_layers")) is not None:
+        is_wide = config["num_hidden_layers"] == wide
+        config["query_pre_attn_scalar"] = config["hidden_size"] // heads if is_wide else head_dim
+    return config
+
+
+def _number(own: dict[str, Any], name: str) -> Any:
+    """Return a size or another number above 0. Raises LookupError or ValueError."""
+    value = own[name]
+    kinds = (int, float) if name in TABLE["floats"] else (int,)
+    if type(value) not in kinds or not 0 < value <= MAX_SIZE:
+        raise ValueError(f"{name} is {value!r:.50}")
+    return value
+
+
+def _find_ends(values: dict[str, Any], architecture: dict[str, Any]) -> list[int]:
+    """Return the ids of the tokens that end an answer."""
+    names = architecture.get("end_ids", ("eos", "eot", "eom"))
+    found = [values.get(f"tokenizer.ggml.{name}_token_id") for name in names]
+    ids = {token: each for each, token in enumerate(values.get("tokenizer.ggml.tokens", []))}
+    found += [ids.get(token) for token in architecture["ends"]]
+    return [*dict.fromkeys(each for each in found if each is not None)]
+
+
+def _make_rope(path: Path, own: dict[str, Any], tensors: dict[str, ReaderTensor]) -> dict[str, Any]:
+    """Return rope_parameters. `own`: metadata without the architecture's name."""
+    kind = own.get("rope.scaling.type", "none").replace("none", "default")
+    if "rope_factors_long.weight" in tensors:
+        kind = "longrope"
+    keys = TABLE["rope"].get(kind, {})
+    has_factors = "rope_freqs.weight" in tensors
+    problems = [] if kind in TABLE["rope"] else [f"rope scaling {kind!r}"]
+    if kind != "default":
+        unread = [name for name in TABLE["unread"] if name not in keys.values()]
+        problems += [name for name in unread if own.get(name, 1) != 1]
+        if has_factors:
+            problems.append(f"rope_freqs.weight beside rope scaling {kind!r}")
+    if problems:
+        raise UnsupportedModel(
+            f"{path} has {', '.join(problems)}, which is not supported: serve the original "
+            "checkpoint"
+        )
+    rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 1e4}
+    keys = keys | {"rope_theta": "rope.freq_base"}
+    rope |= {key: _number(own, name) for key, name in keys.items() if own.get(name)}
+    if kind == "linear" and "factor" not in rope:
+        rope["rope_type"] = "default"
+    elif kind == "longrope":
+        for name in ("long", "short"):
+            rope[f"{name}_factor"] = tensors[f"rope_factors_{name}.weight"].data.tolist()
+    elif has_factors:  # Llama 3.1's, the same for all lengths
+        factors = tensors["rope_freqs.weight"].data.tolist()
+        rope |= {"rope_type": "longrope", "short_factor": factors, "long_factor": factors}
+        rope |= {"attention_factor": 1.0, "original_max_position_embeddings": own["context_length"]}
+    return rope
 
 
 def make_tokenizer_config(values: dict[str, Any]) -> dict[str, Any]:
@@ -179,72 +265,13 @@ def make_tokenizer_config(values: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-def read_facts(path: Path) -> tuple[int, str, str]:
+def read_facts(files: Sequence[Path]) -> tuple[int, str, str]:
     """Return the number of parameters, the type of most, such as "Q4_K_M", and the license."""
-    reader, values = open_file(path)
+    opened = [open_file(file) for file in files]
+    values = opened[0][1]
     from gguf import LlamaFileType
 
     names = {each.value: each.name.removeprefix("MOSTLY_") for each in LlamaFileType}
     kind = names.get(values.get("general.file_type", -1), "gguf")
-    count = sum(int(tensor.n_elements) for tensor in reader.tensors)
+    count = sum(int(tensor.n_elements) for reader, _ in opened for tensor in reader.tensors)
     return count, kind, str(values.get("general.license", ""))
-
-
-def write_tokenizer(folder: Path) -> Path:
-    """Write tokenizer.json into a folder that `as_folder` made; return its path. Raises
-    ModelNotFound if the tokenizer is of an unknown kind or damaged.
-    """
-    _, values = open_file(folder / WEIGHTS)
-    model = values.get("tokenizer.ggml.model")
-    pre = values.get("tokenizer.ggml.pre", "gpt-2")
-    if model != "gpt2" or pre not in [*CUTS]:
-        raise ModelNotFound(
-            f"{(folder / WEIGHTS).resolve()} has a tokenizer {model!r} with pre-tokenizer "
-            f"{pre!r}; supported is gpt2 with {', '.join(CUTS)}: set --tokenizer to the original "
-            "model's folder"
-        )
-    try:
-        content = make_tokenizer(values, pre)
-    except Exception as error:  # what tokenizers raises has no class of its own
-        raise ModelNotFound(f"{folder}: its tokenizer is incomplete or wrong: {error!r}") from None
-    file = folder / "tokenizer.json"
-    with tempfile.NamedTemporaryFile("w", dir=folder, delete=False, encoding="utf8") as scratch:
-        scratch.write(content)
-    os.replace(scratch.name, file)
-    return file
-
-
-def make_tokenizer(values: dict[str, Any], pre: str) -> str:
-    """Return tokenizer.json of a byte-level BPE tokenizer."""
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
-    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
-    from tokenizers.processors import TemplateProcessing
-
-    tokens = values["tokenizer.ggml.tokens"]
-    types = values.get("tokenizer.ggml.token_type") or [1] * len(tokens)
-    vocab = {token: token_id for token_id, token in enumerate(tokens)}
-    merges = [tuple(merge.split(" ", 1)) for merge in values["tokenizer.ggml.merges"]]
-    made = Tokenizer(models.BPE(vocab, merges, ignore_merges=pre == "llama-bpe"))
-    if pre == "qwen2":
-        made.normalizer = normalizers.NFC()
-    cuts = CUTS[pre]
-    steps: list[Any] = [Digits(individual_digits=True)] if pre == "smollm" else []
-    if cuts is not None:
-        steps.append(Split(Regex(cuts), "isolated"))
-    made.pre_tokenizer = Sequence([*steps, ByteLevel(False, use_regex=cuts is None)])
-    made.decoder = decoders.ByteLevel()
-    if values.get("tokenizer.ggml.add_bos_token"):
-        bos_id = values["tokenizer.ggml.bos_token_id"]
-        bos = tokens[bos_id]
-        made.post_processor = TemplateProcessing(
-            single=[bos, "$A"], pair=[bos, "$A", "$B:1"], special_tokens=[(bos, bos_id)]
-        )
-    for kind, add in ((CONTROL, made.add_special_tokens), (USER_DEFINED, made.add_tokens)):
-        add(
-            [
-                AddedToken(token, special=kind == CONTROL, normalized=False)
-                for token, each in zip(tokens, types, strict=True)
-                if each == kind
-            ]
-        )
-    return made.to_str()

@@ -3,7 +3,6 @@
 import json
 import logging
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -16,7 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from servd.base.errors import ConfigError, ModelNotFound, UnsupportedModel
-from servd.checkpoint import gguf
+from servd.checkpoint import gguf, gguf_tokenizer
 from servd.checkpoint.cached_folder import make_cached_folder
 from servd.checkpoint.multimodal_config import TEXT, text_of
 from servd.checkpoint.overrides import override, reach
@@ -29,20 +28,10 @@ DEMO_FOLDER = Path(__file__).parents[1] / "demo_model"
 METADATA_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "tokenizer*"]
 WEIGHT_FILES = ["*.safetensors"]
 # Any of these can be converted to tokenizer.json by transformers.
-CONVERTIBLE = (
-    "tokenizer.model",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "vocab.json",
-    "vocab.txt",
-    "tekken.json",
-)
-
-
+PIECES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
+CONVERTIBLE = (*PIECES, "vocab.json", "vocab.txt", "tekken.json")
 NO_ATTENTION = "models without attention, such as Mamba and RWKV, do not run in servd; "
 MAX_SIZE = 2**31 - 1  # of any size in config.json
-SHARD = re.compile(r"(.+-)\d+-of-(\d+)(\.\w+)")
-MAX_SHARDS = 10_000
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -198,6 +187,16 @@ def quantization_of(folder: Path | str) -> dict[str, Any] | None:
     return None
 
 
+def rounds_activations(dtype: str, quantization: str | None, folder: str) -> bool:
+    """Return whether a CPU rounds activations to int8. `dtype`: --cpu-activation-dtype; auto rounds
+    with --quantization int8 or int4, and with GGUF files, whose other readers round as well.
+    """
+    if dtype != "auto":
+        return dtype == "int8"
+    stated = (folder and quantization_of(folder)) or {}
+    return quantization in ("int8", "int4") or stated.get("quant_method") == "gguf"
+
+
 def local_folder(model: str) -> Path | None:
     """Return the folder that `model` names, or the folder of its GGUF file, or of the demo model;
     None if the model is on the hub. Raises ModelNotFound, or errors of `gguf.as_folder`.
@@ -276,25 +275,51 @@ def download_size(model: str) -> int:
     """Return the bytes that `download_weights` gets from the hub. Raises ModelNotFound."""
     import huggingface_hub
 
+    repository, _, tag = model.partition(":")
     with _hub_errors(model):
-        files = huggingface_hub.HfApi().model_info(model, files_metadata=True).siblings or []
-        wanted = huggingface_hub.utils.filter_repo_objects(
-            files, allow_patterns=METADATA_FILES + WEIGHT_FILES, key=lambda file: file.rfilename
-        )
-        return sum(file.size or 0 for file in wanted)
+        files = huggingface_hub.HfApi().model_info(repository, files_metadata=True).siblings or []
+    sizes = {file.rfilename: file.size or 0 for file in files}
+    patterns = METADATA_FILES + WEIGHT_FILES
+    if tag:
+        patterns = gguf.choose_files(model, sizes, tag, repository)
+    wanted = huggingface_hub.utils.filter_repo_objects(sizes, allow_patterns=patterns)
+    return sum(sizes[name] for name in wanted)
 
 
 def _download(
     model: str, revision: str | None, download_dir: str | None, patterns: list[str]
 ) -> Path:
+    """Return the folder of the files that match `patterns`, or the folder of the GGUF file that
+    "repository:Q4_K_M" names.
+    """
     import huggingface_hub  # 0.3 s and 20 MB that a local folder does not need
 
+    repository, _, tag = model.partition(":")
+    if tag:
+        with _hub_errors(model):
+            names = _gguf_names(repository, revision, download_dir)
+        patterns = gguf.choose_files(model, names, tag, repository)
     with _hub_errors(model):
-        return Path(
-            huggingface_hub.snapshot_download(
-                model, revision=revision, cache_dir=download_dir, allow_patterns=patterns
-            )
+        found = huggingface_hub.snapshot_download(
+            repository, revision=revision, cache_dir=download_dir, allow_patterns=patterns
         )
+    return gguf.as_folder(Path(found, patterns[0])) if tag else Path(found)
+
+
+def _gguf_names(repository: str, revision: str | None, download_dir: str | None) -> list[str]:
+    """Return the names of a repository's files; offline, of its GGUF files in the cache."""
+    import huggingface_hub
+
+    try:
+        files = huggingface_hub.HfApi().model_info(repository, revision=revision).siblings or []
+        return [file.rfilename for file in files]
+    except Exception:  # no network, or no repository
+        cache = Path(download_dir or huggingface_hub.constants.HF_HUB_CACHE)
+        snapshots = [*cache.glob(f"models--{repository.replace('/', '--')}/snapshots/*")]
+        found = {f.relative_to(path).as_posix() for path in snapshots for f in path.rglob("*.gguf")}
+        if not found:
+            raise
+        return [*found]
 
 
 @contextmanager
@@ -319,7 +344,7 @@ def _hub_errors(model: str) -> Iterator[None]:
 
 
 def weight_files(folder: Path | str, load_format: str = "auto") -> list[Path]:
-    """Return the safetensors files of a checkpoint, sorted by name, or the GGUF file of a folder
+    """Return the safetensors files of a checkpoint, sorted by name, or the GGUF files of a folder
     from `gguf.as_folder`. With load_format "pt", return the pickled files of torch. Raises
     ModelNotFound if there is no file, or a file of the index or of the numbered files is missing.
     """
@@ -329,17 +354,11 @@ def weight_files(folder: Path | str, load_format: str = "auto") -> list[Path]:
     if index.exists():
         files = [folder / n for n in sorted(set(read_json(index).get("weight_map", {}).values()))]
     elif (folder / gguf.WEIGHTS).is_symlink():
-        return [folder / gguf.WEIGHTS]
+        return [folder / gguf.WEIGHTS, *sorted(folder.glob("model-*.gguf"))]
     else:
-        files = sorted(folder.glob(f"{stem}*.bin" if suffix == ".bin" else f"*{suffix}"))
-        shards = [match for file in files if (match := SHARD.fullmatch(file.name))]
-        named = {f"{m[1]}{n:0{len(m[2])}}-of-{m[2]}{m[3]}" for m in shards for n in _numbers(m[2])}
-        files = sorted({*files, *(folder / name for name in named)})
-    if missing := [file.name for file in files if not file.exists()]:
-        raise ModelNotFound(
-            f"{folder} lacks {len(missing)} of {len(files)} weight files: {', '.join(missing)}; "
-            f"copy them there, or download the model again"
-        )
+        files = folder.glob(f"{stem}*.bin" if suffix == ".bin" else f"*{suffix}")
+        files = sorted({part for file in files for part in gguf.name_parts(file)})
+    gguf.check_files(files)
     if not files:
         other = sorted(f.name for pattern in ("*.bin", "*.pt") for f in folder.glob(pattern))
         hint = f"; it has {other[0]}: convert it to safetensors" if other else ""
@@ -349,10 +368,6 @@ def weight_files(folder: Path | str, load_format: str = "auto") -> list[Path]:
             hint = f"; it has {found[0].name}: name that file"
         raise ModelNotFound(f"{folder} has no {suffix} file{hint}")
     return files
-
-
-def _numbers(total: str) -> range:
-    return range(1, min(int(total), MAX_SHARDS) + 1)
 
 
 class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -397,7 +412,7 @@ def find_tokenizer(folder: str, trust_remote_code: bool = False) -> Path:
     if file.exists():
         return file
     if file.with_name(gguf.WEIGHTS).is_symlink():
-        return gguf.write_tokenizer(Path(folder))
+        return gguf_tokenizer.write_tokenizer(Path(folder))
     return _convert_tokenizer(Path(folder), trust_remote_code)
 
 

@@ -9,7 +9,7 @@ import msgspec
 
 from servd.api.engine.adapters import NAME
 from servd.base.errors import ConfigError
-from servd.checkpoint import hf
+from servd.checkpoint import gguf, hf
 from servd.checkpoint.facts import count_bytes
 from servd.checkpoint.lora import CONFIG, parse_module
 from servd.config import LoRAConfig
@@ -89,24 +89,28 @@ def _mtime(path: Path) -> float:
 
 def _models_in(folder: Path) -> Iterator[tuple[str, Path]]:
     """Yield the name and path of each model: NAME/config.json and NAME.gguf, both also in a
-    subfolder ORG, and the models of a Hugging Face cache.
+    subfolder ORG, and the models of a Hugging Face cache, ORG/NAME or ORG/NAME:QUANTIZATION.
     """
     for path in folder.iterdir():
         if path.name.startswith(HUB):
-            yield path.name.removeprefix(HUB).replace("--", "/"), path
+            name = path.name.removeprefix(HUB).replace("--", "/")
+            yield name, path
+            for file in filter(_is_model, path.glob("snapshots/*/**/*.gguf")):
+                yield f"{name}:{gguf.find_quantization(file.name)}", file
         elif _is_model(path):
-            yield path.name.removesuffix(".gguf"), path
+            yield gguf.PART.sub("", path.name).removesuffix(".gguf"), path
         elif not path.name.startswith("."):
             with suppress(OSError):  # not a folder, or not readable
                 for inner in filter(_is_model, path.iterdir()):
-                    yield f"{path.name}/{inner.name.removesuffix('.gguf')}", inner
+                    name = gguf.PART.sub("", inner.name).removesuffix(".gguf")
+                    yield f"{path.name}/{name}", inner
 
 
 def _is_model(path: Path) -> bool:
     """Return whether a path is a model. An unreadable path, such as lost+found, is not."""
     try:
         if path.suffix == ".gguf" and path.is_file():
-            return True
+            return path == gguf.name_parts(path)[0]
         return (path / "config.json").is_file()
     except OSError as error:
         logger.debug("%s is no model: %s", path, error)

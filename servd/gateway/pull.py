@@ -22,7 +22,7 @@ async def pull(model: str, folder: Path) -> AsyncGenerator[dict[str, Any]]:
     resumes it. Raises InvalidRequest: the disk is too small; ModelNotFound; Unavailable: it failed.
     """
     total = await asyncio.to_thread(hf.download_size, model)
-    parts = folder / f"{HUB}{model.replace('/', '--')}" / "blobs"
+    parts = folder / f"{HUB}{model.partition(':')[0].replace('/', '--')}" / "blobs"
     missing = total - _size(parts)
     if missing > (free := shutil.disk_usage(folder).free):
         raise InvalidRequest(

@@ -30,8 +30,8 @@ from servd.gateway.pool import ModelServers
 from servd.gateway.proxy import create_gateway
 from servd.gateway.request import MAX_KEEP_ALIVE, seconds_of
 from servd.gateway.server import check, link_models, reload
+from tests import fake_hub
 from tests.api.harness import Served, events, listening, serve, until
-from tests.fake_hub import hub
 from tests.limits import WAIT_SECONDS
 
 CONFIG = {
@@ -827,20 +827,9 @@ def test_options_for_one_model_are_refused():
 
 @pytest.fixture
 def online(monkeypatch: pytest.MonkeyPatch, tiny_llama: Path) -> Iterator[threading.Event]:
-    """The hub of this process and its children has the model org/name; clear the event to hold
-    its weights back.
-    """
-    opens = threading.Event()
-    opens.set()
-    with hub(tiny_llama, opens) as url:
-        monkeypatch.setenv("HF_ENDPOINT", url)
-        monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-        monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
-        for name in ("ENDPOINT", "HF_HUB_OFFLINE"):
-            monkeypatch.setattr(f"huggingface_hub.constants.{name}", {"ENDPOINT": url}.get(name, 0))
-        monkeypatch.setattr("huggingface_hub.hf_api.api.endpoint", url)
+    """The hub of this process and its children has the model org/name."""
+    with fake_hub.online(tiny_llama, monkeypatch) as opens:
         yield opens
-        opens.set()
 
 
 @asynccontextmanager
@@ -870,6 +859,31 @@ async def test_a_client_downloads_a_model_and_uses_it(tmp_path: Path):
         with pytest.raises(ollama.ResponseError, match="does not exist"):
             await client.pull("../../etc")
         assert (await client.pull("one")).status == "success"
+
+
+async def test_a_client_downloads_one_gguf_file_of_several(
+    tmp_path: Path, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+):
+    from transformers import LlamaForCausalLM
+
+    gguf_files = pytest.importorskip("tests.gguf_files")
+    files = tmp_path / "files"
+    files.mkdir()
+    model = LlamaForCausalLM.from_pretrained(tiny_llama)
+    vocabulary = gguf_files.bpe_vocabulary(tiny_llama / "tokenizer.json")
+    gguf_files.write_model(files / "m-F32.gguf", model, vocabulary=vocabulary, split=8)
+    (files / "m-Q8_0.gguf").write_bytes(bytes(100))
+    cache = tmp_path / "models"
+    cache.mkdir()
+    with fake_hub.online(files, monkeypatch):
+        async with ollama_client(cache, models_pull=True) as (client, _):
+            assert (await client.pull("org/name:F32")).status == "success"
+            assert "org/name:F32" in [model.model for model in (await client.list()).models]
+            answer = await client.generate("org/name:F32", "hi", options={"num_predict": 3})
+            assert answer.response
+            with pytest.raises(ollama.ResponseError, match="org/name has m-F32-00001-of"):
+                await client.pull("org/name:Q4_K_M")
+    assert not [*cache.rglob("*Q8_0*")]
 
 
 @pytest.mark.usefixtures("online")

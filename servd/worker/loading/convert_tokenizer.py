@@ -4,7 +4,6 @@ servd.worker.loading.convert_tokenizer`.
 Runs in its own process because transformers imports torch, and the API process imports neither.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -23,19 +22,13 @@ def convert(source: str, target: str, trust_remote_code: bool = False) -> None:
         raise ValueError(f"transformers has no fast form of {type(tokenizer).__name__}")
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Parse the command line; returns the exit code, with the reason of a failure on stderr."""
-    parser = argparse.ArgumentParser(
-        prog="python -m servd.worker.loading.convert_tokenizer", description=main.__doc__
-    )
-    parser.add_argument("source", help="folder with the slow tokenizer's files")
-    parser.add_argument("target", help="folder that gets tokenizer.json")
-    parser.add_argument(
-        "--trust-remote-code", action="store_true", help="run Python code that comes with it"
-    )
-    options = parser.parse_args(arguments)
+def main(arguments: list[str]) -> int:
+    """Convert a tokenizer; returns the exit code, with the reason of a failure on stderr.
+    `arguments`: source, target, and --trust-remote-code to run Python code of the source.
+    """
+    source, target, *flags = arguments
     try:
-        convert(options.source, options.target, options.trust_remote_code)
+        convert(source, target, "--trust-remote-code" in flags)
     except Exception as error:  # a model's own code may raise anything
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
@@ -43,4 +36,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -16,7 +16,13 @@ from torch import Tensor
 
 from servd.base import plugins
 from servd.base.errors import ConfigError, ModelNotFound, UnsupportedModel
-from servd.checkpoint.hf import ModelSpec, quantization_of, read_json, weight_files
+from servd.checkpoint.hf import (
+    ModelSpec,
+    quantization_of,
+    read_json,
+    rounds_activations,
+    weight_files,
+)
 from servd.checkpoint.multimodal_config import is_part, text_name
 from servd.checkpoint.pooling import is_encoder, is_encoder_as_decoder
 from servd.worker.device.device import defaults
@@ -310,7 +316,8 @@ def quant_method_maker(
     """
     stated = quantization_of(folder) if folder else None
     method = stated and str(stated.get("quant_method")).replace("-", "_")
-    x_dtype = torch.int8 if activations == "int8" else torch.float32
+    is_rounded = rounds_activations(activations, quantization, folder)
+    x_dtype = torch.int8 if is_rounded else torch.float32
     if not quantization or quantization.replace("-", "_") == method:
         return MakeQuantMethod(partial(_pack, dtype), x_dtype)
     if method:
@@ -329,8 +336,8 @@ def quant_method_maker(
         table = plugins.load(QUANTIZATIONS, quantization, "quantize_table")
     except AttributeError:
         table = quantize
-    if activations != "float32" and "x_dtype" in signature(quantize).parameters:
-        quantize, table = (partial(make, x_dtype=torch.int8) for make in (quantize, table))
+    if is_rounded and "x_dtype" in signature(quantize).parameters:
+        quantize, table = (partial(make, x_dtype=x_dtype) for make in (quantize, table))
     if imatrix is None:
         return MakeQuantMethod(quantize, table=table)
     return MakeQuantMethod(quantize, table=table, importance=_imatrix.read(Path(imatrix)))

@@ -62,12 +62,13 @@ class GptOssForCausalLM(LlamaForCausalLM):
 
     def convert(self, tensors: NamedTensors) -> NamedTensors:
         """Yield the tensors with the experts split. In the checkpoint, rows of gate and up are
-        interleaved, and matrices are [in, out] unless quantized.
+        interleaved, and matrices are [in, out] unless quantized. GGUF has them split.
         """
         for name, tensor in tensors:
             prefix, is_of_experts, rest = name.partition(".mlp.experts.")
-            if not is_of_experts:
-                yield name.replace(".mlp.router.", ".mlp.gate."), tensor
+            if not is_of_experts or rest.endswith((".weight", ".bias")):
+                name = name.replace(".mlp.router.", ".mlp.gate.")
+                yield name.replace(".sinks.weight", ".sinks"), tensor
                 continue
             expert, is_quantized, what = rest.rpartition(".")  # NUMBER.NAME if quantized
             module, is_bias, _ = what.partition("_bias")

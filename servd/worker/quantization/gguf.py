@@ -10,29 +10,14 @@ import torch
 from torch import Tensor
 
 from servd.base.errors import UnsupportedModel
-from servd.checkpoint.gguf import open_file
+from servd.checkpoint.gguf import ARCHITECTURES, TABLE, open_file
 from servd.worker.layers.quantized import NamedTensors, Quantized
 from servd.worker.ops import native
 
 if TYPE_CHECKING:
     from gguf import ReaderTensor
 
-NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
+IN_CONFIG = ("rope_freqs.", "rope_factors_")  # tensors that config.json has
 UNSIGNED = tuple(map(float, range(16)))
 SIGNED = tuple(map(float, range(-8, 8)))
 SMALL = tuple(map(float, range(-4, 12)))
@@ -41,36 +26,67 @@ MXFP4 = (0.0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the
 
 
 def read(files: list[Path], config: dict[str, Any], device: torch.device) -> NamedTensors:
-    """Yield every tensor of the file under its Hugging Face name. Raises ModelNotFound if
-    the file is damaged; UnsupportedModel if a tensor's type is unknown.
+    """Yield every tensor of the files under its Hugging Face name, as Hugging Face has it. Raises
+    ModelNotFound if a file is damaged; UnsupportedModel if a tensor's type is unknown.
     """
-    reader, values = open_file(files[0])
-    for found in reader.tensors:
-        tensor = _decode(found, device)
-        part = re.fullmatch(r"blk\.\d+\.attn_([qk])\.\w+", found.name)
-        is_llama = values["general.architecture"] == "llama"
-        if part is not None and is_llama and device.type != "meta":
-            num_heads = values["llama.attention.head_count"]
-            if part[1] == "k":
-                num_heads = values.get("llama.attention.head_count_kv", num_heads)
-            tensor = _by_halves(tensor, num_heads)
-        yield rename(found.name), tensor
+    opened = [open_file(file) for file in files]
+    values = opened[0][1]
+    name = values["general.architecture"]
+    for reader, _ in opened:
+        for found in reader.tensors:
+            renamed = rename(found.name, name)
+            if "{}" in renamed:
+                if found.data.ndim < 2:
+                    raise UnsupportedModel(f"tensor {found.name} is not of several experts")
+                for number, data in enumerate(found.data):
+                    part = _decode(found._replace(data=data), device)
+                    yield renamed.replace("{}", str(number)), part
+            elif not found.name.startswith(IN_CONFIG):
+                yield renamed, _as_original(_decode(found, device), found.name, values)
 
 
-def rename(name: str) -> str:
-    """Return the Hugging Face name of a GGUF tensor."""
+def rename(name: str, architecture: str = "llama") -> str:
+    """Return the Hugging Face name of a GGUF tensor; {} is for the number of an expert."""
+    form = ARCHITECTURES.get(architecture, {})
     stem, _, leaf = name.rpartition(".")
     layer = re.match(r"blk\.(\d+)\.", stem)
-    prefix = f"model.layers.{layer[1]}." if layer else ""
-    return f"{prefix}{NAMES.get(stem.rpartition('.')[2], stem)}.{leaf}"
+    prefix = f"{form.get('layers', 'model.layers')}.{layer[1]}." if layer else ""
+    names = TABLE["tensors"] | form.get("tensors", {})
+    return f"{prefix}{names.get(stem.rpartition('.')[2], stem)}.{leaf}"
+
+
+def _as_original(
+    tensor: Tensor | Quantized, name: str, values: dict[str, Any]
+) -> Tensor | Quantized:
+    """Return a tensor as the original checkpoint has it, before llama.cpp's converter."""
+    architecture = values["general.architecture"]
+    form = ARCHITECTURES[architecture]
+    part = re.fullmatch(r"blk\.\d+\.attn_([qk])\.\w+", name)
+    if part is not None and form.get("rotates_neighbors"):
+        heads = f"{architecture}.attention.head_count"
+        num_kv_heads = values.get(f"{heads}_kv") or values[heads]
+        return _by_halves(tensor, num_kv_heads if part[1] == "k" else values[heads])
+    if isinstance(tensor, Tensor):
+        if form.get("adds_one_to_norms") and name.endswith("norm.weight"):
+            return tensor.float() - 1.0
+        if form.get("is_transposed") and name.startswith("blk.") and tensor.dim() == 2:
+            return tensor.t()
+    return tensor
 
 
 def _by_halves(tensor: Tensor | Quantized, num_heads: int) -> Tensor | Quantized:
     """Return the rows of each head in Hugging Face's order. Rows that are rotated together are
     adjacent in GGUF, and half a head apart in Hugging Face's order.
     """
-    rows = torch.arange(tensor.shape[0]).view(num_heads, -1, 2).transpose(1, 2).flatten()
-    return tensor[rows] if isinstance(tensor, Tensor) else tensor.map(lambda x: x[rows])
+    if tensor.shape[0] % (2 * num_heads):
+        raise UnsupportedModel(f"{tensor.shape[0]} rows of queries or keys for {num_heads} heads")
+
+    def by_halves(rows: Tensor) -> Tensor:
+        return rows.unflatten(0, (num_heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+
+    if isinstance(tensor, Tensor):
+        return by_halves(tensor)
+    return tensor if tensor.codes.is_meta else tensor.map(by_halves)
 
 
 def _decode(tensor: ReaderTensor, device: torch.device) -> Tensor | Quantized:

@@ -130,7 +130,7 @@ class ModelRunner(ABC):
             self.model,
             block_size=self.config.cache.block_size,
             dtype=self.compute_dtype,
-            kv_dtype=kv_cache.dtype_of(self.config, self.dtype, self.device),
+            kv_dtype=kv_cache.dtype_of(self.config, self.spec.folder, self.dtype, self.device),
             device=self.device,
             exact_seq_lens=not (
                 self.max_drafts

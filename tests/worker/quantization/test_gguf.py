@@ -5,9 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import tokenizers
 import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
@@ -17,26 +15,15 @@ from servd.api.text.tokenizer import Tokenizer  # noqa: E402
 from servd.base.errors import ConfigError, ModelNotFound, UnsupportedModel  # noqa: E402
 from servd.checkpoint import gguf as servd_gguf  # noqa: E402
 from servd.checkpoint import hf  # noqa: E402
+from servd.checkpoint.facts import read_facts  # noqa: E402
 from servd.worker.runner import dry_run  # noqa: E402
 from servd.worker.runner.cpu_model_runner import CPUModelRunner  # noqa: E402
+from tests.gguf_files import Quant, bpe_vocabulary, write_model  # noqa: E402
 from tests.worker.driver import Driver, config_for  # noqa: E402
 
-Quant = gguf.GGMLQuantizationType
 SMOLLM2 = Path.home() / ".cache/servd-tests/smollm2"
 # Different types in one layer, as of Q4_K_M, and one that stays as it is.
 TYPES = {"attn_v": Quant.Q8_0, "attn_k": Quant.Q5_0, "ffn_up": Quant.F16, "token_embd": Quant.Q5_1}
-NAMES = {
-    "q_proj": "attn_q",
-    "k_proj": "attn_k",
-    "v_proj": "attn_v",
-    "o_proj": "attn_output",
-    "gate_proj": "ffn_gate",
-    "up_proj": "ffn_up",
-    "down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
-TOP_NAMES = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
 
 
 @pytest.fixture(autouse=True)
@@ -47,48 +34,13 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def write_gguf(path: Path, folder: Path, **changed: Any) -> Path:
     """A Llama checkpoint as llama.cpp's converter would write it, quantized."""
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    config, backend = model.config, tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    writer = gguf.GGUFWriter(path, changed.pop("architecture", "llama"))
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    vocab = sorted(backend.get_vocab(), key=backend.token_to_id)
-    special = set(backend.get_added_tokens_decoder())
-    writer.add_vocab_size(len(vocab))
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(changed.pop("pre", "gpt-2"))
-    writer.add_token_list(vocab)
-    writer.add_token_types([3 if i in special else 1 for i in range(len(vocab))])
-    writer.add_token_merges(["a b"])
-    writer.add_bos_token_id(backend.token_to_id("<s>"))
-    writer.add_eos_token_id(backend.token_to_id("<|im_end|>"))
-    writer.add_chat_template("{{ messages[0].content }}")
-    for name, tensor in model.state_dict().items():
-        *_, last, leaf = name.split(".")
-        weight = tensor.numpy()
-        if last in ("q_proj", "k_proj"):
-            heads = config.num_key_value_heads if last == "k_proj" else config.num_attention_heads
-            halves = weight.reshape(heads, 2, -1, weight.shape[1])
-            weight = halves.swapaxes(1, 2).reshape(weight.shape)
-        if last in TOP_NAMES:
-            stem, kind = TOP_NAMES[last], TOP_NAMES[last]
-        else:
-            kind = NAMES[last]
-            stem = f"blk.{name.split('.')[2]}.{kind}"
-        quant = changed.get(kind, TYPES.get(kind, Quant.Q4_1))
-        quant = Quant.F32 if weight.ndim == 1 else quant
-        data = gguf.quants.quantize(np.ascontiguousarray(weight), quant)
-        writer.add_tensor(f"{stem}.{leaf}", data, raw_dtype=quant)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    vocabulary = bpe_vocabulary(folder / "tokenizer.json", changed.pop("pre", "gpt-2"))
+    vocabulary |= {
+        "ggml.bos_token_id": vocabulary["ggml.tokens"].index("<s>"),
+        "ggml.eos_token_id": vocabulary["ggml.tokens"].index("<|im_end|>"),
+        "chat_template": "{{ messages[0].content }}",
+    }
+    return write_model(path, model, Quant.Q4_1, TYPES, vocabulary, **changed)
 
 
 def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
@@ -162,6 +114,19 @@ def test_what_cannot_be_read_is_refused_by_name(tiny_llama: Path, tmp_path: Path
         ("llama.attention.head_count", "x"),
         ("general.architecture", ["llama"]),
         ("split.count", "2"),
+        ("split.count", 2),
+        ("llama.block_count", None),
+        ("llama.attention.head_count_kv", [2, 2]),
+        ("llama.attention.layer_norm_rms_epsilon", float("nan")),
+        ("llama.attention.head_count", True),
+        ("llama.attention.head_count", 1 << 40),
+        ("llama.feed_forward_length", -1),
+        ("llama.feed_forward_length", 3.5),
+        ("llama.rope.freq_base", "x"),
+        ("llama.rope.freq_base", -1.0),
+        ("llama.rope.dimension_count", "x"),
+        ("llama.rope.scaling.type", ["yarn"]),
+        ("llama.rope.scaling.type", "new"),
         ("tokenizer.ggml.eos_token_id", "x"),
         ("tokenizer.ggml.tokens", 5),
         ("tokenizer.ggml.merges", 3),
@@ -206,6 +171,27 @@ def test_a_file_that_is_cut_off_is_refused_in_words(tiny_llama: Path, tmp_path: 
     path.write_bytes(data[: int(len(data) * share)])
     with pytest.raises(ModelNotFound, match="cut off or damaged"):
         Driver(config_for(hf.find_model(str(path))))
+
+
+def test_a_model_in_parts_is_read_from_all_of_them(tiny_llama: Path, tmp_path: Path):
+    whole = write_gguf(tmp_path / "whole.gguf", tiny_llama)
+    write_gguf(tmp_path / "split.gguf", tiny_llama, split=5)
+    parts = sorted(tmp_path.glob("split-*.gguf"))
+    assert len(parts) == 5
+    folder = hf.find_model(f"{tmp_path}:split")
+    assert folder == hf.find_model(str(parts[0])) == hf.find_model(str(parts[3]))
+    one = hf.find_model(str(whole))
+    assert read_facts(str(folder)).num_parameters == read_facts(str(one)).num_parameters
+    found = [Driver(config_for(each)) for each in (folder, one)]
+    for driver in found:
+        driver.generate([driver.add([5, 17, 99, 200])], 12)
+    assert found[0].tokens == found[1].tokens
+    parts[2].unlink()
+    with pytest.raises(ModelNotFound, match=r"lacks 1 of 5 weight files: split-00003-of"):
+        hf.find_model(str(parts[0]))
+    (tmp_path / "alone.gguf").write_bytes(parts[0].read_bytes())
+    with pytest.raises(ModelNotFound, match=r"is one of 5 files: name them"):
+        hf.find_model(str(tmp_path / "alone.gguf"))
 
 
 def chats(count: int) -> list[str]:

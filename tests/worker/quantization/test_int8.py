@@ -1,11 +1,13 @@
 """8 bits made while loading: of turned rows, by every instruction set that this CPU has."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from servd.checkpoint import hf
 from servd.worker.layers import packed
 from servd.worker.layers._matrix import Matrix
 from servd.worker.layers.packed import PackedMatrix
@@ -131,3 +133,10 @@ def test_activations_stay_exact_with_a_checkpoint_that_is_quantized(tiny_llama: 
         for name in ("auto", "float32", "int8")
     }
     assert got == {"auto": torch.float32, "float32": torch.float32, "int8": torch.int8}
+
+
+def test_activations_are_rounded_for_gguf_as_by_its_other_readers(tmp_path: Path):
+    quantized = {"model_type": "llama", "quantization_config": {"quant_method": "gguf"}}
+    (tmp_path / "config.json").write_text(json.dumps(quantized))
+    assert hf.rounds_activations("auto", None, str(tmp_path))
+    assert not hf.rounds_activations("float32", None, str(tmp_path))

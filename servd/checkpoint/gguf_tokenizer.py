@@ -1,0 +1,130 @@
+"""The tokenizer of a GGUF file, as tokenizer.json."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from servd.base.errors import ModelNotFound
+from servd.checkpoint import gguf
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+CUTS: dict[str, list[str]] = gguf.TABLE["cuts"]
+ALIASES: dict[str, str] = gguf.TABLE["aliases"]
+# tokenizer.ggml.token_type
+NORMAL = 1
+CONTROL = 3
+USER_DEFINED = 4
+SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's
+
+
+def write_tokenizer(folder: Path) -> Path:
+    """Write tokenizer.json into a folder that `gguf.as_folder` made; return its path. Raises
+    ModelNotFound if the tokenizer is of an unknown kind or damaged.
+    """
+    _, values = gguf.open_file(folder / gguf.WEIGHTS)
+    model = values.get("tokenizer.ggml.model")
+    pre = str(values.get("tokenizer.ggml.pre", "gpt-2"))
+    if model != "llama" and (model != "gpt2" or ALIASES.get(pre, pre) not in CUTS):
+        raise ModelNotFound(
+            f"{(folder / gguf.WEIGHTS).resolve()} has a tokenizer {model!r} with pre-tokenizer "
+            f"{pre!r}; supported are llama, and gpt2 with {', '.join([*CUTS, *ALIASES])}: set "
+            "--tokenizer to the original model's folder"
+        )
+    try:
+        content = make_tokenizer(values, pre)
+    except Exception as error:  # what tokenizers raises has no class of its own
+        raise ModelNotFound(f"{folder}: its tokenizer is incomplete or wrong: {error!r}") from None
+    file = folder / "tokenizer.json"
+    with tempfile.NamedTemporaryFile("w", dir=folder, delete=False, encoding="utf8") as scratch:
+        scratch.write(content)
+    os.replace(scratch.name, file)
+    return file
+
+
+def make_tokenizer(values: dict[str, Any], pre: str) -> str:
+    """Return tokenizer.json of a tokenizer "llama" (SentencePiece's BPE) or "gpt2" (of bytes)."""
+    from tokenizers import AddedToken
+    from tokenizers.processors import TemplateProcessing
+
+    own = {name.removeprefix("tokenizer.ggml."): value for name, value in values.items()}
+    tokens = own["tokens"]
+    types = own.setdefault("token_type", [NORMAL] * len(tokens))
+    form = gguf.ARCHITECTURES.get(str(values.get("general.architecture")), {})
+    adds_bos = pre in gguf.TABLE["like_llama3"] or own["model"] == "llama"
+    kept = set(tokens)  # tokens that keep the spaces after them
+    if own["model"] == "llama":
+        made = _make_sentence_piece(own, form.get("merges_in_order", False))
+        kept = set(form.get("unstripped", tokens))
+    else:
+        made = _make_byte_level(own, pre)
+    if own.get("add_bos_token", adds_bos):
+        bos_id = own["bos_token_id"]
+        bos = tokens[bos_id]
+        made.post_processor = TemplateProcessing(
+            single=[bos, "$A"], pair=[bos, "$A", "$B:1"], special_tokens=[(bos, bos_id)]
+        )
+    for kind, add in ((CONTROL, made.add_special_tokens), (USER_DEFINED, made.add_tokens)):
+        add(
+            [
+                AddedToken(
+                    token, special=kind == CONTROL, normalized=False, rstrip=token not in kept
+                )
+                for token, each in zip(tokens, types, strict=True)
+                if each == kind and made.token_to_id(token) is not None
+            ]
+        )
+    return made.to_str()
+
+
+def _make_byte_level(own: dict[str, Any], pre: str) -> Tokenizer:
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers
+    from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
+
+    vocab = {token: token_id for token_id, token in enumerate(own["tokens"])}
+    merges = [tuple(merge.split(" ", 1)) for merge in own["merges"]]
+    made = Tokenizer(models.BPE(vocab, merges, ignore_merges=pre in gguf.TABLE["like_llama3"]))
+    name = ALIASES.get(pre, pre)
+    if name == "qwen2":
+        made.normalizer = normalizers.NFC()
+    cuts = [Split(Regex(cut), "isolated") for cut in CUTS[name]]
+    made.pre_tokenizer = Sequence([*cuts, ByteLevel(False, use_regex=False)])
+    made.decoder = decoders.ByteLevel()
+    return made
+
+
+def _make_sentence_piece(own: dict[str, Any], in_order: bool) -> Tokenizer:
+    """Return a BPE tokenizer that merges two pieces into any third, the one of the highest score
+    first; with `in_order`, the first of the vocabulary first.
+    """
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    # Gemma's runs of spaces.
+    tokens = [token if token.strip(" ") else SPACE * len(token) for token in own["tokens"]]
+    scores = range(0, -len(tokens), -1) if in_order else own["scores"]
+    typed = zip(tokens, scores, own["token_type"], strict=True)
+    pieces = {token: score for token, score, kind in typed if kind in (NORMAL, USER_DEFINED)}
+    merges = [
+        (token[:cut], token[cut:])
+        for token in pieces
+        for cut in range(1, len(token))
+        if token[:cut] in pieces and token[cut:] in pieces
+    ]
+    merges.sort(key=lambda pair: (-pieces[pair[0] + pair[1]], -len(pair[0])))
+    vocab = {token: token_id for token_id, token in enumerate(tokens)}
+    unknown = tokens[own["unknown_token_id"]] if "unknown_token_id" in own else None
+    made = Tokenizer(
+        models.BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    )
+    spaces: list[Any] = [normalizers.Replace(" ", SPACE)]
+    steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if own.get("add_space_prefix", True):
+        spaces.insert(0, normalizers.Prepend(SPACE))
+        steps.append(decoders.Strip(" ", 1, 0))
+    made.normalizer = normalizers.Sequence(spaces)
+    made.decoder = decoders.Sequence(steps)
+    return made
