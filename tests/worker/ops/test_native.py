@@ -19,7 +19,7 @@ from servd.worker.layers.quantized import Quantized
 from servd.worker.ops import LowRank, native
 from servd.worker.sample.logit_edits import LogitEdits, Penalized
 from servd.worker.sample.ops import native as sampling
-from tests.worker.cpu_kernels import INTEGER_SUMS, forced
+from tests.worker.cpu_kernels import EXACT_SUMS, INTEGER_SUMS, forced
 from tests.worker.driver import Driver, config_for
 
 # [out, in]: whole panels and not, one piece and more, nothing to add up.
@@ -113,7 +113,7 @@ def test_products_round_activations_at_most_to_what_they_may(shape, dtype, error
 def test_libraries_with_integer_sums_give_the_same_bits(shape, x_dtype, monkeypatch):
     codes = torch.randint(-127, 128, shape, generator=torch.Generator().manual_seed(0))
     x, results = inputs(MANY, shape[1]), []
-    for switch in INTEGER_SUMS:
+    for switch in EXACT_SUMS if x_dtype == torch.float32 else INTEGER_SUMS:
         monkeypatch.setenv(native.SWITCH, switch)
         native.library.cache_clear()
         if native.library() is not None:
@@ -121,6 +121,21 @@ def test_libraries_with_integer_sums_give_the_same_bits(shape, x_dtype, monkeypa
             results.append(packed.multiply(x, None))
     native.library.cache_clear()
     assert all(torch.equal(result, results[0]) for result in results)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.int8], ids=str)
+def test_the_largest_sums_of_bytes_are_exact(x_dtype: torch.dtype):
+    """Weights and activations at their ends, of one sign and of both."""
+    size = 1000
+    signs = torch.ones(3, size, dtype=torch.int64)
+    signs[1] = -1
+    signs[2, ::2] = -1
+    weight = torch.where(signs > 0, 127, -128)
+    x = 127 * signs
+    packed = PackedMatrix(weight.to(torch.int8), torch.ones(3), x_dtype)
+    got = packed.multiply(x.float(), None)
+    assert torch.equal(got.long(), x @ weight.T)
 
 
 @pytest.mark.usefixtures("kernels")

@@ -274,7 +274,7 @@ void matmul_grouped(int type, int terms, const float* x, int64_t rows, int64_t k
                     const void* offset, int64_t group_size, const float* bias, float* y,
                     int64_t y_stride, int64_t n) {
     with_group_type(type, [&](auto* p) {
-        with_grouped<std::remove_pointer_t<decltype(p)>>(terms, [&](auto matrix_of) {
+        with_grouped<std::remove_pointer_t<decltype(p)>>(terms, table, [&](auto matrix_of) {
             const Groups groups{table, scale_type, scale, offset, group_size};
             multiply(x, rows, matrix_of(packed, k, groups), nullptr, bias, y, y_stride, n);
         });
@@ -303,7 +303,7 @@ void matmul_experts_grouped(int type, int terms, const float* x, int64_t x_rows,
                             const void* const* scales, const void* const* offsets,
                             int64_t group_size, float* y, int64_t rows, int64_t n) {
     with_group_type(type, [&](auto* p) {
-        with_grouped<std::remove_pointer_t<decltype(p)>>(terms, [&](auto matrix_of) {
+        with_grouped<std::remove_pointer_t<decltype(p)>>(terms, table, [&](auto matrix_of) {
             multiply_experts(x, index, x_rows, starts, num_experts, nullptr, y, rows, k, n,
                              [&](int64_t i) {
                                  const Groups groups{table, scale_type, scales[i],
