@@ -154,9 +154,8 @@ class GroupedMatrix(Packed):
 
 def _take_columns(x: Tensor, columns: Tensor) -> Tensor:
     out = torch.empty(x.shape)
-    size = len(columns)
     for row, to in zip(x, out, strict=True):
-        call("embed", row, size, 1, columns, size, to)
+        call("embed", row, len(columns), 1, columns, len(columns), to)
     return out
 
 

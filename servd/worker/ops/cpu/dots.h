@@ -1,8 +1,9 @@
-// Dot products by AVX-512 and NEON: four products of int8 (VNNI, `sdot`), or two of bfloat16, are
-// added in each 32 bits of a vector: four or two times as many as in float32.
+// Dot products by AVX-512, AVX2 and NEON: four products of int8 (VNNI, `sdot`), or two of bfloat16 or
+// of 16 bits (`vpmaddwd`), are added in each 32 bits of a vector: four or two times as many as in
+// float32.
 //
 // The first factor of VNNI has no sign. Weights are it, and so much more that none is negative:
-// sums begin with what that will add too much. `sdot` has signs.
+// sums begin with what that will add too much. `sdot` and `vpmaddwd` have signs.
 
 #pragma once
 
@@ -61,7 +62,54 @@ struct Nibbles : Vnni {
 #elif defined(__AVX2__)
 typedef __m256i Codes;
 inline Codes repeat_codes(int32_t neighbours) { return _mm256_set1_epi32(neighbours); }
+inline Codes load_codes(const char* from) { return _mm256_loadu_si256((const __m256i*)from); }
 
+// Chooses from 16 bytes by the low and the high bits of 32 bytes.
+inline void choose_codes(Codes values, Codes pairs, Codes& w0, Codes& w1) {
+    const Codes mask = _mm256_set1_epi8(15);
+    w0 = _mm256_shuffle_epi8(values, _mm256_and_si256(pairs, mask));
+    w1 = _mm256_shuffle_epi8(values, _mm256_and_si256(_mm256_srli_epi16(pairs, 4), mask));
+}
+inline Codes load_values(const float* table, int more) {
+    int8_t numbers[16];
+    for (int i = 0; i < 16; i++) numbers[i] = int8_t(int(table[i]) + more);
+    return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)numbers));
+}
+inline int least_of(const float* table) { return int(*std::min_element(table, table + 16)); }
+
+#if defined(__AVXVNNI__)
+struct Vnni {
+    using X = int8_t;
+    static constexpr int K = 4;
+    static IntVec add(IntVec sum, Codes w, Codes x) {
+        return (IntVec)_mm256_dpbusd_avx_epi32((__m256i)sum, w, x);
+    }
+};
+
+struct Bytes : Vnni {
+    static constexpr int64_t SIZE = K * NR;
+    static constexpr int more = 128;
+    const Codes sign = _mm256_set1_epi8(-128);
+
+    explicit Bytes(const float* = nullptr) {}
+    void read(const char* from, Codes& w0, Codes& w1) const {
+        w0 = _mm256_xor_si256(load_codes(from), sign);
+        w1 = _mm256_xor_si256(load_codes(from + SIZE / 2), sign);
+    }
+};
+
+struct Nibbles : Vnni {
+    static constexpr int64_t SIZE = K * NR / 2;
+    int more;
+    Codes values;
+
+    explicit Nibbles(const float* table)
+        : more(-least_of(table)), values(load_values(table, more)) {}
+    void read(const char* from, Codes& w0, Codes& w1) const {
+        choose_codes(values, load_codes(from), w0, w1);
+    }
+};
+#else
 // `vpmaddwd` multiplies numbers of 16 bits: bytes are widened when they are read, x when it is
 // rounded.
 struct Bytes {
@@ -89,17 +137,12 @@ struct NibblesOf {
     static constexpr int K = 4, FEW = 32, RANGE = 32767 / (FEW / 2 * 127);
     static constexpr int64_t SIZE = K * NR / 2;
     int more;
-    Codes values, mask = _mm256_set1_epi8(15);
+    Codes values;
 
-    explicit NibblesOf(const float* table) {
-        int8_t numbers[16];
-        more = IS_NARROW ? -int(*std::min_element(table, table + 16)) : 0;
-        for (int i = 0; i < 16; i++) numbers[i] = int8_t(int(table[i]) + more);
-        values = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)numbers));
-    }
+    explicit NibblesOf(const float* table)
+        : more(IS_NARROW ? -least_of(table) : 0), values(load_values(table, more)) {}
     static bool fits(const float* table) {
-        const auto [least, most] = std::minmax_element(table, table + 16);
-        return *most - *least <= RANGE;
+        return *std::max_element(table, table + 16) - least_of(table) <= RANGE;
     }
     static IntVec add_pairs(IntVec sum, Codes pairs) {
         return sum + (IntVec)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
@@ -109,13 +152,12 @@ struct NibblesOf {
                          _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w)));
     }
     void read(const char* from, Codes& w0, Codes& w1) const {
-        const Codes pairs = _mm256_loadu_si256((const __m256i*)from);
-        w0 = _mm256_shuffle_epi8(values, _mm256_and_si256(pairs, mask));
-        w1 = _mm256_shuffle_epi8(values, _mm256_and_si256(_mm256_srli_epi16(pairs, 4), mask));
+        choose_codes(values, load_codes(from), w0, w1);
     }
 };
 using Nibbles = NibblesOf<true>;
 using WideNibbles = NibblesOf<false>;
+#endif
 
 #else
 typedef int8x16_t Codes;
@@ -198,7 +240,7 @@ inline void add_dots(IntVec (&sums)[ROWS][2], const void* x, int64_t bytes, cons
     for (int row = 0; row < ROWS; row++) sums[row][0] = own[row][0], sums[row][1] = own[row][1];
 }
 
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(ADDS_IN_16_BITS)
 // The same of numbers so small that the products of FEW bytes of x fit in 16 bits together.
 template <int ROWS, int64_t STRIDE>
 inline void add_dots(IntVec (&sums)[ROWS][2], const void* x, int64_t bytes, const Nibbles& weights,
@@ -221,7 +263,8 @@ inline void add_dots(IntVec (&sums)[ROWS][2], const void* x, int64_t bytes, cons
                 const Codes a = repeat_codes(neighbours);
                 Codes sum0 = _mm256_add_epi16(few[row][0], _mm256_maddubs_epi16(w0, a));
                 Codes sum1 = _mm256_add_epi16(few[row][1], _mm256_maddubs_epi16(w1, a));
-                asm volatile("" : "+x"(sum0), "+x"(sum1));  // before the next row: registers are few
+                // Before the next row: GCC would make all products first, and keep them in memory.
+                asm volatile("" : "+x"(sum0), "+x"(sum1));
                 few[row][0] = sum0, few[row][1] = sum1;
             }
         }
@@ -365,7 +408,8 @@ struct GroupedDots {
 #pragma GCC unroll 16
             for (int row = 0; row < ROWS * TERMS; row++)
                 sums[row][0] = sums[row][1] = x[row].begin[number] - IntVec{};
-            const int64_t bytes = std::min(run, kc - i) * sizeof(typename Weights::X);
+            constexpr int64_t X_SIZE = sizeof(typename Weights::X);
+            const int64_t bytes = std::min(run, kc - i) * X_SIZE;
             add_dots<ROWS * TERMS, sizeof(Term)>(sums, x->x + i, bytes, values, from, ahead);
 #pragma GCC unroll 2
             for (int half = 0; half < 2; half++)
@@ -397,7 +441,7 @@ struct GroupedDots {
 template <typename W, typename Call>
 void with_weights(const float* table, const Call& call) {
     if constexpr (std::is_same_v<W, Int4>) {
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(ADDS_IN_16_BITS)
         if (!Nibbles::fits(table)) return call((WideNibbles*)nullptr);
 #endif
         call((Nibbles*)nullptr);

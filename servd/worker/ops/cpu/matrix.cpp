@@ -51,7 +51,9 @@ void multiply_each(const Product<Matrix>* products, int64_t num_products, const 
     std::unique_ptr<X[]> copy;  // [num_k_blocks][rows][x_stride]
     if (rows > 1 || !std::is_same_v<X, float>) {
         copy.reset(new X[num_k_blocks * rows * x_stride]);
-        parallel_for(rows, std::max<int64_t>(1, 32768 / (k + 1)), [&](int64_t row) {
+        // Numbers that a thread copies in one go; rounding them takes longer.
+        constexpr int64_t MANY = std::is_same_v<X, float> ? 32768 : 8192;
+        parallel_for(rows, std::max<int64_t>(1, MANY / (k + 1)), [&](int64_t row) {
             for (int64_t block = 0; block < num_k_blocks; block++)
                 products[0].matrix.copy(row_of_x(row) + block * max_kc,
                                         std::min(max_kc, k - block * max_kc),

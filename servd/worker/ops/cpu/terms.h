@@ -1,8 +1,9 @@
 // x as a sum of terms of few bits, for instructions that multiply and add several of them at once.
 //
-// AMX, VNNI, `vdpbf16ps` and `sdot` of Arm want what is in four bytes of x side by side: weights are packed as
-// [k / 2][NR][2] in bfloat16 and [k / 4][NR][4] in int8, those of 4 bits as pairs of such bytes, and
-// k is padded with zeros. x is float32. It is made a sum of terms of bfloat16 or int8, whose products
+// AMX, VNNI, `vdpbf16ps` and `sdot` of Arm want what is in four bytes of x side by side: weights are
+// packed as [k / 2][NR][2] in bfloat16 and [k / 4][NR][4] in int8, those of 4 bits as pairs of such
+// bytes, and k is padded with zeros. AVX2 without VNNI multiplies int8 as numbers of 16 bits,
+// [k / 2][NR][2]. x is float32. It is made a sum of terms of bfloat16 or int8, whose products
 // are added: as many as make it exact, or one where that is asked for.
 
 #pragma once
@@ -11,9 +12,11 @@
 
 #include "panels.h"
 
-#if defined(__AVX512VNNI__) || defined(__ARM_FEATURE_DOTPROD) || \
-    (defined(__AVX2__) && !defined(__AVX512F__))
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(__ARM_FEATURE_DOTPROD)
 #define HAS_DOTS
+#elif defined(__AVX2__) && !defined(__AVX512F__)  // products of two bytes, without dots of four
+#define HAS_DOTS
+#define ADDS_IN_16_BITS
 #endif
 
 namespace {
@@ -28,7 +31,7 @@ constexpr int neighbours(int terms) {
     if (std::is_same_v<W, BFloat16>) return terms == 1 ? 2 : 1;
 #endif
 #if defined(HAS_DOTS)
-#if defined(__AVX2__) && !defined(__AVX512F__)  // bytes in three terms are slower than float32
+#if defined(ADDS_IN_16_BITS)  // bytes in three terms are slower than float32
     if (std::is_same_v<W, int8_t>) return terms == 1 ? 2 : 1;
 #endif
     if (std::is_same_v<W, int8_t> || std::is_same_v<W, Int4>) return terms > 0 ? 4 : 1;
@@ -63,9 +66,11 @@ struct Pass {
 
 // What multiplies weights of the type. Terms of bytes have 16 bits where they are multiplied so.
 template <typename W>
-using TermOf = std::conditional_t<std::is_same_v<W, int8_t> && neighbours<int8_t>(1) == 2, int16_t, W>;
+using TermOf =
+    std::conditional_t<std::is_same_v<W, int8_t> && neighbours<W>(1) == 2, int16_t, W>;
 
-constexpr int64_t MAX_TERM = 1024, TERM_BYTES = MAX_TERM * sizeof(TermOf<int8_t>);  // of a block of k
+constexpr int64_t MAX_TERM = 1024;  // numbers of int8 in a block of k
+constexpr int64_t TERM_BYTES = MAX_TERM * sizeof(TermOf<int8_t>);
 // With a line more the rows of a tile are not on the same lines of the cache. There int8 has the
 // scale of a row's block, and what sums of the term begin with.
 constexpr int64_t TERM_STRIDE = TERM_BYTES + LINE;

@@ -1,4 +1,4 @@
-// Products of weights without groups by AMX, VNNI, `vdpbf16ps` and `sdot`.
+// Products of weights without groups by AMX, VNNI, `vdpbf16ps`, `vpmaddwd` and `sdot`.
 //
 // Every number of rows goes through the same sums in the same order, so that a row has the same
 // bits alone and among others. Those of int8 are exact: they are the same by all of these.
