@@ -40,6 +40,7 @@ X86 = {
     ],  # fmt: skip
     "vnni": ["-march=x86-64-v4", "-mprefer-vector-width=512", "-mavx512vnni"],
     "avx512": ["-march=x86-64-v4", "-mprefer-vector-width=512"],
+    "avxvnni": ["-march=x86-64-v3", "-mtune=haswell", "-mavxvnni"],
     "avx2": ["-march=x86-64-v3", "-mtune=haswell"],
     "generic": [],
 }
@@ -53,6 +54,7 @@ FLAGS = {
     "bf16": AVX512 | {"avx512_vnni", "avx512_bf16"},
     "vnni": AVX512 | {"avx512_vnni"},
     "avx512": AVX512,
+    "avxvnni": AVX2 | {"avx_vnni"},
     "avx2": AVX2,
     "dotprod": {"asimddp"},
     "generic": set(),

@@ -108,6 +108,7 @@ def test_the_native_variant_is_of_the_cpu():
         ("GenuineIntel", SAPPHIRE_RAPIDS, False, "vnni"),  # bf16 is slow on Intel's
         ("AuthenticAMD", ZEN_4, False, "bf16"),
         ("GenuineIntel", ZEN_4.removesuffix(" avx512_vnni avx512_bf16"), False, "avx512"),
+        ("GenuineIntel", "avx2 fma f16c avx_vnni", False, "avxvnni"),
         ("AuthenticAMD", "avx2 fma f16c", False, "avx2"),
         ("GenuineIntel", "avx2 fma f16c avx512f", False, "avx2"),
         ("GenuineIntel", "avx", False, "generic"),

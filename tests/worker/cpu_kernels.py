@@ -6,7 +6,9 @@ import pytest
 
 from servd.worker.ops import native
 
-INTEGER_SUMS = ("amx", "bf16", "vnni", "dotprod")  # libraries that multiply integers
+# Libraries that multiply integers; those that do so with bytes and exact activations, too.
+INTEGER_SUMS = ("amx", "bf16", "vnni", "avxvnni", "avx2", "dotprod")
+EXACT_SUMS = ("amx", "bf16", "vnni", "avxvnni", "dotprod")
 
 
 def forced(switch: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:

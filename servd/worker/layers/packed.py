@@ -55,8 +55,8 @@ class PackedMatrix(Packed):
     Args:
         weight: [out, in] of any strides, float32, bfloat16, float16 or int8.
         scale: float32 [out]: factor on each row, for int8.
-        x_dtype: type that x may be rounded to where that is faster (AMX or VNNI), if the weight has
-            this type. int8 has a scale for each row, or for 1024 elements of it.
+        x_dtype: type that x may be rounded to where that is faster (AVX2, VNNI, AMX), if the weight
+            has this type. int8 has a scale for each row, or for 1024 elements of it.
         is_spread: the weight's rows are rotated by `spread`.
     """
 
@@ -154,9 +154,8 @@ class GroupedMatrix(Packed):
 
 def _take_columns(x: Tensor, columns: Tensor) -> Tensor:
     out = torch.empty(x.shape)
-    size = len(columns)
     for row, to in zip(x, out, strict=True):
-        call("embed", row, size, 1, columns, size, to)
+        call("embed", row, len(columns), 1, columns, len(columns), to)
     return out
 
 

@@ -31,6 +31,7 @@ CAPABILITIES = {
     "bf16": ("AVX512",),
     "vnni": ("AVX512",),
     "avx512": ("AVX512",),
+    "avxvnni": ("AVX2", "AVX512"),
     "avx2": ("AVX2", "AVX512"),
     "dotprod": (),
     "generic": (),

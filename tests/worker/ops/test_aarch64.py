@@ -18,7 +18,7 @@ from torch import Tensor
 
 from servd.worker.layers.packed import GroupedMatrix, PackedMatrix
 from servd.worker.ops import native
-from tests.worker.cpu_kernels import INTEGER_SUMS
+from tests.worker.cpu_kernels import EXACT_SUMS
 from tests.worker.emulation import EmulatedLibrary, Span
 from tests.worker.ops.test_grouped import WHOLE, example
 from tests.worker.ops.test_native import ROOT, call_many
@@ -172,7 +172,7 @@ def test_without_fused_products_every_kernel_has_the_bits_of_x86(
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.int8], ids=str)
 def test_sums_of_integers_have_the_bits_of_this_cpu(x_dtype, folder, load, monkeypatch):
     here = native.library()
-    if here is None or here.name not in INTEGER_SUMS:
+    if here is None or here.name not in EXACT_SUMS:
         pytest.skip("this CPU has no kernels with sums of integers")
     generator = torch.Generator().manual_seed(0)
 

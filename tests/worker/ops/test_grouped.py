@@ -11,11 +11,12 @@ from servd.worker.layers import packed
 from servd.worker.layers.packed import GroupedMatrix
 from servd.worker.layers.quantized import Quantized, QuantizedMatrix, stack
 from servd.worker.ops import native
-from tests.worker.cpu_kernels import INTEGER_SUMS, forced
+from tests.worker.cpu_kernels import EXACT_SUMS, INTEGER_SUMS, forced
 
 UNEVEN = (-8.0, 0.5, 1.5, 7.0, -127.0, 3.25, 1e-3, 40.0, 2, 4, 6, 8, 10, 12, 14, 113)
 INTEGERS = tuple(map(float, range(16)))
 SIGNED = tuple(float(i - 8) for i in range(16))
+WIDE = (-128.0, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 127)
 # shape, group size, type of codes, of scales, whether there is an offset, values of 4 bits
 CASES = [
     ((33, 64), 32, torch.uint8, torch.float16, True, INTEGERS),
@@ -27,6 +28,7 @@ CASES = [
     ((31, 2100), 32, torch.uint8, torch.float16, False, SIGNED),  # the last group is short
     ((95, 1152), 64, torch.uint8, torch.bfloat16, False, SIGNED),
     ((65, 2176), 128, torch.int8, torch.float16, True, None),
+    ((37, 288), 32, torch.uint8, torch.float16, False, WIDE),
 ]
 WHOLE = [case for case in CASES if case[2] != torch.float8_e4m3fn and case[5] != UNEVEN]
 
@@ -122,6 +124,21 @@ def test_activations_are_rounded_at_most_to_what_they_may(case):
     assert bool((error.abs() <= 1e-6 * (terms + 1) * max(1, exact.shape[1] ** 0.5 / 8)).all())
 
 
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.int8], ids=str)
+@pytest.mark.parametrize("case", WHOLE, ids=str)
+def test_libraries_with_integer_sums_give_the_same_bits(case, x_dtype, monkeypatch):
+    quantized, results = example(*case), []
+    is_exact = x_dtype == torch.float32 and quantized.codes.dtype == torch.int8
+    for switch in EXACT_SUMS if is_exact else INTEGER_SUMS:
+        monkeypatch.setenv(native.SWITCH, switch)
+        native.library.cache_clear()
+        if native.library() is not None:
+            packed = GroupedMatrix(quantized, x_dtype)
+            results.append(packed.multiply(inputs(29, quantized.shape[1]), None))
+    native.library.cache_clear()
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
 @pytest.mark.usefixtures("kernels")
 def test_large_activations_leave_the_others_of_their_row_exact():
     """Each run of 32 has a scale of its own."""
@@ -134,12 +151,16 @@ def test_large_activations_leave_the_others_of_their_row_exact():
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("table", [(-128, -113), (112, 127), (-8, 7)], ids=str)
+@pytest.mark.parametrize(
+    "values",
+    [range(-128, -112), range(112, 128), range(-8, 8), (*range(15), 16), (*range(15), 17), WIDE],
+    ids=str,
+)
 @pytest.mark.parametrize(("size", "group_size"), [(8229, 32), (4099, 128), (1025, 96)])
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.int8], ids=str)
-def test_the_largest_sums_are_those_of_integers(table, size, group_size, x_dtype):
+def test_the_largest_sums_are_those_of_integers(values, size, group_size, x_dtype):
     """Codes and activations at their ends, of one sign or of both."""
-    values = tuple(map(float, range(table[0], table[1] + 1)))
+    values = tuple(map(float, values))
     ends = torch.tensor([[0], [15]], dtype=torch.uint8).expand(2, size).contiguous()
     ends = torch.cat([ends, (torch.arange(size) % 2 * 15).to(torch.uint8).unsqueeze(0)])
     scale = torch.ones(3, -(-size // group_size))

@@ -20,7 +20,7 @@ from servd.worker.ops import LowRank, native
 from servd.worker.quantization import gguf, int4, int8
 from servd.worker.sample.logit_edits import LogitEdits, Penalized
 from servd.worker.sample.ops import native as sampling
-from tests.worker.cpu_kernels import INTEGER_SUMS, forced
+from tests.worker.cpu_kernels import EXACT_SUMS, INTEGER_SUMS, forced
 from tests.worker.driver import Driver, config_for
 
 # [out, in]: whole panels and not, one piece and more, nothing to add up.
@@ -114,7 +114,7 @@ def test_products_round_activations_at_most_to_what_they_may(shape, dtype, error
 def test_libraries_with_integer_sums_give_the_same_bits(shape, x_dtype, monkeypatch):
     codes = torch.randint(-127, 128, shape, generator=torch.Generator().manual_seed(0))
     x, results = inputs(MANY, shape[1]), []
-    for switch in INTEGER_SUMS:
+    for switch in EXACT_SUMS if x_dtype == torch.float32 else INTEGER_SUMS:
         monkeypatch.setenv(native.SWITCH, switch)
         native.library.cache_clear()
         if native.library() is not None:

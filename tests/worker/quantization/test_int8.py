@@ -14,7 +14,7 @@ from servd.worker.layers.packed import PackedMatrix
 from servd.worker.loading import model_loader
 from servd.worker.ops import native
 from servd.worker.quantization import int8
-from tests.worker.cpu_kernels import INTEGER_SUMS, forced
+from tests.worker.cpu_kernels import EXACT_SUMS, INTEGER_SUMS, forced
 from tests.worker.driver import Driver, config_for
 
 SIZES = (1, 2, 3, 64, 100, 576, 2500)
@@ -90,9 +90,8 @@ def test_the_largest_sums_are_those_of_integers(size: int, x_dtype: torch.dtype)
     x = torch.cat([x, 127 - 254 * (torch.arange(size) % 2).unsqueeze(0)])
     form = PackedMatrix(codes.to(torch.int8), torch.ones(3), x_dtype)
     error = form.multiply(x.float(), None).double() - x @ codes.T
-    rounded = (
-        1e-6 if native.loaded_library().name in INTEGER_SUMS else 2**-24 * size
-    )  # float32 sums
+    sums_integers = EXACT_SUMS if x_dtype == torch.float32 else INTEGER_SUMS
+    rounded = 1e-6 if native.loaded_library().name in sums_integers else 2**-24 * size
     assert bool((error.abs() <= rounded * 127 * 128 * size).all())
 
 

@@ -1,8 +1,9 @@
-// Dot products by AVX-512 and NEON: four products of int8 (VNNI, `sdot`), or two of bfloat16, are
-// added in each 32 bits of a vector: four or two times as many as in float32.
+// Dot products by AVX-512, AVX2 and NEON: four products of int8 (VNNI, `sdot`), or two of bfloat16 or
+// of 16 bits (`vpmaddwd`), are added in each 32 bits of a vector: four or two times as many as in
+// float32.
 //
 // The first factor of VNNI has no sign. Weights are it, and so much more that none is negative:
-// sums begin with what that will add too much. `sdot` has signs.
+// sums begin with what that will add too much. `sdot` and `vpmaddwd` have signs.
 
 #pragma once
 
@@ -20,6 +21,7 @@ typedef __m512i Codes;
 inline Codes repeat_codes(int32_t neighbours) { return _mm512_set1_epi32(neighbours); }
 
 struct Vnni {
+    using X = int8_t;
     static constexpr int K = 4;
     static IntVec add(IntVec sum, __m512i w, __m512i x) {
         return (IntVec)_mm512_dpbusd_epi32((__m512i)sum, w, x);
@@ -57,6 +59,106 @@ struct Nibbles : Vnni {
     }
 };
 
+#elif defined(__AVX2__)
+typedef __m256i Codes;
+inline Codes repeat_codes(int32_t neighbours) { return _mm256_set1_epi32(neighbours); }
+inline Codes load_codes(const char* from) { return _mm256_loadu_si256((const __m256i*)from); }
+
+// Chooses from 16 bytes by the low and the high bits of 32 bytes.
+inline void choose_codes(Codes values, Codes pairs, Codes& w0, Codes& w1) {
+    const Codes mask = _mm256_set1_epi8(15);
+    w0 = _mm256_shuffle_epi8(values, _mm256_and_si256(pairs, mask));
+    w1 = _mm256_shuffle_epi8(values, _mm256_and_si256(_mm256_srli_epi16(pairs, 4), mask));
+}
+inline Codes load_values(const float* table, int more) {
+    int8_t numbers[16];
+    for (int i = 0; i < 16; i++) numbers[i] = int8_t(int(table[i]) + more);
+    return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)numbers));
+}
+inline int least_of(const float* table) { return int(*std::min_element(table, table + 16)); }
+
+#if defined(__AVXVNNI__)
+struct Vnni {
+    using X = int8_t;
+    static constexpr int K = 4;
+    static IntVec add(IntVec sum, Codes w, Codes x) {
+        return (IntVec)_mm256_dpbusd_avx_epi32((__m256i)sum, w, x);
+    }
+};
+
+struct Bytes : Vnni {
+    static constexpr int64_t SIZE = K * NR;
+    static constexpr int more = 128;
+    const Codes sign = _mm256_set1_epi8(-128);
+
+    explicit Bytes(const float* = nullptr) {}
+    void read(const char* from, Codes& w0, Codes& w1) const {
+        w0 = _mm256_xor_si256(load_codes(from), sign);
+        w1 = _mm256_xor_si256(load_codes(from + SIZE / 2), sign);
+    }
+};
+
+struct Nibbles : Vnni {
+    static constexpr int64_t SIZE = K * NR / 2;
+    int more;
+    Codes values;
+
+    explicit Nibbles(const float* table)
+        : more(-least_of(table)), values(load_values(table, more)) {}
+    void read(const char* from, Codes& w0, Codes& w1) const {
+        choose_codes(values, load_codes(from), w0, w1);
+    }
+};
+#else
+// `vpmaddwd` multiplies numbers of 16 bits: bytes are widened when they are read, x when it is
+// rounded.
+struct Bytes {
+    using X = int16_t;
+    static constexpr int K = 2, more = 0;
+    static constexpr int64_t SIZE = K * NR;
+
+    explicit Bytes(const float* = nullptr) {}
+    static IntVec add(IntVec sum, Codes w, Codes x) {
+        return sum + (IntVec)_mm256_madd_epi16(w, x);
+    }
+    void read(const char* from, Codes& w0, Codes& w1) const {
+        w0 = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)from));
+        w1 = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)(from + SIZE / 2)));
+    }
+};
+
+// 4 bits choose from whole numbers. `vpmaddubsw` adds two products with bytes of x in 16 bits, where
+// they must fit; its first factor has no sign. Numbers of a narrow range are made so much larger
+// that none is negative, and the products with FEW bytes of x fit together. Others give their sign
+// to x: two products are at most 2 * 128 * 127.
+template <bool IS_NARROW>
+struct NibblesOf {
+    using X = int8_t;
+    static constexpr int K = 4, FEW = 32, RANGE = 32767 / (FEW / 2 * 127);
+    static constexpr int64_t SIZE = K * NR / 2;
+    int more;
+    Codes values;
+
+    explicit NibblesOf(const float* table)
+        : more(IS_NARROW ? -least_of(table) : 0), values(load_values(table, more)) {}
+    static bool fits(const float* table) {
+        return *std::max_element(table, table + 16) - least_of(table) <= RANGE;
+    }
+    static IntVec add_pairs(IntVec sum, Codes pairs) {
+        return sum + (IntVec)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+    }
+    static IntVec add(IntVec sum, Codes w, Codes x) {
+        return add_pairs(sum,
+                         _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w)));
+    }
+    void read(const char* from, Codes& w0, Codes& w1) const {
+        choose_codes(values, load_codes(from), w0, w1);
+    }
+};
+using Nibbles = NibblesOf<true>;
+using WideNibbles = NibblesOf<false>;
+#endif
+
 #else
 typedef int8x16_t Codes;
 inline Codes repeat_codes(int32_t neighbours) {
@@ -64,6 +166,7 @@ inline Codes repeat_codes(int32_t neighbours) {
 }
 
 struct Sdot {
+    using X = int8_t;
     static constexpr int K = 4, more = 0;
     static IntVec add(IntVec sum, Codes w, Codes x) {
         return (IntVec)vdotq_s32((int32x4_t)sum, w, x);
@@ -137,10 +240,48 @@ inline void add_dots(IntVec (&sums)[ROWS][2], const void* x, int64_t bytes, cons
     for (int row = 0; row < ROWS; row++) sums[row][0] = own[row][0], sums[row][1] = own[row][1];
 }
 
+#if defined(ADDS_IN_16_BITS)
+// The same of numbers so small that the products of FEW bytes of x fit in 16 bits together.
+template <int ROWS, int64_t STRIDE>
+inline void add_dots(IntVec (&sums)[ROWS][2], const void* x, int64_t bytes, const Nibbles& weights,
+                     const char*& from, Prefetch& ahead) {
+    const int64_t to_prefetch = Nibbles::K * ahead.step;
+    for (int64_t i = 0; i < bytes;) {
+        Codes few[ROWS][2];
+#pragma GCC unroll 16
+        for (int row = 0; row < ROWS; row++) few[row][0] = few[row][1] = Codes{};
+        for (const int64_t end = std::min(i + Nibbles::FEW, bytes); i < end; i += 4) {
+            __builtin_prefetch(ahead.line, 0, 2);
+            ahead.line += to_prefetch;
+            Codes w0, w1;
+            weights.read(from, w0, w1);
+            from += Nibbles::SIZE;
+#pragma GCC unroll 16
+            for (int row = 0; row < ROWS; row++) {
+                int32_t neighbours;
+                memcpy(&neighbours, (const char*)x + row * STRIDE + i, 4);
+                const Codes a = repeat_codes(neighbours);
+                Codes sum0 = _mm256_add_epi16(few[row][0], _mm256_maddubs_epi16(w0, a));
+                Codes sum1 = _mm256_add_epi16(few[row][1], _mm256_maddubs_epi16(w1, a));
+                // Before the next row: GCC would make all products first, and keep them in memory.
+                asm volatile("" : "+x"(sum0), "+x"(sum1));
+                few[row][0] = sum0, few[row][1] = sum1;
+            }
+        }
+#pragma GCC unroll 16
+        for (int row = 0; row < ROWS; row++) {
+            sums[row][0] = Nibbles::add_pairs(sums[row][0], few[row][0]);
+            sums[row][1] = Nibbles::add_pairs(sums[row][1], few[row][1]);
+        }
+    }
+}
+#endif
+
 // What products of weights without groups are made of: see `Tiled`.
 struct Dots {
     struct Task {};
-    static constexpr int MR = 12;  // with two sums each, they fill the registers but a few
+    // With two sums each, they fill the registers but a few.
+    static constexpr int MR = WIDTH == 8 ? 6 : 12;
     static constexpr bool IS_UNSIGNED = Bytes::more != 0;
 
     static int64_t first_row(int64_t tile, int64_t tiles, int64_t rows) {
@@ -151,7 +292,7 @@ struct Dots {
     template <typename W>
     static void add(Task&, int rows, const Terms& terms, const W* w, int64_t kc, void* y,
                     int64_t y_stride, bool is_first, Prefetch ahead) {
-        const int64_t bytes = kc * sizeof(W);
+        const int64_t bytes = kc * sizeof(TermOf<W>);
         with_constant<MR>(rows, [&](auto number) {
             add_rows<number.value>(terms.x, w, bytes, (int32_t*)y, y_stride, is_first, ahead);
         });
@@ -185,19 +326,18 @@ struct Dots {
 
 // Weights in groups. The sums of a run of k, which is within a group, are multiplied with its scale
 // and with that of x: one term is so much nearer to x where its runs are short.
-template <typename W, int TERMS>
+template <typename W, int TERMS, typename Weights>
 struct GroupedDots {
     using X = int8_t;
-    using Weights = std::conditional_t<std::is_same_v<W, Int4>, Nibbles, Bytes>;
     struct Task {};
     static constexpr int MR = 6 / TERMS;  // sums in float32 need registers, too
-    static constexpr int64_t MAX_KC = TERM_BYTES, SHORT = 32, LONG = 128, KC_UNIT = LONG;
+    static constexpr int64_t MAX_KC = MAX_TERM, SHORT = 32, LONG = 128, KC_UNIT = LONG;
     static constexpr int64_t ROW_BYTES = NR * BITS<W> / 8;
     // After the numbers of a term, what the sums of its runs begin with; then those of the row: x's
     // sums in its runs, for offsets, and its scales.
     static constexpr int64_t RUNS = MAX_KC / SHORT;
     struct Term {
-        int8_t x[MAX_KC];
+        typename Weights::X x[MAX_KC];
         int32_t begin[RUNS];
         float total[RUNS], scale[RUNS];
         float fill[LINE / 4];  // terms are not on the same lines of the cache
@@ -212,7 +352,7 @@ struct GroupedDots {
         int64_t panel, start;
     };
     Cursor at(int64_t panel, int64_t start) const {
-        const int64_t before = panel * padded(k, 4) + start;
+        const int64_t before = panel * padded(k, Weights::K) + start;
         return {(const char*)packed + before * ROW_BYTES, panel, start};
     }
     int64_t x_stride() const { return TERMS * sizeof(Term); }
@@ -228,10 +368,10 @@ struct GroupedDots {
         const int more = Weights(groups.table).more;
         for (int64_t i = 0, number = 0; i < kc; i += run(), number++) {
             const int64_t count = std::min(run(), kc - i), end = (count + WIDTH - 1) / WIDTH * WIDTH;
-            const float scale = to_terms(from + i, count, end, TERMS, to + i, sizeof(Term));
+            const float scale = to_terms(from + i, count, end, TERMS, terms->x + i, sizeof(Term));
             float total = 0, unit = scale;
             for (int term = 0; term < TERMS; term++, unit /= FINER) {
-                const int8_t* x = terms[term].x;
+                const auto* x = terms[term].x;
                 const int sum = std::accumulate(x + i, x + i + count, 0);
                 terms[term].begin[number] = -more * sum;
                 total += unit * sum;
@@ -268,7 +408,8 @@ struct GroupedDots {
 #pragma GCC unroll 16
             for (int row = 0; row < ROWS * TERMS; row++)
                 sums[row][0] = sums[row][1] = x[row].begin[number] - IntVec{};
-            const int64_t bytes = std::min(run, kc - i);
+            constexpr int64_t X_SIZE = sizeof(typename Weights::X);
+            const int64_t bytes = std::min(run, kc - i) * X_SIZE;
             add_dots<ROWS * TERMS, sizeof(Term)>(sums, x->x + i, bytes, values, from, ahead);
 #pragma GCC unroll 2
             for (int half = 0; half < 2; half++)
@@ -295,6 +436,19 @@ struct GroupedDots {
         if (out.is_last_k && out.bias) epilogue(out, ROWS);
     }
 };
+
+// Calls `call` with a null pointer of what reads packed weights of the type.
+template <typename W, typename Call>
+void with_weights(const float* table, const Call& call) {
+    if constexpr (std::is_same_v<W, Int4>) {
+#if defined(ADDS_IN_16_BITS)
+        if (!Nibbles::fits(table)) return call((WideNibbles*)nullptr);
+#endif
+        call((Nibbles*)nullptr);
+    } else {
+        call((Bytes*)nullptr);
+    }
+}
 
 }  // namespace
 

@@ -208,6 +208,8 @@ int servd_is_usable() {
            __builtin_cpu_is("amd");
 #elif defined(__AVX512VNNI__)
     return __builtin_cpu_supports("avx512vnni");
+#elif defined(__AVXVNNI__)
+    return __builtin_cpu_supports("avxvnni");
 #elif defined(__ARM_FEATURE_DOTPROD) && defined(__linux__)  // every Mac with an Arm CPU has it
     constexpr unsigned long HAS_ASIMDDP = 1 << 20;
     return getauxval(AT_HWCAP) & HAS_ASIMDDP;

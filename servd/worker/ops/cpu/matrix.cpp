@@ -51,7 +51,9 @@ void multiply_each(const Product<Matrix>* products, int64_t num_products, const 
     std::unique_ptr<X[]> copy;  // [num_k_blocks][rows][x_stride]
     if (rows > 1 || !std::is_same_v<X, float>) {
         copy.reset(new X[num_k_blocks * rows * x_stride]);
-        parallel_for(rows, std::max<int64_t>(1, 32768 / (k + 1)), [&](int64_t row) {
+        // Numbers that a thread copies in one go; rounding them takes longer.
+        constexpr int64_t MANY = std::is_same_v<X, float> ? 32768 : 8192;
+        parallel_for(rows, std::max<int64_t>(1, MANY / (k + 1)), [&](int64_t row) {
             for (int64_t block = 0; block < num_k_blocks; block++)
                 products[0].matrix.copy(row_of_x(row) + block * max_kc,
                                         std::min(max_kc, k - block * max_kc),
@@ -295,7 +297,7 @@ void matmul_grouped(int type, int terms, const float* x, int64_t rows, int64_t k
                     const void* offset, int64_t group_size, const float* bias, float* y,
                     int64_t y_stride, int64_t n) {
     with_group_type(type, [&](auto* p) {
-        with_grouped<std::remove_pointer_t<decltype(p)>>(terms, [&](auto matrix_of) {
+        with_grouped<std::remove_pointer_t<decltype(p)>>(terms, table, [&](auto matrix_of) {
             const Groups groups{table, scale_type, scale, offset, group_size};
             multiply(x, rows, matrix_of(packed, k, groups), nullptr, bias, y, y_stride, n);
         });
@@ -324,7 +326,7 @@ void matmul_experts_grouped(int type, int terms, const float* x, int64_t x_rows,
                             const void* const* scales, const void* const* offsets,
                             int64_t group_size, float* y, int64_t rows, int64_t n) {
     with_group_type(type, [&](auto* p) {
-        with_grouped<std::remove_pointer_t<decltype(p)>>(terms, [&](auto matrix_of) {
+        with_grouped<std::remove_pointer_t<decltype(p)>>(terms, table, [&](auto matrix_of) {
             multiply_experts(x, index, x_rows, starts, num_experts, nullptr, y, rows, k, n,
                              [&](int64_t i) {
                                  const Groups groups{table, scale_type, scales[i],

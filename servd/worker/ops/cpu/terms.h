@@ -1,8 +1,9 @@
 // x as a sum of terms of few bits, for instructions that multiply and add several of them at once.
 //
-// AMX, VNNI, `vdpbf16ps` and `sdot` of Arm want what is in four bytes of x side by side: weights are packed as
-// [k / 2][NR][2] in bfloat16 and [k / 4][NR][4] in int8, those of 4 bits as pairs of such bytes, and
-// k is padded with zeros. x is float32. It is made a sum of terms of bfloat16 or int8, whose products
+// AMX, VNNI, `vdpbf16ps` and `sdot` of Arm want what is in four bytes of x side by side: weights are
+// packed as [k / 2][NR][2] in bfloat16 and [k / 4][NR][4] in int8, those of 4 bits as pairs of such
+// bytes, and k is padded with zeros. AVX2 without VNNI multiplies int8 as numbers of 16 bits,
+// [k / 2][NR][2]. x is float32. It is made a sum of terms of bfloat16 or int8, whose products
 // are added: as many as make it exact, or one where that is asked for.
 
 #pragma once
@@ -11,8 +12,11 @@
 
 #include "panels.h"
 
-#if defined(__AVX512VNNI__) || defined(__ARM_FEATURE_DOTPROD)
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(__ARM_FEATURE_DOTPROD)
 #define HAS_DOTS
+#elif defined(__AVX2__) && !defined(__AVX512F__)  // products of two bytes, without dots of four
+#define HAS_DOTS
+#define ADDS_IN_16_BITS
 #endif
 
 namespace {
@@ -27,6 +31,9 @@ constexpr int neighbours(int terms) {
     if (std::is_same_v<W, BFloat16>) return terms == 1 ? 2 : 1;
 #endif
 #if defined(HAS_DOTS)
+#if defined(ADDS_IN_16_BITS)  // bytes in three terms are slower than float32
+    if (std::is_same_v<W, int8_t>) return terms == 1 ? 2 : 1;
+#endif
     if (std::is_same_v<W, int8_t> || std::is_same_v<W, Int4>) return terms > 0 ? 4 : 1;
 #endif
     return 1;
@@ -57,7 +64,13 @@ struct Pass {
     int rows, terms;
 };
 
-constexpr int64_t TERM_BYTES = 1024;  // of a block of k
+// What multiplies weights of the type. Terms of bytes have 16 bits where they are multiplied so.
+template <typename W>
+using TermOf =
+    std::conditional_t<std::is_same_v<W, int8_t> && neighbours<W>(1) == 2, int16_t, W>;
+
+constexpr int64_t MAX_TERM = 1024;  // numbers of int8 in a block of k
+constexpr int64_t TERM_BYTES = MAX_TERM * sizeof(TermOf<int8_t>);
 // With a line more the rows of a tile are not on the same lines of the cache. There int8 has the
 // scale of a row's block, and what sums of the term begin with.
 constexpr int64_t TERM_STRIDE = TERM_BYTES + LINE;
@@ -82,14 +95,24 @@ inline Vec load_block(const float* from, int64_t i, int64_t kc) {  // 0 beyond i
 inline IntVec round_each(Vec x) {
 #if defined(__AVX512F__)
     return (IntVec)_mm512_cvtps_epi32((__m512)x);
+#elif defined(__AVX2__)
+    return (IntVec)_mm256_cvtps_epi32((__m256)x);
 #else
     return (IntVec)vcvtnq_s32_f32((float32x4_t)x);
 #endif
 }
 
-inline void store_codes(int8_t* to, IntVec codes) {
+template <typename X>
+inline void store_codes(X* to, IntVec codes) {
 #if defined(__AVX512F__)
     _mm_storeu_si128((__m128i*)to, _mm512_cvtsepi32_epi8((__m512i)codes));
+#elif defined(__AVX2__)
+    const __m256i numbers = (__m256i)codes;
+    const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(numbers),
+                                          _mm256_extracti128_si256(numbers, 1));
+    const __m128i bytes = _mm_packs_epi16(words, words);
+    if (sizeof(X) == 1) _mm_storel_epi64((__m128i*)to, bytes);
+    else _mm_storeu_si128((__m128i*)to, _mm_cvtepi8_epi16(bytes));
 #else
     const int8x8_t bytes = vqmovn_s16(vcombine_s16(vqmovn_s32((int32x4_t)codes), vdup_n_s16(0)));
     const uint32_t word = vget_lane_u32(vreinterpret_u32_s8(bytes), 0);
@@ -101,6 +124,8 @@ inline void store_codes(int8_t* to, IntVec codes) {
 inline Vec multiply_add(Vec x, Vec y, Vec z) {
 #if defined(__AVX512F__)
     return (Vec)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)z);
+#elif defined(__AVX2__)
+    return (Vec)_mm256_fmadd_ps((__m256)x, (__m256)y, (__m256)z);
 #else
     return (Vec)vfmaq_f32((float32x4_t)z, (float32x4_t)x, (float32x4_t)y);
 #endif
@@ -110,8 +135,8 @@ inline Vec to_floats(IntVec x) { return __builtin_convertvector(x, Vec); }
 
 // int8: x over the scale, which makes the largest 127 and is returned; zeros after it, up to `end`.
 // Each term is what the ones before leave; three have an error of 2^-24 of the largest.
-inline float to_terms(const float* from, int64_t kc, int64_t end, int terms, int8_t* to,
-                      int64_t stride) {
+template <typename X>
+float to_terms(const float* from, int64_t kc, int64_t end, int terms, X* to, int64_t stride) {
     Vec largest{}, zero{};
     for (int64_t i = 0; i < end; i += WIDTH) {
         const Vec x = load_block(from, i, kc), positive = (Vec)((IntVec)x & 0x7fffffff);
@@ -127,7 +152,7 @@ inline float to_terms(const float* from, int64_t kc, int64_t end, int terms, int
         Vec rest = load_block(from, i, kc) * factor;
         for (int term = 0; term < terms; term++) {
             const IntVec rounded = round_each(rest);
-            store_codes(to + term * stride + i, rounded);
+            store_codes((X*)((char*)to + term * stride) + i, rounded);
             rest = (rest - to_floats(rounded)) * FINER;
         }
     }

@@ -1,4 +1,4 @@
-// Products of weights without groups by AMX, VNNI, `vdpbf16ps` and `sdot`.
+// Products of weights without groups by AMX, VNNI, `vdpbf16ps`, `vpmaddwd` and `sdot`.
 //
 // Every number of rows goes through the same sums in the same order, so that a row has the same
 // bits alone and among others. Those of int8 are exact: they are the same by all of these.
@@ -23,14 +23,14 @@ using Unit = Dots;
 // What the loop over tiles (matrix.cpp) knows of them.
 template <typename W>
 struct Tiled {
-    using X = W;
+    using X = TermOf<W>;
     using Task = Unit::Task;
     static constexpr int MR = Unit::MR;
     // A panel's block, 32 KiB, stays in the first-level cache while the tiles of a chunk go by; the
     // sum of this many products of int8 is exact in float32, too.
-    static constexpr int64_t MAX_KC = TERM_BYTES / sizeof(W), KC_UNIT = LINE / sizeof(W);
+    static constexpr int64_t MAX_KC = TERM_BYTES / sizeof(X), KC_UNIT = LINE / sizeof(W);
     static constexpr int64_t ROW_BYTES = NR * sizeof(W);
-    static constexpr int64_t NEXT = TERM_STRIDE / sizeof(W);  // from a term to the next one
+    static constexpr int64_t NEXT = TERM_STRIDE / sizeof(X);  // from a term to the next one
 
     const W* packed;
     int64_t k;
@@ -46,8 +46,8 @@ struct Tiled {
     static int64_t first_row(int64_t tile, int64_t tiles, int64_t rows) {
         return Unit::first_row(tile, tiles, rows);
     }
-    void copy(const float* from, int64_t kc, W* to) const;
-    void multiply(Task& task, const W* x, int rows, Cursor weights, int64_t kc,
+    void copy(const float* from, int64_t kc, X* to) const;
+    void multiply(Task& task, const X* x, int rows, Cursor weights, int64_t kc,
                   const OutputTile& out, Prefetch ahead) const;
 };
 
@@ -91,12 +91,12 @@ void Tiled<BFloat16>::multiply(Task& task, const BFloat16* x, int rows, Cursor w
 // ---- int8
 
 template <>
-void Tiled<int8_t>::copy(const float* from, int64_t kc, int8_t* to) const {
+void Tiled<int8_t>::copy(const float* from, int64_t kc, X* to) const {
     const float scale = to_terms(from, kc, padded(kc, 4), terms, to, TERM_STRIDE);
-    memcpy(to + TERM_BYTES, &scale, sizeof scale);
-    for (int term = 0; Unit::IS_UNSIGNED && term < terms; term++, to += TERM_STRIDE) {
+    memcpy(to + MAX_KC, &scale, sizeof scale);
+    for (int term = 0; Unit::IS_UNSIGNED && term < terms; term++, to += NEXT) {
         const int32_t begin = -Bytes::more * std::accumulate(to, to + kc, 0);
-        memcpy(to + TERM_BYTES + sizeof scale, &begin, sizeof begin);
+        memcpy((char*)(to + MAX_KC) + sizeof scale, &begin, sizeof begin);
     }
 }
 
@@ -113,13 +113,13 @@ __attribute__((noinline)) void add_sums(const int32_t* sums, float scale, bool i
 }
 
 template <>
-void Tiled<int8_t>::multiply(Task& task, const int8_t* x, int rows, Cursor weights, int64_t kc,
+void Tiled<int8_t>::multiply(Task& task, const X* x, int rows, Cursor weights, int64_t kc,
                              const OutputTile& out, Prefetch ahead) const {
     alignas(64) int32_t sums[MR * NR];
     const auto [most, at_once] = Unit::pass_of(rows, terms);
     for (int first = 0; first < rows; first += most) {
         const int count = std::min(most, rows - first);
-        const int8_t* const part = x + first * x_stride();
+        const X* const part = x + first * x_stride();
         float unit = 1;
         for (int term = 0; term < terms; term++, unit /= FINER) {
             const char* from = (const char*)part + term * TERM_STRIDE;
@@ -152,7 +152,7 @@ void with_matrix(int terms, const Call& call) {
 
 // The same of weights in groups.
 template <typename W, typename Call>
-void with_grouped(int terms, const Call& call) {
+void with_grouped(int terms, const float* table, const Call& call) {
     const auto with = [&](auto* p) {
         using Matrix = std::remove_pointer_t<decltype(p)>;
         call([](const void* packed, int64_t k, const Groups& groups) {
@@ -163,8 +163,12 @@ void with_grouped(int terms, const Call& call) {
     };
 #if defined(HAS_DOTS)
     if constexpr (neighbours<W>(1) > 1) {
-        if (terms == 1) return with((GroupedDots<W, 1>*)nullptr);
-        if (terms > 1) return with((GroupedDots<W, 3>*)nullptr);
+        const auto with_dots = [&](auto* weights) {
+            using Weights = std::remove_pointer_t<decltype(weights)>;
+            if (terms == 1) with((GroupedDots<W, 1, Weights>*)nullptr);
+            else with((GroupedDots<W, 3, Weights>*)nullptr);
+        };
+        if (neighbours<W>(terms) > 1) return with_weights<W>(table, with_dots);
     }
 #endif
     with((Grouped<W>*)nullptr);
