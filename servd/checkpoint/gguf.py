@@ -32,6 +32,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = TABLE["architectures"]
 NO_VALUE = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError)
 DAMAGED = (*NO_VALUE, RecursionError, struct.error)
 MAX_SIZE = 2**31 - 1
+FLOATS = ("F32", "F16", "BF16")  # types of tensors that are not in blocks
 MAX_LENGTH = 1 << 21  # values in a list: each takes up to 200 bytes in memory
 MAX_NAMED = 8  # files in an error message
 
@@ -124,7 +125,7 @@ def as_folder(path: Path) -> Path:
     stats = [(file, file.stat()) for file in files]
     state = "".join(f"{file} {stat.st_mtime_ns} {stat.st_size} " for file, stat in stats)
     # Raise the last number when what is made changes.
-    return make_cached_folder("gguf", f"{state}2", partial(_make_folder, files))
+    return make_cached_folder("gguf", f"{state}3", partial(_make_folder, files))
 
 
 def _make_folder(files: Sequence[Path], folder: Path) -> None:
@@ -178,7 +179,10 @@ def make_config(
         "eos_token_id": _find_ends(values, architecture),
         "bos_token_id": values.get("tokenizer.ggml.bos_token_id"),
         "dtype": "bfloat16",
-        "quantization_config": {"quant_method": "gguf"},
+        "quantization_config": {
+            "quant_method": "gguf",
+            "has_blocks": any(each.tensor_type.name not in FLOATS for each in tensors.values()),
+        },
         **architecture.get("set", {}),
     }
     for key, source in (TABLE["config"] | architecture.get("config", {})).items():

@@ -189,12 +189,12 @@ def quantization_of(folder: Path | str) -> dict[str, Any] | None:
 
 def rounds_activations(dtype: str, quantization: str | None, folder: str) -> bool:
     """Return whether a CPU rounds activations to int8. `dtype`: --cpu-activation-dtype; auto rounds
-    with --quantization int8 or int4, and with GGUF files, whose other readers round as well.
+    with --quantization int8 or int4, and with blocks of GGUF, whose other readers round as well.
     """
     if dtype != "auto":
         return dtype == "int8"
     stated = (folder and quantization_of(folder)) or {}
-    return quantization in ("int8", "int4") or stated.get("quant_method") == "gguf"
+    return quantization in ("int8", "int4") or bool(stated.get("has_blocks"))
 
 
 def local_folder(model: str) -> Path | None:

@@ -58,7 +58,7 @@ def test_tokens_equal_those_of_transformers_on_the_dequantised_weights(tiny_llam
     reference = AutoModelForCausalLM.from_pretrained(
         tmp_path, gguf_file=file.name, dtype=torch.float32
     ).eval()
-    driver = Driver(config_for(folder, block_size=16))
+    driver = Driver(config_for(folder, block_size=16, cpu_activation_dtype="float32"))
     for prompt in ([5, 17, 99, 200, 31, 8, 44, 3], [1], list(range(40, 75))):
         slot = driver.add(prompt)
         driver.generate([slot], 12)
@@ -211,7 +211,7 @@ def test_a_published_file_answers_as_its_dequantised_weights_do(count: int):
     reference = AutoModelForCausalLM.from_pretrained(SMOLLM2 / "hf", dtype=torch.float32).eval()
     sizes = {"kv_cache_memory": 1 << 27, "max_model_len": 256, "max_num_batched_tokens": 256}
     driver, tokenizer = (
-        Driver(config_for(folder, block_size=16, **sizes)),
+        Driver(config_for(folder, block_size=16, cpu_activation_dtype="float32", **sizes)),
         Tokenizer.load(str(folder)),
     )
     for text in chats(count):
