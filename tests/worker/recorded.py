@@ -23,6 +23,8 @@ from servd.worker.attention import native as _native  # noqa: F401 - keeps the l
 from servd.worker.layers import experts
 from servd.worker.layers.experts import grouped_quant_method
 from servd.worker.models import deepseek_v2
+from servd.worker.ops import native
+from servd.worker.quantization import int4
 from servd.worker.runner.cpu_model_runner import CPUModelRunner
 from servd.worker.runner.gpu_model_runner import GPUModelRunner
 from tests.parity.families import LLAMA
@@ -222,7 +224,19 @@ def use_recorded_runner(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "grouped_quant_method", grouped_quant_method_on_device)
     monkeypatch.setattr("servd.worker.worker.CPUModelRunner", RecordedRunner)
     if find_spec("servd.worker.ops.native"):
+        monkeypatch.setattr(int4, "round_groups", with_kernels(int4.round_groups))
         monkeypatch.setattr("servd.worker.ops.native.library", lambda: None)
+
+
+def with_kernels(load: Callable[..., Any]) -> Callable[..., Any]:
+    """Rounding is the host's on a GPU, too, and has its kernels there."""
+    library = native.library
+
+    def call(*arguments: Any) -> Any:
+        with patch("servd.worker.ops.native.library", library):
+            return load(*arguments)
+
+    return call
 
 
 def write_config(folder: Path, **options: Any) -> Path:

@@ -60,9 +60,10 @@ def test_a_step_without_adapters_adds_nothing():
     assert torch.equal(matrix.multiply(tokens, None), tokens @ layer.weight.T)
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize(
+    ("quantization", "has_library"), [("int8", True), ("int8", False), ("int4", True)]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("has_library", [True, False])
 def test_the_same_is_added_to_a_quantized_matrix(monkeypatch, quantization, dtype, has_library):
     if not has_library:
         monkeypatch.setattr(native, "library", lambda: None)

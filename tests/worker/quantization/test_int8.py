@@ -135,7 +135,10 @@ def test_activations_stay_exact_with_a_checkpoint_that_is_quantized(tiny_llama: 
 
 
 def test_activations_are_rounded_for_gguf_as_by_its_other_readers(tmp_path: Path):
-    quantized = {"model_type": "llama", "quantization_config": {"quant_method": "gguf", "has_blocks": True}}
+    quantized = {
+        "model_type": "llama",
+        "quantization_config": {"quant_method": "gguf", "has_blocks": True},
+    }
     (tmp_path / "config.json").write_text(json.dumps(quantized))
     assert hf.rounds_activations("auto", None, str(tmp_path))
     assert not hf.rounds_activations("float32", None, str(tmp_path))
