@@ -51,7 +51,8 @@ class ModelConfig(Section, frozen=True):
     """Importance matrix for --quantization int4: a GGUF file of llama.cpp's `llama-imatrix`."""
     cpu_activation_dtype: Literal["auto", "float32", "int8"] = "auto"
     """Type of activations for weights of 4 or 8 bits, on CPUs with AVX2, VNNI, AMX or Arm's dot
-    products. int8 is faster, float32 exact. auto: int8 with --quantization and for GGUF files.
+    products. int8 is faster, float32 exact. auto: int8 with --quantization int8 or int4, and for
+    GGUF files with blocks.
     """
     max_model_len: Positive | None = None
     """Maximum tokens of a request: prompt plus output. Default: the model's maximum."""

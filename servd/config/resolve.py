@@ -119,7 +119,9 @@ def _check_plugins(config: Config, spec: ModelSpec) -> None:
 def _check_activations(config: Config, spec: ModelSpec) -> None:
     if config.model.cpu_activation_dtype != "int8":
         return
-    if config.model.quantization not in ("int8", "int4") and not quantization_of(spec.folder):
+    stated = quantization_of(spec.folder)
+    is_quantized = stated is not None and stated.get("has_blocks", True)
+    if config.model.quantization not in ("int8", "int4") and not is_quantized:
         raise ConfigError(
             "--cpu-activation-dtype int8 needs weights of 4 or 8 bits: add --quantization int8 "
             "or int4, or serve a quantized checkpoint"

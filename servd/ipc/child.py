@@ -28,8 +28,8 @@ STANDBY_NICE = 10  # niceness of imports ahead of their need
 
 SHOW_STACKS = signal.SIGUSR1  # makes a process write the stacks of its threads to its log
 LAST_STACKS = 0.3  # seconds for that
-# OpenMP's threads, which torch uses, spin while they wait for each other: beside another busy
-# process that made a step of GPT-2 up to 8 times as long.
+# OpenMP's threads, which torch uses, spin while they wait for each other, and beside another busy
+# process they then wait for a CPU.
 DEFAULT_ENV = {"OMP_WAIT_POLICY": "PASSIVE"}
 
 

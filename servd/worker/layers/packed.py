@@ -12,7 +12,7 @@ from servd.worker.ops.native import TYPES, call, loaded_library
 
 EXACT_TERMS = 3  # terms of bfloat16 or int8 that are as exact as float32: see ops/cpu/terms.h
 pages = HugePages()
-RUN = 32  # products that are summed before a group's scale is applied: see ops/cpu/dots.h
+RUN = 16  # products that are summed before a group's scale is applied: see ops/cpu/dots.h
 
 
 class Packed:

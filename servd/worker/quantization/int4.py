@@ -32,8 +32,8 @@ def quantize(
 def round_groups(weight: Tensor, importance: Tensor | None) -> Quantized:
     if native.library() is None:
         raise ConfigError(
-            "--quantization int4 rounds weights with servd's CPU kernels, which cannot be used "
-            "here: install g++, then servd again; or use --quantization int8"
+            "--quantization int4 needs servd's CPU kernels, also for a GPU's weights: "
+            f"{native.explain_absence() or 'unset SERVD_CPU_KERNELS'}; or use --quantization int8"
         )
     num_rows, size = weight.shape
     codes = torch.empty(num_rows, size, dtype=torch.uint8)

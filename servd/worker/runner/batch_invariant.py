@@ -39,7 +39,7 @@ def make_batch_invariant(runner: ModelRunner) -> None:
     if not runner.backend.supports_batch_invariance:
         raise ConfigError(
             f"--batch-invariant: attention backend {runner.backend_name} depends on the batch; "
-            "use triton or varlen"
+            "use triton"
         )
     if any(isinstance(part, Expert) for _, part in runner.model.named_modules()):
         raise ConfigError("--batch-invariant: models with experts are not supported")

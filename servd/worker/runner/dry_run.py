@@ -57,7 +57,7 @@ class Weightless(TorchFunctionMode):
             kwargs = kwargs | {"device": "meta"}
         elif kwargs.get("device") is not None:  # small, and their values are needed
             kwargs = kwargs | {"device": "cpu"}
-        elif func in self.same and not kwargs and _first(args[0]).is_meta:
+        elif func in self.same and not kwargs and len(args) == 1 and _first(args[0]).is_meta:
             with self:  # a mode is disabled within its own function
                 return self.same[func](*args)
         return func(*args, **kwargs)

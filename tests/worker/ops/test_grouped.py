@@ -112,7 +112,7 @@ def test_activations_are_rounded_at_most_to_what_they_may(case):
     assert (together.double() - expected).norm() <= 2**-6 * expected.norm()
     is_rounded = not torch.equal(together, GroupedMatrix(quantized).multiply(x, None))
     can_round = native.loaded_library().name in INTEGER_SUMS
-    assert is_rounded == (can_round and quantized.group_size != 16)
+    assert is_rounded == can_round
     for count in (1, 2, 3, 4, 5, 11, 12, 13, 29):
         assert torch.equal(packed.multiply(x[60 : 60 + count], None), together[60 : 60 + count])
     x = (x * 30).round().clamp(-127, 127)
@@ -136,6 +136,8 @@ def test_libraries_with_integer_sums_give_the_same_bits(case, x_dtype, monkeypat
             packed = GroupedMatrix(quantized, x_dtype)
             results.append(packed.multiply(inputs(29, quantized.shape[1]), None))
     native.library.cache_clear()
+    if len(results) < 2:
+        pytest.skip("fewer than two libraries for this CPU sum integers")
     assert all(torch.equal(result, results[0]) for result in results)
 
 

@@ -121,6 +121,8 @@ def test_libraries_with_integer_sums_give_the_same_bits(shape, x_dtype, monkeypa
             packed = PackedMatrix(codes.to(torch.int8), torch.ones(shape[0]), x_dtype)
             results.append(packed.multiply(x, None))
     native.library.cache_clear()
+    if len(results) < 2:
+        pytest.skip("fewer than two libraries for this CPU sum integers")
     assert all(torch.equal(result, results[0]) for result in results)
 
 

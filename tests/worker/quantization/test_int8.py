@@ -134,6 +134,15 @@ def test_activations_stay_exact_with_a_checkpoint_that_is_quantized(tiny_llama: 
     assert got == {"auto": torch.float32, "float32": torch.float32, "int8": torch.int8}
 
 
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_weights_that_are_no_numbers_stay_none(broken: float):
+    weight = random(4, 64)
+    weight[2, 5] = broken
+    products = int8.quantize(weight).multiply(torch.ones(1, 64), None)
+    assert products[0].isfinite().tolist() == [True, True, False, True]
+
+
 def test_activations_are_rounded_for_gguf_as_by_its_other_readers(tmp_path: Path):
     quantized = {
         "model_type": "llama",

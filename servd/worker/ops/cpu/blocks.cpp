@@ -3,6 +3,8 @@
 // A weight is code * scale + offset, and its code may be an index into a table: see
 // ../../quantization/gguf.py. ggml-common.h of ggml defines the layouts.
 
+#include <type_traits>
+
 #include "checks.h"
 #include "kernels.h"
 #include "threads.h"
@@ -41,6 +43,7 @@ float float_at(const uint8_t* from) { return widen(half_at(from)); }
 
 struct Q4_0 {
     using Scale = Float16;
+    static constexpr bool HAS_OFFSET = false;
     static constexpr int SIZE = 32, BYTES = 18, GROUPS = 1;
     static void unpack(const uint8_t* block, uint8_t* codes, Scale* scale, Scale*) {
         *scale = half_at(block);
@@ -50,6 +53,7 @@ struct Q4_0 {
 
 struct Q4_1 {
     using Scale = Float16;
+    static constexpr bool HAS_OFFSET = true;
     static constexpr int SIZE = 32, BYTES = 20, GROUPS = 1;
     static void unpack(const uint8_t* block, uint8_t* codes, Scale* scale, Scale* offset) {
         *scale = half_at(block), *offset = half_at(block + 2);
@@ -59,6 +63,7 @@ struct Q4_1 {
 
 struct Q5_0 {
     using Scale = Float16;
+    static constexpr bool HAS_OFFSET = false;
     static constexpr int SIZE = 32, BYTES = 22, GROUPS = 1;
     static void unpack(const uint8_t* block, uint8_t* codes, Scale* scale, Scale*) {
         *scale = half_at(block);
@@ -70,6 +75,7 @@ struct Q5_0 {
 
 struct Q5_1 {
     using Scale = Float16;
+    static constexpr bool HAS_OFFSET = true;
     static constexpr int SIZE = 32, BYTES = 24, GROUPS = 1;
     static void unpack(const uint8_t* block, uint8_t* codes, Scale* scale, Scale* offset) {
         *scale = half_at(block), *offset = half_at(block + 2);
@@ -80,6 +86,7 @@ struct Q5_1 {
 
 struct Q8_0 {
     using Scale = Float16;
+    static constexpr bool HAS_OFFSET = false;
     static constexpr int SIZE = 32, BYTES = 34, GROUPS = 1;
     static void unpack(const uint8_t* block, uint8_t* codes, Scale* scale, Scale*) {
         *scale = half_at(block);
@@ -89,6 +96,7 @@ struct Q8_0 {
 
 struct Q2_K {
     using Scale = float;
+    static constexpr bool HAS_OFFSET = true;
     static constexpr int SIZE = 256, BYTES = 84, GROUPS = 16;
     static void unpack(const uint8_t* block, uint8_t* codes, Scale* scale, Scale* offset) {
         const float unit = float_at(block + 80), offset_unit = float_at(block + 82);
@@ -102,6 +110,7 @@ struct Q2_K {
 
 struct Q3_K {
     using Scale = float;
+    static constexpr bool HAS_OFFSET = false;
     static constexpr int SIZE = 256, BYTES = 110, GROUPS = 16;
     static void unpack(const uint8_t* block, uint8_t* codes, Scale* scale, Scale*) {
         const float unit = float_at(block + 108);
@@ -128,6 +137,7 @@ void unpack_scales(const uint8_t* block, float* scale, float* offset) {
 
 struct Q4_K {
     using Scale = float;
+    static constexpr bool HAS_OFFSET = true;
     static constexpr int SIZE = 256, BYTES = 144, GROUPS = 8;
     static void unpack(const uint8_t* block, uint8_t* codes, Scale* scale, Scale* offset) {
         unpack_scales(block, scale, offset);
@@ -137,6 +147,7 @@ struct Q4_K {
 
 struct Q5_K {
     using Scale = float;
+    static constexpr bool HAS_OFFSET = true;
     static constexpr int SIZE = 256, BYTES = 176, GROUPS = 8;
     static void unpack(const uint8_t* block, uint8_t* codes, Scale* scale, Scale* offset) {
         unpack_scales(block, scale, offset);
@@ -147,6 +158,7 @@ struct Q5_K {
 
 struct Q6_K {
     using Scale = float;
+    static constexpr bool HAS_OFFSET = false;
     static constexpr int SIZE = 256, BYTES = 210, GROUPS = 16;
     static void unpack(const uint8_t* block, uint8_t* codes, Scale* scale, Scale*) {
         const float unit = float_at(block + 208);
@@ -160,6 +172,7 @@ struct Q6_K {
 
 struct MXFP4 {  // its table has twice the numbers
     using Scale = float;
+    static constexpr bool HAS_OFFSET = false;
     static constexpr int SIZE = 32, BYTES = 17, GROUPS = 1;
     static void unpack(const uint8_t* block, uint8_t* codes, Scale* scale, Scale*) {
         const uint32_t exponent = block[0];  // of 2, and 128 more
@@ -203,7 +216,9 @@ void unpack_blocks(int type, const void* blocks, int64_t rows, int64_t num_block
         check_at_most("bytes of a block", Block::BYTES, bytes);
         check_at_most("weights of a block", Block::SIZE, size);
         check_at_most("groups of a block", Block::GROUPS, groups);
-        check_at_most("type of scales", sizeof(Scale) == 4 ? FLOAT32 : FLOAT16, scale_type);
+        constexpr Type SCALE_TYPE = std::is_same_v<Scale, float> ? FLOAT32 : FLOAT16;
+        if (scale_type != SCALE_TYPE || (Block::HAS_OFFSET && !offset))
+            throw std::out_of_range("scales are of another type, or offsets are missing");
         parallel_for(rows, 8, [&](int64_t row) {
             for (int64_t i = row * num_blocks; i < (row + 1) * num_blocks; i++) {
                 uint8_t* const to = (uint8_t*)codes + i * Block::SIZE;

@@ -331,11 +331,12 @@ struct GroupedDots {
     using X = int8_t;
     struct Task {};
     static constexpr int MR = 6 / TERMS;  // sums in float32 need registers, too
-    static constexpr int64_t MAX_KC = MAX_TERM, SHORT = 32, LONG = 128, KC_UNIT = LONG;
+    static constexpr int64_t MAX_KC = MAX_TERM, SHORTEST = 16, SHORT = 32, LONG = 128;
+    static constexpr int64_t KC_UNIT = LONG;
     static constexpr int64_t ROW_BYTES = NR * BITS<W> / 8;
     // After the numbers of a term, what the sums of its runs begin with; then those of the row: x's
     // sums in its runs, for offsets, and its scales.
-    static constexpr int64_t RUNS = MAX_KC / SHORT;
+    static constexpr int64_t RUNS = MAX_KC / SHORTEST;
     struct Term {
         typename Weights::X x[MAX_KC];
         int32_t begin[RUNS];
@@ -357,7 +358,9 @@ struct GroupedDots {
     }
     int64_t x_stride() const { return TERMS * sizeof(Term); }
     int64_t run() const {
-        return TERMS == 1 || (groups.size % LONG && groups.size < k) ? SHORT : LONG;
+        const auto divides = [&](int64_t size) { return groups.size % size == 0 || groups.size >= k; };
+        if (!divides(SHORT)) return SHORTEST;
+        return TERMS == 1 || !divides(LONG) ? SHORT : LONG;
     }
     static int64_t first_row(int64_t tile, int64_t tiles, int64_t rows) {
         return rows * tile / tiles;

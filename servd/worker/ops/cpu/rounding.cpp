@@ -8,8 +8,8 @@ namespace {
 
 constexpr int GROUP = 32;
 constexpr int NUM_VECS = GROUP / WIDTH;
-constexpr int NUM_FITS = 3;  // they remove a sixth of the squared error
-constexpr float WIDTHS[] = {1.0f, 0.92f, 0.84f};  // of a grid, relative to the group's numbers
+constexpr int NUM_FITS = 3;
+constexpr float GRID_WIDTHS[] = {1.0f, 0.92f, 0.84f};  // relative to the group's numbers
 constexpr float SMALLEST = 1e-12f;
 
 // To nearest, ties to even, if |x| < 2^22.
@@ -110,13 +110,14 @@ void round_rows(const float* x, int64_t rows, int64_t size, void* codes, float* 
     parallel_for(rows, 1 + 4096 / (size + 1), [&](int64_t row) {
         const float* const from = x + row * size;
         int8_t* const to = (int8_t*)codes + row * size;
-        Vec most{};
+        Vec most{}, zero{};
         for (int64_t i = 0; i < size; i += WIDTH) {
             const Vec number = load_up_to(from + i, int(std::min<int64_t>(size - i, WIDTH)));
             const Vec positive = (Vec)((IntVec)number & 0x7fffffff);
             most = select(positive > most, positive, most);
+            zero += number * 0.0f;  // NaN of NaN and infinity
         }
-        const float unit = std::max(largest(most), SMALLEST) / 127;
+        const float unit = std::max(largest(most), SMALLEST) / 127 + sum(zero);
         scale[row] = unit;
         for (int64_t i = 0; i < size; i += WIDTH) {
             const int count = int(std::min<int64_t>(size - i, WIDTH));
@@ -138,11 +139,12 @@ void round_groups(const float* x, int64_t rows, int64_t size, const float* impor
             const int64_t first = i * GROUP, count = std::min<int64_t>(size - first, GROUP);
             const Group group(x + row * size + first, importance ? importance + first : nullptr,
                               count);
-            Grid best = fit(group, WIDTHS[0]);
-            for (int other = 1; importance && other < 3; other++) {
-                const Grid tried = fit(group, WIDTHS[other]);
-                if (tried.error(group) < best.error(group)) best = tried;
-            }
+            Grid best = fit(group, GRID_WIDTHS[0]);
+            if (importance)
+                for (const float width : GRID_WIDTHS) {
+                    const Grid tried = fit(group, width);
+                    if (tried.error(group) < best.error(group)) best = tried;
+                }
             narrow(best.scale, (BFloat16*)scale + row * num_groups + i);
             narrow(best.offset, (BFloat16*)offset + row * num_groups + i);
             uint8_t* const to = (uint8_t*)codes + row * size + first;
