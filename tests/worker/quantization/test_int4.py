@@ -80,7 +80,7 @@ def test_scales_are_fitted_to_their_codes(switch: str, is_weighed: bool, monkeyp
 
 def test_without_kernels_it_says_what_to_do(monkeypatch):
     for _ in forced("off", monkeypatch):
-        with pytest.raises(ConfigError, match="install g"):
+        with pytest.raises(ConfigError, match="needs servd.s CPU kernels"):
             quantize(torch.ones(8, 64))
 
 
