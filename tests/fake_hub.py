@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 
@@ -29,19 +30,22 @@ def hub(folder: Path, opens: threading.Event) -> Iterator[str]:
             headers = {"x-repo-commit": COMMIT}
             content = b"{}"
             status = 200
-            sizes = {file.name: file.stat().st_size for file in folder.iterdir()}
+            found = {file.name: file.read_bytes() for file in folder.iterdir()}
             if path.startswith("/api/models/org/name/tree/"):
                 tree = [
-                    {"type": "file", "path": name, "size": size, "oid": "b" * 40}
-                    for name, size in sizes.items()
+                    {"type": "file", "path": name, "size": len(data), "oid": "b" * 40}
+                    for name, data in found.items()
                 ]
                 content = json.dumps(tree).encode()
             elif path.startswith("/api/models/org/name"):
-                files = [{"rfilename": name, "size": size} for name, size in sizes.items()]
+                files = [
+                    {"rfilename": name, "size": len(data), "blobId": digest(data)}
+                    for name, data in found.items()
+                ]
                 content = json.dumps({"id": "org/name", "sha": COMMIT, "siblings": files}).encode()
             elif path.startswith("/org/name/resolve/"):
-                content = (folder / path.rpartition("/")[2]).read_bytes()
-                headers["etag"] = f'"{hashlib.sha256(content).hexdigest()}"'
+                content = found[unquote(path.rpartition("/")[2])]
+                headers["etag"] = f'"{digest(content)}"'
             else:
                 status = 404
                 headers["x-error-code"] = "RepoNotFound"
@@ -64,6 +68,10 @@ def hub(folder: Path, opens: threading.Event) -> Iterator[str]:
     finally:
         server.shutdown()
         server.server_close()
+
+
+def digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 @contextmanager

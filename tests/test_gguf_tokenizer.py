@@ -12,7 +12,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 gguf = pytest.importorskip("gguf")
 
 from servd.api.text.tokenizer import Tokenizer  # noqa: E402
-from servd.checkpoint import hf  # noqa: E402
+from servd.checkpoint import gguf_tokenizer, hf  # noqa: E402
 from servd.checkpoint.gguf import TABLE  # noqa: E402
 from tests.gguf_files import write_model  # noqa: E402
 
@@ -219,3 +219,19 @@ def test_damaged_vocabularies_are_refused_in_words(tmp_path: Path, key: str, val
     vocabulary = {name: each for name, each in vocabulary.items() if each is not None}
     with pytest.raises(ModelNotFound):
         Tokenizer.load(str(hf.find_model(str(write(tmp_path / "a.gguf", "llama", vocabulary)))))
+
+
+def test_long_pieces_and_too_many_merges_are_refused(monkeypatch: pytest.MonkeyPatch):
+    def make(*lengths: int) -> str:
+        tokens = ["a" * length for length in lengths]
+        own = {"tokens": tokens, "scores": [0.0] * len(tokens), "model": "llama"}
+        values = {f"tokenizer.ggml.{name}": value for name, value in own.items()}
+        values["tokenizer.ggml.add_bos_token"] = False
+        return gguf_tokenizer.make_tokenizer(values, "default")
+
+    monkeypatch.setattr(gguf_tokenizer, "MAX_MERGES", 1000, raising=False)
+    assert len(json.loads(make(*range(1, 40), 256))["model"]["merges"]) == 39 * 38 // 2
+    with pytest.raises(ValueError, match="a piece of 257 characters"):
+        make(1, 257)
+    with pytest.raises(ValueError, match="10.. merges"):
+        make(*range(1, 60))

@@ -1,15 +1,18 @@
 """MODEL "org/name:Q4_K_M": which files of the hub are downloaded, and what needs no network."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 
 gguf_files = pytest.importorskip("tests.gguf_files")
 
+from servd import cli  # noqa: E402
 from servd.base.errors import ModelNotFound  # noqa: E402
 from servd.checkpoint import hf  # noqa: E402
 from servd.checkpoint.gguf import choose_files, find_quantization  # noqa: E402
-from servd.cli import main  # noqa: E402
+from servd.cli import list as list_command  # noqa: E402
+from servd.cli import main, rm  # noqa: E402
 from servd.gateway.models import ModelFolder  # noqa: E402
 from tests import fake_hub  # noqa: E402
 
@@ -25,7 +28,9 @@ def files(tmp_path: Path, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> 
     model = LlamaForCausalLM.from_pretrained(tiny_llama)
     gguf_files.write_model(folder / "m-Q8_0.gguf", model, gguf_files.Quant.Q8_0)
     gguf_files.write_model(folder / "m-BF16.gguf", model, gguf_files.Quant.BF16)
-    gguf_files.write_model(folder / "m-F16.gguf", model, gguf_files.Quant.F16, split=8)
+    vocabulary = gguf_files.bpe_vocabulary(tiny_llama / "tokenizer.json")
+    f16 = gguf_files.Quant.F16
+    gguf_files.write_model(folder / "m-F16.gguf", model, f16, vocabulary=vocabulary, split=8)
     (folder / "mmproj-F16.gguf").write_bytes(b"not read")
     (folder / "README.md").write_text("a model")
     return folder
@@ -37,16 +42,20 @@ def names_in(folder: Path) -> list[str]:
 
 def test_the_file_of_a_quantization_is_downloaded_alone(files: Path, tmp_path: Path, monkeypatch):
     cache = tmp_path / "hub"
+    shutil.copy(files / "m-Q8_0.gguf", files / "x[1]-Q4_1.gguf")
     with fake_hub.online(files, monkeypatch):
-        assert hf.download_size("org/name:q8_0") == (files / "m-Q8_0.gguf").stat().st_size
+        blobs = hf.blobs_to_download("org/name:q8_0")
         folder = hf.find_model("org/name:q8_0", download_dir=str(cache))
         assert names_in(cache) == ["m-Q8_0.gguf"]
+        assert blobs == {f.name: f.stat().st_size for f in cache.glob("models--*/blobs/*")}
         assert hf.read_spec(folder).num_layers == 2
         assert hf.download_weights("org/name:Q8_0", download_dir=str(cache)) == folder
         assert hf.find_headers("org/name:Q8_0", None, str(cache), str(tmp_path)) == folder
         split = hf.find_model("org/name:F16", download_dir=str(cache))
         parts = len(hf.weight_files(split))
         assert parts > 1 and len(names_in(cache)) == 1 + parts
+        hf.find_model("org/name:Q4_1", download_dir=str(cache))
+        assert "x[1]-Q4_1.gguf" in names_in(cache)
         with pytest.raises(ModelNotFound, match=r"org/name:Q4_0 matches 0 files.*has m-BF16\.gguf"):
             hf.find_model("org/name:Q4_0", download_dir=str(cache))
         with pytest.raises(ModelNotFound, match=r"org/name:16 matches 2 files"):
@@ -64,13 +73,57 @@ def test_the_file_of_a_quantization_is_downloaded_alone(files: Path, tmp_path: P
         hf.find_model("org/name:F16", download_dir=str(cache))
 
 
-def test_a_folder_has_a_model_per_quantization(files: Path, tmp_path: Path, monkeypatch):
+def test_a_folder_has_a_model_per_quantization(files: Path, tmp_path: Path):
+    shutil.copy(files / "m-Q8_0.gguf", files / "odd-1-of-0.gguf")
     models = ModelFolder(files).read()
-    assert sorted(models) == ["m-BF16", "m-F16", "m-Q8_0"]
+    assert sorted(models) == ["m-BF16", "m-F16", "m-Q8_0", "odd"]
     assert models["m-F16"].num_bytes == sum(f.stat().st_size for f in files.glob("m-F16-*"))
+    (tmp_path / "odd-1-of-0.safetensors").write_bytes(b"")
+    assert hf.weight_files(tmp_path) == [tmp_path / "odd-1-of-0.safetensors"]
+
+
+def test_files_of_the_cache_have_names_of_their_own(files: Path, tmp_path: Path):
+    repository = tmp_path / "hub" / "models--org--name"
+    for revision, name in (
+        ("new", "m-Q8_0"),
+        ("old", "m-Q8_0"),
+        ("old", "m-Q4_0"),
+        ("new", "m-1B-F16"),
+        ("new", "m-3B-F16"),
+        ("new", "mmproj-F16"),
+    ):
+        (repository / "snapshots" / revision).mkdir(parents=True, exist_ok=True)
+        shutil.copy(files / "m-Q8_0.gguf", repository / "snapshots" / revision / f"{name}.gguf")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("new")
+    models = ModelFolder(tmp_path / "hub").read()
+    tags = {
+        name.removeprefix("org/name:"): model.path.parent.name for name, model in models.items()
+    }
+    assert tags == {"Q8_0": "new", "Q4_0": "old", "m-1B-F16": "new", "m-3B-F16": "new"}
+
+
+def test_a_name_of_the_list_can_be_shown_and_removed(files: Path, tmp_path, monkeypatch, capsys):
+    def execute(*argv: str) -> list[str]:
+        arguments = cli.make_parser().parse_args(argv)
+        assert arguments.run(arguments) == 0
+        return capsys.readouterr().out.split()
+
+    cache = tmp_path / "hub"
+    for command in (list_command, rm):
+        monkeypatch.setattr(command, "HF_HUB_CACHE", str(cache))
     with fake_hub.online(files, monkeypatch):
-        hf.download_weights("org/name:Q8_0", download_dir=str(tmp_path / "hub"))
-    assert [*ModelFolder(tmp_path / "hub").read()] == ["org/name:Q8_0"]
+        for tag in ("Q8_0", "F16"):
+            hf.download_weights(f"org/name:{tag}", download_dir=str(cache))
+    assert {"org/name:F16", "org/name:Q8_0"} <= {*execute("list")}
+    assert "llama" in execute("show", "org/name:F16")
+    with pytest.raises(ModelNotFound, match="no model 'org/name:F1'"):
+        execute("rm", "org/name:F1")
+    execute("rm", "org/name:F16")
+    assert names_in(cache) == ["m-Q8_0.gguf"]
+    assert len([*cache.glob("models--*/blobs/*")]) == 1
+    execute("rm", "org/name")
+    assert not [*cache.glob("models--*")]
 
 
 def test_pull_prints_the_folder(files: Path, tmp_path: Path, monkeypatch, capsys):

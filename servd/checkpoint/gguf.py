@@ -96,7 +96,7 @@ def find_quantization(name: str) -> str:
 def name_parts(path: Path) -> list[Path]:
     """Return the files of a checkpoint in numbered files, or the one file. They may not exist."""
     part = PART.search(path.name)
-    if part is None:
+    if part is None or not int(part[1]):
         return [path]
     total = part[1]
     numbers = range(1, min(int(total), MAX_PARTS) + 1)
@@ -132,25 +132,29 @@ def _make_folder(files: Sequence[Path], folder: Path) -> None:
     path = files[0]
     opened = [open_file(file) for file in files]
     values = opened[0][1]
+    key = "general.architecture"
+    name = values.get(key)
+    for number, (_, own) in enumerate(opened):
+        told = (own.get("split.count") or 1, own.get("split.no", number), own.get(key, name))
+        if told != (len(files), number, name):
+            raise ModelNotFound(
+                f"{files[number]} is one of {told[0]} files: name them NAME-00001-of-NUMBER.gguf "
+                "and so on, as they were"
+            )
     try:
         tensors = {tensor.name: tensor for reader, _ in opened for tensor in reader.tensors}
+        if len(tensors) != sum(len(reader.tensors) for reader, _ in opened):
+            raise ValueError("two of its files have the same tensor")
         config = make_config(path, values, tensors)
+        num_layers = len({name.split(".")[1] for name in tensors if name.startswith("blk.")})
+        if num_layers != config["num_hidden_layers"]:
+            raise ValueError(f"{num_layers} layers, not {config['num_hidden_layers']}")
         contents = {
             "config.json": json.dumps(config, allow_nan=False),
             "tokenizer_config.json": json.dumps(make_tokenizer_config(values)),
         }
     except DAMAGED as error:
         raise ModelNotFound(f"{path}: its metadata is incomplete or wrong: {error!r}") from None
-    if (values.get("split.count") or 1) != len(files):
-        raise ModelNotFound(
-            f"{path} is one of {values['split.count']} files: name them NAME-00001-of-NUMBER.gguf "
-            "and so on, as they were"
-        )
-    num_layers = len({name.split(".")[1] for name in tensors if name.startswith("blk.")})
-    if num_layers != config["num_hidden_layers"]:
-        raise ModelNotFound(
-            f"{path} has {num_layers} layers, but its metadata has {config['num_hidden_layers']}"
-        )
     folder.mkdir()
     for name, content in contents.items():
         (folder / name).write_text(content, encoding="utf8")
@@ -230,6 +234,9 @@ def _make_rope(path: Path, own: dict[str, Any], tensors: dict[str, ReaderTensor]
     kind = own.get("rope.scaling.type", "none").replace("none", "default")
     if "rope_factors_long.weight" in tensors:
         kind = "longrope"
+    given = [tensor for name, tensor in tensors.items() if name.startswith("rope_f")]
+    if any(each.tensor_type.name != "F32" or not (each.data > 0).all() for each in given):
+        raise ValueError("rope factors that are no F32 above 0")
     keys = TABLE["rope"].get(kind, {})
     has_factors = "rope_freqs.weight" in tensors
     problems = [] if kind in TABLE["rope"] else [f"rope scaling {kind!r}"]

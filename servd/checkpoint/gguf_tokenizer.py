@@ -20,6 +20,8 @@ NORMAL = 1
 CONTROL = 3
 USER_DEFINED = 4
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's
+MAX_PIECE = 256  # characters
+MAX_MERGES = 1 << 20  # Gemma has 580,000
 
 
 def write_tokenizer(folder: Path) -> Path:
@@ -108,12 +110,12 @@ def _make_sentence_piece(own: dict[str, Any], in_order: bool) -> Tokenizer:
     scores = range(0, -len(tokens), -1) if in_order else own["scores"]
     typed = zip(tokens, scores, own["token_type"], strict=True)
     pieces = {token: score for token, score, kind in typed if kind in (NORMAL, USER_DEFINED)}
-    merges = [
-        (token[:cut], token[cut:])
-        for token in pieces
-        for cut in range(1, len(token))
-        if token[:cut] in pieces and token[cut:] in pieces
-    ]
+    merges: list[tuple[str, str]] = []
+    for token in pieces:
+        if len(token) > MAX_PIECE or len(merges) > MAX_MERGES:
+            raise ValueError(f"{len(merges)} merges, or a piece of {len(token)} characters")
+        cuts = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
+        merges += [(left, right) for left, right in cuts if left in pieces and right in pieces]
     merges.sort(key=lambda pair: (-pieces[pair[0] + pair[1]], -len(pair[0])))
     vocab = {token: token_id for token_id, token in enumerate(tokens)}
     unknown = tokens[own["unknown_token_id"]] if "unknown_token_id" in own else None

@@ -1,5 +1,6 @@
 """Hugging Face models: finds or downloads files, and reads config.json without transformers."""
 
+import glob
 import json
 import logging
 import os
@@ -214,8 +215,8 @@ def local_folder(model: str) -> Path | None:
 
 def find_model(model: str, revision: str | None = None, download_dir: str | None = None) -> Path:
     """Return the folder with config.json and the tokenizer of `model`. Downloads these small files
-    if needed. Raises ModelNotFound if the folder or repository does not exist, or the hub is
-    unreachable.
+    if needed; of "repository:Q4_K_M" the whole GGUF file. Raises ModelNotFound if the folder or
+    repository does not exist, or the hub is unreachable.
     """
     if (folder := local_folder(model)) is not None:
         return folder
@@ -271,19 +272,20 @@ def has_weights(folder: Path) -> bool:
         return False
 
 
-def download_size(model: str) -> int:
-    """Return the bytes that `download_weights` gets from the hub. Raises ModelNotFound."""
+def blobs_to_download(model: str) -> dict[str, int]:
+    """Return the bytes of each blob that `download_weights` gets, by name. Raises ModelNotFound."""
     import huggingface_hub
 
     repository, _, tag = model.partition(":")
     with _hub_errors(model):
-        files = huggingface_hub.HfApi().model_info(repository, files_metadata=True).siblings or []
-    sizes = {file.rfilename: file.size or 0 for file in files}
+        found = huggingface_hub.HfApi().model_info(repository, files_metadata=True).siblings or []
+    files = {file.rfilename: file for file in found}
     patterns = METADATA_FILES + WEIGHT_FILES
+    names = huggingface_hub.utils.filter_repo_objects(files, allow_patterns=patterns)
     if tag:
-        patterns = gguf.choose_files(model, sizes, tag, repository)
-    wanted = huggingface_hub.utils.filter_repo_objects(sizes, allow_patterns=patterns)
-    return sum(sizes[name] for name in wanted)
+        names = gguf.choose_files(model, files, tag, repository)
+    chosen = [files[name] for name in names]
+    return {(f.lfs.sha256 if f.lfs else f.blob_id) or f.rfilename: f.size or 0 for f in chosen}
 
 
 def _download(
@@ -295,15 +297,17 @@ def _download(
     import huggingface_hub  # 0.3 s and 20 MB that a local folder does not need
 
     repository, _, tag = model.partition(":")
+    names: list[str] = []
     if tag:
         with _hub_errors(model):
             names = _gguf_names(repository, revision, download_dir)
-        patterns = gguf.choose_files(model, names, tag, repository)
+        names = gguf.choose_files(model, names, tag, repository)
+        patterns = [glob.escape(name) for name in names]
     with _hub_errors(model):
         found = huggingface_hub.snapshot_download(
             repository, revision=revision, cache_dir=download_dir, allow_patterns=patterns
         )
-    return gguf.as_folder(Path(found, patterns[0])) if tag else Path(found)
+    return gguf.as_folder(Path(found, names[0])) if names else Path(found)
 
 
 def _gguf_names(repository: str, revision: str | None, download_dir: str | None) -> list[str]:

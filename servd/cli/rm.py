@@ -1,4 +1,4 @@
-"""Delete a model from the Hugging Face cache."""
+"""Delete a model, or a GGUF file of a model, from the Hugging Face cache."""
 
 import argparse
 import shutil
@@ -7,8 +7,9 @@ from pathlib import Path
 from huggingface_hub.constants import HF_HUB_CACHE
 
 from servd.base.errors import ModelNotFound
+from servd.checkpoint import gguf
 from servd.checkpoint.short_names import full_name
-from servd.gateway.models import HUB
+from servd.gateway.models import HUB, quantizations
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -18,12 +19,24 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     name = full_name(arguments.model)
     folder = find_repository(name)
-    if not folder.is_dir():
+    if folder.is_dir():
+        shutil.rmtree(folder)
+    elif find_file(name) is None:
         raise ModelNotFound(f"the cache has no model {name!r}; `servd list` shows what it has")
-    shutil.rmtree(folder)
+    while (file := find_file(name)) is not None:  # of each revision
+        for part in filter(Path.exists, gguf.name_parts(file)):
+            if part.resolve().parent.name == "blobs":  # else a file of the user's own
+                part.resolve().unlink()
+            part.unlink()
     return 0
 
 
 def find_repository(name: str) -> Path:
     """Return where the Hugging Face cache keeps a model, if it has it."""
     return Path(HF_HUB_CACHE) / f"{HUB}{name.replace('/', '--')}"
+
+
+def find_file(name: str) -> Path | None:
+    """Return the GGUF file "org/name:Q4_K_M" of the Hugging Face cache; None if it has none."""
+    repository, _, tag = name.partition(":")
+    return dict(quantizations(find_repository(repository))).get(tag)

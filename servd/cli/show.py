@@ -10,7 +10,7 @@ from servd.base.errors import ModelNotFound, ServdError
 from servd.base.sizes import format_bytes
 from servd.checkpoint import hf
 from servd.checkpoint.short_names import full_name
-from servd.cli.rm import find_repository
+from servd.cli.rm import find_file, find_repository
 from servd.gateway.models import find_snapshot
 from servd.terminal import api_client
 from servd.terminal.output import clean
@@ -54,7 +54,5 @@ def run(arguments: argparse.Namespace) -> int:
 
 def describe_local(name: str) -> dict[str, Any] | None:
     """Return the description of a model of this machine; None if the model is not here."""
-    folder = hf.local_folder(name) or find_snapshot(find_repository(name))
-    if folder is None:
-        return None
-    return describe_folder(folder, name)
+    folder = hf.local_folder(str(find_file(name) or name)) or find_snapshot(find_repository(name))
+    return None if folder is None else describe_folder(folder, name)

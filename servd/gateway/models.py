@@ -1,6 +1,7 @@
 """ModelFolder: finds the models in a folder, their names, and the LoRA adapters of each model."""
 
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -95,8 +96,8 @@ def _models_in(folder: Path) -> Iterator[tuple[str, Path]]:
         if path.name.startswith(HUB):
             name = path.name.removeprefix(HUB).replace("--", "/")
             yield name, path
-            for file in filter(_is_model, path.glob("snapshots/*/**/*.gguf")):
-                yield f"{name}:{gguf.find_quantization(file.name)}", file
+            for tag, file in quantizations(path):
+                yield f"{name}:{tag}", file
         elif _is_model(path):
             yield gguf.PART.sub("", path.name).removesuffix(".gguf"), path
         elif not path.name.startswith("."):
@@ -106,11 +107,26 @@ def _models_in(folder: Path) -> Iterator[tuple[str, Path]]:
                     yield f"{path.name}/{name}", inner
 
 
+def quantizations(repository: Path) -> Iterator[tuple[str, Path]]:
+    """Yield the quantization and path of each GGUF file of a model in the Hugging Face cache; the
+    file's name, if two have the same quantization. Branch main's hide those of other revisions.
+    """
+    main = b""
+    with suppress(OSError):
+        main = (repository / "refs" / "main").read_bytes().strip()
+    files: dict[Path, Path] = {}
+    for folder in sorted(repository.glob("snapshots/*"), key=lambda p: os.fsencode(p.name) == main):
+        files |= {f.relative_to(folder): f for f in folder.rglob("*.gguf") if _is_model(f)}
+    tags = [gguf.find_quantization(path.name) for path in files]
+    for tag, file in zip(tags, files.values(), strict=True):
+        yield tag if tags.count(tag) == 1 else gguf.PART.sub("", file.name)[: -len(".gguf")], file
+
+
 def _is_model(path: Path) -> bool:
     """Return whether a path is a model. An unreadable path, such as lost+found, is not."""
     try:
         if path.suffix == ".gguf" and path.is_file():
-            return path == gguf.name_parts(path)[0]
+            return path == gguf.name_parts(path)[0] and gguf.PROJECTOR not in path.name
         return (path / "config.json").is_file()
     except OSError as error:
         logger.debug("%s is no model: %s", path, error)

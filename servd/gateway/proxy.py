@@ -216,7 +216,8 @@ class Gateway:
                 except ModelNotFound as error:
                     raise NotFound(str(error)) from None
             await self.servers.scan()
-            await self.servers.find(model)
+            if ":" not in model:  # a tag such as q8_0 may be a part of the listed name
+                await self.servers.find(model)
         yield {"status": "success"}
 
     async def retrieve_model(self, request: Request) -> Response:

@@ -4,7 +4,7 @@ import asyncio
 import os
 import shutil
 import sys
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Container
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,10 @@ async def pull(model: str, folder: Path) -> AsyncGenerator[dict[str, Any]]:
     """Yield Ollama's lines of progress. If the client leaves, the download stops, and the next one
     resumes it. Raises InvalidRequest: the disk is too small; ModelNotFound; Unavailable: it failed.
     """
-    total = await asyncio.to_thread(hf.download_size, model)
-    parts = folder / f"{HUB}{model.partition(':')[0].replace('/', '--')}" / "blobs"
-    missing = total - _size(parts)
+    blobs = await asyncio.to_thread(hf.blobs_to_download, model)
+    total = sum(blobs.values())
+    cached = folder / f"{HUB}{model.partition(':')[0].replace('/', '--')}" / "blobs"
+    missing = total - _size(cached, blobs)
     if missing > (free := shutil.disk_usage(folder).free):
         raise InvalidRequest(
             f"{model} needs {format_bytes(missing)}, and --models-dir has {format_bytes(free)} free"
@@ -39,9 +40,8 @@ async def pull(model: str, folder: Path) -> AsyncGenerator[dict[str, Any]]:
     ending = asyncio.ensure_future(process.communicate())
     try:
         while not ending.done():
-            completed = min(_size(parts), total)
-            digest = {"digest": model, "total": total, "completed": completed}
-            yield {"status": f"pulling {model}", **digest}
+            size = min(_size(cached, blobs), total)
+            yield {"status": f"pulling {model}", "digest": model, "total": total, "completed": size}
             await asyncio.wait({ending}, timeout=INTERVAL)
     finally:
         if process.returncode is None:
@@ -52,9 +52,10 @@ async def pull(model: str, folder: Path) -> AsyncGenerator[dict[str, Any]]:
         raise Unavailable(lines[-1].removeprefix("servd: error: "))
 
 
-def _size(folder: Path) -> int:
+def _size(folder: Path, names: Container[str]) -> int:
+    """Return the bytes of the blobs of these names, and of their incomplete files."""
     total = 0
     for file in folder.glob("*"):
         with suppress(FileNotFoundError):  # renamed when it is complete
-            total += file.stat().st_size
+            total += file.stat().st_size * (file.name.partition(".")[0] in names)
     return total

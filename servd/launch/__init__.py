@@ -72,7 +72,7 @@ def raise_file_limit() -> None:
 
 
 def find_and_resolve(config: Config) -> tuple[Config, hf.ModelSpec, dict[str, Decision]]:
-    """Find the model's metadata (downloading these small files if needed) and resolve every "auto".
+    """Find the model's metadata, downloading its small files or GGUF file; resolve every "auto".
     Return the resolved Config, the model's architecture, and the decisions by option. Raise
     ConfigError if the model does not exist, its architecture is not supported, or options conflict.
     """

@@ -861,6 +861,29 @@ async def test_a_client_downloads_a_model_and_uses_it(tmp_path: Path):
         assert (await client.pull("one")).status == "success"
 
 
+async def test_a_tag_means_the_same_file_as_on_the_hub(tmp_path: Path, monkeypatch):
+    files = tmp_path / "files"
+    files.mkdir()
+    for number, kind in enumerate(("Q6_K", "Q6_K_L", "Q4_K_M")):
+        path = files / f"m-{kind}.gguf"
+        path.write_bytes(make_gguf(path) + bytes(number))
+    cache = tmp_path / "models"
+    cache.mkdir()
+    with fake_hub.online(files, monkeypatch):
+        async with ollama_client(cache, models_pull=True) as (client, _):
+
+            async def pull(tag: str) -> set[str]:
+                assert (await client.pull(f"org/name:{tag}")).status == "success"
+                return {
+                    (model.model or "").partition(":")[2] for model in (await client.list()).models
+                }
+
+            assert await pull("q6_k_l") == {"Q6_K_L", "latest"}
+            assert await pull("q6_k_l") == {"Q6_K_L", "latest"}
+            assert await pull("q6_k") == {"Q6_K", "Q6_K_L", "latest"}
+            assert await pull("Q4_K") == {"Q6_K", "Q6_K_L", "Q4_K_M", "latest"}
+
+
 async def test_a_client_downloads_one_gguf_file_of_several(
     tmp_path: Path, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -944,11 +967,15 @@ async def test_only_models_pull_lets_clients_download(tmp_path: Path):
 @pytest.mark.usefixtures("online")
 async def test_a_download_that_the_disk_cannot_hold_is_refused(tmp_path: Path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+    blobs = tmp_path / "models--org--name" / "blobs"
+    blobs.mkdir(parents=True)
+    with (blobs / "of-another-file").open("wb") as file:
+        file.truncate(1 << 30)
     async with ollama_client(tmp_path, models_pull=True) as (client, _):
         with pytest.raises(ollama.ResponseError, match="needs .*1000B free") as error:
             await client.pull("org/name")
         assert error.value.status_code == 400
-    assert not [*tmp_path.glob("models--*")]
+    assert [file.name for file in blobs.iterdir()] == ["of-another-file"]
 
 
 async def test_keep_alive_of_nothing_frees_a_model_without_loading_it(tmp_path: Path):

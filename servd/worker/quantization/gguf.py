@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from servd.base.errors import UnsupportedModel
-from servd.checkpoint.gguf import ARCHITECTURES, TABLE, open_file
+from servd.checkpoint.gguf import ARCHITECTURES, FLOATS, TABLE, open_file
 from servd.worker.layers.quantized import NamedTensors, Quantized
 from servd.worker.ops import native
 
@@ -93,11 +93,11 @@ def _decode(tensor: ReaderTensor, device: torch.device) -> Tensor | Quantized:
     from gguf import GGML_QUANT_SIZES, quants  # an extra: `_imatrix` imports this file without it
 
     kind = tensor.tensor_type.name
+    if not tensor.data.size:
+        raise UnsupportedModel(f"tensor {tensor.name} is empty")
     data = torch.from_numpy(tensor.data)  # floats by value, blocks as bytes: [..., bytes of a row]
-    if kind in ("F32", "F16"):
-        return data
-    if kind == "BF16":
-        return data.view(torch.bfloat16)
+    if kind in FLOATS:
+        return data.view(torch.bfloat16) if kind == "BF16" else data
     if kind not in BLOCKS:
         raise UnsupportedModel(
             f"tensor {tensor.name} has GGUF type {kind}; supported are F32, F16, BF16, "
@@ -105,7 +105,12 @@ def _decode(tensor: ReaderTensor, device: torch.device) -> Tensor | Quantized:
         )
     if native.library() is None:
         return torch.from_numpy(quants.dequantize(tensor.data, tensor.tensor_type)).to(device)
-    return _unpack(BLOCKS[kind], data, *GGML_QUANT_SIZES[tensor.tensor_type], device)
+    unpacked = _unpack(BLOCKS[kind], data, *GGML_QUANT_SIZES[tensor.tensor_type], device)
+    largest = max(map(abs, unpacked.table or (128,)))  # MXFP4's largest scales overflow
+    for each in (unpacked.scale, unpacked.offset):
+        if not (each is None or each.is_meta or bool((each.float() * largest).isfinite().all())):
+            raise UnsupportedModel(f"tensor {tensor.name} has a scale that is no finite number")
+    return unpacked
 
 
 class BlockType(NamedTuple):

@@ -1,10 +1,12 @@
 """GGUF files: what transformers makes of the same file, its tokenizer, and what is refused."""
 
+import shutil
 import struct
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
@@ -16,6 +18,9 @@ from servd.base.errors import ConfigError, ModelNotFound, UnsupportedModel  # no
 from servd.checkpoint import gguf as servd_gguf  # noqa: E402
 from servd.checkpoint import hf  # noqa: E402
 from servd.checkpoint.facts import read_facts  # noqa: E402
+from servd.worker.layers import packed  # noqa: E402
+from servd.worker.layers._matrix import Matrix  # noqa: E402
+from servd.worker.ops import native  # noqa: E402
 from servd.worker.runner import dry_run  # noqa: E402
 from servd.worker.runner.cpu_model_runner import CPUModelRunner  # noqa: E402
 from tests.gguf_files import Quant, bpe_vocabulary, write_model  # noqa: E402
@@ -63,6 +68,24 @@ def test_tokens_equal_those_of_transformers_on_the_dequantised_weights(tiny_llam
         slot = driver.add(prompt)
         driver.generate([slot], 12)
         assert driver.free(slot)[: len(prompt) + 12] == greedy(reference, prompt, 12)
+
+
+@pytest.mark.parametrize(
+    ("quant", "num_terms", "kv_dtype"),
+    [(Quant.Q4_1, 1, torch.bfloat16), (Quant.F16, packed.EXACT_TERMS, torch.float32)],
+    ids=["blocks", "floats"],
+)
+def test_activations_are_rounded_only_beside_blocks(
+    tiny_llama: Path, tmp_path: Path, quant, num_terms, kv_dtype
+):
+    if native.library() is None:
+        pytest.skip("no compiled kernels: activations are float32 with torch's products")
+    model = LlamaForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32)
+    path = write_model(tmp_path / "tiny.gguf", model, quant)
+    runner = Driver(config_for(hf.find_model(str(path)), block_size=16)).worker.runner
+    weights = [each for _, each in runner.model.named_parameters() if isinstance(each, Matrix)]
+    assert {each.quant_method.num_terms for each in weights} == {num_terms}
+    assert {cache.dtype for cache in runner.kv_caches} == {kv_dtype}
 
 
 def test_the_plan_knows_what_it_takes(tiny_llama: Path, tmp_path: Path):
@@ -149,6 +172,36 @@ def test_metadata_of_another_kind_is_refused_in_words(
         Tokenizer.load(str(hf.find_model(str(path))))
 
 
+@pytest.mark.parametrize(
+    ("quant", "factors"),
+    [
+        (Quant.F32, np.array([1, 0], np.float32)),
+        (Quant.F32, np.array([1, -1], np.float32)),
+        (Quant.F32, np.array([1, np.nan], np.float32)),
+        (Quant.F32, np.array([1, np.inf], np.float32)),
+        (Quant.BF16, np.array([128, 63], np.uint8)),
+    ],
+    ids=["zero", "negative", "nan", "infinity", "bfloat16"],
+)
+def test_rope_factors_are_floats_above_zero(tiny_llama, tmp_path, monkeypatch, quant, factors):
+    path = write_gguf(tmp_path / "a.gguf", tiny_llama)
+    open_file = servd_gguf.open_file
+
+    def open_changed(path: Path) -> Any:
+        reader, values = open_file(path)
+        name = "rope_freqs.weight"
+        added = reader.tensors[0]._replace(name=name, tensor_type=quant, data=factors)
+        reader.tensors.append(added)
+        return reader, values
+
+    monkeypatch.setattr(servd_gguf, "open_file", open_changed)
+    with pytest.raises(ModelNotFound, match="its metadata is incomplete or wrong"):
+        hf.find_model(str(path))
+    factors = np.ones(8, np.float32)
+    quant = Quant.F32
+    assert hf.find_model(str(path))
+
+
 @pytest.mark.parametrize("kind", [4, 8, 9], ids=["numbers", "texts", "lists"])
 def test_a_list_that_is_said_to_be_longer_than_the_file_is_refused_at_once(tmp_path, kind):
     begin = b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"a"
@@ -189,9 +242,36 @@ def test_a_model_in_parts_is_read_from_all_of_them(tiny_llama: Path, tmp_path: P
     parts[2].unlink()
     with pytest.raises(ModelNotFound, match=r"lacks 1 of 5 weight files: split-00003-of"):
         hf.find_model(str(parts[0]))
-    (tmp_path / "alone.gguf").write_bytes(parts[0].read_bytes())
-    with pytest.raises(ModelNotFound, match=r"is one of 5 files: name them"):
-        hf.find_model(str(tmp_path / "alone.gguf"))
+    for part in parts[:2]:
+        (tmp_path / "alone.gguf").write_bytes(part.read_bytes())
+        with pytest.raises(ModelNotFound, match=r"alone.gguf is one of 5 files: name them"):
+            hf.find_model(str(tmp_path / "alone.gguf"))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({}, "two of its files have the same tensor"),
+        ({"split.no": 0}, "00002-of-00002.gguf is one of 2 files: name them"),
+        ({"split.count": 3}, "00002-of-00002.gguf is one of 3 files: name them"),
+        ({"general.architecture": "qwen2"}, "00002-of-00002.gguf is one of 2 files: name them"),
+    ],
+    ids=["tensors", "number", "count", "architecture"],
+)
+def test_parts_of_several_models_are_refused(tiny_llama, tmp_path, monkeypatch, changed, message):
+    first = write_gguf(tmp_path / "a-00001-of-00002.gguf", tiny_llama)
+    second = shutil.copy(first, tmp_path / "a-00002-of-00002.gguf")
+    open_file = servd_gguf.open_file
+
+    def open_changed(path: Path) -> Any:
+        reader, values = open_file(path)
+        if path == second:
+            return reader, values | {"split.count": 2, "split.no": 1} | changed
+        return reader, values | {"split.count": 2, "split.no": 0}
+
+    monkeypatch.setattr(servd_gguf, "open_file", open_changed)
+    with pytest.raises(ModelNotFound, match=message):
+        hf.find_model(str(first))
 
 
 def chats(count: int) -> list[str]:

@@ -8,10 +8,18 @@ import torch
 
 gguf = pytest.importorskip("gguf")
 
+from servd.base.errors import UnsupportedModel  # noqa: E402
 from servd.worker.layers.quantized import Quantized  # noqa: E402
 from servd.worker.quantization.gguf import BLOCKS, read  # noqa: E402
 
 QUANTS = [gguf.GGMLQuantizationType[name] for name in BLOCKS]
+
+
+def halves_of(quant: gguf.GGMLQuantizationType) -> tuple[int, ...]:
+    """Where a block has its 16-bit floats."""
+    if quant.name in ("Q4_0", "Q5_0", "Q8_0", "IQ4_NL"):
+        return (0,)
+    return {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "MXFP4": ()}.get(quant.name, (0, 2))
 
 
 def random_blocks(quant: gguf.GGMLQuantizationType, rows: int, blocks: int) -> np.ndarray:
@@ -19,10 +27,7 @@ def random_blocks(quant: gguf.GGMLQuantizationType, rows: int, blocks: int) -> n
     random = np.random.default_rng(int(quant))
     _, size = gguf.GGML_QUANT_SIZES[quant]
     data = random.integers(0, 256, (rows, blocks, size), dtype=np.uint8)
-    halves = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "MXFP4": ()}.get(quant.name, (0, 2))
-    if quant.name in ("Q4_0", "Q5_0", "Q8_0", "IQ4_NL"):
-        halves = (0,)
-    for at in halves:
+    for at in halves_of(quant):
         numbers = random.normal(size=(rows, blocks, 1)).astype(np.float16)
         data[..., at : at + 2] = numbers.view(np.uint8)
     if quant.name == "MXFP4":
@@ -48,3 +53,23 @@ def test_blocks_are_what_the_format_says(tmp_path: Path, quant: gguf.GGMLQuantiz
     assert name == "lm_head.weight" and isinstance(tensor, Quantized)
     expected = torch.from_numpy(gguf.quants.dequantize(data, quant))
     assert torch.equal(tensor.dequantize(), expected)
+
+
+@pytest.mark.parametrize("quant", QUANTS, ids=lambda q: q.name)
+def test_scales_that_are_no_finite_numbers_are_refused(tmp_path: Path, quant):
+    _, size = gguf.GGML_QUANT_SIZES[quant]
+    for at in halves_of(quant) or (0,):
+        data = random_blocks(quant, rows=2, blocks=3)
+        data[1, size + at : size + at + 2] = (0, 0x7C)  # infinity
+        if quant.name == "MXFP4":
+            data[1, size] = 255
+        write(tmp_path / "model.gguf", {"output.weight": (data, quant)})
+        with pytest.raises(UnsupportedModel, match=r"output\.weight has a scale"):
+            [*read([tmp_path / "model.gguf"], {}, torch.device("cpu"))]
+
+
+def test_an_empty_tensor_is_refused(tmp_path: Path):
+    empty = np.zeros((2, 0), dtype=np.uint8)
+    write(tmp_path / "model.gguf", {"output.weight": (empty, gguf.GGMLQuantizationType.Q8_0)})
+    with pytest.raises(UnsupportedModel, match=r"output\.weight is empty"):
+        [*read([tmp_path / "model.gguf"], {}, torch.device("cpu"))]
