@@ -1,4 +1,4 @@
-"""Delete a model, or a GGUF file of a model, from the Hugging Face cache."""
+"""Delete a model, or one of its GGUF files, from the cache."""
 
 import argparse
 import shutil
