@@ -44,7 +44,11 @@ X86 = {
     "avx2": ["-march=x86-64-v3", "-mtune=haswell"],
     "generic": [],
 }
-ARM = {"dotprod": ["-march=armv8.2-a+dotprod"], "generic": []}
+ARM = {
+    "i8mm": ["-march=armv8.2-a+dotprod+i8mm+bf16"],
+    "dotprod": ["-march=armv8.2-a+dotprod"],
+    "generic": [],
+}
 # What /proc/cpuinfo must list for a variant: the conditions of servd_is_usable in cpu/graph.cpp
 # and of native.py.
 AVX2 = {"avx2", "fma", "f16c"}
@@ -56,6 +60,7 @@ FLAGS = {
     "avx512": AVX512,
     "avxvnni": AVX2 | {"avx_vnni"},
     "avx2": AVX2,
+    "i8mm": {"asimddp", "i8mm", "bf16"},
     "dotprod": {"asimddp"},
     "generic": set(),
 }

@@ -123,11 +123,12 @@ def test_the_native_variant_is_of_the_cpu():
 
 def test_a_cross_compiler_compiles_the_variants_of_its_machine():
     cross = {"CXX": "echo aarch64-linux-gnu"}  # what it prints when it is asked for its machine
-    assert ask_setup_py("chosen_variants()", **cross, SERVD_KERNELS="all") == ["dotprod", "generic"]
-    cases = ["fp asimd asimdhp asimddp", "fp asimd"]
+    variants = ["i8mm", "dotprod", "generic"]
+    assert ask_setup_py("chosen_variants()", **cross, SERVD_KERNELS="all") == variants
+    cases = ["fp asimd asimddp i8mm bf16", "fp asimd asimddp i8mm", "fp asimd"]
     given = [f"processor\t: 0\nFeatures\t: {features}\n" for features in cases]
     found = ask_setup_py(f"[native_variant(info, lambda: False) for info in {given!r}]", **cross)
-    assert found == ["dotprod", "generic"]
+    assert found == variants
 
 
 @pytest.mark.skipif(native.SWITCH in os.environ, reason="another library is asked for")

@@ -41,7 +41,7 @@ class ModelConfig(Section, frozen=True):
     """
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of weights and activations. auto: the checkpoint's type on CUDA, float32 on a CPU. CPUs
-    compute in float32; with bfloat16, AMX and AVX512_BF16 round activations.
+    compute in float32; with bfloat16, AMX, AVX512_BF16 and Arm's BF16 round activations.
     """
     quantization: Annotated[str | None, Meta(extra={"plugins": "servd.worker.quantization"})] = None
     """Quantize weights while loading: int8 to 8 bits, int4 to 5 with scales, fp8 to e4m3 (from

@@ -7,8 +7,8 @@ import pytest
 from servd.worker.ops import native
 
 # Libraries that multiply integers; those that do so with bytes and exact activations, too.
-INTEGER_SUMS = ("amx", "bf16", "vnni", "avxvnni", "avx2", "dotprod")
-EXACT_SUMS = ("amx", "bf16", "vnni", "avxvnni", "dotprod")
+INTEGER_SUMS = ("amx", "bf16", "vnni", "avxvnni", "avx2", "i8mm", "dotprod")
+EXACT_SUMS = ("amx", "bf16", "vnni", "avxvnni", "i8mm", "dotprod")
 
 
 def forced(switch: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:

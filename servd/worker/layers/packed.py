@@ -55,8 +55,8 @@ class PackedMatrix(Packed):
     Args:
         weight: [out, in] of any strides, float32, bfloat16, float16 or int8.
         scale: float32 [out]: factor on each row, for int8.
-        x_dtype: type that x may be rounded to where that is faster (AVX2, VNNI, AMX), if the weight
-            has this type. int8 has a scale for each row, or for 1024 elements of it.
+        x_dtype: type that x may be rounded to where that is faster (AVX2, VNNI, AMX, Arm), if the
+            weight has this type. int8 has a scale for each row, or for 1024 elements of it.
         is_spread: the weight's rows are rotated by `spread`.
     """
 

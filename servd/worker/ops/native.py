@@ -33,6 +33,7 @@ CAPABILITIES = {
     "avx512": ("AVX512",),
     "avxvnni": ("AVX2", "AVX512"),
     "avx2": ("AVX2", "AVX512"),
+    "i8mm": (),
     "dotprod": (),
     "generic": (),
 }

@@ -37,6 +37,7 @@ SUITES = (
     "tests/worker/quantization/test_int8.py",
     "tests/worker/lora/test_layers.py",
 )
+VARIANTS = ("i8mm", "dotprod", "generic")
 LEFT_OUT = "triton or fork or at_once or a_library"
 
 pytestmark = pytest.mark.slow
@@ -96,18 +97,20 @@ def load(emulator: list[str]) -> Iterator[Callable[[Path], EmulatedLibrary]]:
         library.close()
 
 
-def test_a_cpu_without_dot_products_takes_the_generic_kernels(folder, load):
-    assert {path.name for path in folder.glob("*.so")} == {"_dotprod.so", "_generic.so"}
-    usable = [
-        (cpu, name)
-        for cpu in ("cortex-a72", "max")
-        for name in ("dotprod", "generic")
-        if load(folder / f"_{name}.so", cpu).is_usable
-    ]
-    assert usable == [("cortex-a72", "generic"), ("max", "dotprod"), ("max", "generic")]
+@pytest.mark.parametrize(
+    ("cpu", "usable"),
+    [
+        ("cortex-a72", {"generic"}),
+        ("neoverse-n1", {"generic", "dotprod"}),
+        ("max", {"generic", "dotprod", "i8mm"}),
+    ],
+)
+def test_a_cpu_uses_the_kernels_of_instructions_that_it_has(cpu, usable, folder, load):
+    assert {path.name for path in folder.glob("*.so")} == {f"_{name}.so" for name in VARIANTS}
+    assert {name for name in VARIANTS if load(folder / f"_{name}.so", cpu).is_usable} == usable
 
 
-@pytest.mark.parametrize("name", ["dotprod", "generic"])
+@pytest.mark.parametrize("name", VARIANTS)
 def test_kernels_pass_the_tests_of_all_kernels(name, folder, emulator):
     environment = os.environ | {
         "SERVD_EMULATED": str(folder / f"_{name}.so"),
@@ -169,8 +172,9 @@ def test_without_fused_products_every_kernel_has_the_bits_of_x86(
     assert twins.different == set()
 
 
+@pytest.mark.parametrize("name", ["i8mm", "dotprod"])
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.int8], ids=str)
-def test_sums_of_integers_have_the_bits_of_this_cpu(x_dtype, folder, load, monkeypatch):
+def test_sums_of_integers_have_the_bits_of_this_cpu(name, x_dtype, folder, load, monkeypatch):
     here = native.library()
     if here is None or here.name not in EXACT_SUMS:
         pytest.skip("this CPU has no kernels with sums of integers")
@@ -191,7 +195,7 @@ def test_sums_of_integers_have_the_bits_of_this_cpu(x_dtype, folder, load, monke
         return results
 
     expected = products()
-    emulated = load(folder / "_dotprod.so")
+    emulated = load(folder / f"_{name}.so")
     monkeypatch.setattr(native, "library", lambda: emulated)
     for got, wanted in zip(products(), expected, strict=True):
         assert torch.equal(got, wanted)

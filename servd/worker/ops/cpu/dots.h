@@ -1,6 +1,6 @@
 // Dot products by AVX-512, AVX2 and NEON: four products of int8 (VNNI, `sdot`), or two of bfloat16 or
 // of 16 bits (`vpmaddwd`), are added in each 32 bits of a vector: four or two times as many as in
-// float32.
+// float32. `smmla` and `bfmmla` add twice as many again.
 //
 // The first factor of VNNI has no sign. Weights are it, and so much more that none is negative:
 // sums begin with what that will add too much. `sdot` and `vpmaddwd` have signs.
@@ -160,6 +160,57 @@ using WideNibbles = NibblesOf<false>;
 #endif
 
 #else
+inline int8x16_t load_values(const float* table) {
+    int8_t numbers[16];
+    for (int i = 0; i < 16; i++) numbers[i] = int8_t(table[i]);
+    return vld1q_s8(numbers);
+}
+
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+// 8 bytes of each of 4 outputs. An instruction multiplies those of 2 outputs with 8 bytes of 2 rows
+// of x.
+struct Codes { int8x16_t pair[2]; };
+
+struct Smmla {
+    using X = int8_t;
+    using Sum = int32x4_t;
+    static constexpr int K = 8, more = 0;
+    static Sum add(Sum sum, int8x16_t x, int8x16_t w) { return vmmlaq_s32(sum, x, w); }
+};
+
+struct Bytes : Smmla {
+    static constexpr int64_t SIZE = K * NR;
+
+    explicit Bytes(const float* = nullptr) {}
+    void read(const char* from, Codes& w0, Codes& w1) const {
+        const int8_t* const p = (const int8_t*)from;
+        w0 = {vld1q_s8(p), vld1q_s8(p + 16)}, w1 = {vld1q_s8(p + 32), vld1q_s8(p + 48)};
+    }
+};
+
+// 4 bits choose from whole numbers.
+struct Nibbles : Smmla {
+    static constexpr int64_t SIZE = K * NR / 2;
+    int8x16_t values;
+
+    explicit Nibbles(const float* table) : values(load_values(table)) {}
+    void read(const char* from, Codes& w0, Codes& w1) const {
+        for (int i = 0; i < 2; i++) {
+            const uint8x16_t pairs = vld1q_u8((const uint8_t*)from + 16 * i);
+            w0.pair[i] = vqtbl1q_s8(values, vandq_u8(pairs, vdupq_n_u8(15)));
+            w1.pair[i] = vqtbl1q_s8(values, vshrq_n_u8(pairs, 4));
+        }
+    }
+};
+
+struct BFloat16s : Bytes {
+    using Sum = float32x4_t;
+    static constexpr int K = 4;
+    static Sum add(Sum sum, int8x16_t x, int8x16_t w) {
+        return vbfmmlaq_f32(sum, vreinterpretq_bf16_s8(x), vreinterpretq_bf16_s8(w));
+    }
+};
+#else
 typedef int8x16_t Codes;
 inline Codes repeat_codes(int32_t neighbours) {
     return vreinterpretq_s8_s32(vdupq_n_s32(neighbours));
@@ -187,11 +238,7 @@ struct Nibbles : Sdot {
     static constexpr int64_t SIZE = K * NR / 2;
     Codes values;
 
-    explicit Nibbles(const float* table) {
-        int8_t numbers[16];
-        for (int i = 0; i < 16; i++) numbers[i] = int8_t(table[i]);
-        values = vld1q_s8(numbers);
-    }
+    explicit Nibbles(const float* table) : values(load_values(table)) {}
     void read(const char* from, Codes& w0, Codes& w1) const {
         const uint8x16_t pairs = vld1q_u8((const uint8_t*)from);
         w0 = vqtbl1q_s8(values, vandq_u8(pairs, vdupq_n_u8(15)));
@@ -199,9 +246,10 @@ struct Nibbles : Sdot {
     }
 };
 #endif
+#endif
 
 #if defined(__AVX512BF16__)
-struct Pairs {
+struct BFloat16s {
     static constexpr int K = 2;
     static constexpr int64_t SIZE = 2 * K * NR;
     static IntVec add(IntVec sum, __m512i w, __m512i x) {
@@ -214,6 +262,49 @@ struct Pairs {
 #endif
 
 // Adds the products of ROWS rows of x, STRIDE bytes apart, with weights to sums of both halves.
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+// a0 a1 a2 a3, b0 b1 b2 b3 to a0 a1 b0 b1, a2 a3 b2 b3, and back.
+template <typename From, typename To>
+inline void swap_pairs(const From& a, const From& b, To& first, To& second) {
+    const int64x2_t pairs_of_a = (int64x2_t)a, pairs_of_b = (int64x2_t)b;
+    first = (To)vzip1q_s64(pairs_of_a, pairs_of_b), second = (To)vzip2q_s64(pairs_of_a, pairs_of_b);
+}
+
+template <int ROWS, int64_t STRIDE, typename Weights>
+inline void add_dots(IntVec (&sums)[ROWS][2], const void* x, int64_t bytes, const Weights& weights,
+                     const char*& from, Prefetch& ahead) {
+    const int64_t to_prefetch = Weights::K * ahead.step;
+    const auto second = [](int row) { return std::min(row + 1, ROWS - 1); };  // may be the same
+    typename Weights::Sum own[(ROWS + 1) / 2][2][2];  // two rows by two outputs, of both halves
+#pragma GCC unroll 16
+    for (int row = 0; row < ROWS; row += 2)
+        for (int half = 0; half < 2; half++)
+            swap_pairs(sums[row][half], sums[second(row)][half], own[row / 2][half][0],
+                       own[row / 2][half][1]);
+    for (int64_t i = 0; i < bytes; i += 8, from += Weights::SIZE) {
+        __builtin_prefetch(ahead.line, 0, 2);
+        ahead.line += to_prefetch;
+        Codes w0, w1;
+        weights.read(from, w0, w1);
+#pragma GCC unroll 16
+        for (int row = 0; row < ROWS; row += 2) {
+            const int8_t* const p = (const int8_t*)x + i;
+            const int8x16_t a =
+                vcombine_s8(vld1_s8(p + row * STRIDE), vld1_s8(p + second(row) * STRIDE));
+            auto& of_rows = own[row / 2];
+            for (int pair = 0; pair < 2; pair++) {
+                of_rows[0][pair] = Weights::add(of_rows[0][pair], a, w0.pair[pair]);
+                of_rows[1][pair] = Weights::add(of_rows[1][pair], a, w1.pair[pair]);
+            }
+        }
+    }
+#pragma GCC unroll 16
+    for (int row = 0; row < ROWS; row += 2)
+        for (int half = 0; half < 2; half++)
+            swap_pairs(own[row / 2][half][0], own[row / 2][half][1], sums[row][half],
+                       sums[second(row)][half]);
+}
+#else
 template <int ROWS, int64_t STRIDE, typename Weights>
 inline void add_dots(IntVec (&sums)[ROWS][2], const void* x, int64_t bytes, const Weights& weights,
                      const char*& from, Prefetch& ahead) {
@@ -239,6 +330,7 @@ inline void add_dots(IntVec (&sums)[ROWS][2], const void* x, int64_t bytes, cons
 #pragma GCC unroll 16
     for (int row = 0; row < ROWS; row++) sums[row][0] = own[row][0], sums[row][1] = own[row][1];
 }
+#endif
 
 #if defined(ADDS_IN_16_BITS)
 // The same of numbers so small that the products of FEW bytes of x fit in 16 bits together.
@@ -285,7 +377,7 @@ struct Dots {
     static constexpr bool IS_UNSIGNED = Bytes::more != 0;
 
     static int64_t first_row(int64_t tile, int64_t tiles, int64_t rows) {
-        return rows * tile / tiles;
+        return first_row_of(tile, tiles, rows);
     }
     static Pass pass_of(int rows, int terms) { return {std::min(rows, MR / terms), terms}; }
 
@@ -309,9 +401,9 @@ struct Dots {
         for (int row = 0; row < ROWS; row++)
             for (int half = 0; half < 2; half++)
                 sums[row][half] = is_first ? IntVec{} : *(const IntVec*)at(row, half);
-#if defined(__AVX512BF16__)
+#if defined(HAS_BFLOAT16_DOTS)
         if constexpr (std::is_same_v<W, BFloat16>)
-            add_dots<ROWS, TERM_STRIDE>(sums, x, bytes, Pairs(), from, ahead);
+            add_dots<ROWS, TERM_STRIDE>(sums, x, bytes, BFloat16s(), from, ahead);
 #endif
         if constexpr (std::is_same_v<W, int8_t>) {
             for (int row = 0; row < ROWS; row++)
@@ -363,14 +455,15 @@ struct GroupedDots {
         return TERMS == 1 || !divides(LONG) ? SHORT : LONG;
     }
     static int64_t first_row(int64_t tile, int64_t tiles, int64_t rows) {
-        return rows * tile / tiles;
+        return first_row_of(tile, tiles, rows);
     }
 
     void copy(const float* from, int64_t kc, int8_t* to) const {
         Term* const terms = (Term*)to;
         const int more = Weights(groups.table).more;
+        constexpr int STEP = std::max(WIDTH, Weights::K);  // zeros up to it
         for (int64_t i = 0, number = 0; i < kc; i += run(), number++) {
-            const int64_t count = std::min(run(), kc - i), end = (count + WIDTH - 1) / WIDTH * WIDTH;
+            const int64_t count = std::min(run(), kc - i), end = (count + STEP - 1) / STEP * STEP;
             const float scale = to_terms(from + i, count, end, TERMS, terms->x + i, sizeof(Term));
             float total = 0, unit = scale;
             for (int term = 0; term < TERMS; term++, unit /= FINER) {

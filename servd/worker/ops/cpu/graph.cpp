@@ -212,7 +212,12 @@ int servd_is_usable() {
     return __builtin_cpu_supports("avxvnni");
 #elif defined(__ARM_FEATURE_DOTPROD) && defined(__linux__)  // every Mac with an Arm CPU has it
     constexpr unsigned long HAS_ASIMDDP = 1 << 20;
-    return getauxval(AT_HWCAP) & HAS_ASIMDDP;
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+    constexpr unsigned long NEEDED = 1 << 13 | 1 << 14;  // I8MM and BF16
+#else
+    constexpr unsigned long NEEDED = 0;
+#endif
+    return (getauxval(AT_HWCAP) & HAS_ASIMDDP) && (getauxval(AT_HWCAP2) & NEEDED) == NEEDED;
 #else
     return true;
 #endif

@@ -170,7 +170,10 @@ template <typename W>
 void pack_panels(const W* weight, int64_t row_stride, int64_t column_stride, int64_t n, int64_t k,
                  int terms, W* packed) {
     const int next = neighbours<W>(terms);
-    const auto pack = next == 1 ? pack_panel<1, W> : next == 2 ? pack_panel<2, W> : pack_panel<4, W>;
+    const auto pack = next == 1   ? pack_panel<1, W>
+                      : next == 2 ? pack_panel<2, W>
+                      : next == 4 ? pack_panel<4, W>
+                                  : pack_panel<8, W>;
     const int64_t size = NR * padded(k, next);
     parallel_for((n + NR - 1) / NR, 1, [&](int64_t panel) {
         pack(weight + panel * NR * row_stride, row_stride, column_stride,
@@ -182,7 +185,8 @@ void pack_panels(const W* weight, int64_t row_stride, int64_t column_stride, int
 // NEXT of them at a time are in order in both.
 template <int NEXT>
 void pack_pairs_of_panel(const uint8_t* codes, int64_t rows, int64_t k, uint8_t* packed) {
-    using Word = std::conditional_t<NEXT == 4, uint32_t, uint8_t>;
+    using Word = std::conditional_t<NEXT == 8, uint64_t,
+                                    std::conditional_t<NEXT == 4, uint32_t, uint8_t>>;
     const auto read = [&](int64_t row, int64_t i) {
         Word word = 0;
         const uint8_t* const from = codes + row * k + i;
@@ -199,7 +203,9 @@ void pack_pairs_of_panel(const uint8_t* codes, int64_t rows, int64_t k, uint8_t*
 
 void pack_pairs(const uint8_t* codes, int64_t n, int64_t k, int terms, uint8_t* packed) {
     const int next = neighbours<Int4>(terms);
-    const auto pack = next == 1 ? pack_pairs_of_panel<1> : pack_pairs_of_panel<4>;
+    const auto pack = next == 1   ? pack_pairs_of_panel<1>
+                      : next == 4 ? pack_pairs_of_panel<4>
+                                  : pack_pairs_of_panel<8>;
     const int64_t size = WIDTH * padded(k, next);
     parallel_for((n + NR - 1) / NR, 1, [&](int64_t panel) {
         if (padded(k, next) > k) std::fill_n(packed + panel * size, size, 0);

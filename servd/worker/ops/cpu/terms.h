@@ -2,9 +2,10 @@
 //
 // AMX, VNNI, `vdpbf16ps` and `sdot` of Arm want what is in four bytes of x side by side: weights are
 // packed as [k / 2][NR][2] in bfloat16 and [k / 4][NR][4] in int8, those of 4 bits as pairs of such
-// bytes, and k is padded with zeros. AVX2 without VNNI multiplies int8 as numbers of 16 bits,
-// [k / 2][NR][2]. x is float32. It is made a sum of terms of bfloat16 or int8, whose products
-// are added: as many as make it exact, or one where that is asked for.
+// bytes, and k is padded with zeros. `smmla` and `bfmmla` of Arm want eight bytes. AVX2 without VNNI
+// multiplies int8 as numbers of 16 bits, [k / 2][NR][2]. x is float32. It is made a sum of terms of
+// bfloat16 or int8, whose products are added: as many as make it exact, or one where that is asked
+// for.
 
 #pragma once
 
@@ -18,6 +19,9 @@
 #define HAS_DOTS
 #define ADDS_IN_16_BITS
 #endif
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_MATMUL_INT8)
+#define HAS_BFLOAT16_DOTS
+#endif
 
 namespace {
 
@@ -29,6 +33,9 @@ constexpr int neighbours(int terms) {
     if (std::is_same_v<W, BFloat16>) return terms > 0 ? 2 : 1;
 #elif defined(__AVX512BF16__)  // three terms are slower than float32
     if (std::is_same_v<W, BFloat16>) return terms == 1 ? 2 : 1;
+#elif defined(__ARM_FEATURE_MATMUL_INT8)
+    if (std::is_same_v<W, BFloat16>) return terms == 1 ? 4 : 1;
+    if (std::is_same_v<W, int8_t> || std::is_same_v<W, Int4>) return terms > 0 ? 8 : 1;
 #endif
 #if defined(HAS_DOTS)
 #if defined(ADDS_IN_16_BITS)  // bytes in three terms are slower than float32
@@ -41,7 +48,7 @@ constexpr int neighbours(int terms) {
 
 // k of a packed matrix.
 inline int64_t padded(int64_t k, int neighbours) {
-    const int64_t unit = 16 * neighbours;
+    const int64_t unit = 16 * std::min(neighbours, 4);
     return neighbours == 1 ? k : (k + unit - 1) / unit * unit;
 }
 
@@ -52,6 +59,17 @@ inline int64_t place_of(int64_t row, int64_t i, int64_t k, int neighbours, int64
 }
 
 #if defined(HAS_DOTS)
+// Rows of x that an instruction multiplies.
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+constexpr int64_t TOGETHER = 2;
+#else
+constexpr int64_t TOGETHER = 1;
+#endif
+// Where a tile begins: they are nearly equal.
+inline int64_t first_row_of(int64_t tile, int64_t tiles, int64_t rows) {
+    return std::min(rows, (rows * tile / tiles + TOGETHER - 1) / TOGETHER * TOGETHER);
+}
+
 // Rows of x in terms: each `stride` bytes after the one before, its terms `term_stride` apart.
 struct Terms {
     const char* x;

@@ -1,4 +1,5 @@
-// Products of weights without groups by AMX, VNNI, `vdpbf16ps`, `vpmaddwd` and `sdot`.
+// Products of weights without groups by AMX, VNNI, `vdpbf16ps`, `vpmaddwd`, `sdot`,
+// `smmla` and `bfmmla`.
 //
 // Every number of rows goes through the same sums in the same order, so that a row has the same
 // bits alone and among others. Those of int8 are exact: they are the same by all of these.
@@ -51,12 +52,16 @@ struct Tiled {
                   const OutputTile& out, Prefetch ahead) const;
 };
 
-#if defined(__AVX512BF16__)
+#if defined(HAS_BFLOAT16_DOTS)
 // ---- bfloat16: one term has an error of up to 2^-8 of x, two of 2^-17. Three have none: float32
 // has 24 bits, and they 8 each.
 
 template <>
 void Tiled<BFloat16>::copy(const float* from, int64_t kc, BFloat16* to) const {
+#if defined(__ARM_FEATURE_MATMUL_INT8)  // one term
+    for (int64_t i = 0; i < padded(kc, 4); i += WIDTH)
+        vst1_bf16((bfloat16_t*)to + i, vcvt_bf16_f32((float32x4_t)load_block(from, i, kc)));
+#else
     for (int64_t i = 0; i < padded(kc, 2); i += WIDTH) {
         __m512 rest = load_block(from, i, kc);
         for (int term = 0; term < terms; term++) {
@@ -68,6 +73,7 @@ void Tiled<BFloat16>::copy(const float* from, int64_t kc, BFloat16* to) const {
             rest = _mm512_maskz_sub_ps(__mmask16(~same), rest, rounded);
         }
     }
+#endif
 }
 
 template <>
