@@ -219,9 +219,8 @@ inline Codes repeat_codes(int32_t neighbours) {
 struct Sdot {
     using X = int8_t;
     static constexpr int K = 4, more = 0;
-    static IntVec add(IntVec sum, Codes w, Codes x) {
-        return (IntVec)vdotq_s32((int32x4_t)sum, w, x);
-    }
+    // No IntVec: GCC would copy it before each sum.
+    static int32x4_t add(int32x4_t sum, Codes w, Codes x) { return vdotq_s32(sum, w, x); }
 };
 
 struct Bytes : Sdot {
@@ -309,9 +308,11 @@ template <int ROWS, int64_t STRIDE, typename Weights>
 inline void add_dots(IntVec (&sums)[ROWS][2], const void* x, int64_t bytes, const Weights& weights,
                      const char*& from, Prefetch& ahead) {
     const int64_t to_prefetch = Weights::K * ahead.step;
-    IntVec own[ROWS][2];  // GCC may leave in memory what it is given
+    using Sum = decltype(Weights::add(IntVec{}, Codes{}, Codes{}));
+    Sum own[ROWS][2];  // GCC may leave in memory what it is given
 #pragma GCC unroll 16
-    for (int row = 0; row < ROWS; row++) own[row][0] = sums[row][0], own[row][1] = sums[row][1];
+    for (int row = 0; row < ROWS; row++)
+        own[row][0] = (Sum)sums[row][0], own[row][1] = (Sum)sums[row][1];
     for (int64_t i = 0; i < bytes; i += 4, from += Weights::SIZE) {
         __builtin_prefetch(ahead.line, 0, 2);
         if (Weights::SIZE > LINE) __builtin_prefetch(ahead.line + LINE, 0, 2);
@@ -328,7 +329,8 @@ inline void add_dots(IntVec (&sums)[ROWS][2], const void* x, int64_t bytes, cons
         }
     }
 #pragma GCC unroll 16
-    for (int row = 0; row < ROWS; row++) sums[row][0] = own[row][0], sums[row][1] = own[row][1];
+    for (int row = 0; row < ROWS; row++)
+        sums[row][0] = (IntVec)own[row][0], sums[row][1] = (IntVec)own[row][1];
 }
 #endif
 
