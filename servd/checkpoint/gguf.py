@@ -37,12 +37,13 @@ MAX_LENGTH = 1 << 21  # values in a list: each takes up to 200 bytes in memory
 MAX_NAMED = 8  # files in an error message
 
 
-def open_file(path: Path) -> tuple[GGUFReader, dict[str, Any]]:
-    """Map a file; return its reader and its metadata. Raises ModelNotFound if the file is missing,
-    not GGUF, or damaged; UnsupportedModel if the package `gguf` is not installed.
+def open_file(path: Path, has_texts: bool = True) -> tuple[GGUFReader, dict[str, Any]]:
+    """Map a file; return its reader and its metadata, without `has_texts` with empty lists for the
+    lists of texts, such as a vocabulary. Raises ModelNotFound if the file is missing, not GGUF, or
+    damaged; UnsupportedModel if the package `gguf` is not installed.
     """
     try:
-        reader_class = compat.make_gguf_reader(MAX_LENGTH)
+        reader_class = compat.make_gguf_reader(MAX_LENGTH, has_texts)
     except ImportError:
         raise UnsupportedModel(
             f'{path}: reading GGUF needs the package gguf: pip install "servd[gguf]"'

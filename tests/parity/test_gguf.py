@@ -188,8 +188,8 @@ def change(monkeypatch: pytest.MonkeyPatch, key: str, value: Any) -> None:
     """Change a file's metadata while it is read, and forget what was made of the file before."""
     open_file = ORIGINAL_OPEN
 
-    def open_changed(path: Path) -> Any:
-        reader, values = open_file(path)
+    def open_changed(path: Path, has_texts: bool = True) -> Any:
+        reader, values = open_file(path, has_texts)
         values |= {key: value}
         return reader, {name: each for name, each in values.items() if each is not None}
 

@@ -29,7 +29,7 @@ def read(files: list[Path], config: dict[str, Any], device: torch.device) -> Nam
     """Yield every tensor of the files under its Hugging Face name, as Hugging Face has it. Raises
     ModelNotFound if a file is damaged; UnsupportedModel if a tensor's type is unknown.
     """
-    opened = [open_file(file) for file in files]
+    opened = [open_file(file, has_texts=False) for file in files]
     values = opened[0][1]
     name = values["general.architecture"]
     for reader, _ in opened:
