@@ -216,9 +216,7 @@ class EngineCoreProc:
         self.heartbeat.compute(record.prefills)
 
     def next_input(self, engine: EngineCore) -> ToEngine | Compiled | WorkerFailed | ClientGone:
-        """Wait for a message and return it. After an idle second, prepare structured outputs; after
-        a longer idle time, put the engine to sleep, if configured.
-        """
+        """Wait for a message and return it. Meanwhile prepare structured outputs, then sleep."""
         if self.wants_sleep and not engine.has_work and not engine.grammars.num_waiting:
             self.sleep(engine)
         try:
@@ -237,9 +235,7 @@ class EngineCoreProc:
         """Call the function `start_executor`; exclude the new objects from garbage collection."""
         self.executor, worker = start_executor(config, self.start.spec, progress)
         self.executor.on_failure = lambda reason: self.inputs.put(WorkerFailed(reason))
-        # On waking, older objects were collected when it fell asleep: that saves 0.1 s of the 0.3 s
-        # that a small model takes to wake.
-        gc.collect(2 if self.ready is None else 1)
+        gc.collect()
         gc.freeze()
         release_memory()
         return self.executor, worker
@@ -392,9 +388,7 @@ def release_memory() -> None:
 
 
 def rejection(unreadable: UnreadableMessage) -> tuple[int, EngineCoreOutputs] | None:
-    """Return the client and the error outputs for an EngineCoreRequest that cannot be decoded; None
-    if even its id and client are unreadable.
-    """
+    """Return the client and error outputs for an undecodable request; None without its id."""
     try:
         message = msgspec.msgpack.decode(unreadable.data)
     except (ValueError, RecursionError):
@@ -429,9 +423,7 @@ def abort_all_of(client: int, engine: EngineCore) -> AbortRequests:
 def start_executor(
     config: Config, spec: hf.ModelSpec, progress: Progress
 ) -> tuple[Executor, WorkerReady]:
-    """Return the configured executor with a loaded model. Downloads missing weights. Raises
-    ConfigError if the weights cannot be downloaded or the model cannot be loaded here.
-    """
+    """Return the configured executor with a loaded model, whose weights it downloads if needed."""
     model = config.model
     assert config.parallel.executor is not None
     executor_class: type[Executor] = plugins.load(EXECUTORS, config.parallel.executor, "Executor")

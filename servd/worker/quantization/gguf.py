@@ -52,6 +52,8 @@ def rename(name: str, architecture: str = "llama") -> str:
     layer = re.match(r"blk\.(\d+)\.", stem)
     prefix = f"{form.get('layers', 'model.layers')}.{layer[1]}." if layer else ""
     names = TABLE["tensors"] | form.get("tensors", {})
+    if expert := re.fullmatch(r"blk\.\d+\.(\w+)\.(\d+)", stem):  # in files of early 2024
+        return f"{prefix}{names[f'{expert[1]}_exps'].format(expert[2])}.{leaf}"
     return f"{prefix}{names.get(stem.rpartition('.')[2], stem)}.{leaf}"
 
 
