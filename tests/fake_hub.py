@@ -14,8 +14,14 @@ import pytest
 COMMIT = "a" * 40
 
 
+class Gate(threading.Event):
+    """Set while weights are sent."""
+
+    num_bytes = 0  # of weights that were sent
+
+
 @contextmanager
-def hub(folder: Path, opens: threading.Event) -> Iterator[str]:
+def hub(folder: Path, opens: Gate) -> Iterator[str]:
     """Serve the files of `folder`, weights once `opens` is set. Yield the URL for HF_ENDPOINT."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -46,6 +52,11 @@ def hub(folder: Path, opens: threading.Event) -> Iterator[str]:
             elif path.startswith("/org/name/resolve/"):
                 content = found[unquote(path.rpartition("/")[2])]
                 headers["etag"] = f'"{digest(content)}"'
+                if span := self.headers.get("range"):
+                    first, _, last = span.removeprefix("bytes=").partition("-")
+                    headers["content-range"] = f"bytes {first}-{last}/{len(content)}"
+                    content = content[int(first) : int(last) + 1]
+                    status = 206
             else:
                 status = 404
                 headers["x-error-code"] = "RepoNotFound"
@@ -55,6 +66,7 @@ def hub(folder: Path, opens: threading.Event) -> Iterator[str]:
             self.end_headers()
             if with_body and path.endswith((".safetensors", ".gguf")):
                 opens.wait()
+                opens.num_bytes += len(content)
             if with_body:
                 self.wfile.write(content)
 
@@ -75,11 +87,11 @@ def digest(data: bytes) -> str:
 
 
 @contextmanager
-def online(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+def online(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     """Make `hub` the hub of this process and its children. Yield the event that lets weights out:
     clear it to hold them back.
     """
-    opens = threading.Event()
+    opens = Gate()
     opens.set()
     with hub(folder, opens) as url:
         monkeypatch.setenv("HF_ENDPOINT", url)

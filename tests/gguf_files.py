@@ -15,6 +15,7 @@ from torch import Tensor
 Quant = gguf.GGMLQuantizationType
 ARCHITECTURES = {
     "mistral": "llama",
+    "mixtral": "llama",
     "qwen3_moe": "qwen3moe",
     "gemma3_text": "gemma3",
     "gpt_oss": "gpt-oss",
@@ -31,7 +32,7 @@ def write_model(
 ) -> Path:
     """Write a transformers model. `types`: of tensors, by the last part of their names; `quant`: of
     the others that are matrices. `vocabulary`: metadata of the tokenizer. `changed`: the
-    architecture, or `split`, a number of tensors in a file.
+    architecture, or `split`, a number of tensors in a file, or `has_split_experts`.
     """
     config = model.config
     architecture = ARCHITECTURES.get(config.model_type, config.model_type)
@@ -54,7 +55,12 @@ def write_model(
         kind = (types or {}).get(named.rpartition(".")[2], quant)
         kind = Quant.F32 if tensor.dim() == 1 or leaf == "bias" or "gate_inp" in named else kind
         data = gguf.quants.quantize(np.ascontiguousarray(tensor.float().numpy()), kind)
-        writer.add_tensor(f"{named}.{leaf}", data, raw_dtype=kind)
+        if named.endswith("_exps") and changed.get("has_split_experts"):
+            for number, each in enumerate(data):
+                old = f"{named.removesuffix('_exps')}.{number}.{leaf}"
+                writer.add_tensor(old, each, raw_dtype=kind)
+        else:
+            writer.add_tensor(f"{named}.{leaf}", data, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -125,10 +131,12 @@ def _add_config(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_attn_logit_softcapping(cap)
     if (cap := getattr(config, "final_logit_softcapping", None)) is not None:
         writer.add_final_logit_softcapping(cap)
-    if (size := getattr(config, "moe_intermediate_size", None)) or config.model_type == "gpt_oss":
+    size = getattr(config, "moe_intermediate_size", None)
+    if size or config.model_type in ("gpt_oss", "mixtral"):
         experts = getattr(config, "num_experts", None) or config.num_local_experts
         writer.add_expert_count(experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
+    if size or config.model_type == "gpt_oss":
         writer.add_expert_feed_forward_length(size or config.intermediate_size)
 
 
@@ -169,7 +177,7 @@ def _converted(model: Any) -> Iterator[tuple[str, Tensor]]:
             continue
         module, _, leaf = name.rpartition(".")
         last = module.rpartition(".")[2]
-        if kind in ("llama", "mistral") and last in ("q_proj", "k_proj"):
+        if kind in ("llama", "mistral", "mixtral") and last in ("q_proj", "k_proj"):
             heads = config.num_attention_heads if last == "q_proj" else config.num_key_value_heads
             halves = tensor.unflatten(0, (heads, 2, -1))
             yield name, halves.transpose(1, 2).flatten(0, 2)

@@ -98,7 +98,7 @@ def test_only_the_thread_that_imports_for_later_has_a_low_priority():
     seen: list[int] = []
 
     def work() -> None:
-        import_ahead(["wave"])
+        import_ahead("wave", STANDBY_NICE)
         seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
 
     before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())

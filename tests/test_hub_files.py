@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,10 +10,11 @@ gguf_files = pytest.importorskip("tests.gguf_files")
 
 from servd import cli  # noqa: E402
 from servd.base.errors import ModelNotFound  # noqa: E402
-from servd.checkpoint import hf  # noqa: E402
+from servd.checkpoint import gguf, hf  # noqa: E402
 from servd.checkpoint.gguf import choose_files, find_quantization  # noqa: E402
 from servd.cli import list as list_command  # noqa: E402
-from servd.cli import main, rm  # noqa: E402
+from servd.cli import main, plan, rm  # noqa: E402
+from servd.config import Config  # noqa: E402
 from servd.gateway.models import ModelFolder  # noqa: E402
 from tests import fake_hub  # noqa: E402
 
@@ -71,6 +73,34 @@ def test_the_file_of_a_quantization_is_downloaded_alone(files: Path, tmp_path: P
     Path(hf.weight_files(split)[1]).readlink().unlink()
     with pytest.raises(ModelNotFound, match=r"lacks 1 of . weight files: m-F16-00002-of-"):
         hf.find_model("org/name:F16", download_dir=str(cache))
+
+
+@pytest.mark.parametrize("step", [gguf.HEADER_STEP, 1000])
+def test_a_plan_reads_only_the_headers_of_files(files: Path, tmp_path: Path, monkeypatch, step):
+    monkeypatch.setattr(gguf, "HEADER_STEP", step)
+    cache = str(tmp_path / "hub")
+    whole = files / "m-Q8_0.gguf"
+    with whole.open("ab") as file:
+        file.truncate(20 << 20)
+
+    def facts_of(model: str) -> dict[str, Any]:
+        options = {"model": model, "download_dir": cache, "kv_cache_memory": 1 << 20}
+        facts = plan.make_report(Config.load(options)).facts([16])
+        assert facts.pop("model") == model
+        assert facts.pop("free") > 0
+        return facts
+
+    reader, _ = gguf.open_file(whole)
+    with fake_hub.online(files, monkeypatch) as gate:
+        facts = facts_of("org/name:Q8_0")
+        assert gate.num_bytes <= reader.data_offset + step
+        assert facts == facts_of(str(whole))
+        assert facts_of("org/name:F16") == facts_of(str(files / "m-F16-00001-of-00003.gguf"))
+        assert not names_in(tmp_path / "hub")
+        hf.find_model("org/name:Q8_0", download_dir=cache)
+        gate.num_bytes = 0
+        assert facts_of("org/name:Q8_0") == facts
+        assert not gate.num_bytes, "the file is in the cache"
 
 
 def test_a_folder_has_a_model_per_quantization(files: Path, tmp_path: Path):

@@ -13,12 +13,13 @@ import pytest
 from servd import LLM, BeamSearchParams, LoRARequest, PoolingParams, SamplingParams
 from servd.base.errors import EngineError, InvalidRequest
 from servd.checkpoint.pooling import PoolingSpec
-from servd.core.executor.fake import expected_tokens, next_state, vector
+from servd.core.executor.fake import next_state, vector
 from servd.core.structured_output import manager
 from servd.core.structured_output.grammar import GrammarError
 from servd.messages.engine import FinishReason
 from servd.messages.params import CLASSIFY, StructuredOutput
 from tests.adapters import write_adapter
+from tests.fake_tokens import expected_tokens
 from tests.limits import WAIT_SECONDS
 
 

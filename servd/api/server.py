@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("servd.api")
 
 FORCED_EXIT = 1  # seconds from the error frames of cut streams to the end of the process
+GRAMMARS_DELAY = 1.0  # seconds from readiness to the start of the process that checks grammars
 TICK = 0.1  # seconds between uvicorn's calls of `on_tick`
 LONG_LAG = 0.1  # seconds that the event loop may be late without a warning
 LAG_WARNING_INTERVAL = 10.0  # seconds between warnings
@@ -137,9 +138,9 @@ class Server(uvicorn.Server):
             self.reload(reloads.get())
         if self.async_llm.is_ready and not self.has_announced:
             self.has_announced = True
-            gc.collect()
-            gc.freeze()  # modules, routes and tokenizer stay
-            self.lag = LoopLag(self.async_llm.metrics)  # do not warn about this delay
+            grammars = self.async_llm.processor.grammars
+            loop = asyncio.get_running_loop()
+            loop.call_later(GRAMMARS_DELAY, loop.run_in_executor, None, grammars.start)
             start = self.start_message
             if start.url:
                 logger.info("ready at %s", start.url)
@@ -264,7 +265,6 @@ async def serve(start: StartAPIServer) -> int:
     tokenizer = Tokenizer.of_model(config, spec)
     assert config.model.max_model_len is not None
     processor = Processor(config, spec, tokenizer, config.model.max_model_len, client=start.client)
-    processor.grammars.start()
     async_llm = AsyncLLM(
         config,
         spec,
@@ -295,6 +295,8 @@ async def serve(start: StartAPIServer) -> int:
         timeout_graceful_shutdown=FORCED_EXIT,
     )
     options.load()
+    gc.collect()  # while the engine loads
+    gc.freeze()  # modules, routes and tokenizer stay
     options.ssl = tls_context(config.access)
     server = Server(options, async_llm, start, app.state.context)
     peers = app.state.context.peers

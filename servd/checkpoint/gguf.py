@@ -10,9 +10,10 @@ import re
 import struct
 import tomllib
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from servd.base import compat
 from servd.base.errors import ModelNotFound, UnsupportedModel
@@ -34,15 +35,17 @@ DAMAGED = (*NO_VALUE, RecursionError, struct.error)
 MAX_SIZE = 2**31 - 1
 FLOATS = ("F32", "F16", "BF16")  # types of tensors that are not in blocks
 MAX_LENGTH = 1 << 21  # values in a list: each takes up to 200 bytes in memory
+HEADER_STEP = 2 << 20  # bytes of a header that are downloaded at once
 MAX_NAMED = 8  # files in an error message
 
 
-def open_file(path: Path) -> tuple[GGUFReader, dict[str, Any]]:
-    """Map a file; return its reader and its metadata. Raises ModelNotFound if the file is missing,
-    not GGUF, or damaged; UnsupportedModel if the package `gguf` is not installed.
+def open_file(path: Path, has_texts: bool = True) -> tuple[GGUFReader, dict[str, Any]]:
+    """Map a file; return its reader and its metadata, in which lists of texts are empty without
+    `has_texts`. Raises ModelNotFound if the file is missing, not GGUF, or damaged; UnsupportedModel
+    if the package `gguf` is not installed.
     """
     try:
-        reader_class = compat.make_gguf_reader(MAX_LENGTH)
+        reader_class = compat.make_gguf_reader(MAX_LENGTH, has_texts)
     except ImportError:
         raise UnsupportedModel(
             f'{path}: reading GGUF needs the package gguf: pip install "servd[gguf]"'
@@ -87,6 +90,19 @@ def choose_files(model: str, names: Iterable[str], tag: str, place: str) -> list
     return [name for name in names if PART.sub("", name) in models]
 
 
+def copy_header(source: BinaryIO, num_bytes: int, path: Path) -> None:
+    """Write a file with the header of `source`, of `num_bytes` in all, and a hole for tensors."""
+    with path.open("wb") as file:
+        while file.tell() < num_bytes:
+            file.write(source.read(HEADER_STEP))
+            file.flush()
+            os.truncate(path, num_bytes)
+            # If the header is incomplete, the reader goes on in the hole, to an error or its end.
+            with suppress(ModelNotFound):
+                if open_file(path, has_texts=False)[0].data_offset <= file.tell():
+                    break
+
+
 def find_quantization(name: str) -> str:
     """Return the part of a file's name that is its quantization, such as Q4_K_M, or the name."""
     found = QUANTIZATION.findall(name)
@@ -125,10 +141,11 @@ def as_folder(path: Path) -> Path:
     stats = [(file, file.stat()) for file in files]
     state = "".join(f"{file} {stat.st_mtime_ns} {stat.st_size} " for file, stat in stats)
     # Raise the last number when what is made changes.
-    return make_cached_folder("gguf", f"{state}3", partial(_make_folder, files))
+    return make_cached_folder("gguf", f"{state}3", partial(make_folder, files))
 
 
-def _make_folder(files: Sequence[Path], folder: Path) -> None:
+def make_folder(files: Sequence[Path], folder: Path) -> None:
+    """Make the folder that `as_folder` returns."""
     path = files[0]
     opened = [open_file(file) for file in files]
     values = opened[0][1]
@@ -174,6 +191,8 @@ def make_config(
             f"{', '.join(ARCHITECTURES)}: serve the original checkpoint"
         )
     own = {key.removeprefix(f"{name}."): value for key, value in values.items()}
+    if own.get("expert_count"):
+        architecture = architecture | architecture.get("with_experts", {})
     config: dict[str, Any] = {
         "architectures": [architecture["class"]],
         "model_type": architecture.get("model_type", name),

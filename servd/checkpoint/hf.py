@@ -264,6 +264,32 @@ def find_headers(model: str, revision: str | None, download_dir: str | None, scr
     return hollow
 
 
+def find_gguf_headers(
+    model: str, revision: str | None, download_dir: str | None, scratch: str
+) -> str:
+    """Return a new folder in `scratch` like `gguf.as_folder`, for files of which only the headers
+    are downloaded; `model` itself unless it is "repository:Q4_K_M" and not in the cache.
+    """
+    if local_folder(model) is not None:
+        return model
+    import huggingface_hub as hub
+
+    repository, names = _choose_files(model, revision, download_dir)
+    cached = [hub.try_to_load_from_cache(repository, n, download_dir, revision) for n in names]
+    if all(isinstance(each, str) for each in cached):
+        return model
+    folder = Path(tempfile.mkdtemp(dir=scratch))
+    files = [folder / Path(name).name for name in names]
+    with _hub_errors(model):
+        for name, path in zip(names, files, strict=True):
+            at = f"{repository}/{name}"
+            file: Any = hub.HfFileSystem().open(at, revision=revision, cache_type="none")
+            with file:
+                gguf.copy_header(file, file.size, path)
+    gguf.make_folder(files, folder / "model")
+    return str(folder / "model")
+
+
 def has_weights(folder: Path) -> bool:
     """Return whether all weight files are in a folder."""
     try:
@@ -291,23 +317,29 @@ def blobs_to_download(model: str) -> dict[str, int]:
 def _download(
     model: str, revision: str | None, download_dir: str | None, patterns: list[str]
 ) -> Path:
-    """Return the folder of the files that match `patterns`, or the folder of the GGUF file that
-    "repository:Q4_K_M" names.
-    """
+    """Return the folder of the files that match `patterns`, or of the GGUF file of MODEL."""
     import huggingface_hub  # 0.3 s and 20 MB that a local folder does not need
 
-    repository, _, tag = model.partition(":")
-    names: list[str] = []
-    if tag:
-        with _hub_errors(model):
-            names = _gguf_names(repository, revision, download_dir)
-        names = gguf.choose_files(model, names, tag, repository)
+    repository, names = _choose_files(model, revision, download_dir)
+    if names:
         patterns = [glob.escape(name) for name in names]
     with _hub_errors(model):
         found = huggingface_hub.snapshot_download(
             repository, revision=revision, cache_dir=download_dir, allow_patterns=patterns
         )
     return gguf.as_folder(Path(found, names[0])) if names else Path(found)
+
+
+def _choose_files(
+    model: str, revision: str | None, download_dir: str | None
+) -> tuple[str, list[str]]:
+    """Return MODEL's repository, and the GGUF files that "repository:Q4_K_M" names."""
+    repository, _, tag = model.partition(":")
+    if not tag:
+        return repository, []
+    with _hub_errors(model):
+        names = _gguf_names(repository, revision, download_dir)
+    return repository, gguf.choose_files(model, names, tag, repository)
 
 
 def _gguf_names(repository: str, revision: str | None, download_dir: str | None) -> list[str]:

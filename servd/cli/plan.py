@@ -57,13 +57,17 @@ def run(arguments: argparse.Namespace) -> int:
 
 def make_report(config: Config) -> Report:
     """Return the plan of these options. Raises like `launch.find_and_resolve`."""
-    config, spec, _ = launch.find_and_resolve(config)
-    if not spec.folder:
-        raise ConfigError("--executor fake has no weights: leave it out")
     with tempfile.TemporaryDirectory() as scratch:
+        if (name := config.model.model) is not None:
+            model = config.model
+            headers = hf.find_gguf_headers(name, model.revision, model.download_dir, scratch)
+            config = config.replace(model=headers)
+        config, spec, _ = launch.find_and_resolve(config)
+        if not spec.folder:
+            raise ConfigError("--executor fake has no weights: leave it out")
         config, spec = with_headers(config, spec, scratch)
         plan = plugins.load(f"{WORKER}.runner", "dry_run", "plan")(config, spec)
-        return Report(config, spec, plan)
+        return Report(config.replace(model=name or config.model.model), spec, plan)
 
 
 def with_headers(config: Config, spec: hf.ModelSpec, scratch: str) -> tuple[Config, hf.ModelSpec]:

@@ -91,8 +91,9 @@ class Attached(NamedTuple):
 
 
 class EngineCoreProc:
-    def __init__(self, start: StartEngine) -> None:
+    def __init__(self, start: StartEngine, prepare: Callable[[], None] = lambda: None) -> None:
         self.start = start
+        self.prepare = prepare  # waits for the imports of the executor
         self.clock = StartupClock(start.started_at)
         self.inputs: queue.SimpleQueue[ToEngine | Compiled | WorkerFailed | ClientGone] = (
             queue.SimpleQueue()
@@ -154,6 +155,8 @@ class EngineCoreProc:
     def load(self) -> EngineCore:
         config = self.start.config
         spec = self.start.spec
+        self.report_progress("importing", 0.0)
+        self.prepare()
         executor, worker = self.start_executor(config, self.report_progress)
         engine = EngineCore(config, spec, executor, worker)
         engine.grammars.on_compiled = self.inputs.put
@@ -213,9 +216,7 @@ class EngineCoreProc:
         self.heartbeat.compute(record.prefills)
 
     def next_input(self, engine: EngineCore) -> ToEngine | Compiled | WorkerFailed | ClientGone:
-        """Wait for a message and return it. After an idle second, prepare structured outputs; after
-        a longer idle time, put the engine to sleep, if configured.
-        """
+        """Wait for a message and return it. Meanwhile prepare structured outputs, then sleep."""
         if self.wants_sleep and not engine.has_work and not engine.grammars.num_waiting:
             self.sleep(engine)
         try:
@@ -234,10 +235,9 @@ class EngineCoreProc:
         """Call the function `start_executor`; exclude the new objects from garbage collection."""
         self.executor, worker = start_executor(config, self.start.spec, progress)
         self.executor.on_failure = lambda reason: self.inputs.put(WorkerFailed(reason))
-        # On waking, older objects were collected when it fell asleep: that saves 0.1 s of the 0.3 s
-        # that a small model takes to wake.
-        gc.collect(2 if self.ready is None else 1)
+        gc.collect()
         gc.freeze()
+        release_memory()
         return self.executor, worker
 
     def sleep(self, engine: EngineCore) -> None:
@@ -248,7 +248,7 @@ class EngineCoreProc:
         self.executor.shutdown()
         self.executor = None
         engine.forget_workers()
-        ctypes.CDLL(None).malloc_trim(0)  # glibc would keep most of it
+        release_memory()
         logger.info("asleep: weights and KV cache are freed")
         self.report_asleep(True)
         gc.unfreeze()
@@ -381,10 +381,14 @@ class EngineCoreProc:
             self.inputs.put(ClientGone(receiver))
 
 
+def release_memory() -> None:
+    """Return freed memory to the system. glibc would keep most of it."""
+    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)
+
+
 def rejection(unreadable: UnreadableMessage) -> tuple[int, EngineCoreOutputs] | None:
-    """Return the client and the error outputs for an EngineCoreRequest that cannot be decoded; None
-    if even its id and client are unreadable.
-    """
+    """Return the client and error outputs for an undecodable request; None without its id."""
     try:
         message = msgspec.msgpack.decode(unreadable.data)
     except (ValueError, RecursionError):
@@ -419,9 +423,7 @@ def abort_all_of(client: int, engine: EngineCore) -> AbortRequests:
 def start_executor(
     config: Config, spec: hf.ModelSpec, progress: Progress
 ) -> tuple[Executor, WorkerReady]:
-    """Return the configured executor with a loaded model. Downloads missing weights. Raises
-    ConfigError if the weights cannot be downloaded or the model cannot be loaded here.
-    """
+    """Return the configured executor with a loaded model, whose weights it downloads if needed."""
     model = config.model
     assert config.parallel.executor is not None
     executor_class: type[Executor] = plugins.load(EXECUTORS, config.parallel.executor, "Executor")
@@ -429,7 +431,6 @@ def start_executor(
         progress("finding weights", 0.0)
         assert model.model is not None
         hf.download_weights(model.model, model.revision, model.download_dir, model.load_format)
-    progress("importing", 0.0)
     executor = executor_class(config, spec, progress)
     try:
         return executor, executor.start()
@@ -438,18 +439,18 @@ def start_executor(
         raise
 
 
-def prepare(executor: str = "", num_workers: str = "0") -> None:
+def prepare(executor: str = "", num_workers: str = "0", niceness: str = "0") -> None:
     if executor:
-        plugins.load(EXECUTORS, executor, "Executor").prepare(int(num_workers))
+        executor_class: type[Executor] = plugins.load(EXECUTORS, executor, "Executor")
+        executor_class.prepare(int(num_workers), int(niceness))
 
 
 def main() -> None:
-    """Run `python -m servd.core.engine_core_proc [EXECUTOR NUM_WORKERS]`."""
+    """Run `python -m servd.core.engine_core_proc [EXECUTOR NUM_WORKERS [NICENESS]]`."""
     preparing = threading.Thread(target=prepare, args=sys.argv[1:], daemon=True)
     preparing.start()
     start = read_start(StartEngine, lambda config: log.set_level(config.observability))
     log.setup(start.name, start.config.observability)
-    preparing.join()
     faulthandler.register(SHOW_STACKS, all_threads=True)
 
     def stop(signum: int, frame: FrameType | None) -> None:
@@ -459,7 +460,7 @@ def main() -> None:
 
     signal.signal(signal.SIGTERM, stop)
     try:
-        EngineCoreProc(start).run()
+        EngineCoreProc(start, preparing.join).run()
     except ConfigError as error:
         print(f"servd: error: {error}", file=sys.stderr)
         sys.exit(2)

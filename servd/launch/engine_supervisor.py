@@ -18,7 +18,7 @@ from servd.base.private_dir import PARENT_DIR
 from servd.checkpoint import hf
 from servd.config import Config, ParallelConfig, ServerConfig
 from servd.core.client import engine_address
-from servd.ipc.child import Child
+from servd.ipc.child import STANDBY_NICE, Child
 from servd.ipc.heartbeat import Heartbeat, Watchdog, make_file
 from servd.ipc.start_messages import StartEngine, Uplink
 from servd.messages.engine import EngineRestarting
@@ -32,7 +32,8 @@ STANDBY_DELAY = 10.0  # seconds after the engine is ready, when a standby proces
 
 class EngineProcess(Child):
     """An engine process, which waits for `start`. `prepares`: the executor and number of workers
-    for which it imports modules ahead. `devices` is CUDA_VISIBLE_DEVICES, or empty to inherit.
+    for which it imports modules ahead, and the niceness of that. `devices` is CUDA_VISIBLE_DEVICES,
+    or empty to inherit.
     """
 
     def __init__(
@@ -150,7 +151,7 @@ class EngineSupervisor:
 
     def start(self, started_at: float) -> None:
         self._drop_bad_standby()
-        self.standby = self.standby or self._new_process()
+        self.standby = self.standby or self._new_process(0)
         if self.child is not None:
             self.was_asleep = self.child.heartbeat.is_asleep
         self.child, self.standby = self.standby, None
@@ -186,7 +187,7 @@ class EngineSupervisor:
             waited = time.monotonic() - self.standby_at
             if waited >= STANDBY_DELAY:  # a failing process must not be started all the time
                 self.standby_at = time.monotonic()
-                self.standby = self._new_process(self.prepares)
+                self.standby = self._new_process(STANDBY_NICE)
 
     def _drop_bad_standby(self) -> None:
         """Remove a standby process that has ended and cannot become the engine."""
@@ -200,8 +201,9 @@ class EngineSupervisor:
         self.standby.stop(0)  # reaps it
         self.standby = None
 
-    def _new_process(self, prepares: Sequence[str] = ()) -> EngineProcess:
+    def _new_process(self, niceness: int) -> EngineProcess:
         devices = devices_of(self.place, self.config.parallel)
+        prepares = *self.prepares, str(niceness)
         return EngineProcess(self.ipc_dir, prepares, self.name, devices)
 
     def terminate(self) -> None:

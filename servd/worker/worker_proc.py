@@ -120,11 +120,11 @@ def describe(error: Exception) -> messages.WorkerFailed:
 
 
 def main(worker_module: str) -> None:
-    """Run the Worker of a module, as configured by the start message on stdin. With a command-line
-    argument, the module is imported before that message arrives.
+    """Run the Worker of a module, as configured by the start message on stdin. A command-line
+    argument is the niceness of the import, which begins before that message arrives.
     """
-    ahead = [worker_module] if sys.argv[1:] else []
-    importing = threading.Thread(target=import_ahead, args=[ahead], daemon=True)
+    ahead = [worker_module, *map(int, sys.argv[1:])]
+    importing = threading.Thread(target=import_ahead, args=ahead, daemon=True)
     importing.start()
     start = read_start(StartWorker)
     importing.join()

@@ -30,7 +30,7 @@ from servd.config import Config
 from servd.config.resolve import Machine, resolve
 from servd.core.audit import audit, problems
 from servd.core.engine_core import EngineCore
-from servd.core.executor.fake import FakeExecutor, Row, expected_tokens
+from servd.core.executor.fake import FakeExecutor, Row
 from servd.core.structured_output.manager import Compiled
 from servd.messages.engine import (
     Audit,
@@ -42,6 +42,7 @@ from servd.messages.engine import (
     ToEngine,
     WakeUp,
 )
+from tests.fake_tokens import expected_tokens
 from tests.limits import WAIT_SECONDS
 
 if TYPE_CHECKING:

@@ -15,10 +15,10 @@ from servd.api.engine.async_llm import AsyncLLM
 from servd.checkpoint.adapter_store import AdapterStore
 from servd.checkpoint.hf import FAKE_SPEC
 from servd.config import LoRAConfig
-from servd.core.executor.fake import expected_tokens
 from servd.messages.engine import EngineReady, WorkerReady
 from tests.adapters import write_adapter
 from tests.api.harness import MODEL, Served, serve, until
+from tests.fake_tokens import expected_tokens
 
 OTHER_MODEL = WorkerReady("cpu", "float32", "native", 1, 1, 1, adaptable={"layers.0.other": (8, 6)})
 PROMPT = "the same words again and again: "

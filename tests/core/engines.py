@@ -12,7 +12,7 @@ from servd.checkpoint.hf import FAKE_SPEC
 from servd.config import Config
 from servd.core.audit import problems
 from servd.core.engine_core import EngineCore
-from servd.core.executor.fake import FakeExecutor, expected_tokens, next_state
+from servd.core.executor.fake import FakeExecutor, next_state
 from servd.core.kv_cache.block_pool import BlockPool
 from servd.messages.engine import (
     EngineCoreOutput,
@@ -22,6 +22,7 @@ from servd.messages.engine import (
     SchedulerOutput,
 )
 from servd.messages.params import SamplingParams
+from tests.fake_tokens import expected_tokens
 
 VOCAB_SIZE = FAKE_SPEC.vocab_size
 EOS = FAKE_SPEC.eos_token_ids

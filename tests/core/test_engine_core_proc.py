@@ -18,7 +18,6 @@ from servd.core import engine_core_proc
 from servd.core.client import identity
 from servd.core.engine_core_proc import ClientGone, EngineCoreProc, abort_all_of
 from servd.core.executor import fake
-from servd.core.executor.fake import expected_tokens
 from servd.ipc import channels as ipc
 from servd.ipc.channels import Inbox, Outbox
 from servd.ipc.start_messages import StartEngine
@@ -43,6 +42,7 @@ from servd.messages.engine import (
 )
 from servd.messages.params import MAX_CANDIDATES, PoolingParams, StructuredOutput
 from tests.core.engines import make_engine, make_request
+from tests.fake_tokens import expected_tokens
 from tests.limits import WAIT_SECONDS
 
 

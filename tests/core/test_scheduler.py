@@ -2,7 +2,6 @@
 
 import pytest
 
-from servd.core.executor.fake import expected_tokens
 from servd.messages.engine import AbortRequests, FinishReason
 from tests.core.engines import (
     EOS,
@@ -14,6 +13,7 @@ from tests.core.engines import (
     make_request,
     solo,
 )
+from tests.fake_tokens import expected_tokens
 
 
 def run_and_list_steps(engine, *requests) -> tuple[Log, list[dict[int, int]]]:

@@ -17,10 +17,10 @@ import pytest
 from servd import launch
 from servd.base.errors import ConfigError
 from servd.config import Config
-from servd.core.executor.fake import expected_tokens
 from servd.messages.params import SamplingParams
 from servd.offline.llm import LLM
 from tests.core.executor.test_executors import ROOT
+from tests.fake_tokens import expected_tokens
 from tests.integration.conftest import Server
 from tests.limits import WAIT_SECONDS
 

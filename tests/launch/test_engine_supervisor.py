@@ -14,7 +14,7 @@ import pytest
 from servd import launch
 from servd.base.private_dir import private_dir
 from servd.config import Config
-from servd.ipc.child import Child
+from servd.ipc.child import STANDBY_NICE, Child
 from servd.launch import engine_supervisor as module
 from servd.launch.engine_supervisor import EngineProcess, EngineSupervisor, devices_of
 from tests.limits import WAIT_SECONDS
@@ -46,7 +46,8 @@ def test_the_next_engine_has_imported_what_takes_long_before_it_is_needed(ipc_di
     try:
         first, second = engines.child, look_until_prepared(engines)
         assert first and first.heartbeat.is_ready
-        assert second.process.args[-2:] == ["fake", "1"] and not second.heartbeat.numbers[0], (
+        prepares = ["fake", "1", str(STANDBY_NICE)]
+        assert second.process.args[-3:] == prepares and not second.heartbeat.numbers[0], (
             "it only waits"
         )
         first.process.kill()

@@ -26,6 +26,7 @@ LLAMA = families.LLAMA | {"head_dim": 16, "hidden_size": 64, "num_attention_head
 LONG_ROPE = families.LONG_ROPE
 # The converter writes no scale of queries. The factor of embeddings is rounded to bfloat16: 8 is 8.
 GEMMA = {"query_pre_attn_scalar": 16, "hidden_size": 64, "num_attention_heads": 4}
+MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 96}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", LLAMA),
     "llama, tied, biases": ("llama", LLAMA | {"tie_word_embeddings": True, "attention_bias": True}),
@@ -46,6 +47,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe",
         families.QWEN3_MOE | LLAMA | {"norm_topk_prob": True, "moe_intermediate_size": 32},
     ),
+    "llama, experts": ("mixtral", LLAMA | MIXTRAL),
     "gemma2": ("gemma2", families.GEMMA2 | GEMMA),
     "gemma3": (
         "gemma3_text",
@@ -109,13 +111,20 @@ def test_logits_and_tokens_are_those_of_the_original(written, case: str):
     compare(file, folder)
 
 
+def test_experts_may_be_tensors_of_their_own(written):
+    folder, file = written("llama, experts", has_split_experts=True)
+    compare(file, folder)
+
+
 def test_a_long_context_of_phi3_has_its_own_factors(written):
     folder, file = written("phi3, long contexts")
     compare(file, folder, (140,), max_model_len=256)
 
 
 @pytest.mark.parametrize("quant", [Quant.BF16, Quant.Q8_0, Quant.MXFP4], ids=lambda q: q.name)
-@pytest.mark.parametrize("case", ["llama 3.1", "qwen3moe", "gemma2", "phi3", "gpt2", "gpt-oss"])
+@pytest.mark.parametrize(
+    "case", ["llama 3.1", "llama, experts", "qwen3moe", "gemma2", "phi3", "gpt2", "gpt-oss"]
+)
 def test_blocks_are_the_numbers_that_gguf_dequantizes(written, tmp_path, case, quant):
     """The reference has the numbers of the blocks as its weights."""
     model_type, config = CASES[case]
@@ -188,8 +197,8 @@ def change(monkeypatch: pytest.MonkeyPatch, key: str, value: Any) -> None:
     """Change a file's metadata while it is read, and forget what was made of the file before."""
     open_file = ORIGINAL_OPEN
 
-    def open_changed(path: Path) -> Any:
-        reader, values = open_file(path)
+    def open_changed(path: Path, has_texts: bool = True) -> Any:
+        reader, values = open_file(path, has_texts)
         values |= {key: value}
         return reader, {name: each for name, each in values.items() if each is not None}
 

@@ -39,7 +39,7 @@ class Executor(ABC):
         self.on_failure: Callable[[str], None] = lambda reason: None
 
     @classmethod
-    def prepare(cls, num_workers: int) -> None:
+    def prepare(cls, num_workers: int, niceness: int = 0) -> None:
         """Do early, in a thread, the slow part of `start` that needs no configuration."""
         return
 

@@ -72,20 +72,6 @@ def first_state(digest: str) -> int:
     return int(digest[:16], 16)
 
 
-def expected_tokens(
-    prompt_token_ids: list[int], num_tokens: int, vocab_size: int, digest: str = "0"
-) -> list[int]:
-    """Return the tokens that this executor must generate for a prompt. For tests."""
-    state = first_state(digest)
-    for token_id in prompt_token_ids:
-        state = next_state(state, token_id)
-    output: list[int] = []
-    for _ in range(num_tokens):
-        output.append(sample(state, vocab_size))
-        state = next_state(state, output[-1])
-    return output
-
-
 def vector(state: int, params: PoolingParams, size: int) -> bytes:
     """Return an embedding that depends on every token. Each number is a hashed byte."""
     hashes = b"".join(next_state(state, i).to_bytes(8, "little") for i in range(-(-size // 8)))

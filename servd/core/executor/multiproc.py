@@ -61,10 +61,10 @@ class MultiProcExecutor(executor.Executor):
         self.ended: queue.SimpleQueue[str] = queue.SimpleQueue()  # why workers died
 
     @classmethod
-    def prepare(cls, num_workers: int) -> None:
+    def prepare(cls, num_workers: int, niceness: int = 0) -> None:
         """Start the processes early, because they import torch."""
         for rank in range(num_workers):
-            worker = Child(f"worker-{rank}", cls.worker_module, None, args=["ahead"])
+            worker = Child(f"worker-{rank}", cls.worker_module, None, args=[str(niceness)])
             cls.standby.append(worker)
 
     def start(self) -> WorkerReady:

@@ -108,7 +108,7 @@ class RayExecutor(MultiProcExecutor):
     actors: Sequence[Any] = ()
 
     @classmethod
-    def prepare(cls, num_workers: int) -> None:
+    def prepare(cls, num_workers: int, niceness: int = 0) -> None:
         """Do nothing: the actors start the processes."""
 
     @property

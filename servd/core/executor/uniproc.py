@@ -16,8 +16,8 @@ class UniProcExecutor(executor.Executor):
     worker: Any = None  # a Worker; core does not import its type
 
     @classmethod
-    def prepare(cls, num_workers: int) -> None:
-        import_ahead([WORKER_MODULE])
+    def prepare(cls, num_workers: int, niceness: int = 0) -> None:
+        import_ahead(WORKER_MODULE, niceness)
 
     def start(self) -> WorkerReady:
         worker_class = importlib.import_module(WORKER_MODULE).Worker

@@ -29,7 +29,7 @@ def read(files: list[Path], config: dict[str, Any], device: torch.device) -> Nam
     """Yield every tensor of the files under its Hugging Face name, as Hugging Face has it. Raises
     ModelNotFound if a file is damaged; UnsupportedModel if a tensor's type is unknown.
     """
-    opened = [open_file(file) for file in files]
+    opened = [open_file(file, has_texts=False) for file in files]
     values = opened[0][1]
     name = values["general.architecture"]
     for reader, _ in opened:
@@ -52,6 +52,8 @@ def rename(name: str, architecture: str = "llama") -> str:
     layer = re.match(r"blk\.(\d+)\.", stem)
     prefix = f"{form.get('layers', 'model.layers')}.{layer[1]}." if layer else ""
     names = TABLE["tensors"] | form.get("tensors", {})
+    if expert := re.fullmatch(r"blk\.\d+\.(\w+)\.(\d+)", stem):  # in files of early 2024
+        return f"{prefix}{names[f'{expert[1]}_exps'].format(expert[2])}.{leaf}"
     return f"{prefix}{names.get(stem.rpartition('.')[2], stem)}.{leaf}"
 
 

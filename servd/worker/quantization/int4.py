@@ -35,13 +35,14 @@ def round_groups(weight: Tensor, importance: Tensor | None) -> Quantized:
             "--quantization int4 needs servd's CPU kernels, also for a GPU's weights: "
             f"{native.explain_absence() or 'unset SERVD_CPU_KERNELS'}; or use --quantization int8"
         )
+    weight = weight.contiguous()  # torch transposes a whole matrix faster than its parts
     num_rows, size = weight.shape
     codes = torch.empty(num_rows, size, dtype=torch.uint8)
     scale = torch.empty(num_rows, -(-size // GROUP_SIZE), dtype=torch.bfloat16)
     offset = torch.empty(scale.shape, dtype=scale.dtype)
     for start in range(0, num_rows, ROWS):
         part = slice(start, start + ROWS)
-        wide = weight[part].float().contiguous()
+        wide = weight[part].float()
         wide = wide.cpu() if wide.is_cuda else wide
         to = codes[part], scale[part], offset[part]
         native.call("round_groups", wide, *wide.shape, importance, *to)

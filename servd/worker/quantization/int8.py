@@ -20,6 +20,7 @@ MAX_PACKED_ROWS = 8  # above, torch's product of packed bytes is slower than its
 def quantize(weight: Tensor, x_dtype: torch.dtype = torch.float32) -> QuantMethod:
     """Return the quant method of a rounded weight [out, in]. `x_dtype`: see `PackedMatrix`."""
     is_native = weight.device.type == "cpu" and native.library() is not None
+    weight = weight.contiguous()  # torch transposes a whole matrix faster than its parts
     codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     scale = torch.empty(len(weight), device=weight.device)
     for start in range(0, len(weight), ROWS):
