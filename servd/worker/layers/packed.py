@@ -106,8 +106,9 @@ class GroupedMatrix(Packed):
         self.packed = _pack(quantized.codes, self.num_terms)
         self.scale = _pack(scale)
         self.offset = None if offset is None else _pack(offset)
+        self.factors = None if quantized.factors is None else _pack(quantized.factors)
         self.columns = quantized.columns
-        kept = (self.packed, self.scale, self.offset, self.table, self.columns)
+        kept = (self.packed, self.scale, self.offset, self.factors, self.table, self.columns)
         self.nbytes = sum(tensor.nbytes for tensor in kept if tensor is not None)
 
     def _multiply(self, out: Tensor, x: Tensor, bias: Tensor | None) -> None:
@@ -124,6 +125,7 @@ class GroupedMatrix(Packed):
             self.scale_type,
             self.scale,
             self.offset,
+            self.factors,
             self.group_size,
             bias,
             out,
@@ -143,6 +145,7 @@ class GroupedMatrix(Packed):
             self.scale_type,
             self.scale,
             self.offset,
+            self.factors,
             self.group_size,
             *self.shape,
             index,
@@ -186,9 +189,9 @@ class ExpertMatrices:
         self.type = first.type
         self.packed = _addresses([matrix.packed for matrix in matrices])
         self.scales = _addresses([matrix.scale for matrix in matrices])
-        self.offsets: Tensor | None = None
-        if isinstance(first, GroupedMatrix):
-            self.offsets = _addresses([m.offset for m in matrices if isinstance(m, GroupedMatrix)])
+        grouped = [matrix for matrix in matrices if isinstance(matrix, GroupedMatrix)]
+        self.offsets = _addresses([matrix.offset for matrix in grouped])
+        self.factors = _addresses([matrix.factors for matrix in grouped])
 
     @staticmethod
     def kind(matrix: object) -> tuple[object, ...] | None:
@@ -218,6 +221,7 @@ class ExpertMatrices:
                 first.scale_type,
                 self.scales,
                 self.offsets,
+                self.factors,
                 first.group_size,
                 out,
                 *out.shape,

@@ -3,12 +3,13 @@
 import ctypes
 import mmap
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 
 from servd.worker.layers import packed
-from servd.worker.layers.packed import GroupedMatrix
+from servd.worker.layers.packed import ExpertMatrices, GroupedMatrix
 from servd.worker.layers.quantized import Quantized, QuantizedMatrix, stack
 from servd.worker.ops import native
 from tests.worker.cpu_kernels import EXACT_SUMS, INTEGER_SUMS, forced
@@ -29,6 +30,10 @@ CASES = [
     ((95, 1152), 64, torch.uint8, torch.bfloat16, False, SIGNED),
     ((65, 2176), 128, torch.int8, torch.float16, True, None),
     ((37, 288), 32, torch.uint8, torch.float16, False, WIDE),
+    ((67, 1536), 32, torch.uint8, torch.int8, True, INTEGERS),  # blocks of k are of 768
+    ((50, 2304), 16, torch.int8, torch.int8, False, None),
+    ((35, 1408), 32, torch.int8, torch.int8, True, None),  # and end inside what shares a factor
+    ((33, 256), 16, torch.uint8, torch.int8, True, SIGNED),
 ]
 WHOLE = [case for case in CASES if case[2] != torch.float8_e4m3fn and case[5] != UNEVEN]
 
@@ -53,10 +58,18 @@ def example(
     elif dtype == torch.float8_e4m3fn:
         codes[codes & 127 == 127] = 0  # NaN
     groups = (shape[0], -(-shape[1] // group_size))
-    scale, offset = torch.rand(2, *groups, generator=generator).to(scale_dtype)
+    scale, offset = torch.rand(2, *groups, generator=generator)
+    factors = None
+    if scale_dtype == torch.int8:
+        most = 63 if has_offset else 127  # products with the values are exact
+        scale, offset = (scale * 2 * most - most).round(), (offset * 63).round()
+        size = (shape[0], -(-shape[1] // 256) * (1 + has_offset))
+        factors = torch.randn(size, generator=generator).half()
+    scale, offset = scale.to(scale_dtype), offset.to(scale_dtype)
     if has_offset:
         scale = scale.half().to(scale_dtype)  # products with the values are exact
-    return Quantized(codes.view(dtype), scale, -offset if has_offset else None, group_size, table)
+    offset = -offset if has_offset else None
+    return Quantized(codes.view(dtype), scale, offset, group_size, table, None, factors)
 
 
 def before_a_guard(tensor: torch.Tensor) -> torch.Tensor:
@@ -187,13 +200,38 @@ def test_nothing_beyond_the_end_is_touched(case, x_dtype: torch.dtype):
     quantized = example(*case)
     packed, size = GroupedMatrix(quantized, x_dtype), quantized.shape[1]
     expected = packed.multiply(inputs(15, size), None)
-    for name in ("packed", "scale", "offset", "table"):
+    for name in ("packed", "scale", "offset", "factors", "table"):
         if (tensor := getattr(packed, name)) is not None:
             setattr(packed, name, before_a_guard(tensor))
     for count in (1, 2, 5, 13, 15):
         out = before_a_guard(torch.zeros(count, quantized.shape[0]))
         packed.multiply_into(out, before_a_guard(inputs(15, size)[:count]), None)
         assert torch.equal(out, expected[:count])
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.int8], ids=str)
+@pytest.mark.parametrize("case", [case for case in CASES if case[3] == torch.int8], ids=str)
+def test_factors_change_no_bit_of_products(case, x_dtype: torch.dtype):
+    quantized = example(*case)
+    forms = [GroupedMatrix(q, x_dtype) for q in (quantized, quantized.without_factors())]
+    x = inputs(7, quantized.shape[1])
+    products = [form.multiply(x, None) for form in forms]
+    assert torch.equal(*products)
+    experts = [ExpertMatrices([form] * 3) for form in forms]
+    starts = torch.tensor([0, 2, 2, 7], dtype=torch.int32)
+    assert all(torch.equal(each.multiply(x, None, starts), products[0]) for each in experts)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_scales_of_8_bits_need_factors_of_their_groups():
+    quantized = example(*CASES[-1])
+    for wrong in (
+        replace(quantized, factors=None),
+        replace(quantized, scale=quantized.scale.float(), offset=quantized.offset.float()),
+    ):
+        with pytest.raises(IndexError, match="factors"):
+            GroupedMatrix(wrong).multiply(inputs(1, 256), None)
 
 
 @pytest.mark.usefixtures("kernels")

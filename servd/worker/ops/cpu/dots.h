@@ -395,18 +395,14 @@ struct GroupedDots {
     __attribute__((noinline)) void multiply_rows(const Term* x, Cursor weights, int64_t kc, const OutputTile& out,
                        Prefetch ahead) const {
         const Weights values(groups.table);
-        const int64_t run = this->run(), panel_groups = weights.panel * groups.number(k);
+        const int64_t run = this->run();
+        Scales of(groups, weights.panel, k);
         const uint32_t size = uint32_t(std::min(groups.size, k));  // is divided by in each run
         const char* from = weights.row;
         Vec acc[ROWS][2] = {};
         for (int64_t i = 0, number = 0; i < kc; i += run, number++) {
-            const int64_t group = panel_groups + uint32_t(weights.start + i) / size;
-            Vec scale[2], offset[2];
-            for (int half = 0; half < 2; half++) {
-                const int64_t column = group * NR + half * WIDTH;
-                scale[half] = load_as(groups.type, groups.scale, column);
-                offset[half] = groups.offset ? load_as(groups.type, groups.offset, column) : Vec{};
-            }
+            const uint32_t position = uint32_t(weights.start + i);
+            of.read(position / size, position, i == 0);
             IntVec sums[ROWS * TERMS][2];
 #pragma GCC unroll 16
             for (int row = 0; row < ROWS * TERMS; row++)
@@ -424,9 +420,9 @@ struct GroupedDots {
                                            to_floats(sums[row * TERMS + term][half]));
                     const Term& of_row = x[row * TERMS];
                     sum = sum * of_row.scale[number];
-                    acc[row][half] = multiply_add(sum, scale[half], acc[row][half]);
+                    acc[row][half] = multiply_add(sum, of.scale[half], acc[row][half]);
                     const Vec total = splat(of_row.total[number]);
-                    acc[row][half] = multiply_add(total, offset[half], acc[row][half]);
+                    acc[row][half] = multiply_add(total, of.offset[half], acc[row][half]);
                 }
         }
         for (int row = 0; row < ROWS; row++)

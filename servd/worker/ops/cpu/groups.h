@@ -17,19 +17,27 @@ constexpr int BITS = std::is_same_v<W, Int4> ? 4 : 8;
 template <typename W>
 constexpr float UNIT = std::is_same_v<W, Float8> ? 256.0f : 1.0f;
 
+constexpr int64_t FACTOR_SIZE = 256;  // weights of a row that share a factor
+
 struct Groups {
     const float* table;  // [16], the values of 4 bits
-    int type;  // of scale and offset: FLOAT32, BFLOAT16 or FLOAT16
+    int type;  // of scale and offset: FLOAT32, BFLOAT16, FLOAT16, or INT8, times a factor
     const void *scale, *offset;  // offset may be null
+    // Of scales of INT8, and after each, if there are offsets, that of these; else null.
+    const Float16* factors;
     int64_t size;  // weights of a group; the last one of a row may have less
 
     int64_t number(int64_t k) const { return (k + size - 1) / size; }
+    int64_t number_of_factors(int64_t k) const {
+        return (k + FACTOR_SIZE - 1) / FACTOR_SIZE * (offset ? 2 : 1);
+    }
 };
 
 inline Vec load_as(int type, const void* p, int64_t index) {
     switch (type) {
     case FLOAT32: return load((const float*)p + index);
     case BFLOAT16: return load((const BFloat16*)p + index);
+    case INT8: return load((const int8_t*)p + index);
     default: return load((const Float16*)p + index);
     }
 }

@@ -224,6 +224,7 @@ float as_float(int type, const void* p, int64_t index) {
     switch (type) {
     case FLOAT32: return ((const float*)p)[index];
     case BFLOAT16: return widen(((const BFloat16*)p)[index]);
+    case INT8: return widen(((const int8_t*)p)[index]);
     default: return widen(((const Float16*)p)[index]);
     }
 }
@@ -236,8 +237,16 @@ void gather(const void* packed, int terms, const Groups& groups, int64_t k, cons
             const int64_t group = place_of(index[row], i / groups.size, groups.number(k), 1);
             const float value =
                 value_at<W>(packed, groups.table, index[row], i, k, neighbours<W>(terms));
-            const float offset = groups.offset ? as_float(groups.type, groups.offset, group) : 0;
-            out[row * k + i] = value * as_float(groups.type, groups.scale, group) + offset;
+            float scale = as_float(groups.type, groups.scale, group);
+            float offset = groups.offset ? as_float(groups.type, groups.offset, group) : 0;
+            if (groups.factors) {
+                const int64_t number = i / FACTOR_SIZE * (groups.offset ? 2 : 1);
+                const Float16* const factor =
+                    groups.factors + place_of(index[row], number, groups.number_of_factors(k), 1);
+                scale *= widen(factor[0]);
+                if (groups.offset) offset *= widen(factor[NR]);
+            }
+            out[row * k + i] = value * scale + offset;
         }
 }
 
@@ -248,6 +257,13 @@ void gather(const void* packed, int terms, const float* scale, int64_t k, const 
         for (int64_t i = 0; i < k; i++)
             out[row * k + i] = (scale ? scale[index[row]] : 1.0f) *
                                value_at<W>(packed, nullptr, index[row], i, k, neighbours<W>(terms));
+}
+
+void check_factors(int scale_type, const void* factors, int64_t group_size) {
+    const bool has_factors = factors != nullptr;
+    if (has_factors != (scale_type == INT8) || (has_factors && FACTOR_SIZE % group_size != 0))
+        throw std::out_of_range("factors are for scales of int8 in groups that divide " +
+                                std::to_string(FACTOR_SIZE));
 }
 
 }  // namespace
@@ -291,14 +307,16 @@ void matmul(int type, int terms, const float* x, int64_t rows, int64_t k, const 
 }
 
 // The same of weights in groups: value * scale + offset. Scales, and offsets if not null, are of
-// `scale_type` and packed; `table` [16] has the values of 4 bits.
+// `scale_type` and packed; `table` [16] has the values of 4 bits. Scales and offsets of int8 are
+// times the factors, packed, of each FACTOR_SIZE weights.
 void matmul_grouped(int type, int terms, const float* x, int64_t rows, int64_t k,
                     const void* packed, const float* table, int scale_type, const void* scale,
-                    const void* offset, int64_t group_size, const float* bias, float* y,
-                    int64_t y_stride, int64_t n) {
+                    const void* offset, const void* factors, int64_t group_size,
+                    const float* bias, float* y, int64_t y_stride, int64_t n) {
+    check_factors(scale_type, factors, group_size);
     with_group_type(type, [&](auto* p) {
         with_grouped<std::remove_pointer_t<decltype(p)>>(terms, table, [&](auto matrix_of) {
-            const Groups groups{table, scale_type, scale, offset, group_size};
+            const Groups groups{table, scale_type, scale, offset, (const Float16*)factors, group_size};
             multiply(x, rows, matrix_of(packed, k, groups), nullptr, bias, y, y_stride, n);
         });
     });
@@ -319,18 +337,22 @@ void matmul_experts(int type, int terms, const float* x, int64_t x_rows, int64_t
     });
 }
 
-// The same of weights in groups; the table of offsets may be null.
+// The same of weights in groups; the tables of offsets and of factors may be null.
 void matmul_experts_grouped(int type, int terms, const float* x, int64_t x_rows, int64_t k,
                             const int32_t* index, const int32_t* starts, int64_t num_experts,
                             const void* const* packed, const float* table, int scale_type,
                             const void* const* scales, const void* const* offsets,
-                            int64_t group_size, float* y, int64_t rows, int64_t n) {
+                            const void* const* factors, int64_t group_size, float* y,
+                            int64_t rows, int64_t n) {
+    check_factors(scale_type, factors, group_size);
     with_group_type(type, [&](auto* p) {
         with_grouped<std::remove_pointer_t<decltype(p)>>(terms, table, [&](auto matrix_of) {
             multiply_experts(x, index, x_rows, starts, num_experts, nullptr, y, rows, k, n,
                              [&](int64_t i) {
                                  const Groups groups{table, scale_type, scales[i],
-                                                     offsets ? offsets[i] : nullptr, group_size};
+                                                     offsets ? offsets[i] : nullptr,
+                                                     factors ? (const Float16*)factors[i] : nullptr,
+                                                     group_size};
                                  return matrix_of(packed[i], k, groups);
                              });
         });
@@ -348,10 +370,12 @@ void gather_rows(int type, int terms, const void* packed, const float* scale, in
 
 // The same of weights in groups.
 void gather_grouped(int type, int terms, const void* packed, const float* table, int scale_type,
-                    const void* scale, const void* offset, int64_t group_size, int64_t n,
-                    int64_t k, const int64_t* index, int64_t count, float* out) {
+                    const void* scale, const void* offset, const void* factors,
+                    int64_t group_size, int64_t n, int64_t k, const int64_t* index, int64_t count,
+                    float* out) {
     check_ids("index", index, 0, count, n);
-    const Groups groups{table, scale_type, scale, offset, group_size};
+    check_factors(scale_type, factors, group_size);
+    const Groups groups{table, scale_type, scale, offset, (const Float16*)factors, group_size};
     with_group_type(type, [&](auto* p) {
         gather<std::remove_pointer_t<decltype(p)>>(packed, terms, groups, k, index, count, out);
     });
