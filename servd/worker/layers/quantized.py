@@ -31,6 +31,7 @@ class Quantized:
             are in order.
         factors: float16, [out, in / 256]: scales are times the factor of their 256 numbers. With
             offsets [out, in / 128]: after each factor of scales that of offsets.
+        num_bits: 6 if codes of int8 are from -32 to 31, which takes less memory.
     """
 
     codes: Tensor
@@ -40,6 +41,7 @@ class Quantized:
     table: tuple[float, ...] | None = None
     columns: Tensor | None = None
     factors: Tensor | None = None
+    num_bits: int = 8
 
     @property
     def shape(self) -> torch.Size:
@@ -56,7 +58,8 @@ class Quantized:
         has_offset = self.offset is not None
         columns = self.columns
         order = None if columns is None or columns.is_meta else tuple(columns.tolist())
-        return self.codes.dtype, self.scale.dtype, has_offset, self.group_size, self.table, order
+        of_codes = self.codes.dtype, self.num_bits, self.table, order
+        return *of_codes, self.scale.dtype, has_offset, self.group_size
 
     def table_on_device(self) -> Tensor | None:
         """Return the table, float32 [16], on the device of the codes."""

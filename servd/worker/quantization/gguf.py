@@ -122,6 +122,7 @@ class BlockType(NamedTuple):
         scale_dtype: type of scales and offsets; int8: they are times factors.
         table: values of 4-bit codes; None: codes are the values, int8.
         has_offset: whether a weight is value * scale + offset, and not value * scale.
+        num_bits: of codes of int8: see `Quantized`.
     """
 
     number: int
@@ -129,19 +130,20 @@ class BlockType(NamedTuple):
     scale_dtype: torch.dtype
     table: tuple[float, ...] | None = None
     has_offset: bool = False
+    num_bits: int = 8
 
 
 BLOCKS = {
     "Q4_0": BlockType(2, 32, torch.float16, SIGNED),
     "Q4_1": BlockType(3, 32, torch.float16, UNSIGNED, has_offset=True),
-    "Q5_0": BlockType(6, 32, torch.float16),
-    "Q5_1": BlockType(7, 32, torch.float16, has_offset=True),
+    "Q5_0": BlockType(6, 32, torch.float16, num_bits=6),
+    "Q5_1": BlockType(7, 32, torch.float16, has_offset=True, num_bits=6),
     "Q8_0": BlockType(8, 32, torch.float16),
     "Q2_K": BlockType(10, 16, torch.int8, UNSIGNED, has_offset=True),
     "Q3_K": BlockType(11, 16, torch.int8, SMALL),
     "Q4_K": BlockType(12, 32, torch.int8, UNSIGNED, has_offset=True),
-    "Q5_K": BlockType(13, 32, torch.int8, has_offset=True),
-    "Q6_K": BlockType(14, 16, torch.int8),
+    "Q5_K": BlockType(13, 32, torch.int8, has_offset=True, num_bits=6),
+    "Q6_K": BlockType(14, 16, torch.int8, num_bits=6),
     "IQ4_NL": BlockType(20, 32, torch.float16, IQ4_NL),
     "MXFP4": BlockType(39, 32, torch.float32, MXFP4),
 }
@@ -180,5 +182,6 @@ def _unpack(
             offset,
             factors,
         )
-    unpacked = Quantized(codes, scale, offset, block.group_size, block.table, None, factors)
+    of_groups = (scale, offset, block.group_size, block.table)
+    unpacked = Quantized(codes, *of_groups, factors=factors, num_bits=block.num_bits)
     return unpacked.map(lambda tensor: tensor.to(device))

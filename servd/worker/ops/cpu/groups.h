@@ -9,10 +9,11 @@
 namespace {
 
 struct Int4 { uint8_t bits; };  // two of them in a byte, see pack_pairs
+struct Int6 { uint8_t bits; };  // see pack_sixes
 struct Float8 { uint8_t bits; };  // e4m3; NaN must not occur
 
 template <typename W>
-constexpr int BITS = std::is_same_v<W, Int4> ? 4 : 8;
+constexpr int BITS = std::is_same_v<W, Int4> ? 4 : std::is_same_v<W, Int6> ? 6 : 8;
 // What values are multiples of: those of 8-bit floats are read as 16-bit floats 256 times smaller.
 template <typename W>
 constexpr float UNIT = std::is_same_v<W, Float8> ? 256.0f : 1.0f;
@@ -110,6 +111,7 @@ template <typename Call>
 void with_group_type(int type, Call call) {
     switch (type) {
     case INT4: return call((Int4*)nullptr);
+    case INT6: return call((Int6*)nullptr);
     case FLOAT8: return call((Float8*)nullptr);
     default: return call((int8_t*)nullptr);
     }

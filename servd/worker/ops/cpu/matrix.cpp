@@ -208,6 +208,33 @@ void pack_pairs(const uint8_t* codes, int64_t n, int64_t k, int terms, uint8_t* 
     });
 }
 
+// Codes [n, k] from -32 to 31: for each 4 neighbours of k, the low 4 bits of each code as pairs, and
+// the others of 4 codes in a byte: of columns i, i + WIDTH / 2, i + WIDTH and i + 3 * WIDTH / 2.
+void pack_sixes(const int8_t* codes, int64_t n, int64_t k, uint8_t* packed) {
+    const int64_t size = NR * padded(k, 4) * 6 / 8;
+    parallel_for((n + NR - 1) / NR, 1, [&](int64_t panel) {
+        uint8_t* to = packed + panel * size;
+        std::fill_n(to, size, 0);
+        const auto read = [&](int64_t row, int64_t i) {
+            uint32_t word = 0;
+            if (row < n) memcpy(&word, codes + row * k + i, std::min<int64_t>(4, k - i));
+            return word ^ 0x20202020;  // 32 more, in 6 bits
+        };
+        for (int64_t i = 0; i < k; i += 4, to += 3 * NR)
+            for (int64_t row = 0; row < WIDTH; row++) {
+                const uint32_t a = read(panel * NR + row, i), b = read(panel * NR + WIDTH + row, i);
+                const uint32_t low = (a & 0x0f0f0f0f) | (b & 0x0f0f0f0f) << 4;
+                memcpy(to + row * 4, &low, 4);
+                uint32_t high;
+                uint8_t* const at = to + 4 * WIDTH + row % (WIDTH / 2) * 4;
+                memcpy(&high, at, 4);
+                const int shift = row < WIDTH / 2 ? 0 : 2;
+                high |= ((a >> 4 & 0x03030303) | (b >> 4 & 0x03030303) << 4) << shift;
+                memcpy(at, &high, 4);
+            }
+    });
+}
+
 template <typename W>
 float value_at(const void* packed, const float*, int64_t row, int64_t i, int64_t k, int next) {
     return widen(((const W*)packed)[place_of(row, i, k, next)]);
@@ -218,6 +245,16 @@ float value_at<Int4>(const void* packed, const float* table, int64_t row, int64_
     const int64_t column = row % NR, pair = row / NR * WIDTH + column % WIDTH;
     const uint8_t codes = ((const uint8_t*)packed)[place_of(pair, i, k, next, WIDTH)];
     return table[codes >> (column < WIDTH ? 0 : 4) & 15];
+}
+
+template <>
+float value_at<Int6>(const void* packed, const float*, int64_t row, int64_t i, int64_t k, int) {
+    const int64_t steps = row / NR * padded(k, 4) / 4 + i / 4, column = row % WIDTH;
+    const uint8_t* const step = (const uint8_t*)packed + steps * 3 * NR;
+    const int half = row % NR < WIDTH ? 0 : 4, shift = column < WIDTH / 2 ? 0 : 2;
+    const int low = step[column * 4 + i % 4] >> half & 15;
+    const int high = step[4 * WIDTH + column % (WIDTH / 2) * 4 + i % 4] >> (half + shift) & 3;
+    return float(low + 16 * high - 32);
 }
 
 float as_float(int type, const void* p, int64_t index) {
@@ -274,6 +311,11 @@ int64_t servd_packed_size(int type, int terms, int64_t n, int64_t k) {
     const int64_t rows = (n + NR - 1) / NR * NR;
     if (type == INT4) return rows * padded(k, neighbours<Int4>(terms)) / 2;
     int64_t size = 0;
+#if defined(HAS_SIXES)
+    if (type == INT6) return rows * padded(k, 4) * 6 / 8;
+#else
+    if (type == INT6) return 0;  // there is no product of them
+#endif
     with_type(type, [&](auto* p) {
         size = rows * padded(k, neighbours<std::remove_pointer_t<decltype(p)>>(terms));
     });
@@ -283,12 +325,13 @@ int64_t servd_packed_size(int type, int terms, int64_t n, int64_t k) {
 
 namespace kernels {
 
-// weight [n, k] of any strides to packed panels of NR rows. Codes of 4 bits have a byte each, and
-// no strides. `terms`: those of x that it will be multiplied with; 0: x is float32, or these are
+// weight [n, k] of any strides to packed panels of NR rows. Codes of 4 and 6 bits have a byte each,
+// and no strides. `terms`: those of x that it will be multiplied with; 0: x is float32, or these are
 // scales.
 void pack(int type, int terms, const void* weight, int64_t row_stride, int64_t column_stride, int64_t n,
           int64_t k, void* packed) {
     if (type == INT4) return pack_pairs((const uint8_t*)weight, n, k, terms, (uint8_t*)packed);
+    if (type == INT6) return pack_sixes((const int8_t*)weight, n, k, (uint8_t*)packed);
     with_type(type, [&](auto* p) {
         using W = std::remove_pointer_t<decltype(p)>;
         pack_panels((const W*)weight, row_stride, column_stride, n, k, terms, (W*)packed);

@@ -18,6 +18,9 @@
 #define HAS_DOTS
 #define ADDS_IN_16_BITS
 #endif
+#if defined(HAS_DOTS) && !defined(__aarch64__)
+#define HAS_SIXES  // numbers of 6 bits, which multiply one term of x
+#endif
 
 namespace {
 
@@ -29,6 +32,9 @@ constexpr int neighbours(int terms) {
     if (std::is_same_v<W, BFloat16>) return terms > 0 ? 2 : 1;
 #elif defined(__AVX512BF16__)  // three terms are slower than float32
     if (std::is_same_v<W, BFloat16>) return terms == 1 ? 2 : 1;
+#endif
+#if defined(HAS_SIXES)
+    if (std::is_same_v<W, Int6>) return 4;
 #endif
 #if defined(HAS_DOTS)
 #if defined(ADDS_IN_16_BITS)  // bytes in three terms are slower than float32
