@@ -1,6 +1,7 @@
 """Weight matrices packed for the CPU kernels (ops/cpu)."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from servd.worker.device.huge_pages import HugePages
 from servd.worker.layers.quantized import Quantized
-from servd.worker.ops.native import TYPES, call, loaded_library
+from servd.worker.ops.native import INT6, TYPES, call, loaded_library
 
 EXACT_TERMS = 3  # terms of bfloat16 or int8 that are as exact as float32: see ops/cpu/terms.h
 pages = HugePages()
@@ -99,56 +100,33 @@ class GroupedMatrix(Packed):
         table = quantized.table
         scale = quantized.scale
         offset = quantized.offset
-        self.type = TYPES[quantized.codes.dtype]
+        self.type = _type_of(quantized, self.num_terms)
         self.scale_type = TYPES[scale.dtype]
         self.group_size = quantized.group_size
         self.table = None if table is None else torch.tensor(table)
-        self.packed = _pack(quantized.codes, self.num_terms)
+        self.packed = _pack(quantized.codes, self.num_terms, self.type)
         self.scale = _pack(scale)
         self.offset = None if offset is None else _pack(offset)
+        self.factors = None if quantized.factors is None else _pack(quantized.factors)
         self.columns = quantized.columns
-        kept = (self.packed, self.scale, self.offset, self.table, self.columns)
+        kept = (self.packed, self.scale, self.offset, self.factors, self.table, self.columns)
         self.nbytes = sum(tensor.nbytes for tensor in kept if tensor is not None)
 
     def _multiply(self, out: Tensor, x: Tensor, bias: Tensor | None) -> None:
         if self.columns is not None:
             x = _take_columns(x, self.columns)
-        call(
-            "matmul_grouped",
-            self.type,
-            self.num_terms,
-            x,
-            *x.shape,
-            self.packed,
-            self.table,
-            self.scale_type,
-            self.scale,
-            self.offset,
-            self.group_size,
-            bias,
-            out,
-            out.stride(0),
-            out.shape[1],
-        )
+        given = (self.type, self.num_terms, x, *x.shape, self.packed, *self._groups())
+        call("matmul_grouped", *given, bias, out, out.stride(0), out.shape[1])
+
+    def _groups(self) -> tuple[Any, ...]:
+        groups = (self.table, self.scale_type, self.scale, self.offset, self.factors)
+        return *groups, self.group_size
 
     def rows(self, index: Tensor) -> Tensor:
         index = index.contiguous()
         out = torch.empty(len(index), self.shape[1])
-        call(
-            "gather_grouped",
-            self.type,
-            self.num_terms,
-            self.packed,
-            self.table,
-            self.scale_type,
-            self.scale,
-            self.offset,
-            self.group_size,
-            *self.shape,
-            index,
-            len(index),
-            out,
-        )
+        given = (self.type, self.num_terms, self.packed, *self._groups())
+        call("gather_grouped", *given, *self.shape, index, len(index), out)
         return out if self.columns is None else out[:, self.columns.argsort()]
 
 
@@ -186,9 +164,9 @@ class ExpertMatrices:
         self.type = first.type
         self.packed = _addresses([matrix.packed for matrix in matrices])
         self.scales = _addresses([matrix.scale for matrix in matrices])
-        self.offsets: Tensor | None = None
-        if isinstance(first, GroupedMatrix):
-            self.offsets = _addresses([m.offset for m in matrices if isinstance(m, GroupedMatrix)])
+        grouped = [matrix for matrix in matrices if isinstance(matrix, GroupedMatrix)]
+        self.offsets = _addresses([matrix.offset for matrix in grouped])
+        self.factors = _addresses([matrix.factors for matrix in grouped])
 
     @staticmethod
     def kind(matrix: object) -> tuple[object, ...] | None:
@@ -207,24 +185,14 @@ class ExpertMatrices:
             x = spread(x)
         num_rows = len(x) if index is None else len(index)
         out = torch.empty(num_rows, self.out_features)
-        given = (x, *x.shape, index, starts, len(self.matrices), self.packed)
+        rows = (x, *x.shape, index, starts)
+        given = (self.type, first.num_terms, *rows, len(self.matrices), self.packed)
         if isinstance(first, GroupedMatrix):
-            call(
-                "matmul_experts_grouped",
-                self.type,
-                first.num_terms,
-                *given,
-                first.table,
-                first.scale_type,
-                self.scales,
-                self.offsets,
-                first.group_size,
-                out,
-                *out.shape,
-            )
+            groups = (first.table, first.scale_type, self.scales, self.offsets, self.factors)
+            given = (*given, *groups, first.group_size)
+            call("matmul_experts_grouped", *given, out, *out.shape)
         else:
-            terms = first.num_terms
-            call("matmul_experts", self.type, terms, *given, self.scales, out, *out.shape)
+            call("matmul_experts", *given, self.scales, out, *out.shape)
         return out
 
 
@@ -245,14 +213,21 @@ def _num_terms(quantized: Quantized, x_dtype: torch.dtype) -> int:
     return 1 if x_dtype == torch.int8 else EXACT_TERMS
 
 
-def _pack(weight: Tensor, num_terms: int = 0) -> Tensor:
+def _type_of(quantized: Quantized, num_terms: int) -> int:
+    if quantized.num_bits == 6 and num_terms == 1:
+        if loaded_library().packed_size(INT6, num_terms, *quantized.shape):
+            return INT6
+    return TYPES[quantized.codes.dtype]
+
+
+def _pack(weight: Tensor, num_terms: int = 0, type: int | None = None) -> Tensor:
     """Pack `weight` [out, in] in panels of rows; two 4-bit codes in a byte. `num_terms`: see
     terms.h; 0 if inputs are float32, or if `weight` contains scales.
     """
-    num_rows, size = weight.shape
-    if weight.dtype == torch.uint8:
+    type = TYPES[weight.dtype] if type is None else type
+    if type in (TYPES[torch.uint8], INT6):
         weight = weight.contiguous()
-    num_values = loaded_library().packed_size(weight.dtype, num_terms, num_rows, size)
+    num_values = loaded_library().packed_size(type, num_terms, *weight.shape)
     packed = pages.empty(num_values, weight.dtype)
-    call("pack", TYPES[weight.dtype], num_terms, weight, *weight.stride(), num_rows, size, packed)
+    call("pack", type, num_terms, weight, *weight.stride(), *weight.shape, packed)
     return packed

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+FACTOR_SIZE = 256  # numbers of a row that share a factor
 LAYER = re.compile(r"(?:^|\.)(\d+)\.")  # the first number in a tensor's name
 
 
@@ -21,13 +22,16 @@ class Quantized:
 
     Args:
         codes: [out, in]; the values, int8 or float8_e4m3fn; or uint8, indices into `table`.
-        scale: [out, groups], float32, bfloat16 or float16.
+        scale: [out, groups], float32, bfloat16 or float16; int8 if there are `factors`.
         offset: like scale; None: zero. Otherwise value * scale must be exact in float32, because
             kernels may fuse the product with the sum.
         group_size: numbers of a row that share a scale.
         table: 16 values, for codes of 4 bits.
         columns: int64 [in]; column j of the codes is column columns[j] of the matrix. None: columns
             are in order.
+        factors: float16, [out, in / 256]: scales are times the factor of their 256 numbers. With
+            offsets [out, in / 128]: after each factor of scales that of offsets.
+        num_bits: 6 if codes of int8 are from -32 to 31, which takes less memory.
     """
 
     codes: Tensor
@@ -36,6 +40,8 @@ class Quantized:
     group_size: int
     table: tuple[float, ...] | None = None
     columns: Tensor | None = None
+    factors: Tensor | None = None
+    num_bits: int = 8
 
     @property
     def shape(self) -> torch.Size:
@@ -43,7 +49,7 @@ class Quantized:
 
     @property
     def nbytes(self) -> int:
-        tensors = (self.codes, self.scale, self.offset, self.columns)
+        tensors = (self.codes, self.scale, self.offset, self.columns, self.factors)
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     @property
@@ -52,7 +58,8 @@ class Quantized:
         has_offset = self.offset is not None
         columns = self.columns
         order = None if columns is None or columns.is_meta else tuple(columns.tolist())
-        return self.codes.dtype, self.scale.dtype, has_offset, self.group_size, self.table, order
+        of_codes = self.codes.dtype, self.num_bits, self.table, order
+        return *of_codes, self.scale.dtype, has_offset, self.group_size
 
     def table_on_device(self) -> Tensor | None:
         """Return the table, float32 [16], on the device of the codes."""
@@ -66,13 +73,23 @@ class Quantized:
         """
         table = self.table_on_device() if table is None else table
         values = self.codes.float() if table is None else table[self.codes.int()]
-        weights = values * self._spread(self.scale)
-        if self.offset is not None:
-            weights += self._spread(self.offset)
+        groups = self.without_factors()
+        weights = values * self._spread(groups.scale)
+        if groups.offset is not None:
+            weights += self._spread(groups.offset)
         return weights if self.columns is None else weights[:, self.columns.argsort()]
 
     def _spread(self, of_groups: Tensor) -> Tensor:
         return of_groups.float().repeat_interleave(self.group_size, dim=1)[:, : self.shape[1]]
+
+    def without_factors(self) -> Quantized:
+        if self.factors is None:
+            return self
+        times = FACTOR_SIZE // self.group_size
+        both = self.factors.float().unflatten(1, (-1, 1 if self.offset is None else 2))
+        factors = both.repeat_interleave(times, dim=1)[:, : self.scale.shape[1]]
+        offset = None if self.offset is None else self.offset * factors[..., 1]
+        return replace(self, scale=self.scale * factors[..., 0], offset=offset, factors=None)
 
     def split(self, rows: Sequence[int]) -> list[Quantized]:
         """Return parts by rows; `rows` has the row count of each part."""
@@ -85,6 +102,8 @@ class Quantized:
         """
         if length == self.shape[dim]:
             return self
+        if dim == 1 and self.factors is not None:
+            return self.without_factors().narrow(dim, start, length)
         codes = self.codes.narrow(dim, start, length)
         if dim == 0:
             return self.map(lambda x: x.narrow(0, start, length), codes)
@@ -115,6 +134,7 @@ class Quantized:
             codes=change(self.codes) if codes is None else codes,
             scale=change(self.scale),
             offset=None if self.offset is None else change(self.offset),
+            factors=None if self.factors is None else change(self.factors),
         )
 
 
@@ -123,14 +143,10 @@ def stack(parts: Sequence[Quantized]) -> Quantized:
     first = parts[0]
     if len(parts) == 1:
         return first
-    return replace(
-        first,
-        codes=torch.cat([part.codes for part in parts]),
-        scale=torch.cat([part.scale for part in parts]),
-        offset=None
-        if first.offset is None
-        else torch.cat([part.offset for part in parts if part.offset is not None]),
-    )
+    names = ("codes", "scale", "offset", "factors")
+    names_of_tensors = [name for name in names if getattr(first, name) is not None]
+    tensors = {name: torch.cat([getattr(p, name) for p in parts]) for name in names_of_tensors}
+    return replace(first, **tensors)
 
 
 NamedTensors = Iterator[tuple[str, Tensor | Quantized]]

@@ -55,7 +55,8 @@ ELEMENTS = {
     "Q": torch.int64,
     "A": torch.int64,
 }
-DTYPES = {number: dtype for dtype, number in TYPES.items()}
+INT6 = 6  # int8 from -32 to 31, packed in 6 bits
+DTYPES = {number: dtype for dtype, number in TYPES.items()} | {INT6: torch.int8}
 PARAMETER = re.compile(  # see the table in cpu/graph.cpp
     r"(?P<name>\w+)(?P<null>\?\w*)?(<(?P<type>\w+)>)?"
     r"(?P<open>[\[{])?(?(open)(?P<size>.+?)[\]}])(, |$)"
@@ -161,9 +162,11 @@ class Library:
             for number, kernel in enumerate(table)
         }
 
-    def packed_size(self, dtype: torch.dtype, terms: int, num_rows: int, size: int) -> int:
-        """Return how many numbers a packed matrix [num_rows, size] has, padding included."""
-        return self._packed_size(TYPES[dtype], terms, num_rows, size)
+    def packed_size(self, type: int, terms: int, num_rows: int, size: int) -> int:
+        """Return how many numbers a packed matrix [num_rows, size] has, padding included; 0 if
+        there is no product of the type.
+        """
+        return self._packed_size(type, terms, num_rows, size)
 
     def encode(self, kernel: str, *arguments: Any) -> bytes:
         """Return a graph of one call. The graph holds addresses: keep the tensors alive until it

@@ -109,7 +109,7 @@ def _decode(tensor: ReaderTensor, device: torch.device) -> Tensor | Quantized:
         return torch.from_numpy(quants.dequantize(tensor.data, tensor.tensor_type)).to(device)
     unpacked = _unpack(BLOCKS[kind], data, *GGML_QUANT_SIZES[tensor.tensor_type], device)
     largest = max(map(abs, unpacked.table or (128,)))  # MXFP4's largest scales overflow
-    for each in (unpacked.scale, unpacked.offset):
+    for each in (unpacked.scale, unpacked.offset, unpacked.factors):
         if not (each is None or each.is_meta or bool((each.float() * largest).isfinite().all())):
             raise UnsupportedModel(f"tensor {tensor.name} has a scale that is no finite number")
     return unpacked
@@ -121,9 +121,10 @@ class BlockType(NamedTuple):
     Args:
         number: of the type, in GGUF and in cpu/blocks.cpp.
         group_size: weights that share a scale.
-        scale_dtype: type of scales and offsets.
+        scale_dtype: type of scales and offsets; int8: they are times factors.
         table: values of 4-bit codes; None: codes are the values, int8.
         has_offset: whether a weight is value * scale + offset, and not value * scale.
+        num_bits: of codes of int8: see `Quantized`.
     """
 
     number: int
@@ -131,19 +132,20 @@ class BlockType(NamedTuple):
     scale_dtype: torch.dtype
     table: tuple[float, ...] | None = None
     has_offset: bool = False
+    num_bits: int = 8
 
 
 BLOCKS = {
     "Q4_0": BlockType(2, 32, torch.float16, SIGNED),
     "Q4_1": BlockType(3, 32, torch.float16, UNSIGNED, has_offset=True),
-    "Q5_0": BlockType(6, 32, torch.float16),
-    "Q5_1": BlockType(7, 32, torch.float16, has_offset=True),
+    "Q5_0": BlockType(6, 32, torch.float16, num_bits=6),
+    "Q5_1": BlockType(7, 32, torch.float16, has_offset=True, num_bits=6),
     "Q8_0": BlockType(8, 32, torch.float16),
-    "Q2_K": BlockType(10, 16, torch.float32, UNSIGNED, has_offset=True),
-    "Q3_K": BlockType(11, 16, torch.float32, SMALL),
-    "Q4_K": BlockType(12, 32, torch.float32, UNSIGNED, has_offset=True),
-    "Q5_K": BlockType(13, 32, torch.float32, has_offset=True),
-    "Q6_K": BlockType(14, 16, torch.float32),
+    "Q2_K": BlockType(10, 16, torch.int8, UNSIGNED, has_offset=True),
+    "Q3_K": BlockType(11, 16, torch.int8, SMALL),
+    "Q4_K": BlockType(12, 32, torch.int8, UNSIGNED, has_offset=True),
+    "Q5_K": BlockType(13, 32, torch.int8, has_offset=True, num_bits=6),
+    "Q6_K": BlockType(14, 16, torch.int8, num_bits=6),
     "IQ4_NL": BlockType(20, 32, torch.float16, IQ4_NL),
     "MXFP4": BlockType(39, 32, torch.float32, MXFP4),
 }
@@ -161,7 +163,10 @@ def _unpack(
     code_dtype = torch.int8 if block.table is None else torch.uint8
     codes = torch.empty(len(rows), num_blocks * size, dtype=code_dtype)
     scale = torch.empty(len(rows), num_blocks * num_groups, dtype=block.scale_dtype)
-    offset = torch.empty(scale.shape, dtype=scale.dtype) if block.has_offset else None
+    offset = torch.empty_like(scale) if block.has_offset else None
+    has_factors = block.scale_dtype == torch.int8
+    num_factors = num_blocks * (1 + block.has_offset)
+    factors = torch.empty(len(rows), num_factors, dtype=torch.float16) if has_factors else None
     if device.type != "meta":  # else in a dry run
         native.call(
             "unpack_blocks",
@@ -177,6 +182,8 @@ def _unpack(
             native.TYPES[block.scale_dtype],
             scale,
             offset,
+            factors,
         )
-    unpacked = Quantized(codes, scale, offset, block.group_size, block.table)
+    of_groups = (scale, offset, block.group_size, block.table)
+    unpacked = Quantized(codes, *of_groups, factors=factors, num_bits=block.num_bits)
     return unpacked.map(lambda tensor: tensor.to(device))

@@ -108,6 +108,11 @@ class EmulatedLibrary(native.Library):
         if name == "packed":
             type = given["type"]
             size = self._packed_size(type, given["terms"], n, k)
+        elif name == "factors":
+            type = native.TYPES[torch.float16]
+            size = self._packed_size(
+                type, 0, n, -(-k // 256) * (1 + (given["offsets"] is not None))
+            )
         elif "group_size" in given:
             type = given["scale_type"]
             size = self._packed_size(type, 0, n, -(-k // given["group_size"]))

@@ -3,12 +3,13 @@
 import ctypes
 import mmap
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 
 from servd.worker.layers import packed
-from servd.worker.layers.packed import GroupedMatrix
+from servd.worker.layers.packed import ExpertMatrices, GroupedMatrix
 from servd.worker.layers.quantized import Quantized, QuantizedMatrix, stack
 from servd.worker.ops import native
 from tests.worker.cpu_kernels import EXACT_SUMS, INTEGER_SUMS, forced
@@ -17,6 +18,7 @@ UNEVEN = (-8.0, 0.5, 1.5, 7.0, -127.0, 3.25, 1e-3, 40.0, 2, 4, 6, 8, 10, 12, 14,
 INTEGERS = tuple(map(float, range(16)))
 SIGNED = tuple(float(i - 8) for i in range(16))
 WIDE = (-128.0, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 127)
+SIXES = torch.int16  # here: int8 from -32 to 31
 # shape, group size, type of codes, of scales, whether there is an offset, values of 4 bits
 CASES = [
     ((33, 64), 32, torch.uint8, torch.float16, True, INTEGERS),
@@ -29,6 +31,12 @@ CASES = [
     ((95, 1152), 64, torch.uint8, torch.bfloat16, False, SIGNED),
     ((65, 2176), 128, torch.int8, torch.float16, True, None),
     ((37, 288), 32, torch.uint8, torch.float16, False, WIDE),
+    ((67, 1536), 32, torch.uint8, torch.int8, True, INTEGERS),  # blocks of k are of 768
+    ((50, 2304), 16, torch.int8, torch.int8, False, None),
+    ((35, 1408), 32, torch.int8, torch.int8, True, None),  # and end inside what shares a factor
+    ((33, 256), 16, torch.uint8, torch.int8, True, SIGNED),
+    ((37, 1280), 16, SIXES, torch.int8, False, None),
+    ((70, 1000), 32, SIXES, torch.float16, True, None),
 ]
 WHOLE = [case for case in CASES if case[2] != torch.float8_e4m3fn and case[5] != UNEVEN]
 
@@ -48,15 +56,28 @@ def example(
 ) -> Quantized:
     generator = torch.Generator().manual_seed(sum(shape))
     codes = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+    num_bits = 6 if dtype == SIXES else 8
     if table is not None:
         codes %= 16
+    elif dtype == SIXES:
+        codes = codes.view(torch.int8) >> 2
+        dtype = torch.int8
     elif dtype == torch.float8_e4m3fn:
         codes[codes & 127 == 127] = 0  # NaN
     groups = (shape[0], -(-shape[1] // group_size))
-    scale, offset = torch.rand(2, *groups, generator=generator).to(scale_dtype)
+    scale, offset = torch.rand(2, *groups, generator=generator)
+    factors = None
+    if scale_dtype == torch.int8:
+        most = 63 if has_offset else 127  # products with the values are exact
+        scale, offset = (scale * 2 * most - most).round(), (offset * 63).round()
+        size = (shape[0], -(-shape[1] // 256) * (1 + has_offset))
+        factors = torch.randn(size, generator=generator).half()
+    scale, offset = scale.to(scale_dtype), offset.to(scale_dtype)
     if has_offset:
         scale = scale.half().to(scale_dtype)  # products with the values are exact
-    return Quantized(codes.view(dtype), scale, -offset if has_offset else None, group_size, table)
+    offset = -offset if has_offset else None
+    of_groups = (scale, offset, group_size, table)
+    return Quantized(codes.view(dtype), *of_groups, factors=factors, num_bits=num_bits)
 
 
 def before_a_guard(tensor: torch.Tensor) -> torch.Tensor:
@@ -187,13 +208,52 @@ def test_nothing_beyond_the_end_is_touched(case, x_dtype: torch.dtype):
     quantized = example(*case)
     packed, size = GroupedMatrix(quantized, x_dtype), quantized.shape[1]
     expected = packed.multiply(inputs(15, size), None)
-    for name in ("packed", "scale", "offset", "table"):
+    for name in ("packed", "scale", "offset", "factors", "table"):
         if (tensor := getattr(packed, name)) is not None:
             setattr(packed, name, before_a_guard(tensor))
     for count in (1, 2, 5, 13, 15):
         out = before_a_guard(torch.zeros(count, quantized.shape[0]))
         packed.multiply_into(out, before_a_guard(inputs(15, size)[:count]), None)
         assert torch.equal(out, expected[:count])
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.int8], ids=str)
+@pytest.mark.parametrize("case", [case for case in CASES if case[3] == torch.int8], ids=str)
+def test_factors_change_no_bit_of_products(case, x_dtype: torch.dtype):
+    quantized = example(*case)
+    forms = [GroupedMatrix(q, x_dtype) for q in (quantized, quantized.without_factors())]
+    x = inputs(7, quantized.shape[1])
+    products = [form.multiply(x, None) for form in forms]
+    assert torch.equal(*products)
+    experts = [ExpertMatrices([form] * 3) for form in forms]
+    starts = torch.tensor([0, 2, 2, 7], dtype=torch.int32)
+    assert all(torch.equal(each.multiply(x, None, starts), products[0]) for each in experts)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("shape", [(65, 2176), (31, 254), (16, 126), (33, 61)], ids=str)
+def test_codes_of_6_bits_take_less_and_change_no_bit_of_products(shape):
+    codes = torch.randint(-32, 32, shape, generator=torch.Generator().manual_seed(1))
+    quantized = Quantized(codes.to(torch.int8), torch.rand(shape[0], 1), None, shape[1])
+    forms = [GroupedMatrix(replace(quantized, num_bits=n), torch.int8) for n in (6, 8)]
+    assert torch.equal(forms[0].rows(torch.arange(shape[0])), quantized.dequantize())
+    can_multiply = native.loaded_library().name in ("amx", "bf16", "vnni", "avxvnni", "avx2")
+    assert (forms[0].nbytes < forms[1].nbytes) == can_multiply
+    for count in (1, 2, 15):
+        x = inputs(count, shape[1])
+        assert torch.equal(*(form.multiply(x, None) for form in forms))
+
+
+@pytest.mark.usefixtures("kernels")
+def test_scales_of_8_bits_need_factors_of_their_groups():
+    quantized = example(*CASES[13])
+    for wrong in (
+        replace(quantized, factors=None),
+        replace(quantized, scale=quantized.scale.float(), offset=quantized.offset.float()),
+    ):
+        with pytest.raises(IndexError, match="factors"):
+            GroupedMatrix(wrong).multiply(inputs(1, 256), None)
 
 
 @pytest.mark.usefixtures("kernels")

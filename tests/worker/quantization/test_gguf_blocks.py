@@ -9,9 +9,14 @@ import torch
 gguf = pytest.importorskip("gguf")
 
 from servd.base.errors import UnsupportedModel  # noqa: E402
+from servd.worker.layers.packed import GroupedMatrix  # noqa: E402
 from servd.worker.layers.quantized import Quantized  # noqa: E402
+from servd.worker.ops import native  # noqa: E402
 from servd.worker.quantization.gguf import BLOCKS, read  # noqa: E402
 
+# The most bits of a weight in memory, and where codes have 6 bits.
+BITS = {"Q2_K": 5.2, "Q3_K": 4.6, "Q4_K": 4.7, "Q5_K": 8.7, "Q6_K": 8.7}
+BITS_OF_SIXES = BITS | {"Q5_K": 6.7, "Q6_K": 6.7}
 QUANTS = [gguf.GGMLQuantizationType[name] for name in BLOCKS]
 
 
@@ -53,6 +58,26 @@ def test_blocks_are_what_the_format_says(tmp_path: Path, quant: gguf.GGMLQuantiz
     assert name == "lm_head.weight" and isinstance(tensor, Quantized)
     expected = torch.from_numpy(gguf.quants.dequantize(data, quant))
     assert torch.equal(tensor.dequantize(), expected)
+    for start, size in ((0, 32), (256, 512), (320, 64)):
+        if start + size <= expected.shape[1]:
+            part = tensor.narrow(1, start, size)
+            assert torch.equal(part.dequantize(), expected[:, start : start + size])
+
+
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.int8], ids=str)
+@pytest.mark.parametrize("quant", QUANTS, ids=lambda q: q.name)
+def test_packed_weights_are_those_of_the_file_and_little_larger(tmp_path: Path, quant, x_dtype):
+    data = random_blocks(quant, rows=64, blocks=6)
+    write(tmp_path / "model.gguf", {"output.weight": (data, quant)})
+    [(_, tensor)] = read([tmp_path / "model.gguf"], {}, torch.device("cpu"))
+    assert isinstance(tensor, Quantized)
+    packed = GroupedMatrix(tensor, x_dtype)
+    expected = torch.from_numpy(gguf.quants.dequantize(data, quant))
+    assert torch.equal(packed.rows(torch.arange(64)), expected)
+    bits = BITS_OF_SIXES if packed.type == native.INT6 else BITS
+    if quant.name in BITS:
+        assert packed.nbytes * 8 <= bits[quant.name] * expected.numel() + 8 * 64  # and a table
+        assert tensor.nbytes < 1.2 * expected.numel()
 
 
 @pytest.mark.parametrize("quant", QUANTS, ids=lambda q: q.name)

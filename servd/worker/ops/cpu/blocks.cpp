@@ -36,10 +36,9 @@ Float16 half_at(const uint8_t* from) {
     memcpy(&half, from, sizeof half);
     return half;
 }
-float float_at(const uint8_t* from) { return widen(half_at(from)); }
 
-// Each type of block: SIZE codes in BYTES bytes, and GROUPS scales and offsets. `unpack` is given
-// codes of 0.
+// Each type of block: SIZE codes in BYTES bytes, and GROUPS scales and offsets, which are times a
+// factor of the block if they are of int8. `unpack` is given codes of 0.
 
 struct Q4_0 {
     using Scale = Float16;
@@ -94,76 +93,74 @@ struct Q8_0 {
     }
 };
 
+// Types with factors have them at the byte FACTORS: that of scales, and then that which is taken
+// off for each unit of an offset.
+
 struct Q2_K {
-    using Scale = float;
+    using Scale = int8_t;
     static constexpr bool HAS_OFFSET = true;
-    static constexpr int SIZE = 256, BYTES = 84, GROUPS = 16;
+    static constexpr int SIZE = 256, BYTES = 84, GROUPS = 16, FACTORS = 80;
     static void unpack(const uint8_t* block, uint8_t* codes, Scale* scale, Scale* offset) {
-        const float unit = float_at(block + 80), offset_unit = float_at(block + 82);
         for (int group = 0; group < GROUPS; group++) {
-            scale[group] = (block[group] & 15) * unit;
-            offset[group] = (block[group] >> 4) * -offset_unit;
+            scale[group] = int8_t(block[group] & 15);
+            offset[group] = int8_t(block[group] >> 4);
         }
         add_bits<2, 32, 64>(block + 16, 0, codes);
     }
 };
 
 struct Q3_K {
-    using Scale = float;
+    using Scale = int8_t;
     static constexpr bool HAS_OFFSET = false;
-    static constexpr int SIZE = 256, BYTES = 110, GROUPS = 16;
+    static constexpr int SIZE = 256, BYTES = 110, GROUPS = 16, FACTORS = 108;
     static void unpack(const uint8_t* block, uint8_t* codes, Scale* scale, Scale*) {
-        const float unit = float_at(block + 108);
         uint8_t numbers[GROUPS] = {};
         add_bits<4, 8, 8>(block + 96, 0, numbers);
         add_bits<2, 4, 4>(block + 104, 4, numbers);
-        for (int group = 0; group < GROUPS; group++) scale[group] = (numbers[group] - 32) * unit;
+        for (int group = 0; group < GROUPS; group++) scale[group] = int8_t(numbers[group] - 32);
         add_bits<2, 32, 64>(block + 32, 0, codes);
         add_bits<1, 32, 32>(block, 2, codes);
     }
 };
 
 // Of Q4_K and Q5_K: 8 scales and 8 offsets of 6 bits each in 12 bytes.
-void unpack_scales(const uint8_t* block, float* scale, float* offset) {
-    const float unit = float_at(block), offset_unit = float_at(block + 2);
-    const uint8_t *first = block + 4, *second = block + 8, *rest = block + 12;
+void unpack_scales(const uint8_t* bytes, int8_t* scale, int8_t* offset) {
+    const uint8_t *first = bytes, *second = bytes + 4, *rest = bytes + 8;
     for (int i = 0; i < 4; i++) {
-        scale[i] = (first[i] & 63) * unit;
-        scale[i + 4] = ((rest[i] & 15) | (first[i] >> 2 & 48)) * unit;
-        offset[i] = (second[i] & 63) * -offset_unit;
-        offset[i + 4] = (rest[i] >> 4 | (second[i] >> 2 & 48)) * -offset_unit;
+        scale[i] = int8_t(first[i] & 63);
+        scale[i + 4] = int8_t((rest[i] & 15) | (first[i] >> 2 & 48));
+        offset[i] = int8_t(second[i] & 63);
+        offset[i + 4] = int8_t(rest[i] >> 4 | (second[i] >> 2 & 48));
     }
 }
 
 struct Q4_K {
-    using Scale = float;
+    using Scale = int8_t;
     static constexpr bool HAS_OFFSET = true;
-    static constexpr int SIZE = 256, BYTES = 144, GROUPS = 8;
+    static constexpr int SIZE = 256, BYTES = 144, GROUPS = 8, FACTORS = 0;
     static void unpack(const uint8_t* block, uint8_t* codes, Scale* scale, Scale* offset) {
-        unpack_scales(block, scale, offset);
+        unpack_scales(block + 4, scale, offset);
         add_bits<4, 32, 128>(block + 16, 0, codes);
     }
 };
 
 struct Q5_K {
-    using Scale = float;
+    using Scale = int8_t;
     static constexpr bool HAS_OFFSET = true;
-    static constexpr int SIZE = 256, BYTES = 176, GROUPS = 8;
+    static constexpr int SIZE = 256, BYTES = 176, GROUPS = 8, FACTORS = 0;
     static void unpack(const uint8_t* block, uint8_t* codes, Scale* scale, Scale* offset) {
-        unpack_scales(block, scale, offset);
+        unpack_scales(block + 4, scale, offset);
         add_bits<4, 32, 128>(block + 48, 0, codes);
         add_bits<1, 32, 32>(block + 16, 4, codes);
     }
 };
 
 struct Q6_K {
-    using Scale = float;
+    using Scale = int8_t;
     static constexpr bool HAS_OFFSET = false;
-    static constexpr int SIZE = 256, BYTES = 210, GROUPS = 16;
+    static constexpr int SIZE = 256, BYTES = 210, GROUPS = 16, FACTORS = 208;
     static void unpack(const uint8_t* block, uint8_t* codes, Scale* scale, Scale*) {
-        const float unit = float_at(block + 208);
-        for (int group = 0; group < GROUPS; group++)
-            scale[group] = int8_t(block[192 + group]) * unit;
+        memcpy(scale, block + 192, GROUPS);
         add_bits<4, 64, 128>(block, 0, codes);
         add_bits<2, 32, 64>(block + 128, 4, codes);
         subtract(32, SIZE, codes);
@@ -206,26 +203,35 @@ void with_block(int number, const Call& call) {
 namespace kernels {
 
 // Blocks of a type to codes of a byte [rows, num_blocks * size], and scales, and offsets if not
-// null, [rows, num_blocks * groups]; a block has `size` weights in `bytes`.
+// null, [rows, num_blocks * groups]; a block has `size` weights in `bytes`. Factors are of each
+// block's scales, and then of its offsets, if there are any.
 void unpack_blocks(int type, const void* blocks, int64_t rows, int64_t num_blocks, int64_t bytes,
                    int64_t size, int64_t groups, int code_type, void* codes, int scale_type,
-                   void* scale, void* offset) {
+                   void* scale, void* offset, void* factors) {
     with_block(type, [&](auto block) {
         using Block = decltype(block);
         using Scale = typename Block::Scale;
         check_at_most("bytes of a block", Block::BYTES, bytes);
         check_at_most("weights of a block", Block::SIZE, size);
         check_at_most("groups of a block", Block::GROUPS, groups);
-        constexpr Type SCALE_TYPE = std::is_same_v<Scale, float> ? FLOAT32 : FLOAT16;
-        if (scale_type != SCALE_TYPE || (Block::HAS_OFFSET && !offset))
-            throw std::out_of_range("scales are of another type, or offsets are missing");
+        constexpr bool HAS_FACTORS = std::is_same_v<Scale, int8_t>;
+        constexpr Type FLOAT_TYPE = std::is_same_v<Scale, float> ? FLOAT32 : FLOAT16;
+        if (scale_type != (HAS_FACTORS ? INT8 : FLOAT_TYPE) || (HAS_FACTORS && !factors) ||
+            (Block::HAS_OFFSET && !offset))
+            throw std::out_of_range("scales are of another type, or offsets or factors are missing");
         parallel_for(rows, 8, [&](int64_t row) {
             for (int64_t i = row * num_blocks; i < (row + 1) * num_blocks; i++) {
                 uint8_t* const to = (uint8_t*)codes + i * Block::SIZE;
                 std::fill_n(to, Block::SIZE, 0);
                 Scale* const offsets = offset ? (Scale*)offset + i * Block::GROUPS : nullptr;
-                Block::unpack((const uint8_t*)blocks + i * Block::BYTES, to,
-                              (Scale*)scale + i * Block::GROUPS, offsets);
+                const uint8_t* const block = (const uint8_t*)blocks + i * Block::BYTES;
+                Block::unpack(block, to, (Scale*)scale + i * Block::GROUPS, offsets);
+                if constexpr (HAS_FACTORS) {
+                    Float16* const of_block = (Float16*)factors + i * (1 + Block::HAS_OFFSET);
+                    of_block[0] = half_at(block + Block::FACTORS);
+                    if (!Block::HAS_OFFSET) continue;
+                    of_block[1].bits = half_at(block + Block::FACTORS + 2).bits ^ 0x8000;
+                }
             }
         });
     });

@@ -59,6 +59,27 @@ struct Nibbles : Vnni {
     }
 };
 
+// The low 4 bits as in Nibbles; after them the others, of each half in two of the 32 bytes.
+struct Sixes : Vnni {
+    static constexpr int64_t SIZE = K * NR * 6 / 8;
+    static constexpr int more = 32;
+    const __m512i low = _mm512_set1_epi8(15), all = _mm512_set1_epi8(63);
+    const __m512i left = _mm512_inserti64x4(_mm512_set1_epi32(4), _mm256_set1_epi32(2), 1);
+    const __m512i right = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi32(2), 1);
+
+    explicit Sixes(const float* = nullptr) {}
+    void read(const char* from, __m512i& w0, __m512i& w1) const {
+        constexpr int CHOICE = 0xca;  // bits of the second where the first is 1, else of the third
+        const __m512i pairs = _mm512_loadu_si512(from);
+        const __m512i high =
+            _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)(from + K * WIDTH)));
+        w0 = _mm512_ternarylogic_epi32(low, pairs, _mm512_sllv_epi32(high, left), CHOICE);
+        w1 = _mm512_ternarylogic_epi32(low, _mm512_srli_epi16(pairs, 4),
+                                       _mm512_srlv_epi32(high, right), CHOICE);
+        w0 = _mm512_and_si512(w0, all), w1 = _mm512_and_si512(w1, all);
+    }
+};
+
 #elif defined(__AVX2__)
 typedef __m256i Codes;
 inline Codes repeat_codes(int32_t neighbours) { return _mm256_set1_epi32(neighbours); }
@@ -74,6 +95,19 @@ inline Codes load_values(const float* table, int more) {
     int8_t numbers[16];
     for (int i = 0; i < 16; i++) numbers[i] = int8_t(int(table[i]) + more);
     return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)numbers));
+}
+// The low 4 bits of a byte, the others by `high`: of each half in two of 16 bytes.
+inline void join_codes(const char* from, Codes& w0, Codes& w1) {
+    const Codes low = _mm256_set1_epi8(15), above = _mm256_set1_epi8(48);
+    const Codes left = _mm256_setr_epi32(4, 4, 4, 4, 2, 2, 2, 2);
+    const Codes right = _mm256_setr_epi32(0, 0, 0, 0, 2, 2, 2, 2);
+    const Codes pairs = load_codes(from);
+    const Codes high =
+        _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)(from + 4 * WIDTH)));
+    w0 = _mm256_or_si256(_mm256_and_si256(pairs, low),
+                         _mm256_and_si256(_mm256_sllv_epi32(high, left), above));
+    w1 = _mm256_or_si256(_mm256_and_si256(_mm256_srli_epi16(pairs, 4), low),
+                         _mm256_and_si256(_mm256_srlv_epi32(high, right), above));
 }
 inline int least_of(const float* table) { return int(*std::min_element(table, table + 16)); }
 
@@ -109,6 +143,14 @@ struct Nibbles : Vnni {
         choose_codes(values, load_codes(from), w0, w1);
     }
 };
+
+struct Sixes : Vnni {
+    static constexpr int64_t SIZE = K * NR * 6 / 8;
+    static constexpr int more = 32;
+
+    explicit Sixes(const float* = nullptr) {}
+    void read(const char* from, Codes& w0, Codes& w1) const { join_codes(from, w0, w1); }
+};
 #else
 // `vpmaddwd` multiplies numbers of 16 bits: bytes are widened when they are read, x when it is
 // rounded.
@@ -127,6 +169,10 @@ struct Bytes {
     }
 };
 
+inline IntVec add_pairs(IntVec sum, Codes pairs) {
+    return sum + (IntVec)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+}
+
 // 4 bits choose from whole numbers. `vpmaddubsw` adds two products with bytes of x in 16 bits, where
 // they must fit; its first factor has no sign. Numbers of a narrow range are made so much larger
 // that none is negative, and the products with FEW bytes of x fit together. Others give their sign
@@ -144,9 +190,6 @@ struct NibblesOf {
     static bool fits(const float* table) {
         return *std::max_element(table, table + 16) - least_of(table) <= RANGE;
     }
-    static IntVec add_pairs(IntVec sum, Codes pairs) {
-        return sum + (IntVec)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
-    }
     static IntVec add(IntVec sum, Codes w, Codes x) {
         return add_pairs(sum,
                          _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w)));
@@ -157,6 +200,16 @@ struct NibblesOf {
 };
 using Nibbles = NibblesOf<true>;
 using WideNibbles = NibblesOf<false>;
+
+struct Sixes {
+    using X = int8_t;
+    static constexpr int K = 4, FEW = 8, more = 32;
+    static constexpr int64_t SIZE = K * NR * 6 / 8;
+    static_assert(FEW / 2 * 127 * 63 <= 32767);
+
+    explicit Sixes(const float* = nullptr) {}
+    void read(const char* from, Codes& w0, Codes& w1) const { join_codes(from, w0, w1); }
+};
 #endif
 
 #else
@@ -336,20 +389,20 @@ inline void add_dots(IntVec (&sums)[ROWS][2], const void* x, int64_t bytes, cons
 
 #if defined(ADDS_IN_16_BITS)
 // The same of numbers so small that the products of FEW bytes of x fit in 16 bits together.
-template <int ROWS, int64_t STRIDE>
-inline void add_dots(IntVec (&sums)[ROWS][2], const void* x, int64_t bytes, const Nibbles& weights,
-                     const char*& from, Prefetch& ahead) {
-    const int64_t to_prefetch = Nibbles::K * ahead.step;
+template <int ROWS, int64_t STRIDE, typename Weights>
+inline void add_few_dots(IntVec (&sums)[ROWS][2], const void* x, int64_t bytes,
+                         const Weights& weights, const char*& from, Prefetch& ahead) {
+    const int64_t to_prefetch = Weights::K * ahead.step;
     for (int64_t i = 0; i < bytes;) {
         Codes few[ROWS][2];
 #pragma GCC unroll 16
         for (int row = 0; row < ROWS; row++) few[row][0] = few[row][1] = Codes{};
-        for (const int64_t end = std::min(i + Nibbles::FEW, bytes); i < end; i += 4) {
+        for (const int64_t end = std::min<int64_t>(i + Weights::FEW, bytes); i < end; i += 4) {
             __builtin_prefetch(ahead.line, 0, 2);
             ahead.line += to_prefetch;
             Codes w0, w1;
             weights.read(from, w0, w1);
-            from += Nibbles::SIZE;
+            from += Weights::SIZE;
 #pragma GCC unroll 16
             for (int row = 0; row < ROWS; row++) {
                 int32_t neighbours;
@@ -364,10 +417,20 @@ inline void add_dots(IntVec (&sums)[ROWS][2], const void* x, int64_t bytes, cons
         }
 #pragma GCC unroll 16
         for (int row = 0; row < ROWS; row++) {
-            sums[row][0] = Nibbles::add_pairs(sums[row][0], few[row][0]);
-            sums[row][1] = Nibbles::add_pairs(sums[row][1], few[row][1]);
+            sums[row][0] = add_pairs(sums[row][0], few[row][0]);
+            sums[row][1] = add_pairs(sums[row][1], few[row][1]);
         }
     }
+}
+template <int ROWS, int64_t STRIDE>
+inline void add_dots(IntVec (&sums)[ROWS][2], const void* x, int64_t bytes, const Nibbles& weights,
+                     const char*& from, Prefetch& ahead) {
+    add_few_dots<ROWS, STRIDE>(sums, x, bytes, weights, from, ahead);
+}
+template <int ROWS, int64_t STRIDE>
+inline void add_dots(IntVec (&sums)[ROWS][2], const void* x, int64_t bytes, const Sixes& weights,
+                     const char*& from, Prefetch& ahead) {
+    add_few_dots<ROWS, STRIDE>(sums, x, bytes, weights, from, ahead);
 }
 #endif
 
@@ -490,18 +553,14 @@ struct GroupedDots {
     __attribute__((noinline)) void multiply_rows(const Term* x, Cursor weights, int64_t kc, const OutputTile& out,
                        Prefetch ahead) const {
         const Weights values(groups.table);
-        const int64_t run = this->run(), panel_groups = weights.panel * groups.number(k);
+        const int64_t run = this->run();
+        Scales of(groups, weights.panel, k);
         const uint32_t size = uint32_t(std::min(groups.size, k));  // is divided by in each run
         const char* from = weights.row;
         Vec acc[ROWS][2] = {};
         for (int64_t i = 0, number = 0; i < kc; i += run, number++) {
-            const int64_t group = panel_groups + uint32_t(weights.start + i) / size;
-            Vec scale[2], offset[2];
-            for (int half = 0; half < 2; half++) {
-                const int64_t column = group * NR + half * WIDTH;
-                scale[half] = load_as(groups.type, groups.scale, column);
-                offset[half] = groups.offset ? load_as(groups.type, groups.offset, column) : Vec{};
-            }
+            const uint32_t position = uint32_t(weights.start + i);
+            of.read(position / size, position, i == 0);
             IntVec sums[ROWS * TERMS][2];
 #pragma GCC unroll 16
             for (int row = 0; row < ROWS * TERMS; row++)
@@ -519,9 +578,9 @@ struct GroupedDots {
                                            to_floats(sums[row * TERMS + term][half]));
                     const Term& of_row = x[row * TERMS];
                     sum = sum * of_row.scale[number];
-                    acc[row][half] = multiply_add(sum, scale[half], acc[row][half]);
+                    acc[row][half] = multiply_add(sum, of.scale[half], acc[row][half]);
                     const Vec total = splat(of_row.total[number]);
-                    acc[row][half] = multiply_add(total, offset[half], acc[row][half]);
+                    acc[row][half] = multiply_add(total, of.offset[half], acc[row][half]);
                 }
         }
         for (int row = 0; row < ROWS; row++)
@@ -543,6 +602,10 @@ void with_weights(const float* table, const Call& call) {
         if (!Nibbles::fits(table)) return call((WideNibbles*)nullptr);
 #endif
         call((Nibbles*)nullptr);
+#if defined(HAS_SIXES)
+    } else if constexpr (std::is_same_v<W, Int6>) {
+        call((Sixes*)nullptr);
+#endif
     } else {
         call((Bytes*)nullptr);
     }

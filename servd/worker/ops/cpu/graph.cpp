@@ -101,6 +101,7 @@ extern const Kernel servd_kernel_table[] = {
            "table?[16], scale_type, "
            "scale<scale_type>[packed_size(scale_type, 0, n, -(-k // group_size))], "
            "offset?<scale_type>[packed_size(scale_type, 0, n, -(-k // group_size))], "
+           "factors?<2>[packed_size(2, 0, n, -(-k // 256) * (1 + (offset is not None)))], "
            "group_size, bias?[n], y{(rows - 1) * y_stride + n}, y_stride, n"),
     KERNEL(matmul_experts,
            "type, terms, x[x_rows * k], x_rows, k, index?[rows], starts[num_experts + 1], "
@@ -108,7 +109,7 @@ extern const Kernel servd_kernel_table[] = {
     KERNEL(matmul_experts_grouped,
            "type, terms, x[x_rows * k], x_rows, k, index?[rows], starts[num_experts + 1], "
            "num_experts, packed[num_experts], table?[16], scale_type, scales[num_experts], "
-           "offsets?[num_experts], group_size, y[rows * n], rows, n"),
+           "offsets?[num_experts], factors?[num_experts], group_size, y[rows * n], rows, n"),
     KERNEL(gather_rows,
            "type, terms, packed<type>[packed_size(type, terms, n, k)], scale?[n], n, k, "
            "index[count], count, out[count * k]"),
@@ -116,6 +117,7 @@ extern const Kernel servd_kernel_table[] = {
            "type, terms, packed<type>[packed_size(type, terms, n, k)], table?[16], scale_type, "
            "scale<scale_type>[packed_size(scale_type, 0, n, -(-k // group_size))], "
            "offset?<scale_type>[packed_size(scale_type, 0, n, -(-k // group_size))], "
+           "factors?<2>[packed_size(2, 0, n, -(-k // 256) * (1 + (offset is not None)))], "
            "group_size, n, k, index[count], count, out[count * k]"),
     KERNEL(round_rows, "x[rows * size], rows, size, codes<3>[rows * size], scale[rows]"),
     KERNEL(round_groups,
@@ -125,7 +127,8 @@ extern const Kernel servd_kernel_table[] = {
            "type, blocks<4>[rows * num_blocks * bytes], rows, num_blocks, bytes, size, groups, "
            "code_type, codes<code_type>[rows * num_blocks * size], scale_type, "
            "scale<scale_type>[rows * num_blocks * groups], "
-           "offset?<scale_type>[rows * num_blocks * groups]"),
+           "offset?<scale_type>[rows * num_blocks * groups], "
+           "factors?<2>[rows * num_blocks * (1 + (offset is not None))]"),
     KERNEL(add_low_rank,
            "type, x[rows * k], rows, k, a<type>[num_adapter_slots * k * width], width, "
            "b<type>[num_adapter_slots * max_rank * n], max_rank, ranks[num_adapter_slots * parts], "

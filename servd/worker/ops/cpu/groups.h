@@ -9,27 +9,36 @@
 namespace {
 
 struct Int4 { uint8_t bits; };  // two of them in a byte, see pack_pairs
+struct Int6 { uint8_t bits; };  // see pack_sixes
 struct Float8 { uint8_t bits; };  // e4m3; NaN must not occur
 
 template <typename W>
-constexpr int BITS = std::is_same_v<W, Int4> ? 4 : 8;
+constexpr int BITS = std::is_same_v<W, Int4> ? 4 : std::is_same_v<W, Int6> ? 6 : 8;
 // What values are multiples of: those of 8-bit floats are read as 16-bit floats 256 times smaller.
 template <typename W>
 constexpr float UNIT = std::is_same_v<W, Float8> ? 256.0f : 1.0f;
 
+constexpr int64_t FACTOR_SIZE = 256;  // weights of a row that share a factor
+
 struct Groups {
     const float* table;  // [16], the values of 4 bits
-    int type;  // of scale and offset: FLOAT32, BFLOAT16 or FLOAT16
+    int type;  // of scale and offset: FLOAT32, BFLOAT16, FLOAT16, or INT8, times a factor
     const void *scale, *offset;  // offset may be null
+    // Of scales of INT8, and after each, if there are offsets, that of these; else null.
+    const Float16* factors;
     int64_t size;  // weights of a group; the last one of a row may have less
 
     int64_t number(int64_t k) const { return (k + size - 1) / size; }
+    int64_t number_of_factors(int64_t k) const {
+        return (k + FACTOR_SIZE - 1) / FACTOR_SIZE * (offset ? 2 : 1);
+    }
 };
 
 inline Vec load_as(int type, const void* p, int64_t index) {
     switch (type) {
     case FLOAT32: return load((const float*)p + index);
     case BFLOAT16: return load((const BFloat16*)p + index);
+    case INT8: return load((const int8_t*)p + index);
     default: return load((const Float16*)p + index);
     }
 }
@@ -102,6 +111,7 @@ template <typename Call>
 void with_group_type(int type, Call call) {
     switch (type) {
     case INT4: return call((Int4*)nullptr);
+    case INT6: return call((Int6*)nullptr);
     case FLOAT8: return call((Float8*)nullptr);
     default: return call((int8_t*)nullptr);
     }

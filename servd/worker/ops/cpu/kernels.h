@@ -23,8 +23,8 @@ void matmul(int type, int terms, const float* x, int64_t rows, int64_t k, const 
             const float* scale, const float* bias, float* y, int64_t y_stride, int64_t n);
 void matmul_grouped(int type, int terms, const float* x, int64_t rows, int64_t k,
                     const void* packed, const float* table, int scale_type, const void* scale,
-                    const void* offset, int64_t group_size, const float* bias, float* y,
-                    int64_t y_stride, int64_t n);
+                    const void* offset, const void* factors, int64_t group_size,
+                    const float* bias, float* y, int64_t y_stride, int64_t n);
 void matmul_experts(int type, int terms, const float* x, int64_t x_rows, int64_t k,
                     const int32_t* index, const int32_t* starts, int64_t num_experts,
                     const void* const* packed, const float* const* scales, float* y, int64_t rows,
@@ -33,12 +33,14 @@ void matmul_experts_grouped(int type, int terms, const float* x, int64_t x_rows,
                             const int32_t* index, const int32_t* starts, int64_t num_experts,
                             const void* const* packed, const float* table, int scale_type,
                             const void* const* scales, const void* const* offsets,
-                            int64_t group_size, float* y, int64_t rows, int64_t n);
+                            const void* const* factors, int64_t group_size, float* y,
+                            int64_t rows, int64_t n);
 void gather_rows(int type, int terms, const void* packed, const float* scale, int64_t n, int64_t k,
                  const int64_t* index, int64_t count, float* out);
 void gather_grouped(int type, int terms, const void* packed, const float* table, int scale_type,
-                    const void* scale, const void* offset, int64_t group_size, int64_t n,
-                    int64_t k, const int64_t* index, int64_t count, float* out);
+                    const void* scale, const void* offset, const void* factors,
+                    int64_t group_size, int64_t n, int64_t k, const int64_t* index, int64_t count,
+                    float* out);
 
 // Weights to fewer bits: rounding.cpp
 void round_rows(const float* x, int64_t rows, int64_t size, void* codes, float* scale);
@@ -48,7 +50,7 @@ void round_groups(const float* x, int64_t rows, int64_t size, const float* impor
 // Weights of GGUF: blocks.cpp
 void unpack_blocks(int type, const void* blocks, int64_t rows, int64_t num_blocks, int64_t bytes,
                    int64_t size, int64_t groups, int code_type, void* codes, int scale_type,
-                   void* scale, void* offset);
+                   void* scale, void* offset, void* factors);
 
 // Adapters: low_rank.cpp
 void add_low_rank(int type, const float* x, int64_t rows, int64_t k, const void* a, int64_t width,

@@ -214,6 +214,33 @@ void pack_pairs(const uint8_t* codes, int64_t n, int64_t k, int terms, uint8_t* 
     });
 }
 
+// Codes [n, k] from -32 to 31: for each 4 neighbours of k, the low 4 bits of each code as pairs, and
+// the others of 4 codes in a byte: of columns i, i + WIDTH / 2, i + WIDTH and i + 3 * WIDTH / 2.
+void pack_sixes(const int8_t* codes, int64_t n, int64_t k, uint8_t* packed) {
+    const int64_t size = NR * padded(k, 4) * 6 / 8;
+    parallel_for((n + NR - 1) / NR, 1, [&](int64_t panel) {
+        uint8_t* to = packed + panel * size;
+        std::fill_n(to, size, 0);
+        const auto read = [&](int64_t row, int64_t i) {
+            uint32_t word = 0;
+            if (row < n) memcpy(&word, codes + row * k + i, std::min<int64_t>(4, k - i));
+            return word ^ 0x20202020;  // 32 more, in 6 bits
+        };
+        for (int64_t i = 0; i < k; i += 4, to += 3 * NR)
+            for (int64_t row = 0; row < WIDTH; row++) {
+                const uint32_t a = read(panel * NR + row, i), b = read(panel * NR + WIDTH + row, i);
+                const uint32_t low = (a & 0x0f0f0f0f) | (b & 0x0f0f0f0f) << 4;
+                memcpy(to + row * 4, &low, 4);
+                uint32_t high;
+                uint8_t* const at = to + 4 * WIDTH + row % (WIDTH / 2) * 4;
+                memcpy(&high, at, 4);
+                const int shift = row < WIDTH / 2 ? 0 : 2;
+                high |= ((a >> 4 & 0x03030303) | (b >> 4 & 0x03030303) << 4) << shift;
+                memcpy(at, &high, 4);
+            }
+    });
+}
+
 template <typename W>
 float value_at(const void* packed, const float*, int64_t row, int64_t i, int64_t k, int next) {
     return widen(((const W*)packed)[place_of(row, i, k, next)]);
@@ -226,10 +253,21 @@ float value_at<Int4>(const void* packed, const float* table, int64_t row, int64_
     return table[codes >> (column < WIDTH ? 0 : 4) & 15];
 }
 
+template <>
+float value_at<Int6>(const void* packed, const float*, int64_t row, int64_t i, int64_t k, int) {
+    const int64_t steps = row / NR * padded(k, 4) / 4 + i / 4, column = row % WIDTH;
+    const uint8_t* const step = (const uint8_t*)packed + steps * 3 * NR;
+    const int half = row % NR < WIDTH ? 0 : 4, shift = column < WIDTH / 2 ? 0 : 2;
+    const int low = step[column * 4 + i % 4] >> half & 15;
+    const int high = step[4 * WIDTH + column % (WIDTH / 2) * 4 + i % 4] >> (half + shift) & 3;
+    return float(low + 16 * high - 32);
+}
+
 float as_float(int type, const void* p, int64_t index) {
     switch (type) {
     case FLOAT32: return ((const float*)p)[index];
     case BFLOAT16: return widen(((const BFloat16*)p)[index]);
+    case INT8: return widen(((const int8_t*)p)[index]);
     default: return widen(((const Float16*)p)[index]);
     }
 }
@@ -242,8 +280,16 @@ void gather(const void* packed, int terms, const Groups& groups, int64_t k, cons
             const int64_t group = place_of(index[row], i / groups.size, groups.number(k), 1);
             const float value =
                 value_at<W>(packed, groups.table, index[row], i, k, neighbours<W>(terms));
-            const float offset = groups.offset ? as_float(groups.type, groups.offset, group) : 0;
-            out[row * k + i] = value * as_float(groups.type, groups.scale, group) + offset;
+            float scale = as_float(groups.type, groups.scale, group);
+            float offset = groups.offset ? as_float(groups.type, groups.offset, group) : 0;
+            if (groups.factors) {
+                const int64_t number = i / FACTOR_SIZE * (groups.offset ? 2 : 1);
+                const Float16* const factor =
+                    groups.factors + place_of(index[row], number, groups.number_of_factors(k), 1);
+                scale *= widen(factor[0]);
+                if (groups.offset) offset *= widen(factor[NR]);
+            }
+            out[row * k + i] = value * scale + offset;
         }
 }
 
@@ -256,6 +302,13 @@ void gather(const void* packed, int terms, const float* scale, int64_t k, const 
                                value_at<W>(packed, nullptr, index[row], i, k, neighbours<W>(terms));
 }
 
+void check_factors(int scale_type, const void* factors, int64_t group_size) {
+    const bool has_factors = factors != nullptr;
+    if (has_factors != (scale_type == INT8) || (has_factors && FACTOR_SIZE % group_size != 0))
+        throw std::out_of_range("factors are for scales of int8 in groups that divide " +
+                                std::to_string(FACTOR_SIZE));
+}
+
 }  // namespace
 
 extern "C" {
@@ -264,6 +317,11 @@ int64_t servd_packed_size(int type, int terms, int64_t n, int64_t k) {
     const int64_t rows = (n + NR - 1) / NR * NR;
     if (type == INT4) return rows * padded(k, neighbours<Int4>(terms)) / 2;
     int64_t size = 0;
+#if defined(HAS_SIXES)
+    if (type == INT6) return rows * padded(k, 4) * 6 / 8;
+#else
+    if (type == INT6) return 0;  // there is no product of them
+#endif
     with_type(type, [&](auto* p) {
         size = rows * padded(k, neighbours<std::remove_pointer_t<decltype(p)>>(terms));
     });
@@ -273,12 +331,13 @@ int64_t servd_packed_size(int type, int terms, int64_t n, int64_t k) {
 
 namespace kernels {
 
-// weight [n, k] of any strides to packed panels of NR rows. Codes of 4 bits have a byte each, and
-// no strides. `terms`: those of x that it will be multiplied with; 0: x is float32, or these are
+// weight [n, k] of any strides to packed panels of NR rows. Codes of 4 and 6 bits have a byte each,
+// and no strides. `terms`: those of x that it will be multiplied with; 0: x is float32, or these are
 // scales.
 void pack(int type, int terms, const void* weight, int64_t row_stride, int64_t column_stride, int64_t n,
           int64_t k, void* packed) {
     if (type == INT4) return pack_pairs((const uint8_t*)weight, n, k, terms, (uint8_t*)packed);
+    if (type == INT6) return pack_sixes((const int8_t*)weight, n, k, (uint8_t*)packed);
     with_type(type, [&](auto* p) {
         using W = std::remove_pointer_t<decltype(p)>;
         pack_panels((const W*)weight, row_stride, column_stride, n, k, terms, (W*)packed);
@@ -297,14 +356,16 @@ void matmul(int type, int terms, const float* x, int64_t rows, int64_t k, const 
 }
 
 // The same of weights in groups: value * scale + offset. Scales, and offsets if not null, are of
-// `scale_type` and packed; `table` [16] has the values of 4 bits.
+// `scale_type` and packed; `table` [16] has the values of 4 bits. Scales and offsets of int8 are
+// times the factors, packed, of each FACTOR_SIZE weights.
 void matmul_grouped(int type, int terms, const float* x, int64_t rows, int64_t k,
                     const void* packed, const float* table, int scale_type, const void* scale,
-                    const void* offset, int64_t group_size, const float* bias, float* y,
-                    int64_t y_stride, int64_t n) {
+                    const void* offset, const void* factors, int64_t group_size,
+                    const float* bias, float* y, int64_t y_stride, int64_t n) {
+    check_factors(scale_type, factors, group_size);
     with_group_type(type, [&](auto* p) {
         with_grouped<std::remove_pointer_t<decltype(p)>>(terms, table, [&](auto matrix_of) {
-            const Groups groups{table, scale_type, scale, offset, group_size};
+            const Groups groups{table, scale_type, scale, offset, (const Float16*)factors, group_size};
             multiply(x, rows, matrix_of(packed, k, groups), nullptr, bias, y, y_stride, n);
         });
     });
@@ -325,18 +386,22 @@ void matmul_experts(int type, int terms, const float* x, int64_t x_rows, int64_t
     });
 }
 
-// The same of weights in groups; the table of offsets may be null.
+// The same of weights in groups; the tables of offsets and of factors may be null.
 void matmul_experts_grouped(int type, int terms, const float* x, int64_t x_rows, int64_t k,
                             const int32_t* index, const int32_t* starts, int64_t num_experts,
                             const void* const* packed, const float* table, int scale_type,
                             const void* const* scales, const void* const* offsets,
-                            int64_t group_size, float* y, int64_t rows, int64_t n) {
+                            const void* const* factors, int64_t group_size, float* y,
+                            int64_t rows, int64_t n) {
+    check_factors(scale_type, factors, group_size);
     with_group_type(type, [&](auto* p) {
         with_grouped<std::remove_pointer_t<decltype(p)>>(terms, table, [&](auto matrix_of) {
             multiply_experts(x, index, x_rows, starts, num_experts, nullptr, y, rows, k, n,
                              [&](int64_t i) {
                                  const Groups groups{table, scale_type, scales[i],
-                                                     offsets ? offsets[i] : nullptr, group_size};
+                                                     offsets ? offsets[i] : nullptr,
+                                                     factors ? (const Float16*)factors[i] : nullptr,
+                                                     group_size};
                                  return matrix_of(packed[i], k, groups);
                              });
         });
@@ -354,10 +419,12 @@ void gather_rows(int type, int terms, const void* packed, const float* scale, in
 
 // The same of weights in groups.
 void gather_grouped(int type, int terms, const void* packed, const float* table, int scale_type,
-                    const void* scale, const void* offset, int64_t group_size, int64_t n,
-                    int64_t k, const int64_t* index, int64_t count, float* out) {
+                    const void* scale, const void* offset, const void* factors,
+                    int64_t group_size, int64_t n, int64_t k, const int64_t* index, int64_t count,
+                    float* out) {
     check_ids("index", index, 0, count, n);
-    const Groups groups{table, scale_type, scale, offset, group_size};
+    check_factors(scale_type, factors, group_size);
+    const Groups groups{table, scale_type, scale, offset, (const Float16*)factors, group_size};
     with_group_type(type, [&](auto* p) {
         gather<std::remove_pointer_t<decltype(p)>>(packed, terms, groups, k, index, count, out);
     });

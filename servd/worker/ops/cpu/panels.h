@@ -134,6 +134,41 @@ struct Plain : Float {
     Cursor at(int64_t panel, int64_t start) const { return {packed + (panel * k + start) * NR}; }
 };
 
+// The scales and offsets of one group after another of a panel, in its halves.
+struct Scales {
+    const Groups& groups;
+    int64_t groups_before, factors_before;  // in the panels before this one
+    Vec scale[2], offset[2], factor[2], offset_factor[2];
+
+    Scales(const Groups& groups, int64_t panel, int64_t k)
+        : groups(groups),
+          groups_before(panel * groups.number(k)),
+          factors_before(panel * groups.number_of_factors(k)) {}
+
+    // Those of a group, in which weight i of a row is. `is_first`: no other was read before.
+    void read(int64_t group, int64_t i, bool is_first) {
+        if (groups.factors && (is_first || i % FACTOR_SIZE == 0)) read_factors(i / FACTOR_SIZE);
+        for (int half = 0; half < 2; half++) {
+            const int64_t column = (groups_before + group) * NR + half * WIDTH;
+            scale[half] = load_as(groups.type, groups.scale, column);
+            offset[half] = groups.offset ? load_as(groups.type, groups.offset, column) : Vec{};
+            if (!groups.factors) continue;
+            scale[half] *= factor[half];
+            offset[half] *= offset_factor[half];
+        }
+    }
+
+  private:
+    void read_factors(int64_t number) {
+        const int64_t row = factors_before + number * (groups.offset ? 2 : 1);
+        const Float16* const from = groups.factors + row * NR;
+        for (int half = 0; half < 2; half++) {
+            factor[half] = load(from + half * WIDTH);
+            offset_factor[half] = groups.offset ? load(from + NR + half * WIDTH) : Vec{};
+        }
+    }
+};
+
 // value * scale + offset, where the value is of a table for 4 bits.
 template <typename W>
 struct Grouped : Float {
@@ -144,25 +179,21 @@ struct Grouped : Float {
 
     struct Cursor {
         const uint8_t* row;
-        const Groups& groups;
-        int64_t panel_groups, start;  // where the panel's scales begin; the first row
+        int64_t start;  // the first row
         Table table;
-        Vec scale[2], offset[2];
+        Scales of;
 
         // The scales for row i; returns the end of their group.
         int64_t enter_group(int64_t i, int64_t end) {
-            const int64_t group = (start + i) / groups.size;
-            for (int half = 0; half < 2; half++) {
-                const int64_t column = (panel_groups + group) * NR + half * WIDTH;
-                scale[half] = load_as(groups.type, groups.scale, column) * UNIT<W>;
-                offset[half] = groups.offset ? load_as(groups.type, groups.offset, column) : Vec{};
-            }
-            return std::min(end, (group + 1) * groups.size - start);
+            const int64_t size = of.groups.size, group = (start + i) / size;
+            of.read(group, start + i, i == 0);
+            of.scale[0] *= UNIT<W>, of.scale[1] *= UNIT<W>;
+            return std::min(end, (group + 1) * size - start);
         }
         void read(Vec& w0, Vec& w1) {
             if constexpr (std::is_same_v<W, Int4>) load_pairs(row, table, w0, w1);
             else w0 = load((const W*)row), w1 = load((const W*)row + WIDTH);
-            w0 = w0 * scale[0] + offset[0], w1 = w1 * scale[1] + offset[1];
+            w0 = w0 * of.scale[0] + of.offset[0], w1 = w1 * of.scale[1] + of.offset[1];
             row += ROW_BYTES;
         }
     };
@@ -173,8 +204,8 @@ struct Grouped : Float {
         });
     }
     Cursor at(int64_t panel, int64_t start) const {
-        return {packed + (panel * k + start) * ROW_BYTES, groups, panel * groups.number(k), start,
-                load_table(groups.table), {}, {}};
+        return {packed + (panel * k + start) * ROW_BYTES, start, load_table(groups.table),
+                Scales(groups, panel, k)};
     }
 };
 

@@ -22,6 +22,9 @@
 #if defined(__AVX512BF16__) || defined(__ARM_FEATURE_MATMUL_INT8)
 #define HAS_BFLOAT16_DOTS
 #endif
+#if defined(HAS_DOTS) && !defined(__aarch64__)
+#define HAS_SIXES  // numbers of 6 bits, which multiply one term of x
+#endif
 
 namespace {
 
@@ -36,6 +39,9 @@ constexpr int neighbours(int terms) {
 #elif defined(__ARM_FEATURE_MATMUL_INT8)
     if (std::is_same_v<W, BFloat16>) return terms == 1 ? 4 : 1;
     if (std::is_same_v<W, int8_t> || std::is_same_v<W, Int4>) return terms > 0 ? 8 : 1;
+#endif
+#if defined(HAS_SIXES)
+    if (std::is_same_v<W, Int6>) return 4;
 #endif
 #if defined(HAS_DOTS)
 #if defined(ADDS_IN_16_BITS)  // bytes in three terms are slower than float32

@@ -171,13 +171,14 @@ void with_grouped(int terms, const float* table, const Call& call) {
     if constexpr (neighbours<W>(1) > 1) {
         const auto with_dots = [&](auto* weights) {
             using Weights = std::remove_pointer_t<decltype(weights)>;
-            if (terms == 1) with((GroupedDots<W, 1, Weights>*)nullptr);
-            else with((GroupedDots<W, 3, Weights>*)nullptr);
+            if constexpr (!std::is_same_v<W, Int6>)
+                if (terms != 1) return with((GroupedDots<W, 3, Weights>*)nullptr);
+            with((GroupedDots<W, 1, Weights>*)nullptr);
         };
         if (neighbours<W>(terms) > 1) return with_weights<W>(table, with_dots);
     }
 #endif
-    with((Grouped<W>*)nullptr);
+    if constexpr (!std::is_same_v<W, Int6>) with((Grouped<W>*)nullptr);
 }
 
 }  // namespace

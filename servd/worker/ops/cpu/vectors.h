@@ -198,7 +198,7 @@ inline void store_up_to(float* p, Vec x, int count) {
     else if (count > 0) store_first(p, x, count);
 }
 
-enum Type { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, INT8 = 3, INT4 = 4, FLOAT8 = 5 };
+enum Type { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, INT8 = 3, INT4 = 4, FLOAT8 = 5, INT6 = 6 };
 
 // Calls `call` with a null pointer of the type.
 template <typename Call>
