@@ -243,7 +243,7 @@ $(VENV)/.servd: pyproject.toml setup.py $(VENV)/.serve
 $(VENV)/.native: $(KERNELS) $(VENV)/.servd
 	@rm -f servd/worker/ops/_*.so
 	@if $(CXX) --version >/dev/null 2>&1; then set -x; SERVD_KERNELS=native $(COMPILE_KERNELS) && touch $@; \
-	else echo "$(CXX) is missing: servd computes by torch alone, 18 to 34 times slower. Install g++, then run make again."; fi
+	else echo "$(CXX) is missing: servd computes by torch alone, about ten times slower. Install g++, then run make again."; fi
 
 $(VENV)/.kernels: $(VENV)/.native
 	@if [ -e $< ]; then set -x; SERVD_KERNELS=all $(COMPILE_KERNELS) && touch $@; fi

@@ -103,6 +103,16 @@ def test_a_plan_reads_only_the_headers_of_files(files: Path, tmp_path: Path, mon
         assert not gate.num_bytes, "the file is in the cache"
 
 
+def test_a_plan_names_the_quantization_of_the_weights(files: Path):
+    def last_column(**options: Any) -> str:
+        report = plan.make_report(Config.load({"kv_cache_memory": 1 << 20, **options}))
+        return next(row.split()[-1] for row in report.text([16]).splitlines() if "weights" in row)
+
+    assert last_column(model=str(files / "m-Q8_0.gguf")) == "gguf"  # it states no type
+    assert last_column(model="demo") == "float32"
+    assert last_column(model="demo", quantization="int8") == "int8"
+
+
 def test_a_folder_has_a_model_per_quantization(files: Path, tmp_path: Path):
     shutil.copy(files / "m-Q8_0.gguf", files / "odd-1-of-0.gguf")
     models = ModelFolder(files).read()

@@ -1,5 +1,6 @@
 """Resolve: every "auto" from config, model and machine; what cannot work together is refused."""
 
+import json
 from typing import Any
 
 import msgspec
@@ -117,6 +118,8 @@ def test_a_gpu_with_a_cpu_build_of_torch_falls_back_to_cpu_with_a_warning(caplog
 
 
 GIVEN = {
+    "cpu_activation_dtype": "float32",
+    "kv_cache_dtype": "bfloat16",
     "device": "cpu",
     "dtype": "float16",
     "shorten_max_model_len": False,
@@ -136,6 +139,28 @@ def test_a_folder_is_known_by_its_own_name_too(tmp_path):
     folder.mkdir()
     config = resolve(Config.load({"model": str(folder)}), SPEC, CPU)
     assert config.model.served_model_name == ["gpt2", str(folder)]
+
+
+def test_types_of_activations_and_of_the_kv_cache():
+    def types(machine=CPU, **options):
+        config = decide(machine, **options)
+        return config.model.cpu_activation_dtype, config.cache.kv_cache_dtype
+
+    assert types() == ("float32", "float32")
+    assert types(dtype="bfloat16") == ("float32", "bfloat16")
+    assert types(quantization="int8") == ("int8", "bfloat16")
+    assert types(quantization="int8", dtype="float16") == ("int8", "float16")
+    assert types(quantization="int8", cpu_activation_dtype="float32") == ("float32", "float32")
+    assert types(CUDA, quantization="int8") == ("auto", "bfloat16")
+
+
+def test_a_quantized_checkpoint_is_not_quantized_again(tmp_path):
+    stated = {"quantization_config": {"quant_method": "gguf", "has_blocks": True}}
+    (tmp_path / "config.json").write_text(json.dumps(stated))
+    spec = msgspec.structs.replace(SPEC, folder=str(tmp_path))
+    assert resolve(Config.load({}), spec, CPU).cache.kv_cache_dtype == "bfloat16"
+    with pytest.raises(ConfigError, match="--quantization int8: .* quantized already, by gguf"):
+        resolve(Config.load({"quantization": "int8"}), spec, CPU)
 
 
 def test_what_is_given_is_kept():

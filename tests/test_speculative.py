@@ -44,6 +44,7 @@ def test_the_folder_of_a_draft_says_its_method_unless_that_is_given(tmp_path):
     ("keys", "error", "text"),
     [
         ({"model": "./nowhere"}, ModelNotFound, "the folder ./nowhere does not exist"),
+        ({"model": "no/where.gguf"}, ModelNotFound, r"the file no/where\.gguf does not exist"),
         ({"method": "ngrm"}, ConfigError, "there are: .*ngram"),
         (
             {"method": "eagle3", "model": "demo", "draft_tensor_parallel_size": 2},

@@ -297,7 +297,7 @@ def make_tokenizer_config(values: dict[str, Any]) -> dict[str, Any]:
 
 def read_facts(files: Sequence[Path]) -> tuple[int, str, str]:
     """Return the number of parameters, the type of most, such as "Q4_K_M", and the license."""
-    opened = [open_file(file) for file in files]
+    opened = [open_file(file, has_texts=False) for file in files]
     values = opened[0][1]
     from gguf import LlamaFileType
 

@@ -188,6 +188,22 @@ def quantization_of(folder: Path | str) -> dict[str, Any] | None:
     return None
 
 
+def quant_method_of(folder: str, quantization: str | None) -> str | None:
+    """Return the quant method of a checkpoint, with underscores. Raises ConfigError if the
+    checkpoint is quantized and --quantization is another method.
+    """
+    stated = quantization_of(folder) if folder else None
+    if not stated:
+        return None
+    method = str(stated.get("quant_method")).replace("-", "_")
+    if quantization and quantization.replace("-", "_") != method:
+        raise ConfigError(
+            f"--quantization {quantization}: the checkpoint is quantized already, by {method}: "
+            "leave the option out"
+        )
+    return method
+
+
 def rounds_activations(dtype: str, quantization: str | None, folder: str) -> bool:
     """Return whether a CPU rounds activations to int8. `dtype`: --cpu-activation-dtype; auto rounds
     with --quantization int8 or int4, and with blocks of GGUF, whose other readers round as well.
@@ -361,8 +377,9 @@ def _gguf_names(repository: str, revision: str | None, download_dir: str | None)
 @contextmanager
 def _hub_errors(model: str) -> Iterator[None]:
     """Raise ModelNotFound for what fails at the hub, or for a name that is not of the hub."""
-    if model.startswith((".", "/", "~")) or model.count("/") > 1:
-        raise ModelNotFound(f"the folder {model} does not exist")
+    is_file = model.endswith(".gguf") and ":" not in model
+    if is_file or model.startswith((".", "/", "~")) or model.count("/") > 1:
+        raise ModelNotFound(f"the {'file' if is_file else 'folder'} {model} does not exist")
     from huggingface_hub.errors import RepositoryNotFoundError
 
     try:

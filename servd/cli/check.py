@@ -118,7 +118,7 @@ def check_memory(config: Config) -> Iterator[Finding]:
 
 
 def check_device(config: Config) -> Iterator[Finding]:
-    """Check driver, torch, kernels and compiler."""
+    """Check driver, torch and kernels."""
     machine = look_at_machine()
     if not machine.num_gpus:
         hint = "install NVIDIA's driver, or docker run --gpus all"
@@ -128,13 +128,9 @@ def check_device(config: Config) -> Iterator[Finding]:
         hint = "install a CUDA build of torch"
         yield judge(machine.torch_has_cuda, "GPU", f"{machine.num_gpus} by the driver", hint)
     library = plugins.load(f"{WORKER}.ops", "native", "library")()
-    built = [*plugins.load(f"{WORKER}.ops", "native", "FOLDER").glob("_*.so")]
-    compiler = shutil.which(os.environ.get("CXX", "c++"))
-    text = "off, or older than their sources" if built else "not built"
-    if library is not None:
-        text = library.name
-    hint = f"{'' if compiler else 'install a C++ compiler, then '}install servd again"
-    yield judge(library is not None, "CPU kernels", text, hint)
+    hint = plugins.load(f"{WORKER}.ops", "native", "explain_absence")()
+    text = "none" if library is None else library.name
+    yield judge(library is not None, "CPU kernels", text, hint or "unset SERVD_CPU_KERNELS")
 
 
 def check_hub(config: Config) -> Iterator[Finding]:
@@ -142,7 +138,11 @@ def check_hub(config: Config) -> Iterator[Finding]:
     if os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on"):
         yield Finding("hub", "ok", "not asked: HF_HUB_OFFLINE")
         return
-    if hf.local_folder(config.model.model or hf.DEMO_MODEL) is not None:
+    try:
+        is_here = hf.local_folder(config.model.model or hf.DEMO_MODEL) is not None
+    except ConfigError:  # a damaged file, which `check_model` reports
+        is_here = True
+    if is_here:
         yield Finding("hub", "ok", "not asked: the model is on this machine")
         return
     endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"

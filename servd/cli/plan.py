@@ -12,6 +12,7 @@ from servd.base import plugins
 from servd.base.errors import ConfigError
 from servd.base.sizes import MemoryPlan, advise_more_memory, format_bytes
 from servd.checkpoint import hf
+from servd.checkpoint.facts import read_facts
 from servd.config import Config
 from servd.config.kv_layout import KVLayout
 from servd.terminal import engine_flags
@@ -94,8 +95,7 @@ class Report:
         self.config = config
         self.spec = spec
         self.plan = plan
-        method = (hf.quantization_of(spec.folder) or {}).get("quant_method")
-        self.quantization: str | None = config.model.quantization or method
+        self.quantization = config.model.quantization or read_facts(spec.folder).precision
         self.block_size = config.cache.block_size
         self.layout = KVLayout.of(config, plan.kv_windows)
         self.num_tokens = self.layout.num_tokens(plan.num_blocks, max_model_len)
@@ -166,7 +166,7 @@ class Report:
         lora = self.config.lora
         per_token = format_bytes(self.kv_bytes_per_token)
         rows = [
-            ("weights", sizes.weights, plan.dtype),
+            ("weights", sizes.weights, self.quantization or plan.dtype),
             ("weights of the draft", sizes.draft_weights, ""),
             (
                 "adapters",

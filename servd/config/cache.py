@@ -21,7 +21,7 @@ class CacheConfig(Section, frozen=True):
     """Share of the device's memory that servd may use in total."""
     kv_cache_memory: Positive | None = None
     """Memory for the KV cache, in bytes or as "2GiB". Default: derived from the free memory."""
-    kv_cache_dtype: Literal["auto", "float16", "bfloat16", "int8", "fp8"] = "auto"
+    kv_cache_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8", "fp8"] = "auto"
     """Type of keys and values. auto: --dtype, or bfloat16 if a CPU rounds activations to 8 bits.
     int8 needs a CPU, fp8 (e4m3) a GPU.
     """

@@ -12,8 +12,8 @@ import msgspec
 
 from servd.base import plugins
 from servd.base.errors import ConfigError, UnsupportedModel
-from servd.checkpoint import pooling
-from servd.checkpoint.hf import DEMO_MODEL, ModelSpec, quantization_of
+from servd.checkpoint import hf, pooling
+from servd.checkpoint.hf import DEMO_MODEL, ModelSpec
 from servd.checkpoint.lora import parse_module
 from servd.checkpoint.pooling import is_encoder_as_decoder
 from servd.config import Config, LoRAConfig, choices, data_parallel, flag_of, options_by_name
@@ -83,6 +83,7 @@ def decide(config: Config, spec: ModelSpec, machine: Machine) -> tuple[Config, d
     take(_resolve_devices(config, spec, machine))
     take(_resolve_lengths(config, spec))
     take(_resolve_computation(config, spec))
+    take(resolve_types(config, spec.folder))
     _check_together(config, spec)
     take(_resolve_names(config, spec))
     _check_adapters(config)
@@ -102,6 +103,7 @@ def _check_plugins(config: Config, spec: ModelSpec) -> None:
             if value.replace("-", "_") not in known:
                 there_are = ", ".join(known)
                 raise ConfigError(f"{flag_of(name)} {value!r} is unknown; there are: {there_are}")
+    hf.quant_method_of(spec.folder, config.model.quantization)
     _check_activations(config, spec)
     if config.model.quantization_imatrix and config.model.quantization != "int4":
         raise ConfigError("--quantization-imatrix only works with 4 bits: add --quantization int4")
@@ -119,7 +121,7 @@ def _check_plugins(config: Config, spec: ModelSpec) -> None:
 def _check_activations(config: Config, spec: ModelSpec) -> None:
     if config.model.cpu_activation_dtype != "int8":
         return
-    stated = quantization_of(spec.folder)
+    stated = hf.quantization_of(spec.folder)
     is_quantized = stated is not None and stated.get("has_blocks", True)
     if config.model.quantization not in ("int8", "int4") and not is_quantized:
         raise ConfigError(
@@ -354,6 +356,24 @@ def _resolve_computation(config: Config, spec: ModelSpec) -> dict[str, Decision]
     return decided
 
 
+def resolve_types(config: Config, folder: str) -> dict[str, Decision]:
+    """Choose the types of activations on a CPU, and of keys and values."""
+    model = config.model
+    decided: dict[str, Decision] = {}
+    on_cpu = config.parallel.device == "cpu"
+    activations = model.cpu_activation_dtype
+    is_rounded = on_cpu and hf.rounds_activations(activations, model.quantization, folder)
+    if on_cpu and activations == "auto":
+        why = "faster with these weights" if is_rounded else "exact with weights of few bits"
+        decided["cpu_activation_dtype"] = Decision("int8" if is_rounded else "float32", why)
+    if config.cache.kv_cache_dtype == "auto":
+        # With 32 bits, a batch would read keys and values for as long as it multiplies int8.
+        is_narrow = is_rounded and model.dtype == "float32"
+        why = "enough beside activations of 8 bits" if is_narrow else "as --dtype"
+        decided["kv_cache_dtype"] = Decision("bfloat16" if is_narrow else model.dtype, why)
+    return decided
+
+
 def _whole_prompts(config: Config, spec: ModelSpec) -> dict[str, Decision]:
     """Resolve options for an encoder. Raises ConfigError if an option is for generation."""
     if config.model.model_impl == "transformers":
@@ -379,9 +399,7 @@ def _whole_prompts(config: Config, spec: ModelSpec) -> dict[str, Decision]:
 
 
 def _with_states(config: Config, spec: ModelSpec) -> dict[str, Decision]:
-    """Resolve options for a model with recurrent state. Raises ConfigError if an option needs
-    earlier states.
-    """
+    """Resolve options for a recurrent state. Raises ConfigError if one needs earlier states."""
     what = f"layers of {spec.model_type} keep a state, which is that of the last token alone"
     model = config.model
     num_stages = config.parallel.pipeline_parallel_size

@@ -13,9 +13,7 @@ class SchedulerConfig(Section, frozen=True):
     max_num_seqs: Annotated[int, Meta(ge=1, le=1 << 20)] | None = None
     """Maximum requests that run at once. Default: 64 on a CPU, 256 on CUDA."""
     max_num_batched_tokens: Positive | None = None
-    """Maximum tokens per step, which is one pass through the model. Default: 512 on a CPU, 8192 on
-    CUDA.
-    """
+    """Maximum tokens per step, a pass through the model. Default: 512 on a CPU, 8192 on CUDA."""
     scheduling_policy: Annotated[str, Meta(extra={"plugins": "servd.core.queues"})] = "fair"
     """Order of requests. fair: clients share slots and tokens by weight. priority: lowest
     `priority` first, then fair. fcfs: first come, first served.

@@ -19,9 +19,7 @@ class ModelsConfig(Section, frozen=True):
     downloads ids at the start.
     """
     models_pull: bool = False
-    """Let clients download models of the Hugging Face hub into --models-dir, by Ollama's
-    /api/pull.
-    """
+    """Let clients download models of the Hugging Face hub into --models-dir, by /api/pull."""
     models_max: Annotated[int, Meta(ge=1, le=256)] = 1
     """Maximum models that hold their weights. To load another one, servd puts the least recently
     used model to sleep.

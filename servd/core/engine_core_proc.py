@@ -423,7 +423,9 @@ def abort_all_of(client: int, engine: EngineCore) -> AbortRequests:
 def start_executor(
     config: Config, spec: hf.ModelSpec, progress: Progress
 ) -> tuple[Executor, WorkerReady]:
-    """Return the configured executor with a loaded model, whose weights it downloads if needed."""
+    """Return the configured executor with a loaded model, whose weights it downloads if needed.
+    Raises ConfigError if the weights cannot be downloaded or the model cannot be loaded here.
+    """
     model = config.model
     assert config.parallel.executor is not None
     executor_class: type[Executor] = plugins.load(EXECUTORS, config.parallel.executor, "Executor")

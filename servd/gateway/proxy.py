@@ -372,7 +372,8 @@ class _Collected:
 
 
 def _ollama(model: Model) -> dict[str, Any]:
-    return ollama.described(model.name, model.created, model.num_bytes)
+    form = "gguf" if model.path.suffix == ".gguf" else "safetensors"
+    return ollama.described(model.name, model.created, model.num_bytes, form)
 
 
 def _card(server: ModelServer) -> Card:

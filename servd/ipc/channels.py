@@ -130,9 +130,7 @@ class Outbox:
             raise ConnectionError(f"{to}: no process is connected")
 
     def send(self, message: msgspec.Struct | msgspec.Raw) -> None:
-        """Queue one message; order is kept. Raises ConnectionError if the process of the bound
-        inbox is gone.
-        """
+        """Queue a message, in order. Raises ConnectionError if the inbox's process is gone."""
         try:
             self.socket.send(_encoder.encode(message), zmq.NOBLOCK)
         except zmq.Again:

@@ -77,9 +77,7 @@ class Worker:
         self.runner = runner_class(config, spec, self.device, self.parallel)
 
     def load_model(self) -> WorkerReady:
-        """Load the weights and return how many KV-cache blocks fit. Raises ConfigError if the model
-        cannot run here.
-        """
+        """Load weights; return how many KV blocks fit. Raises ConfigError if this cannot run."""
         start = time.monotonic()
         self.reference_check = ReferenceCheck(self.runner)
         planned = None

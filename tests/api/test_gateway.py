@@ -901,7 +901,10 @@ async def test_a_client_downloads_one_gguf_file_of_several(
     with fake_hub.online(files, monkeypatch):
         async with ollama_client(cache, models_pull=True) as (client, _):
             assert (await client.pull("org/name:F32")).status == "success"
-            assert "org/name:F32" in [model.model for model in (await client.list()).models]
+            listed = {model.model: model.details for model in (await client.list()).models}
+            assert listed["org/name:F32"] and listed["org/name:F32"].format == "gguf"
+            shown = (await client.show("org/name:F32")).details
+            assert shown and shown.format == "gguf"
             answer = await client.generate("org/name:F32", "hi", options={"num_predict": 3})
             assert answer.response
             with pytest.raises(ollama.ResponseError, match="org/name has m-F32-00001-of"):

@@ -99,6 +99,14 @@ def test_an_incomplete_folder(check, model, spoil, name, says):
     assert found[name]["status"] == "failed" and says in found[name]["text"]
 
 
+def test_a_damaged_gguf_file(check, tmp_path):
+    file = tmp_path / "m.gguf"
+    file.write_bytes(b"GGUF")
+    code, found = check(str(file))
+    assert code == 1
+    assert found["model"]["status"] == "failed" and str(file) in found["model"]["text"]
+
+
 def test_no_chat_template(check, model):
     for file in model.glob("chat_template*"):
         file.unlink()

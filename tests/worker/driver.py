@@ -9,6 +9,7 @@ import torch
 
 from servd.checkpoint.hf import read_spec
 from servd.config import Config
+from servd.config.resolve import resolve_types
 from servd.messages.engine import (
     GrammarBitmask,
     ModelRunnerOutput,
@@ -38,7 +39,9 @@ def config_for(folder: object, **options: object) -> Config:
         "async_scheduling": False,
         "check_vectors": False,
     }
-    return Config.load(defaults | options)
+    config = Config.load(defaults | options)
+    decided = resolve_types(config, str(folder))
+    return config.replace(**{name: decision.value for name, decision in decided.items()})
 
 
 class LogitsSpy:

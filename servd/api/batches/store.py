@@ -116,9 +116,7 @@ class Shelf:
 
     @contextmanager
     def uploading(self) -> Iterator[None]:
-        """Count an upload until the `with` block ends. Raise Overloaded if the key already has
-        MAX_UPLOADS uploads.
-        """
+        """Count an upload until the block ends. Raise Overloaded if the key has MAX_UPLOADS."""
         uploads = self.store.uploads
         if uploads[self.owner] >= MAX_UPLOADS:
             raise Overloaded(f"this API key has {MAX_UPLOADS} uploads, the most: retry later")

@@ -55,9 +55,7 @@ def _summary(timeline: Timeline, breakdown: Breakdown) -> dict[str, Any]:
 
 
 def render_timeline(snapshot: Snapshot, others: Sequence[Timeline]) -> shapes.RequestTimeline:
-    """Return the timeline of a request. `others` are other requests of the same owner, whose ids
-    may be shown.
-    """
+    """Return the timeline of a request. `others`: of the same owner, whose ids may be shown."""
     timeline = snapshot.timeline
     breakdown = snapshot.breakdown()
     origin_ns = breakdown.begin_ns

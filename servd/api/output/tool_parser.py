@@ -126,9 +126,7 @@ class ToolParser(Parser):
         return joined
 
     def attempt(self, call: Steps[bool]) -> Steps[None]:
-        """Read a possible call. `call` returns whether the call was well formed. If not, emit the
-        text as content.
-        """
+        """Read a possible call. If `call` returns False, as it is malformed, emit it as content."""
         num_calls = self.num_calls
         is_call = yield from call
         is_cut_off = (

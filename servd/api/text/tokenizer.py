@@ -55,9 +55,7 @@ class Tokenizer:
 
     @classmethod
     def of_model(cls, config: Config, spec: ModelSpec) -> Tokenizer:
-        """Return the tokenizer that the options select: --tokenizer, the model's own, or bytes for
-        the fake model.
-        """
+        """Return the tokenizer: --tokenizer, the model's own, or bytes for the fake model."""
         if config.model.tokenizer is not None:
             folder = str(find_model(config.model.tokenizer, download_dir=config.model.download_dir))
             return cls.load(folder, config.model.trust_remote_code)

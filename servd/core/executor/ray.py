@@ -116,9 +116,7 @@ class RayExecutor(MultiProcExecutor):
         return self.ray.get(self.actors[0].meeting_point.remote())
 
     def start(self) -> WorkerReady:
-        """Place the workers and start them. Raises ConfigError if there is no cluster or too few
-        free resources.
-        """
+        """Place and start workers. Raises ConfigError if no cluster has the free resources."""
         self.ray = connect("--executor ray")
         self.hosts = self._place()
         self.inbox.close()

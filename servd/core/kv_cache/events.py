@@ -66,9 +66,7 @@ class NullEvents:
 
 
 class KVEvents(NullEvents):
-    """Collects the events of a step and publishes them. `pool`: the device's blocks; `block_size`:
-    tokens per block.
-    """
+    """Collects and publishes a step's events. `pool`: the device's; `block_size`: in tokens."""
 
     def __init__(self, config: KVEventsConfig, pool: BlockPool, block_size: int) -> None:
         self.pool = pool

@@ -334,9 +334,7 @@ class Scheduler:
     def _finish_scheduling(
         self, request: Request, scheduled: ScheduledRequest, num_new_drafts: int = 0
     ) -> None:
-        """Ask for drafts for the step after this one, and register the request's full blocks in the
-        prefix cache.
-        """
+        """Ask for drafts for the next step, and register full blocks in the prefix cache."""
         if scheduled.samples:
             request.num_drafts = 0
             if self.draft_length.is_open:

@@ -94,9 +94,7 @@ class Row:
         return token_ids
 
     def bitmasks(self, draft_token_ids: list[int]) -> list[bytes | None]:
-        """Return the tokens allowed next and after each draft, up to a draft that is not allowed;
-        None: all tokens.
-        """
+        """Return the tokens allowed next and after each draft, up to a refused draft; None: all."""
         start = time.perf_counter()
         masks = [self._bitmask()]
         probe = self

@@ -48,9 +48,7 @@ Metadata = TypeVar("Metadata", bound=StepMetadata)
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """The attention of a model on one rank. All layers are equal except for their windows: see
-    `Backend.with_window`.
-    """
+    """A model's attention on one rank. Only windows differ by layer: see `Backend.with_window`."""
 
     num_heads: int
     num_kv_heads: int

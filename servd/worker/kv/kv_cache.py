@@ -10,7 +10,6 @@ from torch import Tensor
 
 from servd.base.errors import NotEnoughMemory
 from servd.base.sizes import format_bytes
-from servd.checkpoint.hf import rounds_activations
 from servd.config import Config
 from servd.config.kv_layout import KVLayout
 from servd.worker.attention import Backend
@@ -26,16 +25,8 @@ def bytes_per_block(backend: Backend[Any], model: Loadable) -> int:
     return num_caches(model) * num_elements * backend.spec.kv_dtype.itemsize
 
 
-def dtype_of(config: Config, folder: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+def dtype_of(config: Config) -> torch.dtype:
     name = config.cache.kv_cache_dtype
-    model = config.model
-    if name == "auto":
-        is_rounded = device.type == "cpu" and rounds_activations(
-            model.cpu_activation_dtype, model.quantization, folder
-        )
-        # Beside 8-bit activations, 16 bits cost nothing, and with 32 bits a batch would read
-        # keys and values for as long as it multiplies.
-        return torch.bfloat16 if is_rounded and dtype == torch.float32 else dtype
     return torch.float8_e4m3fn if name == "fp8" else getattr(torch, name)
 
 

@@ -18,6 +18,7 @@ from servd.base import plugins
 from servd.base.errors import ConfigError, ModelNotFound, UnsupportedModel
 from servd.checkpoint.hf import (
     ModelSpec,
+    quant_method_of,
     quantization_of,
     read_json,
     rounds_activations,
@@ -314,17 +315,11 @@ def quant_method_maker(
     their type. `quantization`: a module of servd/worker/quantization, or None. `activations`:
     --cpu-activation-dtype.
     """
-    stated = quantization_of(folder) if folder else None
-    method = stated and str(stated.get("quant_method")).replace("-", "_")
+    method = quant_method_of(folder, quantization)
     is_rounded = rounds_activations(activations, quantization, folder)
     x_dtype = torch.int8 if is_rounded else torch.float32
     if not quantization or quantization.replace("-", "_") == method:
         return MakeQuantMethod(partial(_pack, dtype), x_dtype)
-    if method:
-        raise ConfigError(
-            f"--quantization {quantization}: the checkpoint is quantized already, by {method}: "
-            "leave the option out"
-        )
     try:
         quantize = plugins.load(QUANTIZATIONS, quantization, "quantize")
     except AttributeError:

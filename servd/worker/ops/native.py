@@ -25,6 +25,10 @@ log = logging.getLogger("servd.worker")
 FOLDER = Path(__file__).parent
 STAMP = re.compile(rb"servd_state_(\w{16})")  # hash of a library's sources, see setup.py
 SWITCH = "SERVD_CPU_KERNELS"  # name of a library, or off; default: the best for this CPU
+REMEDY = (
+    "compile it with SERVD_KERNELS=all python setup.py build_ext --inplace (a checkout) or install "
+    "a wheel"
+)
 # The capabilities of torch.backends.cpu that run a library.
 CAPABILITIES = {
     "amx": ("AVX512",),
@@ -197,12 +201,11 @@ class Library:
 
 @cache
 def library() -> Library | None:
-    capability = torch.backends.cpu.get_cpu_capability()
     wanted = os.environ.get(SWITCH, "")
     if wanted and wanted not in (*CAPABILITIES, "off"):
         raise ConfigError(f"{SWITCH}={wanted}: must be {', '.join(CAPABILITIES)} or off")
-    for name, needed in CAPABILITIES.items():
-        if (needed and capability not in needed) or wanted not in ("", name):
+    for name in CAPABILITIES:
+        if wanted not in ("", name) or not _may_run(name):
             continue
         for path in FOLDER.glob(f"_{name}.*"):
             try:
@@ -220,20 +223,29 @@ def library() -> Library | None:
                 continue
             log.info("CPU kernels: %s", loaded.name)
             return loaded
-    if wanted in CAPABILITIES:
-        log.warning("%s=%s: not built, or not for this CPU; using torch", SWITCH, wanted)
     return None
 
 
+def _may_run(name: str) -> bool:
+    needed = CAPABILITIES[name]
+    return not needed or torch.backends.cpu.get_cpu_capability() in needed
+
+
 def explain_absence() -> str:
-    """Return the cost of a missing library and the remedy, or "" if a library is loaded."""
-    if library() is not None or os.environ.get(SWITCH) == "off":
+    """Return the cost of a missing library and the remedy; "" if there is one, or it is off."""
+    wanted = os.environ.get(SWITCH, "")
+    if library() is not None or wanted == "off":
         return ""
-    if not any(FOLDER.glob("_*.so")):
-        why = "servd was installed without a C++ compiler: install g++, then servd again"
-    else:
+    built = [*FOLDER.glob(f"_{wanted or '*'}.so")]
+    if not wanted and not built:
+        why = "servd was installed without a C++ compiler: install g++, then install servd again"
+    elif not wanted or any(map(_is_stale, built)):
         why = "none of the CPU kernels can be used here: install servd again"
-    return f"computing is 18 to 34 times slower than it could be, by torch alone: {why}"
+    elif built or not _may_run(wanted):
+        why = f"{SWITCH}={wanted}: not for this CPU"
+    else:
+        why = f"{SWITCH}={wanted}: not built here: {REMEDY}"
+    return f"computing is about ten times slower than it could be, by torch alone: {why}"
 
 
 def set_num_threads(num_threads: int) -> None:

@@ -16,9 +16,7 @@ MAX_PICKLE = 1 << 26  # bytes of the pickled metadata of a .bin file
 
 
 def read_tensors(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
-    """Yield memory-mapped tensors of the files by name, unconverted. Raises ModelNotFound if a file
-    is broken.
-    """
+    """Yield names and mapped tensors, unconverted. Raises ModelNotFound if a file is broken."""
     for path in files:
         try:
             if path.suffix == ".bin":

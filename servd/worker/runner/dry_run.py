@@ -68,9 +68,7 @@ def _first(given: Tensor | Sequence[Tensor]) -> Tensor:
 
 
 def plan(config: Config, spec: ModelSpec) -> MemoryPlan:
-    """Return the engine's memory plan, given the free memory. Raises ConfigError if the model
-    cannot be loaded here.
-    """
+    """Return the plan, given the free memory. Raises ConfigError if the model cannot be loaded."""
     on_cuda = config.parallel.device == "cuda"
     if on_cuda:  # other backends' caches are as large; skip their checks
         config = config.replace(attention_backend="torch_sdpa")

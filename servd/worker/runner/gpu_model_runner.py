@@ -43,9 +43,7 @@ class GPUModelRunner(ModelRunner):
             self.states.inputs.sizes = self.graphs.decode_sizes
 
     def warm_up(self, progress: Callable[[float], None]) -> None:
-        """Capture all graphs and run each sampling variant, so that no request waits for a capture
-        or a compiler.
-        """
+        """Capture all graphs and run each sampling variant, so that no request waits for that."""
         started = time.monotonic()
         ways = self.sampler.examples
         num_graphs = 0 if self.graphs is None else len(self.graphs.sizes) * len(self.variants)

@@ -181,9 +181,7 @@ class GraphRunner:
         log.debug("CUDA graph for %s captured in %.2f s", size, time.monotonic() - started)
 
     def _recorded(self, run: Callable[[], object]) -> Run:
-        """Record `run` after a first run, which compiles kernels and initializes libraries: that
-        cannot be captured.
-        """
+        """Record `run` after a first run: libraries' initialization cannot be captured."""
         run()
         return self.record(run)
 

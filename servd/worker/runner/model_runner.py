@@ -76,9 +76,7 @@ class AsyncOutput:
 
 
 class ModelRunner(ABC):
-    """Runs one model on one device. `device`: where the model runs; `parallel`: the ranks that
-    share the model.
-    """
+    """Runs one model on `device`. `parallel`: the ranks that share the model."""
 
     def __init__(
         self, config: Config, spec: ModelSpec, device: torch.device, parallel: Parallel
@@ -130,7 +128,7 @@ class ModelRunner(ABC):
             self.model,
             block_size=self.config.cache.block_size,
             dtype=self.compute_dtype,
-            kv_dtype=kv_cache.dtype_of(self.config, self.spec.folder, self.dtype, self.device),
+            kv_dtype=kv_cache.dtype_of(self.config),
             device=self.device,
             exact_seq_lens=not (
                 self.max_drafts

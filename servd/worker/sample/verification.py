@@ -27,9 +27,7 @@ from servd.worker.sample.uniform import uniform
 
 @dataclass(frozen=True)
 class SpecDecodeMetadata:
-    """The drafts of a step with n rows that sample m tokens: one per row, and one after each of its
-    drafts.
-    """
+    """The drafts of a step with n rows that sample m tokens: per row 1, and 1 after each draft."""
 
     num_drafts: Int64Array  # [n], on the host
     # [m] int64: the draft in the place of each sampled token, -1 if none was found; any number

@@ -424,6 +424,25 @@ def test_a_kernel_without_memory_for_its_work_is_an_error_that_names_it(
     embed([9])  # and the process is well
 
 
+@pytest.mark.parametrize(
+    ("is_built", "capability", "says"),
+    [
+        (False, "AVX512", "not built here: compile it with SERVD_KERNELS=all"),
+        (True, "DEFAULT", "not for this CPU"),
+        (False, "DEFAULT", "not for this CPU"),
+    ],
+)
+def test_a_wanted_library_that_is_not_here(tmp_path, monkeypatch, is_built, capability, says):
+    if is_built:
+        (tmp_path / "_avx2.so").write_bytes(b"")
+    monkeypatch.setattr(native, "FOLDER", tmp_path)
+    monkeypatch.setenv(native.SWITCH, "avx2")
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: capability)
+    native.library.cache_clear()
+    assert f"SERVD_CPU_KERNELS=avx2: {says}" in native.explain_absence()
+    native.library.cache_clear()
+
+
 def test_a_library_of_other_sources_is_not_used(tmp_path, monkeypatch, caplog):
     """With the functions of old and other arguments it would read and write anywhere."""
     if native.library() is None:

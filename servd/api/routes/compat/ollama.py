@@ -32,6 +32,7 @@ from servd.api.protocol.translation import TranslatedRequest, renamed
 from servd.api.protocol.validation import RequestBody
 from servd.api.text.prompt import Prompt
 from servd.checkpoint.facts import count_bytes
+from servd.checkpoint.hf import quant_method_of
 from servd.messages.engine import FinishReason, RequestOptions
 from servd.messages.outputs import CompletionOutput, unpack_vector
 from servd.messages.params import PoolingParams
@@ -370,7 +371,8 @@ def models_of(context: Context) -> list[dict[str, Any]]:
     level = context.config.model.quantization or spec.dtype
     written = context.started_at
     names = context.shown_names
-    return [described(name, written, size, spec.model_type, level) for name in names]
+    form = "gguf" if quant_method_of(spec.folder, None) == "gguf" else "safetensors"
+    return [described(name, written, size, form, spec.model_type, level) for name in names]
 
 
 def completed(shown: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]:
@@ -381,11 +383,11 @@ def completed(shown: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]:
 
 
 def described(
-    name: str, written: float, size: int, family: str = "", level: str = ""
+    name: str, written: float, size: int, form: str, family: str = "", level: str = ""
 ) -> dict[str, Any]:
     """Return a model in Ollama's format. `written`: Unix time; `size`: bytes of its weights."""
     name = name if ":" in name else f"{name}:latest"  # clients add it
-    details = {"format": "safetensors", "family": family, "families": [family]}
+    details = {"format": form, "family": family, "families": [family]}
     details |= {"parent_model": "", "parameter_size": "", "quantization_level": level}
     digest = hashlib.sha256(name.encode()).hexdigest()
     model = {"name": name, "model": name, "size": size, "digest": digest, "details": details}

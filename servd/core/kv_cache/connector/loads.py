@@ -107,9 +107,7 @@ class Loads:
         return load
 
     def _has_to_queue(self, load: Load) -> bool:
-        """Return whether required blocks must wait for the loads of other requests, which may need
-        all slots.
-        """
+        """Return whether required blocks must wait for others' loads, which may need all slots."""
         if not load.is_required or not load.missing or self.io_workers.is_hung:
             return False
         if self.io_workers.reading:
@@ -131,9 +129,7 @@ class Loads:
         return now_ns() + MIN_TIMEOUT_NS + round(len(load.missing) * self.costs.compute_ns)
 
     def _take_slots(self, load: Load, source: Store) -> dict[bytes, int]:
-        """Return slots for the first missing blocks, as long as slots are free and the source may
-        have the blocks.
-        """
+        """Return free slots for the first missing blocks, as far as the source may have them."""
         slots: dict[bytes, int] = {}
         if not source.may_have(load.missing[0]):
             return slots

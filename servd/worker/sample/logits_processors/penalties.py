@@ -29,9 +29,7 @@ class Processor(LogitsProcessor):
 
     @cached_property
     def counts(self) -> Tensor:
-        """Times that each token was output, plus IN_PROMPT: [max_num_seqs, vocab] int32, made at
-        first use.
-        """
+        """Times a token was output, plus IN_PROMPT: int32 [max_num_seqs, vocab], made once used."""
         shape = self.max_num_seqs, self.vocab_size
         return torch.zeros(shape, dtype=torch.int32, device=self.device)
 
