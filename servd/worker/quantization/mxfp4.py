@@ -18,9 +18,7 @@ BIAS = 127  # of exponents; 255 is no number
 
 
 def read(files: list[Path], config: dict[str, Any], device: torch.device) -> NamedTensors:
-    """Yield tensors; `experts.NAME_blocks` and `experts.NAME_scales`, of all experts, become
-    `experts.NUMBER.NAME`.
-    """
+    """Yield tensors; `experts.NAME_blocks` and `NAME_scales` become `experts.NUMBER.NAME`."""
     found: dict[str, dict[str, Tensor]] = {}
     for name, tensor in read_tensors(files):
         stem, _, kind = name.rpartition("_")

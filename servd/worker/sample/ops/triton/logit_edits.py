@@ -35,9 +35,7 @@ def edit_logits_kernel(
     ENTRIES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Edit BLOCK tokens of a row per program, and find the best token. `slots` is negative in rows
-    without penalties.
-    """
+    """Edit BLOCK tokens of a row per program; find the best. `slots` < 0: without penalties."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     token = block * BLOCK + tl.arange(0, BLOCK)
