@@ -301,7 +301,7 @@ def read_facts(files: Sequence[Path]) -> tuple[int, str, str]:
     values = opened[0][1]
     from gguf import LlamaFileType
 
-    names = {each.value: each.name.removeprefix("MOSTLY_") for each in LlamaFileType}
+    names = {each.value: re.sub("^(MOSTLY|ALL)_", "", each.name) for each in LlamaFileType}
     kind = names.get(values.get("general.file_type", -1), "gguf")
     count = sum(int(tensor.n_elements) for reader, _ in opened for tensor in reader.tensors)
     return count, kind, str(values.get("general.license", ""))
