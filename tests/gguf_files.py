@@ -171,7 +171,6 @@ def _converted(model: Any) -> Iterator[tuple[str, Tensor]]:
     """Names of Hugging Face, and tensors as the converter changes them."""
     config = model.config
     kind = config.model_type
-    yield from _rope_factors(config)
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
@@ -191,6 +190,7 @@ def _converted(model: Any) -> Iterator[tuple[str, Tensor]]:
             yield from _of_experts(module, leaf, tensor, is_interleaved=kind == "gpt_oss")
         else:
             yield name, tensor
+    yield from _rope_factors(config)
 
 
 def _of_experts(

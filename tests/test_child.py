@@ -1,5 +1,6 @@
 """A child process and its parent."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -105,8 +106,15 @@ def test_only_the_thread_that_imports_for_later_has_a_low_priority():
     thread = threading.Thread(target=work)
     thread.start()
     thread.join(WAIT_SECONDS)
+    gc.unfreeze()
     assert seen == [min(before + STANDBY_NICE, 19)]
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
+
+
+def test_an_import_that_fails_leaves_the_search_for_garbage_on():
+    with pytest.raises(ModuleNotFoundError):
+        import_ahead("servd.nowhere")
+    assert gc.isenabled()
 
 
 def test_why_a_model_among_several_cannot_be_served_is_a_line_of_its_log(capfd):

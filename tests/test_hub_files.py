@@ -1,6 +1,8 @@
 """MODEL "org/name:Q4_K_M": which files of the hub are downloaded, and what needs no network."""
 
+import io
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 gguf_files = pytest.importorskip("tests.gguf_files")
 
 from servd import cli  # noqa: E402
-from servd.base.errors import ModelNotFound  # noqa: E402
+from servd.base.errors import ModelNotFound, UnsupportedModel  # noqa: E402
 from servd.checkpoint import gguf, hf  # noqa: E402
 from servd.checkpoint.gguf import choose_files, find_quantization  # noqa: E402
 from servd.cli import list as list_command  # noqa: E402
@@ -93,7 +95,7 @@ def test_a_plan_reads_only_the_headers_of_files(files: Path, tmp_path: Path, mon
     reader, _ = gguf.open_file(whole)
     with fake_hub.online(files, monkeypatch) as gate:
         facts = facts_of("org/name:Q8_0")
-        assert gate.num_bytes <= reader.data_offset + step
+        assert gate.num_bytes <= max(2 * reader.data_offset, step)
         assert facts == facts_of(str(whole))
         assert facts_of("org/name:F16") == facts_of(str(files / "m-F16-00001-of-00003.gguf"))
         assert not names_in(tmp_path / "hub")
@@ -111,6 +113,54 @@ def test_a_plan_names_the_quantization_of_the_weights(files: Path):
     assert last_column(model=str(files / "m-Q8_0.gguf")) == "gguf"  # it states no type
     assert last_column(model="demo") == "float32"
     assert last_column(model="demo", quantization="int8") == "int8"
+
+
+@pytest.mark.parametrize("kind", ["llama3", "longrope"])
+def test_factors_of_long_contexts_are_read_from_the_hub(
+    files: Path, tiny_llama: Path, tmp_path: Path, monkeypatch, kind
+):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    ropes = {
+        "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        "longrope": {
+            "short_factor": [1.0, 1.1, 1.3, 1.6, 1.7, 1.8, 1.9, 2.1],
+            "long_factor": [1.5, 2.0, 3.0, 6.0, 7.0, 8.0, 8.5, 9.0],
+        },
+    }
+    rope = {"rope_type": kind, "rope_theta": 500.0, "original_max_position_embeddings": 32}
+    config = LlamaConfig.from_pretrained(tiny_llama, rope_parameters=rope | ropes[kind])
+    path = files / "long-Q4_0.gguf"
+    gguf_files.write_model(path, LlamaForCausalLM(config), gguf_files.Quant.F16)
+    monkeypatch.setattr(gguf, "HEADER_STEP", 1000)
+    with fake_hub.online(files, monkeypatch) as gate:
+        headers = hf.find_gguf_headers("org/name:Q4_0", None, str(tmp_path / "h"), str(tmp_path))
+    assert gate.num_bytes < path.stat().st_size // 2
+    assert hf.read_spec(headers).config == hf.read_spec(gguf.as_folder(path)).config
+
+
+@pytest.mark.parametrize("data", [bytes(1 << 20), b"GGUF"], ids=["zeros", "too short"])
+def test_a_header_that_cannot_be_read_ends(tmp_path: Path, monkeypatch, data: bytes):
+    monkeypatch.setattr(gguf, "HEADER_STEP", 1 << 10)
+    monkeypatch.setattr(gguf, "MAX_HEADER", 1 << 16)
+    opened: list[Path] = []
+    open_file = gguf.open_file
+
+    def note(path: Path, **options: Any) -> Any:
+        opened.append(path)
+        return open_file(path, **options)
+
+    monkeypatch.setattr(gguf, "open_file", note)
+    source = io.BytesIO(data)
+    with pytest.raises(ModelNotFound, match=r"a\.gguf cannot be read as GGUF"):
+        gguf.copy_header(source, 1 << 20, tmp_path / "a.gguf")
+    assert source.tell() <= 1 << 16 and len(opened) <= 7, "its bytes are parsed about twice"
+
+
+def test_the_missing_package_is_named_rather_than_the_hub(files, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with fake_hub.online(files, monkeypatch), pytest.raises(UnsupportedModel, match="package gguf"):
+        hf.find_gguf_headers("org/name:Q8_0", None, str(tmp_path / "hub"), str(tmp_path))
 
 
 def test_a_folder_has_a_model_per_quantization(files: Path, tmp_path: Path):

@@ -33,6 +33,19 @@ def test_a_draft_in_place_of_the_model_names_model_method_and_depth(tmp_path):
     assert (made.method, made.model, made.num_speculative_tokens) == ("eagle3", draft, 3)
 
 
+def test_a_plan_names_the_model_that_is_drafted_for(tmp_path, monkeypatch):
+    from servd.cli import plan
+    from servd.worker.runner import dry_run
+
+    def plan_target(config, spec):
+        return plan_of(config.replace(speculative_config=None), spec)
+
+    plan_of = dry_run.plan
+    monkeypatch.setattr(dry_run, "plan", plan_target)
+    options = {"model": make_draft(tmp_path / "draft", DEMO_FOLDER), "device": "cpu"}
+    assert plan.make_report(Config.load(options)).facts([16])["model"] == str(DEMO_FOLDER)
+
+
 def test_the_folder_of_a_draft_says_its_method_unless_that_is_given(tmp_path):
     draft = make_draft(tmp_path / "draft", DEMO_FOLDER)
     assert resolved(spec_model=draft)[0].model.speculative_config.method == "eagle3"

@@ -10,10 +10,9 @@ import re
 import struct
 import tomllib
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 from servd.base import compat
 from servd.base.errors import ModelNotFound, UnsupportedModel
@@ -35,23 +34,29 @@ DAMAGED = (*NO_VALUE, RecursionError, struct.error)
 MAX_SIZE = 2**31 - 1
 FLOATS = ("F32", "F16", "BF16")  # types of tensors that are not in blocks
 MAX_LENGTH = 1 << 21  # values in a list: each takes up to 200 bytes in memory
-HEADER_STEP = 2 << 20  # bytes of a header that are downloaded at once
+MAX_TENSORS = 1 << 17
+HEADER_STEP = 2 << 20  # bytes of a header that are downloaded first
+MAX_HEADER = 64 << 20  # bytes that are downloaded in search of its end, and of a text
 MAX_NAMED = 8  # files in an error message
+FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
-def open_file(path: Path, has_texts: bool = True) -> tuple[GGUFReader, dict[str, Any]]:
+def open_file(
+    path: Path, has_texts: bool = True, mode: Literal["r", "c"] = "r"
+) -> tuple[GGUFReader, dict[str, Any]]:
     """Map a file; return its reader and its metadata, in which lists of texts are empty without
-    `has_texts`. Raises ModelNotFound if the file is missing, not GGUF, or damaged; UnsupportedModel
-    if the package `gguf` is not installed.
+    `has_texts`. In mode "c", tensors can be written to, as torch wants; Linux refuses that for
+    files larger than memory. Raises ModelNotFound if the file is missing, not GGUF, or damaged;
+    UnsupportedModel if the package `gguf` is not installed.
     """
     try:
-        reader_class = compat.make_gguf_reader(MAX_LENGTH, has_texts)
+        reader_class = compat.make_gguf_reader(MAX_LENGTH, MAX_HEADER, MAX_TENSORS, has_texts)
     except ImportError:
         raise UnsupportedModel(
             f'{path}: reading GGUF needs the package gguf: pip install "servd[gguf]"'
         ) from None
     try:
-        reader = reader_class(path, "c")  # torch warns of memory that it could not write to
+        reader = reader_class(path, mode)
         return reader, {name: field.contents() for name, field in reader.fields.items()}
     except (OSError, *DAMAGED) as error:
         raise ModelNotFound(
@@ -91,16 +96,30 @@ def choose_files(model: str, names: Iterable[str], tag: str, place: str) -> list
 
 
 def copy_header(source: BinaryIO, num_bytes: int, path: Path) -> None:
-    """Write a file with the header of `source`, of `num_bytes` in all, and a hole for tensors."""
+    """Write a file with the header of `source`, of `num_bytes` in all, its rope factors, and a hole
+    for other tensors. Raises like `open_file`.
+    """
+    error = ModelNotFound(f"{path.name} has no complete header")
     with path.open("wb") as file:
-        while file.tell() < num_bytes:
-            file.write(source.read(HEADER_STEP))
+        # Each part doubles the header, because it is read again from its start.
+        while file.tell() < MAX_HEADER and file.write(source.read(file.tell() or HEADER_STEP)):
             file.flush()
             os.truncate(path, num_bytes)
+            try:
+                reader, _ = open_file(path, has_texts=False)
+            except ModelNotFound as found:
+                error = found
+                continue
             # If the header is incomplete, the reader goes on in the hole, to an error or its end.
-            with suppress(ModelNotFound):
-                if open_file(path, has_texts=False)[0].data_offset <= file.tell():
-                    break
+            if reader.data_offset <= file.tell():
+                break
+        else:
+            raise error
+        for tensor in reader.tensors:
+            if tensor.name in FACTORS:
+                source.seek(tensor.data_offset)
+                file.seek(tensor.data_offset)
+                file.write(source.read(min(tensor.data.nbytes, HEADER_STEP)))
 
 
 def find_quantization(name: str) -> str:
@@ -141,7 +160,7 @@ def as_folder(path: Path) -> Path:
     stats = [(file, file.stat()) for file in files]
     state = "".join(f"{file} {stat.st_mtime_ns} {stat.st_size} " for file, stat in stats)
     # Raise the last number when what is made changes.
-    return make_cached_folder("gguf", f"{state}3", partial(make_folder, files))
+    return make_cached_folder("gguf", f"{state}4", partial(make_folder, files))
 
 
 def make_folder(files: Sequence[Path], folder: Path) -> None:
@@ -253,7 +272,7 @@ def _make_rope(path: Path, own: dict[str, Any], tensors: dict[str, ReaderTensor]
     kind = own.get("rope.scaling.type", "none").replace("none", "default")
     if "rope_factors_long.weight" in tensors:
         kind = "longrope"
-    given = [tensor for name, tensor in tensors.items() if name.startswith("rope_f")]
+    given = [tensors[name] for name in FACTORS if name in tensors]
     if any(each.tensor_type.name != "F32" or not (each.data > 0).all() for each in given):
         raise ValueError("rope factors that are no F32 above 0")
     keys = TABLE["rope"].get(kind, {})

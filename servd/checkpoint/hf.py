@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from servd.base.errors import ConfigError, ModelNotFound, UnsupportedModel
+from servd.base.errors import ConfigError, ModelNotFound, ServdError, UnsupportedModel
 from servd.checkpoint import gguf, gguf_tokenizer
 from servd.checkpoint.cached_folder import make_cached_folder
 from servd.checkpoint.multimodal_config import TEXT, text_of
@@ -388,6 +388,8 @@ def _hub_errors(model: str) -> Iterator[None]:
         raise ModelNotFound(
             f"the hub has no model {model!r}, or it is private: check the name, or set HF_TOKEN"
         ) from None
+    except ServdError:
+        raise
     except Exception as error:  # of requests, of the hub, of the disk
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelNotFound(

@@ -59,16 +59,18 @@ def run(arguments: argparse.Namespace) -> int:
 def make_report(config: Config) -> Report:
     """Return the plan of these options. Raises like `launch.find_and_resolve`."""
     with tempfile.TemporaryDirectory() as scratch:
-        if (name := config.model.model) is not None:
-            model = config.model
-            headers = hf.find_gguf_headers(name, model.revision, model.download_dir, scratch)
-            config = config.replace(model=headers)
-        config, spec, _ = launch.find_and_resolve(config)
+        model = config.model
+        headers = model.model
+        if headers is not None:
+            headers = hf.find_gguf_headers(headers, model.revision, model.download_dir, scratch)
+        config, spec, _ = launch.find_and_resolve(config.replace(model=headers))
         if not spec.folder:
             raise ConfigError("--executor fake has no weights: leave it out")
         config, spec = with_headers(config, spec, scratch)
         plan = plugins.load(f"{WORKER}.runner", "dry_run", "plan")(config, spec)
-        return Report(config.replace(model=name or config.model.model), spec, plan)
+        if headers != model.model:  # else it stays what a draft names as its target
+            config = config.replace(model=model.model)
+        return Report(config, spec, plan)
 
 
 def with_headers(config: Config, spec: hf.ModelSpec, scratch: str) -> tuple[Config, hf.ModelSpec]:

@@ -172,11 +172,13 @@ def _descendants(pid: int) -> list[int]:
 
 def import_ahead(module: str, niceness: int = 0) -> None:
     """Import a module that takes long, in a process of servd, before its start message arrives."""
-    os.nice(niceness)  # this thread alone
+    os.nice(niceness)  # on Linux, of this thread alone
     gc.disable()  # a search for garbage among what stays takes a tenth of the time
-    importlib.import_module(module)
-    gc.freeze()
-    gc.enable()
+    try:
+        importlib.import_module(module)
+        gc.freeze()
+    finally:
+        gc.enable()
 
 
 def read_start(kind: type[T], on_reload: Callable[[Config], None] = lambda config: None) -> T:

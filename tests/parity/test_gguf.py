@@ -197,8 +197,8 @@ def change(monkeypatch: pytest.MonkeyPatch, key: str, value: Any) -> None:
     """Change a file's metadata while it is read, and forget what was made of the file before."""
     open_file = ORIGINAL_OPEN
 
-    def open_changed(path: Path, has_texts: bool = True) -> Any:
-        reader, values = open_file(path, has_texts)
+    def open_changed(path: Path, **options: Any) -> Any:
+        reader, values = open_file(path, **options)
         values |= {key: value}
         return reader, {name: each for name, each in values.items() if each is not None}
 

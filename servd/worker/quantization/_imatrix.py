@@ -22,7 +22,7 @@ def read(path: Path) -> dict[str, Tensor]:
     Raises ConfigError if the file is no importance matrix, or is for a model with other layer
     names; ModelNotFound if it cannot be read as GGUF.
     """
-    reader, values = open_file(path)
+    reader, values = open_file(path, mode="c")
     kind = values.get("general.type")
     if kind != "imatrix":
         raise ConfigError(

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,7 +30,8 @@ def read(files: list[Path], config: dict[str, Any], device: torch.device) -> Nam
     """Yield every tensor of the files under its Hugging Face name, as Hugging Face has it. Raises
     ModelNotFound if a file is damaged; UnsupportedModel if a tensor's type is unknown.
     """
-    opened = [open_file(file, has_texts=False) for file in files]
+    mode = "r" if device.type == "meta" else "c"
+    opened = [open_file(file, has_texts=False, mode=mode) for file in files]
     values = opened[0][1]
     name = values["general.architecture"]
     for reader, _ in opened:
@@ -53,7 +55,7 @@ def rename(name: str, architecture: str = "llama") -> str:
     prefix = f"{form.get('layers', 'model.layers')}.{layer[1]}." if layer else ""
     names = TABLE["tensors"] | form.get("tensors", {})
     if expert := re.fullmatch(r"blk\.\d+\.(\w+)\.(\d+)", stem):  # in files of early 2024
-        return f"{prefix}{names[f'{expert[1]}_exps'].format(expert[2])}.{leaf}"
+        return f"{prefix}{names.get(f'{expert[1]}_exps', stem).format(expert[2])}.{leaf}"
     return f"{prefix}{names.get(stem.rpartition('.')[2], stem)}.{leaf}"
 
 
@@ -97,7 +99,10 @@ def _decode(tensor: ReaderTensor, device: torch.device) -> Tensor | Quantized:
     kind = tensor.tensor_type.name
     if not tensor.data.size:
         raise UnsupportedModel(f"tensor {tensor.name} is empty")
-    data = torch.from_numpy(tensor.data)  # floats by value, blocks as bytes: [..., bytes of a row]
+    array = tensor.data  # floats by value, blocks as bytes: [..., bytes of a row]
+    if not array.flags.writeable:  # in a dry run: sizes are all that is wanted
+        array = np.empty(array.shape, array.dtype)
+    data = torch.from_numpy(array)
     if kind in FLOATS:
         return data.view(torch.bfloat16) if kind == "BF16" else data
     if kind not in BLOCKS:

@@ -1,5 +1,6 @@
 """GGUF files: what transformers makes of the same file, its tokenizer, and what is refused."""
 
+import os
 import shutil
 import struct
 import sys
@@ -21,6 +22,7 @@ from servd.checkpoint.facts import read_facts  # noqa: E402
 from servd.worker.layers import packed  # noqa: E402
 from servd.worker.layers._matrix import Matrix  # noqa: E402
 from servd.worker.ops import native  # noqa: E402
+from servd.worker.quantization.gguf import rename  # noqa: E402
 from servd.worker.runner import dry_run  # noqa: E402
 from servd.worker.runner.cpu_model_runner import CPUModelRunner  # noqa: E402
 from tests.gguf_files import Quant, bpe_vocabulary, write_model  # noqa: E402
@@ -88,10 +90,21 @@ def test_activations_are_rounded_only_beside_blocks(
     assert {cache.dtype for cache in runner.kv_caches} == {kv_dtype}
 
 
-def test_the_plan_knows_what_it_takes(tiny_llama: Path, tmp_path: Path):
-    folder = hf.find_model(str(write_gguf(tmp_path / "tiny.gguf", tiny_llama)))
-    config, spec = config_for(folder), hf.read_spec(folder)
-    planned = dry_run.load(CPUModelRunner, config, spec, torch.device("cpu"))
+def test_the_plan_knows_what_it_takes(tiny_llama: Path, tmp_path: Path, monkeypatch):
+    memmap = np.memmap
+    modes = set[str]()
+
+    def map_file(path: Path, mode: str) -> Any:
+        modes.add(mode)
+        return memmap(path, mode=mode)
+
+    path = write_gguf(tmp_path / "tiny.gguf", tiny_llama)
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "memmap", map_file)
+        folder = hf.find_model(str(path))
+        config, spec = config_for(folder), hf.read_spec(folder)
+        planned = dry_run.load(CPUModelRunner, config, spec, torch.device("cpu"))
+    assert modes == {"r"}, "Linux refuses private maps of more than memory"
     runner = Driver(config).worker.runner
     assert planned.weights_bytes == runner.weights_bytes < 300_000
 
@@ -202,12 +215,34 @@ def test_rope_factors_are_floats_above_zero(tiny_llama, tmp_path, monkeypatch, q
     assert hf.find_model(str(path))
 
 
+@pytest.mark.parametrize(
+    ("header", "reason"),
+    [
+        (struct.pack("<QQ", 1 << 18, 0), "262144 tensors"),
+        (struct.pack("<QQQsIQ", 0, 1, 1, b"a", 8, 1 << 30), "1073741824 bytes"),
+        (struct.pack("<QQQsIIQQ", 0, 1, 1, b"a", 9, 8, 1, 1 << 30), "1073741824 bytes"),
+    ],
+    ids=["tensors", "text", "list of texts"],
+)
+def test_a_header_of_impossible_sizes_is_refused(tmp_path, header, reason):
+    path = tmp_path / "a.gguf"
+    path.write_bytes(b"GGUF" + struct.pack("<I", 3) + header)
+    os.truncate(path, 2 << 30)
+    with pytest.raises(ModelNotFound, match=f"cut off or damaged: .*{reason}"):
+        hf.find_model(str(path))
+
+
 @pytest.mark.parametrize("kind", [4, 8, 9], ids=["numbers", "texts", "lists"])
 def test_a_list_that_is_said_to_be_longer_than_the_file_is_refused_at_once(tmp_path, kind):
     begin = b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"a"
     (tmp_path / "a.gguf").write_bytes(begin + struct.pack("<IIQ", 9, kind, 1 << 40) + bytes(64))
     with pytest.raises(ModelNotFound, match="cut off or damaged"):
         hf.find_model(str(tmp_path / "a.gguf"))
+
+
+def test_an_expert_that_is_unknown_keeps_its_name():
+    assert rename("blk.0.ffn_up.1.weight", "llama") != rename("blk.0.ffn_up.2.weight", "llama")
+    assert rename("blk.0.foo.1.weight", "llama") == "model.layers.0.blk.0.foo.1.weight"
 
 
 def test_the_package_gguf_is_named_where_it_is_missing(tiny_llama, tmp_path, monkeypatch):

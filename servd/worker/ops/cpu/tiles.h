@@ -9,6 +9,7 @@
 #include <numeric>
 
 #include "amx.h"
+#include "checks.h"
 #include "dots.h"
 #include "terms.h"
 
@@ -178,7 +179,10 @@ void with_grouped(int terms, const float* table, const Call& call) {
         if (neighbours<W>(terms) > 1) return with_weights<W>(table, with_dots);
     }
 #endif
-    if constexpr (!std::is_same_v<W, Int6>) with((Grouped<W>*)nullptr);
+    if constexpr (std::is_same_v<W, Int6>)
+        throw std::out_of_range("weights of 6 bits have no products in these kernels");
+    else
+        with((Grouped<W>*)nullptr);
 }
 
 }  // namespace
