@@ -7,8 +7,15 @@ from torch import Tensor, nn
 from servd.checkpoint.hf import ModelSpec
 from servd.worker.device.parallel import Parallel
 from servd.worker.layers.linear import ColumnParallelLinear
-from servd.worker.models.llama import LlamaMLP
-from servd.worker.models.qwen3_next import GatedDeltaNet, Qwen3NextForCausalLM
+from servd.worker.layers.norm import OffsetRMSNorm
+from servd.worker.models.llama import LlamaForCausalLM
+from servd.worker.models.qwen3_next import (
+    GatedDeltaNet,
+    Qwen3NextLayer,
+    Qwen3NextRotary,
+    convert_text,
+    make_mixer,
+)
 
 
 class Qwen3_5DeltaNet(GatedDeltaNet):
@@ -25,9 +32,12 @@ class Qwen3_5DeltaNet(GatedDeltaNet):
         return self.in_proj_qkv(x), gate, self.in_proj_b(x), self.in_proj_a(x)
 
 
-class Qwen3_5ForCausalLM(Qwen3NextForCausalLM):
-    delta_net_class = Qwen3_5DeltaNet
+class Qwen3_5ForCausalLM(LlamaForCausalLM):
+    layer_class = Qwen3NextLayer
+    norm_class = OffsetRMSNorm
+    rotary_class = Qwen3NextRotary
+    convert = staticmethod(convert_text)
 
     @classmethod
-    def make_mlp(cls, spec: ModelSpec, layer: int, parallel: Parallel) -> nn.Module:
-        return LlamaMLP(spec, parallel)
+    def make_attention(cls, spec: ModelSpec, layer: int, parallel: Parallel) -> nn.Module:
+        return make_mixer(spec, layer, parallel, Qwen3_5DeltaNet)

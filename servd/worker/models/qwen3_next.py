@@ -3,7 +3,7 @@ recurrent state instead of a KV cache. The other layers have attention with an o
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -281,6 +281,16 @@ def linear_layers(spec: ModelSpec) -> list[bool]:
     return found
 
 
+def make_mixer(
+    spec: ModelSpec, layer: int, parallel: Parallel, linear_class: type[GatedDeltaNet]
+) -> nn.Module:
+    is_linear = linear_layers(spec)
+    if is_linear[layer]:
+        return linear_class(spec, parallel)
+    # Layers with attention are numbered by KV cache.
+    return Qwen3NextAttention(spec, is_linear[:layer].count(False), parallel)
+
+
 def convert_text(tensors: NamedTensors) -> NamedTensors:
     """Yield the tensors except the multi-token-prediction layer and the vision encoder."""
     for name, tensor in tensors:
@@ -294,16 +304,11 @@ class Qwen3NextForCausalLM(LlamaForCausalLM):
     layer_class = Qwen3NextLayer
     norm_class = OffsetRMSNorm
     rotary_class = Qwen3NextRotary
-    delta_net_class: ClassVar[type[GatedDeltaNet]] = GatedDeltaNet
     convert = staticmethod(convert_text)
 
     @classmethod
     def make_attention(cls, spec: ModelSpec, layer: int, parallel: Parallel) -> nn.Module:
-        is_linear = linear_layers(spec)
-        if is_linear[layer]:
-            return cls.delta_net_class(spec, parallel)
-        # Layers with attention are numbered by KV cache.
-        return Qwen3NextAttention(spec, is_linear[:layer].count(False), parallel)
+        return make_mixer(spec, layer, parallel, GatedDeltaNet)
 
     @classmethod
     def make_mlp(cls, spec: ModelSpec, layer: int, parallel: Parallel) -> nn.Module:
