@@ -9,9 +9,7 @@ from servd.base.errors import ConfigError
 
 
 def parse_bytes(text: str) -> int:
-    """Return the bytes of "1073741824", "1GiB", "1.5 GB" or "512M" (powers of 1024 for KiB and K,
-    of 1000 for KB).
-    """
+    """Return the bytes of "1073741824", "1GiB", "1.5 GB" or "512M". K is 1024, KB is 1000."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(iB|B)?\s*", text, re.IGNORECASE)
     if not match:
         raise ConfigError(

@@ -203,9 +203,7 @@ class EngineClient:
             self._reading = self._reading_on.call_soon(self._receive)
 
     def _take_messages(self, end: int) -> bool:
-        """Process messages until the time `end`. Merge the outputs of several steps. Return whether
-        no message is left.
-        """
+        """Process messages until the time `end`, merging outputs. Return whether none is left."""
         outputs: list[EngineCoreOutput] = []
         while messages := self.client.drain(MAX_MESSAGES):
             for message in messages:

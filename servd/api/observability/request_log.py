@@ -13,9 +13,7 @@ log = logging.getLogger("servd.requests")
 
 @dataclass
 class RequestLog(Observer):
-    """An observer that logs a line for each prompt sent to an engine, with the parameters that
-    differ from the defaults.
-    """
+    """An observer that logs each prompt sent to an engine, with the parameters that are set."""
 
     most: int | None  # characters and token ids of a prompt that are logged
 

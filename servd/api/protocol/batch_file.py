@@ -1,6 +1,4 @@
-"""Batch files in OpenAI's format, with one request or response per line, for `servd run-batch` and
-`/v1/batches`.
-"""
+"""Batch files in OpenAI's format, a request or response per line."""
 
 import os
 import uuid

@@ -1,6 +1,4 @@
-"""FakeExecutor: deterministic tokens without a model or torch, computed from a cache that behaves
-like a real KV cache.
-"""
+"""FakeExecutor: deterministic tokens from a cache like a real KV cache, without a model."""
 
 from __future__ import annotations
 

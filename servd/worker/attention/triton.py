@@ -1,6 +1,4 @@
-"""servd's own Triton kernels over the paged KV cache, on any CUDA device; on a CPU in Triton's
-interpreter, for tests.
-"""
+"""servd's Triton kernels over the paged KV cache, on CUDA; on a CPU in Triton's interpreter."""
 
 from __future__ import annotations
 

@@ -38,9 +38,7 @@ class Drafter(Protocol):
 
 @dataclass(frozen=True)
 class Pass:
-    """The pass before a chain, over the tokens that the target has computed. Numbers are tensors
-    or, on a CPU, arrays.
-    """
+    """The pass before a chain, over computed tokens. Numbers are tensors or, on a CPU, arrays."""
 
     token_ids: Any  # int64 [num_tokens], like the next three fields
     positions: Any

@@ -1,6 +1,4 @@
-"""Linear layers: replicated on all ranks, column-parallel (split by outputs), or row-parallel
-(split by inputs).
-"""
+"""Linear layers: replicated, column-parallel (split by outputs), row-parallel (by inputs)."""
 
 from collections.abc import Sequence
 

@@ -1,6 +1,4 @@
-"""DeepSeek V2 (https://arxiv.org/abs/2405.04434): multi-head latent attention (MLA), experts with a
-shared feed-forward.
-"""
+"""DeepSeek V2 (https://arxiv.org/abs/2405.04434): latent attention, experts and a shared one."""
 
 import math
 from collections.abc import Callable

@@ -1,6 +1,4 @@
-"""Common parts of formats in safetensors files: modules of several tensors, codes packed into
-words, zero points.
-"""
+"""Parts of formats in safetensors files: modules of several tensors, packed codes, zero points."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack

@@ -159,9 +159,7 @@ BLOCKS = {
 def _unpack(
     block: BlockType, data: Tensor, size: int, num_bytes: int, device: torch.device
 ) -> Quantized:
-    """Return the matrix of blocks of `size` weights and `num_bytes` bytes; data: uint8 [..., bytes
-    of a row].
-    """
+    """Return the matrix of blocks of `size` weights. data: uint8 [..., bytes of a row]."""
     rows = data.view(-1, data.shape[-1])
     num_blocks = rows.shape[1] // num_bytes
     num_groups = size // block.group_size

@@ -1,6 +1,4 @@
-"""GPUModelRunner: a model on a CUDA device, with CUDA graphs, a memory profile run and asynchronous
-copies of outputs.
-"""
+"""GPUModelRunner: a model on a CUDA device, with CUDA graphs and asynchronous copies."""
 
 import logging
 import time

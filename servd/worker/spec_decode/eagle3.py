@@ -1,6 +1,4 @@
-"""eagle3: EAGLE with features of several target layers, and its own vocabulary
-(https://arxiv.org/abs/2503.01840).
-"""
+"""eagle3: EAGLE with features of several layers (https://arxiv.org/abs/2503.01840)."""
 
 from collections.abc import Set
 from functools import partial

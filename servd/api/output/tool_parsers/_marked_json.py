@@ -7,9 +7,7 @@ from servd.api.output.tool_parser import ToolParser
 
 
 class MarkedJsonParser(ToolParser):
-    """A parser of `[{"name": ..., "arguments": {...}}, ...]` after one of `begins`. `end` may
-    follow the array.
-    """
+    """A parser of `[{"name": ..., "arguments": {...}}]` after one of `begins`; `end` may follow."""
 
     begins: ClassVar[tuple[str, ...]]
     end: ClassVar[str] = ""

@@ -133,9 +133,7 @@ def _arguments(parenthesis: str) -> str | None:
 
 
 def _literal(node: ast.expr, depth: int) -> Any:
-    """Return the JSON value of a Python literal. Raise ValueError if the node is not a literal, or
-    is nested too deeply.
-    """
+    """Return the value of a Python literal. Raise ValueError for other nodes, and for deep ones."""
     if depth == 0:
         raise ValueError("nested too deeply")
     match node:

@@ -1,6 +1,4 @@
-"""SamplingOps: the sampler's operations on logits: `reference.py` in plain torch, and faster
-versions for devices.
-"""
+"""SamplingOps: the sampler's operations on logits, in plain torch and faster for devices."""
 
 from importlib.util import find_spec
 from typing import Protocol

@@ -1,6 +1,4 @@
-"""The draw: sums the mass of blocks of the row, then finds the block of the random number, then the
-token in the block.
-"""
+"""The draw: finds the block of the random number by sums of blocks, then the token in it."""
 # pyright: reportMissingParameterType=false, reportArgumentType=false, reportCallIssue=false
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""top-k and top-p without a sort: bisection by the bits of the weights, which have the same order
-as the weights.
-"""
+"""top-k and top-p without a sort: bisection by the bits of weights, which have the same order."""
 # pyright: reportMissingParameterType=false, reportArgumentType=false
 # pyright: reportCallIssue=false, reportOperatorIssue=false
 
