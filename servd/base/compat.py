@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 # The oldest and the newest with which the tests run; `make test-oldest` has the oldest.
 TESTED = {"argparse": "Python 3.11-3.13", "gguf": "0.17-0.19", "prometheus_client": "0.23-0.26"}
+MAX_TENSORS = 1 << 17  # in a GGUF file
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -34,11 +35,9 @@ class ArgumentParser(argparse.ArgumentParser):
         return [] if self.is_whole(option_string) else super()._get_option_tuples(option_string)
 
 
-def make_gguf_reader(
-    max_length: int, max_text: int, max_tensors: int, has_texts: bool
-) -> type[GGUFReader]:
+def make_gguf_reader(max_length: int, max_text: int, has_texts: bool) -> type[GGUFReader]:
     """Return a reader that rejects lists of more than `max_length` values, texts of more than
-    `max_text` bytes, and more than `max_tensors` tensors, and skips texts in lists without
+    `max_text` bytes, and more than MAX_TENSORS tensors, and skips texts in lists without
     `has_texts`. gguf's own reader takes 8 s instead of 0.3 s for a vocabulary of 150,000, and reads
     past the end of a damaged file. No public method reads a list.
     """
@@ -52,7 +51,7 @@ def make_gguf_reader(
             return size, text
 
         def _build_tensor_info(self, offs: int, count: int) -> tuple[int, list[Any]]:
-            if count > max_tensors:
+            if count > MAX_TENSORS:
                 raise ValueError(f"{count} tensors")
             return super()._build_tensor_info(offs, count)
 

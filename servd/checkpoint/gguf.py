@@ -34,7 +34,6 @@ DAMAGED = (*NO_VALUE, RecursionError, struct.error)
 MAX_SIZE = 2**31 - 1
 FLOATS = ("F32", "F16", "BF16")  # types of tensors that are not in blocks
 MAX_LENGTH = 1 << 21  # values in a list: each takes up to 200 bytes in memory
-MAX_TENSORS = 1 << 17
 HEADER_STEP = 2 << 20  # bytes of a header that are downloaded first
 MAX_HEADER = 64 << 20  # bytes that are downloaded in search of its end, and of a text
 MAX_NAMED = 8  # files in an error message
@@ -50,7 +49,7 @@ def open_file(
     UnsupportedModel if the package `gguf` is not installed.
     """
     try:
-        reader_class = compat.make_gguf_reader(MAX_LENGTH, MAX_HEADER, MAX_TENSORS, has_texts)
+        reader_class = compat.make_gguf_reader(MAX_LENGTH, MAX_HEADER, has_texts)
     except ImportError:
         raise UnsupportedModel(
             f'{path}: reading GGUF needs the package gguf: pip install "servd[gguf]"'
@@ -96,23 +95,19 @@ def choose_files(model: str, names: Iterable[str], tag: str, place: str) -> list
 
 
 def copy_header(source: BinaryIO, num_bytes: int, path: Path) -> None:
-    """Write a file with the header of `source`, of `num_bytes` in all, its rope factors, and a hole
-    for other tensors. Raises like `open_file`.
-    """
+    """Write a file of `num_bytes` with the header and rope factors of `source`, and a hole."""
     error = ModelNotFound(f"{path.name} has no complete header")
     with path.open("wb") as file:
         # Each part doubles the header, because it is read again from its start.
         while file.tell() < MAX_HEADER and file.write(source.read(file.tell() or HEADER_STEP)):
             file.flush()
             os.truncate(path, num_bytes)
-            try:
+            try:  # if the header is incomplete, the reader goes on in the hole
                 reader, _ = open_file(path, has_texts=False)
+                if reader.data_offset <= file.tell():
+                    break
             except ModelNotFound as found:
                 error = found
-                continue
-            # If the header is incomplete, the reader goes on in the hole, to an error or its end.
-            if reader.data_offset <= file.tell():
-                break
         else:
             raise error
         for tensor in reader.tensors:

@@ -100,9 +100,8 @@ def _decode(tensor: ReaderTensor, device: torch.device) -> Tensor | Quantized:
     if not tensor.data.size:
         raise UnsupportedModel(f"tensor {tensor.name} is empty")
     array = tensor.data  # floats by value, blocks as bytes: [..., bytes of a row]
-    if not array.flags.writeable:  # in a dry run: sizes are all that is wanted
-        array = np.empty(array.shape, array.dtype)
-    data = torch.from_numpy(array)
+    # A dry run wants sizes alone, and torch warns of memory that it could not write to.
+    data = torch.from_numpy(array if array.flags.writeable else np.empty_like(array))
     if kind in FLOATS:
         return data.view(torch.bfloat16) if kind == "BF16" else data
     if kind not in BLOCKS:
