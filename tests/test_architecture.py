@@ -365,7 +365,7 @@ def test_classes_of_models_are_at_most_two_deep():
 
 # Lines of Python in servd/. A change may lower it; it never rises: a new capability pays by what it
 # deletes.
-MAX_LINES = 58_481
+MAX_LINES = 58_473
 SLACK = 150  # lower MAX_LINES when more than this is left
 
 
