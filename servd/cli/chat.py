@@ -1,6 +1,7 @@
 """Talk to a running server in the terminal."""
 
 import argparse
+import signal
 import sys
 from typing import Any
 
@@ -27,6 +28,8 @@ def talk(client: api_client.Client, options: dict[str, Any], system: str | None)
     read = read_line
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if is_terminal:
+        # A parent may ignore it, as a script does for what it starts in the background.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         from servd.terminal.markdown import show_markdown
         from servd.terminal.prompt import Prompt
 

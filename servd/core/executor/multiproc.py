@@ -124,9 +124,7 @@ class MultiProcExecutor(executor.Executor):
         return self
 
     def result(self) -> ModelRunnerOutput:
-        """Return the output of the oldest step that is not collected yet. Raises EngineDead if a
-        worker failed or exited.
-        """
+        """Return the output of the oldest step. Raises EngineDead if a worker failed or exited."""
         while not all(self.outputs):
             message = self._recv()
             assert isinstance(message, ModelRunnerOutput)

@@ -13,9 +13,7 @@ def row_size(kv_dtype: torch.dtype, head_dim: int) -> int:
 
 
 def pack(x: Tensor) -> Tensor:
-    """Return floats [..., head_dim] as int8 [..., head_dim + SCALE_BYTES]. A head with a non-finite
-    value becomes NaN.
-    """
+    """Return floats [..., head_dim] as int8 [..., head_dim + SCALE_BYTES]; of NaN, as NaN."""
     wide = x.float()
     scale = (wide.abs().amax(-1, keepdim=True) / 127).clamp_(min=SMALLEST)
     scale = scale.where(scale.isfinite(), torch.nan)
