@@ -83,7 +83,7 @@ async def test_a_client_that_leaves_counts_as_one_abort(served):
     served.engine.may_step.clear()
     body = {"prompt": "a", "n": 3, "max_tokens": 50, "use_beam_search": True}
     asking = asyncio.create_task(served.http.post(COMPLETIONS, json=body))
-    await until(lambda: served.async_llm.num_unfinished)
+    await until(lambda: served.engine.sent)
     assert (await served.http.get("/load")).json() == {"server_load": 1}
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
@@ -183,7 +183,7 @@ async def test_an_error_in_one_step_ends_the_search(served):
     served.engine.may_step.clear()
     body = {"prompt": "a", "n": 3, "max_tokens": 50, "use_beam_search": True}
     asking = asyncio.create_task(served.http.post(COMPLETIONS, json=body))
-    await until(lambda: served.async_llm.num_unfinished)
+    await until(lambda: served.engine.sent)
     served.async_llm.fail(EngineDead("gone"))
     assert (await asking).status_code == 503
     assert served.async_llm.num_unfinished == 0

@@ -11,7 +11,7 @@ from servd.api.engine.progress import progress
 from servd.api.request.request_state import Unfinished
 from servd.base.tracing import StepRecord, now_ns
 from servd.messages.engine import STALLED, EngineDead, EngineReady, EngineStatus
-from tests.api.harness import Served, serve, until
+from tests.api.harness import Served, requests_sent, serve, until
 
 
 async def test_of_many_requests_it_looks_at_some(monkeypatch):
@@ -130,7 +130,7 @@ async def test_an_engine_that_stands_still_is_not_healthy(served: Served, monkey
     await served.http.post("/v1/completions", json={"prompt": "a"})
     served.engine.may_step.clear()
     running = asyncio.create_task(served.http.post("/v1/completions", json={"prompt": "a"}))
-    await until(lambda: served.async_llm.num_unfinished)
+    await until(lambda: len(requests_sent(served.engine)) == 2)
     later = now_ns() + 10**12
     monkeypatch.setattr(engine_client, "now_ns", lambda: later)
     answer = await served.http.get("/health")
