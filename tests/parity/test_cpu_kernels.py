@@ -36,7 +36,7 @@ FAMILIES = [
     ("qwen3_next", "some layers dense"),
     ("smollm3", "window"),
 ]
-TOLERANCE = 1e-4
+TOLERANCE = 2e-4  # transformers' float32 is up to 1.8e-4 from its float64 (qwen3_5_text)
 
 
 @pytest.fixture(params=SWITCHES)
