@@ -13,8 +13,14 @@ namespace {
 
 constexpr int NR = 2 * WIDTH;
 constexpr int64_t LINE = 64;  // bytes in a cache line
-// In bytes; the processor's own prefetching ends with the page, and lost a quarter.
+// In bytes; the processor's own prefetching ends with the page, and lost a quarter. On a Xeon with
+// AMX, reading 16 KiB ahead is up to a fifth faster than 4 KiB, which is best on an EPYC.
+#if defined(__AMX_BF16__) || defined(__AVXVNNI__) || \
+    (defined(__AVX512F__) && !defined(__AVX512BF16__))
+constexpr int64_t PREFETCH_DISTANCE = 16384;
+#else
 constexpr int64_t PREFETCH_DISTANCE = 4096;
+#endif
 
 // Where outputs are written, and what is done with them at the end of k.
 struct OutputTile {
