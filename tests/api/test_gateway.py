@@ -926,16 +926,15 @@ async def test_a_download_that_was_cut_off_is_resumed(tmp_path: Path):
 
 async def test_a_client_that_leaves_ends_its_download(tmp_path: Path, online: threading.Event):
     online.clear()
-    this = psutil.Process()
     async with ollama_client(tmp_path, models_pull=True) as (client, _):
         progress = await client.pull("org/name", stream=True)
         statuses = [(await anext(progress)).status for _ in range(3)]
         assert statuses[-1] == "pulling org/name"
         with pytest.raises(ollama.ResponseError, match="another download is running"):
             await client.pull("org/name")
-        assert any("pull" in child.cmdline() for child in this.children())
+        [download] = [child for child in psutil.Process().children() if "pull" in child.cmdline()]
         await progress.aclose()
-        await until(lambda: not any("pull" in child.cmdline() for child in this.children()))
+        await until(lambda: not download.is_running())
         online.set()
         assert (await client.pull("org/name")).status == "success"
 
