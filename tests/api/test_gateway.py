@@ -932,7 +932,11 @@ async def test_a_client_that_leaves_ends_its_download(tmp_path: Path, online: th
         assert statuses[-1] == "pulling org/name"
         with pytest.raises(ollama.ResponseError, match="another download is running"):
             await client.pull("org/name")
-        [download] = [child for child in psutil.Process().children() if "pull" in child.cmdline()]
+        [download] = [
+            process
+            for process in psutil.process_iter(["ppid", "cmdline"])
+            if process.info["ppid"] == os.getpid() and "pull" in (process.info["cmdline"] or ())
+        ]
         await progress.aclose()
         await until(lambda: not download.is_running())
         online.set()
