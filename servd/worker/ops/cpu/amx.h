@@ -1,7 +1,7 @@
 // The tiles of AMX: products of 16 rows of x, 64 bytes of k each, with the weights of 16 outputs.
 //
-// An instruction takes as long for 1 row as for 16. Few rows of int8 are faster by VNNI, whose sums
-// are as exact.
+// An instruction takes as long for 1 row as for 16. Few rows wait for the weights, of which tiles
+// have fewer on their way than VNNI: up to Dots::MR rows of int8 go through it. Sums are as exact.
 
 #pragma once
 
@@ -114,15 +114,19 @@ struct Tiles {
     static int64_t first_row(int64_t tile, int64_t, int64_t rows) {
         return std::min(tile * MR, rows);
     }
-    // The terms of few rows go through the tiles as rows of their own, all at once.
+    // The terms of few rows are multiplied as rows of their own, all at once.
     static Pass pass_of(int rows, int terms) { return {rows, rows * terms <= MR ? terms : 1}; }
 
     template <typename W>
     static void add(TileConfig& config, int rows, const Terms& terms, const W* w, int64_t kc,
                     void* y, int64_t y_stride, bool is_first, Prefetch ahead) {
-        if (std::is_same_v<W, int8_t> && rows <= Dots::MR && terms.stride == TERM_STRIDE) {
-            Dots::Task task;
-            return Dots::add(task, rows, terms, w, kc, y, y_stride, is_first, ahead);
+        // It takes rows of one term that are side by side. What several tiles share is in the cache.
+        if constexpr (std::is_same_v<W, int8_t>) {
+            const bool is_alone = ahead.step == NR * int64_t(sizeof(W));
+            if (is_alone && rows <= Dots::MR && terms.stride == TERM_STRIDE) {
+                Dots::Task task;
+                return Dots::add(task, rows, terms, w, kc, y, y_stride, is_first, ahead);
+            }
         }
         const char* from = (const char*)w;
         const int64_t bytes = kc * sizeof(W);
