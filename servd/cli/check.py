@@ -82,7 +82,7 @@ def check_folders(config: Config) -> Iterator[Finding]:
         ("sockets", tempfile.gettempdir(), "TMPDIR"),
     ):
         place = next(p for p in (Path(folder), *Path(folder).absolute().parents) if p.exists())
-        if not os.access(place, os.W_OK | os.X_OK):
+        if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
             hint = f"set {variable} to a folder of yours"
             yield Finding(name, "failed", f"{folder} cannot be written", hint)
         else:
