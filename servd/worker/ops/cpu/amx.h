@@ -120,10 +120,12 @@ struct Tiles {
     template <typename W>
     static void add(TileConfig& config, int rows, const Terms& terms, const W* w, int64_t kc,
                     void* y, int64_t y_stride, bool is_first, Prefetch ahead) {
-        // It takes rows of one term that are side by side. What several tiles share is in the cache.
+        // VNNI takes rows of one term that are side by side. A tile that is alone prefetches as many
+        // bytes as it uses; weights that several tiles share are in the cache.
         if constexpr (std::is_same_v<W, int8_t>) {
             const bool is_alone = ahead.step == NR * int64_t(sizeof(W));
-            if (is_alone && rows <= Dots::MR && terms.stride == TERM_STRIDE) {
+            const bool is_dense = terms.stride == TERM_STRIDE;
+            if (is_alone && is_dense && rows <= Dots::MR) {
                 Dots::Task task;
                 return Dots::add(task, rows, terms, w, kc, y, y_stride, is_first, ahead);
             }
