@@ -23,6 +23,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from servd.core.structured_output.json_schema import simplify
+from servd.core.structured_output.number_limit import MAX_DIGITS, NumberLimit, number_limit
 from servd.messages.params import StructuredOutput
 
 if TYPE_CHECKING:
@@ -44,6 +46,7 @@ LIMITS: dict[str, Any] = {
 # White space between JSON tokens: one or two blanks, or a new line and its indentation. With any
 # white space allowed, models may write it until max_tokens.
 JSON_OPTIONS: Any = {"whitespace_pattern": r"[ \t]{1,2}|[ \t]?\r?\n[ \t]{0,20}"}
+OPTIONS_KEY = "x-guidance"  # the library's own options, in a schema
 MAX_MESSAGE = 400  # characters of the library's messages
 MAX_FORCED = 1024  # forced tokens that are kept
 NO_OUTPUT = "no output could satisfy it"
@@ -77,12 +80,15 @@ class Grammar:
         self.first_mask = _call(self._origin.compute_bitmask)[: self._mask_size]
         _check(self._origin, dead_end=NO_OUTPUT)
         self.first_forced = _forced_tokens(self._origin)
+        self._number_limit = number_limit(vocabulary) if _bounds_numbers(output) else None
         self.seconds = compiled - start
         self.mask_seconds = time.thread_time() - compiled
 
     def matcher(self) -> Matcher:
         copy = self._origin.deep_copy()
-        return Matcher(copy, self._mask_size, self.first_mask, self.first_forced)
+        return Matcher(
+            copy, self._mask_size, self.first_mask, self.first_forced, self._number_limit
+        )
 
 
 class Matcher:
@@ -93,16 +99,30 @@ class Matcher:
     """
 
     def __init__(
-        self, matcher: LLMatcher, mask_size: int, first_mask: bytes | None, forced: list[int]
+        self,
+        matcher: LLMatcher,
+        mask_size: int,
+        first_mask: bytes | None,
+        forced: list[int],
+        number_limit: NumberLimit | None,
+        num_digits: int = 0,
     ) -> None:
         self._matcher = matcher
         self._mask_size = mask_size
         self._first_mask: bytes | None = first_mask  # None after the first token
         self._forced = forced  # the next tokens, as far as is known
+        self._number_limit = number_limit
+        self._num_digits = num_digits  # at the end of the output, if numbers have a limit
 
     def copy(self) -> Matcher:
-        copy = self._matcher.deep_copy()
-        return Matcher(copy, self._mask_size, self._first_mask, self._forced)
+        return Matcher(
+            self._matcher.deep_copy(),
+            self._mask_size,
+            self._first_mask,
+            self._forced,
+            self._number_limit,
+            self._num_digits,
+        )
 
     @property
     def is_complete(self) -> bool:
@@ -120,7 +140,10 @@ class Matcher:
             return _only(self._forced[0], self._mask_size)
         bitmask = _call(self._matcher.compute_bitmask)
         _check(self._matcher)
-        return bitmask[: self._mask_size]
+        bitmask = bitmask[: self._mask_size]
+        if self._number_limit is not None and self._num_digits >= MAX_DIGITS:
+            return self._number_limit.forbid_digits(bitmask)
+        return bitmask
 
     def forced_tokens(self) -> list[int]:
         """Return the next tokens as long as no other is allowed, at most MAX_FORCED. Raises
@@ -134,6 +157,8 @@ class Matcher:
         """Advance by the next token. Raises GrammarError if the grammar does not allow it."""
         self._first_mask = None
         self._forced = self._forced[1:] if self._forced[:1] == [token_id] else []
+        if self._number_limit is not None:
+            self._num_digits = self._number_limit.count_digits(self._num_digits, token_id)
         if not _call(self._matcher.consume_token, token_id):
             _check(self._matcher)
 
@@ -150,37 +175,64 @@ def _source(output: StructuredOutput) -> str:
 
     match output.kind:
         case "json":
-            return LLMatcher.grammar_from_json_schema(output.value, defaults=JSON_OPTIONS)
+            return LLMatcher.grammar_from_json_schema(
+                _simplified(output.value), defaults=JSON_OPTIONS
+            )
         case "json_object":
             return LLMatcher.grammar_from_json_schema('{"type": "object"}', defaults=JSON_OPTIONS)
         case "regex":
             return LLMatcher.grammar_from_regex(output.value)
         case "choice":
             choices = " | ".join(
-                json.dumps(choice, ensure_ascii=False) for choice in json.loads(output.value)
+                # JSON leaves this control character as it is, and Lark refuses it.
+                json.dumps(choice, ensure_ascii=False).replace("\x7f", r"\u007f")
+                for choice in json.loads(output.value)
             )
             # A terminal: as alternatives of a rule, thousands would be beyond MAX_ITEMS.
             return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
         case "grammar":
-            return _bound_white_space(grammar_from("grammar", output.value))
+            return _embed_schemas(grammar_from("grammar", output.value))
 
 
-def _bound_white_space(lark: str) -> str:
-    """Return the grammar with JSON_OPTIONS in each `%json` without options."""
-    return re.sub(r"%json\s*\{\s*(\}?)", _add_options, lark)
-
-
-def _add_options(found: re.Match[str]) -> str:
-    brace = found.string.index("{", found.start())
+def _simplified(text: str) -> str:
+    """Return a JSON schema with the keywords that the library knows, or an equal schema unchanged:
+    numbers may not survive being read and written.
+    """
     try:
-        schema, _ = json.JSONDecoder().raw_decode(found.string, brace)
-    except (ValueError, RecursionError):  # the library states what is wrong with it
-        return found[0]
-    if "x-guidance" in schema:
-        return found[0]
-    options = f'"x-guidance": {json.dumps(JSON_OPTIONS)}'
-    # As text: numbers may not survive being read and written.
-    return f"%json {{{options}}}" if found[1] else f"%json {{{options}, "
+        schema = json.loads(text)
+        simple = simplify(schema)
+    except (ValueError, TypeError, RecursionError):  # the library states what is wrong with it
+        return text
+    return text if simple == schema else json.dumps(simple, ensure_ascii=False)
+
+
+def _embed_schemas(lark: str) -> str:
+    """Return the grammar with simplified schemas, and JSON_OPTIONS in each without options."""
+    parts: list[str] = []
+    end = 0
+    for match in re.finditer(r"%json\s*(?=\{)", lark):
+        if match.start() < end:  # text of a schema
+            continue
+        try:
+            schema, after = json.JSONDecoder().raw_decode(lark, match.end())
+        except (ValueError, RecursionError):  # the library states what is wrong with it
+            continue
+        text = _simplified(lark[match.end() : after])
+        if OPTIONS_KEY not in schema:
+            others = text[1:].lstrip()
+            separator = "" if others == "}" else ", "
+            text = f'{{"{OPTIONS_KEY}": {json.dumps(JSON_OPTIONS)}{separator}{others}'
+        parts.append(f"{lark[end : match.start()]}%json {text}")
+        end = after
+    return "".join(parts) + lark[end:]
+
+
+def _bounds_numbers(output: StructuredOutput) -> bool:
+    """Return whether the grammar has numbers of JSON, and no options of its own."""
+    if f'"{OPTIONS_KEY}"' in output.value:
+        return False
+    is_json = output.kind in ("json", "json_object")
+    return is_json or (output.kind == "grammar" and "%json" in output.value)
 
 
 # Parts of the library's error messages -> messages for clients.

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 from llguidance import LLTokenizer, TokenizerWrapper
 
-from servd.core.structured_output.grammar import MAX_MESSAGE, Grammar, GrammarError
+from servd.core.structured_output.grammar import MAX_MESSAGE, Grammar, GrammarError, Matcher
 from servd.core.structured_output.vocabulary import ByteVocabulary
 from servd.messages.params import StructuredOutput
 from tests.core.structured_output.driver import EOS, compile_grammar, random_output
@@ -200,3 +200,62 @@ def test_forced_text_is_tokenised_once():
         matcher.accept(byte)
     assert asked == {"compute_ff_tokens": 1, "consume_token": len(text)}
     assert matcher.is_complete
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "prefix"),
+    [
+        ("json", '{"type": "number"}', ""),
+        ("json", '{"type": "integer"}', "-"),
+        ("json", '{"type": "array", "items": {"type": "number"}}', "[1, "),
+        ("json", '{"type": "number"}', "0."),
+        ("json", '{"type": "number"}', "1e"),
+        ("json_object", "", '{"a": '),
+        ("grammar", 'start: "<" %json {"type": "integer"} ">"', "<"),
+    ],
+)
+def test_numbers_end(kind, value, prefix):
+    """After 20 digits no digit is allowed, but what may follow the number is."""
+    matcher = compile_grammar(kind, value).matcher()
+    for token_id in prefix.encode() + 20 * b"3":
+        assert allows(matcher, token_id)
+        matcher.accept(token_id)
+    assert not any(allows(matcher, digit) for digit in b"0123456789")
+    assert any(allows(matcher, token_id) for token_id in [*b",}] >", EOS])
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "prefix"),
+    [
+        ("json", '{"type": "string"}', '"'),
+        ("json", '{"type": "string", "minLength": 30}', '"'),
+        ("json", '{"type": "string", "pattern": "^[0-9]{30}$"}', '"'),
+        ("json", '{"type": "number", "x-guidance": {}}', ""),
+        ("json", '{"type": "string", "maxLength": 25}', '"'),
+        ("regex", "[0-9]+", ""),
+        ("grammar", 'start: TEXT %json {"type": "integer"}\nTEXT: /[0-9a-z]+ /', ""),
+    ],
+)
+def test_other_digits_go_on(kind, value, prefix):
+    matcher = compile_grammar(kind, value).matcher()
+    for token_id in prefix.encode() + b"1234567890123456789012345":
+        assert allows(matcher, token_id)
+        matcher.accept(token_id)
+
+
+def allows(matcher: Matcher, token_id: int) -> bool:
+    return bool(matcher.bitmask()[token_id // 8] >> token_id % 8 & 1)
+
+
+def test_a_copy_counts_its_own_digits():
+    matcher = compile_grammar("json", '{"type": "number"}').matcher()
+    for token_id in 19 * b"1":
+        matcher.accept(token_id)
+    probe = matcher.copy()
+    probe.accept(ord("1"))
+    assert not allows(probe, ord("1")) and allows(matcher, ord("1"))
+
+
+@pytest.mark.parametrize("choice", [chr(code) for code in (*range(32), 0x7F, 0x85, 0x2028, 0xFFFF)])
+def test_a_choice_may_be_any_character(choice):
+    assert set(outputs("choice", json.dumps([choice]))) == {choice}
