@@ -11,6 +11,7 @@ from servd.config.kv_layout import KVLayout
 from servd.core.executor import Executor, PendingOutput
 from servd.core.kv_cache.connector import KVConnector
 from servd.core.kv_cache.manager import KVCacheManager
+from servd.core.request import OutputEnd
 from servd.core.scheduler.micro_batches import MicroBatches
 from servd.core.scheduler.scheduler import Scheduler
 from servd.core.structured_output.manager import Compiled, GrammarManager
@@ -28,6 +29,11 @@ from servd.messages.engine import (
 )
 
 logger = logging.getLogger("servd.engine")
+
+NO_TOKEN_ALLOWED = (
+    "no token is allowed here: `allowed_token_ids`, `bad_words`, `logit_bias` and `min_tokens` "
+    "forbid all of them"
+)
 
 
 class EngineCore:
@@ -151,4 +157,8 @@ class EngineCore:
 
     def _collect_outputs(self) -> None:
         result = self.in_flight.popleft().result()
-        self.scheduler.update_from_output(result, self.grammars.advance(result))
+        ends = self.grammars.advance(result)
+        for row, num_tokens in result.dead_ends.items():
+            if row not in ends or ends[row].num_tokens > num_tokens:
+                ends[row] = OutputEnd(num_tokens, NO_TOKEN_ALLOWED)
+        self.scheduler.update_from_output(result, ends)

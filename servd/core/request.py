@@ -30,8 +30,8 @@ class RequestStatus(Enum):
 
 
 @dataclass(slots=True, frozen=True)
-class GrammarEnd:
-    """The end of an output by its grammar: after a token, it is complete or cannot continue."""
+class OutputEnd:
+    """The end of an output at a token: its grammar is complete, or no token is allowed there."""
 
     num_tokens: int = 1  # number of sampled tokens up to and including this token
     error: str | None = None  # None: complete; else the token is not part of the output
@@ -257,7 +257,7 @@ class Request:
         return num_kept
 
     def collect_output(
-        self, result: ModelRunnerOutput, row: int, end: GrammarEnd | None, now: int, step: int
+        self, result: ModelRunnerOutput, row: int, end: OutputEnd | None, now: int, step: int
     ) -> EngineCoreOutput:
         """Append the tokens of a step, up to a token that ends the output. Return the output for
         the client. `end`: how the grammar ends the output at one of these tokens.
@@ -298,7 +298,7 @@ class Request:
             output.stop_reason = self.token_ids[-1]
         return output
 
-    def _end(self, output: EngineCoreOutput, end: GrammarEnd) -> None:
+    def _end(self, output: EngineCoreOutput, end: OutputEnd) -> None:
         if end.error is not None:
             output.finish_reason = FinishReason.LENGTH
             output.stop_reason = end.error

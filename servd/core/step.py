@@ -7,7 +7,7 @@ from itertools import count, islice
 import msgspec
 
 from servd.base.tracing import Pace, StepRecord
-from servd.core.request import GrammarEnd, Request
+from servd.core.request import OutputEnd, Request
 from servd.messages.engine import (
     BlockCopies,
     DecodeBatch,
@@ -96,7 +96,7 @@ class Step(msgspec.Struct):
         )
 
     def append_decoded(
-        self, result: ModelRunnerOutput, ends: Mapping[int, GrammarEnd]
+        self, result: ModelRunnerOutput, ends: Mapping[int, OutputEnd]
     ) -> tuple[dict[int, dict[str, int]], list[int]]:
         """Append the sampled tokens of rows whose output continues and has nothing else to report.
         Returns these tokens, by client and request id, and the other rows, such as rows whose

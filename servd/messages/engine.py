@@ -440,6 +440,8 @@ class ModelRunnerOutput(Message, tag=True):
     prompt_logprobs: dict[int, PromptLogprobs] = {}  # row -> logprobs of its computed tokens
     pooled: dict[int, bytes] = {}  # row -> vector or vectors, float32
     errors: dict[int, str] = {}  # row -> why its request failed
+    # row -> number, from 1, of its first sampled token where every token is forbidden
+    dead_ends: dict[int, int] = {}
     draft_token_ids: dict[int, list[int]] = {}  # row -> drafts for the next step
     times_ns: tuple[int, ...] = ()  # see StepRecord.worker_ns
     rank: int = 0  # of the worker

@@ -205,6 +205,10 @@ SHARED_PROBLEMS = [
     *(({name: value}, name) for name, values in WRONG.items() for value in values),
     ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
     ({"stop": ["a", 5]}, "stop[1]"),
+    ({"allowed_token_ids": [97], "bad_words": ["a"]}, "allowed_token_ids"),
+    ({"allowed_token_ids": [97, 98, 97], "bad_words": ["b", "a", "xyz"]}, "allowed_token_ids"),
+    ({"allowed_token_ids": [256], "min_tokens": 1}, "allowed_token_ids"),
+    ({"allowed_token_ids": [98], "stop_token_ids": [98], "min_tokens": 1}, "allowed_token_ids"),
     ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.choice"),
 ]
 

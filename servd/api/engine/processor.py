@@ -404,7 +404,24 @@ class Processor:
         completed = msgspec.structs.replace(params, **filled)
         if any(isinstance(value, list) for value in filled.values()):  # longer than checked before
             completed.validate(self.spec.vocab_size)
+        self._check_allowed_tokens(completed)
         return completed
+
+    def _check_allowed_tokens(self, params: SamplingParams) -> None:
+        """Raise InvalidRequest if not even the first token can be sampled."""
+        if params.allowed_token_ids is None:
+            return
+        forbidden = {word[0] for word in params.bad_words_token_ids if len(word) == 1}
+        if params.min_tokens:
+            forbidden.update(params.stop_token_ids)
+            if not params.ignore_eos:
+                forbidden.update(self._eos_token_ids)
+        if forbidden.issuperset(params.allowed_token_ids):
+            raise InvalidRequest(
+                f"none of the {len(params.allowed_token_ids)} allowed_token_ids may be sampled: "
+                "`bad_words` and `min_tokens` forbid them; allow others",
+                param="allowed_token_ids",
+            )
 
     def _limit_reasoning(
         self, prompt: Prompt, expected: ExpectedOutput, token_ids: list[int]

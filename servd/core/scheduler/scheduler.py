@@ -16,7 +16,7 @@ from servd.core.kv_cache.manager import KVCacheManager
 from servd.core.outputs import Outputs
 from servd.core.queues import QUEUES
 from servd.core.queues.fcfs import WaitingQueue, by_order
-from servd.core.request import GrammarEnd, Request, RequestStatus, failure, prompt_too_long
+from servd.core.request import OutputEnd, Request, RequestStatus, failure, prompt_too_long
 from servd.core.scheduler.drafts import Drafts, choose_drafts
 from servd.core.step import NO_DRAFTS, Step, StepLog
 from servd.messages.engine import (
@@ -363,7 +363,7 @@ class Scheduler:
 
     # ---- collect outputs ----
 
-    def update_from_output(self, result: ModelRunnerOutput, ends: Mapping[int, GrammarEnd]) -> None:
+    def update_from_output(self, result: ModelRunnerOutput, ends: Mapping[int, OutputEnd]) -> None:
         """Process the output of the oldest step in flight. `result`: the workers' output of that
         step; `ends`: row -> how the grammar of its request ends the output with this step.
         """
@@ -384,7 +384,7 @@ class Scheduler:
             self._collect_output(step, row, result, ends.get(row))
 
     def _collect_output(
-        self, step: Step, row: int, result: ModelRunnerOutput, end: GrammarEnd | None
+        self, step: Step, row: int, result: ModelRunnerOutput, end: OutputEnd | None
     ) -> None:
         request, scheduled = step.row(row)
         if row in result.errors:

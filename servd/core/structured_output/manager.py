@@ -20,7 +20,7 @@ from servd.base.errors import ConfigError
 from servd.base.tracing import Mark, now_ns
 from servd.checkpoint.hf import ModelSpec
 from servd.config import Config
-from servd.core.request import GrammarEnd
+from servd.core.request import OutputEnd
 from servd.core.structured_output.cache import GrammarCache, Key, key_of
 from servd.core.structured_output.grammar import Grammar, GrammarError, Matcher, UsedUp
 from servd.core.structured_output.vocabulary import load_vocabulary
@@ -149,11 +149,11 @@ class Row:
         self.error = f"the output cannot follow its structure any further: {error}"
 
     @property
-    def end(self) -> GrammarEnd | None:
+    def end(self) -> OutputEnd | None:
         """The end of the output by its grammar; None: the output continues."""
         if self.matcher is None:
-            return GrammarEnd(error=self.error)
-        return GrammarEnd() if not self.starts_after and self.matcher.is_complete else None
+            return OutputEnd(error=self.error)
+        return OutputEnd() if not self.starts_after and self.matcher.is_complete else None
 
 
 @dataclass(eq=False)
@@ -329,11 +329,11 @@ class GrammarManager:
         bitmask.bitmask = b"".join(masks)
         return bitmask if masks else None
 
-    def advance(self, output: ModelRunnerOutput) -> dict[int, GrammarEnd]:
+    def advance(self, output: ModelRunnerOutput) -> dict[int, OutputEnd]:
         """Process the tokens of the oldest step in flight. Return, by row, how the output ends, for
         rows that end at one of these tokens.
         """
-        ends: dict[int, GrammarEnd] = {}
+        ends: dict[int, OutputEnd] = {}
         for index, row, _ in self._in_flight.popleft():
             row.num_awaited -= 1
             row.draft_token_ids = output.draft_token_ids.get(index, [])

@@ -54,12 +54,12 @@ class SamplerOutput:
     best: Tensor | None = None  # [n, 1]: logits of the tokens, of any type
 
     @property
-    def is_void(self) -> npt.NDArray[np.bool_]:
-        """Whether a row's logits are NaN or +inf: bool [n], on the host. A row of -inf may be a row
-        whose tokens are all forbidden.
+    def best_logits(self) -> npt.NDArray[np.float32]:
+        """The logits of the tokens, float32 [n], on the host: NaN or +inf if the row has such
+        logits, -inf if all of its tokens are forbidden.
         """
         assert self.best is not None
-        return ~(self.best.float().numpy()[:, 0] < np.inf)  # NaN counts as the maximum
+        return self.best.float().numpy()[:, 0]  # NaN counts as the maximum
 
     def to_host(self) -> SamplerOutput:
         return SamplerOutput(
@@ -230,9 +230,12 @@ class Sampler:
             )
             masks = None if bitmask is None else bitmask[index]
             chosen_logits = logits[index]
-            token_ids[index] = self._choose(chosen_logits, part, masks, is_kept[row])
+            choices = self._choose(chosen_logits, part, masks, is_kept[row])
+            token_ids[index] = choices
             if self.tells_processed:
                 logits[index] = chosen_logits
+            else:  # those of the choices, which show whether every token was forbidden
+                logits[index, choices] = chosen_logits.gather(1, choices.unsqueeze(1)).squeeze(1)
             is_kept[row] &= token_ids[index] == drafts.draft_ids[index]
         return token_ids
 

@@ -114,9 +114,10 @@ def test_logits_in_the_type_of_the_model_are_those_of_the_same_numbers_in_float3
         logits[1, 3] = torch.nan
         output = sampler(logits, torch.tensor(slots), slots, torch.tensor([3] * len(slots)))
         logprobs = output.logprobs and output.logprobs.to_lists()
-        found.append((output.token_ids.tolist(), output.is_void.tolist(), logprobs))
+        is_finite = np.isfinite(output.best_logits).tolist()
+        found.append((output.token_ids.tolist(), is_finite, logprobs))
     assert found[0] == found[1]
-    assert found[0][1][:2] == [False, True]
+    assert found[0][1][:2] == [True, False]
 
 
 @pytest.mark.parametrize("temperature", [1e-5, 100.0])
@@ -328,7 +329,7 @@ def test_cuda_draws_the_same_tokens_and_never_waits(sync_mode):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_row_that_is_not_finite_is_void_and_others_are_not(temperature, value):
+def test_a_row_that_is_not_finite_is_told_from_others(temperature, value):
     sampler = Sampler(8, 3, torch.device("cpu"))
     for slot in range(3):
         sampler.add(slot, SamplingParams(temperature=temperature, seed=1), [1], [], [])
@@ -337,4 +338,4 @@ def test_a_row_that_is_not_finite_is_void_and_others_are_not(temperature, value)
     logits[2, :7] = -torch.inf  # forbidden
     slots = torch.arange(3)
     output = sampler(logits, slots, slots.numpy(), torch.full((3,), 4))
-    assert output.is_void.tolist() == [False, True, False]
+    assert np.isfinite(output.best_logits).tolist() == [True, False, True]
