@@ -161,6 +161,16 @@ async def test_a_bad_line_fails_the_batch_by_its_number(client, text, code, mess
     assert (error.code, error.line) == (code, 3) and message in error.message
 
 
+@pytest.mark.parametrize("length", [batch_files.MAX_LINE + 1, 2 * batch_files.MAX_LINE + 9])
+def test_a_long_line_counts_once(tmp_path, length):
+    source = tmp_path / "batch.jsonl"
+    text = line("a", prompt="a")
+    source.write_text(f"{text}\n{'x' * length}\n{line('b', prompt='b')}", encoding="utf8")
+    problems = list(batch_files.inspect(source, None))
+    assert [problem and problem.line for problem in problems] == [None, 2, None]
+    assert str(batch_files.MAX_LINE) in problems[1].message
+
+
 async def test_an_empty_file_and_too_many_lines_fail(client, monkeypatch):
     batch = await finished(client, await create(client, "", ""))
     assert batch.errors.data[0].code == "empty_file"

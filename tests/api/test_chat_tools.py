@@ -284,13 +284,23 @@ async def test_strict_is_named_where_calls_are_free(path, body, tool, forced):
         assert answer.status_code == 200 and "x-servd-ignored" not in answer.headers, answer.text
 
 
-async def test_a_broken_schema_of_a_required_call_is_refused():
-    broken = {"type": "object", "properties": {"a": 3}}
-    tool = {"type": "function", "function": {"name": "f", "parameters": broken}}
-    body = {"messages": user("hi"), "tools": [tool], "tool_choice": "required", "max_tokens": 9}
-    async with scripted(None) as served:
-        answer = await served.http.post(CHAT, json=body)
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
+@pytest.mark.parametrize(
+    "schema", [3, {"type": "array", "uniqueItems": True}, {"contains": {}}, {"$ref": "#/nowhere"}]
+)
+@pytest.mark.parametrize("parser", ["hermes", "qwen3_coder", "none"])
+async def test_a_schema_of_a_required_call_that_cannot_be_enforced_names_its_tool(schema, parser):
+    def tool(name: str, schema: Any) -> dict[str, Any]:
+        parameters = {"type": "object", "properties": {"a": schema}}
+        return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+    tools = [tool("first", {"type": "string"}), tool("second", schema), tool("third", {})]
+    body = {"messages": user("hi"), "tools": tools, "tool_choice": "required", "max_tokens": 9}
+    async with scripted(None, tool_call_parser=parser) as served:
+        error = (await served.http.post(CHAT, json=body)).json()["error"]
+        assert error["param"] == "tools"
+        assert "`second`" in error["message"]
+        body["tools"] = [tools[0], tools[2], tool("password", {"type": "string", "format": "x"})]
+        assert (await served.http.post(CHAT, json=body)).status_code == 200
 
 
 @pytest.mark.parametrize("schema", ["no JSON", "[" * 50_000])

@@ -1,14 +1,17 @@
 """Processor: turns prompts into engine requests with chat template, tokenizer and validation."""
 
 import itertools
+import json
 import logging
 import random
+import time
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from servd.api.engine.grammar_checker import GrammarChecker
+from servd.api.output.call_grammar import parameters_of
 from servd.api.output.model_format import ModelFormat
 from servd.api.output.output_parser import ExpectedOutput
 from servd.api.request.request_state import RequestState
@@ -30,6 +33,7 @@ from servd.messages.params import (
     PoolingParams,
     ReasoningTags,
     SamplingParams,
+    StructuredOutput,
 )
 
 log = logging.getLogger("servd.api")
@@ -38,6 +42,7 @@ NO_OPTIONS = RequestOptions()
 # Characters of a text that is tokenised even if it cannot fit, e.g. to be truncated: the tokenizer
 # needs about 140 bytes of memory for each.
 MAX_CHARS = 2 << 20
+MAX_TOOL_CHECK = 2.0  # seconds to find the tool whose schema makes a grammar fail
 # Defaults in place of the parameters about text, which the engine does not need.
 NO_TEXT: dict[str, Any] = {name: getattr(SamplingParams(), name) for name in TEXT_PARAMS}
 PROMPT_ONLY = SamplingParams(max_tokens=0, temperature=0.0, ignore_eos=True)
@@ -165,8 +170,33 @@ class Processor:
         """Block until `GrammarChecker.check` has checked the grammar of a structured output, if
         any. Raise the errors of that method.
         """
-        if state.params.structured_output is not None:
-            self.grammars.check(state.params.structured_output, state.request.options.owner)
+        output = state.params.structured_output
+        if output is None:
+            return
+        owner = state.request.options.owner
+        try:
+            self.grammars.check(output, owner)
+        except InvalidRequest:
+            options = state.expected.tool_options
+            if output.param == "tools" and options is not None:
+                self._check_each_tool(options.forced or options.tools, owner)
+            raise
+
+    def _check_each_tool(self, tools: list[dict[str, Any]], owner: str) -> None:
+        """Raise InvalidRequest that names the first tool whose own schema is refused. Give up after
+        MAX_TOOL_CHECK: only the message depends on it.
+        """
+        deadline = time.monotonic() + MAX_TOOL_CHECK
+        for tool in tools:
+            function = tool["function"]
+            schema = json.dumps(parameters_of(function))
+            place = f"the parameters of the tool `{function['name']}`"
+            try:
+                self.grammars.check(StructuredOutput("json", schema, param=place), owner)
+            except InvalidRequest as error:
+                raise InvalidRequest(str(error), param="tools") from None
+            if time.monotonic() > deadline:
+                return
 
     def render(self, prompt: Prompt) -> str | list[int]:
         """Return the text to tokenise, or the token ids if the prompt consists of token ids."""

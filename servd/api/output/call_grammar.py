@@ -94,7 +94,8 @@ def calls_grammar(
 
 
 def quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+    # JSON leaves the control character U+007F as it is, and Lark refuses it.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")
 
 
 def json_rule(schema: Any) -> str:

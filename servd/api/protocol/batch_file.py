@@ -67,11 +67,14 @@ class Result(msgspec.Struct):
 
 
 def lines_of(source: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield each line that is not blank, with its number. Only line feeds end lines. A line longer
-    than MAX_LINE is yielded in pieces.
+    """Yield each line that is not blank, with its number. Only line feeds end lines. Of a line that
+    is longer than MAX_LINE, the first MAX_LINE + 1 bytes are yielded.
     """
     with source.open("rb") as file:
         for number, line in enumerate(iter(lambda: file.readline(MAX_LINE + 1), b""), 1):
+            end = line
+            while len(end) > MAX_LINE and not end.endswith(b"\n"):
+                end = file.readline(MAX_LINE + 1)
             if line.strip():
                 yield number, line
 
