@@ -8,6 +8,7 @@ from transformers import AutoTokenizer
 
 from servd.api.text.chat_template import DEFAULT_TEMPLATE
 from servd.checkpoint.hf import FAKE_SPEC
+from servd.checkpoint.pooling import PoolingSpec
 from tests.api.harness import MODEL, chat_prompt, events, output_text, serve, user
 from tests.api.hostile import VALID
 from tests.api.test_errors import check
@@ -24,6 +25,23 @@ async def test_invocations(http, path, body):
 
     found = without_identity(await http.post("/invocations", json=body))
     assert found == without_identity(await http.post(path, json=body))
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/classify", {"input": ["ab", "c"]}),
+        ("/classify", {"input": [[97, 98]]}),
+        ("/pooling", {"input": "ab", "task": "classify"}),
+    ],
+)
+async def test_invocations_of_a_classifier(served, path, body):
+    labels = [f"LABEL_{i}" for i in range(16)]
+    served.async_llm.processor.pooling = PoolingSpec(task="classify", labels=labels, size=16)
+    answers = [(await served.http.post(route, json=body)) for route in ("/invocations", path)]
+    assert [answer.status_code for answer in answers] == [200, 200], answers[0].text
+    found, expected = (answer.json() for answer in answers)
+    assert found["data"] == expected["data"]
 
 
 async def test_invocations_stream(http):

@@ -1,4 +1,6 @@
-"""POST /invocations: SageMaker's only route. The fields of the body choose the servd route."""
+"""POST /invocations: SageMaker's only route. The body's fields and the model's task choose the servd
+route.
+"""
 
 from functools import partial
 from typing import Annotated
@@ -9,10 +11,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from servd.api.call import call_of
+from servd.api.context import context_of
 from servd.api.http.route import Route, events
 from servd.api.protocol.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest
+from servd.api.protocol.classify import Classifications
 from servd.api.protocol.completions import Completion, CompletionRequest
-from servd.api.protocol.embeddings import EmbeddingRequest, Embeddings
+from servd.api.protocol.embeddings import EmbeddingRequest, Embeddings, VectorRequest
+from servd.api.protocol.pooling import PoolingRequest, Poolings
 from servd.api.protocol.rerank import Ranking, RerankRequest
 from servd.api.protocol.score import ScoreRequest, Scores
 from servd.api.protocol.validation import RequestBody
@@ -28,8 +33,10 @@ BODIES = {
     "query": (RerankRequest, "rerank"),
     "text_1": (ScoreRequest, "score"),
     "queries": (ScoreRequest, "score"),
+    "task": (PoolingRequest, "pooling"),
     "input": (EmbeddingRequest, "embeddings"),
 }
+CLASSIFY = (VectorRequest, "classify")  # `input` of a model that classifies
 
 router = APIRouter(route_class=Route)
 
@@ -43,7 +50,10 @@ async def read_invocation(request: Request) -> RequestBody:
         fields = await call.run_in_thread(len(data), parse, is_new=True)
     except ValueError:
         fields = {"messages": None}  # parsing it as a chat reports the error
+    is_classifier = context_of(request).async_llm.processor.pooling.task == "classify"
     for name, (kind, _) in BODIES.items():
+        if name == "input" and is_classifier:
+            kind = CLASSIFY[0]
         if name in fields:
             return await call.read(request, kind)
     names = ", ".join(f"`{name}`" for name in BODIES)
@@ -52,17 +62,23 @@ async def read_invocation(request: Request) -> RequestBody:
 
 @router.post(
     "/invocations",
-    response_model=(ChatCompletion, Completion, Embeddings, Ranking, Scores),
+    response_model=(ChatCompletion, Completion, Embeddings, Classifications, Poolings, Ranking, Scores),
     responses=events(ChatCompletionChunk, Completion),
 )
 async def invoke(
     request: Request,
     body: Annotated[
-        ChatCompletionRequest | CompletionRequest | RerankRequest | ScoreRequest | EmbeddingRequest,
+        ChatCompletionRequest
+        | CompletionRequest
+        | RerankRequest
+        | ScoreRequest
+        | PoolingRequest
+        | EmbeddingRequest
+        | VectorRequest,
         Depends(read_invocation),
     ],
 ) -> Response:
-    """Answer a chat, completion, embedding, rerank or score request, by the body's fields."""
-    file = next(file for kind, file in BODIES.values() if type(body) is kind)
+    """Answer by the body's fields: a chat, completion, embedding, class, pooling, rank or score."""
+    file = next(file for kind, file in (*BODIES.values(), CLASSIFY) if type(body) is kind)
     route = plugins.load("servd.api.routes", file, "router").routes[0]
     return await route.endpoint(request, body)
