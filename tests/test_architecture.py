@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tomllib
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # 2026-3989): what a process sends is a message of servd/messages/engine.py.
 PICKLES = {"pickle", "cloudpickle", "dill", "shelve", "marshal", "multiprocessing"}
 PICKLING_CALLS = {"send_pyobj", "recv_pyobj", "torch.load", "torch.save", "numpy.load", "np.load"}
+LAST_NAMES = {name.split(".")[-1] for name in PICKLING_CALLS}
 
 # Package of plugins -> the one public name that every file in it must have (a model's is named as
 # in config.json).
@@ -63,15 +65,19 @@ class Source:
     def module(self) -> str:
         return self.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
-    @property
+    @cached_property
     def tree(self) -> ast.Module:
         return ast.parse(self.text, self.path)
 
-    @property
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        return [*ast.walk(self.tree)]
+
+    @cached_property
     def imports(self) -> list[str]:
         """Dotted names of all imports, inside functions too; `from a import b` gives "a.b"."""
         found = []
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.Import):
                 found += [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
@@ -109,7 +115,7 @@ DOCUMENTED = {"_exit", "_replace"}  # in spite of their names: of os, of named t
 def pickling(source: Source) -> list[str]:
     """Imports and calls that pickle."""
     found = [name for name in source.imports if name.split(".")[0] in PICKLES]
-    nodes = [*ast.walk(source.tree)]
+    nodes = source.nodes
     only_tensors = {
         node.func
         for node in nodes
@@ -117,7 +123,9 @@ def pickling(source: Source) -> list[str]:
         and any(ast.unparse(keyword) == "weights_only=True" for keyword in node.keywords)
     }
     for node in nodes:
-        if isinstance(node, ast.Attribute) and node not in only_tensors:
+        if not isinstance(node, ast.Attribute) or node in only_tensors:
+            continue
+        if node.attr in LAST_NAMES:
             found += sorted({node.attr, ast.unparse(node)} & PICKLING_CALLS)
     return found
 
@@ -128,7 +136,7 @@ def reading_by_name(source: Source) -> list[str]:
         return []
     return [
         f"{source.path}:{node.lineno}"
-        for node in ast.walk(source.tree)
+        for node in source.nodes
         if isinstance(node, ast.Name) and node.id == "getattr"
     ]
 
@@ -152,7 +160,7 @@ def is_private(name: str) -> bool:
 def names_defined(source: Source) -> set[str]:
     """Functions, classes, variables and attributes that a file gives a value."""
     found: set[str] = set()
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         match node:
             case ast.ClassDef(name=name) | ast.FunctionDef(name=name):
                 found.add(name)
@@ -169,7 +177,7 @@ def names_of_libraries(source: Source) -> tuple[set[str], list[str]]:
     """
     aliases: set[str] = set()
     private: list[str] = []
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if not isinstance(node, ast.Import | ast.ImportFrom):
             continue
         base = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
@@ -186,22 +194,24 @@ def overriding(source: Source, aliases: set[str]) -> list[str]:
     """Private methods of classes that derive from a library's, which the file itself never calls:
     the library does.
     """
-    nodes = [*ast.walk(source.tree)]
-    called = {
-        node.attr
-        for node in nodes
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) != "super()"
-    }
-    return [
-        f"{node.name}.{method.name}"
+    nodes = source.nodes
+    methods = [
+        (node.name, method.name)
         for node in nodes
         if isinstance(node, ast.ClassDef)
         and any(ast.unparse(base).split(".")[0] in aliases for base in node.bases)
         for method in node.body
-        if isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef)
-        and is_private(method.name)
-        and method.name not in called
+        if isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef) and is_private(method.name)
     ]
+    names = {name for _, name in methods}
+    called = {
+        node.attr
+        for node in nodes
+        if isinstance(node, ast.Attribute)
+        and node.attr in names
+        and ast.unparse(node.value) != "super()"
+    }
+    return [f"{owner}.{name}" for owner, name in methods if name not in called]
 
 
 def using_private_names(source: Source) -> list[str]:
@@ -213,7 +223,7 @@ def using_private_names(source: Source) -> list[str]:
     aliases, found = names_of_libraries(source)
     found += overriding(source, aliases)
     own = DEFINED | names_defined(source)
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Attribute) and is_private(node.attr):
             root = ast.unparse(node).split(".")[0]
             if root in aliases or node.attr not in own:
@@ -284,7 +294,7 @@ def test_only_executors_name_the_worker_and_each_does_once():
         source.path
         for source in SOURCES
         if source.path.startswith("servd/core/")
-        for node in ast.walk(source.tree)
+        for node in source.nodes
         if isinstance(node, ast.Constant)
         and isinstance(node.value, str)
         and node.value.startswith("servd.worker")

@@ -130,6 +130,7 @@ def run_on_bare_machine(*command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_a_bare_gpu_machine_collects_all_tests_of_the_makefile():
     makefile = (ROOT / "Makefile").read_text().replace("\\\n", " ")
     given = dict(re.findall(r"^(GPU_TESTS\w*) = (.*)$", makefile, flags=re.MULTILINE))
@@ -142,7 +143,7 @@ def test_a_bare_gpu_machine_collects_all_tests_of_the_makefile():
         assert f"\n{path}" in "\n" + done.stdout, f"{path} has no test there"
 
 
-@pytest.mark.parametrize("part", ["attention", "qwen3"])
+@pytest.mark.parametrize("part", ["attention", pytest.param("qwen3", marks=pytest.mark.slow)])
 def test_a_bare_gpu_machine_measures(part: str):
     done = run_on_bare_machine("benchmarks.gpu", "--tiny", "--part", part)
     assert done.returncode == 0, done.stderr[-3000:]
