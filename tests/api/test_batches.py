@@ -179,6 +179,14 @@ async def test_an_empty_file_and_too_many_lines_fail(client, monkeypatch):
     assert batch.errors.data[0].code == "too_many_lines"
 
 
+async def test_text_of_an_answer_ends_no_line(tmp_path):
+    async with running(tmp_path, script="a\u2028b\u0085c") as served:
+        client = client_of(served)
+        batch = await finished(client, await create(client, *lines(1, max_tokens=20)))
+        [answer] = (await answers(client, batch.output_file_id)).values()
+    assert answer["response"]["body"]["choices"][0]["text"] == "a\u2028b\u0085c"
+
+
 async def test_a_cancelled_batch_keeps_what_was_answered(client, served):
     served.engine.step_seconds = 0.005
     long = line("long", prompt="a", max_tokens=3000)

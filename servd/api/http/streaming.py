@@ -9,6 +9,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from servd.api.protocol.errors import ErrorReply, error_reply
+from servd.base.line_ends import escape_line_ends
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which clients ignore and proxies count as activity
@@ -107,6 +108,7 @@ class _Writer:
         self.last_write = self.now()
 
     async def write(self, frame: bytes, more: bool = True) -> None:
+        frame = escape_line_ends(frame)
         async with self.lock:
             if not self.has_started:
                 await self.send(

@@ -11,6 +11,7 @@ from msgspec import Meta, Raw
 
 from servd.base.bounds import shorten
 from servd.base.json_reader import read_json
+from servd.base.line_ends import escape_line_ends
 
 ROUTES = (
     "/v1/chat/completions",
@@ -144,7 +145,7 @@ class Results:
 
     def add(self, result: Result) -> None:
         """Append a result to the file."""
-        self.file.write(msgspec.json.encode(result) + b"\n")
+        self.file.write(escape_line_ends(msgspec.json.encode(result)) + b"\n")
         self.file.flush()
 
 

@@ -1,5 +1,5 @@
-"""POST /invocations: SageMaker's only route. The body's fields and the model's task choose the servd
-route.
+"""POST /invocations: SageMaker's only route. The body's fields and the model's task choose what it
+does.
 """
 
 from functools import partial
@@ -62,7 +62,15 @@ async def read_invocation(request: Request) -> RequestBody:
 
 @router.post(
     "/invocations",
-    response_model=(ChatCompletion, Completion, Embeddings, Classifications, Poolings, Ranking, Scores),
+    response_model=(
+        ChatCompletion,
+        Completion,
+        Embeddings,
+        Classifications,
+        Poolings,
+        Ranking,
+        Scores,
+    ),
     responses=events(ChatCompletionChunk, Completion),
 )
 async def invoke(
