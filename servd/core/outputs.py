@@ -27,6 +27,12 @@ class Outputs:
         marks = [*request.marks, Mark("queued", now)]
         self.add(request.client, failure(request.request_id, marks, error, now))
 
+    def report_abort(self, client: int, request_id: str, marks: list[Mark]) -> None:
+        """Send the marks that no output of an aborted request has carried."""
+        message = self.report_to(client)
+        if marks:
+            message.aborted = message.aborted | {request_id: marks}
+
     def add_decoded(self, decoded: Mapping[int, dict[str, int]]) -> None:
         for client, tokens in decoded.items():
             message = self.report_to(client)

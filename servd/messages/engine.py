@@ -252,6 +252,8 @@ class EngineCoreOutputs(Message, tag=True):
     generation: int = 0
     # By request id, to be read before `outputs`: the only token that a step added to a request.
     decoded: dict[str, int] = {}
+    # By request id: marks of aborted requests that no output has carried. Their outputs are over.
+    aborted: dict[str, list[Mark]] = {}
 
     @property
     def all_outputs(self) -> list[EngineCoreOutput]:

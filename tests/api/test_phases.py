@@ -115,6 +115,50 @@ async def test_a_later_request_that_overtook_is_among_those_waited_for(slow_step
             assert timeline["longest_wait"] == "queue_slots" and timeline["behind"] == behind
 
 
+@pytest.mark.parametrize(
+    ("options", "body", "phase"),
+    [
+        ({"max_num_batched_tokens": 64}, {"prompt": "a" * 4000}, "prefill"),
+        ({"max_num_batched_tokens": 64}, {"prompt": "a" * 4000, "n": 3}, "prefill"),
+        ({"max_num_seqs": 1}, {"prompt": "b"}, "queue_slots"),
+    ],
+)
+async def test_a_client_that_left_before_the_first_token(slow_steps, options, body, phase):
+    """What the engine did for the request is known, although no output carried it."""
+    num_steps = 0
+
+    def count(scheduled: Any) -> float:
+        nonlocal num_steps
+        num_steps += 1
+        return STEP + TOKEN * scheduled.num_tokens
+
+    slow_steps(count)
+    async with serve(**options) as served:
+        beside = []
+        if phase == "queue_slots":
+            beside = [asyncio.create_task(post(served, "a", 4000))]
+            await has_token(served)
+        served.engine.step_seconds = 0.001
+        call = served.http.post(COMPLETIONS, json=body, headers={"x-request-id": "own"})
+        own = asyncio.create_task(call)
+        await until(lambda: len(served.async_llm.requests) > len(beside))
+        first = num_steps
+        await until(lambda: num_steps >= first + 20)
+        own.cancel()
+        await asyncio.gather(own, *beside, return_exceptions=True)
+        tracer = served.async_llm.tracer
+        await until(
+            lambda: "queued" in {mark.stage for mark in tracer.find_request("own", "").marks}
+        )
+        timeline = (await served.http.get("/v1/requests/own/timeline")).json()
+        assert (await phases_of(served, "own"))[0] == phase
+        assert timeline["outcome"] == "abort"
+        metrics = (await served.http.get("/metrics")).text.splitlines()
+        name = "servd:aborted_request_latency_seconds_count"
+        [count] = [line for line in metrics if line.startswith(name)]
+        assert float(count.split()[-1]) == body.get("n", 1)
+
+
 async def test_an_engine_that_sleeps(slow_steps, clock):
     async with serve() as served:
         await post(served, "a", 5)

@@ -18,6 +18,7 @@ from servd.api.engine.progress import Progress, progress
 from servd.api.engine.recovery import Recovery
 from servd.api.observability.metrics import Metrics
 from servd.api.observability.tracer import Tracer
+from servd.api.request.latency import request_of
 from servd.api.request.request_state import Observer, RequestState, find_choice
 from servd.base.errors import EngineDead, EngineError
 from servd.base.tracing import Mark, now_ns
@@ -296,6 +297,8 @@ class EngineClient:
         if message.stats is not None:
             self.stats = message.stats
         self.observer.stepped(message.steps, message.stats, self.rank)
+        for engine_id, marks in message.aborted.items():
+            self.tracer.add_late_marks(request_of(engine_id), marks)
 
     def _take_outputs(self, outputs: list[EngineCoreOutput]) -> None:
         self._received_ns = now_ns()

@@ -30,7 +30,7 @@ from servd.api.observability.collectors import (
 from servd.api.request.choice import Choice
 from servd.api.request.request_state import Observer, RequestState
 from servd.base import compat
-from servd.base.tracing import StepRecord
+from servd.base.tracing import StepRecord, now_ns
 from servd.config import Config
 from servd.config.kv_layout import KVLayout
 from servd.messages.engine import EngineDead, EngineReady, EngineStatus, FinishReason
@@ -187,6 +187,10 @@ class Metrics(Observer):
         num_aborted = len(state.open_engine_ids())
         if num_aborted and not isinstance(status, EngineDead):
             own.labelled["vllm:request_success", FinishReason.ABORT].inc(num_aborted)
+            ended_ns = now_ns()
+            for choice in state.choices:
+                if choice.is_open:
+                    own.observe_aborted(choice, ended_ns)
         own.observe_request(state.params, state.choices)
 
     def observe_ready(self, ready: EngineReady, config: Config) -> None:
@@ -317,6 +321,11 @@ class Metrics(Observer):
             seconds = (marks["finished"] - marks["first_token"]) / SECOND
             values["vllm:request_time_per_output_token_seconds"] = seconds / (choice.num_tokens - 1)
         self._observe(values, choice.exemplar)
+
+    def observe_aborted(self, choice: Choice, ended_ns: int) -> None:
+        """Record that a choice was aborted at `ended_ns`."""
+        seconds = (ended_ns - choice.arrival_ns) / SECOND
+        self._observe({"servd:aborted_request_latency_seconds": seconds}, choice.exemplar)
 
     def _observe(self, values: dict[str, float], leads_to: dict[str, str] | None) -> None:
         for name, value in values.items():

@@ -122,6 +122,25 @@ class Tracer(Observer):
             self._rank(timeline)
         return timeline
 
+    def add_late_marks(self, request_id: str, marks: Iterable[Mark]) -> None:
+        """Add what the engine did for an aborted request, which it tells after the abort. Marks
+        after the request's end belong to nobody.
+        """
+        running = self.requests.get(request_id)
+        if running is not None:
+            running.marks += marks
+            return
+        timeline = self.recent.get(request_id)
+        if timeline is None or not timeline.marks:
+            return
+        end_ns = timeline.marks[-1].at_ns
+        known = [mark for mark in marks if mark.at_ns <= end_ns]
+        # Other threads may read the list. The last mark stays the last.
+        *earlier, last = timeline.marks
+        timeline.marks = [*sorted([*earlier, *known], key=BY_TIME), last]
+        timeline.breakdown = None
+        timeline.summary = None
+
     def _rank(self, timeline: Timeline) -> None:
         """Add a finished request to `slowest` if it is among the slowest."""
         if timeline.wall_ns <= self._fastest_ns:

@@ -107,7 +107,7 @@ class Scheduler:
         for request_id in request_ids:
             if (request := self.requests.get(request_id)) is not None:
                 self._finish_request(request)
-                self.outputs.report_to(request.client)
+                self.outputs.report_abort(request.client, request_id, request.marks)
 
     # ---- schedule ----
 
