@@ -1,12 +1,15 @@
 """Documentation: generated pages are current, links and flags exist, and the examples run."""
 
 import importlib.util
+import multiprocessing
 import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -125,6 +128,36 @@ def run_example(text: str, *program: str) -> str:
     return result.stdout
 
 
+def run_python_example(text: str) -> str:
+    """Run a block in a copy of this process, which has imported the libraries already."""
+    import openai  # noqa: F401 - the copies share them
+    import torch  # noqa: F401
+    import transformers  # noqa: F401
+
+    with tempfile.TemporaryFile() as printed, tempfile.TemporaryFile() as errors:
+        child = multiprocessing.get_context("fork").Process(
+            target=execute, args=(text, printed.fileno(), errors.fileno())
+        )
+        child.start()
+        child.join(WAIT_SECONDS)
+        child.kill()
+        errors.seek(0)
+        assert child.exitcode == 0, errors.read().decode()
+        printed.seek(0)
+        return printed.read().decode()
+
+
+def execute(text: str, output: int, errors: int) -> None:
+    os.dup2(output, 1)
+    os.dup2(errors, 2)
+    sys.stdout = open(1, "w", encoding="utf8", closefd=False)
+    sys.stderr = open(2, "w", encoding="utf8", closefd=False)
+    os.chdir(ROOT)
+    warnings.simplefilter("default")
+    exec(compile(text, "example", "exec"), {"__name__": "__main__"})
+    sys.stdout.flush()
+
+
 @every_page
 def test_every_block_has_a_language_that_is_tried(page):
     languages = {language for language, _ in FENCE.findall(page.read_text(encoding="utf8"))}
@@ -153,7 +186,7 @@ def test_python_examples(text, request):
         text = text.replace(URL, request.getfixturevalue("url"))
     else:
         text = text.replace('"gpt2"', f'"{request.getfixturevalue("tiny_gpt2")}"')
-    printed = run_example(text, sys.executable)
+    printed = run_python_example(text)
     promised = re.findall(r"print\(.*\)  # (.*)", text)
     assert [line for line in promised if line not in printed.splitlines()] == []
     assert len(printed.splitlines()) >= text.count("print(")

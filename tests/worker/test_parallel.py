@@ -198,7 +198,9 @@ def check(folder: Path, adapter: Adapter | None = None, **options: object) -> No
     tmp_path = folder.parent
     generate(0, 1, str(folder), adapter, None, str(tmp_path / "one"), options)
     address, two = f"file://{tmp_path}/rendezvous", str(tmp_path / "two")
-    mp.spawn(generate, (2, str(folder), adapter, address, two, options), nprocs=2)
+    mp.start_processes(
+        generate, (2, str(folder), adapter, address, two, options), nprocs=2, start_method="fork"
+    )
     expected = torch.load(tmp_path / "one.0")
     assert PROMPT + expected[0][0] == greedy(folder, PROMPT, NUM_OUTPUTS)
     assert adapter is None or not torch.allclose(expected[1][1], expected[0][1], atol=0.1)

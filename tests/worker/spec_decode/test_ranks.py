@@ -58,7 +58,9 @@ def test_two_ranks_draft_what_one_does(tmp_path: Path, method: str):
         address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
     draft(0, 1, str(target), speculative, None, str(tmp_path / "one"))
     two = str(tmp_path / "two")
-    mp.spawn(draft, (2, str(target), speculative, address, two), nprocs=2)
+    mp.start_processes(
+        draft, (2, str(target), speculative, address, two), nprocs=2, start_method="fork"
+    )
     expected = torch.load(tmp_path / "one.0")
     assert [len(each) for each in expected] == [NUM_DRAFTS, NUM_DRAFTS]
     assert torch.load(f"{two}.0") == torch.load(f"{two}.1") == expected
