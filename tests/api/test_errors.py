@@ -213,6 +213,26 @@ SHARED_PROBLEMS = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"messages": user("a"), "max_tokens": 3.0, "seed": 7.0, "n": 1e0}),
+        (COMPLETIONS, {"prompt": "a", "max_tokens": 3.0, "stop_token_ids": [1.0, 2.0]}),
+        (CHAT, {"messages": user("a"), "max_tokens": 3.0, "allowed_token_ids": [97.0, 98]}),
+        ("/v1/messages", {"messages": user("a"), "max_tokens": 3.0, "top_k": 5.0}),
+        ("/v1/responses", {"input": "a", "max_output_tokens": 16.0}),
+        ("/v1/rerank", {"query": "a", "documents": ["b"], "top_n": 1.0}),
+    ],
+)
+async def test_a_whole_number_may_be_written_with_a_point(http, path, body):
+    answer = await http.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    for wrong in (3.5, 1e300, "3", True):
+        field = next(name for name in body if isinstance(body[name], float))
+        refused = await http.post(path, json={**body, field: wrong})
+        assert refused.status_code == 400 and field in refused.text
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_every_bad_value_is_a_400_that_names_its_field(http, stream):
     for path, base, problems in (

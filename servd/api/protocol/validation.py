@@ -28,6 +28,7 @@ from servd.base.python_syntax import field_docstrings
 REQUEST_ID = r"^[A-Za-z0-9._:-]{1,128}$"  # in the header X-Request-Id or in a body
 MAX_VALUES = 500_000  # elements, keys and containers of a body
 MAX_PROBLEMS = 10
+MAX_WHOLE = 2.0**53  # a float has all whole numbers below
 MAX_NAME = 64  # characters of a field name that are shown; names can come from the client
 # Field of SamplingParams -> its other names in requests.
 ALIASES = {"stop": ("stop_sequences",)}
@@ -157,7 +158,41 @@ def parse(kind: type[Body], data: bytes, max_values: int = MAX_VALUES) -> Body:
     try:
         return kind.model_validate_json(data)
     except ValidationError as error:
-        raise _explain(error, data) from None
+        whole = _write_whole_numbers(error, data)
+        if whole is None:
+            raise _explain(error, data) from None
+    try:
+        return kind.model_validate_json(whole)
+    except ValidationError as error:
+        raise _explain(error, whole) from None
+
+
+def _write_whole_numbers(error: ValidationError, data: bytes) -> bytes | None:
+    """Return the body with 5 for 5.0 where a whole number belongs; None if there is no such place.
+    JSON Schema counts 5.0 as whole, and languages with one type of numbers write it so.
+    """
+    body = None
+    for detail in error.errors(include_url=False):
+        if detail["type"] != "int_type" or not _is_whole(detail["input"]):
+            continue
+        if body is None:
+            body = pydantic_core.from_json(data)
+        container: Any = body
+        key: Any = None
+        for entry in detail["loc"]:
+            inner = container if key is None else container[key]
+            is_index = isinstance(inner, list) and isinstance(entry, int) and entry < len(inner)
+            if is_index or (isinstance(inner, dict) and entry in inner):
+                container, key = inner, entry
+        if isinstance(container, list):  # only the first problem of a list is known
+            container[:] = [int(item) if _is_whole(item) else item for item in container]
+        elif key is not None and _is_whole(container[key]):
+            container[key] = int(container[key])
+    return None if body is None else msgspec.json.encode(body)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, float) and value.is_integer() and abs(value) < MAX_WHOLE
 
 
 def _explain(error: ValidationError, data: bytes) -> InvalidRequest:
