@@ -365,6 +365,7 @@ async def test_ollama_takes_any_tool(name: str, parameters: Any):
         assert f"<{name}>" in prompt_of(served)
         (call,) = response.json()["message"]["tool_calls"]
         assert call["function"]["name"] == name
+        await answer(served, "/api/chat", body | {"format": "json"})
         same = {"messages": user("hi"), "tools": [tool]}
         is_plain = name[0] == "a" and parameters != UNTYPED
         await answer(served, "/v1/chat/completions", same, 200 if is_plain else 400)
