@@ -37,8 +37,8 @@ class SpecialTokens:
         self._chars = {mark: char for char, mark in marks.items()}
         self._word_marks = marks
         self._words = re.compile("|".join(map(re.escape, words))) if words else None
-        firsts = "".join({re.escape(token[0]) for token in self._tokens})
-        self._first = re.compile(f"[{firsts}]") if firsts else None
+        begins = sorted({f"{re.escape(t[0])}(?={re.escape(t[1])})" for t in self._tokens})
+        self._begin = re.compile("|".join(begins)) if begins else None
 
     def mark(self, value: Any) -> Any:
         """Return a copy of a client's JSON with marks in all texts, keys included. A lone
@@ -91,13 +91,13 @@ class SpecialTokens:
         client wrote at least partly.
         """
         text = self._unmark_text(marked)
-        if self._first is None or text == marked:
+        if self._begin is None or text == marked:
             return text
         pieces: list[str] = []
         begin = 0
         own_end = 0  # of the last token that the template wrote
-        for first in self._first.finditer(text):
-            start = first.start()
+        for match in self._begin.finditer(text):
+            start = match.start()
             if start < own_end:
                 continue
             for length in self._lengths:
