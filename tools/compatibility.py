@@ -114,6 +114,10 @@ GENERATION: dict[str, Any] = examples() | {
     "guided_regex": "[ab]",
     "guided_choice": ["a"],
     "guided_grammar": 'root ::= "a"',
+    "regex": "[ab]",
+    "ebnf": 'root ::= "a"',
+    "grammar": 'root ::= "a"',
+    "json_schema": SCHEMA,
     "prompt_embeds": "AAAA",
     "user": "u",
     "metadata": {"a": "b"},
@@ -157,10 +161,6 @@ CHAT: dict[str, Any] = OPENAI | {
     "web_search_options": {"search_context_size": "low"},
     "verbosity": "low",
     "echo": True,
-    "regex": "[ab]",
-    "ebnf": 'root ::= "a"',
-    "grammar": 'root ::= "a"',
-    "json_schema": SCHEMA,
 }
 COMPLETIONS: dict[str, Any] = {
     "prompt": "hi",

@@ -59,6 +59,16 @@ EXPOSED_HEADERS = [
     "x-should-retry",
 ]
 
+# Path of llama-server -> what servd has in its place.
+LLAMA_SERVER_PATHS = {
+    "/completion": "/v1/completions, with `max_tokens` for `n_predict`",
+    "/infill": "/v1/completions with `suffix`",
+    "/apply-template": "/v1/chat/completions/render",
+    "/embedding": "/v1/embeddings",
+    "/reranking": "/v1/rerank",
+    "/lora-adapters": "adapters as model names, and lists them at /v1/models",
+}
+
 
 def create_app(
     config: Config,
@@ -174,6 +184,8 @@ def _what_was_meant(request: Request) -> str:
     known = {getattr(each, "path", "") for each in request.app.routes}
     if path.startswith("/v1/v1/"):
         return ": the base URL of this client ends without /v1"
+    if meant := LLAMA_SERVER_PATHS.get(path):
+        return f": servd has {meant}"
     if f"/v1{path}" in known:
         return f": it is /v1{path}; the base URL of OpenAI's clients ends with /v1"
     return ""

@@ -210,7 +210,7 @@ class Call:
         `size`, its approximate number of tokens or numbers, is large.
         """
         content = await self.run_in_thread(size, lambda: msgspec.json.encode(build()))
-        return Response(content, headers=self.ignored, media_type="application/json")
+        return Response(content, media_type="application/json")
 
 
 def call_of(request: HTTPConnection) -> Call:

@@ -56,7 +56,8 @@ async def test_cached_tokens_are_reported(http):
 )
 async def test_roles_reach_the_template(http, role):
     answer = await ask(http, messages=[{"role": role, "content": "be"}, *user("hi")])
-    prompt = f"{role.capitalize()}: be\n" + chat_prompt("hi")
+    shown = "System" if role == "developer" else role.capitalize()
+    prompt = f"{shown}: be\n" + chat_prompt("hi")
     assert answer["choices"][0]["message"]["content"] == output_text(prompt, 6)
 
 

@@ -148,7 +148,7 @@ CHAT_PROBLEMS = [
     ({"messages": user([{"type": "text"}])}, "messages[0].content"),
     ({"messages": user([3])}, "messages[0].content"),
     ({"messages": [NAMELESS]}, "messages[0].tool_calls[0].function.name"),
-    ({"tools": []}, "tools"),
+    ({"tools": [], "tool_choice": "required"}, "tool_choice"),
     ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
     ({"tools": [function("a b")]}, "tools[0].function.name"),
     ({"tools": [function("é")]}, "tools[0].function.name"),
@@ -192,7 +192,7 @@ OUTSIDE |= {"prompt_logprobs": 21, "truncate_prompt_tokens": 0}
 BIASES = [{"257": 1}, {"1": 101}, {"one": 1}, {"1": "x"}, [1]]
 WRONG = {
     "n": [0, 129, True, "2"],
-    "temperature": [-0.1, "hot"],
+    "temperature": [-0.1, 2.1, "hot"],
     "top_p": [0, 1.1],
     "stop": [[""], ["x"] * 17, 5, ["a" * (MAX_STOP_LENGTH + 1)]],
     "stop_token_ids": [[257], [1] * (MAX_STOP_TOKEN_IDS + 1)],

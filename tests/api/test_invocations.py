@@ -74,7 +74,7 @@ async def test_a_text(http, prefix):
     body = {"prompt": "héllo", "return_token_strs": True}
     answer = (await http.post(f"{prefix}/tokenize", json=body)).json()
     back = await http.post(f"{prefix}/detokenize", json={"tokens": answer["tokens"]})
-    assert back.json() == {"prompt": "héllo"}
+    assert back.json() == dict.fromkeys(("prompt", "content"), "héllo")
     assert bytes(answer["tokens"]).decode() == "héllo"
     assert (answer["count"], answer["max_model_len"]) == (6, 4096)
     assert answer["token_strs"][0] == "h" and len(answer["token_strs"]) == 6
@@ -90,7 +90,7 @@ async def test_a_chat_counts_what_its_answer_will(http):
         assert count == answer.json()["usage"]["prompt_tokens"]
     tokens = (await http.post("/tokenize", json={"messages": user("hi")})).json()["tokens"]
     back = await http.post("/detokenize", json={"tokens": tokens})
-    assert back.json() == {"prompt": chat_prompt("hi")}
+    assert back.json()["prompt"] == chat_prompt("hi")
 
 
 async def test_a_real_tokenizer(tiny_llama_tokenizer):

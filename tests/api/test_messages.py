@@ -285,7 +285,7 @@ CHOICES = [{"type": "tool"}, {"type": "tool", "name": "g"}, {"type": "all"}]
 # By a word of the message: this API's errors have no field for the parameter.
 PROBLEMS: dict[str, list[dict[str, Any]]] = {
     "max_tokens": [{"max_tokens": None}, {"max_tokens": 0}],
-    "maximum context length": [{"max_tokens": 5000}],
+    "prompt is too long": [{"messages": user("x" * 5000)}],
     "messages": [{"messages": []}, {"messages": user([])}],
     "messages[0]": [{"messages": [message]} for message in ({"role": "user"}, TOOL_MESSAGE)],
     "must contain only text": [
@@ -295,14 +295,14 @@ PROBLEMS: dict[str, list[dict[str, Any]]] = {
     "`text`": [{"messages": user([{"type": "text"}])}],
     "tool_use": [{"messages": user([USE])}],
     "system": [{"system": 5}],
-    "web_search_20250305": [{"tools": [SEARCH]}],
     "tools[0].input_schema": [{"tools": [{"name": "f"}]}],
     "tools[0]": [{"tools": [{"name": "a b", "input_schema": {}}]}],
     "tool_choice": [
         {"tool_choice": {"type": "any"}},
         *({"tools": [WEATHER], "tool_choice": choice} for choice in CHOICES),
+        {"tools": [SEARCH], "tool_choice": {"type": "tool", "name": "web_search"}},
     ],
-    "temperature": [{"temperature": -1}],
+    "temperature": [{"temperature": -1}, {"temperature": 2.1}],
     "stop_sequences": [{"stop_sequences": [""]}, {"stop_sequences": ["stop"] * 17}],
     "thinking": [{"thinking": {"type": "often"}}],
     "`stop`": [{"stop_sequences": ["a"], "stop": ["b"]}],

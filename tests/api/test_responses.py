@@ -243,12 +243,13 @@ def system(text: str) -> dict[str, Any]:
     return {"role": "system", "content": text}
 
 
+DEVELOPER = {"role": "developer", "content": "dev"}
 CONVERSATIONS = [
-    ("sys", [{"role": "developer", "content": "dev"}], [system("sys\n\ndev")]),
+    ("sys", [{"role": "developer", "content": "dev"}], [system("sys"), DEVELOPER]),
     (
         None,
         [*user("a"), {"role": "developer", "content": [{"type": "input_text", "text": "dev"}]}],
-        [*user("a"), system("dev")],
+        [*user("a"), {"role": "developer", "content": [{"type": "text", "text": "dev"}]}],
     ),
     (
         None,
@@ -341,7 +342,7 @@ PROBLEMS: dict[str, list[dict[str, Any]]] = {
     "input[0].content": [{"input": user([part])} for part in (IMAGE, {"type": "input_text"})],
     "input[0].call_id": [{"input": [NAMELESS]}],
     "input[0].output": [{"input": [{"type": "function_call_output", "call_id": "x"}]}],
-    "tools[0]": [{"tools": [tool]} for tool in ({"type": "web_search"}, CUSTOM)],
+    "tools[0].type": [{"tools": [{"name": "f"}]}],
     "tools[0].name": [{"tools": [{"type": "function"}]}],
     "tools[0].parameters": [{"tools": [{**WEATHER, "parameters": {"type": "string"}}]}],
     "tool_choice": [
@@ -350,6 +351,7 @@ PROBLEMS: dict[str, list[dict[str, Any]]] = {
             {"tools": [WEATHER], "tool_choice": tool}
             for tool in (OTHER, NESTED, {"type": "web_search"})
         ),
+        {"tools": [CUSTOM], "tool_choice": "required"},
     ],
     "text.format": [{"text": {"format": form}} for form in FORMS],
     "min_tokens": [{"min_tokens": 9, "max_output_tokens": 4}],

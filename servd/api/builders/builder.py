@@ -139,13 +139,12 @@ class ResponseBuilder(ABC):
         """Return the stream, or the complete response. Raise ClientDisconnect, and stop the engine,
         if the client disconnects.
         """
-        headers = {**(headers or {}), **self.call.ignored}
         if self.stream:
             return self.stream_class(
                 self.frames(),
                 request_id=self.call.request_id,
                 keep_alive=self.context.keep_alive,
-                headers=headers,
+                headers=headers or {},
                 keep_alive_frame=self.keep_alive_frame,
                 end=self.end,
                 error_frame=self.error_frame,
@@ -184,7 +183,8 @@ class ResponseBuilder(ABC):
             )
             self.token_ids = [[] for _ in range(self.n * len(prepared))]
             if self.num_logprobs_each or self.params.prompt_logprobs is not None:
-                self.check_logprobs(self.n * len(prepared) * (self.params.max_tokens or 0))
+                max_tokens = prepared[0].params.max_tokens if self.params.max_tokens else 0
+                self.check_logprobs(self.n * len(prepared) * (max_tokens or 0))
             self.start()
             if asked.use_beam_search:
                 async_llm.processor.check_sums()

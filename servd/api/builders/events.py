@@ -15,6 +15,7 @@ from servd.api.protocol.chat import ChatCompletionRequest
 from servd.api.protocol.errors import ErrorReply
 from servd.api.protocol.translation import TranslatedRequest, renamed
 from servd.api.request.delta_stream import MAX_LOGPROBS_HELD
+from servd.api.text.prompt import Prompt
 from servd.messages.engine import FinishReason
 from servd.messages.outputs import CompletionOutput
 
@@ -32,6 +33,8 @@ class EventBuilder(ResponseBuilder):
 
     names: ClassVar[Mapping[str, str]]
     """Maps chat fields to the fields of this API, for error messages."""
+    may_fill_context: ClassVar[bool] = False
+    """Whether the context may end an answer before the client's limit."""
     end = b""  # the last event marks the end
     max_logprobs = MAX_LOGPROBS_HELD // 4  # the last 4 events repeat them
     streams_logprobs = False
@@ -45,8 +48,11 @@ class EventBuilder(ResponseBuilder):
         body: TranslatedRequest,
         response_id: str,
         chat: ChatCompletionRequest,
+        prompt: Prompt | None = None,
     ) -> None:
-        super().__init__(request, chat, response_id, [chat.prompt(response_id)])
+        prompt = chat.prompt(response_id) if prompt is None else prompt
+        prompt = msgspec.structs.replace(prompt, may_fill_context=self.may_fill_context)
+        super().__init__(request, chat, response_id, [prompt])
         self.stream = bool(body.stream)
         self.in_pieces = True
 

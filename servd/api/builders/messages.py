@@ -30,6 +30,7 @@ PING: Event = {"type": "ping"}
 class MessageBuilder(EventBuilder):
     """A builder of messages. Only the last content block may be open: a new block closes it."""
 
+    may_fill_context = True
     keep_alive_frame = b'event: ping\ndata: {"type":"ping"}\n\n'
     names = CHAT_NAMES
     response: Message
@@ -79,7 +80,10 @@ class MessageBuilder(EventBuilder):
         answer = self.response
         answer.usage = self._usage()
         if output.finish_reason in CUT_OFF:
-            answer.stop_reason = "max_tokens"
+            num_tokens = self.num_prompt_tokens + self.num_output_tokens
+            is_full = num_tokens >= self.async_llm.processor.max_model_len
+            is_cut = is_full and self.num_output_tokens < (self.params.max_tokens or 0)
+            answer.stop_reason = "model_context_window_exceeded" if is_cut else "max_tokens"
         elif self.parser.num_calls and not self.parser.is_in_call:
             answer.stop_reason = "tool_use"
         elif isinstance(output.stop_reason, str):

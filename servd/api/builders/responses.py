@@ -245,7 +245,10 @@ def _blank(
         temperature=params.temperature,
         text={"format": (body.text or {}).get("format") or {"type": "text"}},
         tool_choice=body.tool_choice or "auto",
-        tools=[NO_TOOL | dict(tool) for tool in body.tools or ()],
+        tools=[
+            NO_TOOL | dict(tool) if tool["type"] == "function" else dict(tool)
+            for tool in body.tools or ()
+        ],
         top_logprobs=body.top_logprobs or 0,
         top_p=params.top_p,
         user=body.user,

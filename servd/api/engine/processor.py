@@ -16,9 +16,10 @@ from servd.api.output.model_format import ModelFormat
 from servd.api.output.output_parser import ExpectedOutput
 from servd.api.request.request_state import RequestState
 from servd.api.text import score_template
-from servd.api.text.chat_template import SPLIT_HERE, ChatTemplate
+from servd.api.text.chat_template import ChatTemplate
 from servd.api.text.fill_in_middle import FillInMiddle
 from servd.api.text.prompt import Chat, Pair, Prompt
+from servd.api.text.special_tokens import SPLIT_HERE
 from servd.api.text.tokenizer import Tokenizer
 from servd.base import bounds
 from servd.base.errors import ContextTooLong, InvalidRequest
@@ -125,7 +126,8 @@ class Processor:
                     asked.skip_special_tokens,
                     str(last or ""),
                 )
-        least = 1 if asked.max_tokens is None else asked.max_tokens  # tokens kept free for output
+        fills = asked.max_tokens is None or (prompt.may_fill_context and asked.max_tokens > 0)
+        least = 1 if fills else asked.max_tokens or 0  # tokens kept free for output
         token_ids, was_cut = self._encode(prompt, marked, options.truncate_prompt_tokens, least)
         asked = self._complete(prompt, asked, expected, token_ids, least)
         marks.append(Mark("tokenised", now_ns()))
@@ -345,13 +347,15 @@ class Processor:
                 "completion."
             )
         text = f"This model's maximum context length is {self.max_model_len} tokens{more}"
-        return ContextTooLong(text, param=param)
+        return ContextTooLong(text, num_tokens, self.max_model_len - 1, param=param)
 
     def _too_long(self, num_chars: int, param: str) -> ContextTooLong:
         return ContextTooLong(
             f"This model's maximum context length is {self.max_model_len} tokens, which the "
             f"{num_chars} characters of the {param} exceed. Please reduce the length of the "
             f"{param}.",
+            num_chars // self.tokenizer.longest_token,
+            self.max_model_len - 1,
             param=param,
         )
 
@@ -409,6 +413,7 @@ class Processor:
         max_tokens = params.max_tokens
         if max_tokens is None:
             max_tokens = min(room, self.default_max_tokens or room)
+        max_tokens = min(max_tokens, room)
         if params.min_tokens > max_tokens:
             raise InvalidRequest(
                 f"min_tokens must be at most {max_tokens}, the most output tokens here, got "

@@ -159,7 +159,7 @@ class RequestContext:
     def _headers(self, call: Call, start: Message) -> Iterator[tuple[bytes, bytes]]:
         """Yield the headers of every response, and Server-Timing if it is not streamed."""
         yield b"x-request-id", call.request_id.encode()
-        for name, value in call.headers.items():
+        for name, value in (call.headers | call.ignored).items():
             yield name.encode(), value.encode()
         if call.span is not None:
             yield b"traceresponse", call.span.traceparent.encode()

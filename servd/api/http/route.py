@@ -90,6 +90,13 @@ OF_BODIES = {400, 404, 408, 413, 429, 500, 503, 504}
 ANSWERS: dict[str, Schema] = {}
 
 
+class Methods(set[str]):
+    """The methods of a route. HEAD is one beside GET, and uvicorn leaves out the body."""
+
+    def __contains__(self, method: object) -> bool:
+        return super().__contains__("GET" if method == "HEAD" else method)
+
+
 class Route(APIRoute):
     """The class of all routes. An endpoint returns a Response, and its parameter `body` is a
     `Parsed` body.
@@ -102,6 +109,7 @@ class Route(APIRoute):
         self, path: str, endpoint: Callable[..., Any], *, response_model: Any = None, **options: Any
     ) -> None:
         super().__init__(path, endpoint, response_model=None, **options)
+        self.methods = Methods(self.methods)
         self.tags = self.tags or [endpoint.__module__.rpartition(".")[2]]
         headers = ["X-Request-Id"]
         if self.kinds:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
 import msgspec
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from servd.api.protocol.chat import ChatCompletionRequest
-from servd.api.protocol.tools import idle_strict
+from servd.api.protocol.generation import Temperature
+from servd.api.protocol.tools import HostedTool, allow_both, idle_strict, own_and_hosted
 from servd.api.protocol.translation import TranslatedRequest
 from servd.api.protocol.validation import OpenObject
 from servd.base.bounds import INT32_MAX
@@ -38,6 +40,11 @@ BLOCKS: dict[str, dict[str, dict[str, type]]] = {
         "redacted_thinking": {},
     },
 }
+# Types of blocks that servd does not read. The model sees a short note in their place.
+NOTED = re.compile(
+    r"document|search_result|server_tool_use|mcp_tool_use|container_upload|tool_reference"
+    r"|\w+_tool_result"
+)
 ERROR = "Error:"  # before the result of a tool that failed
 JSON_TYPES = {str: "string", dict: "object"}
 
@@ -49,6 +56,8 @@ def _check_blocks(content: Any, blocks: dict[str, dict[str, type]]) -> Any:
         raise PydanticCustomError("content", "must be a string or a list of blocks")
     for block in content:
         kind = block.get("type") if isinstance(block, dict) else None
+        if isinstance(kind, str) and NOTED.fullmatch(kind):
+            continue
         if not isinstance(kind, str) or kind not in blocks:
             context = {"kind": str(kind)[:64], "kinds": ", ".join(blocks)}
             raise PydanticCustomError(
@@ -62,7 +71,7 @@ def _check_blocks(content: Any, blocks: dict[str, dict[str, type]]) -> Any:
                 )
         if kind == "tool_result":
             _check_blocks(block.get("content") or "", BLOCKS["system"])
-            if not isinstance(block.get("is_error", False), bool):
+            if not isinstance(block.get("is_error"), bool | None):
                 raise PydanticCustomError(
                     "content", "`is_error` of a tool_result must be true or false"
                 )
@@ -83,16 +92,6 @@ def _check_system(system: Any) -> Any:
     return None if system is None else _check_blocks(system, BLOCKS["system"])
 
 
-def _check_tool(tool: Any) -> Any:
-    kind = tool.get("type") if isinstance(tool, dict) else None
-    if kind not in (None, "custom"):
-        message = (
-            "tools of type {kind} are not supported: servd runs no tools itself, send your own"
-        )
-        raise PydanticCustomError("tool", message, {"kind": str(kind)[:64]})
-    return tool
-
-
 class MessagesTool(OpenObject):
     """A tool that the client can run."""
 
@@ -100,6 +99,13 @@ class MessagesTool(OpenObject):
     input_schema: dict[str, Any]
     description: NotRequired[str | None]
     strict: NotRequired[bool | None]
+
+
+AnyTool = Annotated[
+    Annotated[MessagesTool, Tag("own tool")] | Annotated[HostedTool, Tag("hosted tool")],
+    own_and_hosted(None, "custom"),
+    Field(json_schema_extra=allow_both),
+]
 
 
 class ToolChoice(OpenObject):
@@ -135,12 +141,7 @@ class CountTokensRequest(TranslatedRequest):
     ]
     # Read as str | list[dict[str, Any]] | None.
     system: Annotated[Any, BeforeValidator(_check_system)] = None
-    tools: (
-        Annotated[
-            list[Annotated[MessagesTool, BeforeValidator(_check_tool)]], Field(fail_fast=True)
-        ]
-        | None
-    ) = None
+    tools: Annotated[list[AnyTool], Field(fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -156,6 +157,11 @@ class CountTokensRequest(TranslatedRequest):
         return self
 
     @property
+    def own_tools(self) -> list[Any]:
+        """The tools that the client runs. The model sees no others."""
+        return [tool for tool in self.tools or () if tool.get("type") in (None, "custom")]
+
+    @property
     def thinks(self) -> bool:
         """Whether the model reasons first: only on request, as with Anthropic's models."""
         return self.thinking is not None and self.thinking["type"] != "disabled"
@@ -166,8 +172,11 @@ class CountTokensRequest(TranslatedRequest):
         others = (self.output_config or {}).keys() - {"format", "effort"}
         names |= {f"output_config.{name}" for name in others}
         names |= idle_strict(
-            self.tools or (), self.tool_choice is not None and self.tool_choice["type"] != "auto"
+            self.own_tools, self.tool_choice is not None and self.tool_choice["type"] != "auto"
         )
+        types = {tool.get("type") for tool in self.tools or ()} - {None, "custom"}
+        names |= {f"tools.{kind}" for kind in types}
+        names |= {f"messages.{kind}" for kind in _noted(self.system, self.messages)}
         return sorted({*super().ignored(), *names})
 
     def chat(self) -> ChatCompletionRequest:
@@ -178,7 +187,7 @@ class CountTokensRequest(TranslatedRequest):
         output = self.output_config or {}
         fields = {
             "messages": messages,
-            "tools": [_chat_tool(tool) for tool in self.tools or ()] or None,
+            "tools": [_chat_tool(tool) for tool in self.own_tools] or None,
             "tool_choice": _chat_tool_choice(self.tool_choice),
             "parallel_tool_calls": not (self.tool_choice or {}).get("disable_parallel_tool_use"),
             "response_format": _chat_format(output.get("format")),
@@ -205,7 +214,7 @@ class MessagesRequest(CountTokensRequest):
 
     max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)]
     stop_sequences: Annotated[list[str], Field(fail_fast=True)] | None = None
-    temperature: float | None = None
+    temperature: Temperature | None = None
     top_p: float | None = None
     top_k: int | None = None
 
@@ -304,8 +313,6 @@ def _assistant(blocks: list[dict[str, Any]]) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant"}
     for block in blocks:
         match block["type"]:
-            case "text":
-                message.setdefault("content", []).extend(_text_parts([block]))
             case "thinking":
                 message["reasoning_content"] = (
                     message.get("reasoning_content", "") + block["thinking"]
@@ -316,18 +323,41 @@ def _assistant(blocks: list[dict[str, Any]]) -> dict[str, Any]:
                 message.setdefault("tool_calls", []).append(
                     {"id": block["id"], "type": "function", "function": function}
                 )
+            case "redacted_thinking":
+                pass
+            case _:
+                message.setdefault("content", []).extend(_text_parts([block]))
     return message
 
 
 def _text_parts(content: str | list[dict[str, Any]]) -> Any:
     if isinstance(content, str):
         return content
-    return [{"type": "text", "text": block["text"]} for block in content]
+    return [{"type": "text", "text": _text_of(block)} for block in content]
+
+
+def _text_of(block: dict[str, Any]) -> str:
+    kind = block["type"]
+    return block["text"] if kind == "text" else f"[{kind}: not available here]"
+
+
+def _noted(system: Any, messages: list[dict[str, Any]]) -> set[str]:
+    """Return the types of blocks that become notes."""
+    waiting = [system, *(message["content"] for message in messages)]
+    kinds: set[str] = set()
+    while waiting:
+        content = waiting.pop()
+        if isinstance(content, list):
+            kinds |= {block["type"] for block in content if NOTED.fullmatch(block["type"])}
+            waiting += [b.get("content") for b in content if b["type"] == "tool_result"]
+    return kinds
 
 
 # ---- answer ----
 
-StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+StopReason = Literal[
+    "end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"
+]
 
 
 class TextBlock(msgspec.Struct, tag_field="type", tag="text"):

@@ -168,7 +168,7 @@ class ChatPrompt(RequestBody):
     @property
     def tool_options(self) -> ToolOptions | None:
         """The tools that the model sees; None if there are none or `tool_choice` is "none"."""
-        if self.tools is None or self.tool_choice == "none":
+        if not self.tools or self.tool_choice == "none":
             return None
         tools = cast(list[dict[str, Any]], self.tools)
         parallel = self.parallel_tool_calls is not False
@@ -206,7 +206,7 @@ class ChatPrompt(RequestBody):
     def _check_tool_choice(self) -> ChatPrompt:
         if self.tool_choice in (None, "none", "auto"):
             return self
-        if self.tools is None:
+        if not self.tools:
             raise InvalidRequest("`tool_choice` needs `tools`", param="tool_choice")
         known = {tool["function"]["name"] for tool in self.tools}
         for name in self.named_tools:

@@ -8,6 +8,7 @@ import msgspec
 from starlette.exceptions import HTTPException
 
 from servd.base.errors import (
+    ContextTooLong,
     EngineDead,
     EngineError,
     Overloaded,
@@ -115,6 +116,8 @@ def error_reply(error: Exception, request_id: str, path: str = "") -> ErrorReply
     if path.startswith(OLLAMA_ROUTES):
         return ErrorReply(status, msgspec.json.encode(OllamaErrorBody(detail.message)), headers)
     if path.startswith(ANTHROPIC_ROUTES):
+        if isinstance(error, ContextTooLong):  # clients look for these words, and compact
+            detail.message = f"prompt is too long: {error.num_tokens} tokens > {error.most} maximum"
         return _anthropic(status, detail, headers, request_id)
     return ErrorReply(status, msgspec.json.encode(ErrorBody(detail)), headers)
 

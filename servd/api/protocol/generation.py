@@ -27,10 +27,8 @@ from servd.messages.params import MAX_BEAMS, MAX_STOP, RepetitionDetection, Samp
 
 # Fields that would change the response but are not supported, so they are rejected. All other
 # unknown fields are accepted and listed in the header X-Servd-Ignored.
-UNSUPPORTED = ("audio", "chat_template", "ebnf", "function_call", "functions", "grammar")
-UNSUPPORTED += ("json_schema", "modalities", "prompt_embeds", "regex", "web_search_options")
-# Of these fields, SGLang's and llama-server's names -> the keys of `structured_outputs`.
-FORMS = {"ebnf": "grammar", "grammar": "grammar", "json_schema": "json", "regex": "regex"}
+UNSUPPORTED = ("audio", "chat_template", "function_call", "functions", "modalities")
+UNSUPPORTED += ("prompt_embeds", "web_search_options")
 # The sampling parameters that beam search uses, or can ignore without effect. Any other parameter
 # would change the answer and is refused.
 WITH_BEAMS = {
@@ -78,6 +76,7 @@ def _bias_by_id(value: Any) -> Any:
 
 
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
+Temperature = Annotated[float, Field(le=2)]  # the range of OpenAI's API
 
 
 class StreamOptions(OpenObject, total=False):
@@ -125,7 +124,7 @@ class GenerationRequest(StructuredRequest):
 
     n: int | None = None
     """Number of choices. Choice i uses `seed` + i."""
-    temperature: float | None = None
+    temperature: Temperature | None = None
     """Randomness of sampling. 0 always takes the most probable token."""
     top_p: float | None = None
     """Sample among the most probable tokens whose probabilities add up to this."""
@@ -242,8 +241,6 @@ class GenerationRequest(StructuredRequest):
         for name in (each for each in UNSUPPORTED if each in extra):
             if not _is_neutral(name, extra[name]):
                 hint = f"only {json.dumps(NEUTRAL[name])} is" if name in NEUTRAL else "leave it out"
-                if form := FORMS.get(name):
-                    hint = f'use `structured_outputs`: {{"{form}": ...}}'
                 raise InvalidRequest(f"`{name}` is not supported: {hint}", param=name)
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("`stream_options` needs `stream`: true", param="stream_options")

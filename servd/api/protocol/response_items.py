@@ -1,11 +1,14 @@
 """The items of a conversation in the Responses API, and their conversion into chat messages."""
 
 import base64
+import re
 from typing import Any
 
 from servd.base.errors import InvalidRequest
 
 SEAL = "servd-reasoning-1:"
+# Types of items about tools that servd does not run. `function_call` is no such item.
+HOSTED_ITEMS = re.compile(r"\w+_call(_output)?|mcp_\w+|tool_search_output|additional_tools")
 ITEM_PREFIX = {
     "message": "msg",
     "function_call": "fc",
@@ -17,8 +20,7 @@ ITEM_PREFIX = {
 def chat_messages(instructions: str | None, items: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return items as chat messages. The reasoning, content and calls of a turn are one message.
 
-    System and developer messages at the beginning are merged into one system message, because most
-    templates allow only one, and no developer messages.
+    An item about a tool that servd does not run becomes a short note.
     """
     messages: list[dict[str, Any]] = (
         [{"role": "system", "content": instructions}] if instructions else []
@@ -43,17 +45,18 @@ def chat_messages(instructions: str | None, items: list[dict[str, Any]]) -> list
                 shown = item.get("content") or (opened(text) if text else item.get("summary"))
                 reasoning = _text(shown or "")
                 messages.append({"role": "assistant", "reasoning_content": reasoning})
+            case "additional_tools":
+                continue
+            case kind if kind != "message":
+                role = "user" if kind.endswith("_output") else "assistant"
+                messages.append({"role": role, "content": f"[{kind}: not available here]"})
             case _ if item["role"] == "assistant":
                 if not is_assistant or last.keys() & {"content", "tool_calls"}:
                     messages.append(last := {"role": "assistant"})
                 last["content"] = _chat_content(item["content"])
-            case _ if item["role"] == "user":
-                messages.append({"role": "user", "content": _chat_content(item["content"])})
-            case _:  # system or developer
-                if len(messages) == 1 and last["role"] == "system":
-                    last["content"] += "\n\n" + _text(item["content"])
-                else:
-                    messages.append({"role": "system", "content": _text(item["content"])})
+            case _:
+                content = _chat_content(item["content"])
+                messages.append({"role": item["role"], "content": content})
     return messages
 
 
@@ -94,7 +97,7 @@ def listed(response_id: str, items: list[dict[str, Any]]) -> list[dict[str, Any]
     for number, item in enumerate(items):
         kind = item.get("type", "message")
         item = {"type": kind, "status": "completed", **item}
-        item["id"] = item.get("id") or f"{ITEM_PREFIX[kind]}_{name}_in{number}"
+        item["id"] = item.get("id") or f"{ITEM_PREFIX.get(kind, 'item')}_{name}_in{number}"
         match kind:
             case "message":
                 is_answer = item["role"] == "assistant"

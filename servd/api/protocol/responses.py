@@ -11,8 +11,9 @@ from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
 from servd.api.protocol.chat import RefusalPart, TokenLogprob, check_parts
-from servd.api.protocol.response_items import chat_messages
-from servd.api.protocol.tools import Function, check_tool, idle_strict
+from servd.api.protocol.generation import Temperature
+from servd.api.protocol.response_items import HOSTED_ITEMS, chat_messages
+from servd.api.protocol.tools import Function, HostedTool, allow_both, idle_strict, own_and_hosted
 from servd.api.protocol.translation import TranslatedRequest
 from servd.api.protocol.validation import FewKeys, OpenObject
 from servd.base.bounds import INT32_MAX
@@ -32,6 +33,7 @@ CHAT_NAMES = {
 }
 LOGPROBS = "message.output_text.logprobs"  # in `include`
 ENCRYPTED = "reasoning.encrypted_content"  # the same
+OWN_ITEMS = ("message", "function_call", "function_call_output", "reasoning")
 TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
 
@@ -84,15 +86,27 @@ class Reasoning(OpenObject):
     encrypted_content: NotRequired[str | None]
 
 
+class HostedItem(OpenObject):
+    """An item about a `HostedTool`. The model sees a short note in its place."""
+
+    type: str
+
+
 def _kind_of_item(item: Any) -> Any:
     return item.get("type", "message") if isinstance(item, dict) else None
+
+
+def _tag_of_item(item: Any) -> Any:
+    kind = _kind_of_item(item)
+    is_hosted = isinstance(kind, str) and HOSTED_ITEMS.fullmatch(kind) and kind not in OWN_ITEMS
+    return "hosted item" if is_hosted else kind
 
 
 def check_kind(item: Any) -> Any:
     kind = _kind_of_item(item)
     if not isinstance(kind, str):
         raise PydanticCustomError("item", "must be an object")
-    if kind not in ("message", "function_call", "function_call_output", "reasoning"):
+    if kind not in OWN_ITEMS and not HOSTED_ITEMS.fullmatch(kind):
         raise PydanticCustomError(
             "item",
             "items of type {kind} are not supported: send message, function_call, "
@@ -106,8 +120,9 @@ InputItem = Annotated[
     Annotated[InputMessage, Tag("message")]
     | Annotated[FunctionCallInput, Tag("function_call")]
     | Annotated[FunctionCallOutput, Tag("function_call_output")]
-    | Annotated[Reasoning, Tag("reasoning")],
-    Discriminator(_kind_of_item),
+    | Annotated[Reasoning, Tag("reasoning")]
+    | Annotated[HostedItem, Tag("hosted item")],
+    Discriminator(_tag_of_item),
 ]
 
 
@@ -159,6 +174,13 @@ class FunctionTool(Function):
     strict: NotRequired[bool | None]
 
 
+AnyTool = Annotated[
+    Annotated[FunctionTool, Tag("own tool")] | Annotated[HostedTool, Tag("hosted tool")],
+    own_and_hosted("function"),
+    Field(json_schema_extra=allow_both),
+]
+
+
 class ReasoningOptions(OpenObject, total=False):
     """The reasoning effort."""
 
@@ -182,12 +204,9 @@ class ResponsesRequest(TranslatedRequest):
     instructions: str | None = None
     previous_response_id: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
-    temperature: float | None = None
+    temperature: Temperature | None = None
     top_p: float | None = None
-    tools: (
-        Annotated[list[Annotated[FunctionTool, BeforeValidator(check_tool)]], Field(fail_fast=True)]
-        | None
-    ) = None
+    tools: Annotated[list[AnyTool], Field(fail_fast=True)] | None = None
     tool_choice: Annotated[str | Choice | None, BeforeValidator(_check_tool_choice, ToolChoice)] = (
         None
     )
@@ -228,10 +247,18 @@ class ResponsesRequest(TranslatedRequest):
         names |= {f"reasoning.{name}" for name in (self.reasoning or {}).keys() - {"effort"}}
         choice = self.tool_choice
         mode = choice.get("mode", "required") if isinstance(choice, dict) else choice
-        names |= idle_strict(self.tools or (), mode not in (None, "auto"))
+        names |= idle_strict(self.functions, mode not in (None, "auto"))
+        names |= {f"tools.{t['type']}" for t in self.tools or () if t["type"] != "function"}
+        kinds = {item.get("type", "message") for item in self.input}
+        names |= {f"input.{kind}" for kind in kinds.difference(OWN_ITEMS)}
         if self.truncation == "auto":
             names.add("truncation")  # nothing is cut off: longer inputs are refused
         return sorted({*super().ignored(), *names})
+
+    @property
+    def functions(self) -> list[Any]:
+        """The client's own tools. The model sees no others."""
+        return [tool for tool in self.tools or () if tool["type"] == "function"]
 
     def chat_fields(self, items: list[dict[str, Any]]) -> dict[str, Any]:
         """Return the fields of a chat request. `items` is the whole conversation with `input`."""
@@ -240,9 +267,7 @@ class ResponsesRequest(TranslatedRequest):
             "max_completion_tokens": self.max_output_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
-            "tools": [
-                {"type": "function", "function": _without_type(tool)} for tool in self.tools or ()
-            ]
+            "tools": [{"type": "function", "function": _without_type(t)} for t in self.functions]
             or None,
             "tool_choice": _chat_tool_choice(self.tool_choice),
             "parallel_tool_calls": self.parallel_tool_calls,

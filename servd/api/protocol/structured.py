@@ -11,7 +11,11 @@ from servd.messages.params import StructuredOutput
 
 Schema = dict[str, Any] | str  # JSON, or JSON as text
 Choices = Annotated[list[str], Field(fail_fast=True, min_length=1)]
-GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+# Other names of fields -> the keys of `structured_outputs`: vLLM's former ones, then SGLang's and
+# llama-server's.
+FORMS: dict[str, Any] = {
+    f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")
+} | {"ebnf": "grammar", "grammar": "grammar", "json_schema": "json", "regex": "regex"}
 
 
 class JsonSchemaFormat(OpenObject):
@@ -28,6 +32,7 @@ class ResponseFormat(ClosedObject):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NotRequired[JsonSchemaFormat | None]
+    schema: NotRequired[dict[str, Any] | None]  # as llama-server has it
 
 
 class StructuredOutputs(ClosedObject, total=False):
@@ -55,10 +60,18 @@ class StructuredRequest(RequestBody):
     """vLLM's former name of a key in `structured_outputs`."""
     guided_grammar: str | None = None
     """vLLM's former name of a key in `structured_outputs`."""
+    regex: str | None = None
+    """SGLang's name of a key in `structured_outputs`."""
+    ebnf: str | None = None
+    """SGLang's name of `grammar` in `structured_outputs`."""
+    grammar: str | None = None
+    """llama-server's name of a key in `structured_outputs`."""
+    json_schema: Schema | None = None
+    """SGLang's and llama-server's name of `json` in `structured_outputs`."""
 
     def structured_output(self) -> StructuredOutput | None:
-        """Return the form of the output; None for free text. Raise InvalidRequest if two forms are
-        set, or a JSON schema is missing.
+        """Return the form of the output; None for free text. Raise InvalidRequest if two different
+        forms are set, or a JSON schema is missing.
         """
         given: list[StructuredOutput] = []
         if self.response_format and self.response_format["type"] != "text":
@@ -66,18 +79,23 @@ class StructuredRequest(RequestBody):
         for kind, value in (self.structured_outputs or {}).items():
             if value not in (None, False):
                 given.append(_form(kind, value, f"structured_outputs.{kind}"))
-        for name, value in self.values_of(GUIDED).items():
-            if value is not None:
-                given.append(_form(name.removeprefix("guided_"), value, name))
-        if len(given) > 1:
-            names = " and ".join(f"`{form.param}`" for form in given)
+        for name, value in self.values_of(FORMS).items():
+            is_set = value is not None if name.startswith("guided_") else bool(value)
+            if is_set:
+                given.append(_form(FORMS[name], value, name))
+        # Some clients send a form under several names, for servers of any age.
+        forms = list({(form.kind, form.value): form for form in reversed(given)}.values())[::-1]
+        if len(forms) > 1:
+            names = " and ".join(f"`{form.param}`" for form in forms)
             raise InvalidRequest(
-                f"{names} cannot be used together: send one of them", param=given[1].param
+                f"{names} cannot be used together: send one of them", param=forms[1].param
             )
-        return given[0] if given else None
+        return forms[0] if forms else None
 
 
 def _response_format(asked: ResponseFormat) -> StructuredOutput:
+    if (schema := asked.get("schema")) is not None:
+        return _form("json", schema, "response_format")
     if asked["type"] == "json_object":
         return StructuredOutput("json_object", param="response_format")
     schema = asked.get("json_schema")

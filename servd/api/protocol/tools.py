@@ -30,6 +30,14 @@ def check_tool(tool: Any) -> Any:
     return tool
 
 
+class HostedTool(OpenObject):
+    """A tool that servd does not know, such as a search that the server would run. The model does
+    not see it.
+    """
+
+    type: Annotated[str, Field(max_length=64)]
+
+
 class Function(OpenObject):
     """A function that the model may call. `parameters` is a JSON schema."""
 
@@ -88,6 +96,21 @@ def _kind_of_choice(choice: Any) -> str:
     return "allowed_tools" if choice.get("type") == "allowed_tools" else "named"
 
 
+def own_and_hosted(*own_types: str | None) -> Discriminator:
+    """Return the discriminator of a client's own tools, which have these types, and hosted ones."""
+
+    def kind(tool: Any) -> str:
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        return "own tool" if kind in own_types or not isinstance(kind, str) else "hosted tool"
+
+    return Discriminator(kind)
+
+
+def allow_both(schema: dict[str, Any]) -> None:
+    """Change the JSON schema of a union so that a value may match several members."""
+    schema["anyOf"] = schema.pop("oneOf")
+
+
 def idle_strict(functions: Iterable[Mapping[str, Any]], are_forced: bool) -> set[str]:
     """Return `tools.strict` in a set if it has no effect: only forced calls must match schemas."""
     if are_forced or not any(function.get("strict") for function in functions):
@@ -97,7 +120,7 @@ def idle_strict(functions: Iterable[Mapping[str, Any]], are_forced: bool) -> set
 
 Tools = Annotated[
     list[Annotated[Tool, BeforeValidator(check_tool)]],
-    Field(fail_fast=True, min_length=1, max_length=1024),
+    Field(fail_fast=True, max_length=1024),
     AfterValidator(_check_tools),
 ]
 ToolChoice = Annotated[

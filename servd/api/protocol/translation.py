@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 from pydantic import GetJsonSchemaHandler
@@ -48,6 +48,7 @@ class TranslatedRequest(RequestBody):
     """Base of the bodies that are translated into a chat request."""
 
     from_chat = EXTENSIONS
+    chat_class: ClassVar[type[ChatCompletionRequest]] = ChatCompletionRequest
 
     stream: bool | None = None
 
@@ -88,7 +89,7 @@ class TranslatedRequest(RequestBody):
                 )
             else:
                 fields[name] = extra[name]
-        return parse(ChatCompletionRequest, msgspec.json.encode(fields))
+        return parse(self.chat_class, msgspec.json.encode(fields))
 
 
 @contextmanager

@@ -21,7 +21,7 @@ async def create_batch(request: Request, body: Parsed[BatchRequest]) -> Response
     """Start a batch: answer the lines of a file in the background."""
     call = call_of(request)
     shelf = call.shelf
-    return json_response(await asyncio.to_thread(shelf.add_batch, body), headers=call.ignored)
+    return json_response(await asyncio.to_thread(shelf.add_batch, body))
 
 
 @router.get("/v1/batches", response_model=Batches, responses=refusals(404))

@@ -33,4 +33,4 @@ async def classify(request: Request, body: Parsed[VectorRequest]) -> Response:
         ],
         vectors.usage,
     )
-    return json_response(answer, headers=call.ignored)
+    return json_response(answer)

@@ -62,7 +62,7 @@ async def create_decision(request: Request, body: Parsed[DecisionsRequest]) -> R
         scorer.num_prompt_tokens + scorer.num_output_tokens,
     )
     decision = Decision(call.model, answers, usage)
-    return json_response(decision, headers=call.ignored)
+    return json_response(decision)
 
 
 async def _answers(scorer: OptionScorer, body: DecisionsRequest) -> list[Answer]:

@@ -59,5 +59,5 @@ async def count_tokens(request: Request, body: Parsed[CountTokensRequest]) -> Re
         chat = await call.run_in_thread(call.num_bytes, lambda: body.as_chat(body.chat_fields()))
         prompt = chat.prompt(call.unique_id)
         token_ids = await async_llm.tokenize(prompt, call.client)
-    headers = {"request-id": call.request_id, **call.ignored}
+    headers = {"request-id": call.request_id}
     return json_response(TokensCount(len(token_ids)), headers=headers)

@@ -47,4 +47,4 @@ async def rerank(request: Request, body: Parsed[RerankRequest]) -> Response:
     ]
     response_id = f"rerank-{call.unique_id}"
     answer = Ranking(response_id, call.model, results, usage)
-    return json_response(answer, headers=call.ignored)
+    return json_response(answer)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterable, Mapping
+from collections.abc import AsyncIterable
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -84,8 +84,8 @@ async def create_response(request: Request, body: Parsed[ResponsesRequest]) -> H
     # Let the task begin before a client can cancel it: a task that never ran cleans nothing up.
     await asyncio.sleep(0)
     if body.stream:
-        return _stream(request, log, 0, call.ignored)
-    return json_response(builder.response, headers=call.ignored)
+        return _stream(request, log, 0)
+    return json_response(builder.response)
 
 
 @router.post("/v1/responses/input_tokens", response_model=InputTokens)
@@ -97,7 +97,7 @@ async def count_input_tokens(request: Request, body: Parsed[ResponsesRequest]) -
     with renamed(CHAT_NAMES):
         prompt = (await _chat(request, body, items)).prompt(call.unique_id)
         token_ids = await context.async_llm.tokenize(prompt, call.client)
-    return json_response(InputTokens(len(token_ids)), headers=call.ignored)
+    return json_response(InputTokens(len(token_ids)))
 
 
 @router.get("/v1/responses/{response_id}", response_model=Response, responses=events(ResponseEvent))
@@ -117,7 +117,7 @@ async def get_response(
             param="stream",
         )
     start = 0 if starting_after is None else starting_after + 1
-    return _stream(request, stored.log, start, {})
+    return _stream(request, stored.log, start)
 
 
 @router.get("/v1/responses/{response_id}/input_items", response_model=InputItems)
@@ -151,13 +151,13 @@ async def cancel_response(request: Request, response_id: PathPart) -> HTTPRespon
     return json_response(stored.response)
 
 
-def _stream(request: Request, log: EventLog, start: int, headers: Mapping[str, str]) -> EventStream:
+def _stream(request: Request, log: EventLog, start: int) -> EventStream:
     """Stream the events from number `start` on. A disconnect does not cancel the response."""
     return EventStream(
         log.follow(start),
         request_id=call_of(request).request_id,
         keep_alive=context_of(request).keep_alive,
-        headers=headers,
+        headers={},
         end=b"",  # the last event marks the end
     )
 

@@ -28,4 +28,4 @@ async def create_scores(request: Request, body: Parsed[ScoreRequest]) -> Respons
         [Score(index, score) for index, score in enumerate(scores)],
         usage,
     )
-    return json_response(answer, headers=call.ignored)
+    return json_response(answer)

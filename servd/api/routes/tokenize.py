@@ -52,6 +52,7 @@ async def detokenize(request: Request, body: Parsed[DetokenizeRequest]) -> Respo
 
     def build() -> Detokenized:
         processor.check_token_ids(body.tokens, "tokens")
-        return Detokenized(processor.tokenizer.decode(body.tokens, skip_special_tokens=False))
+        text = processor.tokenizer.decode(body.tokens, skip_special_tokens=False)
+        return Detokenized(text, text)
 
     return await call_of(request).respond(len(body.tokens), build)

@@ -7,14 +7,14 @@ a template becomes the request's 400.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import re
-import secrets
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from datetime import datetime
-from pathlib import Path
 from typing import Any, cast
 
 import jinja2
@@ -25,9 +25,12 @@ from jinja2 import nodes
 from jinja2.parser import Parser
 from jinja2.visitor import NodeTransformer
 
+from servd.api.text.chat_messages import REPAIRS, Message, Repair, normalise, surround_text, text_of
 from servd.api.text.prompt import Chat
+from servd.api.text.special_tokens import SpecialTokens
+from servd.api.text.template_files import read_model_templates, read_override
 from servd.api.text.tokenizer import Tokenizer
-from servd.base.errors import ConfigError, InvalidRequest, ModelNotFound
+from servd.base.errors import ConfigError, InvalidRequest
 
 # For models without a template, such as GPT-2: "User: ...\nAssistant: ...", the next line being the
 # model's.
@@ -56,18 +59,31 @@ RESERVED = frozenset(
     }
 )
 
-# Splits text of a message that equals a special token: the tokenizer gets the parts before and
-# after it separately. It is random, so that clients cannot send it.
-SPLIT_HERE = f"\uf8ff{secrets.token_hex(8)}"
+# Stands at the end of the message to continue; no client can send a lone surrogate.
+CONTINUE_HERE = "\udffe"
+# Stands with its number at the end of a message that the prompt may not show.
+PROBE = "\udffd"
+PROBED = re.compile(r"(?:\udffd|\\udffd)(\d+);")
+# Filters that look for characters in a text.
+SEARCHING_FILTERS = ("e", "escape", "forceescape", "replace", "string", "striptags", "title")
+SEARCHING_FILTERS += ("tojson", "trim", "urlencode", "urlize", "xmlattr")
+# Operator -> the filter of a pair in its place, and whether the result is negated.
+COMPARISONS = {
+    "eq": ("equals", False),
+    "ne": ("equals", True),
+    "in": ("contains", False),
+    "notin": ("contains", True),
+}
+# Of which templates may make special tokens, as in "<|" + role + "|>".
+ROLES = frozenset(
+    {"system", "user", "assistant", "tool", "function", "developer", "ipython", "observation"}
+)
+LONG_TEXT = 32  # characters: a text that no other text contains by chance
 
 MAX_SECONDS = 5.0  # CPU time for one prompt; long ones take some hundredths
 MAX_CHARS = 1 << 26  # for a value in a template, and for its whole output
 MAX_NUMBER = 1 << 20  # that a template may hand to a function, such as a width
 LONG_WIDTH = re.compile(r"%[^a-zA-Z%]*(\d{6}|\*)")  # in the format of `%`
-
-# Stands at the end of the message to continue; a private-use character that no template strips or
-# splits at.
-_CONTINUE_HERE = "\uf8ffcontinue\uf8ff"
 
 
 class ChatTemplate:
@@ -91,10 +107,11 @@ class ChatTemplate:
         self.source = template
         self.tool_source = template if tool_template is None else tool_template
         self.special_tokens = special_tokens or {}
-        tokens = sorted((re.escape(token) for token in escaped if len(token) > 1), key=len)
-        self._escaped = re.compile("|".join(reversed(tokens))) if tokens else None
-        self._template = _Compiled(template)
-        self._tool_template = self._template if tool_template is None else _Compiled(tool_template)
+        self._specials = SpecialTokens(escaped)
+        self._template = _Compiled(template, self._specials)
+        self._tool_template = self._template
+        if tool_template is not None:
+            self._tool_template = _Compiled(tool_template, self._specials)
 
     @property
     def is_default(self) -> bool:
@@ -112,7 +129,10 @@ class ChatTemplate:
         """Return the template: `override` (--chat-template: a file or Jinja text), else the
         model's, else the default. Raise ConfigError, also if `defaults` has a reserved name.
         """
-        named = _read_override(override) if override else _read_model_templates(tokenizer)
+        if override:
+            named = read_override(override)
+        else:
+            named = read_model_templates(tokenizer.folder, tokenizer.config)
         if not named:
             # Where the tokenizer would add BOS, the prompt has to begin with it as other templates'
             # prompts do.
@@ -125,69 +145,147 @@ class ChatTemplate:
 
     def render(self, chat: Chat) -> str:
         """Return the prompt with its special tokens as text. Special tokens in the chat itself are
-        split by a SPLIT_HERE, so that they stay plain text.
+        split by a SPLIT_HERE, so that they stay plain text. Messages that the template refuses, or
+        does not show, are repaired if that is possible.
 
         Raises InvalidRequest: the template rejects the messages or fails, it does not read the
         documents, or `chat_template_kwargs` has a reserved name.
         """
         variables = chat.chat_template_kwargs
-        is_continued = chat.continue_final_message
         if reserved := RESERVED & variables.keys():
             raise InvalidRequest(
                 f"chat_template_kwargs may not set {min(reserved)}", param="chat_template_kwargs"
             )
-        if is_continued and chat.add_generation_prompt:
+        if chat.continue_final_message and chat.add_generation_prompt:
             raise InvalidRequest(
                 "continue_final_message continues the last message, and add_generation_prompt "
                 "begins a new one: set only one of them",
                 param="continue_final_message",
             )
+        if chat.continue_final_message and not chat.messages:
+            raise InvalidRequest("continue_final_message needs a message", param="messages")
         compiled = self._tool_template if chat.tools else self._template
         if variables.get("documents") and not compiled.reads_documents:
             raise InvalidRequest(
                 "this model's chat template does not read documents: write them in a message",
                 param="documents",
             )
-        variables = self.defaults | variables
-        chat_messages, tools, variables = map(self._escape, (chat.messages, chat.tools, variables))
-        messages = [_normalise(m, compiled.wants_parts, i) for i, m in enumerate(chat_messages)]
-        if is_continued:
-            _append_to_last(messages, _CONTINUE_HERE)
-        context = {"documents": None} | self.special_tokens | variables
-        context |= {
-            "messages": messages,
-            "tools": tools or None,
-            "add_generation_prompt": chat.add_generation_prompt,
-        }
+        marked_variables, tools = map(self._specials.mark, (self.defaults | variables, chat.tools))
+        context = {"documents": None} | self.special_tokens | marked_variables
+        context |= {"tools": tools or None, "add_generation_prompt": chat.add_generation_prompt}
+        messages = normalise(chat.messages, compiled.wants_parts, compiled.knows_developer)
+        _budget.set(_Budget(time.thread_time() + MAX_SECONDS))
+        return self._specials.split(
+            self._render_repaired(compiled, messages, context, chat.continue_final_message)
+        )
+
+    def _render_repaired(
+        self,
+        compiled: _Compiled,
+        messages: list[Message],
+        context: dict[str, Any],
+        is_continued: bool,
+    ) -> str:
+        """Return the marked prompt of the messages, or of messages with the fewest repairs."""
         try:
-            _budget.set(_Budget(time.thread_time() + MAX_SECONDS))
-            prompt = compiled.template.render(context)
+            return self._render(compiled, messages, context, is_continued)
+        except InvalidRequest as refused:
+            first = refused
+        if is_continued and messages[-1]["role"] == "system":
+            raise first
+        reason = first.message
+        waiting = [*REPAIRS]
+        useless: list[Repair] = []
+        while waiting:
+            repair = waiting.pop(0)
+            repaired = repair(messages)
+            try:
+                if repaired != messages:
+                    return self._render(compiled, repaired, context, is_continued)
+            except InvalidRequest as refused:
+                if refused.message != reason:  # one of several reasons is gone
+                    reason = refused.message
+                    messages = repaired
+                    waiting = useless + waiting
+                    useless = []
+                    continue
+            useless.append(repair)
+        for repair in useless:  # one of them alone was not enough
+            messages = repair(messages)
+            with contextlib.suppress(InvalidRequest):
+                return self._render(compiled, messages, context, is_continued)
+        raise first
+
+    def _render(
+        self,
+        compiled: _Compiled,
+        messages: list[Message],
+        context: dict[str, Any],
+        is_continued: bool,
+    ) -> str:
+        """Return the marked prompt. Raise InvalidRequest if the template fails or drops a text."""
+        try:
+            marked = self._specials.mark(messages)
+            for message in marked:
+                if message["role"] not in ROLES and message["role"] not in compiled.texts:
+                    message["role"] = self._specials.mark_role(message["role"])
+            if is_continued:
+                marked[-1] = surround_text(marked[-1], "", CONTINUE_HERE)
+            prompt = compiled.render(context | {"messages": marked})
+            lost = _find_lost(compiled, marked, context, prompt)
         # Templates call Python: TypeError, OverflowError, KeyError... all mean "refused".
         except Exception as error:
+            reason = self._specials.unmark(str(error))
             raise InvalidRequest(
-                f"the chat template refuses the messages: {error}", param="messages"
+                f"the chat template refuses the messages: {reason}", param="messages"
             ) from None
-        end = prompt.rfind(_CONTINUE_HERE) if is_continued else len(prompt)
+        if lost is not None:
+            role = str(messages[lost]["role"])
+            raise InvalidRequest(
+                f"the chat template does not show messages[{lost}], of the role {role[:64]!r}: "
+                "send its text in another role, or start the server with another --chat-template",
+                param="messages",
+            )
+        end = prompt.rfind(CONTINUE_HERE) if is_continued else len(prompt)
         if end < 0:
             raise InvalidRequest(
                 "the chat template does not show the last message's content", param="messages"
             )
         return prompt[:end]
 
-    def _escape(self, value: Any) -> Any:
-        """Return a copy of JSON in which a SPLIT_HERE splits each special token in a string."""
-        if isinstance(value, dict):
-            return {key: self._escape(each) for key, each in value.items()}
-        if isinstance(value, list):
-            return [self._escape(each) for each in value]
-        if isinstance(value, str) and self._escaped is not None:
-            while self._escaped.search(value):  # the rest of a token may contain another token
-                value = self._escaped.sub(_split, value)
-        return value
 
-
-def _split(token: re.Match[str]) -> str:
-    return f"{token[0][0]}{SPLIT_HERE}{token[0][1:]}"
+def _find_lost(
+    compiled: _Compiled, messages: Sequence[Message], context: dict[str, Any], prompt: str
+) -> int | None:
+    """Return the index of the first message whose text is not in the prompt. Messages of users and
+    assistants do not count: some templates drop them on purpose, such as those of classifiers.
+    """
+    texts = {
+        index: text
+        for index, message in enumerate(messages)
+        if message["role"] not in ("user", "assistant") and (text := text_of(message).strip())
+    }
+    place = 0
+    for index, message in enumerate(messages if texts else ()):
+        text = text_of(message).strip()
+        start = prompt.find(text, place)
+        if start < 0 or (index in texts and len(text) < LONG_TEXT):
+            break
+        place = start + len(text)
+    else:
+        return None
+    # A short text may be somewhere else, too, and the template may have changed a text.
+    probes = {index: f"{PROBE}{index};" for index in texts}
+    probed = [
+        surround_text(message, probes.get(index, ""), probes.get(index, ""))
+        for index, message in enumerate(messages)
+    ]
+    try:
+        shown = PROBED.findall(compiled.render(context | {"messages": probed}))
+    except Exception:  # the template reads the text, and may show it
+        return None
+    is_shown = set(map(int, shown))
+    return next((index for index in texts if index not in is_shown), None)
 
 
 class _Budget(msgspec.Struct):
@@ -221,11 +319,60 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     intercepted_binops = frozenset({"*", "**", "%", "+"})
 
+    def __init__(self, specials: SpecialTokens) -> None:
+        super().__init__(
+            finalize=self._write,
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_GenerationTag, "jinja2.ext.loopcontrols"],
+        )
+        self.specials = specials
+        self.filters["counted"] = _counted
+        self.filters["concatenated"] = self._concatenated
+        self.filters["tojson"] = _tojson
+        for name in SEARCHING_FILTERS:
+            self.filters[name] = self._as_search(self.filters[name])
+        self.globals["raise_exception"] = _raise_exception
+        self.globals["strftime_now"] = _strftime_now
+        # Comparisons see texts as clients wrote them.
+        self.filters["equals"] = specials.equals
+        self.filters["contains"] = specials.contains
+        for name in ("==", "eq", "equalto"):
+            self.tests[name] = lambda left, right: specials.equals([left, right])
+        for name in ("!=", "ne"):
+            self.tests[name] = lambda left, right: not specials.equals([left, right])
+        self.tests["in"] = lambda item, items: specials.contains([item, items])
+
+    def _write(self, value: Any) -> Any:
+        budget = _budget.get(None)  # none while a template is compiled
+        return budget.write(self._text_of(value)) if budget else value
+
+    def _concatenated(self, values: list[Any]) -> str:
+        _budget.get().check(sum(map(_length, values)))
+        return "".join([str(self._text_of(value)) for value in values])
+
+    def _text_of(self, value: Any) -> Any:
+        """Return a list or an object as Python shows it, and any other value as it is."""
+        is_nested = isinstance(value, dict | list | tuple)
+        return self.specials.search(str, value) if is_nested else value
+
+    def _as_search(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def search(*args: Any, **options: Any) -> Any:
+            return self.specials.search(function, *args, **options)
+
+        return search
+
     def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         _budget.get().check()
         if any(isinstance(arg, int) and abs(arg) > MAX_NUMBER for arg in (*args, *kwargs.values())):
             raise jinja2.TemplateError(f"out of range: a number above {MAX_NUMBER} in a call")
-        found = super().call(context, obj, *args, **kwargs)
+        call = functools.partial(super().call, context, obj)
+        name = getattr(obj, "__name__", "")
+        if isinstance(getattr(obj, "__self__", None), str) and any(map(_is_searched, args)):
+            # `startswith`, `split`, `replace`...: the text has marks, but not what is looked for.
+            call = functools.partial(self.specials.search, _call_method, name, obj.__self__)
+        found = call(*args, **kwargs)
         _budget.get().check(_length(found))
         return found
 
@@ -243,7 +390,9 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 class _Limiter(NodeTransformer):
-    """A transformer that makes loops and the operator `~` check the budget, too."""
+    """A transformer that makes loops and the operator `~` check the budget, too, and comparisons
+    unmark texts.
+    """
 
     def __init__(self, environment: jinja2.Environment) -> None:
         self.environment = environment
@@ -255,6 +404,15 @@ class _Limiter(NodeTransformer):
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         values = nodes.List(node.nodes, lineno=node.lineno)
         return self.generic_visit(self._filter(values, "concatenated"))
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
+        self.generic_visit(node)
+        name, is_negated = COMPARISONS.get(node.ops[0].op, ("", False))
+        if len(node.ops) > 1 or not name:
+            return node
+        pair = nodes.List([node.expr, node.ops[0].expr], lineno=node.lineno)
+        found = self._filter(pair, name)
+        return nodes.Not(found, lineno=node.lineno) if is_negated else found
 
     def _filter(self, value: nodes.Node, name: str) -> nodes.Filter:
         made = nodes.Filter(cast(nodes.Expr, value), name, [], [], None, None, lineno=value.lineno)
@@ -269,9 +427,13 @@ def _counted(items: Iterable[Any]) -> Iterator[Any]:
         yield item
 
 
-def _concatenated(values: list[Any]) -> str:
-    _budget.get().check(sum(map(_length, values)))
-    return "".join(map(str, values))
+def _call_method(name: str, text: str, *args: Any, **options: Any) -> Any:
+    return getattr(text, name)(*args, **options)
+
+
+def _is_searched(arg: Any) -> bool:
+    """Return whether an argument of a string's method may be text to look for."""
+    return isinstance(arg, str | tuple)
 
 
 def _length(value: Any) -> int:
@@ -283,27 +445,23 @@ def _length(value: Any) -> int:
 class _Compiled:
     """A compiled template, and the format that it expects of a message's content."""
 
-    def __init__(self, source: str) -> None:
-        environment = _Sandbox(
-            finalize=lambda value: _budget.get().write(value) if _budget.get(None) else value,
-            trim_blocks=True,
-            lstrip_blocks=True,
-            extensions=[_GenerationTag, "jinja2.ext.loopcontrols"],
-        )
-        environment.filters["counted"] = _counted
-        environment.filters["concatenated"] = _concatenated
-        environment.filters["tojson"] = _tojson
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
+    def __init__(self, source: str, specials: SpecialTokens) -> None:
+        environment = _Sandbox(specials)
         try:
             tree = environment.parse(source)
             self.wants_parts = _wants_parts(tree)
             self.reads_documents = any(n.name == "documents" for n in tree.find_all(nodes.Name))
-            self.template = environment.from_string(_Limiter(environment).visit(tree))
+            self.texts = {str(node.value) for node in tree.find_all(nodes.Const)}
+            self.knows_developer = "developer" in self.texts
+            self._template = environment.from_string(_Limiter(environment).visit(tree))
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(
                 f"the chat template is not valid Jinja: line {error.lineno}: {error.message}"
             ) from None
+
+    def render(self, context: dict[str, Any]) -> str:
+        _budget.get().num_chars = MAX_CHARS
+        return self._template.render(context)
 
 
 class _GenerationTag(jinja2.ext.Extension):
@@ -360,95 +518,3 @@ def _wants_parts(tree: nodes.Template) -> bool:
         if isinstance(assign.target, nodes.Name) and is_content(assign.node):
             aliases.add(assign.target.name)
     return any(is_content(loop.iter) for loop in tree.find_all(nodes.For))
-
-
-def _normalise(message: dict[str, Any], wants_parts: bool, index: int) -> dict[str, Any]:
-    """Return a message in the format that the template expects, without null values."""
-    message = {key: value for key, value in message.items() if value is not None}
-    content = message.get("content", "")
-    parts = content if isinstance(content, list) else [content]
-    thoughts: list[str] = []
-    texts: list[str] = []
-    for part in parts:
-        if isinstance(part, dict) and part.get("type") == "thinking":
-            thoughts.append(part["thinking"])
-        elif isinstance(part, str):
-            texts.append(part)
-        else:
-            texts.append(_text_of_part(part, f"messages[{index}].content"))
-    if thoughts:
-        message.setdefault("reasoning", "\n".join(thoughts))
-    if wants_parts:
-        message["content"] = [{"type": "text", "text": text} for text in texts]
-    else:
-        message["content"] = "\n".join(texts)
-    # Templates read one of these names. GPT-OSS's refuses what it calls thinking beside content and
-    # calls: a message before a call takes its place.
-    if reasoning := message.get("reasoning_content") or message.get("reasoning"):
-        message |= {"reasoning_content": reasoning, "reasoning": reasoning}
-        if not (message["content"] and message.get("tool_calls")):
-            message["thinking"] = reasoning
-    if calls := message.get("tool_calls"):
-        message["tool_calls"] = [_with_parsed_arguments(call) for call in calls]
-    return message
-
-
-def _text_of_part(part: Any, param: str) -> str:
-    if isinstance(part, dict):
-        for key in ("text", "refusal"):
-            if isinstance(part.get(key), str):
-                return part[key]
-        part = part.get("type")
-    message = f"{param}: servd reads text parts only, got {part!r}"
-    raise InvalidRequest(message, param="messages")
-
-
-def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    """Return a call with its arguments as an object, if they are the JSON text of an object."""
-    function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        arguments = json.loads(function["arguments"] or "{}")
-    except (ValueError, RecursionError):
-        return call
-    if not isinstance(arguments, dict):
-        return call
-    return {**call, "function": {**function, "arguments": arguments}}
-
-
-def _append_to_last(messages: list[dict[str, Any]], text: str) -> None:
-    if not messages:
-        raise InvalidRequest("continue_final_message needs a message", param="messages")
-    content = messages[-1]["content"]
-    if isinstance(content, str):
-        messages[-1]["content"] = content + text
-    elif content:
-        content[-1]["text"] += text
-
-
-def _read_override(override: str) -> dict[str, str]:
-    is_text = "{%" in override or "{{" in override or "\n" in override
-    try:
-        return {"default": override if is_text else Path(override).read_text(encoding="utf8")}
-    except OSError as error:
-        raise ConfigError(
-            f"--chat-template {override}: {error.strerror}, and it contains no Jinja"
-        ) from None
-
-
-def _read_model_templates(tokenizer: Tokenizer) -> dict[str, str]:
-    """Return templates by name, from chat_template.jinja or else from tokenizer_config.json."""
-    if tokenizer.folder and (file := Path(tokenizer.folder) / "chat_template.jinja").exists():
-        return {"default": file.read_text(encoding="utf8")}
-    templates = tokenizer.config.get("chat_template")
-    if templates is None:
-        return {}
-    if isinstance(templates, str):
-        return {"default": templates}
-    try:
-        return {str(entry["name"]): str(entry["template"]) for entry in templates}
-    except (TypeError, KeyError):
-        raise ModelNotFound(
-            f"{tokenizer.folder}/tokenizer_config.json: chat_template has an unknown format"
-        ) from None

@@ -50,6 +50,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str = ""  # unique among those running; may be empty if it is only tokenised
     param: str = "prompt"  # the field of the request that holds it, for errors
     add_special_tokens: bool = True  # e.g. BOS
+    may_fill_context: bool = False  # a larger `max_tokens` means up to its end
     suffix: str | None = None  # text that follows the generated text
     keep_first: int | None = None  # tokens; truncates the end
     keep_last: int | None = None  # tokens; truncates the beginning

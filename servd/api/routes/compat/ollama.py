@@ -8,11 +8,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NotRequired
 
 import msgspec
 from fastapi import APIRouter
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 from starlette.responses import Response
@@ -29,7 +29,7 @@ from servd.api.protocol.chat import ChatCompletionRequest
 from servd.api.protocol.errors import ErrorReply
 from servd.api.protocol.score import Texts
 from servd.api.protocol.translation import TranslatedRequest, renamed
-from servd.api.protocol.validation import RequestBody
+from servd.api.protocol.validation import OpenObject, RequestBody
 from servd.api.text.prompt import Prompt
 from servd.checkpoint.facts import count_bytes
 from servd.checkpoint.hf import quant_method_of
@@ -69,8 +69,37 @@ def _check_message(message: Any) -> Any:
     return message
 
 
+def _as_object(parameters: Any) -> Any:
+    is_untyped = isinstance(parameters, dict) and "type" not in parameters
+    return {"type": "object", **parameters} if is_untyped else parameters
+
+
+class OllamaFunction(OpenObject):
+    """A function that the model may call, with any name. `parameters` is an object's schema."""
+
+    name: Annotated[str, Field(min_length=1, max_length=128)]
+    description: NotRequired[str | None]
+    parameters: NotRequired[Annotated[dict[str, Any] | None, AfterValidator(_as_object)]]
+
+
+class OllamaTool(OpenObject):
+    """A tool of the request, as the chat template gets it."""
+
+    type: Literal["function"]
+    function: OllamaFunction
+
+
+class OllamaChat(ChatCompletionRequest):
+    """A chat request with Ollama's rules: any names of tools, and any temperature."""
+
+    tools: Annotated[list[OllamaTool], Field(fail_fast=True, max_length=1024)] | None = None
+    temperature: float | None = None
+
+
 class OllamaRequest(TranslatedRequest):
     """Base of the bodies that generate text. Answers are streamed unless `stream` is false."""
+
+    chat_class = OllamaChat
 
     options: Options = None
     """Sampling parameters: `temperature`, `num_predict`, `repeat_penalty` and others."""
@@ -151,6 +180,7 @@ class Lines(EventStream):
 class OllamaBuilder(EventBuilder):
     """A builder of chats and texts. Its events are lines. Durations are in nanoseconds."""
 
+    may_fill_context = True
     keep_alive_frame = b""  # clients parse every line
     names = NAMES
     stream_class = Lines
@@ -159,8 +189,7 @@ class OllamaBuilder(EventBuilder):
     def __init__(
         self, request: Request, body: OllamaRequest, chat: ChatCompletionRequest, prompt: Prompt
     ) -> None:
-        super().__init__(request, body, prompt.request_id, chat)
-        self.prompts = [prompt]
+        super().__init__(request, body, prompt.request_id, chat, prompt)
         self.stream = body.stream is not False
         self.wants_manifest = False  # a comment is no line of JSON
         self.is_chat = isinstance(body, OllamaChatRequest)

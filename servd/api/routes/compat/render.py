@@ -24,4 +24,4 @@ async def render_chat_completion(request: Request, body: Parsed[ChatCompletionRe
         (prepared,) = await context.async_llm.prepare([prompt], params, options)
     params = msgspec.structs.asdict(prepared.params)
     answer = RenderedChat(call.model, prepared.prompt, prepared.prompt_token_ids, params)
-    return json_response(answer, headers=call.ignored)
+    return json_response(answer)
