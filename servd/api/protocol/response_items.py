@@ -20,9 +20,8 @@ def chat_messages(instructions: str | None, items: list[dict[str, Any]]) -> list
     System and developer messages at the beginning are merged into one system message, because most
     templates allow only one, and no developer messages.
     """
-    messages: list[dict[str, Any]] = (
-        [{"role": "system", "content": instructions}] if instructions else []
-    )
+    messages: list[dict[str, Any]] = []
+    leading = [instructions] if instructions else []  # texts of the first system message
     for item in items:
         last = messages[-1] if messages else {}
         is_assistant = last.get("role") == "assistant"
@@ -50,10 +49,13 @@ def chat_messages(instructions: str | None, items: list[dict[str, Any]]) -> list
             case _ if item["role"] == "user":
                 messages.append({"role": "user", "content": _chat_content(item["content"])})
             case _:  # system or developer
-                if len(messages) == 1 and last["role"] == "system":
-                    last["content"] += "\n\n" + _text(item["content"])
+                text = _text(item["content"])
+                if messages:
+                    messages.append({"role": "system", "content": text})
                 else:
-                    messages.append({"role": "system", "content": _text(item["content"])})
+                    leading.append(text)
+    if leading:
+        messages.insert(0, {"role": "system", "content": "\n\n".join(leading)})
     return messages
 
 
