@@ -90,11 +90,6 @@ OTHER_ERRORS: list[tuple[int, str, str | None, str, str]] = [
 OTHER_METRICS = [
     ("servd:engine_restarts", "counter", "Restarts of an engine that died or hung."),
     ("servd_ignored_fields", "counter", "Request fields that had no effect."),
-    (
-        "servd_dropped_log_lines",
-        "counter",
-        "Log lines of API servers that were dropped because nobody read them.",
-    ),
     ("http_requests", "counter", "Responses, by `handler` (the route), `method` and `status`."),
     (
         "http_request_duration_seconds",

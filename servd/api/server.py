@@ -80,7 +80,7 @@ class LoopLag:
         lag = max(now - self.last - TICK, 0.0)
         self.last = now
         self.metrics.observe_lag(lag)
-        self.metrics.families.dropped_lines.inc(log.take_dropped())
+        self.metrics.counters["servd:dropped_log_lines"].inc(log.take_dropped())
         self.worst = max(self.worst, lag)
         if self.worst >= LONG_LAG and now >= self.next_warning:
             logger.warning("the event loop was blocked for %.2f s", self.worst)

@@ -240,7 +240,7 @@ async def test_a_log_that_nobody_reads_delays_nobody(pipe: Pipe, log_format, siz
 
 async def test_dropped_lines_are_counted():
     async with serve() as served:
-        assert "servd_dropped_log_lines_total 0.0" in (await served.http.get("/metrics")).text
+        assert "servd:dropped_log_lines_total{" in (await served.http.get("/metrics")).text
 
 
 def test_a_log_whose_reader_has_gone_costs_nothing(pipe: Pipe):

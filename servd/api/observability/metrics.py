@@ -96,11 +96,6 @@ class Families:
         self.ignored_fields = Counter(
             "servd_ignored_fields", "Request fields that had no effect.", registry=registry
         )
-        self.dropped_lines = Counter(
-            "servd_dropped_log_lines",
-            "Log lines of API servers that were dropped because nobody read them.",
-            registry=registry,
-        )
         # Named as by prometheus-fastapi-instrumentator, without the labels of a model.
         self.http_requests = Counter(
             "http_requests", "Responses.", ["handler", "method", "status"], registry=registry
