@@ -7,6 +7,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
@@ -124,3 +126,63 @@ def test_why_a_model_among_several_cannot_be_served_is_a_line_of_its_log(capfd):
     child.stop(1)
     (line,) = [line for line in capfd.readouterr().err.splitlines() if "/nowhere" in line]
     assert "ERROR   one/servd" in line and "does not exist" in line
+
+
+# ---- what the start had, and a restart needs again ----
+
+REPORT = """
+import os, sys
+from servd.ipc.child import Child
+from servd.config import Config
+folder = sys.argv[1]
+os.chdir(folder)
+os.rmdir(folder)
+child = Child("late", "json.tool", None)
+child.process.communicate(b"{}")
+sys.exit(child.process.returncode)
+"""
+
+
+def test_a_child_starts_though_the_working_folder_was_removed(tmp_path: Path):
+    folder = tmp_path / "release-1"
+    folder.mkdir()
+    command = [sys.executable, "-c", REPORT, str(folder)]
+    done = subprocess.run(command, capture_output=True, timeout=WAIT_SECONDS)
+    assert done.returncode == 0, done.stderr.decode()
+
+
+def closing(*descriptors: int) -> Callable[[], None]:
+    return lambda: [os.close(each) for each in descriptors] and None
+
+
+STANDARD = """
+import os, sys
+from servd.cli import open_standard_files
+open_standard_files()
+found = [os.fstat(each).st_rdev == os.stat(os.devnull).st_rdev for each in range(3)]
+assert all(found[each] for each in map(int, sys.argv[2:])), found
+assert os.pipe()[0] > 2
+sys.stdin.read, sys.stdout.write(""), sys.stderr.write("")
+open(sys.argv[1], "w").write("fine")
+"""
+
+
+@pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 2), (0, 1, 2)])
+def test_closed_standard_files_are_opened_before_a_socket_takes_their_place(closed, tmp_path):
+    result = tmp_path / "result"
+    command = [sys.executable, "-c", STANDARD, str(result), *map(str, closed)]
+    subprocess.run(command, preexec_fn=closing(*closed), timeout=WAIT_SECONDS, check=True)
+    assert result.read_text() == "fine"
+
+
+def test_a_server_starts_in_a_folder_that_was_removed(tmp_path: Path):
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    code = f"""
+import os, sys
+os.chdir({str(folder)!r}); os.rmdir({str(folder)!r})
+from servd.cli import main
+main(["serve", "--executor", "nonsense"])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=WAIT_SECONDS)
+    assert done.returncode == 2 and b"Traceback" not in done.stderr, done.stderr.decode()

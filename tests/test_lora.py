@@ -5,11 +5,12 @@ import os
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from servd.base.errors import ConfigError
 from servd.checkpoint.adapter_store import AdapterStore
-from servd.checkpoint.lora import CONFIG, TENSORS, AdapterFiles, parse_module
+from servd.checkpoint.lora import CONFIG, TENSORS, AdapterFiles, _is_finite, parse_module
 from tests.adapters import Q_PROJ, write_adapter
 
 LAYER = "layers.0.self_attn.q_proj"
@@ -240,3 +241,24 @@ def test_patterns_have_little_time_for_all_modules(tmp_path: Path, monkeypatch):
     monkeypatch.setattr("servd.checkpoint.lora.PATTERN_SECONDS", 0.0)
     with pytest.raises(ConfigError, match="rank_pattern takes too long to compare"):
         AdapterFiles(folder)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", ["<f4", "<f2"])
+def test_values_that_are_not_finite_are_found(value: float, dtype: str):
+    numbers = np.random.default_rng(0).standard_normal(10_000).astype(dtype)
+    kind = {"<f4": "F32", "<f2": "F16"}[dtype]
+    assert _is_finite(numbers.tobytes(), kind)
+    for place in (0, 777, 9_999):
+        damaged = numbers.copy()
+        damaged[place] = value
+        assert not _is_finite(damaged.tobytes(), kind)
+
+
+@pytest.mark.parametrize("bits", [0x7F80, 0xFF80, 0x7FC0, 0xFFFF])
+def test_values_of_bfloat16_that_are_not_finite_are_found(bits: int):
+    numbers = np.random.default_rng(0).standard_normal(1000).astype("<f4").view("<u4") >> 16
+    numbers = numbers.astype("<u2")
+    assert _is_finite(numbers.tobytes(), "BF16")
+    numbers[7] = bits
+    assert not _is_finite(numbers.tobytes(), "BF16")

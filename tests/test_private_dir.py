@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from servd.base.private_dir import LOCK, LOCK_GRACE, PARENT_DIR, private_dir
+from servd.base.errors import ConfigError
+from servd.base.private_dir import LOCK, LOCK_GRACE, PARENT_DIR, find_base, private_dir
 from tests.limits import WAIT_SECONDS
 
 OWNER = "from servd.base.private_dir import private_dir; print(private_dir(), flush=True); input()"
@@ -83,3 +84,34 @@ def test_removed_folders_hold_no_descriptor(base: Path):
     for _ in range(20):
         shutil.rmtree(private_dir())
     assert len(os.listdir("/proc/self/fd")) == count
+
+
+NONE = "no folder"
+
+
+@pytest.mark.parametrize(
+    ("writable", "expected"),
+    [
+        ({"/dev/shm"}, "/dev/shm"),
+        ({"/run", "/dev/shm"}, "/dev/shm"),
+        ({"/run"}, "/run"),
+        ({"/tmp", "/run"}, "/tmp"),
+        ({"/mine", "/tmp"}, "/mine"),
+        (set(), NONE),
+        ({"/" + "x" * 80}, NONE),
+    ],
+)
+def test_sockets_find_a_folder_on_a_read_only_system(monkeypatch, writable, expected):
+    monkeypatch.setenv(PARENT_DIR, "")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", next((w for w in writable if len(w) > 60), "/mine"))
+    monkeypatch.setattr("os.access", lambda path, mode: path in writable)
+
+    def find_none() -> str:
+        raise FileNotFoundError("No usable temporary directory found")
+
+    monkeypatch.setattr("tempfile.gettempdir", find_none)
+    if expected is NONE:
+        with pytest.raises(ConfigError, match="/dev/shm, /run can be written.* TMPDIR"):
+            find_base()
+    else:
+        assert find_base() == expected

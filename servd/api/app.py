@@ -17,7 +17,6 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.routing import BaseRoute
 
 import servd
 from servd.api import console
@@ -28,8 +27,9 @@ from servd.api.context import Context
 from servd.api.engine.adapters import Adapters
 from servd.api.engine.async_llm import AsyncLLM
 from servd.api.engine.peers import PeerServers
-from servd.api.http.auth import OPEN_PATHS, ApiKeyAuth
+from servd.api.http.auth import OPEN_PATHS, ApiKeyAuth, ScopedRoute
 from servd.api.http.middleware import RequestContext
+from servd.api.http.pages import Pages
 from servd.api.http.route import Route
 from servd.api.keys import Keys
 from servd.api.observability.ignored_fields import IgnoredFields
@@ -87,14 +87,15 @@ def create_app(
     keys = Keys(config.access)
     open_paths = OPEN_PATHS | (console.open_paths() if config.server.console else set())
     access_log = log.resolve_access_log(config.observability)
-    origins = config.access.allowed_origins
     tracer = async_llm.tracer
     loop = async_llm.loop
     metrics = async_llm.metrics
-    middleware = [Middleware(RequestContext, tracer, loop, metrics, access_log, origins, spans)]
+    pages = Pages(config)
+    middleware = [Middleware(RequestContext, tracer, loop, metrics, access_log, pages, spans)]
     if keys.are_needed:
         middleware.append(Middleware(ApiKeyAuth, keys, open_paths))
-    if origins:  # outermost: preflight requests have no key, and scripts must read errors, too
+    # Outermost: preflight requests have no key, and scripts must read errors, too.
+    if config.access.allowed_origins:
         middleware.insert(0, cross_origin(config.access))
     routes = [cast(Route, route) for router in load_routers() for route in router.routes]
     app = assemble(middleware, routes)
@@ -128,8 +129,12 @@ def _batches(config: Config, app: FastAPI, keys: Keys, async_llm: AsyncLLM) -> B
     return BatchRunner(store, app, keys, async_llm.admission, most)
 
 
-def assemble(middleware: Sequence[Middleware], routes: Sequence[BaseRoute]) -> FastAPI:
-    """Return an application with these routes, which answers errors in OpenAI's form."""
+def assemble(middleware: Sequence[Middleware], routes: Sequence[ScopedRoute]) -> FastAPI:
+    """Return an application with these routes, which answers errors in OpenAI's form. Raise
+    TypeError for a route without a scope.
+    """
+    if unscoped := [route for route in routes if not isinstance(route, ScopedRoute)]:
+        raise TypeError(f"routes without a scope: {unscoped}")
     app = FastAPI(
         middleware=middleware,
         exception_handlers={
@@ -148,7 +153,9 @@ def assemble(middleware: Sequence[Middleware], routes: Sequence[BaseRoute]) -> F
 def cross_origin(access: AccessConfig) -> Middleware:
     return Middleware(
         CORSMiddleware,
-        allow_origins=access.allowed_origins,
+        allow_origins=["*"] if "*" in access.allowed_origins else [],
+        allow_origin_regex=access.origin_pattern,
+        allow_private_network="*" not in access.allowed_origins,
         allow_methods=access.allowed_methods or ["*"],
         allow_headers=access.allowed_headers or ["*"],
         allow_credentials=access.allow_credentials,
@@ -173,10 +180,13 @@ async def answer_error(request: Request, error: Exception) -> Response:
 
 
 def _allowed_methods(request: Request) -> list[str]:
-    """Return the methods of all routes with this path, not only of the first as the router does."""
-    routes: Sequence[Route] = request.app.state.routes
+    """Return the methods of the path's route. It may have several entries, one per method; and the
+    router may have taken one with a parameter, `/a/{b}`, because `/a/c` lacks the method.
+    """
+    routes: Sequence[ScopedRoute] = request.app.state.routes
     found = [route for route in routes if route.path_regex.match(request.scope["path"])]
-    return sorted({method for route in found for method in route.methods or ()})
+    path = min((route.path for route in found), key=lambda path: path.count("{"))
+    return sorted({m for route in found if route.path == path for m in route.methods or ()})
 
 
 def _what_was_meant(request: Request) -> str:

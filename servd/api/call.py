@@ -16,18 +16,19 @@ import msgspec
 from starlette.datastructures import Headers
 from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
-from starlette.types import Scope
+from starlette.types import Receive, Scope
 
 from servd.api.batches.store import Shelf
+from servd.api.connection import while_connected
 from servd.api.context import Context
 from servd.api.engine import kv_transfer
 from servd.api.engine.admission import Admitted
-from servd.api.engine.async_llm import AsyncLLM
+from servd.api.engine.async_llm import DEADLINE_PASSED, MAX_INLINE, AsyncLLM
 from servd.api.keys import CALL
 from servd.api.protocol.generation import GenerationRequest
 from servd.api.protocol.validation import MAX_VALUES, Body, RequestBody, parse
 from servd.api.request.request_state import RequestState
-from servd.base.errors import Forbidden, InvalidRequest, NotFound, ServdError
+from servd.base.errors import DeadlineExceeded, Forbidden, InvalidRequest, NotFound, ServdError
 from servd.base.tracing import Mark, now_ns
 from servd.config.keys import ANYONE, Key
 from servd.messages.adapter import Adapter
@@ -46,6 +47,7 @@ class Call:
     """The state of one HTTP request. The middleware creates it, and `call_of` returns it."""
 
     scope: Scope
+    receive: Receive  # receives the body, and then the end of the connection
     request_id: str  # X-Request-Id, which the client may have chosen
     unique_id: str  # unique even if the client chose `request_id`
     client: str  # takes turns with other clients: the key's owner or, without keys, the address
@@ -60,7 +62,7 @@ class Call:
     deadline: float | None = None  # on the clock of the event loop
     headers: dict[str, str] = field(default_factory=dict)  # of the response
     # The header X-Servd-Ignored, if fields of the body have no effect.
-    ignored: dict[str, str] = field(default_factory=dict)
+    ignored: Sequence[str] = ()  # names of fields and query parameters without effect
     model: str = ""  # the model's name in the response
     adapter: Adapter | None = None
     received_ns: int = 0  # 0 until the whole body has arrived
@@ -91,13 +93,14 @@ class Call:
         self.received_ns = now_ns()
         self.num_bytes = len(data)
         check_content_type(request)
+        if self.timeout is not None:
+            self.deadline = asyncio.get_running_loop().time() + self.timeout
         context = self.context
         async_llm = context.async_llm
         await async_llm.loop.turn(self.client)
         max_values = max(MAX_VALUES, 2 * async_llm.processor.max_model_len)
-        body = await async_llm.run_in_thread(
-            self.client, len(data), partial(parse, kind, data, max_values), is_new=True
-        )
+        work = partial(parse, kind, data, max_values)
+        body = await self.run_in_thread(len(data), work, is_new=True)
         self._report_ignored(context, body)
         asked = body.request_id if isinstance(body, GenerationRequest) else None
         if asked is not None and "x-request-id" not in request.headers:
@@ -105,9 +108,8 @@ class Call:
             self.unique_id = f"{asked}-{self.unique_id[:12]}"
         self.parsed_ns = now_ns()
         self.model, self.adapter = await context.find_model(body.model)
-        timeout = self.timeout if body.timeout is None else body.timeout
-        if timeout is not None:
-            self.deadline = asyncio.get_running_loop().time() + timeout
+        if body.timeout is not None:
+            self.deadline = asyncio.get_running_loop().time() + body.timeout
         return body
 
     def _report_ignored(self, context: Context, body: RequestBody) -> None:
@@ -119,7 +121,7 @@ class Call:
             return
         context.ignored_fields.report(body, ignored, self.scope["path"])
         names = [name[:64] for name in ignored[:MAX_IGNORED]]
-        self.ignored = {"x-servd-ignored": ", ".join(quote(name, safe="") for name in names)}
+        self.ignored = [*self.ignored, *names]
         if config.server.strict_fields:
             shown = ", ".join(f"`{name}`" for name in names)
             raise InvalidRequest(f"the server ignores these fields: {shown}", param=names[0])
@@ -201,9 +203,21 @@ class Call:
         self.requests.append(state)
 
     async def run_in_thread(self, size: int, work: Callable[[], T], *, is_new: bool = False) -> T:
-        """Run `work` with `AsyncLLM.run_in_thread`, on behalf of this call's client."""
+        """Run `work` with `AsyncLLM.run_in_thread`, on behalf of this call's client. Work that
+        waits for a thread is dropped with the client's connection, and at the deadline. The body
+        must have been read.
+
+        Raises DeadlineExceeded, ClientDisconnect or Overloaded.
+        """
         async_llm = self.context.async_llm
-        return await async_llm.run_in_thread(self.client, size, work, is_new=is_new)
+        run = partial(async_llm.run_in_thread, self.client, size, work, is_new=is_new)
+        if size <= MAX_INLINE:
+            return await run()
+        try:
+            async with asyncio.timeout_at(self.deadline), while_connected(self.receive):
+                return await run()
+        except TimeoutError:
+            raise DeadlineExceeded(DEADLINE_PASSED) from None
 
     async def respond(self, size: int, build: Callable[[], Any]) -> Response:
         """Return a JSON response with the result of `build`. Build and encode it in a thread if
@@ -211,6 +225,11 @@ class Call:
         """
         content = await self.run_in_thread(size, lambda: msgspec.json.encode(build()))
         return Response(content, media_type="application/json")
+
+
+def list_names(names: Sequence[str]) -> str:
+    """Return the value of X-Servd-Ignored for these names."""
+    return ", ".join(quote(name[:64], safe="") for name in names[:MAX_IGNORED])
 
 
 def call_of(request: HTTPConnection) -> Call:

@@ -2,6 +2,7 @@
 
 import hmac
 from collections.abc import Sequence
+from itertools import product
 
 from servd.base.errors import ConfigError, Unauthorized
 from servd.config import AccessConfig
@@ -33,22 +34,23 @@ class Keys:
         return next((key for key in known if key.name == owner and not key.has_expired), None)
 
     def find(self, headers: Sequence[tuple[bytes, bytes]]) -> Key:
-        """Return the API key in the request's `headers`. Raise Unauthorized if the key is missing,
-        unknown or expired.
+        """Return the first valid API key in the request's `headers`. Clients may send two, one of
+        them for another server. Raise Unauthorized if there is none, or all are unknown or expired.
         """
-        offered: bytes | None = None
+        offered: list[bytes] = []
         for name, value in headers:
             if name == b"x-api-key":
-                offered = value
+                offered.append(value)
             elif name == b"authorization" and value[:7].lower() == b"bearer ":
-                offered = value[7:].strip()
-        if offered is None:
+                offered.append(value[7:].strip())
+        if not offered:
             raise Unauthorized("an API key is needed: send it as `Authorization: Bearer KEY`")
         # Constant time: hashes have one length, and all keys are compared.
-        digest = hash_key(offered)
-        found = [key for key in self.current if hmac.compare_digest(digest, key.sha256)]
+        digests = map(hash_key, offered)
+        pairs = product(digests, self.current)
+        found = [key for digest, key in pairs if hmac.compare_digest(digest, key.sha256)]
         if not found:
             raise Unauthorized("the API key is not valid")
-        if found[0].has_expired:
+        if (key := next((key for key in found if not key.has_expired), None)) is None:
             raise Unauthorized("the API key has expired")
-        return found[0]
+        return key

@@ -80,6 +80,7 @@ class LoopLag:
         lag = max(now - self.last - TICK, 0.0)
         self.last = now
         self.metrics.observe_lag(lag)
+        self.metrics.counters["servd:dropped_log_lines"].inc(log.take_dropped())
         self.worst = max(self.worst, lag)
         if self.worst >= LONG_LAG and now >= self.next_warning:
             logger.warning("the event loop was blocked for %.2f s", self.worst)
@@ -324,6 +325,7 @@ def main() -> None:
     try:
         sys.exit(uvloop.run(serve(start)))
     except ConfigError as error:
+        log.flush()
         print(f"servd: error: {error}", file=sys.stderr)
         sys.exit(2)
 

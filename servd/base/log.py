@@ -2,12 +2,16 @@
 
 import logging
 import os
+import select
 import sys
+import threading
+import time
+from collections import deque
 from collections.abc import Mapping
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol, TextIO
 
 import msgspec
 
@@ -18,6 +22,17 @@ current_request: ContextVar[Mapping[str, str]] = ContextVar(
 
 # Environment variable: the model's name, if each of several has its own processes.
 MODEL = "SERVD_LOG_MODEL"
+
+
+MAX_PENDING = 1024 * 1024  # bytes of lines that wait to be written
+FLUSH_TIMEOUT = 0.5  # seconds that the end of a process waits for its last lines
+SELDOM = 10.0  # seconds between two lines about similar events
+# Control characters, and what readers of lines take for the end of one.
+UNSAFE = [*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029]
+ESCAPES = {code: repr(chr(code))[1:-1] for code in UNSAFE}
+JSON_ESCAPES = {code: f"\\u{code:04x}" for code in UNSAFE}
+
+logger = logging.getLogger("servd.log")
 
 
 class LogOptions(Protocol):
@@ -44,21 +59,126 @@ class JsonFormatter(logging.Formatter):
             "level": record.levelname.lower(),
             "process": self.process,
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": _as_utf8(record.getMessage()),
             **current_request.get(),
             **getattr(record, "fields", {}),
         }
         if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
-        return msgspec.json.encode(line).decode()
+            line["exception"] = _as_utf8(self.formatException(record.exc_info))
+        return msgspec.json.encode(line).decode().translate(JSON_ESCAPES)
+
+
+class TextFormatter(logging.Formatter):
+    """Formats a record as one line of text, and an exception as more lines. Escapes the control
+    characters of values such as the name of a folder: they could forge lines, or steer a terminal.
+    """
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        record.message = _as_utf8(record.message).translate(ESCAPES)
+        return super().formatMessage(record)
+
+    def formatException(self, ei: Any) -> str:
+        lines = _as_utf8(super().formatException(ei)).split("\n")
+        return "\n".join(line.translate(ESCAPES) for line in lines)
+
+
+def _as_utf8(text: str) -> str:
+    """Return `text` without the lone surrogates of file names that are no UTF-8."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+class LineWriter(logging.StreamHandler[TextIO]):
+    """Writes lines from a thread of its own. A pipe or a terminal that nobody reads blocks a write,
+    which must not stop the loops that log. Lines that do not fit into MAX_PENDING are dropped, and
+    a line counts them when the log flows again.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream)
+        self.descriptor = stream.fileno()  # the buffered stream would lock its buffer meanwhile
+        self.num_dropped = 0  # lines, since the start
+        self.num_taken = 0  # lines of them that `take_dropped` has returned
+        self._num_reported = 0
+        self._pending: deque[bytes] = deque()
+        self._num_bytes = 0  # of the pending lines
+        self._has_changed = threading.Condition()
+        threading.Thread(target=self._write_lines, name="log", daemon=True).start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Queue the line of a record, or drop it."""
+        data = f"{self.format(record)}\n".encode()
+        with self._has_changed:
+            if self._num_bytes + len(data) > MAX_PENDING:
+                self.num_dropped += 1
+                return
+            self._pending.append(data)
+            self._num_bytes += len(data)
+            self._has_changed.notify_all()
+
+    def flush(self) -> None:
+        """Wait until all lines are written, at most FLUSH_TIMEOUT."""
+        with self._has_changed:
+            self._has_changed.wait_for(lambda: not self._pending, FLUSH_TIMEOUT)
+
+    def _write_lines(self) -> None:
+        while True:
+            with self._has_changed:
+                self._has_changed.wait_for(lambda: self._pending)
+                data = self._pending[0]
+            self._write(data)
+            with self._has_changed:
+                self._pending.popleft()
+                self._num_bytes -= len(data)
+                self._has_changed.notify_all()
+            if not self._pending and self.num_dropped > self._num_reported:
+                count = self.num_dropped - self._num_reported
+                self._num_reported += count
+                logger.warning("%d log lines were dropped: nobody read the log", count)
+
+    def _write(self, data: bytes) -> None:
+        """Write bytes, however long it takes. Drop them if nobody can read them anymore."""
+        while data:
+            try:
+                data = data[os.write(self.descriptor, data) :]
+            except BlockingIOError:  # another process made the terminal non-blocking
+                select.select([], [self.descriptor], [])
+            except OSError:  # no line about it, which could not be written either
+                with self._has_changed:
+                    self.num_dropped += 1
+                    self._num_reported += 1
+                return
+
+
+class Seldom:
+    """Logs the first of many similar events at once, then at most one in SELDOM seconds, with the
+    number of the others.
+    """
+
+    def __init__(self, logger: logging.Logger, level: int) -> None:
+        self.logger = logger
+        self.level = level
+        self.num_others = 0
+        self.next_line = 0.0
+
+    def log(self, text: str, *values: object) -> None:
+        """Log an event, or count it."""
+        now = time.monotonic()
+        if now < self.next_line:
+            self.num_others += 1
+            return
+        if self.num_others:
+            text = f"{text} (and {self.num_others} others)"
+        self.logger.log(self.level, text, *values)
+        self.num_others = 0
+        self.next_line = now + SELDOM
 
 
 def setup(process: str, options: LogOptions) -> None:
     """Log to stderr as `12:34:56.789 INFO  api-0  message`, or as JSON. Call once per process."""
     if model := os.environ.get(MODEL):
         process = f"{model}/{process}"
-    handler = logging.StreamHandler(sys.stderr)
-    text = logging.Formatter(
+    handler = _handler()
+    text = TextFormatter(
         f"%(asctime)s.%(msecs)03d %(levelname)-7s {process:<8} %(message)s", datefmt="%H:%M:%S"
     )
     handler.setFormatter(JsonFormatter(process) if options.log_format == "json" else text)
@@ -66,6 +186,29 @@ def setup(process: str, options: LogOptions) -> None:
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)  # libraries
     set_level(options)
+
+
+def _handler() -> logging.Handler:
+    try:
+        return LineWriter(sys.stderr)
+    except (AttributeError, OSError):  # no stderr, or a stream in memory, which blocks nobody
+        return logging.StreamHandler(sys.stderr)
+
+
+def flush() -> None:
+    """Write the lines that wait, before this process ends or prints something itself."""
+    for handler in logging.getLogger().handlers:
+        handler.flush()
+
+
+def take_dropped() -> int:
+    """Return how many lines this process has dropped since the last call."""
+    count = 0
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, LineWriter):
+            count += handler.num_dropped - handler.num_taken
+            handler.num_taken = handler.num_dropped
+    return count
 
 
 def resolve_access_log(options: LogOptions) -> str:

@@ -14,6 +14,7 @@ import aiohttp
 from tqdm import tqdm
 
 from servd.bench._data import Prompt
+from servd.config.keys import clean_key
 
 
 @dataclass
@@ -60,7 +61,7 @@ async def run(
 ) -> tuple[list[Record], float]:
     """Send all prompts; return their records in order, and the seconds that all took."""
     rng = random.Random(load.seed)
-    headers = {"authorization": f"Bearer {load.api_key}"} if load.api_key else {}
+    headers = {"authorization": f"Bearer {clean_key(load.api_key)}"} if load.api_key else {}
     limit = asyncio.Semaphore(load.concurrency) if load.concurrency else nullcontext()
     hide = None if show_progress else True  # None: hidden unless stderr is a terminal
     tasks: list[asyncio.Task[Record]] = []

@@ -82,7 +82,9 @@ class AdapterStore:
             copy = self.folder / f"loading-{os.getpid()}"
             try:
                 digest = self._copy(Path(source), copy)
-                AdapterFiles(copy, source).check(max_rank, layers)
+                files = AdapterFiles(copy, source)
+                files.check(max_rank, layers)
+                files.check_values()
                 folder = self.folder / digest
                 if not folder.exists():
                     copy.rename(folder)

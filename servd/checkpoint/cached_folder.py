@@ -6,14 +6,23 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from servd.base.errors import ConfigError
+
 
 def make_cached_folder(kind: str, key: str, make: Callable[[Path], None]) -> Path:
-    """Return the cached folder for `kind` and `key`. If it is missing, call `make` with a path."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "servd", kind)
+    """Return the cached folder for `kind` and `key`. If it is missing, call `make` with a path.
+    Raise ConfigError if the cache cannot be used.
+    """
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    cache = Path(home, "servd", kind)
     target = cache / hashlib.sha256(key.encode()).hexdigest()[:24]
-    if target.exists():
-        return target
-    cache.mkdir(parents=True, exist_ok=True)
+    try:
+        if target.exists():
+            return target
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        hint = "set XDG_CACHE_HOME to a folder that can be written"
+        raise ConfigError(f"{cache}: {error.strerror}; {hint}") from None
     with tempfile.TemporaryDirectory(dir=cache) as scratch:
         made = Path(scratch, "made")
         make(made)

@@ -29,6 +29,10 @@ MAX_PATTERNS = 256
 MAX_CHOICES = 2  # in a pattern; a group of alternatives is one
 PATTERN_SECONDS = 2.0  # for all patterns and modules
 FLOATS = ("F32", "BF16", "F16")
+SIZES = {"F32": 4, "BF16": 2, "F16": 2}  # bytes of a number
+# The last bytes of infinite numbers and NaN, whose exponent has all bits set.
+WIDE = re.compile(rb"(?=[\x80-\xff][\x7f\xff])")
+NARROW = re.compile(rb"[\x7c-\x7f\xfc-\xff]")
 # Keys of adapter_config.json that change what an adapter computes: more than the
 # plain sum that servd adds.
 UNSUPPORTED = {
@@ -63,6 +67,14 @@ def layer_of(module: str) -> str | None:
     return found and found[0]
 
 
+def _is_finite(data: bytes, dtype: str) -> bool:
+    """Return whether all numbers, little-endian, are finite."""
+    if dtype == "F16":
+        return NARROW.search(data[1::2]) is None
+    size = SIZES[dtype]
+    return all(found.start() % size != size - 2 for found in WIDE.finditer(data))
+
+
 class AdapterFiles:
     """The files that PEFT wrote into a folder, without the weights. `modules` maps a name from
     `layer_of` to the names of its two tensors and the factor of their product. Raises ConfigError
@@ -75,6 +87,8 @@ class AdapterFiles:
         self.config = self._read_config()
         self.modules: dict[str, tuple[str, str, float]] = {}
         self.shapes: dict[str, Shape] = {}  # by name of the tensor
+        self.dtypes: dict[str, str] = {}
+        self.places: dict[str, tuple[int, int]] = {}  # first byte and size of each tensor's data
         self._pattern_seconds = 0.0
         try:
             self._read_modules()
@@ -103,6 +117,15 @@ class AdapterFiles:
             if info["dtype"] not in FLOATS or len(shape) != 2 or min(shape) < 1:
                 raise self._error(f"tensor {tensor} is {info['dtype']} {shape}, expected a matrix")
             self.shapes[tensor] = shape[0], shape[1]
+            begin, end = info["data_offsets"]
+            num_bytes = shape[0] * shape[1] * SIZES[info["dtype"]]
+            if begin < 0 or end - begin != num_bytes:
+                raise self._error(
+                    f"tensor {tensor} is at bytes {begin} to {end}, but {info['dtype']} {shape} "
+                    f"has {num_bytes} bytes: save the adapter again"
+                )
+            self.places[tensor] = begin, num_bytes
+            self.dtypes[tensor] = info["dtype"]
         for module, names in pairs.items():
             if names.keys() != {"A", "B"}:
                 raise self._error(f"{module} has lora_{[*names][0]} without the other factor")
@@ -141,6 +164,17 @@ class AdapterFiles:
                     f"has {layers[module][0]} and {layers[module][1]}: the adapter is for "
                     "another model"
                 )
+
+    def check_values(self) -> None:
+        """Check that all numbers are finite. Raises ConfigError, which names the tensor."""
+        path = self.folder / TENSORS
+        with path.open("rb") as file:
+            start = 8 + int.from_bytes(file.read(8), "little")
+            for tensor, (begin, num_bytes) in self.places.items():
+                file.seek(start + begin)
+                dtype = self.dtypes[tensor]
+                if not _is_finite(file.read(num_bytes), dtype):
+                    raise self._error(f"tensor {tensor} has values that are NaN or infinite")
 
     def _error(self, why: str) -> ConfigError:
         return ConfigError(f"the adapter {self.shown}: {why}")

@@ -1,6 +1,7 @@
 """The `servd` command: one file per subcommand, errors in one line, exit codes."""
 
 import argparse
+import errno
 import importlib.util
 import os
 import re
@@ -10,19 +11,22 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from servd import __version__
-from servd.base import compat, plugins
+from servd.base import compat, log, plugins
 from servd.base.errors import ConfigError, ServdError
 from servd.terminal.output import HELP, suggest
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a command and exit: 0 after a clean stop, 1 if a process died, 2 for a ServdError."""
+    open_standard_files()
     try:
+        check_encoding(sys.argv[1:] if argv is None else argv)
         arguments = make_parser().parse_args(argv)
         code = arguments.run(arguments)
         sys.stdout.flush()
         sys.exit(code)
     except ServdError as error:
+        log.flush()
         print(f"servd: error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
@@ -30,6 +34,32 @@ def main(argv: Sequence[str] | None = None) -> None:
     except BrokenPipeError:  # whoever reads it has seen enough, as `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
+    except OSError as error:
+        if error.errno not in (errno.ENAMETOOLONG, errno.ELOOP):
+            raise
+        print(f"servd: error: {str(error.filename)[:80]!r}: {error.strerror}", file=sys.stderr)
+        sys.exit(2)
+
+
+def check_encoding(words: Sequence[str]) -> None:
+    """Raise ConfigError for a word that is not UTF-8, as the processes exchange text."""
+    for word in words:
+        try:
+            word.encode()
+        except UnicodeEncodeError:
+            raise ConfigError(
+                f"{ascii(word)} is not UTF-8: rename it, or fix its encoding"
+            ) from None
+
+
+def open_standard_files() -> None:
+    """Open what is closed of stdin, stdout and stderr, or sockets would take their descriptors."""
+    for descriptor, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free descriptor
+            setattr(sys, name, open(descriptor, mode, closefd=False, encoding="utf8"))
 
 
 def make_parser() -> argparse.ArgumentParser:

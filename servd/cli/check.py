@@ -73,7 +73,7 @@ def judge(is_fine: bool, name: str, text: str, hint: str, otherwise: Status = "w
 
 def check_folders(config: Config) -> Iterator[Finding]:
     """Check the folders of models, converted tokenizers and sockets."""
-    home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     hub = os.environ.get("HF_HOME") or f"{home}/huggingface"
     models = config.model.download_dir or os.environ.get("HF_HUB_CACHE") or f"{hub}/hub"
     for name, folder, variable in (

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from huggingface_hub.constants import HF_HUB_CACHE
 
-from servd.base.errors import ModelNotFound
+from servd.base.errors import ModelNotFound, ServdError
 from servd.checkpoint import gguf
 from servd.checkpoint.short_names import full_name
 from servd.gateway.models import HUB, quantizations
@@ -19,14 +19,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     name = full_name(arguments.model)
     folder = find_repository(name)
+    if folder.is_symlink():
+        raise ServdError(f"{folder} is a link to a folder elsewhere: remove the link yourself")
     if folder.is_dir():
         shutil.rmtree(folder)
     elif find_file(name) is None:
         raise ModelNotFound(f"the cache has no model {name!r}; `servd list` shows what it has")
+    folders = find_repository(name.partition(":")[0]).resolve() / "blobs"
     while (file := find_file(name)) is not None:  # of each revision
         for part in filter(Path.exists, gguf.name_parts(file)):
-            if part.resolve().parent.name == "blobs":  # else a file of the user's own
-                part.resolve().unlink()
+            blob = part.resolve()
+            if blob.is_relative_to(folders):  # else a file of the user's own
+                blob.unlink(missing_ok=True)
             part.unlink()
     return 0
 

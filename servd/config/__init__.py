@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import re
 import typing
 from collections.abc import Mapping
@@ -38,6 +39,12 @@ from servd.config.several_models import ModelsConfig
 from servd.config.speculative import gather
 
 log = logging.getLogger("servd.config")
+
+
+# Options that name files or folders; some also take text, or a model of the hub.
+PATHS = ["model", "tokenizer", "chat_template", "api_key_file", "join_token_file", "attach"]
+PATHS += ["ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "download_dir", "kv_cache_dir"]
+PATHS += ["batch_dir", "lora_dir", "ipc_dir"]
 
 
 class Config(Section, frozen=True):
@@ -104,6 +111,18 @@ class Config(Section, frozen=True):
             changed.setdefault(fields[name][0], {})[name] = value
         replace = msgspec.structs.replace
         return replace(self, **{s: replace(getattr(self, s), **v) for s, v in changed.items()})
+
+    def with_absolute_paths(self) -> Config:
+        """Return a copy whose files and folders do not depend on the working folder, which may be
+        removed before a process is restarted.
+        """
+        fields = options_by_name()
+        changed: dict[str, str] = {}
+        for name in PATHS:
+            value = getattr(getattr(self, fields[name][0]), name)
+            if isinstance(value, str) and (name.endswith("_dir") or os.path.exists(value)):
+                changed[name] = os.path.abspath(value)
+        return self.replace(**changed)
 
 
 def _is_object(option: msgspec.structs.FieldInfo) -> bool:

@@ -1,10 +1,14 @@
 """The options of access to the server."""
 
+import re
 from typing import Annotated
 
 from msgspec import Meta
 
 from servd.config._section import Section
+
+# A scheme of browsers, apps or extensions, and a host; the port may be `*`.
+ORIGIN = r"^(\*|null|[a-z][a-z0-9+.-]*://[^\s/*\"]+(:\*)?)$"
 
 
 class AccessConfig(Section, frozen=True):
@@ -28,9 +32,15 @@ class AccessConfig(Section, frozen=True):
     """Certificates of clients. 0: not requested. 1: verified if sent. 2: required (mTLS)."""
     ssl_ciphers: str | None = None
     """Ciphers for TLS 1.2 and below, in OpenSSL's notation."""
-    allowed_origins: list[Annotated[str, Meta(pattern=r"^(\*|https?://[^\s/\"]+)$")]] = []
-    """Web origins whose pages may use the server (CORS), such as `https://chat.example.com`, or `*`
-    for all. Default: only the server's own.
+    allowed_hosts: list[Annotated[str, Meta(pattern=r"^(\*|(\*\.)?[^\s/*\"]+)$")]] = []
+    """Names under which clients may reach the server: `llm.example.com`, `*.example.com`, or `*`
+    for all. Names of this machine always work. Default: these alone on a loopback address without
+    API keys, all names otherwise.
+    """
+    allowed_origins: list[Annotated[str, Meta(pattern=ORIGIN)]] = []
+    """Web origins whose pages may use the server (CORS), such as `https://chat.example.com`,
+    `http://localhost:*`, `app://obsidian.md` or `null`, or `*` for all. Default: only the server's
+    own.
     """
     allowed_methods: list[str] = []
     """HTTP methods that pages of other origins may use. Default: all."""
@@ -38,6 +48,13 @@ class AccessConfig(Section, frozen=True):
     """HTTP headers that pages of other origins may send. Default: all."""
     allow_credentials: bool = False
     """Let pages of other origins send cookies and client certificates."""
+
+    @property
+    def origin_pattern(self) -> str:
+        """The regular expression of --allowed-origins, for a whole origin."""
+        found = [re.escape(origin) for origin in self.allowed_origins if origin != "*"]
+        found = [re.sub(r":\\\*$", r"(:\\d+)?", each) for each in found]
+        return ".*" if "*" in self.allowed_origins else "|".join(found) or "(?!)"
 
     @property
     def needs_keys(self) -> bool:

@@ -45,6 +45,8 @@ class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 # The key of every request to a server without API keys.
 ANYONE = Key(name="", sha256="", scopes=SCOPES)
+# The key of a request without one, to a server with API keys.
+NOBODY = Key(name="", sha256="", scopes=frozenset())
 
 
 class KeyFile(msgspec.Struct, forbid_unknown_fields=True):
@@ -60,7 +62,7 @@ def read_keys(access: AccessConfig) -> list[Key]:
     """
     keys = [
         Key(name=f"api-key-{digest[:12]}", sha256=digest, scopes=SCOPES)
-        for digest in dict.fromkeys(hash_key(text.encode()) for text in access.api_key)
+        for digest in dict.fromkeys(hash_key(clean_key(text).encode()) for text in access.api_key)
     ]
     if access.api_key_file is not None:
         keys += _read_file(access.api_key_file)
@@ -72,6 +74,20 @@ def read_keys(access: AccessConfig) -> list[Key]:
                 "remove one of the entries"
             )
     return keys
+
+
+def clean_key(text: str) -> str:
+    """Return an API key without the white space around it, such as the line end of a file.
+
+    Raises ConfigError, which does not show the key, if no header can carry it.
+    """
+    key = text.strip()
+    if not key or not key.isprintable():  # nor can lone surrogates of bytes that are no UTF-8
+        raise ConfigError(
+            "an API key (--api-key, $SERVD_API_KEY) is empty, or has a control character or bytes "
+            "that are not UTF-8: no header can carry it"
+        )
+    return key
 
 
 def check_new_keys(access: AccessConfig) -> None:

@@ -464,6 +464,7 @@ def main() -> None:
     try:
         EngineCoreProc(start, preparing.join).run()
     except ConfigError as error:
+        log.flush()
         print(f"servd: error: {error}", file=sys.stderr)
         sys.exit(2)
 

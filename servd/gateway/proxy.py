@@ -22,17 +22,17 @@ from prometheus_client.samples import Sample
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
-from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from servd.api import console
 from servd.api.app import assemble, cross_origin
 from servd.api.call import call_of, check_content_type
+from servd.api.connection import while_connected
 from servd.api.context import json_response
 from servd.api.engine.description import describe_folder
-from servd.api.http.auth import OPEN_PATHS, ApiKeyAuth
+from servd.api.http.auth import OPEN_PATHS, ApiKeyAuth, ScopedRoute
 from servd.api.http.middleware import SINCE, RequestContext
-from servd.api.http.streaming import while_connected
+from servd.api.http.pages import Pages
 from servd.api.keys import Keys
 from servd.api.observability.tracer import Tracer
 from servd.api.protocol.models import ModelCard
@@ -67,12 +67,14 @@ logger = logging.getLogger("servd.api")
 OWN = {b"connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"x-request-id", b"date"}
 OF_REQUESTS = OWN | {
     b"host",
+    b"origin",
     b"content-length",
     b"expect",
     b"sec-fetch-site",
     b"x-forwarded-for",
     SINCE.encode(),
 }
+DECODED = {b"content-encoding"}  # the body is passed on as RequestContext has read it
 # Routes that do not depend on the model: the gateway answers them itself.
 OF_ALL_MODELS = {
     "/openapi.json",
@@ -119,7 +121,7 @@ class Gateway:
         self.servers = servers
         self.pulling = asyncio.Lock()
 
-    def routes(self) -> list[BaseRoute]:
+    def routes(self) -> list[ScopedRoute]:
         """Return the routes of a model's server, most of which call `pass_on`."""
         own = {
             "/health": self.health,
@@ -134,8 +136,9 @@ class Gateway:
             "/v1/models": self.list_models,
             "/v1/models/{name:path}": self.retrieve_model,
         }
-        found: list[BaseRoute] = []
-        for route in (cast(Route, each) for router in load_routers() for each in router.routes):
+        found: list[ScopedRoute] = []
+        routes = [cast(ScopedRoute, each) for router in load_routers() for each in router.routes]
+        for route in routes:
             needs_weights = "POST" in (route.methods or ()) and route.path not in NEED_NO_WEIGHTS
             endpoint = own.get(route.path) or partial(self.pass_on, needs_weights=needs_weights)
             if route.path in OF_ALL_MODELS:
@@ -143,7 +146,10 @@ class Gateway:
                 continue
             if route.path.startswith(("/v1/files", "/v1/batches")):
                 endpoint = no_batches
-            found.append(Route(route.path, endpoint, methods=route.methods))
+            passed = ScopedRoute(route.path, endpoint, methods=route.methods)
+            if route.path in own:  # else the model's server looks at the query
+                passed.query_names = route.query_names
+            found.append(passed)
         return found
 
     async def health(self, request: Request) -> Response:
@@ -284,7 +290,7 @@ class Gateway:
         call = call_of(request)
         # The raw path: httpx would resolve `..`, and a decoded path may have any character.
         target = scope["raw_path"] + (b"?" + query if (query := scope["query_string"]) else b"")
-        headers = [(k, v) for k, v in scope["headers"] if k not in OF_REQUESTS]
+        headers = [(k, v) for k, v in scope["headers"] if k not in OF_REQUESTS | DECODED]
         headers.append((b"x-request-id", call.request_id.encode()))
         headers.append((SINCE.encode(), str(now_ns()).encode()))
         if request.client is not None:  # None: of a Unix socket
@@ -383,8 +389,8 @@ def _card(server: ModelServer) -> Card:
 
 def create_gateway(config: Config, servers: ModelServers, keys: Keys) -> FastAPI:
     access_log = log.resolve_access_log(config.observability)
-    origins = config.access.allowed_origins
-    context = Middleware(RequestContext, Tracer(), FairLoop(), None, access_log, origins)
+    pages = Pages(config)
+    context = Middleware(RequestContext, Tracer(), FairLoop(), None, access_log, pages)
     middleware = [context]
     if keys.are_needed:
         open_paths = OPEN_PATHS | (console.open_paths() if config.server.console else set())

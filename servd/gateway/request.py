@@ -9,7 +9,7 @@ from starlette.requests import Request
 from servd.base.errors import InvalidRequest
 from servd.base.json_reader import read_json
 
-BEGINS_JSON = (b"{", b" ", b"\n", b"\r", b"\t")
+BEGINS_JSON = (b"{", b" ", b"\n", b"\r", b"\t", b"\xef", b"\xff", b"\xfe", b"\0")
 SECONDS = {"ms": 0.001, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0}
 PART = re.compile(r"(\d+(?:\.\d+)?|\.\d+)(ms|s|m|h|)")
 # Possessive quantifiers: backtracking would try every way to split the digits.
@@ -34,8 +34,10 @@ def read(request: Request, body: bytes) -> Named:
     if body[:1] in BEGINS_JSON:
         try:
             found = read_json(body, Named)
-        except msgspec.ValidationError:
-            pass  # the model's server reports the error
+        except msgspec.ValidationError as error:
+            raise InvalidRequest(
+                f"`model` and `name` must be text: {error}", param="model"
+            ) from None
         except ValueError as error:
             raise InvalidRequest(f"the body is {error}") from None
     asked = request.query_params.get("model") or request.headers.get("x-servd-model")

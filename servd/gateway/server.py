@@ -33,7 +33,7 @@ def serve(read_config: Callable[[], Config], listener: socket.socket) -> int:
     config = read_config()
     folder = private_dir()
     try:
-        config = link_models(config, folder / "models")
+        config = link_models(config.with_absolute_paths(), folder / "models")
         uvloop.run(_serve(config, read_config, listener, str(folder)))
     finally:
         listener.close()
@@ -132,7 +132,7 @@ def reload(
 ) -> None:
     """Reload the options that can change at run time. If one is invalid, change nothing."""
     try:
-        config = read_config()
+        config = read_config().with_absolute_paths()
         adapters_in(config.lora)
         check_new_keys(config.access)
         keys.load(config.access)

@@ -19,6 +19,7 @@ from typing import TypeVar
 
 import msgspec
 
+from servd.base.log import flush
 from servd.config import Config
 
 T = TypeVar("T")
@@ -57,12 +58,14 @@ class Child:
         # Unless the parent itself runs out of the current folder (`python -m servd` in a checkout),
         # keep that folder out of the child's path (-P): a stray random.py of the user must not be
         # imported.
-        safe = [] if sys.path[0] in ("", os.getcwd()) else ["-P"]
+        folder = working_folder()
+        safe = [] if sys.path[0] in ("", folder) else ["-P"]
         self.process = subprocess.Popen(
             [sys.executable, *safe, "-m", module, *args],
             stdin=subprocess.PIPE,
             pass_fds=pass_fds,
             process_group=0,
+            cwd=folder,
             env={**DEFAULT_ENV, **os.environ, **(env or {})},
         )
         assert self.process.stdin is not None
@@ -152,6 +155,14 @@ class Child:
                 self.process.stdin.close()
 
 
+def working_folder() -> str:
+    """Return the working folder, or `/` if it was removed, as deployments do."""
+    try:
+        return os.getcwd()
+    except OSError:
+        return "/"
+
+
 def _read_stat(pid: int) -> list[str]:
     """Return the fields of /proc/PID/stat from the state on; empty if the process has ended."""
     try:
@@ -198,6 +209,7 @@ def read_start(kind: type[T], on_reload: Callable[[Config], None] = lambda confi
             except Exception:
                 log.exception("ignoring the new options")
         log.error("the parent process is gone: ending")
+        flush()
         os._exit(1)
 
     threading.Thread(target=watch, name="watch-parent", daemon=True).start()

@@ -50,6 +50,7 @@ def serve(read_config: Callable[[], Config]) -> int:
             logger.info("listening on %s", url_of(listener, config.access))
             return gateway_server.serve(read_config, listener)
         config, spec, decided = find_and_resolve(config)
+        config = config.with_absolute_paths()
         with socket_folder(config) as ipc_dir:
             if config.server.attach:
                 check_engine(ipc_dir, identity(config, spec))

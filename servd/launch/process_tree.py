@@ -262,7 +262,7 @@ class ProcessTree:
     def reload(self) -> None:
         self.reload_is_due = False
         try:
-            new = self.read_config()
+            new = self.read_config().with_absolute_paths()
             check_new_keys(new.access)
             tls_context(new.access)
             if (new.access.ssl_certfile is None) != (self.config.access.ssl_certfile is None):

@@ -18,6 +18,7 @@ import httpx
 from httpx import HTTPError
 
 from servd.base.errors import ServdError
+from servd.config.keys import clean_key
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 SAMPLING = ("temperature", "max_tokens", "seed")
@@ -77,7 +78,7 @@ class Client:
 
     def __init__(self, url: str, api_key: str | None = None, uds: str | None = None) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
-        auth = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        auth = {"authorization": f"Bearer {clean_key(api_key)}"} if api_key else {}
         base = self.url if "://" in self.url else f"http://{self.url}"
         self.uds = uds
         tls = ssl.create_default_context()  # reads $SSL_CERT_FILE

@@ -2,13 +2,17 @@
 
 import asyncio
 import math
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 
+from servd.api import call
 from servd.api.engine.admission import Admission
 from servd.api.observability.metrics import Metrics
 from servd.base.errors import InvalidRequest, Overloaded, RateLimited, Unavailable
@@ -325,3 +329,58 @@ async def test_a_draining_server_finishes_open_requests_and_admits_none(served: 
         pass
     counter = served.async_llm.metrics.labelled["vllm:admission_rejections", "draining"]
     assert counter._value.get() == 2
+
+
+# ---- long bodies ----
+
+LONG_BODY = {"input": [{"role": "user", "content": "x" * 8192}]}
+
+
+def count_parses(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sizes of the bodies that a thread has begun to parse."""
+    begun: list[int] = []
+    parse = call.parse
+
+    def counting(kind: type[Any], data: bytes, max_values: int) -> Any:
+        begun.append(len(data))
+        return parse(kind, data, max_values)
+
+    monkeypatch.setattr(call, "parse", counting)
+    return begun
+
+
+@contextmanager
+def busy(served: Served) -> Iterator[None]:
+    """All threads are busy until the end."""
+    free = threading.Event()
+    pool = served.async_llm._threads
+    tasks = [asyncio.ensure_future(pool.run(each, free.wait)) for each in "abc"]
+    try:
+        yield
+    finally:
+        free.set()
+        assert tasks
+
+
+async def test_a_body_that_waits_for_a_thread_is_dropped_with_its_client(monkeypatch):
+    begun = count_parses(monkeypatch)
+    async with serve(listen=True) as served:
+        with busy(served):
+            prompt = {"prompt": "x" * 9000}
+            for path, body in (("/v1/responses", LONG_BODY), ("/v1/completions", prompt)):
+                with pytest.raises(httpx.ReadTimeout):
+                    await served.http.post(path, json=body, timeout=0.2)
+            waiting = served.async_llm._threads._waiting.values()
+            await until(lambda: all(turn.cancelled() for turns in waiting for turn in turns))
+        answer = await served.http.post("/v1/responses", json={**LONG_BODY, "max_output_tokens": 1})
+        assert answer.status_code in (200, 400) and len(begun) == 1
+
+
+async def test_a_body_that_waits_for_a_thread_ends_at_its_deadline(monkeypatch):
+    begun = count_parses(monkeypatch)
+    async with serve(listen=True) as served:
+        with busy(served):
+            headers = {"x-request-timeout": "0.2"}
+            answer = await served.http.post("/v1/responses", json=LONG_BODY, headers=headers)
+        assert answer.status_code == 504 and not begun
+        assert answer.json()["error"]["code"] == "deadline_exceeded"

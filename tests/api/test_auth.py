@@ -16,14 +16,17 @@ import trustme
 from starlette.routing import Route
 
 from servd.api import console, keys
-from servd.api.http.auth import OPEN_PATHS
+from servd.api.app import assemble
+from servd.api.http.auth import OPEN_PATHS, ScopedRoute
 from servd.api.routes import load_routers
 from servd.base.errors import ConfigError
 from servd.config import AccessConfig, Config
 from servd.config.keys import Scope, hash_key, load_certificates, read_keys, tls_context
+from servd.terminal import api_client
 from tests.api.harness import MODEL, Served, listening, requests_sent, serve, user
 from tests.limits import WAIT_SECONDS
 
+CONSOLE_FILES = "/console/{file:path}"
 KEYS = ["first-key", "zweiter-schlüssel"]
 
 
@@ -250,7 +253,7 @@ FOR_INFERENCE = {
 
 async def test_every_route_asks_for_its_scope(key_file: Path):
     paths = {r.path for router in load_routers() for r in router.routes if isinstance(r, Route)}
-    guarded = paths - OPEN_PATHS - {"/console/{file:path}"}
+    guarded = paths - OPEN_PATHS - {CONSOLE_FILES}
     assert guarded == FOR_METRICS | FOR_ADMINS | FOR_INFERENCE
     allowed = {"alice": FOR_INFERENCE, "prometheus": FOR_METRICS, "root": guarded, "gone": set()}
     async with serve(api_key_file=str(key_file)) as served:
@@ -262,6 +265,63 @@ async def test_every_route_asks_for_its_scope(key_file: Path):
         answer = await served.http.get("/metrics", headers={"x-api-key": SECRETS["alice"]})
     error = answer.json()["error"]
     assert (error["type"], error["code"]) == ("permission_error", "insufficient_scope")
+
+
+RESERVED = {*FOR_METRICS, *FOR_ADMINS}
+AMENDED = ["%0A", "%0D%0A", "%00", "%E2%80%A8", "%0A%0A", "/"]
+
+
+def routes_with_a_suffix() -> list[tuple[str, str, str]]:
+    routes = [route for router in load_routers() for route in router.routes]
+    reserved = [each for each in routes if isinstance(each, Route) and each.path in RESERVED]
+    methods = [(method, each.path) for each in reserved for method in sorted(each.methods or ())]
+    return [(method, path, suffix) for method, path in methods for suffix in AMENDED]
+
+
+async def statuses(http: httpx.AsyncClient, key: str) -> dict[tuple[str, str, str], int]:
+    """The status of each reserved route, whose path is amended, as a client without it sees it."""
+    found = {}
+    for method, path, suffix in routes_with_a_suffix():
+        url = f"{path}{suffix}?model=one"
+        answer = await http.request(method, url, headers={"x-api-key": key})
+        found[method, path, suffix] = answer.status_code
+    return found
+
+
+async def test_no_writing_of_a_path_reaches_a_route_without_its_scope(key_file: Path):
+    async with serve(listen=True, api_key_file=str(key_file)) as served:
+        found = await statuses(served.http, SECRETS["alice"])
+        answer = await served.http.get("/metrics%0A")
+    assert len(found) >= 14 * len(AMENDED)
+    assert {path: status for path, status in found.items() if status not in (403, 404)} == {}
+    assert answer.status_code == 401
+
+
+def test_the_scope_belongs_to_the_route_that_matches_whatever_the_path():
+    for router in load_routers():
+        for route in router.routes:
+            assert isinstance(route, ScopedRoute)
+            assert "{" in route.path or not route.path_regex.match(f"{route.path}\n")
+            expected = "metrics" if route.path in FOR_METRICS else "inference"
+            expected = "admin" if route.path in FOR_ADMINS else expected
+            assert route.key_scope in {expected, None}
+            assert (route.key_scope is None) == (route.path in {*OPEN_PATHS, CONSOLE_FILES})
+
+
+def test_a_route_without_a_scope_is_refused():
+    async def anything(request: object) -> None: ...
+
+    with pytest.raises(TypeError, match="without a scope"):
+        assemble([], [Route("/anything", anything)])  # type: ignore[list-item]
+
+
+async def test_an_open_path_lends_no_scope(key_file: Path, monkeypatch):
+    """As if a table of open paths named a route of admins by mistake."""
+    monkeypatch.setattr("servd.api.app.OPEN_PATHS", OPEN_PATHS | {"/server_info", "/version"})
+    async with serve(api_key_file=str(key_file)) as served:
+        assert (await served.http.get("/server_info")).status_code == 403
+        assert (await served.http.get("/version")).status_code == 403
+        assert (await served.http.get("/health")).status_code == 200
 
 
 def test_a_key_has_its_limits_and_keys_as_text_may_do_everything(key_file: Path):
@@ -511,3 +571,41 @@ def test_origins_in_vllms_json_are_not_taken_for_a_name():
     assert config.access.allowed_origins == ["https://a.example", "*"]
     with pytest.raises(ConfigError, match="--allowed-origins"):
         Config.load({"allowed_origins": ['["*"', "]"]})
+
+
+# ---- several keys, and how they are written ----
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ([("authorization", "Bearer right"), ("x-api-key", "wrong")], 200),
+        ([("authorization", "Bearer wrong"), ("x-api-key", "right")], 200),
+        ([("x-api-key", "wrong"), ("authorization", "Bearer right")], 200),
+        ([("x-api-key", "right"), ("authorization", "Bearer wrong")], 200),
+        ([("x-api-key", "right"), ("authorization", "Basic wrong")], 200),
+        ([("x-api-key", "wrong"), ("x-api-key", "right")], 200),
+        ([("x-api-key", "wrong"), ("authorization", "Bearer wrong")], 401),
+    ],
+)
+async def test_any_valid_key_counts(headers, status):
+    async with serve(listen=True, api_key=["right"]) as served:
+        assert (await served.http.get("/version", headers=headers)).status_code == status
+
+
+@pytest.mark.parametrize("text", ["secret\r", "secret\n", "secret\r\n", " secret\t", "\nsecret"])
+async def test_line_ends_of_a_file_are_no_part_of_a_key(text):
+    async with serve(listen=True, api_key=[text]) as served:
+        answer = await served.http.get("/version", headers={"x-api-key": "secret"})
+        assert answer.status_code == 200
+
+
+@pytest.mark.parametrize("text", ["sec\rret", "sec\nret", "\r\n", " ", "sec\0ret", "sec\udcf6ret"])
+def test_a_key_that_no_header_can_carry_is_refused_and_not_shown(text):
+    for use in (
+        lambda: read_keys(AccessConfig(api_key=[text])),
+        lambda: api_client.Client("http://localhost:1", text),
+    ):
+        with pytest.raises(ConfigError, match="SERVD_API_KEY") as error:
+            use()
+        assert "sec" not in str(error.value)

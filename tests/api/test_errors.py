@@ -553,3 +553,57 @@ async def test_lists_beyond_their_limit_are_refused_with_the_limit(http):
         answer = await http.post(COMPLETIONS, json={"prompt": "a", name: value})
         check(answer, 400, name)
         assert str(limit) in answer.json()["error"]["message"]
+
+
+# ---- the query, and methods ----
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "named"),
+    [
+        ("GET", "/v1/models?limit=3", "limit"),
+        ("GET", "/health?verbose=1&verbose=2&x", "verbose, x"),
+        ("GET", "/v1/requests?recent=1&newest=2", "newest"),
+        ("GET", "/v1/models?a%0Ab=1", "a%0Ab"),
+        ("POST", "/v1/completions?beta=true", "beta"),
+        ("GET", "/v1/requests?recent=1&slowest=2&model=x", ""),
+    ],
+)
+async def test_query_parameters_without_effect_are_named(http, method, path, named):
+    body = {"prompt": "a", "max_tokens": 1} if method == "POST" else None
+    answer = await http.request(method, path, json=body)
+    assert answer.status_code == 200 and answer.headers.get("x-servd-ignored", "") == named
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/wake_up?tags=weights", "/sleep?levle=2", "/reset_prefix_cache?hard=1", "/sleep?tags="],
+)
+async def test_query_parameters_that_an_admin_means_are_refused(http, path):
+    name = path.partition("?")[2].partition("=")[0]
+    assert repr(name) in check(await http.post(path), 400, name)
+    assert (await http.post("/wake_up")).status_code == 200
+
+
+async def test_strict_fields_hold_for_the_query():
+    async with serve(strict_fields=True) as served:
+        answer = await served.http.get("/v1/models?limit=3")
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "limit"
+        assert (await served.http.get("/v1/requests?recent=1")).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "methods"),
+    [
+        ("/v1/responses/input_tokens", "POST"),
+        ("/v1/responses/resp_1", "DELETE, GET"),
+        ("/v1/responses/resp_1/cancel", "POST"),
+        ("/v1/messages/count_tokens", "POST"),
+        ("/v1/chat/completions/render", "POST"),
+        ("/v1/models/x", "GET"),
+    ],
+)
+async def test_options_name_the_methods_of_the_matched_route_alone(http, path, methods):
+    for method in ("OPTIONS", "PATCH"):
+        answer = await http.request(method, path)
+        assert (answer.status_code, answer.headers["allow"]) == (405, methods)

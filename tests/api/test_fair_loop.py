@@ -204,3 +204,16 @@ async def test_cancelled_work_frees_its_place(threads):
     assert "never" not in gate.order
     more = asyncio.gather(*(threads.run("a", lambda: True) for _ in range(9)))
     assert all(await asyncio.wait_for(more, 60))
+
+
+async def test_long_work_of_several_clients_leaves_a_thread_to_short_work(threads):
+    gate = Gate()
+    clients = ["a", "a", "b", "c", "d"]
+    run = threads.run
+    long = [asyncio.create_task(run(c, gate.work(c), is_long=True)) for c in clients]
+    await until(lambda: len(gate.order) == 2)
+    for client in "ae":
+        assert await asyncio.wait_for(run(client, lambda: True), WAIT_SECONDS)
+    assert len(gate.order) == 2
+    gate.open.set()
+    assert await asyncio.gather(*long) == clients

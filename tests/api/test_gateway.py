@@ -24,6 +24,7 @@ from servd.base import log
 from servd.base.errors import ConfigError, InvalidRequest
 from servd.checkpoint import hf
 from servd.config import Config
+from servd.config.keys import hash_key
 from servd.gateway.backend import ModelServer
 from servd.gateway.models import ModelFolder
 from servd.gateway.pool import ModelServers
@@ -992,3 +993,24 @@ async def test_keep_alive_of_nothing_frees_a_model_without_loading_it(tmp_path: 
         assert [model.model for model in (await client.ps()).models] == ["one:latest"]
         assert (await client.chat("one", [], keep_alive="0s")).done_reason == "unload"
         assert (await client.ps()).models == []
+
+
+async def test_no_writing_of_a_path_passes_the_scopes_of_the_gateway(tmp_path: Path):
+    keys = tmp_path / "keys.toml"
+    secret = "k" * 43
+    keys.write_text(f'[[keys]]\nname = "a"\nsha256 = "{hash_key(secret.encode())}"\n')
+    async with gateway(tmp_path / "models", "one", api_key_file=str(keys)) as (http, servers):
+        http.headers["x-api-key"] = secret
+        for suffix in ("", "%0A", "%0D%0A", "%00", "/"):
+            for method, path in (("POST", "/sleep"), ("GET", "/metrics"), ("POST", "/wake_up")):
+                answer = await http.request(method, f"{path}{suffix}?model=one")
+                assert answer.status_code == (404 if suffix else 403), (path, suffix)
+        assert servers.launched == []
+
+
+@pytest.mark.parametrize("body", [{"model": 5}, {"model": ["a"]}, {"name": {}}, {"model": True}])
+@pytest.mark.parametrize("path", ["/api/pull", "/api/show", "/sleep"])
+async def test_a_model_of_a_wrong_type_is_not_the_last_one(tmp_path: Path, path, body):
+    async with gateway(tmp_path, "one") as (http, _):
+        answer = await http.post(path, json={**body, "stream": False})
+        assert answer.status_code == 400, answer.text

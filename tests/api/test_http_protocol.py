@@ -408,3 +408,59 @@ async def test_an_offer_of_another_protocol_is_passed_over(served, connect, prot
             said += await asyncio.wait_for(client.reader.read(1 << 16), WAIT_SECONDS)
     assert said.count(b"HTTP/1.1 200") == said.count(b"HTTP/1.1 ") == 4
     assert said.count(b'"object":"text_completion"') == 3
+
+
+# ---- answers that nobody reads ----
+
+
+async def whole_answer(url: str) -> bytes:
+    """The body of an answer, read at once."""
+    host, port = url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+    answer = await reader.read()
+    writer.close()
+    await writer.wait_closed()
+    return answer.partition(b"\r\n\r\n")[2]
+
+
+async def test_the_slowest_of_those_who_do_not_read_is_cut(monkeypatch, caplog):
+    monkeypatch.setattr("servd.api.http.http_protocol.MAX_UNREAD", 8_000_000)
+    size = 3_000_000
+
+    async def app(scope, receive, send):
+        headers = [(b"content-length", b"%d" % size)]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": bytes(size)})
+
+    async with listening(app, send_buffer=4096) as url:
+        host, port = url.removeprefix("http://").split(":")
+        clients = []
+        for _ in range(12):
+            reader, writer = await asyncio.open_connection(host, int(port), limit=4096)
+            writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            clients.append((reader, writer))
+        await until(lambda: "the slowest" in caplog.text)
+        assert len(await whole_answer(url)) == size  # who reads gets everything
+        num_whole = 0
+        for reader, writer in clients:
+            with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+                await reader.readuntil(b"\r\n\r\n")
+                await reader.readexactly(size)
+                num_whole += 1
+            writer.close()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
+    assert 1 <= num_whole < 12
+
+
+async def test_a_single_large_answer_is_no_flood(monkeypatch):
+    monkeypatch.setattr("servd.api.http.http_protocol.MAX_UNREAD", 1_000_000)
+
+    async def app(scope, receive, send):
+        headers = [(b"content-length", b"5000000")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": bytes(5_000_000)})
+
+    async with listening(app, send_buffer=4096) as url:
+        assert len(await whole_answer(url)) == 5_000_000

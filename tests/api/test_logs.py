@@ -3,15 +3,28 @@
 import io
 import json
 import logging
+import os
 import re
 import shlex
+import threading
+import time
 
 import pytest
 
 from servd.api.server import first_steps
-from servd.base.log import current_request, resolve_access_log, setup
+from servd.base.errors import ConfigError
+from servd.base.log import (
+    MAX_PENDING,
+    Seldom,
+    current_request,
+    flush,
+    resolve_access_log,
+    setup,
+    take_dropped,
+)
 from servd.config import Config, ObservabilityConfig
-from tests.api.harness import serve
+from tests.api.harness import serve, until
+from tests.limits import WAIT_SECONDS
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT = f"00-{TRACE}-00f067aa0ba902b7-01"
@@ -164,3 +177,133 @@ async def test_the_lines_after_ready_can_be_used(options):
         body = json.loads(words[words.index("-d") + 1]) | {"max_tokens": 1}
         path = url.removeprefix("http://test")
         assert (await served.http.post(path, json=body, headers=headers)).status_code == 200
+
+
+# ---- a log that nobody reads ----
+
+
+class Pipe:
+    """A pipe whose reader reads when the test wants it to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.monkeypatch = monkeypatch
+        self.readable, writable = os.pipe()
+        self.stream = open(writable, "w", encoding="utf8")
+        self.lines: list[str] = []
+
+    def setup(self, log_format: str = "text") -> None:
+        """Log into the pipe. In the test itself, as pytest sets its own stderr for each phase."""
+        self.monkeypatch.setattr("sys.stderr", self.stream)
+        setup("api-0", ObservabilityConfig(log_format=log_format))
+
+    def read(self) -> None:
+        def collect() -> None:
+            with open(self.readable, encoding="utf8") as file:
+                self.lines.extend(file)
+
+        threading.Thread(target=collect, daemon=True).start()
+
+
+@pytest.fixture
+def pipe(monkeypatch):
+    """Logs that go into a pipe, without a reader at first."""
+    root, servd = logging.getLogger(), logging.getLogger("servd")
+    before = [*root.handlers], root.level, servd.level
+    yield Pipe(monkeypatch)
+    root.handlers[:] = before[0]
+    root.setLevel(before[1])
+    servd.setLevel(before[2])
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+@pytest.mark.parametrize("size", [1000, 100_000])
+async def test_a_log_that_nobody_reads_delays_nobody(pipe: Pipe, log_format, size):
+    pipe.setup(log_format)
+    logger = logging.getLogger("servd.api")
+    num_lines = 4 * MAX_PENDING // size
+    async with serve(access_log="all") as served:
+        for number in range(num_lines):
+            logger.info("%06d %s", number, "x" * size)
+        assert (await served.http.get("/health")).status_code == 200
+    num_dropped = take_dropped()
+    assert 0 < num_dropped < num_lines and take_dropped() == 0
+    pipe.read()
+    await until(lambda: any("were dropped" in line for line in pipe.lines))
+    told = next(line for line in pipe.lines if "were dropped" in line)
+    assert f"{num_dropped} log lines were dropped" in told
+    logger.info("it flows again")
+    await until(lambda: "it flows again" in pipe.lines[-1])
+    numbers = [int(found[1]) for line in pipe.lines if (found := re.search(r"\b(\d{6}) x", line))]
+    assert numbers == sorted({*numbers})
+    assert num_lines <= len(numbers) + num_dropped <= num_lines + 5  # a few lines are the server's
+
+
+async def test_dropped_lines_are_counted():
+    async with serve() as served:
+        assert "servd:dropped_log_lines_total{" in (await served.http.get("/metrics")).text
+
+
+def test_a_log_whose_reader_has_gone_costs_nothing(pipe: Pipe):
+    pipe.setup()
+    os.close(pipe.readable)
+    begin = time.thread_time()
+    for number in range(100):
+        logging.getLogger("servd.api").info("line %d", number)
+    flush()
+    assert take_dropped() == 100 and time.thread_time() - begin < 1
+
+
+def test_the_last_lines_are_written_before_the_end(pipe: Pipe):
+    pipe.setup()
+    pipe.read()
+    for number in range(1000):
+        logging.getLogger("servd.api").info("line %d", number)
+    flush()
+    deadline = time.monotonic() + WAIT_SECONDS
+    while len(pipe.lines) < 1000 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert pipe.lines[-1].endswith("line 999\n")
+
+
+def test_similar_events_are_one_line_in_ten_seconds(caplog, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("servd.base.log.time.monotonic", lambda: now[0])
+    seldom = Seldom(logging.getLogger("servd.api"), logging.INFO)
+    with caplog.at_level(logging.INFO, logger="servd.api"):
+        for number in range(300):
+            seldom.log("%d left", number)
+        assert caplog.messages == ["0 left"]
+        now[0] += 10
+        seldom.log("%d left", 300)
+        now[0] += 10
+        seldom.log("%d left", 301)
+    assert caplog.messages == ["0 left", "300 left (and 299 others)", "301 left"]
+
+
+NAMES = ["a\nb", "a\rb", "\x1b[31mred", "a\x9bb", "a\u2028b", "a\x85b", "\udcf6", "a\x7fb", "\0"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_a_name_can_neither_forge_a_line_nor_steer_a_terminal(monkeypatch, log_format, name):
+    root = logging.getLogger()
+    before = [*root.handlers]
+    stream = io.StringIO()
+    monkeypatch.setattr("sys.stderr", stream)
+    setup("servd", ObservabilityConfig(log_format=log_format))
+    try:
+        raise ConfigError(f"not serving {name}")
+    except ConfigError:
+        logging.getLogger("servd.api").exception("not serving %s", name)
+    finally:
+        root.handlers[:] = before
+    text = stream.getvalue()
+    text.encode()
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029]", text)
+    if log_format == "json":
+        expected = name.encode(errors="backslashreplace").decode()
+        assert json.loads(text)["message"] == f"not serving {expected}"
+    else:
+        shown = name.encode(errors="backslashreplace").decode() if "\udcf6" in name else name
+        escaped = shown if shown.isprintable() else ascii(shown)[1:-1]
+        assert text.splitlines()[0].endswith(f"not serving {escaped}")

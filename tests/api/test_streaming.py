@@ -9,7 +9,7 @@ import openai
 import pytest
 from starlette.requests import ClientDisconnect
 
-from servd.api.http.streaming import while_connected
+from servd.api.connection import while_connected
 from servd.base.errors import ShuttingDown
 from servd.messages.engine import AbortRequests, EngineDead
 from tests.api.harness import MODEL, Served, connect_openai, events, output_text, serve, until, user

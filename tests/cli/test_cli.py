@@ -216,3 +216,21 @@ def test_a_reader_that_has_seen_enough_gets_no_traceback():
     result = subprocess.run(program, stdout=write, stderr=subprocess.PIPE, text=True)
     os.close(write)
     assert result.returncode == 141 and "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["serve", "/models/M\udcf6del"],
+        ["serve", "demo", "--served-model-name", "M\udcf6"],
+        ["serve", "demo", "--chat-template", "\udcff"],
+        ["rm", "\udcf6"],
+        ["rm", "x" * 300],
+        ["rm", "org/" + "x" * 300 + ":Q8_0"],
+    ],
+)
+def test_words_that_cannot_be_names_are_a_sentence(words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(words)
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and "servd: error: " in error and "Traceback" not in error

@@ -1,7 +1,9 @@
 """servd run, list, rm and short names, over a Hugging Face cache that is made here."""
 
+import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -92,6 +94,27 @@ def test_a_short_name_is_a_model_also_in_the_user_s_own_table(tmp_path: Path, mo
         full_name("mine")
 
 
+@pytest.mark.parametrize("error", [PermissionError, NotADirectoryError, IsADirectoryError, OSError])
+def test_a_table_of_names_without_access_counts_as_none(monkeypatch, tmp_path: Path, error):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    read_text = Path.read_text
+
+    def read(path: Path, *args: Any, **options: Any) -> str:
+        if path.is_relative_to(tmp_path):
+            raise error("no access")
+        return read_text(path, *args, **options)
+
+    monkeypatch.setattr(Path, "read_text", read)
+    assert full_name("qwen3:0.6b") == "Qwen/Qwen3-0.6B"
+
+
+@pytest.mark.parametrize("home", ["/dev/null", "/proc/self/mem/x", "/nowhere", ""])
+def test_no_home_is_no_reason_not_to_start(monkeypatch, home):
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    monkeypatch.setenv("HOME", home)
+    assert full_name("qwen3:0.6b") == "Qwen/Qwen3-0.6B"
+
+
 @pytest.mark.parametrize(("fits", "chosen"), [((None,), None), (("int8",), "int8"), ((), "")])
 def test_the_first_quantization_that_fits_is_taken(monkeypatch, fits, chosen):
     def make_report(config: Config) -> plan.Report:
@@ -129,3 +152,22 @@ def test_a_quantized_model_that_does_not_fit_is_named_with_numbers(monkeypatch):
     message = str(error.value)
     assert message.startswith("demo takes") and "gptq" in message and "1MiB" in message
     assert "2GiB more memory" in message and "--quantization" not in message
+
+
+def test_rm_deletes_nothing_outside_of_the_cache(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(rm, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    repository = tmp_path / "hub" / "models--a--gg"
+    snapshot = repository / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    other = tmp_path / "other" / "blobs"
+    other.mkdir(parents=True)
+    (other / "mine.gguf").write_text("precious")
+    (snapshot / "m-Q8_0.gguf").symlink_to(other / "mine.gguf")
+    cli_arguments = argparse.Namespace(model="a/gg:Q8_0")
+    assert rm.run(cli_arguments) == 0
+    assert (other / "mine.gguf").read_text() == "precious"
+    assert not (snapshot / "m-Q8_0.gguf").is_symlink()
+    (tmp_path / "hub" / "models--a--link").symlink_to(tmp_path / "other")
+    with pytest.raises(ServdError, match="is a link"):
+        rm.run(argparse.Namespace(model="a/link"))
+    assert (other / "mine.gguf").exists()

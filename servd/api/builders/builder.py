@@ -13,9 +13,10 @@ from starlette.responses import Response
 
 from servd.api.builders.run_manifest import RepeatablePrompt, RunManifest, make_manifest
 from servd.api.call import call_of
+from servd.api.connection import while_connected
 from servd.api.engine import beam_search
 from servd.api.engine.async_llm import MAX_INLINE
-from servd.api.http.streaming import DONE, KEEP_ALIVE, EventStream, event, while_connected
+from servd.api.http.streaming import DONE, KEEP_ALIVE, EventStream, event
 from servd.api.output.incremental import Delta
 from servd.api.output.output_parser import OutputParser
 from servd.api.protocol.chat import ChatCompletionRequest

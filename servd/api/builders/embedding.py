@@ -8,7 +8,7 @@ import msgspec
 from starlette.requests import Request
 
 from servd.api.call import call_of
-from servd.api.http.streaming import while_connected
+from servd.api.connection import while_connected
 from servd.api.protocol.embeddings import EmbeddingUsage
 from servd.api.protocol.score import SimilarityRequest
 from servd.api.text.prompt import Pair, Prompt, SharedText

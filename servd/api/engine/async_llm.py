@@ -58,6 +58,7 @@ T = TypeVar("T")
 # Characters or tokens that are processed on the event loop, which takes up to a millisecond; more
 # would delay other requests, and goes to a thread.
 MAX_INLINE = 4096
+LONG = 256 * 1024  # the same unit: such work leaves a thread to shorter work
 PROMPT_SIZE = 200  # fixed cost of a prompt, in the same unit
 NUM_THREADS = 3
 NUM_GRAMMAR_THREADS = 32  # they mostly wait for the process that checks grammars
@@ -412,7 +413,7 @@ class AsyncLLM:
             return work()
         limit = self.config.scheduler.max_waiting_requests if is_new else None
         try:
-            return await self._threads.run(owner, work, limit)
+            return await self._threads.run(owner, work, limit, is_long=size > LONG)
         except Overloaded:
             self.metrics.labelled["vllm:admission_rejections", "max_waiting_requests"].inc()
             raise

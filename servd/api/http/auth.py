@@ -1,24 +1,29 @@
-"""ApiKeyAuth: requires an API key for all routes except `open_paths`."""
+"""ApiKeyAuth asks each request for an API key, and ScopedRoute for the key's scope."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import re
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from starlette.datastructures import QueryParams
+from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Send
 from starlette.types import Scope as Connection
 
 from servd.api.keys import CALL, ON_BEHALF_OF, Keys
-from servd.base.errors import Forbidden
-from servd.config.keys import Scope
+from servd.base.errors import Forbidden, InvalidRequest
+from servd.config.keys import NOBODY, Scope
 
 if TYPE_CHECKING:
     from servd.api.call import Call
 
 OPEN_PATHS = frozenset({"/", "/health", "/ping"})  # reveal nothing about the model
+# Routes that need no scope. The files of the console are open, its other paths need any key.
+OPEN_ROUTES = OPEN_PATHS | {"/console/{file:path}"}
 # Routes about other clients or the machine, and their scope. All others need "inference".
-SCOPE_OF_PATH: dict[str, Scope] = {
+SCOPE_OF_ROUTE: dict[str, Scope] = {
     "/debug/audit": "admin",
     "/is_sleeping": "admin",
     "/kv_event_sources": "metrics",
@@ -36,12 +41,55 @@ SCOPE_OF_PATH: dict[str, Scope] = {
 }
 
 
+class ScopedRoute(Route):
+    """A route that checks the scope of the request's key itself, because only the router knows
+    which route a path means. `assemble` refuses routes of other classes.
+    """
+
+    def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
+        super().__init__(path, endpoint, **options)
+        # `$` would also match before a line feed at the end of the path.
+        self.path_regex = re.compile(self.path_regex.pattern.removesuffix("$") + r"\Z")
+        self.key_scope = None if path in OPEN_ROUTES else SCOPE_OF_ROUTE.get(path, "inference")
+        self.query_names: Collection[str] | None = None  # None: another server reads the query
+
+    async def handle(self, scope: Connection, receive: Receive, send: Send) -> None:
+        """Answer a request. Raise Forbidden if its key lacks the route's scope."""
+        key = scope[CALL].key
+        if self.key_scope is not None and self.key_scope not in key.scopes:
+            raise Forbidden(
+                f"this route needs the scope {self.key_scope}, and the API key {key.name} has: "
+                f"{', '.join(sorted(key.scopes)) or 'none'}"
+            )
+        if self.query_names is not None:
+            self._check_query(scope, self.query_names)
+        await super().handle(scope, receive, send)
+
+    def _check_query(self, scope: Connection, known: Collection[str]) -> None:
+        """Name the query parameters that have no effect in X-Servd-Ignored. Raise InvalidRequest
+        with --strict-fields, and on the routes of admins: `/wake_up?tags=weights` asks for less
+        than would happen.
+        """
+        unknown = [name for name in QueryParams(scope["query_string"]) if name not in known]
+        if not unknown:
+            return
+        call: Call = scope[CALL]
+        if self.key_scope == "admin" or call.context.config.server.strict_fields:
+            listed = ", ".join(sorted(known)) or "none"
+            raise InvalidRequest(
+                f"{self.path} has no query parameter {unknown[0][:64]!r}, only: {listed}",
+                param=unknown[0][:64],
+            )
+        call.ignored = [name[:64] for name in unknown]
+
+
 @dataclass(eq=False)
 class ApiKeyAuth:
-    """Middleware that requires a key with the route's scope, as `Authorization: Bearer KEY` or
-    `x-api-key: KEY`. Sets `key`, and its name as `owner` and `client`, in the Call.
+    """Middleware that requires a key, as `Authorization: Bearer KEY` or `x-api-key: KEY`, for all
+    but `open_paths`. Sets `key`, and its name as `owner` and `client`, in the Call.
 
-    The ASGI path identifies the route, as in the router, never a URL built from headers.
+    Without a key, a request has no scope: if it reached another route than an open one, that route
+    would refuse it.
     """
 
     app: ASGIApp
@@ -49,19 +97,15 @@ class ApiKeyAuth:
     open_paths: Collection[str]
 
     async def __call__(self, scope: Connection, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in self.open_paths:
-            own = scope.get(ON_BEHALF_OF)
-            key = own or self.keys.find(scope["headers"])
-            needed = SCOPE_OF_PATH.get(scope["path"], "inference")
-            if needed not in key.scopes:
-                raise Forbidden(
-                    f"this route needs the scope {needed}, and the API key {key.name} has: "
-                    f"{', '.join(sorted(key.scopes)) or 'none'}"
-                )
-            # Background requests take turns separately.
-            client = f"{key.name}/background" if own else key.name
+        if scope["type"] == "http":
             call: Call = scope[CALL]
-            call.key = key
-            call.owner = key.name
-            call.client = client
+            if scope["path"] in self.open_paths:
+                call.key = NOBODY
+            else:
+                own = scope.get(ON_BEHALF_OF)
+                key = own or self.keys.find(scope["headers"])
+                call.key = key
+                call.owner = key.name
+                # Background requests take turns separately.
+                call.client = f"{key.name}/background" if own else key.name
         await self.app(scope, receive, send)

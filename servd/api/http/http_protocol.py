@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import select
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -39,6 +40,8 @@ MIN_CHUNK = 64  # bytes, on average
 MAX_SMALL_CHUNKS = 4096  # chunks that are always allowed
 LINGER = 1.0  # seconds for a refused client to read the response
 RESET_INTERVAL = 0.05  # seconds between two looks for a reset
+MAX_UNREAD = 128 * 1024 * 1024  # bytes of all answers that wait for their clients to read
+UNREAD_GRACE = 1.0  # seconds in which a client need not have read anything
 BLOCKED_NS = 1_000_000  # writes that take longer are marked as waiting for the client
 MAX_BLOCKED = 128  # such marks that are kept
 
@@ -54,6 +57,53 @@ class Connections:
 
     def __post_init__(self) -> None:
         self.idle: dict[HttpProtocol, None] = {}  # without an open request, longest idle first
+        # Connections whose client does not keep up with its answer.
+        self.unread: dict[TimedFlow, Backlog] = {}
+        self.num_unread = 0  # bytes that these had to send when they stopped
+
+    def add_unread(self, connection: TimedFlow) -> None:
+        """Count what a connection has to send. If all together have too much, cut the slowest."""
+        self.drop_unread(connection)
+        backlog = Backlog(connection.transport.get_write_buffer_size(), time.monotonic())
+        self.unread[connection] = backlog
+        self.num_unread += backlog.num_bytes
+        if self.num_unread <= MAX_UNREAD:
+            return
+        left = {each: each.transport.get_write_buffer_size() for each in self.unread}
+        total = sum(left.values())
+        slowest = sorted(left, key=lambda each: self.unread[each].rank(left[each]))
+        for each in slowest[:-1]:  # a single large answer is no flood
+            if total <= MAX_UNREAD:
+                break
+            logger.warning(
+                "closing a connection: clients have not read %d bytes of their answers, the most "
+                "is %d, and this one is the slowest",
+                total,
+                MAX_UNREAD,
+            )
+            total -= left[each]
+            self.drop_unread(each)
+            each.transport.abort()
+
+    def drop_unread(self, connection: TimedFlow) -> None:
+        """Stop counting a connection, whose client has read its answer or is gone."""
+        if (backlog := self.unread.pop(connection, None)) is not None:
+            self.num_unread -= backlog.num_bytes
+
+
+@dataclass(slots=True)
+class Backlog:
+    """What a connection had to send when its client stopped reading, and the time then."""
+
+    num_bytes: int
+    since: float
+
+    def rank(self, num_left: int) -> tuple[bool, float, float]:
+        """Return a key that is lower the slower the client reads. A new one has had no time to."""
+        seconds = time.monotonic() - self.since
+        is_new = seconds < UNREAD_GRACE
+        rate = 0.0 if is_new else (self.num_bytes - num_left) / seconds
+        return is_new, rate, self.since
 
 
 def settings(app: Any, connections: Connections, **options: Any) -> uvicorn.Config:
@@ -76,17 +126,51 @@ class ConnectionState:
 
 
 class TimedFlow(FlowControl):
-    """Flow control that records in `blocked` when writes waited for the client."""
+    """Flow control that records in `blocked` when writes waited for the client, and counts what it
+    has not read among the `connections`.
+    """
 
-    def __init__(self, transport: asyncio.Transport, blocked: deque[Mark]) -> None:
+    def __init__(
+        self, transport: asyncio.Transport, blocked: deque[Mark], connections: Connections
+    ) -> None:
         super().__init__(transport)
+        self.transport = transport
         self.blocked = blocked
+        self.connections = connections
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self.connections.add_unread(self)
+
+    def resume_writing(self) -> None:
+        self.connections.drop_unread(self)
+        super().resume_writing()
 
     async def drain(self) -> None:
         begin_ns = now_ns()
         await super().drain()
         if (end_ns := now_ns()) - begin_ns > BLOCKED_NS:
             self.blocked.extend((Mark("blocked", begin_ns), Mark("resumed", end_ns)))
+
+
+class UnframedCycle(RequestResponseCycle):
+    """A response to HTTP/1.0, which knows no chunks: without a Content-Length, it ends with the
+    connection.
+    """
+
+    is_unframed = False
+
+    async def send(self, message: Any) -> None:
+        """Send a message of ASGI."""
+        if message["type"] == "http.response.start":
+            names = [name.lower() for name, _ in message.get("headers", ())]
+            if b"content-length" not in names:
+                self.is_unframed = True
+                self.chunked_encoding = False
+                self.keep_alive = False
+        elif self.is_unframed:
+            self.expected_content_length = len(message.get("body", b""))
+        await super().send(message)
 
 
 class RequestParser(httptools.HttpRequestParser):
@@ -146,7 +230,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
-        self.flow = TimedFlow(transport, self.blocked)
+        self.flow = TimedFlow(transport, self.blocked, self.shared)
         self.shared.idle[self] = None
         self._watch_reading()
         if len(self.connections) > self.limits.max_connections:
@@ -160,6 +244,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.shared.idle.pop(self, None)
+        self.shared.drop_unread(cast(TimedFlow, self.flow))
         self._stop_read_timer()
         self._stop_write_timer()
         if self._eof_timer is not None:
@@ -248,6 +333,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._is_surplus = False
         super().on_headers_complete()  # raises if the target is invalid
         self._is_in_body = True
+        if self.scope["http_version"] == "1.0":
+            cast(Any, self.cycle).__class__ = UnframedCycle  # uvicorn made it
         if not self.pipeline:
             self._served = self.cycle
 

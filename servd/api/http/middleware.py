@@ -8,7 +8,7 @@ import re
 import time
 import uuid
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import quote
@@ -18,13 +18,14 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
-from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from servd.api.batches.store import MAX_UPLOAD
-from servd.api.call import Call
-from servd.api.http.auth import OPEN_PATHS
+from servd.api.call import Call, list_names
+from servd.api.http.auth import OPEN_PATHS, ScopedRoute
 from servd.api.http.http_protocol import CONNECTION, ConnectionState
+from servd.api.http.inflated import Inflated
+from servd.api.http.pages import Pages
 from servd.api.keys import CALL, ON_BEHALF_OF
 from servd.api.observability.metrics import Metrics
 from servd.api.observability.rendering import server_timing
@@ -34,9 +35,10 @@ from servd.api.protocol.validation import REQUEST_ID
 from servd.api.request.fair_loop import FairLoop
 from servd.api.request.request_state import RequestState
 from servd.base.bounds import MAX_TIMEOUT
-from servd.base.errors import Forbidden, InvalidRequest, Overloaded
+from servd.base.errors import InvalidRequest, Overloaded
 from servd.base.log import MODEL, current_request
 from servd.base.tracing import Mark, now_ns
+from servd.config import Config
 from servd.messages.engine import FinishReason
 
 if TYPE_CHECKING:
@@ -66,7 +68,7 @@ class RequestContext:
     loop: FairLoop  # for ending many timelines in turns
     metrics: Metrics | None  # None: responses are not counted
     access_log: str = "off"  # --access-log
-    origins: Collection[str] = ()  # --allowed-origins
+    pages: Pages = Pages(Config())
     spans: SpanExporter | None = None
 
     def __post_init__(self) -> None:
@@ -77,7 +79,7 @@ class RequestContext:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         headers = Headers(scope=scope)
-        call = scope[CALL] = self._begin(scope, headers)
+        call = scope[CALL] = self._begin(scope, receive, headers)
         body = Body(self, scope, headers, receive)
         status = 0
         written = False
@@ -111,9 +113,7 @@ class RequestContext:
             self._end(call, status, written)
 
     def _check(self, call: Call, headers: Headers) -> None:
-        """Check the limit of connections, Content-Length and the timeout. Prevent CSRF: other sites
-        could make their visitors' browsers send requests without a body (`/sleep`) to this server.
-        """
+        """Check the limit of connections, Content-Length, the timeout, and pages of other sites."""
         length = headers.get("content-length", "0")
         if not LENGTH.fullmatch(length):
             shown = length[:32]
@@ -123,15 +123,11 @@ class RequestContext:
             if self.metrics is not None:
                 self.metrics.labelled["vllm:admission_rejections", "max_connections"].inc()
             raise call.refusal
-        is_foreign = (
-            call.scope["method"] == "POST" and headers.get("sec-fetch-site") == "cross-site"
-        )
-        if is_foreign and {"*", headers.get("origin", "")}.isdisjoint(self.origins):
-            raise Forbidden("this origin must not send requests: add it to --allowed-origins")
+        self.pages.check(call.scope, headers)
         if (text := headers.get("x-request-timeout")) and not is_open:
             call.timeout = _timeout(text)
 
-    def _begin(self, scope: Scope, headers: Headers) -> Call:
+    def _begin(self, scope: Scope, receive: Receive, headers: Headers) -> Call:
         asked = headers.get("x-request-id", "")
         request_id = unique_id = uuid.uuid4().hex
         if re.fullmatch(REQUEST_ID, asked):
@@ -146,6 +142,7 @@ class RequestContext:
         connection = scope.get(CONNECTION) or ConnectionState(deque())
         return Call(
             scope=scope,
+            receive=receive,
             request_id=request_id,
             unique_id=unique_id,
             client=address,
@@ -159,8 +156,10 @@ class RequestContext:
     def _headers(self, call: Call, start: Message) -> Iterator[tuple[bytes, bytes]]:
         """Yield the headers of every response, and Server-Timing if it is not streamed."""
         yield b"x-request-id", call.request_id.encode()
-        for name, value in (call.headers | call.ignored).items():
+        for name, value in call.headers.items():
             yield name.encode(), value.encode()
+        if call.ignored:
+            yield b"x-servd-ignored", list_names(call.ignored).encode()
         if call.span is not None:
             yield b"traceresponse", call.span.traceparent.encode()
         if call.requests and any(name == b"content-length" for name, _ in start["headers"]):
@@ -218,12 +217,15 @@ class Body:
         self.announced = int(length[0]) if length else 0
         self.is_file = self.scope["path"] == "/v1/files"
         self.most = MAX_UPLOAD if self.is_file else MAX_BODY
+        coding = self.headers.get("content-encoding", "").strip().lower()
+        if coding not in ("", "identity"):
+            self.receive_part = Inflated(coding, self.receive_part).receive
 
     async def receive(self) -> Message:
         """Return the next part of the body.
 
         Raises:
-            HTTPException: 413, the body is too large.
+            HTTPException: 413, the body is too large, also when it is decoded; 415.
             Overloaded: the arriving bodies together take too much memory.
         """
         message = await self.receive_part() if self.announced <= self.most else {}
@@ -291,7 +293,7 @@ def _log_answer(call: Call, status: int, seconds: float) -> None:
 
 def handler_of(path: str, app: FastAPI) -> str:
     """Return the route template of a path, so that metrics have no label per id."""
-    routes: list[Route] = app.state.routes
+    routes: list[ScopedRoute] = app.state.routes
     return next((route.path for route in routes if route.path_regex.match(path)), "none")
 
 

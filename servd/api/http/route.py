@@ -7,19 +7,20 @@ headers to the `openapi_extra` and `responses` from which FastAPI makes its docu
 """
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Annotated, Any, TypeVar, cast, get_args, get_type_hints
 
 import msgspec
 from fastapi import APIRouter, Depends, Path
 from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
+from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.requests import Request
 
 import servd
 from servd.api.call import call_of
-from servd.api.http.auth import OPEN_PATHS
+from servd.api.http.auth import OPEN_PATHS, ScopedRoute
 from servd.api.http.middleware import MAX_BODY
 from servd.api.protocol.errors import (
     ANTHROPIC_ROUTES,
@@ -97,7 +98,7 @@ class Methods(set[str]):
         return super().__contains__("GET" if method == "HEAD" else method)
 
 
-class Route(APIRoute):
+class Route(ScopedRoute, APIRoute):
     """The class of all routes. An endpoint returns a Response, and its parameter `body` is a
     `Parsed` body.
 
@@ -110,6 +111,7 @@ class Route(APIRoute):
     ) -> None:
         super().__init__(path, endpoint, response_model=None, **options)
         self.methods = Methods(self.methods)
+        self.query_names = {"model", *_query_names(self.dependant.query_params)}
         self.tags = self.tags or [endpoint.__module__.rpartition(".")[2]]
         headers = ["X-Request-Id"]
         if self.kinds:
@@ -147,6 +149,14 @@ class Route(APIRoute):
             if self.path.startswith(ANTHROPIC_ROUTES):
                 statuses |= {529}
         return sorted(statuses)
+
+
+def _query_names(params: Iterable[Any]) -> Iterator[str]:
+    """Yield the names of query parameters; of a model such as Page, those of its fields."""
+    for param in params:
+        kind = param.field_info.annotation
+        is_model = isinstance(kind, type) and issubclass(kind, BaseModel)
+        yield from kind.model_fields if is_model else (param.alias,)
 
 
 @functools.cache

@@ -1,13 +1,13 @@
-"""EventStream sends server-sent events; while_connected cancels work if the client disconnects."""
+"""EventStream sends server-sent events."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing
 
-from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from servd.api.connection import while_connected
 from servd.api.protocol.errors import ErrorReply, error_reply
 from servd.base.line_ends import escape_line_ends
 
@@ -17,33 +17,6 @@ KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which clients ignore and proxies 
 
 def event(payload: bytes) -> bytes:
     return b"data: " + payload + b"\n\n"
-
-
-@asynccontextmanager
-async def while_connected(receive: Receive) -> AsyncIterator[None]:
-    """If the client disconnects, cancel the `with` block and raise ClientDisconnect. Read the
-    request's body before entering the block.
-    """
-    task = asyncio.current_task()
-    has_left = False
-    assert task is not None
-
-    async def watch() -> None:
-        nonlocal has_left
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        has_left = True
-        task.cancel()
-
-    watching = asyncio.create_task(watch())
-    try:
-        yield
-    except asyncio.CancelledError:
-        if has_left and not task.uncancel():
-            raise ClientDisconnect from None
-        raise
-    finally:
-        watching.cancel()
 
 
 class EventStream(Response):

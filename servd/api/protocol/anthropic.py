@@ -311,12 +311,11 @@ def _marked_as_error(content: str | list[dict[str, Any]]) -> Any:
 
 def _assistant(blocks: list[dict[str, Any]]) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant"}
+    thoughts: list[str] = []
     for block in blocks:
         match block["type"]:
             case "thinking":
-                message["reasoning_content"] = (
-                    message.get("reasoning_content", "") + block["thinking"]
-                )
+                thoughts.append(block["thinking"])
             case "tool_use":
                 arguments = json.dumps(block["input"], ensure_ascii=False)
                 function = {"name": block["name"], "arguments": arguments}
@@ -327,6 +326,8 @@ def _assistant(blocks: list[dict[str, Any]]) -> dict[str, Any]:
                 pass
             case _:
                 message.setdefault("content", []).extend(_text_parts([block]))
+    if thoughts:
+        message["reasoning_content"] = "".join(thoughts)
     return message
 
 

@@ -22,7 +22,7 @@ from typing_extensions import TypedDict
 from servd.api.protocol.json_size import has_more_values
 from servd.base.bounds import MAX_TIMEOUT, shorten
 from servd.base.errors import InvalidRequest
-from servd.base.json_reader import TOO_DEEP
+from servd.base.json_reader import TOO_DEEP, without_mark
 from servd.base.python_syntax import field_docstrings
 
 REQUEST_ID = r"^[A-Za-z0-9._:-]{1,128}$"  # in the header X-Request-Id or in a body
@@ -151,6 +151,10 @@ def parse(kind: type[Body], data: bytes, max_values: int = MAX_VALUES) -> Body:
     """Parse and validate a JSON body. Raise InvalidRequest, whose `param` names the first invalid
     field. Parsing blocks all threads of the process for about 0.3 us per value.
     """
+    try:
+        data = without_mark(data)
+    except ValueError as error:
+        raise InvalidRequest(f"the body is {error}") from None
     if has_more_values(data, max_values):
         raise InvalidRequest(
             f"the body has more than {max_values} JSON values: send less in one request"
@@ -183,7 +187,8 @@ def _write_whole_numbers(error: ValidationError, data: bytes) -> bytes | None:
             inner = container if key is None else container[key]
             is_index = isinstance(inner, list) and isinstance(entry, int) and entry < len(inner)
             if is_index or (isinstance(inner, dict) and entry in inner):
-                container, key = inner, entry
+                container = inner
+                key = entry
         if isinstance(container, list):  # only the first problem of a list is known
             container[:] = [int(item) if _is_whole(item) else item for item in container]
         elif key is not None and _is_whole(container[key]):

@@ -10,9 +10,9 @@ from starlette.responses import Response
 
 from servd.api.builders.decisions import OptionScorer, gather
 from servd.api.call import call_of
+from servd.api.connection import while_connected
 from servd.api.context import context_of, json_response
 from servd.api.http.route import Parsed, Route
-from servd.api.http.streaming import while_connected
 from servd.api.protocol.decisions import (
     Answer,
     Decision,

@@ -77,7 +77,7 @@ def count_gpus() -> int:
 
 def cache_folder(name: str) -> Path:
     """Return the folder for cached files, which users may delete at any time."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "servd", name)
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "servd", name)
 
 
 def keep_compiled_kernels() -> None:

@@ -1,0 +1,89 @@
+"""Pages: keeps pages of other sites, in the browsers of this server's users, from using it."""
+
+import ipaddress
+import re
+import socket
+
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.types import Scope
+
+from servd.base.errors import Forbidden
+from servd.config import Config
+
+SAFE_METHODS = {"GET", "HEAD", "OPTIONS"}
+
+
+class Pages:
+    """The hosts under which clients reach the server, and the origins of pages that may use it.
+
+    A page can give its own name the address 127.0.0.1 (DNS rebinding). Its browser then takes this
+    server for the page's own, and only the name in Host tells the difference.
+    """
+
+    def __init__(self, config: Config) -> None:
+        access = config.access
+        host = config.server.host
+        is_private = _is_loopback(host) and config.server.uds is None and not access.needs_keys
+        self.hosts = [name.lower() for name in access.allowed_hosts]
+        self.is_by_default = is_private and not self.hosts
+        own = socket.gethostname().lower()
+        self.own_names = {own, f"{own}.local", own.partition(".")[0]}
+        self.origins = re.compile(access.origin_pattern)
+
+    def check(self, scope: Scope, headers: Headers) -> None:
+        """Check where a request comes from.
+
+        Raises:
+            HTTPException: 421, the host is none of this server's.
+            Forbidden: a page of another site sends it.
+        """
+        for host in headers.getlist("host"):
+            if not self._is_own(_name_of(host), scope):
+                raise HTTPException(
+                    421,
+                    f"this server is not known as {host[:100]!r}: start it with --allowed-hosts "
+                    f"{_name_of(host)[:100]}, or let the proxy send `Host: localhost`",
+                )
+        if scope["method"] not in SAFE_METHODS and self._is_foreign(headers):
+            raise Forbidden("this origin must not send requests: add it to --allowed-origins")
+
+    def _is_own(self, name: str, scope: Scope) -> bool:
+        if self.is_by_default:
+            address, _ = scope.get("server") or ("", None)
+            if not _is_loopback(address):  # a socket of systemd, or a Unix socket
+                return True
+        elif not self.hosts or "*" in self.hosts:
+            return True
+        if _is_loopback(name) or name in self.own_names or name in self.hosts:
+            return True
+        if self.is_by_default and "." not in name and ":" not in name:
+            return True  # a name of the local network, which no foreign page has
+        return any(each[:2] == "*." and name.endswith(each[1:]) for each in self.hosts)
+
+    def _is_foreign(self, headers: Headers) -> bool:
+        """Return whether a page sends the request that is neither this server's nor allowed."""
+        origin = headers.get("origin")
+        site = headers.get("sec-fetch-site")  # browsers send it to https and to localhost only
+        if site is None:
+            is_foreign = origin is not None and origin.partition("://")[2] != headers.get("host")
+        else:
+            is_foreign = site == "cross-site"
+        return is_foreign and not self.origins.fullmatch(origin or "")
+
+
+def _name_of(host: str) -> str:
+    """Return a Host header without its port, in lower case."""
+    name = host.strip().lower()
+    if name.startswith("["):
+        return name[1:].partition("]")[0]
+    return name.partition(":")[0].removesuffix(".")
+
+
+def _is_loopback(name: str) -> bool:
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False

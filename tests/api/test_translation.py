@@ -1,0 +1,127 @@
+"""How long the other APIs' bodies take to become chats: in proportion to their size."""
+
+import gc
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from servd.api.protocol import anthropic, response_items
+from servd.api.routes.compat import ollama
+
+TEXT = "\U0001f600" + "x" * 60  # four bytes a character
+Make = Callable[[int], Any]
+
+
+def responses(*items: dict[str, Any]) -> Make:
+    """Items of the Responses API, the last of which is repeated."""
+    return lambda n: response_items.chat_messages(None, [*items, *[items[-1]] * n])
+
+
+def blocks(role: str, *given: dict[str, Any]) -> Make:
+    """A message of the Messages API, whose last block is repeated."""
+    return lambda n: anthropic.chat_messages(
+        TEXT, [{"role": role, "content": [*given, *[given[-1]] * n]}]
+    )
+
+
+def turns(*messages: dict[str, Any]) -> Make:
+    """Messages of Ollama's API, of which all are repeated."""
+    return lambda n: [*ollama.chat_messages([*messages] * n)]
+
+
+def calls(num_calls: int, **result: str) -> Make:
+    """As many calls as results."""
+    call = {"function": {"name": "a"}}
+    return lambda n: [
+        *ollama.chat_messages(
+            [{"role": "assistant", "tool_calls": [call] * (n * num_calls)}]
+            + [{"role": "tool", "content": "x", **result}] * n
+        )
+    ]
+
+
+CALL = {"type": "function_call", "name": "f", "arguments": "{}", "call_id": "c"}
+RESULT = {"type": "function_call_output", "call_id": "c", "output": TEXT}
+TRANSLATIONS = {
+    "system": responses({"role": "system", "content": TEXT}),
+    "developer": responses({"role": "developer", "content": TEXT}),
+    "later system": responses(
+        {"role": "user", "content": "a"}, {"role": "system", "content": TEXT}
+    ),
+    "instructions": lambda n: response_items.chat_messages(
+        TEXT, [{"role": "system", "content": TEXT}] * n
+    ),
+    "parts": lambda n: response_items.chat_messages(
+        None, [{"role": "system", "content": [{"text": TEXT}] * n}]
+    ),
+    "assistant": responses({"role": "assistant", "content": TEXT}),
+    "reasoning": responses({"type": "reasoning", "content": [{"text": TEXT}]}),
+    "calls": responses(CALL),
+    "results": responses(CALL, RESULT),
+    "thinking": blocks("assistant", {"type": "thinking", "thinking": TEXT}),
+    "thinking and text": blocks(
+        "assistant", {"type": "thinking", "thinking": TEXT}, {"type": "text", "text": TEXT}
+    ),
+    "text": blocks("user", {"type": "text", "text": TEXT}),
+    "tool results": blocks(
+        "user", {"type": "tool_result", "tool_use_id": "t", "content": TEXT, "is_error": True}
+    ),
+    "tool uses": blocks("assistant", {"type": "tool_use", "id": "t", "name": "f", "input": {}}),
+    "system messages": lambda n: anthropic.chat_messages(
+        None, [{"role": "system", "content": TEXT}] * n
+    ),
+    "ollama thinking": turns({"role": "assistant", "thinking": TEXT, "content": TEXT}),
+    "unmatched results": calls(1, tool_name="zz"),
+    "unmatched ids": calls(1, tool_call_id="zz"),
+    "matched results": calls(1, tool_name="a"),
+    "results by age": calls(1),
+    "few results": calls(3, tool_name="a"),
+}
+
+
+def seconds(make: Make, size: int) -> float:
+    """The CPU time of the fastest of three, without searches for garbage."""
+    taken = []
+    gc.disable()
+    try:
+        for _ in range(3):
+            begin = time.thread_time()
+            make(size)
+            taken.append(time.thread_time() - begin)
+    finally:
+        gc.enable()
+    return min(taken)
+
+
+@pytest.mark.parametrize("name", TRANSLATIONS)
+def test_twice_the_items_take_twice_the_time(name: str):
+    make, size = TRANSLATIONS[name], 4000
+    while (once := seconds(make, size)) < 0.005 and size < 64_000:
+        size *= 2
+    twice = seconds(make, 2 * size)
+    print(f"{name}: {size} in {once * 1000:.1f} ms, twice as many in {twice * 1000:.1f} ms")
+    assert twice < 3 * once + 0.02  # a square would be 4, and more where memory is copied
+
+
+def test_results_belong_to_their_oldest_call():
+    def call(name: str, id: str) -> dict[str, Any]:
+        return {"id": id, "function": {"name": name}}
+
+    first = {"role": "assistant", "tool_calls": [call("a", "1"), call("b", "2"), call("a", "3")]}
+    asked = [{"tool_name": "a"}, {}, {"tool_call_id": "3"}, {"tool_name": "a"}, {}]
+    messages = [first, *({"role": "tool", **each} for each in asked)]
+    found = [each.get("tool_call_id") for each in ollama.chat_messages(messages)]
+    assert found == [None, "1", "2", "3", None, None]
+
+
+def test_system_messages_at_the_beginning_are_one():
+    items = [{"role": "system", "content": "b"}, {"role": "developer", "content": "c"}]
+    items += [{"role": "user", "content": "d"}, {"role": "system", "content": "e"}]
+    found = response_items.chat_messages("a", items)
+    assert [(each["role"], each["content"]) for each in found] == [
+        ("system", "a\n\nb\n\nc"),
+        ("user", "d"),
+        ("system", "e"),
+    ]
