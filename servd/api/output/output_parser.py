@@ -106,10 +106,8 @@ class OutputParser:
             if isinstance(delta, ToolCallStart):
                 self.num_calls += 1
                 self._open_call = Brackets()
-            elif (
-                isinstance(delta, ToolCallArguments)
-                and self._open_call
-                and self._open_call.end(delta.text, 0)
-            ):
-                self._open_call = None
+            elif isinstance(delta, ToolCallArguments) and (call := self._open_call):
+                is_other_text = call.depth == 0 and not delta.text.lstrip().startswith(("{", "["))
+                if is_other_text or call.end(delta.text, 0):
+                    self._open_call = None
         return deltas

@@ -1,6 +1,5 @@
 """ToolParser: the common base of tool parsers: emits calls, and parses calls in JSON."""
 
-import json
 import uuid
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from servd.api.output.incremental import (
     ToolCallArguments,
     ToolCallStart,
 )
+from servd.api.output.json_reader import CLOSING, QUOTES, JsonReader, json_text, repaired
 
 
 @dataclass(eq=False)
@@ -158,16 +158,18 @@ class ToolParser(Parser):
         yield from reader.space()
         while not (yield from reader.accept("}")):
             yield from reader.space()
-            key = yield from reader.json_string()
+            key, is_key = yield from json_text(reader)
             yield from reader.space()
-            if key is None or not (yield from reader.accept(":")):
+            if not is_key or not (yield from reader.accept(":")):
                 return False
             yield from reader.space()
             if not (yield from call.take(key)):
                 return False
             yield from reader.space()
             if not (yield from reader.accept(",")) and (yield from reader.peek()) != "}":
-                return False
+                # The last bracket may be missing.
+                is_end = (yield from reader.is_at((*self.markers, "]"))) and call.has_begun
+                return is_end and call.end(needs_arguments)
         return call.end(needs_arguments)
 
     def json_call_until(self, end: str) -> Steps[bool]:
@@ -196,19 +198,21 @@ class ToolParser(Parser):
     def json_arguments(self) -> Steps[bool]:
         """Read a call's arguments: an object, JSON text or null. Return False if malformed."""
         first = yield from self.reader.peek()
-        if first in ("{", "["):
-            return (yield from self.reader.json_value(self.arguments))
-        pieces: list[str] = []
-        found = yield from self.reader.json_value(pieces.append)
-        if found:
-            self.arguments(_unwrapped("".join(pieces)))
+        if first in CLOSING:
+            return (yield from JsonReader(self.reader, self.arguments, self.markers).value())
+        if first in QUOTES:
+            text, found = yield from json_text(self.reader)
+        else:
+            pieces: list[str] = []
+            found = yield from JsonReader(self.reader, pieces.append).value()
+            text = "".join(pieces)
+        self.arguments(_unwrapped(text) if found else text)
         return found
 
 
-def _unwrapped(arguments: str) -> str:
-    """Return arguments as JSON text, from JSON that may also be a string of JSON, or null."""
-    text = json.loads(arguments) if arguments.startswith('"') else arguments
-    return "{}" if text in ("", "null") else text
+def _unwrapped(text: str) -> str:
+    """Return arguments as JSON text, from text that may be null, or JSON with mistakes."""
+    return "{}" if text in ("", "null") else repaired(text) or text
 
 
 class _JsonCall:
@@ -223,18 +227,22 @@ class _JsonCall:
     def take(self, key: str) -> Steps[bool]:
         """Read the value of `key`. Return False if the call is malformed."""
         if key == "name" and self.name is None:
-            self.name = yield from self.parser.reader.json_string()
-            if self.name and self.early is not None:
+            self.name, is_whole = yield from json_text(self.parser.reader)
+            if is_whole and self.name and self.early is not None:
                 self._begin(self.name)
                 self.parser.arguments(_unwrapped(self.early))
-            return bool(self.name)
+            return is_whole and bool(self.name)
         names = ("arguments", "parameters")
         is_arguments = key in names and not self.has_begun and self.early is None
         if is_arguments and self.name is not None:
             self._begin(self.name)
             return (yield from self.parser.json_arguments())
+        reader = self.parser.reader
+        if is_arguments and (yield from reader.peek()) in QUOTES:
+            self.early, found = yield from json_text(reader)
+            return found
         pieces: list[str] = []
-        found = yield from self.parser.reader.json_value(pieces.append)
+        found = yield from JsonReader(reader, pieces.append, self.parser.markers).value()
         if is_arguments:
             self.early = "".join(pieces)
         return found

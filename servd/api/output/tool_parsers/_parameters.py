@@ -11,11 +11,9 @@ from servd.api.output.call_grammar import (
     quoted,
 )
 from servd.api.output.incremental import Brackets, Steps
+from servd.api.output.json_reader import LITERALS, escape, repaired
 from servd.api.output.tool_parser import ToolParser
 from servd.api.output.tool_parsers._text_values import texts_of, types_of
-
-# Python's words, which models like.
-LITERALS = {"True": "true", "False": "false", "None": "null"}
 
 
 class ParametersParser(ToolParser):
@@ -170,15 +168,13 @@ def to_json(text: str, types: set[str]) -> str:
         try:
             json.loads(word, parse_constant=_refuse)
             return word
-        except (ValueError, RecursionError):
+        except ValueError:
+            if word.startswith(("{", "[")) and (value := repaired(word)):
+                return value
+        except RecursionError:
             pass
     return f'"{escape(text)}"'
 
 
 def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not JSON")
-
-
-def escape(text: str) -> str:
-    """Return text as it is written in a JSON string, without quotation marks."""
-    return json.dumps(text, ensure_ascii=False)[1:-1]

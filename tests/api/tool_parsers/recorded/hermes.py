@@ -85,7 +85,7 @@ CASES = {
         [("get_weather", '{"city": "Par')],
     ),
     "cut off in arguments as text": Case(
-        '<tool_call>{"name": "now", "arguments": "{\\"a', [("now", "")]
+        '<tool_call>{"name": "now", "arguments": "{\\"a', [("now", '{"a')]
     ),
     "cut off in the end tag": Case(
         '<tool_call>{"name": "now", "arguments": {}}</tool', [("now", "{}")]

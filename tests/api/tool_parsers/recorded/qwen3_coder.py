@@ -53,9 +53,9 @@ CASES = {
         write_file(options='{"a": "</parameter>\\"</parameter>"}', path="x"),
         [("write_file", '{"options": {"a": "</parameter>\\"</parameter>"}, "path": "x"}')],
     ),
-    "an odd quotation mark is no JSON": Case(
+    "an odd quotation mark": Case(
         write_file(options="{'a': '\"'}", path="x"),
-        [("write_file", '{"options": "{\'a\': \'\\"\'}", "path": "x"}')],
+        [("write_file", '{"options": {"a": "\\""}, "path": "x"}')],
     ),
     "null": Case(
         write_file(mode="null", size="None"), [("write_file", '{"mode": null, "size": null}')]
