@@ -15,7 +15,14 @@ from servd.api.builders.run_manifest import RepeatablePrompt, RunManifest, make_
 from servd.api.call import call_of
 from servd.api.engine import beam_search
 from servd.api.engine.async_llm import MAX_INLINE
-from servd.api.http.streaming import DONE, KEEP_ALIVE, EventStream, event, while_connected
+from servd.api.http.streaming import (
+    DONE,
+    KEEP_ALIVE,
+    EventStream,
+    event,
+    in_one_line,
+    while_connected,
+)
 from servd.api.output.incremental import Delta
 from servd.api.output.output_parser import OutputParser
 from servd.api.protocol.chat import ChatCompletionRequest
@@ -225,7 +232,11 @@ class ResponseBuilder(ABC):
             if last := self.last_frame():
                 yield last
             if self.wants_manifest:  # a comment, which clients skip
-                yield b": receipt " + msgspec.json.encode(await self.make_manifest()) + b"\n\n"
+                yield (
+                    b": receipt "
+                    + in_one_line(msgspec.json.encode(await self.make_manifest()))
+                    + b"\n\n"
+                )
 
     async def make_manifest(self) -> RunManifest:
         n = self.n

@@ -9,6 +9,7 @@ import msgspec
 from starlette.requests import Request
 
 from servd.api.builders.builder import ResponseBuilder
+from servd.api.http.streaming import in_one_line
 from servd.api.output.incremental import Delta
 from servd.api.output.output_parser import OutputParser
 from servd.api.protocol.chat import ChatCompletionRequest
@@ -105,5 +106,5 @@ class EventBuilder(ResponseBuilder):
 
 def encode(events: Iterable[Event]) -> bytes:
     """Return the events as server-sent events with names."""
-    written = [(e["type"].encode(), msgspec.json.encode(e)) for e in events]
+    written = [(e["type"].encode(), in_one_line(msgspec.json.encode(e))) for e in events]
     return b"".join([b"event: %b\ndata: %b\n\n" % event for event in written])

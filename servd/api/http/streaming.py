@@ -14,8 +14,20 @@ DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which clients ignore and proxies count as activity
 
 
+# Line ends that Unicode knows besides JSON's, in UTF-8 -> as JSON escapes them.
+LINE_ENDS = {end.encode(): b"\\u%04x" % ord(end) for end in ("\u0085", "\u2028", "\u2029")}
+
+
+def in_one_line(payload: bytes) -> bytes:
+    """Return JSON that clients can split from others at any line end that Unicode knows."""
+    if b"\xc2\x85" in payload or b"\xe2\x80" in payload:
+        for end, escaped in LINE_ENDS.items():
+            payload = payload.replace(end, escaped)
+    return payload
+
+
 def event(payload: bytes) -> bytes:
-    return b"data: " + payload + b"\n\n"
+    return b"data: " + in_one_line(payload) + b"\n\n"
 
 
 @asynccontextmanager

@@ -50,7 +50,7 @@ class ToolCallArguments(msgspec.Struct):
 
 Delta = Content | Reasoning | ToolCallStart | ToolCallArguments
 
-_SPACE = re.compile(r"\s*")
+SPACE = re.compile(r"\s*")
 _JSON_MARKS = re.compile(r'["\\{}\[\]]')
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -149,6 +149,16 @@ class Reader(msgspec.Struct):
                 return match[0], self._text[match.end() : match.end() + 1]
             yield
 
+    def accept_after_space(self, literal: str) -> Steps[bool]:
+        """Consume white space and `literal` (see `accept`), or nothing. Return whether it came."""
+        space, _ = yield from self.ahead(SPACE)
+        is_there = yield from self.is_at((literal,), len(space))
+        begun = self._text[self._at + len(space) :]
+        if not is_there and not (begun and literal.startswith(begun)):
+            return False
+        yield from self.space()
+        return (yield from self.accept(literal))
+
     def run(self, pattern: re.Pattern[str]) -> Steps[str]:
         """Consume and return text up to a character outside of `pattern`, a repeated set."""
         pieces: list[str] = []
@@ -161,7 +171,7 @@ class Reader(msgspec.Struct):
             yield
 
     def space(self) -> Steps[str]:
-        return (yield from self.run(_SPACE))
+        return (yield from self.run(SPACE))
 
     def piece(self, *markers: str) -> Steps[tuple[str, str]]:
         """Consume the text before the next marker as soon as it is certain, or else the marker.

@@ -24,12 +24,14 @@ class ToolParser(Parser):
     """A parser that finds tool calls in an output. Everything else is content.
 
     A call is emitted as soon as its name is certain, and its arguments as the model writes them.
-    Text that looks like a call, but is malformed, becomes content. White space around calls is
-    dropped.
+    Text that looks like a call, but is malformed, becomes content. White space alone before,
+    between and after calls is dropped.
 
     Attributes:
         markers: texts that may be special tokens and that the parser must see.
+            The first one begins a call, or a section of calls.
         syntaxes: for grammars of calls. Empty if the format has no grammar.
+        stray: a text to drop once: the end of reasoning that a call has ended before.
 
     Args:
         tools: the tools of the request.
@@ -40,9 +42,10 @@ class ToolParser(Parser):
 
     tools: Sequence[dict[str, Any]]
     num_calls: int = field(default=0, init=False)
-    # At the end of the content, as it came; dropped if a call follows.
+    stray: str = field(default="", init=False)
+    # White space before a text, as it came; dropped if a call follows.
     _spaces: list[str] = field(default_factory=list[str], init=False)
-    _is_after_call: bool = field(default=False, init=False)
+    _is_in_text: bool = field(default=False, init=False)
 
     @classmethod
     @abstractmethod
@@ -79,18 +82,25 @@ class ToolParser(Parser):
     def content(self, text: str) -> None:
         """Emit text that is not part of a call."""
         self.reader.forget()
-        text = text.lstrip() if self._is_after_call else text
-        if visible := text.rstrip():
-            self._is_after_call = False
-            self.deltas.append(Content("".join((*self._spaces, visible))))
+        if not text:
+            return
+        self._spaces.append(text)
+        self._is_in_text = self._is_in_text or not text.isspace()
+        if self._is_in_text:
+            self.deltas.append(Content("".join(self._spaces)))
             self._spaces.clear()
-        self._spaces.append(text[len(visible) :])
 
     def rest(self, *markers: str, call: Callable[[], Steps[bool]] | None = None) -> Steps[None]:
         """Read to the end. After a marker, `call` reads (see `attempt`). Other text is content."""
         while True:
-            text, marker = yield from self.reader.piece(*markers)
-            if marker and call:
+            stray = (self.stray,) if self.stray else ()
+            text, marker = yield from self.reader.piece(*markers, *stray)
+            if marker in stray:
+                yield from self.reader.space()
+                self.reader.forget()
+                self._spaces.clear()
+                self.stray = ""
+            elif marker and call:
                 yield from self.attempt(call())
             elif text:
                 self.content(text)
@@ -103,7 +113,7 @@ class ToolParser(Parser):
         self._spaces.clear()
         self.deltas.append(ToolCallStart(self.num_calls, self.new_id(), name))
         self.num_calls += 1
-        self._is_after_call = True
+        self._is_in_text = False
 
     def arguments(self, text: str) -> None:
         """Emit more arguments of the last call."""

@@ -98,8 +98,7 @@ class ParametersParser(ToolParser):
         close = self.markers[1]
         if (yield from reader.accept(self.function_end)):
             self.arguments("}")
-            yield from reader.space()
-            yield from reader.accept(close)
+            yield from reader.accept_after_space(close)
             return True
         has_tag = yield from reader.accept(close)
         if has_tag or (yield from reader.peek()):  # not cut off

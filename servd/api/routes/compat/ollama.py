@@ -22,7 +22,7 @@ from servd.api.call import call_of
 from servd.api.context import Context, context_of, json_response
 from servd.api.engine.description import describe_model
 from servd.api.http.route import Parsed, Route
-from servd.api.http.streaming import EventStream
+from servd.api.http.streaming import EventStream, in_one_line
 from servd.api.output.incremental import Content, Delta, Reasoning, ToolCallArguments, ToolCallStart
 from servd.api.output.json_reader import arguments_object
 from servd.api.protocol.chat import ChatCompletionRequest
@@ -226,7 +226,7 @@ class OllamaBuilder(EventBuilder):
         yield msgspec.json.decode(reply.body)
 
     def encode(self, events: Iterable[Event]) -> bytes:
-        return b"".join(msgspec.json.encode(event) + b"\n" for event in events)
+        return b"".join(in_one_line(msgspec.json.encode(event)) + b"\n" for event in events)
 
 
 def answer(model: str, text: str, is_chat: bool, more: dict[str, Any]) -> dict[str, Any]:
