@@ -13,7 +13,7 @@ from servd.api.output.call_grammar import (
 from servd.api.output.incremental import Brackets, Steps
 from servd.api.output.json_reader import LITERALS, escape, repaired
 from servd.api.output.tool_parser import ToolParser
-from servd.api.output.tool_parsers._text_values import texts_of, types_of
+from servd.api.output.tool_parsers._text_values import property_of, texts_of, types_of
 
 
 class ParametersParser(ToolParser):
@@ -81,8 +81,6 @@ class ParametersParser(ToolParser):
         self.arguments("{")
         functions = [tool["function"] for tool in self.tools if tool["function"]["name"] == name]
         parameters = functions[0].get("parameters") if functions else None
-        properties = parameters.get("properties") if isinstance(parameters, dict) else None
-        properties = properties if isinstance(properties, dict) else {}
         separator = ""
         while True:
             yield from reader.space()
@@ -93,7 +91,8 @@ class ParametersParser(ToolParser):
                 return False
             self.arguments(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
             separator = ", "
-            if not (yield from self._value(types_of(properties.get(key), parameters))):
+            schema = property_of(parameters, key, parameters)
+            if not (yield from self._value(types_of(schema, parameters))):
                 return False
         close = self.markers[1]
         if (yield from reader.accept(self.function_end)):
