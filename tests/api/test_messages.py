@@ -151,7 +151,7 @@ async def test_tool_choice(scripted: Served, choice, num_calls):
 @pytest.mark.parametrize(
     ("stop", "reason", "inputs"),
     [
-        ("ln", ("stop_sequence", "ln"), [{"raw_arguments": '{"city": "Kö'}]),
+        ("ln", ("stop_sequence", "ln"), [{"city": "Kö", "raw_arguments": '{"city": "Kö'}]),
         ('"arguments": {"city": "B', ("tool_use", None), [{"city": "Köln"}]),
     ],
 )

@@ -125,11 +125,12 @@ class MessageBuilder(EventBuilder):
             case ThinkingBlock(signature=signature):
                 yield self._delta({"type": "signature_delta", "signature": signature})
             case ToolUseBlock():
-                self.block.input = arguments_object(self.json)
                 # Clients run a call whatever its input: complete it with the text that was read.
                 if self.json.lstrip().startswith("{"):
                     missing = missing_end(self.json)
+                    self.block.input = arguments_object(self.json + missing)
                 else:
+                    self.block.input = arguments_object(self.json)
                     missing = json.dumps(self.block.input)
                 if missing:
                     yield self._input(missing)
