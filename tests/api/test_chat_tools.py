@@ -104,12 +104,15 @@ def calls_of(message: dict[str, Any]) -> list[tuple[str, str]]:
 async def test_calls_whole_and_streamed():
     async with scripted(CALLS) as served:
         (choice,) = (await ask(served, tools=TOOLS))["choices"]
-        assert (calls_of(choice["message"]), choice["message"]["content"]) == (EXPECTED, "I look.")
+        assert (calls_of(choice["message"]), choice["message"]["content"]) == (
+            EXPECTED,
+            "I look.\n\n",
+        )
         assert choice["finish_reason"] == "tool_calls"
         streamed = await ask_stream(served, tools=TOOLS, n=2)
         for i in range(2):
             assert [tuple(call) for call in streamed[i]["calls"]] == EXPECTED
-            assert streamed[i]["texts"] == {"content": "I look."}
+            assert streamed[i]["texts"] == {"content": "I look.\n\n"}
             assert streamed[i]["finish"] == ["tool_calls"]
         await ask(served)  # without tools nothing is looked for
     labels = {"model_name": MODEL, "engine": "0", "request_type": "chat_completions"}
@@ -450,7 +453,7 @@ async def test_special_tokens_that_mark_calls_and_reasoning(special_spec):
     async with scripted(script, THINKING_TEMPLATE, spec=special_spec) as served:
         answer = await ask(served, tools=TOOLS)
         message = answer["choices"][0]["message"]
-        assert (message["reasoning"], message["content"]) == ("Hm.", "I look.")
+        assert (message["reasoning"], message["content"]) == ("Hm.", "I look.\n\n")
         assert calls_of(message) == EXPECTED
         assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 4}
         streamed = (await ask_stream(served, tools=TOOLS))[0]
@@ -538,4 +541,4 @@ async def test_the_openai_client():
         message = final.choices[0].message
         called = [call.function for call in message.tool_calls]
         assert [(function.name, function.arguments) for function in called] == EXPECTED
-        assert (message.content, final.choices[0].finish_reason) == ("I look.", "tool_calls")
+        assert (message.content, final.choices[0].finish_reason) == ("I look.\n\n", "tool_calls")

@@ -122,7 +122,7 @@ async def test_the_stream_helper(scripted: Served):
             text = "".join([piece async for piece in stream.text_stream])
             final = await stream.get_final_message()
         whole = await client.messages.create(**asked)
-    assert text == "Let me look."
+    assert text == "Let me look.\n"
     assert final.stop_reason == "tool_use"
 
     def shape(message: Any) -> Any:
@@ -151,7 +151,7 @@ async def test_tool_choice(scripted: Served, choice, num_calls):
 @pytest.mark.parametrize(
     ("stop", "reason", "inputs"),
     [
-        ("ln", ("stop_sequence", "ln"), [{}]),
+        ("ln", ("stop_sequence", "ln"), [{"city": "Kö", "raw_arguments": '{"city": "Kö'}]),
         ('"arguments": {"city": "B', ("tool_use", None), [{"city": "Köln"}]),
     ],
 )

@@ -53,16 +53,6 @@ async def test_reasoning_and_calls(scripted: Served):
     assert [call["function"]["index"] for each in calls for call in each] == [0, 1]
 
 
-@pytest.mark.parametrize("arguments", ["", '{"city": "K', '{"city": "\\ud83d"}', "[1]"])
-async def test_a_call_without_whole_arguments_is_no_call(arguments: str):
-    script = f'<tool_call>\n{{"name": "weather", "arguments": {arguments}'
-    script += "}\n</tool_call>" if arguments.endswith(("}", "]")) else ""
-    async with serve(listen=True, script=script, tool_call_parser="hermes") as served:
-        body = {"messages": user("hi"), "tools": [WEATHER], "stream": False}
-        answer = await served.http.post("/api/chat", json=body)
-    assert answer.status_code == 200 and "tool_calls" not in answer.json()["message"]
-
-
 async def test_a_text_with_and_without_a_template(client: ollama.AsyncClient):
     options = {"num_predict": 5, "temperature": 0}
     made = await client.generate(MODEL, "abc", raw=True, options=options)

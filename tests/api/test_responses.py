@@ -130,7 +130,7 @@ async def test_the_stream_helper(scripted: Served):
     async with connect_openai(scripted) as client, client.responses.stream(**asked) as stream:
         seen = [event.type async for event in stream]
         final = await stream.get_final_response()
-    assert seen[-1] == "response.completed" and final.output_text == "Let me look."
+    assert seen[-1] == "response.completed" and final.output_text == "Let me look.\n"
     assert [item.type for item in final.output[:2]] == ["reasoning", "message"]
     called = [json.loads(item.arguments) for item in final.output[2:]]
     assert called == [{"city": "Köln"}, {"city": "Bonn"}]
@@ -163,7 +163,7 @@ async def test_logprobs_of_messages_only(scripted: Served, monkeypatch, is_one_o
     whole = (await scripted.http.post(URL, json=body)).json()
     (message,) = [item for item in whole["output"] if item["type"] == "message"]
     tokens = [entry["token"] for entry in message["content"][0]["logprobs"]]
-    assert tokens == list("Let me look.")  # a model of bytes
+    assert tokens == list("Let me look.\n")  # a model of bytes
 
 
 async def test_one_call_only(scripted: Served):

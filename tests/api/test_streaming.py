@@ -1,10 +1,8 @@
 """Server-sent events over a socket: framing, keep-alive, errors in mid-stream, leaving."""
 
 import asyncio
-import json
 
 import httpx
-import msgspec
 import openai
 import pytest
 from starlette.requests import ClientDisconnect
@@ -31,35 +29,6 @@ async def test_headers_and_frames(listening_server: Served):
     assert answer.headers["transfer-encoding"] == "chunked"
     text = "".join(chunk["choices"][0]["text"] for chunk in events(answer.text))
     assert text == output_text("a", 16)
-
-
-SEPARATORS = "a\u0085b\u2028c\u2029d\x0b\x0c\x1c\x1d\x1ee"
-
-
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        (COMPLETIONS, {"prompt": "a", "max_tokens": 90}),
-        ("/v1/chat/completions", {"messages": user("a"), "max_tokens": 90}),
-        ("/v1/messages", {"messages": user("a"), "max_tokens": 90}),
-        ("/v1/responses", {"input": "a", "max_output_tokens": 90}),
-        ("/api/chat", {"model": "fake", "messages": user("a")}),
-        ("/api/generate", {"model": "fake", "prompt": "a"}),
-    ],
-)
-async def test_text_ends_no_line_for_any_reader(path, body):
-    """httpx, and Ollama's client by it, end lines where `str.splitlines` does."""
-    async with serve(script=SEPARATORS) as served:
-        answer = await served.http.post(path, json={**body, "stream": True})
-    assert answer.status_code == 200
-    texts = []
-    for line in answer.text.splitlines():
-        name, _, payload = line.partition(": ")
-        if line.startswith("{") or (name == "data" and payload != "[DONE]"):
-            texts.append(msgspec.json.decode(line if line.startswith("{") else payload))
-        else:
-            assert name in ("", "event", "data", "id"), line
-    assert "\u2028" in json.dumps(texts, ensure_ascii=False)
 
 
 async def test_text_arrives_as_it_is_made(listening_server: Served):

@@ -42,7 +42,8 @@ class ChatBuilder(ChunkBuilder):
             is_first = not any(self.has_begun)
             self.has_begun[output.index] = True
             begin = ChoiceDelta(role="assistant", content=self.asked.echoed)
-            chunks.append(self._chunk([ChunkChoice(output.index, begin)], self.chunk_usage()))
+            usage = self.chunk_usage(len(output.token_ids))
+            chunks.append(self._chunk([ChunkChoice(output.index, begin)], usage))
             if is_first:  # it is said once
                 chunks[0].prompt_token_ids, chunks[0].prompt_text = self._prompt()
         if has_news:

@@ -37,7 +37,8 @@ class ChunkBuilder(ResponseBuilder):
         asked = self.asked.stream_options or {}
         is_forced = self.context.config.server.enable_force_include_usage
         self.include_usage = is_forced or bool(asked.get("include_usage"))  # in a last chunk
-        self.continuous_usage = bool(asked.get("continuous_usage_stats"))  # in every chunk
+        # In every chunk.
+        self.continuous_usage = self.include_usage and bool(asked.get("continuous_usage_stats"))
         self.choices = [CompletionOutput(index=i) for i in range(self.n * len(self.prompts))]
         self.has_begun = [False] * len(self.choices)  # by choice
         self.drafts: list[tuple[int, int]] = []  # see CompletionOutput; of all choices
@@ -128,9 +129,13 @@ class ChunkBuilder(ResponseBuilder):
         rank = self.prepared[0].rank
         return kv_transfer.answer(self.context.config, rank, self.id, self.num_prompt_tokens)
 
-    def chunk_usage(self) -> Usage | None | UnsetType:
+    def chunk_usage(self, num_ahead: int = 0) -> Usage | None | UnsetType:
+        """Return the usage for a chunk, without the `num_ahead` output tokens of later chunks."""
         if self.continuous_usage:
-            return self.usage()
+            usage = self.usage()
+            usage.completion_tokens -= num_ahead
+            usage.total_tokens -= num_ahead
+            return usage
         return None if self.include_usage else UNSET
 
     def has_news(self, output: CompletionOutput) -> bool:

@@ -9,6 +9,7 @@ from starlette.requests import Request
 
 from servd.api.builders.events import CUT_OFF, Event, EventBuilder
 from servd.api.output.incremental import Content, Delta, Reasoning, ToolCallArguments, ToolCallStart
+from servd.api.output.json_reader import arguments_object, missing_end
 from servd.api.protocol.anthropic import (
     CHAT_NAMES,
     Block,
@@ -64,7 +65,8 @@ class MessageBuilder(EventBuilder):
                 self.json = ""
             case ToolCallArguments(text=text):
                 self.json += text
-                yield self._delta({"type": "input_json_delta", "partial_json": text})
+                if self.json.lstrip().startswith("{"):
+                    yield self._input(text)
 
     def _text(self, text: str) -> Iterator[Event]:
         if not isinstance(self.block, TextBlock):
@@ -72,6 +74,9 @@ class MessageBuilder(EventBuilder):
         assert isinstance(self.block, TextBlock)
         self.block.text += text
         yield self._delta({"type": "text_delta", "text": text})
+
+    def _input(self, text: str) -> Event:
+        return self._delta({"type": "input_json_delta", "partial_json": text})
 
     def finish(self, output: CompletionOutput) -> Iterator[Event]:
         if not self.response.content:
@@ -124,14 +129,14 @@ class MessageBuilder(EventBuilder):
             case ThinkingBlock(signature=signature):
                 yield self._delta({"type": "signature_delta", "signature": signature})
             case ToolUseBlock():
-                self.block.input = _object(self.json)
+                # Clients run a call whatever its input: complete it with the text that was read.
+                if self.json.lstrip().startswith("{"):
+                    missing = missing_end(self.json)
+                    self.block.input = arguments_object(self.json + missing)
+                else:
+                    self.block.input = arguments_object(self.json)
+                    missing = json.dumps(self.block.input)
+                if missing:
+                    yield self._input(missing)
         yield {"type": "content_block_stop", "index": len(self.response.content) - 1}
         self.block = None
-
-
-def _object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
+from servd.api.output.output_parser import AnswerFinder
 from servd.api.request.choice import Choice
 from servd.api.request.request_state import RequestState, find_choice
 from servd.api.text.detokenizer import Detokenizer
@@ -40,7 +41,12 @@ class OutputProcessor:
             yield state, delta, [engine_id] if is_stopped else []
 
     def _make_detokenizer(self, state: RequestState, choice: Choice) -> Detokenizer:
+        reasoning = state.expected.make_reasoning_parser() if state.params.stop else None
         choice.detokenizer = Detokenizer(
-            self.tokenizer, state.params, state.prompt_token_ids, state.expected.visible_ids
+            self.tokenizer,
+            state.params,
+            state.prompt_token_ids,
+            state.expected.visible_ids,
+            None if reasoning is None else AnswerFinder(reasoning),
         )
         return choice.detokenizer

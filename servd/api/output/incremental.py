@@ -5,10 +5,9 @@ How the text is split into pieces has no effect on the result. The same parser t
 and complete responses.
 """
 
-import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import TypeVar
@@ -51,10 +50,8 @@ class ToolCallArguments(msgspec.Struct):
 
 Delta = Content | Reasoning | ToolCallStart | ToolCallArguments
 
-_SPACE = re.compile(r"\s*")
+SPACE = re.compile(r"\s*")
 _JSON_MARKS = re.compile(r'["\\{}\[\]]')
-_JSON_SCALAR = re.compile(r"[\w.+-]*")
-_STRING_MARKS = re.compile(r'["\\]')
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -97,6 +94,17 @@ class Reader(msgspec.Struct):
         self._taken.append(text)
         return text
 
+    def untake(self, text: str) -> None:
+        """Put back `text`, which was consumed last."""
+        self._at -= len(text)
+        self.num_taken -= len(text)
+        if text:
+            self._taken[-1] = self._taken[-1].removesuffix(text)
+
+    def rest(self) -> str:
+        """Return the buffered text that is not consumed."""
+        return self._text[self._at :]
+
     def peek(self) -> Steps[str]:
         """Return the next character, or "" at the end, without consuming the character."""
         while self._at == len(self._text) and not self.ended:
@@ -119,6 +127,38 @@ class Reader(msgspec.Struct):
                 return text == literal
             yield
 
+    def is_at(self, literals: Sequence[str], offset: int = 0) -> Steps[bool]:
+        """Return whether one of `literals` is `offset` characters ahead, without consuming it."""
+        while literals:
+            text = self._text[self._at + offset :]
+            if text.startswith(tuple(literals)):
+                return True
+            if self.ended or not any(literal.startswith(text) for literal in literals):
+                return False
+            yield
+        return False
+
+    def ahead(self, pattern: re.Pattern[str]) -> Steps[tuple[str, str]]:
+        """Return the text that matches `pattern`, and the character after it or "" at the end,
+        without consuming them.
+        """
+        while True:
+            match = pattern.match(self._text, self._at)
+            assert match is not None
+            if match.end() < len(self._text) or self.ended:
+                return match[0], self._text[match.end() : match.end() + 1]
+            yield
+
+    def accept_after_space(self, literal: str) -> Steps[bool]:
+        """Consume white space and `literal` (see `accept`), or nothing. Return whether it came."""
+        space, _ = yield from self.ahead(SPACE)
+        is_there = yield from self.is_at((literal,), len(space))
+        begun = self._text[self._at + len(space) :]
+        if not is_there and not (begun and literal.startswith(begun)):
+            return False
+        yield from self.space()
+        return (yield from self.accept(literal))
+
     def run(self, pattern: re.Pattern[str]) -> Steps[str]:
         """Consume and return text up to a character outside of `pattern`, a repeated set."""
         pieces: list[str] = []
@@ -131,7 +171,7 @@ class Reader(msgspec.Struct):
             yield
 
     def space(self) -> Steps[str]:
-        return (yield from self.run(_SPACE))
+        return (yield from self.run(SPACE))
 
     def piece(self, *markers: str) -> Steps[tuple[str, str]]:
         """Consume the text before the next marker as soon as it is certain, or else the marker.
@@ -160,48 +200,6 @@ class Reader(msgspec.Struct):
             if not text:
                 return None
             pieces.append(text)
-
-    def json_string(self) -> Steps[str | None]:
-        """Consume a JSON string and return it decoded, or None if there is no string."""
-        if not (yield from self.accept('"')):
-            return None
-        raw = ['"']
-        while True:
-            match = _STRING_MARKS.search(self._text, self._at)
-            if match is None:
-                raw.append(self.take(len(self._text)))
-            elif match[0] == '"':
-                raw.append(self.take(match.end()))
-                return _decode("".join(raw))
-            elif match.end() < len(self._text):
-                raw.append(self.take(match.end() + 1))
-                continue
-            if self.ended:
-                return None
-            yield
-
-    def json_value(self, emit: Callable[[str], None]) -> Steps[bool]:
-        """Consume a JSON value and pass its text to `emit` in pieces, unchanged. Return False if no
-        value begins here, or if the text ends within it.
-
-        Objects and arrays end when their brackets are balanced. Their contents are not checked.
-        """
-        first = yield from self.peek()
-        if first == '"':
-            text = yield from self.json_string()
-            emit("" if text is None else json.dumps(text, ensure_ascii=False))
-            return text is not None
-        if first not in ("{", "["):
-            text = yield from self.run(_JSON_SCALAR)
-            emit(text)
-            return bool(text)
-        brackets = Brackets()
-        while True:
-            end = brackets.end(self._text, self._at)
-            emit(self.take(end or len(self._text)))
-            if end or self.ended:
-                return bool(end)
-            yield
 
 
 class Brackets:
@@ -266,13 +264,6 @@ class Parser(ABC):
         next(self._steps, None)
         deltas, self.deltas = self.deltas, []
         return deltas
-
-
-def _decode(raw: str) -> str | None:
-    try:
-        return without_surrogates(json.loads(raw, strict=False))  # allows raw line breaks
-    except ValueError:
-        return None
 
 
 def without_surrogates(text: str) -> str:

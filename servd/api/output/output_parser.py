@@ -24,19 +24,62 @@ class ExpectedOutput(msgspec.Struct, frozen=True):
     # The bytes of tokens, as the detokenizer sees them, for counting reasoning tokens.
     table: Mapping[int, bytes] = {}
 
+    def make_reasoning_parser(self) -> ReasoningParser | None:
+        """Return a parser of the reasoning, which ends at its tag or at a call."""
+        if self.reasoning_parser is None:
+            return None
+        has_markers = self.tool_parser is not None and self.tool_parser.markers
+        call_marker = self.tool_parser.markers[0] if self.tool_parser and has_markers else ""
+        return self.reasoning_parser(self.is_reasoning, call_marker)
+
+
+class AnswerFinder:
+    """A reader of an output that separates text of the answer from reasoning and headers."""
+
+    def __init__(self, parser: ReasoningParser) -> None:
+        self._parser = parser
+        self._text = ""  # it may be either
+        self._start = 0  # where it begins in the output
+
+    def push(self, text: str) -> tuple[str, str]:
+        """Add text. Return the next text that is not of the answer, and the text after it that is.
+        Both lack what is not certain.
+        """
+        self._parser.feed(text)
+        self._text += text
+        return self._split()
+
+    def finish(self) -> tuple[str, str]:
+        """Return the rest."""
+        self._parser.finish()
+        return self._split()
+
+    def _split(self) -> tuple[str, str]:
+        parser = self._parser
+        end = len(self._text)
+        begin = end
+        if parser.answer_start is not None:
+            begin = max(parser.answer_start - self._start, 0)
+        elif not parser.reader.ended:
+            begin = end = parser.reader.num_taken - self._start if parser.spans else 0
+        before = self._text[:begin]
+        answer = self._text[begin:end]
+        self._text = self._text[end:]
+        self._start += end
+        return before, answer
+
 
 class OutputParser:
     """A parser of one choice's output, whole or in pieces. It counts begun tool calls."""
 
     def __init__(self, expected: ExpectedOutput) -> None:
-        reasoning = expected.reasoning_parser
         tools = expected.tool_parser
         options = expected.tool_options
         self.num_calls = 0
         self.looks_for_calls = tools is not None
         self._open_call: Brackets | None = None  # reads its arguments
         # None once the reasoning is over.
-        self._reasoning = reasoning(expected.is_reasoning) if reasoning else None
+        self._reasoning = expected.make_reasoning_parser()
         self._num_reasoning_tokens = 0  # of spans that have ended and been counted
         self._num_spans = 0
         self._tools = tools(options.tools) if tools and options else None
@@ -58,7 +101,10 @@ class OutputParser:
         for token_id in token_ids:
             self._token_starts.append(self._num_chars)
             self._num_chars += len(self._decoder.decode(self._table[token_id]))
-        deltas = self._sort(self._reasoning.feed(text))
+        deltas = self._reasoning.feed(text)
+        if self._reasoning.is_over and self._reasoning.has_call and self._tools is not None:
+            self._tools.stray = self._reasoning.end_tag
+        deltas = self._sort(deltas)
         for begin, end in self._reasoning.spans[self._num_spans :]:
             if end < math.inf:  # count each span once: there may be thousands
                 self._num_reasoning_tokens += self._num_tokens(begin, end)
@@ -106,10 +152,8 @@ class OutputParser:
             if isinstance(delta, ToolCallStart):
                 self.num_calls += 1
                 self._open_call = Brackets()
-            elif (
-                isinstance(delta, ToolCallArguments)
-                and self._open_call
-                and self._open_call.end(delta.text, 0)
-            ):
-                self._open_call = None
+            elif isinstance(delta, ToolCallArguments) and (call := self._open_call):
+                is_other_text = call.depth == 0 and not delta.text.lstrip().startswith(("{", "["))
+                if is_other_text or call.end(delta.text, 0):
+                    self._open_call = None
         return deltas

@@ -10,14 +10,19 @@ from servd.api.output.incremental import Content, Parser, Reasoning, Steps
 @dataclass(eq=False)
 class ReasoningParser(Parser):
     """A parser that splits an output into reasoning and the rest, without white space between.
+    Reasoning ends at its tag, or at a call.
 
     Attributes:
         spans: start and end of each reasoning text, in characters of the output. The end of
             unfinished reasoning is infinite.
         is_over: the rest of the output is content.
+        answer_start: where the open text begins, in characters of the output, that is no reasoning.
+            None within reasoning, and until that is known.
+        has_call: a call ended the reasoning, so that the end tag may still come.
 
     Args:
         is_reasoning: the prompt opened the tag, so the output begins with reasoning.
+        call_marker: text that begins a call. Empty: the output has no calls.
     """
 
     start_tag: ClassVar[str] = "<think>"
@@ -32,8 +37,11 @@ class ReasoningParser(Parser):
     """Whether outputs begin with reasoning even if neither prompt nor output opens the tag."""
 
     is_reasoning: bool
+    call_marker: str = ""
     spans: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]], init=False)
     is_over: bool = field(default=False, init=False)
+    answer_start: int | None = field(default=None, init=False)
+    has_call: bool = field(default=False, init=False)
 
     @classmethod
     def matches(cls, template: str) -> bool:
@@ -45,8 +53,11 @@ class ReasoningParser(Parser):
         yield from self.reader.space()
         if (yield from self.reader.accept(self.start_tag)) or self.is_reasoning:
             yield from self._reasoning(self.end_tag)
-        elif self.reader.taken:
-            self.deltas.append(Content(self.reader.taken))
+            self.answer_start = self.reader.num_taken
+        else:
+            self.answer_start = 0
+            if self.reader.taken:
+                self.deltas.append(Content(self.reader.taken))
         self.is_over = True
         while (piece := (yield from self.reader.piece()))[0]:
             self.reader.forget()
@@ -57,6 +68,8 @@ class ReasoningParser(Parser):
         begin = self.reader.num_taken
         self.spans.append((begin, math.inf))
         yield from self.reader.space()
+        if self.call_marker:
+            ends += (self.call_marker,)
         while True:
             text, marker = yield from self.reader.piece(*ends)
             if not text:
@@ -67,4 +80,8 @@ class ReasoningParser(Parser):
             held.append(text[len(visible) :])
             self.reader.forget()
         self.spans[-1] = (begin, self.reader.num_taken - len(marker))
+        if marker and marker == self.call_marker:
+            self.reader.untake(marker)
+            self.has_call = True
+            return
         yield from self.reader.space()

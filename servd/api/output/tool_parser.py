@@ -1,6 +1,5 @@
 """ToolParser: the common base of tool parsers: emits calls, and parses calls in JSON."""
 
-import json
 import uuid
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from servd.api.output.incremental import (
     ToolCallArguments,
     ToolCallStart,
 )
+from servd.api.output.json_reader import CLOSING, QUOTES, JsonReader, json_text, repaired
 
 
 @dataclass(eq=False)
@@ -24,12 +24,14 @@ class ToolParser(Parser):
     """A parser that finds tool calls in an output. Everything else is content.
 
     A call is emitted as soon as its name is certain, and its arguments as the model writes them.
-    Text that looks like a call, but is malformed, becomes content. White space around calls is
-    dropped.
+    Text that looks like a call, but is malformed, becomes content. White space alone before,
+    between and after calls is dropped.
 
     Attributes:
         markers: texts that may be special tokens and that the parser must see.
+            The first one begins a call, or a section of calls.
         syntaxes: for grammars of calls. Empty if the format has no grammar.
+        stray: a text to drop once: the end of reasoning that a call has ended before.
 
     Args:
         tools: the tools of the request.
@@ -40,9 +42,10 @@ class ToolParser(Parser):
 
     tools: Sequence[dict[str, Any]]
     num_calls: int = field(default=0, init=False)
-    # At the end of the content, as it came; dropped if a call follows.
+    stray: str = field(default="", init=False)
+    # White space before a text, as it came; dropped if a call follows.
     _spaces: list[str] = field(default_factory=list[str], init=False)
-    _is_after_call: bool = field(default=False, init=False)
+    _is_in_text: bool = field(default=False, init=False)
 
     @classmethod
     @abstractmethod
@@ -79,18 +82,25 @@ class ToolParser(Parser):
     def content(self, text: str) -> None:
         """Emit text that is not part of a call."""
         self.reader.forget()
-        text = text.lstrip() if self._is_after_call else text
-        if visible := text.rstrip():
-            self._is_after_call = False
-            self.deltas.append(Content("".join((*self._spaces, visible))))
+        if not text:
+            return
+        self._spaces.append(text)
+        self._is_in_text = self._is_in_text or not text.isspace()
+        if self._is_in_text:
+            self.deltas.append(Content("".join(self._spaces)))
             self._spaces.clear()
-        self._spaces.append(text[len(visible) :])
 
     def rest(self, *markers: str, call: Callable[[], Steps[bool]] | None = None) -> Steps[None]:
         """Read to the end. After a marker, `call` reads (see `attempt`). Other text is content."""
         while True:
-            text, marker = yield from self.reader.piece(*markers)
-            if marker and call:
+            stray = (self.stray,) if self.stray else ()
+            text, marker = yield from self.reader.piece(*markers, *stray)
+            if marker in stray:
+                yield from self.reader.space()
+                self.reader.forget()
+                self._spaces.clear()
+                self.stray = ""
+            elif marker and call:
                 yield from self.attempt(call())
             elif text:
                 self.content(text)
@@ -103,7 +113,7 @@ class ToolParser(Parser):
         self._spaces.clear()
         self.deltas.append(ToolCallStart(self.num_calls, self.new_id(), name))
         self.num_calls += 1
-        self._is_after_call = True
+        self._is_in_text = False
 
     def arguments(self, text: str) -> None:
         """Emit more arguments of the last call."""
@@ -158,16 +168,18 @@ class ToolParser(Parser):
         yield from reader.space()
         while not (yield from reader.accept("}")):
             yield from reader.space()
-            key = yield from reader.json_string()
+            key, is_key = yield from json_text(reader)
             yield from reader.space()
-            if key is None or not (yield from reader.accept(":")):
+            if not is_key or not (yield from reader.accept(":")):
                 return False
             yield from reader.space()
             if not (yield from call.take(key)):
                 return False
             yield from reader.space()
             if not (yield from reader.accept(",")) and (yield from reader.peek()) != "}":
-                return False
+                # The last bracket may be missing.
+                is_end = (yield from reader.is_at((*self.markers, "]"))) and call.has_begun
+                return is_end and call.end(needs_arguments)
         return call.end(needs_arguments)
 
     def json_call_until(self, end: str) -> Steps[bool]:
@@ -196,19 +208,21 @@ class ToolParser(Parser):
     def json_arguments(self) -> Steps[bool]:
         """Read a call's arguments: an object, JSON text or null. Return False if malformed."""
         first = yield from self.reader.peek()
-        if first in ("{", "["):
-            return (yield from self.reader.json_value(self.arguments))
-        pieces: list[str] = []
-        found = yield from self.reader.json_value(pieces.append)
-        if found:
-            self.arguments(_unwrapped("".join(pieces)))
+        if first in CLOSING:
+            return (yield from JsonReader(self.reader, self.arguments, self.markers).value())
+        if first in QUOTES:
+            text, found = yield from json_text(self.reader)
+        else:
+            pieces: list[str] = []
+            found = yield from JsonReader(self.reader, pieces.append).value()
+            text = "".join(pieces)
+        self.arguments(_unwrapped(text) if found else text)
         return found
 
 
-def _unwrapped(arguments: str) -> str:
-    """Return arguments as JSON text, from JSON that may also be a string of JSON, or null."""
-    text = json.loads(arguments) if arguments.startswith('"') else arguments
-    return "{}" if text in ("", "null") else text
+def _unwrapped(text: str) -> str:
+    """Return arguments as JSON text, from text that may be null, or JSON with mistakes."""
+    return "{}" if text in ("", "null") else repaired(text) or text
 
 
 class _JsonCall:
@@ -223,18 +237,22 @@ class _JsonCall:
     def take(self, key: str) -> Steps[bool]:
         """Read the value of `key`. Return False if the call is malformed."""
         if key == "name" and self.name is None:
-            self.name = yield from self.parser.reader.json_string()
-            if self.name and self.early is not None:
+            self.name, is_whole = yield from json_text(self.parser.reader)
+            if is_whole and self.name and self.early is not None:
                 self._begin(self.name)
                 self.parser.arguments(_unwrapped(self.early))
-            return bool(self.name)
+            return is_whole and bool(self.name)
         names = ("arguments", "parameters")
         is_arguments = key in names and not self.has_begun and self.early is None
         if is_arguments and self.name is not None:
             self._begin(self.name)
             return (yield from self.parser.json_arguments())
+        reader = self.parser.reader
+        if is_arguments and (yield from reader.peek()) in QUOTES:
+            self.early, found = yield from json_text(reader)
+            return found
         pieces: list[str] = []
-        found = yield from self.parser.reader.json_value(pieces.append)
+        found = yield from JsonReader(reader, pieces.append, self.parser.markers).value()
         if is_arguments:
             self.early = "".join(pieces)
         return found

@@ -150,7 +150,7 @@ class GenerationRequest(StructuredRequest):
         Annotated[list[str], Field(fail_fast=True)] | None,
         BeforeValidator(_one_or_more, str | list[str] | None),
     ] = None
-    """A stop string or a list of them. The text ends before the first stop string."""
+    """A stop string or a list of them. The answer ends before the first one after the reasoning."""
     stop_token_ids: TokenIds | None = None
     """Token ids that end the output."""
     include_stop_str_in_output: bool | None = None

@@ -3,12 +3,20 @@
 import codecs
 import re
 from collections.abc import Sequence
+from typing import Protocol
 
 from servd.api.text.tokenizer import Tokenizer
 from servd.messages.params import SamplingParams
 
 Utf8Decoder = codecs.getincrementaldecoder("utf8")  # looking it up takes longer than making one
 NEVER = re.compile("(?!)")
+
+
+class AnswerFinder(Protocol):
+    """Separates an output's reasoning, in which no stop string counts, from its answer."""
+
+    def push(self, text: str, /) -> tuple[str, str]: ...
+    def finish(self) -> tuple[str, str]: ...
 
 
 class Detokenizer:
@@ -20,7 +28,8 @@ class Detokenizer:
     token that completes the stop string.
 
     If no prompt token has text, the output starts the text, and some tokenizers drop a space
-    there. `visible_ids` are special tokens to show even with skip_special_tokens.
+    there. `visible_ids` are special tokens to show even with skip_special_tokens. With `answer`,
+    stop strings count in the answer alone.
     """
 
     def __init__(
@@ -29,6 +38,7 @@ class Detokenizer:
         params: SamplingParams,
         prompt_token_ids: Sequence[int] = (),
         visible_ids: frozenset[int] = frozenset(),
+        answer: AnswerFinder | None = None,
     ) -> None:
         self.stop_reason: str | None = None
         self.num_tokens = 0
@@ -38,6 +48,7 @@ class Detokenizer:
             self._table[i] for i in prompt_token_ids
         )
         self._stop = params.stop
+        self._answer = answer
         self._first_char = NEVER
         if params.stop:
             self._first_char = re.compile("|".join({re.escape(stop[0]) for stop in params.stop}))
@@ -54,6 +65,9 @@ class Detokenizer:
         for token_id in token_ids:
             self.num_tokens += 1
             piece = self._text(self._table[token_id])
+            if self._answer is not None:
+                before, piece = self._answer.push(piece)
+                text += self._skip(before)
             # The first min_tokens tokens are not searched for stop strings.
             text += piece if self.num_tokens <= self._min_tokens else self._release(piece)
             if self.stop_reason is not None:
@@ -64,10 +78,25 @@ class Detokenizer:
         """Return the rest after the last token. An incomplete character becomes U+FFFD."""
         if self.stop_reason is not None:
             return ""
-        rest = self._release(self._utf8.decode(b"", final=True))
+        rest = self._utf8.decode(b"", final=True)
+        text = ""
+        if self._answer is not None and self._stop:
+            for before, piece in (self._answer.push(rest), self._answer.finish()):
+                text += self._skip(before) + self._release(piece)
+                if self.stop_reason is not None:
+                    return text
+            rest = ""
+        text += self._release(rest)
         if self.stop_reason is None:
-            rest += self._held
-        return rest
+            text += self._held
+        return text
+
+    def _skip(self, text: str) -> str:
+        """Return the held text and `text`, which is no part of a stop string."""
+        if not text:
+            return ""
+        held, self._held = self._held, ""
+        return held + text
 
     def _text(self, data: bytes) -> str:
         text = self._utf8.decode(data)

@@ -46,8 +46,11 @@ class Parser(ReasoningParser):
         while True:
             text, marker = yield from reader.piece(START, CHANNEL, *ENDS)
             if marker in (START, CHANNEL):
+                self.answer_start = None
                 yield from self._message()
             elif text:
+                if self.answer_start is None:
+                    self.answer_start = reader.num_taken - len(text)
                 self._content(text)
             elif not marker:
                 return
@@ -59,19 +62,23 @@ class Parser(ReasoningParser):
             if not self.reader.ended:  # it was cut off, or it is none
                 self._content(self.reader.taken)
         elif recipient(head):
+            had_content = self.has_content
             yield from self._rest(head)
+            self.has_content = had_content
         elif channel(head) == "analysis":
             yield from self._reasoning(*ENDS)
         else:
             yield from self._rest("\n\n" if self.has_content else "", keeps_end=False)
 
     def _rest(self, before: str, keeps_end: bool = True) -> Steps[None]:
+        self.answer_start = self.reader.num_taken
         while True:
             text, marker = yield from self.reader.piece(*ENDS)
             if text or keeps_end:
                 self._content(before + text + marker)
                 before = ""
             if not text:
+                self.answer_start = None
                 return
 
     def _content(self, text: str) -> None:

@@ -4,8 +4,9 @@ import json
 import re
 
 from servd.api.output.incremental import Steps
+from servd.api.output.json_reader import JsonReader, escape
 from servd.api.output.tool_parser import ToolParser
-from servd.api.output.tool_parsers._parameters import escape, to_json
+from servd.api.output.tool_parsers._parameters import to_json
 
 MAX_DEPTH = 64
 
@@ -50,7 +51,7 @@ class GemmaParser(ToolParser):
         if (yield from self.reader.accept(self.markers[2])):
             return (yield from self._string())
         if first == '"':  # as in JSON
-            return (yield from self.reader.json_value(self.arguments))
+            return (yield from JsonReader(self.reader, self.arguments).value())
         self.arguments(to_json((yield from self.reader.run(_WORD)), {"any"}))
         return True
 

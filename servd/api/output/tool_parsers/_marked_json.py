@@ -23,6 +23,6 @@ class MarkedJsonParser(ToolParser):
         yield from self.reader.space()
         if not (yield from self.json_calls()):
             return False
-        yield from self.reader.space()
-        yield from self.reader.accept(self.end)
+        if self.end:
+            yield from self.reader.accept_after_space(self.end)
         return True

@@ -11,11 +11,9 @@ from servd.api.output.call_grammar import (
     quoted,
 )
 from servd.api.output.incremental import Brackets, Steps
+from servd.api.output.json_reader import LITERALS, escape, repaired
 from servd.api.output.tool_parser import ToolParser
-from servd.api.output.tool_parsers._text_values import texts_of, types_of
-
-# Python's words, which models like.
-LITERALS = {"True": "true", "False": "false", "None": "null"}
+from servd.api.output.tool_parsers._text_values import property_of, texts_of, types_of
 
 
 class ParametersParser(ToolParser):
@@ -83,8 +81,6 @@ class ParametersParser(ToolParser):
         self.arguments("{")
         functions = [tool["function"] for tool in self.tools if tool["function"]["name"] == name]
         parameters = functions[0].get("parameters") if functions else None
-        properties = parameters.get("properties") if isinstance(parameters, dict) else None
-        properties = properties if isinstance(properties, dict) else {}
         separator = ""
         while True:
             yield from reader.space()
@@ -95,13 +91,13 @@ class ParametersParser(ToolParser):
                 return False
             self.arguments(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
             separator = ", "
-            if not (yield from self._value(types_of(properties.get(key), parameters))):
+            schema = property_of(parameters, key, parameters)
+            if not (yield from self._value(types_of(schema, parameters))):
                 return False
         close = self.markers[1]
         if (yield from reader.accept(self.function_end)):
             self.arguments("}")
-            yield from reader.space()
-            yield from reader.accept(close)
+            yield from reader.accept_after_space(close)
             return True
         has_tag = yield from reader.accept(close)
         if has_tag or (yield from reader.peek()):  # not cut off
@@ -170,15 +166,13 @@ def to_json(text: str, types: set[str]) -> str:
         try:
             json.loads(word, parse_constant=_refuse)
             return word
-        except (ValueError, RecursionError):
+        except ValueError:
+            if word.startswith(("{", "[")) and (value := repaired(word)):
+                return value
+        except RecursionError:
             pass
     return f'"{escape(text)}"'
 
 
 def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not JSON")
-
-
-def escape(text: str) -> str:
-    """Return text as it is written in a JSON string, without quotation marks."""
-    return json.dumps(text, ensure_ascii=False)[1:-1]

@@ -1,42 +1,107 @@
 """Plain text values of arguments: the types that a JSON schema allows, and their Lark grammar."""
 
 from typing import Any
+from urllib.parse import unquote
 
 from servd.api.output.call_grammar import ANNOTATIONS, NotExpressible, quoted
 
 OF_VALUES = {"type", "enum", "const"}  # keywords that texts can obey
 OF_TEXTS = OF_VALUES | {"minLength", "maxLength"}
+# Keywords that say something of other types: a text is then read as JSON, if it is JSON.
+OF_OTHER_TYPES = set(
+    "properties required additionalProperties patternProperties items prefixItems minItems "
+    "maxItems uniqueItems contains minimum maximum exclusiveMinimum exclusiveMaximum multipleOf "
+    "not minProperties maxProperties propertyNames dependentRequired".split()
+)
+ANYTHING = {"not": False}
 NULLS = ("null", "None")  # texts that stand for null where a schema allows it
 
 
-def types_of(schema: Any, root: Any, seen: set[str] | None = None) -> set[str]:
-    """Return the JSON types that a schema allows: `string` if it states no type, `any` if it is too
-    complex. `root` is the schema to which references refer. `seen` has the references that were
-    followed already.
+def types_of(schema: Any, root: Any) -> set[str]:
+    """Return the JSON types that a schema allows: `string` if it states nothing, `any` if it allows
+    values of several types. `root` is the schema to which references refer.
     """
-    if (reference := _reference(schema)) is not None:
-        seen = set() if seen is None else seen
-        if reference in seen:
-            return set()
+    found = _stated_types(schema, root, set())
+    return {"string"} if found is None else found
+
+
+def _stated_types(schema: Any, root: Any, seen: set[str]) -> set[str] | None:
+    """Return the types of `types_of`, or None if the schema states nothing. `seen` has the
+    references that were followed: each is followed once.
+    """
+    if not isinstance(schema, dict):
+        return None
+    stated: list[set[str]] = []
+    kind = schema.get("type")
+    if isinstance(kind, str | list):
+        stated.append({kind} if isinstance(kind, str) else set(map(str, kind)))
+    if values := _values(schema):
+        stated.append({"string" if all(isinstance(one, str) for one in values) else "any"})
+    parts = list_of(schema.get("allOf"))
+    if isinstance(reference := schema.get("$ref"), str):
+        target = None if reference in seen else _find(root, reference)
+        if reference not in seen:
+            parts = [*parts, ANYTHING if target is None else target]
         seen.add(reference)
-        target = _find(root, reference)
-        return {"any"} if target is None else types_of(target, root, seen)
-    if isinstance(schema, dict):
-        kind = schema.get("type")
-        if isinstance(kind, str):
-            return {kind}
-        if isinstance(kind, list):
-            return {str(one) for one in kind}
-        for key in ("anyOf", "oneOf"):
-            if isinstance(schema.get(key), list):
-                return set().union(*(types_of(option, root, seen) for option in schema[key]))
-        if (
-            not all(isinstance(value, str) for value in _values(schema) or [])
-            or "$ref" in schema
-            or "allOf" in schema
-        ):
-            return {"any"}
-    return {"string"}
+    stated += [types for part in parts if (types := _stated_types(part, root, seen)) is not None]
+    for key in ("anyOf", "oneOf"):
+        if options := list_of(schema.get(key)):
+            unstated = [set() if _reference(option) else {"string"} for option in options]
+            each = [_stated_types(option, root, seen) for option in options]
+            each = [u if e is None else e for e, u in zip(each, unstated, strict=True)]
+            stated.append(set[str]().union(*each))
+    if schema.keys() & OF_OTHER_TYPES:
+        stated.append({"any"})
+    if not stated:
+        return None
+    types = stated[0]
+    for others in stated[1:]:
+        types = _common_types(types, others)
+    return types
+
+
+def _common_types(types: set[str], others: set[str]) -> set[str]:
+    if "any" in others:
+        return types
+    if "any" in types:
+        return others
+    integers = {"integer"} if "integer" in types | others and "number" in types | others else set()
+    return (types & others) | (integers & (types | others))
+
+
+def property_of(schema: Any, name: str, root: Any, seen: set[str] | None = None) -> Any:
+    """Return what all parts of an object's schema state of a property, as a schema; None if
+    nothing. `seen` has the references that were followed: each is followed once.
+    """
+    seen = set() if seen is None else seen
+    if not isinstance(schema, dict):
+        return None
+    parts: list[Any] = []
+    properties = schema.get("properties")
+    if isinstance(properties, dict) and name in properties:
+        parts.append(properties[name])
+    elif isinstance(others := schema.get("additionalProperties"), dict):
+        parts.append(others)
+    whole = list_of(schema.get("allOf"))
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference not in seen:
+        seen.add(reference)
+        whole = [*whole, _find(root, reference)]
+    parts += [property_of(one, name, root, seen) for one in whole]
+    for options in (
+        schema.get("anyOf"),
+        schema.get("oneOf"),
+        [schema.get("then"), schema.get("else")],
+    ):
+        found = [property_of(option, name, root, seen) for option in list_of(options)]
+        stated = [one for one in found if one is not None]
+        parts.append({"anyOf": stated} if stated else None)
+    parts = [part for part in parts if part is not None]
+    return {"allOf": parts} if len(parts) > 1 else next(iter(parts), None)
+
+
+def list_of(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def texts_of(schema: Any, root: Any, end: str, line: str = "\n") -> list[str]:
@@ -131,11 +196,14 @@ def _reference(schema: Any) -> str | None:
 
 
 def _find(root: Any, reference: str) -> Any:
-    if not reference.startswith("#/"):
+    if not reference.startswith("#"):
         return None
-    for key in reference[2:].split("/"):
+    for key in unquote(reference[1:]).split("/")[1:]:
         key = key.replace("~1", "/").replace("~0", "~")
-        root = root.get(key) if isinstance(root, dict) else None
+        if isinstance(root, list):
+            root = root[int(key)] if key.isdecimal() and int(key) < len(root) else None
+        else:
+            root = root.get(key) if isinstance(root, dict) else None
     return root
 
 

@@ -1,7 +1,7 @@
 """Llama 3: `{"name": ..., "parameters": {...}}`, or several, joined by `;`, perhaps after a tag."""
 
 from servd.api.output.call_grammar import CallSyntax
-from servd.api.output.incremental import Steps
+from servd.api.output.incremental import SPACE, Steps
 from servd.api.output.tool_parser import ToolParser
 
 TAG = "<|python_tag|>"
@@ -32,6 +32,8 @@ class Parser(ToolParser):
             yield from self.reader.space()
             if not (yield from self.json_call(needs_arguments=True)):
                 return False
-            yield from self.reader.space()
-            if not (yield from self.reader.accept(";")) and (yield from self.reader.peek()) != "{":
+            _, following = yield from self.reader.ahead(SPACE)
+            if following == ";":
+                yield from self.reader.accept_after_space(";")
+            elif following != "{":
                 return True

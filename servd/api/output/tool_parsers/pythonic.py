@@ -83,8 +83,7 @@ class Parser(ToolParser):
             self.begin_call(name)
             self.arguments(arguments)
             if last == "]":
-                yield from reader.space()
-                yield from reader.accept(END)
+                yield from reader.accept_after_space(END)
                 return True
 
     def _parenthesis(self) -> Steps[str | None]:

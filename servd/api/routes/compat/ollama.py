@@ -6,7 +6,6 @@ import json
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
@@ -27,6 +26,7 @@ from servd.api.engine.description import describe_model
 from servd.api.http.route import Parsed, Route
 from servd.api.http.streaming import EventStream
 from servd.api.output.incremental import Content, Delta, Reasoning, ToolCallArguments, ToolCallStart
+from servd.api.output.json_reader import arguments_object
 from servd.api.protocol.chat import ChatCompletionRequest
 from servd.api.protocol.errors import ErrorReply
 from servd.api.protocol.score import Texts
@@ -222,12 +222,9 @@ class OllamaBuilder(EventBuilder):
                 self.arguments += text
 
     def _close_call(self) -> Iterator[Event]:
-        """Yield the line of the open call. Drop a call without a whole object of arguments."""
-        arguments: Any = None
-        with suppress(ValueError, RecursionError):  # cut off, or not encodable
-            arguments = msgspec.json.decode(msgspec.json.encode(json.loads(self.arguments)))
-        if self.open_call is not None and isinstance(arguments, dict):
-            self.open_call["function"]["arguments"] = arguments
+        """Yield the line of the open call, if any."""
+        if self.open_call is not None:
+            self.open_call["function"]["arguments"] = arguments_object(self.arguments)
             self.calls.append(self.open_call)
             yield self._answer("", calls=[self.open_call])
         self.open_call = None

@@ -43,8 +43,8 @@ def after(begin: str, end: str = "") -> dict[str, Case]:
         "with line breaks": Case(
             f'{begin}\n[\n  {{"name": "now", "arguments": {{}}}}\n]\n{end}', [("now", "{}")]
         ),
-        "text before": Case(f"I look.\n{one}", [("get_weather", weather)], "I look."),
-        "text after": Case(f"{one}\nok", [("get_weather", weather)], "ok"),
+        "text before": Case(f"I look.\n{one}", [("get_weather", weather)], "I look.\n"),
+        "text after": Case(f"{one}\nok", [("get_weather", weather)], "\nok"),
         "nested": Case(
             f'{begin}[{{"name": "write_file", "arguments": {nested}}}]{end}',
             [("write_file", nested)],

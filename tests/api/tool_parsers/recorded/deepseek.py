@@ -23,7 +23,7 @@ CASES = {
         [("get_weather", WEATHER), ("now", "{}")],
     ),
     "V3, text before": Case(
-        "Let me see.\n" + BEGIN + v3("now", "{}") + END, [("now", "{}")], "Let me see."
+        "Let me see.\n" + BEGIN + v3("now", "{}") + END, [("now", "{}")], "Let me see.\n"
     ),
     "V3.1": Case(BEGIN + v31("get_weather", WEATHER) + END, [("get_weather", WEATHER)]),
     "V3.1, several": Case(
@@ -31,7 +31,7 @@ CASES = {
         [("get_weather", WEATHER), ("now", "{}")],
     ),
     "V3.1, a tool named function": Case(BEGIN + v31("function", "{}") + END, [("function", "{}")]),
-    "text after": Case(BEGIN + v31("now", "{}") + END + "\nDone 🎉", [("now", "{}")], "Done 🎉"),
+    "text after": Case(BEGIN + v31("now", "{}") + END + "\nDone 🎉", [("now", "{}")], "\nDone 🎉"),
     "end forgotten": Case(BEGIN + v31("now", '{"a": 1}'), [("now", '{"a": 1}')]),
     "malformed": Case(BEGIN + "now()" + END, [], BEGIN + "now()" + END),
     "no arguments": Case(

@@ -18,8 +18,8 @@ CASES = {
         call("get_weather{city:`London`}") + call("now{}"),
         [("get_weather", '{"city": "London"}'), ("now", "{}")],
     ),
-    "text before": Case(f"I look.\n{call('now{}')}", [("now", "{}")], "I look."),
-    "text after": Case(f"{call('now{}')}\nok", [("now", "{}")], "ok"),
+    "text before": Case(f"I look.\n{call('now{}')}", [("now", "{}")], "I look.\n"),
+    "text after": Case(f"{call('now{}')}\nok", [("now", "{}")], "\nok"),
     "what ends values, in a string": Case(
         call('write_file{text:`a, b}: "c" [d]\n\\`}'),
         [("write_file", '{"text": "a, b}: \\"c\\" [d]\\n\\\\"}')],

@@ -22,8 +22,8 @@ CASES = {
         call("now", "") + call("get_weather", "", city="Beijing", days="3"),
         [("now", "{}"), WEATHER_JSON],
     ),
-    "text before": Case(f"I'll look.\n{WEATHER}", [WEATHER_JSON], "I'll look."),
-    "text after": Case(f"{WEATHER}\nok", [WEATHER_JSON], "ok"),
+    "text before": Case(f"I'll look.\n{WEATHER}", [WEATHER_JSON], "I'll look.\n"),
+    "text after": Case(f"{WEATHER}\nok", [WEATHER_JSON], "\nok"),
     "code": Case(
         call("write_file", text="a < b\n</arg_key>\n"),
         [("write_file", '{"text": "a < b\\n</arg_key>\\n"}')],

@@ -38,7 +38,7 @@ CASES = {
     "text before": Case(
         "I will look it up. 🔎\n" + AGAIN + call("now", "{}"),
         [("now", "{}")],
-        "I will look it up. 🔎",
+        "I will look it up. 🔎\n",
     ),
     "white space": Case(call("now", ' {"a": 1}\n'), [("now", '{"a": 1}')]),
     "no arguments": Case(call("now", ""), [("now", "{}")]),

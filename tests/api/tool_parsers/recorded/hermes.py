@@ -12,7 +12,7 @@ CASES = {
         'I\'ll look that up.\n\n<tool_call>\n{"name": "get_weather", "arguments": {"city": '
         '"Oslo"}}\n</tool_call>',
         [("get_weather", '{"city": "Oslo"}')],
-        "I'll look that up.",
+        "I'll look that up.\n\n",
     ),
     "two calls": Case(
         '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>\n'
@@ -22,7 +22,7 @@ CASES = {
     "text after": Case(
         '<tool_call>{"name":"now","arguments":{}}</tool_call>\nThat is all.',
         [("now", "{}")],
-        "That is all.",
+        "\nThat is all.",
     ),
     "unicode": Case(
         '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich 東京 \\u00e9 '
@@ -75,7 +75,7 @@ CASES = {
     "malformed, then a call": Case(
         '<tool_call>{"name": 3}</tool_call> <tool_call>{"name": "now"}</tool_call>',
         [("now", "{}")],
-        '<tool_call>{"name": 3}</tool_call>',
+        '<tool_call>{"name": 3}</tool_call> ',
     ),
     "cut off in the name": Case(
         '<tool_call>\n{"name": "get_wea', [], '<tool_call>\n{"name": "get_wea'
@@ -85,7 +85,7 @@ CASES = {
         [("get_weather", '{"city": "Par')],
     ),
     "cut off in arguments as text": Case(
-        '<tool_call>{"name": "now", "arguments": "{\\"a', [("now", "")]
+        '<tool_call>{"name": "now", "arguments": "{\\"a', [("now", '{"a')]
     ),
     "cut off in the end tag": Case(
         '<tool_call>{"name": "now", "arguments": {}}</tool', [("now", "{}")]

@@ -12,7 +12,7 @@ CASES = {
     "one call": Case(f"{OPEN}\n{WEATHER}{CLOSE}", [CALL]),
     "text before": Case(f"I look.{OPEN}{WEATHER}{CLOSE}\n", [CALL], "I look."),
     "several": Case(f"{OPEN}{NOW}{CLOSE}{OPEN}{WEATHER}{CLOSE}", [("now", "{}"), CALL]),
-    "text after": Case(f"{OPEN}{NOW}{CLOSE}\nok", [("now", "{}")], "ok"),
+    "text after": Case(f"{OPEN}{NOW}{CLOSE}\nok", [("now", "{}")], "\nok"),
     "under the other name": Case(
         OPEN + '{"name": "get_weather", "arguments": {"city": "Köln 🌦"}}' + CLOSE,
         [("get_weather", '{"city": "Köln 🌦"}')],

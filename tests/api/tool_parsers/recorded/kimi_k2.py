@@ -30,10 +30,10 @@ CASES = {
     "text before": Case(
         "Let me see.\n" + BEGIN + call("functions.now:0", "{}") + END,
         [("now", "{}")],
-        "Let me see.",
+        "Let me see.\n",
     ),
     "text after": Case(
-        BEGIN + call("functions.now:0", "{}") + END + "\nDone", [("now", "{}")], "Done"
+        BEGIN + call("functions.now:0", "{}") + END + "\nDone", [("now", "{}")], "\nDone"
     ),
     "malformed": Case(BEGIN + "now()" + END, [], BEGIN + "now()" + END),
     "no JSON": Case(

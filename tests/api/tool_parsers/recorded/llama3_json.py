@@ -21,9 +21,9 @@ CASES = {
         '{"name": "now", "arguments": {"a": null}}', [("now", '{"a": null}')]
     ),
     "text before the tag": Case(
-        'Sure.\n<|python_tag|>{"name": "now", "parameters": {}}', [("now", "{}")], "Sure."
+        'Sure.\n<|python_tag|>{"name": "now", "parameters": {}}', [("now", "{}")], "Sure.\n"
     ),
-    "text after": Case('{"name": "now", "parameters": {}}\nDone.', [("now", "{}")], "Done."),
+    "text after": Case('{"name": "now", "parameters": {}}\nDone.', [("now", "{}")], "\nDone."),
     "JSON that is no call": Case(
         '{"name": "Ada", "born": 1815}', [], '{"name": "Ada", "born": 1815}'
     ),

@@ -10,8 +10,8 @@ CALL = ("get_weather", '{"city": "Paris", "days": 3}')
 CASES = {
     "one call": Case(OPEN + WEATHER + CLOSE, [CALL]),
     "several": Case(f"{OPEN}{WEATHER}\n{NOW}\n{NOW}{CLOSE}", [CALL, ("now", "{}"), ("now", "{}")]),
-    "text before": Case(f"I look.\n{OPEN}{WEATHER}{CLOSE}", [CALL], "I look."),
-    "text after": Case(f"{OPEN}{NOW}{CLOSE}\n\nok", [("now", "{}")], "ok"),
+    "text before": Case(f"I look.\n{OPEN}{WEATHER}{CLOSE}", [CALL], "I look.\n"),
+    "text after": Case(f"{OPEN}{NOW}{CLOSE}\n\nok", [("now", "{}")], "\n\nok"),
     "on one line": Case(f"<tool_calls>{NOW}{WEATHER}</tool_calls>", [("now", "{}"), CALL]),
     "no call": Case(f"{OPEN}none{CLOSE}", [], f"{OPEN}none{CLOSE}"),
     "empty": Case("<tool_calls></tool_calls>", [], "<tool_calls></tool_calls>"),

@@ -23,8 +23,8 @@ CASES = {
     "several blocks": Case(
         calls(WEATHER) + "\n" + calls(invoke("now")), [WEATHER_JSON, ("now", "{}")]
     ),
-    "text before": Case(f"Let me check.\n{calls(WEATHER)}", [WEATHER_JSON], "Let me check."),
-    "text after": Case(f"{calls(WEATHER)}\nok", [WEATHER_JSON], "ok"),
+    "text before": Case(f"Let me check.\n{calls(WEATHER)}", [WEATHER_JSON], "Let me check.\n"),
+    "text after": Case(f"{calls(WEATHER)}\nok", [WEATHER_JSON], "\nok"),
     "on one line": Case(calls(WEATHER).replace(">\n<", "><"), [WEATHER_JSON]),
     "code": Case(
         calls(invoke("write_file", path="a.py", text='if a < b and "c" > "d":\n    x &= 1\n')),

@@ -25,8 +25,8 @@ CASES = {
         '[TOOL_CALLS]get_weather[ARGS]{"city": "Lyon"}[TOOL_CALLS]now[CALL_ID]abcdef123[ARGS]{}',
         [("get_weather", '{"city": "Lyon"}'), ("now", "{}")],
     ),
-    "text before": Case("One moment.\n[TOOL_CALLS]now[ARGS]{}", [("now", "{}")], "One moment."),
-    "text after": Case('[TOOL_CALLS][{"name": "now", "arguments": {}}] ok', [("now", "{}")], "ok"),
+    "text before": Case("One moment.\n[TOOL_CALLS]now[ARGS]{}", [("now", "{}")], "One moment.\n"),
+    "text after": Case('[TOOL_CALLS][{"name": "now", "arguments": {}}] ok', [("now", "{}")], " ok"),
     "no call": Case("[TOOL_CALLS] none", [], "[TOOL_CALLS] none"),
     "second one malformed": Case(
         '[TOOL_CALLS][{"name": "now", "arguments": {}}, {"nom": "now"}]',

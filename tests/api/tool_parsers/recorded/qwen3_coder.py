@@ -23,10 +23,12 @@ CASES = {
         [WEATHER_JSON, ("now", "{}")],
     ),
     "text before": Case(
-        f"Let me check.\n\n<tool_call>\n{WEATHER}\n</tool_call>", [WEATHER_JSON], "Let me check."
+        f"Let me check.\n\n<tool_call>\n{WEATHER}\n</tool_call>",
+        [WEATHER_JSON],
+        "Let me check.\n\n",
     ),
-    "text after": Case(f"<tool_call>\n{WEATHER}\n</tool_call>\nok", [WEATHER_JSON], "ok"),
-    "opening tag forgotten": Case(f"Sure:\n{WEATHER}\n</tool_call>", [WEATHER_JSON], "Sure:"),
+    "text after": Case(f"<tool_call>\n{WEATHER}\n</tool_call>\nok", [WEATHER_JSON], "\nok"),
+    "opening tag forgotten": Case(f"Sure:\n{WEATHER}\n</tool_call>", [WEATHER_JSON], "Sure:\n"),
     "function's end forgotten": Case("<tool_call><function=now>\n</tool_call>", [("now", "{}")]),
     "lines, quotes and tags in a string": Case(
         write_file(text='if a < b:\n\n    print("\\n")  # </param> </function>\n'),
@@ -53,9 +55,9 @@ CASES = {
         write_file(options='{"a": "</parameter>\\"</parameter>"}', path="x"),
         [("write_file", '{"options": {"a": "</parameter>\\"</parameter>"}, "path": "x"}')],
     ),
-    "an odd quotation mark is no JSON": Case(
+    "an odd quotation mark": Case(
         write_file(options="{'a': '\"'}", path="x"),
-        [("write_file", '{"options": "{\'a\': \'\\"\'}", "path": "x"}')],
+        [("write_file", '{"options": {"a": "\\""}, "path": "x"}')],
     ),
     "null": Case(
         write_file(mode="null", size="None"), [("write_file", '{"mode": null, "size": null}')]

@@ -16,8 +16,8 @@ WEATHER_JSON = ("get_weather", '{"city": "Paris", "days": 3}')
 CASES = {
     "one call": Case(WEATHER, [WEATHER_JSON]),
     "several": Case(f"{WEATHER}\n{call('now')}", [WEATHER_JSON, ("now", "{}")]),
-    "text before": Case(f"Let me check.\n{WEATHER}", [WEATHER_JSON], "Let me check."),
-    "text after": Case(f"{WEATHER}\nok", [WEATHER_JSON], "ok"),
+    "text before": Case(f"Let me check.\n{WEATHER}", [WEATHER_JSON], "Let me check.\n"),
+    "text after": Case(f"{WEATHER}\nok", [WEATHER_JSON], "\nok"),
     "line breaks belong to the value": Case(
         call("write_file", text="\na < b\n\n</param>\n"),
         [("write_file", '{"text": "\\na < b\\n\\n</param>\\n"}')],

@@ -1,0 +1,311 @@
+"""Reads JSON as models write it: repairs what has one meaning, and keeps all other text."""
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from servd.api.output.incremental import Brackets, Reader, Steps, without_surrogates
+from servd.api.text.chat_messages import RAW_ARGUMENTS
+
+# Python's words, which models like.
+LITERALS = {"True": "true", "False": "false", "None": "null"}
+QUOTES = ('"', "'")
+RAW_KEY = f'"{RAW_ARGUMENTS}": '
+CLOSING = {"{": "}", "[": "]"}
+
+_WORD = re.compile(r"[^\s,:{}\[\]\"'<>|]*")
+_SCALAR = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?|true|false|null", re.ASCII)
+_GAP = re.compile(r"\s*(?:,\s*)?")
+# After a quotation mark in a string with unescaped ones: the next key, or only closing brackets.
+_WIDE_GAP = re.compile(r"\s*(?:,\s*(?:\"[^\"\n]*\"?|'[^'\n]*'?)?\s*|[\s}\]]*)")
+_HEX_DIGIT = re.compile(r"[0-9a-fA-F]")
+
+
+def escape(text: str) -> str:
+    """Return text as it is written in a JSON string, without quotation marks."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+class JsonReader:
+    """A reader that emits JSON while the text arrives. Valid JSON is emitted as it is.
+
+    The reader escapes line breaks in strings, corrects quotation marks and Python's words, and
+    adds commas between members and brackets before a marker. If a text has no meaning as JSON, the
+    reader emits the text as a string in that place. What is emitted is always valid JSON, or the
+    beginning of it if the text breaks off.
+
+    Attributes:
+        brackets: the closing brackets to come, the next one last.
+        missing: text that would complete the open string or member, before `brackets`.
+        has_raw_text: a string holds text that could not be read.
+
+    Args:
+        markers: texts that end the JSON outside of strings.
+    """
+
+    def __init__(
+        self, reader: Reader, emit: Callable[[str], None], markers: Sequence[str] = ()
+    ) -> None:
+        self.reader = reader
+        self.emit = emit
+        self.markers = tuple(filter(None, markers))
+        self.brackets: list[str] = []
+        self.missing = ""
+        self.has_raw_text = False
+        self._is_first = True  # nothing is in the innermost brackets yet
+        self._has_names = False  # keys without quotation marks
+
+    def value(self) -> Steps[bool]:
+        """Read a value up to its end. Return False if there is none, or if the text breaks off."""
+        is_whole = yield from self._begin_value()
+        while is_whole and self.brackets:
+            is_whole = yield from self._advance()
+        return is_whole
+
+    def string(self, is_key: bool = True) -> Steps[bool]:
+        """Read a string in quotation marks. Return False if the text breaks off.
+
+        In a value, a quotation mark that no JSON can follow is part of the string.
+        """
+        reader = self.reader
+        quote = yield from reader.next()
+        self.emit('"')
+        self.missing = '": null' if is_key else '"'
+        ends: tuple[str, ...] = ()  # markers, if a mark in the string was not escaped
+        while True:
+            text, mark = yield from reader.piece(quote, "\\", *ends)
+            if mark == "\\":
+                self.emit((yield from self._escape_sequence()))
+            elif mark in ends:
+                reader.untake(mark)
+                break
+            elif mark:
+                if is_key or (yield from self._is_end_of_string(bool(ends))):
+                    break
+                ends = self.markers
+                self.has_raw_text = True
+                self.emit(escape(mark))
+            elif text:
+                self.emit(escape(text))
+            else:
+                return False
+        self.emit('"')
+        self.missing = ": null" if is_key else ""
+        return True
+
+    def _advance(self) -> Steps[bool]:
+        """Read a bracket or a member of the innermost brackets. Return False at the text's end."""
+        reader = self.reader
+        self.emit((yield from reader.space()))
+        comma = ""
+        if not self._is_first and (yield from reader.accept(",")):
+            comma = "," + (yield from reader.space())
+        first = yield from reader.peek()
+        if first == self.brackets[-1]:
+            self.emit((yield from reader.next()))
+            self.brackets.pop()
+            self._is_first = False
+            return True
+        if (yield from reader.is_at(self.markers)):
+            self._close()
+            return True
+        if not first:
+            return False
+        is_object = self.brackets[-1] == "}"
+        if not self._is_first and not comma:
+            comma = ", "
+            if first not in QUOTES and (is_object or first not in CLOSING):
+                return (yield from self._raw_text(comma + (RAW_KEY if is_object else "")))
+        self.emit(comma)
+        self._is_first = False
+        if is_object and not (yield from self._key()):
+            return False
+        if not self.brackets:  # the rest was no JSON
+            return True
+        return (yield from self._begin_value())
+
+    def _key(self) -> Steps[bool]:
+        """Read a key and a colon. Return False if the text breaks off."""
+        reader = self.reader
+        if (yield from reader.peek()) in QUOTES:
+            if not (yield from self.string()):
+                return False
+            gap = yield from reader.space()
+        else:
+            name = yield from reader.run(_WORD)
+            gap = yield from reader.space()
+            following = yield from reader.peek()
+            if not following:
+                return False
+            if not name or following != ":":
+                return (yield from self._raw_text(RAW_KEY, name + gap))
+            self._has_names = True
+            self.emit(f'"{escape(name)}"')
+            self.missing = ": null"
+        if not (yield from reader.peek()):
+            return False
+        if not (yield from reader.accept(":")):
+            return (yield from self._raw_text(": ", gap))
+        self.emit(f"{gap}:")
+        self.missing = "null"
+        self.emit((yield from reader.space()))
+        return True
+
+    def _begin_value(self) -> Steps[bool]:
+        """Read a string, a word, or an opening bracket. Return False if the text breaks off."""
+        reader = self.reader
+        first = yield from reader.peek()
+        if first in QUOTES:
+            return (yield from self.string(is_key=False))
+        if first in CLOSING:
+            self.emit((yield from reader.next()))
+            self.brackets.append(CLOSING[first])
+            self.missing = ""
+            self._is_first = True
+            return True
+        word = yield from reader.run(_WORD)
+        if not self.brackets:
+            self.emit(word)
+            return bool(word)
+        _, following = yield from reader.ahead(_GAP)
+        if not following:
+            self._begin_word(word)
+            return False
+        word = LITERALS.get(word, word)
+        if not _SCALAR.fullmatch(word):
+            if not word or not (yield from self._is_end_of_string(False)):
+                return (yield from self._raw_text("", word))
+            self.has_raw_text = True
+            word = f'"{escape(word)}"'
+        self.emit(word)
+        self.missing = ""
+        return True
+
+    def _begin_word(self, word: str) -> None:
+        """Emit the beginning of a word of JSON. What is none becomes null."""
+        for whole in (word, f"{word}0", "true", "false", "null"):
+            if whole.startswith(word) and _SCALAR.fullmatch(whole):
+                self.emit(word)
+                self.missing = whole.removeprefix(word)
+                return
+
+    def _escape_sequence(self) -> Steps[str]:
+        """Read what follows a backslash. Return both as JSON."""
+        char = yield from self.reader.next()
+        if char == "u":
+            while len(char) < 5 and _HEX_DIGIT.match((yield from self.reader.peek())):
+                char += yield from self.reader.next()
+            if not (yield from self.reader.peek()) and len(char) < 5:
+                self.missing = "0" * (5 - len(char)) + self.missing
+                return f"\\{char}"
+            return f"\\{char}" if len(char) == 5 else f"\\\\{char}"
+        if not char:
+            self.missing = "\\" + self.missing
+            return "\\"
+        if char == "'":
+            return char
+        return f"\\{char}" if char in '"\\/bfnrt' else f"\\\\{escape(char)}"
+
+    def _is_end_of_string(self, has_marks: bool) -> Steps[bool]:
+        """Return whether JSON can go on here, after a quotation mark. If the string `has_marks`
+        that should have been escaped, look for the next key or the end of the JSON.
+        """
+        if not self.brackets:
+            return True
+        is_object = self.brackets[-1] == "}"
+        gap, char = yield from self.reader.ahead(_WIDE_GAP if has_marks else _GAP)
+        if not char or (yield from self.reader.is_at(self.markers, len(gap))):
+            return True
+        is_comma = gap.lstrip().startswith(",")
+        if has_marks:
+            return is_comma and (char == ":" if is_object else char in ",]")
+        if is_comma and is_object:
+            is_key = char in QUOTES or (self._has_names and char.isidentifier())
+            return is_key or char == "}"
+        return is_comma or char == self.brackets[-1]
+
+    def _raw_text(self, opening: str, taken: str = "") -> Steps[bool]:
+        """Read the rest, with `taken` before it, as a string after `opening`, up to a marker or the
+        last bracket.
+        """
+        self.has_raw_text = True
+        self.emit(f'{opening}"{escape(taken)}')
+        brackets = Brackets()
+        brackets.depth = len(self.brackets)
+        while True:
+            text, marker = yield from self.reader.piece(*self.markers)
+            if marker:
+                self.reader.untake(marker)
+                break
+            end = brackets.end(text, 0)
+            if end:
+                self.reader.untake(text[end:])
+                text = text[: end - 1]
+            self.emit(escape(text))
+            if end or not text:
+                break
+        self.emit('"')
+        self._close()
+        return True
+
+    def _close(self) -> None:
+        self.emit("".join(reversed(self.brackets)))
+        self.brackets.clear()
+        self.missing = ""
+
+
+def json_text(reader: Reader) -> Steps[tuple[str, bool]]:
+    """Read a JSON string. Return its text, and whether all of it is there."""
+    if (yield from reader.peek()) not in QUOTES:
+        return "", False
+    pieces: list[str] = []
+    json_reader = JsonReader(reader, pieces.append)
+    is_whole = yield from json_reader.string(is_key=False)
+    written = "".join(pieces) + json_reader.missing
+    return without_surrogates(json.loads(written)), is_whole
+
+
+def repaired(text: str) -> str | None:
+    """Return a text as JSON, or None if not all of it has a meaning as JSON."""
+    pieces: list[str] = []
+    json_reader, is_whole = _read(text, pieces.append)
+    rest = json_reader.reader.rest()
+    return None if json_reader.has_raw_text or not is_whole or rest.strip() else "".join(pieces)
+
+
+def arguments_object(arguments: str) -> dict[str, Any]:
+    """Return a call's arguments as an object, which holds the text if that is no object."""
+    try:
+        written = json.dumps(json.loads(arguments), ensure_ascii=False)
+        value = msgspec.json.decode(without_surrogates(written))  # so that it can be encoded
+        if isinstance(value, dict):
+            return value
+    except (ValueError, RecursionError):
+        pass
+    return {RAW_ARGUMENTS: arguments}
+
+
+def missing_end(arguments: str) -> str:
+    """Return the text that completes the JSON of an object that broke off, and holds its text."""
+    json_reader, is_whole = _read(arguments, lambda text: None)
+    if is_whole:
+        return ""
+    comma = "" if arguments.strip() == "{" else ", "
+    inner = "".join(reversed(json_reader.brackets[1:]))
+    raw = json.dumps(arguments, ensure_ascii=False)
+    return f"{json_reader.missing}{inner}{comma}{RAW_KEY}{raw}}}"
+
+
+def _read(text: str, emit: Callable[[str], None]) -> tuple[JsonReader, bool]:
+    """Read a whole text. Return its reader, and whether the text has a whole value."""
+    reader = Reader(ended=True)
+    reader.push(text)
+    json_reader = JsonReader(reader, emit)
+    try:
+        next(json_reader.value())
+    except StopIteration as stop:
+        return json_reader, stop.value
+    raise AssertionError("the text has ended")
