@@ -126,6 +126,11 @@ class Call:
             shown = ", ".join(f"`{name}`" for name in names)
             raise InvalidRequest(f"the server ignores these fields: {shown}", param=names[0])
 
+    def check_params(self, body: GenerationRequest) -> None:
+        """Raise InvalidRequest if a sampling parameter is wrong, for calls that do not use them."""
+        processor = self.context.async_llm.processor
+        body.sampling_params(processor.default_params).validate(processor.spec.vocab_size)
+
     @contextmanager
     def admit(
         self, options: RequestOptions, num_prompts: int = 1

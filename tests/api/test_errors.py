@@ -175,7 +175,7 @@ CHAT_PROBLEMS = [
     ({"modalities": ["text", "audio"]}, "modalities"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
 ]
-PROMPTS = [None, "", [], [[]], ["a", 1], [1, "a"], [True], [1.0], {"a": 1}, ["a"] * 1025]
+PROMPTS = [None, "", [], [[]], ["a", 1], [1, "a"], [True], [1.5], {"a": 1}, ["a"] * 1025]
 PROMPTS += [[257], [-1], [2**70]]
 COMPLETION_PROBLEMS = [
     *(({"prompt": prompt}, "prompt") for prompt in PROMPTS),

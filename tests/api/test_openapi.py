@@ -52,6 +52,7 @@ BASES |= {
 }
 load_all_checks()
 [not_a_server_error] = CHECKS.get_by_names(["not_a_server_error"])
+[positive_data_acceptance] = CHECKS.get_by_names(["positive_data_acceptance"])
 CHECKED = CHECKS.get_by_names(
     "not_a_server_error status_code_conformance content_type_conformance "
     "response_headers_conformance response_schema_conformance".split()
@@ -165,6 +166,74 @@ def test_generated_requests_are_answered_as_described(name, num_cases, url):
     assert 200 in answered or name in (*refusing, "POST /invocations")
 
 
+# What no schema says: rules of the model, of what exists, and between fields.
+BEYOND_SCHEMAS = re.compile(
+    "|".join(
+        (
+            # Of the model, and of what exists.
+            r".*maximum context length is \d+ tokens",
+            r"prompt is too long: \d+ tokens > \d+ maximum",
+            r"\w+: token id \d+ is not in the vocabulary",
+            r"every entry of \w+ must be a whole number between 0 and 256, ",
+            r"(output_)?dimensions? must be between 1 and \d+, the size of this model's vectors",
+            r"the model has no classification head",
+            r"servd knows no reasoning format of this model",
+            r"`suffix` is not supported: servd knows no fill-in-the-middle tokens",
+            r"this model's chat template does not read documents",
+            r"prompt_name .* is not in the model's files",
+            r"`after`: there is no ",
+            r"there is no response ",
+            r"`encrypted_content` of a reasoning item is damaged",
+            # Of grammars: they do not compile.
+            r"(guided_\w+|regex|ebnf|grammar|json_schema|structured_outputs|tools): ",
+            r"(response_format|format|text\.format|output_config\.format): ",
+            # Between fields.
+            r"`\S+` needs `\w+`",
+            r"`\S+`.* cannot be (used together|streamed)",
+            r"`tool_choice` names .* not in `tools`",
+            r"`pooling` is not for `task` classify",
+            r"`task` and `pooling` contradict each other",
+            r"`text_1` has \d+ texts and `text_2` \d+: ",
+            r"repetition_detection\.\w+ must be at (least 2|most \d+), ",
+            r"the options of `questions\[\d+\]` must all differ",
+            r"tools: two functions have the name ",
+            r"messages must not be empty$",  # there are blocks, but none is shown
+            r"the last message is the assistant's: it must contain only text",
+            # A list in a form is a field per entry.
+            r"the multipart body cannot be read: Too many fields",
+        )
+    )
+)
+
+
+def refused_beyond_schemas(response: Any) -> bool:
+    """Whether a schema cannot say why a body is refused."""
+    if response.status_code != 400:
+        return False
+    error = response.json()["error"]
+    message = error["message"] if isinstance(error, dict) else error
+    return BEYOND_SCHEMAS.match(message) is not None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_what_is_described_is_what_is_accepted(name, url):
+    modes = [OPERATIONS[name].as_strategy(mode) for mode in schemathesis.GenerationMode]
+
+    @settings(DRIVEN, max_examples=100)
+    @given(st.one_of(modes))
+    def drive(case):
+        response = case.call(base_url=url)
+        checks = CHECKS.get_all()
+        if response.status_code == 504 and "timeout" in case.body:
+            checks.remove(not_a_server_error)
+        if refused_beyond_schemas(response):
+            checks.remove(positive_data_acceptance)
+        case.validate_response(response, checks=checks)
+
+    drive()
+
+
 @pytest.mark.parametrize("path", compatibility.ROUTES)
 async def test_bodies_and_responses_have_their_schemas(path, http):
     base, fields = compatibility.ROUTES[path]
@@ -179,6 +248,96 @@ async def test_bodies_and_responses_have_their_schemas(path, http):
             num_answered += 1
             validate(body, body_schema(path))
     assert num_answered > len(fields) / 2
+
+
+USER = {"messages": user("hi")}
+PREDICATE = {"type": "predicate", "instructions": [{"type": "input_json", "data": {"a": 1}}]}
+
+
+def blocks(*content: dict[str, Any], role: str = "user") -> dict[str, Any]:
+    """A body of the Messages API with these blocks in its last message."""
+    messages = [*user("hi"), {"role": role, "content": [*content]}]
+    return {"messages": messages, "max_tokens": 4}
+
+
+def decision(*parts: dict[str, Any]) -> dict[str, Any]:
+    """A body of decisions with these parts as the instructions."""
+    return {"input": "hi", "questions": [PREDICATE | {"instructions": [*parts]}]}
+
+
+def tool(parameters: Any) -> dict[str, Any]:
+    """The tools of a chat: one, with these parameters."""
+    function = {"name": "f", "parameters": parameters}
+    return {"tools": [{"type": "function", "function": function}]}
+
+
+ACCEPTED = [
+    ("/api/chat", {}),
+    ("/api/chat", {"messages": [], "top_k": 3, **tool({"properties": {}})}),
+    ("/api/generate", {"prompt": "", "options": {"top_k": 3}}),
+    ("/tokenize", {"prompt": None, "content": "a"}),
+    ("/v1/chat/completions", {"messages": [*user("hi"), {"role": "assistant"}, *user("hi")]}),
+    ("/v1/chat/completions", USER | tool({})),
+    ("/v1/completions", {"prompt": [65.0, 66], "logit_bias": {"7": 1}}),
+    ("/v1/completions", {"prompt": [[65, 66.0]]}),
+    ("/v1/decisions", {"input": "hi", "questions": [PREDICATE]}),
+    ("/v1/embeddings", USER),
+    ("/v1/messages", blocks({"type": "document"})),
+    ("/v1/messages", blocks({"type": "tool_result", "tool_use_id": "a", "content": None})),
+    ("/v1/responses", {"input": [{"type": "web_search_call"}, *user("hi")]}),
+]
+REFUSED = [
+    ("/api/chat", {"messages": [{}]}),
+    ("/api/chat", {"messages": [{"role": "user", "images": ["a"]}]}),
+    ("/api/chat", {"messages": [{"role": "assistant", "tool_calls": [{}]}]}),
+    ("/api/chat", {"top_k": {}}),
+    ("/api/chat", {"top_k": -2, "messages": []}),
+    ("/api/chat", {"tools": [{"function": {}}]}),
+    ("/api/embed", {"input": "a", "dimensions": 2**31}),
+    ("/api/generate", {"min_p": "x"}),
+    ("/api/generate", {"seed": 2**63}),
+    ("/pooling", {"input": "a", "task": "token_classify"}),
+    ("/pooling", {}),
+    ("/pooling", {"input": "a", **USER}),
+    ("/rerank", {"query": "", "documents": ["a"]}),
+    ("/score", {"text_1": "a", "text_2": {"text": ""}}),
+    ("/tokenize", {"messages": None}),
+    ("/tokenize", {"prompt": "a", "content": "a"}),
+    ("/tokenize", {"prompt": "a", **USER}),
+    ("/v1/chat/completions", {"messages": [{"role": "tool"}]}),
+    ("/v1/chat/completions", USER | tool({"type": "string"})),
+    ("/v1/completions", {"prompt": "a", "logit_bias": {"x": 1}}),
+    ("/v1/completions", {"prompt": "a", "stop_token_ids": [-1]}),
+    ("/v1/completions", {"prompt": ["a", 1]}),
+    ("/v1/completions", {"prompt": [[]]}),
+    ("/v1/completions", {"prompt": ["a"] * 1025}),
+    ("/v1/decisions", decision({"type": "input_json"})),
+    ("/v1/decisions", decision({"type": "input_text", "text": ""})),
+    ("/v1/embeddings", {"input": ""}),
+    ("/v1/messages", blocks({"type": "tool_use", "id": "a", "name": "b", "input": {}})),
+    ("/v1/messages", blocks({"type": "tool_result", "tool_use_id": "a", "content": 0})),
+    ("/v1/messages", blocks({"type": "text"}, role="assistant")),
+    ("/v1/messages", blocks(role="tool")),
+    ("/v1/messages/count_tokens", USER | {"top_k": -2}),
+    ("/v1/responses", {"input": [{"type": "0..0"}]}),
+    ("/v1/responses/input_tokens", {"input": "hi", "seed": 2**63}),
+    ("/v2/embed", {"texts": ["a", ""]}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), ACCEPTED)
+async def test_what_is_accepted_is_described(path, body, http):
+    validate(body, body_schema(path))
+    response = await http.post(path, json=body)
+    assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize(("path", "body"), REFUSED)
+async def test_what_is_refused_is_described(path, body, http):
+    with pytest.raises(jsonschema.ValidationError):
+        validate(body, body_schema(path))
+    response = await http.post(path, json=body)
+    assert response.status_code == 400, response.text
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])

@@ -7,14 +7,21 @@ import re
 from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
 import msgspec
-from pydantic import BeforeValidator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Field, Tag, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
 from servd.api.protocol.chat import ChatCompletionRequest
 from servd.api.protocol.generation import Temperature
-from servd.api.protocol.tools import HostedTool, allow_both, idle_strict, own_and_hosted
+from servd.api.protocol.tools import (
+    HostedTool,
+    Parameters,
+    ToolName,
+    allow_both,
+    idle_strict,
+    own_and_hosted,
+)
 from servd.api.protocol.translation import TranslatedRequest
-from servd.api.protocol.validation import OpenObject
+from servd.api.protocol.validation import OpenObject, Schema
 from servd.base.bounds import INT32_MAX
 from servd.base.errors import InvalidRequest
 
@@ -70,12 +77,39 @@ def _check_blocks(content: Any, blocks: dict[str, dict[str, type]]) -> Any:
                     "content", "a {kind} block must have the {type} `{key}`", context
                 )
         if kind == "tool_result":
-            _check_blocks(block.get("content") or "", BLOCKS["system"])
+            _check_system(block.get("content"))
             if not isinstance(block.get("is_error"), bool | None):
                 raise PydanticCustomError(
                     "content", "`is_error` of a tool_result must be true or false"
                 )
     return content
+
+
+def _content_schema(role: str) -> Schema:
+    """Return the JSON schema of what `_check_blocks` accepts."""
+    blocks: list[Schema] = [
+        {"properties": {"type": {"type": "string", "pattern": f"^({NOTED.pattern})$"}}}
+    ]
+    for kind, keys in BLOCKS[role].items():
+        properties: Schema = {key: {"type": JSON_TYPES[needed]} for key, needed in keys.items()}
+        if kind == "tool_result":
+            result = {"anyOf": [_content_schema("system"), {"type": "null"}]}
+            properties |= {"content": result, "is_error": {"type": ["boolean", "null"]}}
+        properties["type"] = {"const": kind}
+        blocks.append({"properties": properties, "required": [*keys]})
+    block = {"type": "object", "required": ["type"], "anyOf": blocks}
+    return {"anyOf": [{"type": "string"}, {"type": "array", "items": block}]}
+
+
+MESSAGE: Schema = {
+    "type": "object",
+    "required": ["role", "content"],
+    "anyOf": [
+        {"properties": {"role": {"const": role}, "content": _content_schema(role)}}
+        for role in BLOCKS
+    ],
+}
+SYSTEM: Schema = {"anyOf": [_content_schema("system"), {"type": "null"}]}
 
 
 def _check_message(message: Any) -> Any:
@@ -95,8 +129,8 @@ def _check_system(system: Any) -> Any:
 class MessagesTool(OpenObject):
     """A tool that the client can run."""
 
-    name: Annotated[str, Field(min_length=1, max_length=128)]
-    input_schema: dict[str, Any]
+    name: ToolName
+    input_schema: Parameters
     description: NotRequired[str | None]
     strict: NotRequired[bool | None]
 
@@ -136,11 +170,11 @@ class CountTokensRequest(TranslatedRequest):
     keeps_budget: ClassVar[bool] = True  # of reasoning tokens; no count depends on the budget
 
     messages: Annotated[
-        list[Annotated[dict[str, Any], BeforeValidator(_check_message)]],
+        list[Annotated[dict[str, Any], BeforeValidator(_check_message), WithJsonSchema(MESSAGE)]],
         Field(fail_fast=True, min_length=1),
     ]
     # Read as str | list[dict[str, Any]] | None.
-    system: Annotated[Any, BeforeValidator(_check_system)] = None
+    system: Annotated[Any, BeforeValidator(_check_system), WithJsonSchema(SYSTEM)] = None
     tools: Annotated[list[AnyTool], Field(fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None

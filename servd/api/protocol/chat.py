@@ -99,10 +99,13 @@ class ToolCall(OpenObject):
     function: FunctionCall
 
 
+Role = Annotated[str, Field(min_length=1, max_length=64)]
+
+
 class ChatMessage(OpenObject):
     """A message of the conversation. Any role is passed to the chat template."""
 
-    role: Annotated[str, Field(min_length=1, max_length=64)]
+    role: Role
     content: NotRequired[Annotated[Any, BeforeValidator(_check_content, ChatContent)]]
     name: NotRequired[str | None]
     tool_call_id: NotRequired[str | None]
@@ -119,8 +122,19 @@ def _check_message(message: ChatMessage) -> ChatMessage:
     return message
 
 
+IS_ASSISTANT: dict[str, Any] = {"properties": {"role": {"const": "assistant"}}}
+HAS_CONTENT: dict[str, Any] = {
+    "properties": {"content": {"not": {"type": "null"}}},
+    "required": ["content"],
+}
 Messages = Annotated[
-    list[Annotated[ChatMessage, AfterValidator(_check_message)]],
+    list[
+        Annotated[
+            ChatMessage,
+            AfterValidator(_check_message),
+            Field(json_schema_extra={"anyOf": [IS_ASSISTANT, HAS_CONTENT]}),
+        ]
+    ],
     Field(fail_fast=True, min_length=1),
 ]
 

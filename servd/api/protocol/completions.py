@@ -17,6 +17,7 @@ from servd.api.protocol.generation import (
     Timings,
     Usage,
 )
+from servd.api.protocol.validation import TokenId, is_whole
 from servd.api.text.prompt import Prompt
 from servd.base.errors import InvalidRequest
 from servd.messages.engine import FinishReason
@@ -31,8 +32,16 @@ def _is_token_ids(value: Any) -> bool:
     return isinstance(value, list) and all(type(token_id) is int for token_id in value)
 
 
+def _with_whole_numbers(value: Any) -> Any:
+    """Return token ids, or a list of them, with 5 for 5.0, as `parse` does elsewhere."""
+    if not isinstance(value, list) or {float, list}.isdisjoint(map(type, value)):
+        return value
+    return [int(item) if is_whole(item) else _with_whole_numbers(item) for item in value]
+
+
 def list_of_prompts(value: Any) -> list[str] | list[list[int]]:
     """Return text, token ids or a list of either as a list, or raise PydanticCustomError."""
+    value = _with_whole_numbers(value)
     if isinstance(value, str) or (value and _is_token_ids(value)):
         return [value]
     if not isinstance(value, list) or not 1 <= len(value) <= MAX_PROMPTS:
@@ -47,10 +56,13 @@ def list_of_prompts(value: Any) -> list[str] | list[list[int]]:
 
 
 # What a body may hold; the requests hold list[str] | list[list[int]].
+SomeText = Annotated[str, Field(min_length=1)]
+SomeTokens = Annotated[list[TokenId], Field(min_length=1)]
 Prompts = (
-    str
-    | Annotated[list[int], Field(min_length=1)]
-    | Annotated[list[str] | list[list[int]], Field(min_length=1, max_length=MAX_PROMPTS)]
+    SomeText
+    | SomeTokens
+    | Annotated[list[SomeText], Field(min_length=1, max_length=MAX_PROMPTS)]
+    | Annotated[list[SomeTokens], Field(min_length=1, max_length=MAX_PROMPTS)]
 )
 
 

@@ -7,8 +7,10 @@ from typing import Annotated, Any, Literal, NotRequired
 
 import msgspec
 from pydantic import BeforeValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
+from servd.api.protocol.completions import SomeText
 from servd.api.protocol.responses import InputItem, ResponseUsage, as_items, check_kind
 from servd.api.protocol.validation import ClosedObject, RequestBody
 from servd.base.errors import InvalidRequest
@@ -18,13 +20,19 @@ from servd.base.errors import InvalidRequest
 MAX_OPTIONS = 2048  # all questions together: each may take two requests to the engine
 
 
+def _is_json(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "input_json"
+
+
 def _text_parts(content: Any) -> Any:
     """Return the parts of a content, with JSON parts converted to text."""
     if not isinstance(content, list):
         return content
+    if any(_is_json(part) and not isinstance(part.get("data"), dict | list) for part in content):
+        raise PydanticCustomError("content", "parts of type input_json must have JSON `data`")
     return [
-        {"type": "input_text", "text": json.dumps(part.get("data"), ensure_ascii=False)}
-        if isinstance(part, dict) and part.get("type") == "input_json"
+        {"type": "input_text", "text": json.dumps(part["data"], ensure_ascii=False)}
+        if _is_json(part)
         else part
         for part in content
     ]
@@ -42,26 +50,31 @@ def _joined(instructions: Any) -> Any:
         isinstance(part, dict) and part.get("type") == "input_text" and "text" in part
         for part in parts
     )
-    return "\n".join(str(part["text"]) for part in parts) if is_text else instructions
+    if not is_text:
+        return instructions
+    texts = [str(part["text"]) for part in parts]
+    return "\n".join(texts) if all(texts) else ""
 
 
 class InstructionText(TypedDict):
     """A part of a question that is text."""
 
     type: Literal["input_text"]
-    text: str
+    text: SomeText
 
 
 class InstructionJSON(TypedDict):
     """A part of a question that is JSON. The model reads it as text."""
 
     type: Literal["input_json"]
-    data: dict[str, Any] | list[dict[str, Any]]
+    data: dict[str, Any] | list[Any]
 
 
 Instructions = Annotated[
     str,
-    BeforeValidator(_joined, str | list[InstructionText | InstructionJSON]),
+    BeforeValidator(
+        _joined, SomeText | Annotated[list[InstructionText | InstructionJSON], Field(min_length=1)]
+    ),
     Field(min_length=1),
 ]
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, cast
 
 import msgspec
-from pydantic import BeforeValidator, WithJsonSchema, model_validator
+from pydantic import BeforeValidator, WithJsonSchema
 
 from servd.api.protocol.chat import Messages
 from servd.api.protocol.completions import Prompts, list_of_prompts
 from servd.api.protocol.validation import KeptTokens, RequestBody
 from servd.api.text.prompt import Chat, Prompt
-from servd.base.errors import InvalidRequest
+from servd.base.bounds import INT32_MAX
 from servd.messages.engine import RequestOptions
 from servd.messages.params import PoolingParams
 
 # The largest is the model's; `PoolingParams.validate` knows it.
-Dimensions = Annotated[int, WithJsonSchema({"type": "integer", "minimum": 1})]
+Dimensions = Annotated[int, WithJsonSchema({"type": "integer", "minimum": 1, "maximum": INT32_MAX})]
 
 
 class PooledRequest(RequestBody):
@@ -40,6 +40,8 @@ class PooledRequest(RequestBody):
 class VectorRequest(PooledRequest):
     """The fields that requests for vectors share: the inputs, and the form of the vectors."""
 
+    either = ("input", "messages")
+
     # read as list[str] | list[list[int]] | None
     input: Annotated[Any, BeforeValidator(list_of_prompts, Prompts)] = None
     messages: Messages | None = None
@@ -51,12 +53,6 @@ class VectorRequest(PooledRequest):
     normalize: bool | None = None
     prompt_name: str | None = None
     """Name of a prompt in the model's files to put before `input`, e.g. `query`."""
-
-    @model_validator(mode="after")
-    def _check_input(self) -> VectorRequest:
-        if (self.input is None) == (self.messages is None):
-            raise InvalidRequest("send either `input` or `messages`", param="input")
-        return self
 
     def ignored(self) -> list[str]:
         idle = (

@@ -19,11 +19,18 @@ from servd.api.protocol.validation import (
     KeptTokens,
     OpenObject,
     Schema,
+    TokenId,
     add_bounds,
 )
 from servd.base.errors import InvalidRequest
 from servd.messages.engine import RequestOptions
-from servd.messages.params import MAX_BEAMS, MAX_STOP, RepetitionDetection, SamplingParams
+from servd.messages.params import (
+    MAX_BEAMS,
+    MAX_STOP,
+    MAX_STOP_LENGTH,
+    RepetitionDetection,
+    SamplingParams,
+)
 
 # Fields that would change the response but are not supported, so they are rejected. All other
 # unknown fields are accepted and listed in the header X-Servd-Ignored.
@@ -75,7 +82,11 @@ def _bias_by_id(value: Any) -> Any:
     return bias
 
 
-TokenIds = Annotated[list[int], Field(fail_fast=True)]
+StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+Bias = Annotated[
+    dict[int, float], Field(json_schema_extra={"propertyNames": {"pattern": "^[0-9]{1,11}$"}})
+]
 Temperature = Annotated[float, Field(le=2)]  # the range of OpenAI's API
 
 
@@ -148,7 +159,7 @@ class GenerationRequest(StructuredRequest):
     """Continue after the model's end-of-sequence token."""
     stop: Annotated[
         Annotated[list[str], Field(fail_fast=True)] | None,
-        BeforeValidator(_one_or_more, str | list[str] | None),
+        BeforeValidator(_one_or_more, StopText | list[StopText] | None),
     ] = None
     """A stop string or a list of them. The answer ends before the first one after the reasoning."""
     stop_token_ids: TokenIds | None = None
@@ -157,7 +168,7 @@ class GenerationRequest(StructuredRequest):
     """Include the stop string in the text."""
     skip_special_tokens: bool | None = None
     """Remove special tokens from the text."""
-    logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_bias_by_id)] = None
+    logit_bias: Annotated[Bias | None, BeforeValidator(_bias_by_id)] = None
     """Add to logits: `{"token id": -100 to 100}`."""
     allowed_token_ids: TokenIds | None = None
     """Sample among these token ids only."""

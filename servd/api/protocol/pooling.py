@@ -17,15 +17,10 @@ class PoolingRequest(VectorRequest):
     """Body of POST /pooling."""
 
     pooling: Literal["last", "mean", "all"] | None = None
-    task: Literal["embed", "token_embed", "classify", "token_classify"] | None = None
+    task: Literal["embed", "token_embed", "classify"] | None = None
 
     @model_validator(mode="after")
     def _check_task(self) -> PoolingRequest:
-        if self.task == "token_classify":
-            raise InvalidRequest(
-                "classes of tokens are not supported: `task` may be embed, token_embed or classify",
-                param="task",
-            )
         if self.task == "classify" and self.pooling is not None:
             raise InvalidRequest(
                 "`pooling` is not for `task` classify: leave it out", param="pooling"

@@ -6,6 +6,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from pydantic import Field
 
+from servd.api.protocol.completions import SomeText
 from servd.api.protocol.embeddings import EmbeddingUsage
 from servd.api.protocol.score import SimilarityRequest, Texts
 from servd.base.bounds import INT32_MAX
@@ -14,7 +15,7 @@ from servd.base.bounds import INT32_MAX
 class RerankRequest(SimilarityRequest):
     """Body of POST /rerank."""
 
-    query: str
+    query: SomeText
     documents: Texts
     top_n: Annotated[int, Field(ge=0)] | None = None  # 0: all
     return_documents: bool = True

@@ -89,7 +89,7 @@ class Reasoning(OpenObject):
 class HostedItem(OpenObject):
     """An item about a `HostedTool`. The model sees a short note in its place."""
 
-    type: str
+    type: Annotated[str, Field(json_schema_extra={"pattern": f"^({HOSTED_ITEMS.pattern})$"})]
 
 
 def _kind_of_item(item: Any) -> Any:

@@ -10,7 +10,7 @@ from pydantic import AliasChoices, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
-from servd.api.protocol.completions import MAX_PROMPTS
+from servd.api.protocol.completions import MAX_PROMPTS, SomeText
 from servd.api.protocol.embeddings import EmbeddingUsage, PooledRequest
 from servd.base.errors import InvalidRequest
 
@@ -33,11 +33,11 @@ def list_of_texts(value: Any) -> Any:
 class Text(TypedDict):
     """A text, written as an object."""
 
-    text: str
+    text: SomeText
 
 
 OneOrMoreTexts = (
-    str | Text | Annotated[list[str | Text], Field(min_length=1, max_length=MAX_PROMPTS)]
+    SomeText | Text | Annotated[list[SomeText | Text], Field(min_length=1, max_length=MAX_PROMPTS)]
 )
 Texts = Annotated[Any, BeforeValidator(list_of_texts, OneOrMoreTexts)]  # read as list[str]
 

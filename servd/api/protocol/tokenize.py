@@ -14,6 +14,8 @@ from servd.base.errors import InvalidRequest
 class TokenizeRequest(ChatPrompt):
     """Body of POST /tokenize: a text as for completions, or messages as for chats."""
 
+    either = ("prompt", "messages", "content")
+
     prompt: str | None = None
     content: str | None = None  # llama-server's name of `prompt`
     add_special: bool | None = None  # its name of `add_special_tokens`; false beside `content`
@@ -23,15 +25,11 @@ class TokenizeRequest(ChatPrompt):
 
     @model_validator(mode="after")
     def _check_tokenize(self) -> TokenizeRequest:
-        if self.content is not None and self.prompt is not None:
-            raise InvalidRequest("`content` is `prompt`: send one of them", param="content")
         is_named = "add_special_tokens" in self.model_fields_set
         if not is_named and (self.content is not None or self.add_special is not None):
             self.add_special_tokens = bool(self.add_special)
         if self.content is not None:
             self.prompt = self.content
-        if (self.prompt is None) == (self.messages is None):
-            raise InvalidRequest("send either `prompt` or `messages`", param="prompt")
         if (self.model_extra or {}).get("with_pieces"):
             raise InvalidRequest(
                 "`with_pieces` is not supported: `return_token_strs` returns the texts",

@@ -38,12 +38,19 @@ class HostedTool(OpenObject):
     type: Annotated[str, Field(max_length=64)]
 
 
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+IS_OBJECT = {"properties": {"type": {"const": "object"}}, "required": ["type"]}
+Parameters = Annotated[
+    dict[str, Any], Field(json_schema_extra={"anyOf": [{"maxProperties": 0}, IS_OBJECT]})
+]
+
+
 class Function(OpenObject):
     """A function that the model may call. `parameters` is a JSON schema."""
 
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+    name: ToolName
     description: NotRequired[str | None]
-    parameters: NotRequired[Annotated[dict[str, Any] | None, AfterValidator(_check_parameters)]]
+    parameters: NotRequired[Annotated[Parameters | None, AfterValidator(_check_parameters)]]
 
 
 class Tool(OpenObject):

@@ -3,7 +3,7 @@
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 import msgspec
 import pydantic_core
@@ -15,12 +15,13 @@ from pydantic import (
     GetJsonSchemaHandler,
     ValidationError,
     WithJsonSchema,
+    model_validator,
 )
 from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError
 from typing_extensions import TypedDict
 
 from servd.api.protocol.json_size import has_more_values
-from servd.base.bounds import MAX_TIMEOUT, shorten
+from servd.base.bounds import INT32_MAX, MAX_TIMEOUT, shorten
 from servd.base.errors import InvalidRequest
 from servd.base.json_reader import TOO_DEEP, without_mark
 from servd.base.python_syntax import field_docstrings
@@ -71,6 +72,8 @@ class RequestBody(BaseModel):
 
     # Chat fields that the body accepts beside its own, as extra fields.
     from_chat: ClassVar[frozenset[str]] = frozenset()
+    # Fields of which the body must have exactly one.
+    either: ClassVar[tuple[str, ...]] = ()
 
     model: str | None = None
     """Name of the model or adapter. Default: the first served name."""
@@ -90,12 +93,26 @@ class RequestBody(BaseModel):
         """Return the names of the body's fields that have no effect."""
         return sorted(self.model_extra or ())
 
+    @model_validator(mode="after")
+    def _check_either(self) -> Self:
+        if self.either and sum(v is not None for v in self.values_of(self.either).values()) != 1:
+            names = " or ".join(f"`{name}`" for name in self.either)
+            raise InvalidRequest(f"send either {names}", param=self.either[0])
+        return self
+
     @classmethod
     def __get_pydantic_json_schema__(
         cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> Schema:
         schema = handler(core_schema)
-        cls.complete_schema(handler.resolve_ref_schema(schema)["properties"], handler)
+        described = handler.resolve_ref_schema(schema)
+        cls.complete_schema(described["properties"], handler)
+        if cls.either:
+            absent: Schema = dict.fromkeys(cls.either, {"type": "null"})
+            described["anyOf"] = [
+                {"properties": absent | {name: {"not": absent[name]}}, "required": [name]}
+                for name in cls.either
+            ]
         return schema
 
     @classmethod
@@ -139,6 +156,8 @@ def _tighten(schema: Schema, bounded: Schema) -> None:
                 option.setdefault(key, bound)
 
 
+# The processor checks that it is in the vocabulary.
+TokenId = Annotated[int, Field(json_schema_extra={"minimum": 0, "maximum": INT32_MAX})]
 # How many tokens of a prompt are kept; -1: as many as fit. The processor checks it.
 KeptTokens = Annotated[
     int, WithJsonSchema({"anyOf": [{"const": -1}, {"type": "integer", "minimum": 1}]})
@@ -177,7 +196,7 @@ def _write_whole_numbers(error: ValidationError, data: bytes) -> bytes | None:
     """
     body = None
     for detail in error.errors(include_url=False):
-        if detail["type"] != "int_type" or not _is_whole(detail["input"]):
+        if detail["type"] != "int_type" or not is_whole(detail["input"]):
             continue
         if body is None:
             body = pydantic_core.from_json(data)
@@ -190,13 +209,14 @@ def _write_whole_numbers(error: ValidationError, data: bytes) -> bytes | None:
                 container = inner
                 key = entry
         if isinstance(container, list):  # only the first problem of a list is known
-            container[:] = [int(item) if _is_whole(item) else item for item in container]
-        elif key is not None and _is_whole(container[key]):
+            container[:] = [int(item) if is_whole(item) else item for item in container]
+        elif key is not None and is_whole(container[key]):
             container[key] = int(container[key])
     return None if body is None else msgspec.json.encode(body)
 
 
-def _is_whole(value: Any) -> bool:
+def is_whole(value: Any) -> bool:
+    """Return whether a value is a float without a fraction, and exact."""
     return isinstance(value, float) and value.is_integer() and abs(value) < MAX_WHOLE
 
 

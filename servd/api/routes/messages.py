@@ -57,6 +57,7 @@ async def count_tokens(request: Request, body: Parsed[CountTokensRequest]) -> Re
     async_llm = context_of(request).async_llm
     with renamed(CHAT_NAMES):
         chat = await call.run_in_thread(call.num_bytes, lambda: body.as_chat(body.chat_fields()))
+        call.check_params(chat)
         prompt = chat.prompt(call.unique_id)
         token_ids = await async_llm.tokenize(prompt, call.client)
     headers = {"request-id": call.request_id}

@@ -95,7 +95,9 @@ async def count_input_tokens(request: Request, body: Parsed[ResponsesRequest]) -
     context = context_of(request)
     items = _conversation(_previous(_store(request), body), body)
     with renamed(CHAT_NAMES):
-        prompt = (await _chat(request, body, items)).prompt(call.unique_id)
+        chat = await _chat(request, body, items)
+        call.check_params(chat)
+        prompt = chat.prompt(call.unique_id)
         token_ids = await context.async_llm.tokenize(prompt, call.client)
     return json_response(InputTokens(len(token_ids)))
 

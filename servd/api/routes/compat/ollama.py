@@ -27,7 +27,8 @@ from servd.api.http.route import Parsed, Route
 from servd.api.http.streaming import EventStream
 from servd.api.output.incremental import Content, Delta, Reasoning, ToolCallArguments, ToolCallStart
 from servd.api.output.json_reader import arguments_object
-from servd.api.protocol.chat import ChatCompletionRequest
+from servd.api.protocol.chat import ChatCompletionRequest, Role
+from servd.api.protocol.embeddings import Dimensions
 from servd.api.protocol.errors import ErrorReply
 from servd.api.protocol.score import Texts
 from servd.api.protocol.translation import TranslatedRequest, renamed
@@ -44,6 +45,7 @@ router = APIRouter(route_class=Route)
 VERSION = "0.12.0"  # of Ollama: some clients refuse older ones
 FOREVER = "9999-12-31T00:00:00Z"
 LOADED = {"done": True, "done_reason": "load"}
+NOTHING = [{"role": "user", "content": ""}]
 # Option of this API -> chat field.
 OPTIONS = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
 OPTIONS |= {name: name for name in ("frequency_penalty", "min_p", "presence_penalty", "seed")}
@@ -55,25 +57,40 @@ Options = Annotated[dict[str, Any], Field(max_length=64)] | None  # Open WebUI h
 KeepAlive = float | str | None  # read by a server of several models
 
 
-def _check_message(message: Any) -> Any:
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise PydanticCustomError("message", "must be an object with a `role`")
-    if not isinstance(message.get("content") or "", str):
-        raise PydanticCustomError("message", "must have text as `content`")
-    if message.get("images"):
-        raise PydanticCustomError("message", "must not have `images`: servd reads text only")
-    calls = message.get("tool_calls") or ()
-    for call in calls if isinstance(calls, list | tuple) else (None,):
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("arguments") or {}, dict):
-            rule = "must have `tool_calls` with a `function` and an object of `arguments`"
-            raise PydanticCustomError("message", rule)
-    return message
+def _refuse_images(images: Any) -> Any:
+    if images:
+        raise PydanticCustomError("images", "must be absent: servd reads text only")
+    return images
+
+
+NoImages = Annotated[list[Any], BeforeValidator(_refuse_images, list[Any]), Field(max_length=0)]
 
 
 def _as_object(parameters: Any) -> Any:
     is_untyped = isinstance(parameters, dict) and "type" not in parameters
     return {"type": "object", **parameters} if is_untyped else parameters
+
+
+class OllamaCalled(OpenObject):
+    """The function of a call, with its arguments as an object."""
+
+    arguments: NotRequired[dict[str, Any] | None]
+
+
+class OllamaCall(OpenObject):
+    """A tool call in an earlier response."""
+
+    function: OllamaCalled
+
+
+class OllamaMessage(OpenObject):
+    """A message of the conversation. Images are refused: servd reads text only."""
+
+    role: Role
+    content: NotRequired[str | None]
+    thinking: NotRequired[str | None]
+    images: NotRequired[NoImages | None]
+    tool_calls: NotRequired[Annotated[list[OllamaCall], Field(fail_fast=True)] | None]
 
 
 class OllamaFunction(OpenObject):
@@ -87,14 +104,14 @@ class OllamaFunction(OpenObject):
 class OllamaTool(OpenObject):
     """A tool of the request, as the chat template gets it."""
 
-    type: Literal["function"]
+    type: NotRequired[Literal["function"]]
     function: OllamaFunction
 
 
 class OllamaChat(ChatCompletionRequest):
     """A chat request with Ollama's rules: any names of tools, and any temperature."""
 
-    tools: Annotated[list[OllamaTool], Field(fail_fast=True, max_length=1024)] | None = None
+    tools: Annotated[list[OllamaTool], Field(max_length=1024)] | None = None  # type: ignore[assignment]
     temperature: float | None = None
 
 
@@ -137,10 +154,8 @@ class OllamaRequest(TranslatedRequest):
 class OllamaChatRequest(OllamaRequest):
     """Body of POST /api/chat. Without `messages`, servd only loads the model."""
 
-    messages: Annotated[
-        list[Annotated[dict[str, Any], BeforeValidator(_check_message)]], Field(fail_fast=True)
-    ] = []
-    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
+    messages: Annotated[list[OllamaMessage], Field(fail_fast=True)] = []
+    tools: Annotated[list[OllamaTool], Field(fail_fast=True, max_length=1024)] | None = None
 
 
 class OllamaGenerateRequest(OllamaRequest):
@@ -152,7 +167,7 @@ class OllamaGenerateRequest(OllamaRequest):
     """Text that follows the generated text (fill in the middle)."""
     raw: bool | None = None
     """Continue `prompt` without a chat template."""
-    images: Annotated[list[str], Field(max_length=0)] | None = None
+    images: NoImages | None = None
 
 
 class OllamaEmbedRequest(RequestBody):
@@ -161,7 +176,7 @@ class OllamaEmbedRequest(RequestBody):
     input: Texts
     truncate: bool | None = None
     """Cut off what is too long. Default: true."""
-    dimensions: Annotated[int, Field(ge=1)] | None = None
+    dimensions: Dimensions | None = None
     keep_alive: KeepAlive = None
 
 
@@ -276,13 +291,14 @@ def unloaded(model: str, is_chat: bool) -> dict[str, Any]:
 async def create_ollama_chat(request: Request, body: Parsed[OllamaChatRequest]) -> Response:
     """Answer a conversation in Ollama's format."""
     call = call_of(request)
-    if not body.messages:
-        return json_response(answer(call.model, "", True, {}) | LOADED)
     tools = [{"type": "function", **tool} for tool in body.tools or ()]
     with renamed(NAMES):
         chat = await call.run_in_thread(
-            call.num_bytes, lambda: body.chat([*chat_messages(body.messages)], tools)
+            call.num_bytes, lambda: body.chat([*chat_messages(body.messages)] or NOTHING, tools)
         )
+        if not body.messages:
+            call.check_params(chat)
+            return json_response(answer(call.model, "", True, {}) | LOADED)
         prompt = chat.prompt(f"chat-{call.unique_id}")
         return await OllamaBuilder(request, body, chat, prompt).respond()
 
@@ -291,13 +307,14 @@ async def create_ollama_chat(request: Request, body: Parsed[OllamaChatRequest]) 
 async def create_ollama_text(request: Request, body: Parsed[OllamaGenerateRequest]) -> Response:
     """Answer a prompt in Ollama's format."""
     call = call_of(request)
-    if not body.prompt and not body.suffix:
-        return json_response(answer(call.model, "", False, {}) | LOADED)
     messages = [{"role": "system", "content": body.system}] if body.system else []
     messages.append({"role": "user", "content": body.prompt})
     name = f"generate-{call.unique_id}"
     with renamed(NAMES):
         chat = await call.run_in_thread(call.num_bytes, lambda: body.chat(messages))
+        if not body.prompt and not body.suffix:
+            call.check_params(chat)
+            return json_response(answer(call.model, "", False, {}) | LOADED)
         prompt = chat.prompt(name)
         if body.raw or body.suffix:
             prompt = Prompt(content=body.prompt, request_id=name, suffix=body.suffix)
@@ -393,7 +410,7 @@ class WaitingCalls:
         return None
 
 
-def chat_messages(messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def chat_messages(messages: list[Any]) -> Iterator[dict[str, Any]]:
     """Yield the messages of a chat. A tool's result belongs to its oldest call without a result."""
     waiting = WaitingCalls()
     for number, message in enumerate(messages):

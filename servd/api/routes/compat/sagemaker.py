@@ -48,6 +48,7 @@ async def read_invocation(request: Request) -> RequestBody:
         data = await request.body()
         parse = partial(read_json, data, dict[str, msgspec.Raw])
         fields = await call.run_in_thread(len(data), parse, is_new=True)
+        fields = {name: raw for name, raw in fields.items() if bytes(raw).strip() != b"null"}
     except ValueError:
         fields = {"messages": None}  # parsing it as a chat reports the error
     is_classifier = context_of(request).async_llm.processor.pooling.task == "classify"
