@@ -405,7 +405,8 @@ async def test_requests_that_wait_to_be_read_have_a_limit():
                 )
             tokenize = partial(served.http.post, "/tokenize", json=bodies["/tokenize"])
             waiting = [tasks.create_task(tokenize()) for _ in range(2)]
-            await until(lambda: len(served.async_llm._threads._waiting.get(owner, ())) == 2)
+            queues = served.async_llm._threads._waiting
+            await until(lambda: [len(turns) for turns in queues.values()] == [2])
             for path, body in bodies.items():
                 answer = await served.http.post(path, json=body)
                 assert "the most is 2 (--max-waiting-requests)" in answer.text, path
