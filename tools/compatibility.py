@@ -96,6 +96,7 @@ GENERATION: dict[str, Any] = examples() | {
     "skip_special_tokens": False,
     "repetition_detection": {"max_pattern_size": 4, "min_count": 3},
     "truncate_prompt_tokens": 3,
+    "truncation_side": "right",
     "stream": True,
     "stream_options": {"include_usage": True},
     "return_token_ids": True,
@@ -187,6 +188,12 @@ EMBEDDINGS: dict[str, Any] = EVERY | {
     "add_generation_prompt": True,
     "prompt_name": "query",
     "chat_template_kwargs": {"a": 1},
+    "use_activation": False,
+    "activation": False,
+    "softmax": False,
+    "embed_dtype": "float16",
+    "endianness": "big",
+    "truncation_side": "left",
 }
 POOLING: dict[str, Any] = EMBEDDINGS | {"pooling": "all", "task": "token_embed"}
 SCORE: dict[str, Any] = EVERY | {
@@ -196,7 +203,10 @@ SCORE: dict[str, Any] = EVERY | {
     "pooling": "mean",
     "truncate_prompt_tokens": 1,
     "user": "u",
-    "activation": True,
+    "use_activation": False,
+    "activation": False,
+    "softmax": False,
+    "truncation_side": "left",
     "service_tier": "flex",
     "mm_processor_kwargs": {"a": 1},
 }
@@ -209,6 +219,10 @@ RERANK: dict[str, Any] = EVERY | {
     "max_tokens_per_doc": 1,
     "max_tokens_per_query": 1,
     "rank_fields": ["text"],
+    "use_activation": False,
+    "activation": False,
+    "softmax": False,
+    "truncation_side": "left",
     "pooling": "mean",
     "truncate_prompt_tokens": 1,
     "user": "u",
@@ -306,6 +320,9 @@ ROUTES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 BESIDE: dict[str, dict[str, Any]] = {
     "top_logprobs": {"logprobs": True},
     "stream_options": {"stream": True},
+    "embed_dtype": {"encoding_format": "base64"},
+    "endianness": {"encoding_format": "base64"},
+    "truncation_side": {"truncate_prompt_tokens": 1},
     "best_of": {"n": 3},
     "length_penalty": {"use_beam_search": True},
     "early_stopping": {"use_beam_search": True},

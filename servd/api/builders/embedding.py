@@ -1,6 +1,9 @@
 """Computes the vectors of prompts, and the similarity of texts."""
 
+import base64
+import math
 import operator
+import struct
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 
@@ -9,7 +12,7 @@ from starlette.requests import Request
 
 from servd.api.call import call_of
 from servd.api.connection import while_connected
-from servd.api.protocol.embeddings import EmbeddingUsage
+from servd.api.protocol.embeddings import EmbeddingUsage, VectorRequest
 from servd.api.protocol.score import SimilarityRequest
 from servd.api.text.prompt import Pair, Prompt, SharedText
 from servd.messages.engine import RequestOptions
@@ -69,6 +72,23 @@ async def embed(
     return Vectors(vectors, num_tokens)
 
 
+def as_base64(data: bytes, body: VectorRequest) -> str:
+    """Return float32 numbers as base64, in the type and the order of bytes that the body states."""
+    order = ">" if body.endianness == "big" else "<"
+    match body.embed_dtype:
+        case "float32":
+            code, numbers = "f", struct.unpack(f"<{len(data) // 4}f", data)
+        case "float16":  # what is larger than all of its numbers is infinite
+            code, numbers = (
+                "e",
+                [x if abs(x) < 65520 else x * math.inf for x in unpack_vector(data)],
+            )
+        case "bfloat16":  # the upper half, rounded to even
+            halves = struct.unpack(f"<{len(data) // 4}I", data)
+            code, numbers = "H", [(x + 0x7FFF + (x >> 16 & 1)) >> 16 for x in halves]
+    return base64.b64encode(struct.pack(f"{order}{len(numbers)}{code}", *numbers)).decode()
+
+
 async def compare(
     request: Request,
     prefix: str,
@@ -95,7 +115,10 @@ async def compare(
         for (one, keep), two in zip(texts * (len(seconds) // len(texts)), seconds, strict=True)
     ]
     vectors = await embed(request, prefix, pairs, CLASSIFY, body.request_options)
-    return [pooling.score(unpack_vector(data)) for data in vectors.data], vectors.usage
+    outputs = [unpack_vector(data) for data in vectors.data]
+    if body.use_activation is False:
+        return [numbers[0] for numbers in outputs], vectors.usage
+    return [pooling.score(numbers) for numbers in outputs], vectors.usage
 
 
 async def _cosines(

@@ -180,6 +180,8 @@ class GenerationRequest(StructuredRequest):
     """
     truncate_prompt_tokens: KeptTokens | None = None
     """Keep at most this many of the prompt's last tokens. -1: as many as fit."""
+    truncation_side: Literal["left", "right"] | None = None
+    """`right`: `truncate_prompt_tokens` keeps the prompt's first tokens instead."""
     use_beam_search: bool | None = None
     """Run a beam search with `n` beams instead of sampling."""
     length_penalty: Annotated[float, Field(ge=-10, le=10)] | None = None
@@ -298,6 +300,8 @@ class GenerationRequest(StructuredRequest):
         options = set(self.stream_options or ()) - set(StreamOptions.__annotations__)
         names = set(self.model_extra or ()) - set(UNSUPPORTED)  # refused unless neutral
         idle = IDLE_WITH_BEAMS if self.use_beam_search else ONLY_WITH_BEAMS
+        if self.truncate_prompt_tokens is None:
+            idle = {*idle, "truncation_side"}
         names |= {name for name, value in self.values_of(idle).items() if value is not None}
         return sorted(names | {f"stream_options.{name}" for name in options})
 
@@ -318,6 +322,7 @@ class GenerationRequest(StructuredRequest):
             retention=retention,
             kv_source=peer if transfer.get("do_remote_prefill") else "",
             is_exported=bool(transfer.get("do_remote_decode")),
+            truncation_side=self.truncation_side,
         )
 
     @property
