@@ -100,8 +100,10 @@ async def test_rerank_with_cut_texts(http):
     assert [found[0], found[1]] == pytest.approx(cut)
     refused = await http.post("/rerank", json={"query": QUERY, **body})
     check(refused, 400, "documents", "context_length_exceeded")
-    found = await scores(documents=["abc"], truncate_prompt_tokens=2)
-    assert found[0] == pytest.approx(cosine("e?", "bc"))
+    for side, wanted in (({}, ("e?", "bc")), ("left", ("e?", "bc")), ("right", ("wh", "ab"))):
+        sent = {"truncation_side": side} if side else {}
+        found = await scores(documents=["abc"], truncate_prompt_tokens=2, **sent)
+        assert found[0] == pytest.approx(cosine(*wanted))
 
 
 async def test_pooling(http):
