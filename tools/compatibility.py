@@ -173,6 +173,15 @@ COMPLETIONS: dict[str, Any] = {
 }
 # What servd reads of every body.
 EVERY: dict[str, Any] = {"timeout": 60, "priority": 1}
+# What vLLM reads beside the fields of servd on routes for vectors and scores.
+POOLED: dict[str, Any] = {
+    "chat_template": "{{ 1 }}",
+    "continue_final_message": True,
+    "instruction": "be strict",
+    "mm_processor_kwargs": {"a": 1},
+    "request_id": "r",
+    "cache_salt": "s",
+}
 EMBEDDINGS: dict[str, Any] = EVERY | {
     "model": "fake",
     "input": "hi",
@@ -194,41 +203,48 @@ EMBEDDINGS: dict[str, Any] = EVERY | {
     "embed_dtype": "float16",
     "endianness": "big",
     "truncation_side": "left",
+    **POOLED,
 }
 POOLING: dict[str, Any] = EMBEDDINGS | {"pooling": "all", "task": "token_embed"}
-SCORE: dict[str, Any] = EVERY | {
-    "model": "fake",
-    "text_1": "a",
-    "text_2": ["b", "c"],
-    "pooling": "mean",
-    "truncate_prompt_tokens": 1,
-    "user": "u",
-    "use_activation": False,
-    "activation": False,
-    "softmax": False,
-    "truncation_side": "left",
-    "service_tier": "flex",
-    "mm_processor_kwargs": {"a": 1},
-}
-RERANK: dict[str, Any] = EVERY | {
-    "model": "fake",
-    "query": "a",
-    "documents": ["b", {"text": "c"}],
-    "top_n": 1,
-    "return_documents": False,
-    "max_tokens_per_doc": 1,
-    "max_tokens_per_query": 1,
-    "rank_fields": ["text"],
-    "use_activation": False,
-    "activation": False,
-    "softmax": False,
-    "truncation_side": "left",
-    "pooling": "mean",
-    "truncate_prompt_tokens": 1,
-    "user": "u",
-    "service_tier": "flex",
-    "instruction": "be strict",
-}
+SCORE: dict[str, Any] = (
+    POOLED
+    | EVERY
+    | {
+        "model": "fake",
+        "text_1": "a",
+        "text_2": ["b", "c"],
+        "pooling": "mean",
+        "truncate_prompt_tokens": 1,
+        "user": "u",
+        "use_activation": False,
+        "activation": False,
+        "softmax": False,
+        "truncation_side": "left",
+        "service_tier": "flex",
+    }
+)
+RERANK: dict[str, Any] = (
+    POOLED
+    | EVERY
+    | {
+        "model": "fake",
+        "query": "a",
+        "documents": ["b", {"text": "c"}],
+        "top_n": 1,
+        "return_documents": False,
+        "max_tokens_per_doc": 1,
+        "max_tokens_per_query": 1,
+        "rank_fields": ["text"],
+        "use_activation": False,
+        "activation": False,
+        "softmax": False,
+        "truncation_side": "left",
+        "pooling": "mean",
+        "truncate_prompt_tokens": 1,
+        "user": "u",
+        "service_tier": "flex",
+    }
+)
 COHERE: dict[str, Any] = EVERY | {
     "model": "fake",
     "texts": ["a"],

@@ -19,6 +19,8 @@ from servd.messages.engine import RequestOptions
 from servd.messages.outputs import unpack_vector
 from servd.messages.params import CLASSIFY, PoolingParams
 
+CODES = {"float32": "f", "float16": "e", "bfloat16": "H"}  # of struct
+
 
 class Vectors(msgspec.Struct):
     data: list[bytes]  # float32, little-endian
@@ -74,19 +76,14 @@ async def embed(
 
 def as_base64(data: bytes, body: VectorRequest) -> str:
     """Return float32 numbers as base64, in the type and the order of bytes that the body states."""
-    order = ">" if body.endianness == "big" else "<"
-    match body.embed_dtype:
-        case "float32":
-            code, numbers = "f", struct.unpack(f"<{len(data) // 4}f", data)
-        case "float16":  # what is larger than all of its numbers is infinite
-            code, numbers = (
-                "e",
-                [x if abs(x) < 65520 else x * math.inf for x in unpack_vector(data)],
-            )
-        case "bfloat16":  # the upper half, rounded to even
-            halves = struct.unpack(f"<{len(data) // 4}I", data)
-            code, numbers = "H", [(x + 0x7FFF + (x >> 16 & 1)) >> 16 for x in halves]
-    return base64.b64encode(struct.pack(f"{order}{len(numbers)}{code}", *numbers)).decode()
+    numbers = unpack_vector(data)
+    if body.embed_dtype == "float16":  # has no finite number above
+        numbers = [x if abs(x) < 65520 else x * math.inf for x in numbers]
+    if body.embed_dtype == "bfloat16":  # the upper half of a float32, rounded to even
+        whole = struct.unpack(f"<{len(numbers)}I", data)
+        numbers = [(x + 0x7FFF + (x >> 16 & 1)) >> 16 for x in whole]
+    form = (">" if body.endianness == "big" else "<") + CODES[body.embed_dtype] * len(numbers)
+    return base64.b64encode(struct.pack(form, *numbers)).decode()
 
 
 async def compare(

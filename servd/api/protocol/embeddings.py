@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, Self, cast
 
 import msgspec
 from pydantic import AliasChoices, BeforeValidator, Field, WithJsonSchema, model_validator
@@ -17,6 +17,10 @@ from servd.messages.params import PoolingParams
 
 # The largest is the model's; `PoolingParams.validate` knows it.
 Dimensions = Annotated[int, WithJsonSchema({"type": "integer", "minimum": 1})]
+
+
+# Fields of peers that would change an answer, and that servd lacks.
+LACKING = ("chat_template", "continue_final_message", "instruction")
 
 
 class PooledRequest(RequestBody):
@@ -34,6 +38,17 @@ class PooledRequest(RequestBody):
     user: str | None = None
     service_tier: str | None = None
     """`flex` runs the request in the background, on idle capacity. Other values have no effect."""
+
+    @model_validator(mode="after")
+    def _check_lacking(self) -> Self:
+        for name in LACKING:
+            if (self.model_extra or {}).get(name):
+                raise InvalidRequest(
+                    f"`{name}` is not supported on this route: leave it out, and write what it "
+                    "adds into the texts",
+                    param=name,
+                )
+        return self
 
     def ignored(self) -> list[str]:
         idle = ["truncation_side"] if self.truncate_prompt_tokens is None else []
