@@ -291,7 +291,7 @@ PEERS_FIELDS = {
     "/score": f"{OF_SCORES} text_1 text_2",
     "/rerank": f"{OF_SCORES} query documents top_n",
 }
-HARMLESS = {"mm_processor_kwargs", "request_id", "cache_salt", "rank_fields"}
+HARMLESS = {"priority", "mm_processor_kwargs", "request_id", "cache_salt", "rank_fields"}
 
 
 @pytest.mark.parametrize("path", PEERS_FIELDS)
