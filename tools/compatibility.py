@@ -96,6 +96,7 @@ GENERATION: dict[str, Any] = examples() | {
     "skip_special_tokens": False,
     "repetition_detection": {"max_pattern_size": 4, "min_count": 3},
     "truncate_prompt_tokens": 3,
+    "truncation_side": "right",
     "stream": True,
     "stream_options": {"include_usage": True},
     "return_token_ids": True,
@@ -172,6 +173,15 @@ COMPLETIONS: dict[str, Any] = {
 }
 # What servd reads of every body.
 EVERY: dict[str, Any] = {"timeout": 60, "priority": 1}
+# What vLLM reads beside the fields of servd on routes for vectors and scores.
+POOLED: dict[str, Any] = {
+    "chat_template": "{{ 1 }}",
+    "continue_final_message": True,
+    "instruction": "be strict",
+    "mm_processor_kwargs": {"a": 1},
+    "request_id": "r",
+    "cache_salt": "s",
+}
 EMBEDDINGS: dict[str, Any] = EVERY | {
     "model": "fake",
     "input": "hi",
@@ -187,34 +197,54 @@ EMBEDDINGS: dict[str, Any] = EVERY | {
     "add_generation_prompt": True,
     "prompt_name": "query",
     "chat_template_kwargs": {"a": 1},
+    "use_activation": False,
+    "activation": False,
+    "softmax": False,
+    "embed_dtype": "float16",
+    "endianness": "big",
+    "truncation_side": "left",
+    **POOLED,
 }
 POOLING: dict[str, Any] = EMBEDDINGS | {"pooling": "all", "task": "token_embed"}
-SCORE: dict[str, Any] = EVERY | {
-    "model": "fake",
-    "text_1": "a",
-    "text_2": ["b", "c"],
-    "pooling": "mean",
-    "truncate_prompt_tokens": 1,
-    "user": "u",
-    "activation": True,
-    "service_tier": "flex",
-    "mm_processor_kwargs": {"a": 1},
-}
-RERANK: dict[str, Any] = EVERY | {
-    "model": "fake",
-    "query": "a",
-    "documents": ["b", {"text": "c"}],
-    "top_n": 1,
-    "return_documents": False,
-    "max_tokens_per_doc": 1,
-    "max_tokens_per_query": 1,
-    "rank_fields": ["text"],
-    "pooling": "mean",
-    "truncate_prompt_tokens": 1,
-    "user": "u",
-    "service_tier": "flex",
-    "instruction": "be strict",
-}
+SCORE: dict[str, Any] = (
+    POOLED
+    | EVERY
+    | {
+        "model": "fake",
+        "text_1": "a",
+        "text_2": ["b", "c"],
+        "pooling": "mean",
+        "truncate_prompt_tokens": 1,
+        "user": "u",
+        "use_activation": False,
+        "activation": False,
+        "softmax": False,
+        "truncation_side": "left",
+        "service_tier": "flex",
+    }
+)
+RERANK: dict[str, Any] = (
+    POOLED
+    | EVERY
+    | {
+        "model": "fake",
+        "query": "a",
+        "documents": ["b", {"text": "c"}],
+        "top_n": 1,
+        "return_documents": False,
+        "max_tokens_per_doc": 1,
+        "max_tokens_per_query": 1,
+        "rank_fields": ["text"],
+        "use_activation": False,
+        "activation": False,
+        "softmax": False,
+        "truncation_side": "left",
+        "pooling": "mean",
+        "truncate_prompt_tokens": 1,
+        "user": "u",
+        "service_tier": "flex",
+    }
+)
 COHERE: dict[str, Any] = EVERY | {
     "model": "fake",
     "texts": ["a"],
@@ -306,6 +336,9 @@ ROUTES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 BESIDE: dict[str, dict[str, Any]] = {
     "top_logprobs": {"logprobs": True},
     "stream_options": {"stream": True},
+    "embed_dtype": {"encoding_format": "base64"},
+    "endianness": {"encoding_format": "base64"},
+    "truncation_side": {"truncate_prompt_tokens": 1},
     "best_of": {"n": 3},
     "length_penalty": {"use_beam_search": True},
     "early_stopping": {"use_beam_search": True},

@@ -119,8 +119,12 @@ class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
         names = PURPOSES.get(purpose, (purpose,))
         return next((name for name in names if name in self.prompts), None)
 
-    def probabilities(self, numbers: list[float]) -> list[float]:
-        """Return the labels' probabilities from a head's outputs; for one output, its score."""
+    def probabilities(self, numbers: list[float], use_activation: bool = True) -> list[float]:
+        """Return the labels' probabilities from a head's outputs; for one output, its score.
+        Without the activation: the outputs.
+        """
+        if not use_activation:
+            return numbers
         if len(numbers) == 1:
             return [self.score(numbers)]
         if self.activation == "softmax":

@@ -8,7 +8,7 @@ with a default.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -65,6 +65,8 @@ class RequestOptions(msgspec.Struct, array_like=True, omit_defaults=True, frozen
     retention: float = 0.0  # seconds that its prompt is pinned in the cache after its end
     kv_source: str = ""  # HOST:PORT of the engine that computed the prompt (disaggregated prefill)
     is_exported: bool = False  # another engine will fetch its blocks
+    # Where truncate_prompt_tokens drops tokens. None: as the model was trained, or in the engine.
+    truncation_side: Literal["left", "right"] | None = None
 
     @property
     def cache_keys(self) -> tuple[str | None, ...]:

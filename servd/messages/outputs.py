@@ -14,6 +14,11 @@ def unpack_vector(data: bytes) -> list[float]:
     return list(struct.unpack(f"<{len(data) // 4}f", data))
 
 
+def pack_vector(numbers: list[float]) -> bytes:
+    """Return numbers as a `pooled` vector."""
+    return struct.pack(f"<{len(numbers)}f", *numbers)
+
+
 class CompletionOutput(msgspec.Struct, kw_only=True):
     """One choice. While streaming: only its part since the last output."""
 

@@ -68,7 +68,7 @@ class SchedulerStats(Stats):
     prefix_cache_queries: int = 0  # tokens looked up
     prefix_cache_hits: int = 0  # tokens found
     num_preemptions: int = 0
-    step_tokens: list[int] = []  # tokens of each step since the last report
+    step_tokens: list[int] = []  # new tokens of outputs and their prompts, by step
     step: int = 0
     drafts: DraftStats = msgspec.field(default_factory=DraftStats)
     num_deferred: int = 0  # requests that cannot run yet, e.g. while a grammar compiles

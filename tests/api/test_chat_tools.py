@@ -21,6 +21,7 @@ PARAMETERS = {
 WEATHER = {"type": "function", "function": {"name": "get_weather", "parameters": PARAMETERS}}
 NOW = {"type": "function", "function": {"name": "now"}}
 TOOLS = [WEATHER, NOW]
+HELLO = {"role": "assistant", "content": "Hello!", "refusal": None}
 
 # In the manner of Qwen3: tools in the system message, calls and results in tags, reasoning that can
 # be switched off.
@@ -130,7 +131,7 @@ async def test_calls_whole_and_streamed():
 async def test_without_tools_nothing_is_parsed(body):
     async with scripted(CALLS) as served:
         (choice,) = (await ask(served, **body))["choices"]
-        assert choice["message"] == {"role": "assistant", "content": CALLS}
+        assert choice["message"] == {"role": "assistant", "content": CALLS, "refusal": None}
         assert choice["finish_reason"] == "stop"
         prompt = requests_sent(served.engine)[0].prompt_token_ids
         assert b"get_weather" not in bytes(prompt)
@@ -394,7 +395,7 @@ async def test_reasoning_that_the_prompt_opens():
 async def test_thinking_can_be_switched_off(body):
     async with scripted("Hello!", THINKING_TEMPLATE) as served:
         answer = await ask(served, **body)
-        assert answer["choices"][0]["message"] == {"role": "assistant", "content": "Hello!"}
+        assert answer["choices"][0]["message"] == HELLO
         assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
 
 
@@ -402,7 +403,7 @@ async def test_hidden_reasoning_is_counted():
     async with scripted(REASONING, THINKING_TEMPLATE) as served:
         whole = await ask(served)
         hidden = await ask(served, include_reasoning=False)
-        assert hidden["choices"][0]["message"] == {"role": "assistant", "content": "Hello!"}
+        assert hidden["choices"][0]["message"] == HELLO
         for name in ("completion_tokens", "completion_tokens_details"):
             assert hidden["usage"][name] == whole["usage"][name]
         streamed = await ask_stream(served, include_reasoning=False)

@@ -8,6 +8,7 @@ import ollama
 import pytest
 
 from servd.api.routes.compat.ollama import chat_messages
+from servd.checkpoint.pooling import PoolingSpec
 from tests.api.harness import CITY, MODEL, WEATHER_SCRIPT, Served, output_text, serve, user
 
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": CITY}}
@@ -36,6 +37,56 @@ async def test_a_chat_and_its_stream_are_the_same(client: ollama.AsyncClient):
     assert "".join(part.message.content or "" for part in parts) == whole.message.content
     assert [part.done for part in parts] == [False] * (len(parts) - 1) + [True]
     assert parts[-1].eval_count == 9 and parts[-1].prompt_eval_count == whole.prompt_eval_count
+
+
+@pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
+@pytest.mark.parametrize("k", [None, 0, 2])
+async def test_logprobs_are_those_of_a_chat(listening_server: Served, path: str, k: int | None):
+    http = listening_server.http
+    asked: Any = {"messages": user("hi"), "logprobs": True, "top_logprobs": k}
+    chat = (await http.post("/v1/chat/completions", json={**asked, "max_tokens": 4})).json()
+    body: Any = {"messages": user("hi"), "prompt": "hi", "options": {"num_predict": 4}}
+    body |= {"logprobs": True, "top_logprobs": k}
+    whole = (await http.post(path, json={**body, "stream": False})).json()
+    assert whole["logprobs"] == chat["choices"][0]["logprobs"]["content"]
+    lines = [json.loads(line) for line in (await http.post(path, json=body)).text.splitlines()]
+    parts = [entry for line in lines for entry in line.get("logprobs", [])]
+    assert parts == whole["logprobs"] and len(parts) == 4
+    assert all(len(entry["top_logprobs"]) == (k or 0) for entry in parts)
+    idle = await http.post(path, json={**body, "logprobs": False, "top_logprobs": 1})
+    assert "logprobs" not in idle.text
+    assert "top_logprobs" in idle.headers["x-servd-ignored"]
+
+
+async def test_too_many_logprobs(listening_server: Served):
+    for k in (-1, 21):
+        body = {"messages": user("hi"), "logprobs": True, "top_logprobs": k}
+        answer = await listening_server.http.post("/api/chat", json=body)
+        assert answer.status_code == 400 and "top_logprobs" in answer.json()["error"]
+
+
+@pytest.mark.parametrize("body", [{}, {"input": ""}, {"input": []}, {"input": None}], ids=str)
+async def test_no_texts_have_no_vectors(listening_server: Served, body: Any):
+    answer = await listening_server.http.post("/api/embed", json=body)
+    assert answer.status_code == 200 and answer.json()["embeddings"] == []
+
+
+@pytest.mark.parametrize("body", [{"input": 5}, {"input": [5]}, {"input": ["a", None]}], ids=str)
+async def test_what_is_no_text_is_refused(listening_server: Served, body: Any):
+    answer = await listening_server.http.post("/api/embed", json=body)
+    assert answer.status_code == 400 and "input" in answer.json()["error"]
+
+
+async def test_vectors_have_length_1_and_long_texts_are_cut_or_refused(listening_server: Served):
+    processor = listening_server.async_llm.processor
+    processor.pooling = PoolingSpec(size=16, normalize=False)
+    for text in ("a", "x" * 9000):
+        answer = await listening_server.http.post("/api/embed", json={"input": text})
+        (vector,) = answer.json()["embeddings"]
+        assert sum(x * x for x in vector) == pytest.approx(1)
+    body = {"input": "x" * 9000, "truncate": False}
+    answer = await listening_server.http.post("/api/embed", json=body)
+    assert answer.status_code == 400 and "context length" in answer.json()["error"]
 
 
 async def test_reasoning_and_calls(scripted: Served):

@@ -433,6 +433,34 @@ def test_every_field_is_tried():
     assert not set(UNSUPPORTED) - compatibility.ROUTES["/v1/chat/completions"][1].keys()
 
 
+# Fields of the peers' request classes, and those that change no answer of a model for text.
+OF_VECTORS = (
+    "model user priority request_id cache_salt truncate_prompt_tokens truncation_side "
+    "add_special_tokens use_activation mm_processor_kwargs input messages encoding_format "
+    "embed_dtype endianness dimensions normalize add_generation_prompt continue_final_message "
+    "chat_template chat_template_kwargs activation softmax"
+)
+OF_SCORES = (
+    "model user priority request_id cache_salt truncate_prompt_tokens truncation_side "
+    "use_activation activation softmax mm_processor_kwargs instruction chat_template"
+)
+PEERS_FIELDS = {
+    "/v1/embeddings": OF_VECTORS,
+    "/pooling": f"{OF_VECTORS} task",
+    "/score": f"{OF_SCORES} text_1 text_2",
+    "/rerank": f"{OF_SCORES} query documents top_n",
+}
+HARMLESS = {"priority", "mm_processor_kwargs", "request_id", "cache_salt", "rank_fields"}
+
+
+@pytest.mark.parametrize("path", PEERS_FIELDS)
+async def test_no_field_of_a_peer_changes_its_answers_alone(served: Served, path):
+    _, fields = compatibility.ROUTES[path]
+    assert not set(PEERS_FIELDS[path].split()) - fields.keys(), "give each an example"
+    for field, (kind, _) in (await compatibility.outcomes(served, path)).items():
+        assert kind != "ignored" or field in HARMLESS, field
+
+
 async def test_the_page_of_compatibility_is_current():
     page = await compatibility.page()
     assert compatibility.PAGE.read_text(encoding="utf8") == page, "run `make docs`"

@@ -171,6 +171,16 @@ def test_a_text_for_an_encoder_is_cut_between_its_special_tokens():
     assert kept(RequestOptions(truncate_prompt_tokens=4)) == "def[SEP]"
 
 
+@pytest.mark.parametrize(("side", "wanted"), [("left", "def"), ("right", "abc"), (None, "def")])
+@pytest.mark.parametrize("content", ["abcdef", list(b"abcdef")], ids=["text", "ids"])
+def test_the_side_of_truncation(content, side, wanted):
+    options = RequestOptions(truncate_prompt_tokens=3, truncation_side=side)
+    for params in (PoolingParams(), SamplingParams(max_tokens=2)):
+        prepared = make().process(asked(content), params, options)
+        assert bytes(prepared.prompt_token_ids).decode() == wanted
+        assert prepared.request.options == NO_OPTIONS
+
+
 @given(
     st.one_of(
         st.text(max_size=80),

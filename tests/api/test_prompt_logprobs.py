@@ -143,8 +143,8 @@ LARGE = [  # each may have a few more than are possible
             "prompt": ["a", "b"],
             "n": 5,
             "max_tokens": 4000,
-            "logprobs": 24,
-            "logprob_token_ids": [1],
+            "logprobs": 1,  # in place of which there are the named tokens
+            "logprob_token_ids": [*range(25)],
         },
         "1,040,000",
         "n",

@@ -8,10 +8,14 @@ import threading
 from functools import partial
 
 import pytest
+import torch
 
+from servd.api.builders.embedding import as_base64
 from servd.api.engine.async_llm import MAX_INLINE
+from servd.api.protocol.embeddings import VectorRequest
 from servd.checkpoint.pooling import PoolingSpec
 from servd.core.executor.fake import next_state, vector
+from servd.messages.outputs import pack_vector
 from servd.messages.params import PoolingParams
 from tests.api.harness import MODEL, Served, chat_prompt, connect_openai, until, user
 from tests.api.test_errors import check
@@ -96,8 +100,10 @@ async def test_rerank_with_cut_texts(http):
     assert [found[0], found[1]] == pytest.approx(cut)
     refused = await http.post("/rerank", json={"query": QUERY, **body})
     check(refused, 400, "documents", "context_length_exceeded")
-    found = await scores(documents=["abc"], truncate_prompt_tokens=2)
-    assert found[0] == pytest.approx(cosine("e?", "bc"))
+    for side, wanted in (({}, ("e?", "bc")), ("left", ("e?", "bc")), ("right", ("wh", "ab"))):
+        sent = {"truncation_side": side} if side else {}
+        found = await scores(documents=["abc"], truncate_prompt_tokens=2, **sent)
+        assert found[0] == pytest.approx(cosine(*wanted))
 
 
 async def test_pooling(http):
@@ -160,10 +166,77 @@ async def test_classes(served: Served):
         assert entry["probs"] == pytest.approx([weight / sum(weights) for weight in weights])
         assert entry["label"] == labels[weights.index(max(weights))]
         assert entry["num_classes"] == SIZE
-    answer = (await served.http.post("/pooling", json={"input": "ab", "task": "classify"})).json()
-    assert answer["data"][0]["data"] == pytest.approx(numbers("ab"))
+    probabilities = (await served.http.post("/classify", json={"input": "ab"})).json()["data"][0]
+    body = {"input": "ab", "task": "classify"}
+    answer = (await served.http.post("/pooling", json=body)).json()
+    assert answer["data"][0]["data"] == pytest.approx(probabilities["probs"], abs=1e-6)
+    for name in ACTIVATIONS:
+        answer = (await served.http.post("/pooling", json={**body, name: False})).json()
+        assert answer["data"][0]["data"] == pytest.approx(numbers("ab"))
+        answer = (await served.http.post("/classify", json={"input": "ab", name: False})).json()
+        assert answer["data"][0]["probs"] == pytest.approx(numbers("ab"))
     body = {"query": QUERY, "documents": DOCUMENTS}
     assert "16 classes" in check(await served.http.post("/rerank", json=body), 400, "model")
+
+
+ACTIVATIONS = ["use_activation", "activation", "softmax"]
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+async def test_scores_without_the_activation(served: Served, monkeypatch, name):
+    served.async_llm.processor.pooling = PoolingSpec(task="classify", labels=["a"], size=SIZE)
+    monkeypatch.setattr(PoolingSpec, "score", lambda self, found: 7.0)
+    for use, wanted in ((True, 7.0), (False, numbers("ab")[0])):
+        body = {"text_1": "a", "text_2": "b", name: use}
+        answer = await served.http.post("/score", json=body)
+        assert answer.json()["data"][0]["score"] == pytest.approx(wanted)
+        assert "x-servd-ignored" not in answer.headers
+        body = {"query": "a", "documents": ["b"], name: use}
+        answer = await served.http.post("/rerank", json=body)
+        assert answer.json()["results"][0]["relevance_score"] == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+async def test_vectors_without_the_activation(http, name):
+    answer = (await http.post(EMBEDDINGS, json={"input": "ab", name: False})).json()
+    assert answer["data"][0]["embedding"] == pytest.approx(numbers("ab"))
+    both = {"input": "ab", name: False, "normalize": True}
+    answer = (await http.post(EMBEDDINGS, json=both)).json()
+    assert answer["data"][0]["embedding"] == pytest.approx(expected("ab"))
+
+
+@pytest.mark.parametrize("order", ["little", "big", "native", None])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", None])
+@pytest.mark.parametrize("path", [EMBEDDINGS, "/pooling"])
+async def test_the_form_of_the_numbers_of_base64(http, path, dtype, order):
+    form = {"embed_dtype": dtype, "endianness": order}
+    form = {name: value for name, value in form.items() if value}
+    body = {"input": "ab", "encoding_format": "base64", **form}
+    answer = await http.post(path, json=body)
+    assert "x-servd-ignored" not in answer.headers
+    (entry,) = answer.json()["data"]
+    data = bytearray(base64.b64decode(entry.get("embedding") or entry["data"]))
+    wanted = torch.tensor(expected("ab")).to(getattr(torch, dtype or "float32"))
+    if order == "big":
+        size = wanted.element_size()
+        data = bytearray(b"".join(data[i : i + size][::-1] for i in range(0, len(data), size)))
+    assert torch.frombuffer(data, dtype=wanted.dtype).tolist() == wanted.tolist()
+    answer = await http.post(path, json={"input": "ab", **form})
+    assert answer.headers.get("x-servd-ignored", "") == ", ".join(sorted(form))
+
+
+@pytest.mark.parametrize("form", [{"embed_dtype": "fp8_e4m3"}, {"endianness": "middle"}], ids=str)
+async def test_an_unknown_form_of_numbers(http, form):
+    check(await http.post(EMBEDDINGS, json={"input": "a", **form}), 400, *form)
+
+
+def test_numbers_that_a_small_type_rounds_or_lacks():
+    numbers = [0.1, -1.0009765, 1e38, -1e5, 65519.9, 65520.0, 1e-40, float("inf")]
+    for dtype in ("float16", "bfloat16"):
+        body = VectorRequest.model_validate({"input": "a", "embed_dtype": dtype})
+        data = bytearray(base64.b64decode(as_base64(pack_vector(numbers), body)))
+        wanted = torch.tensor(numbers).to(getattr(torch, dtype))
+        assert torch.frombuffer(data, dtype=wanted.dtype).tolist() == wanted.tolist()
 
 
 async def test_a_head_scores_pairs(served: Served, monkeypatch):

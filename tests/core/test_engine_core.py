@@ -226,6 +226,6 @@ def test_every_client_hears_that_nothing_is_left():
     for told in reports.values():
         times = [stats.at_ns for stats in told]
         assert times == sorted(times) and times[0] > 0
-    computed = [n for told in reports.values() for stats in told for n in stats.step_tokens]
-    assert sum(computed) == sum(step.num_tokens for step in engine.executor.steps)
-    assert len(computed) == len(engine.executor.steps)  # each once
+    news = [n for told in reports.values() for stats in told for n in stats.step_tokens]
+    assert news[0] == 4  # two prompts of a token, and a token for each
+    assert max(news[1:]) == 2 and len(news) == len(engine.executor.steps)  # each once

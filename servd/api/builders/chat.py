@@ -41,7 +41,7 @@ class ChatBuilder(ChunkBuilder):
         if not self.has_begun[output.index]:
             is_first = not any(self.has_begun)
             self.has_begun[output.index] = True
-            begin = ChoiceDelta(role="assistant", content=self.asked.echoed)
+            begin = ChoiceDelta(role="assistant", content=self.asked.echoed, refusal=None)
             usage = self.chunk_usage(len(output.token_ids))
             chunks.append(self._chunk([ChunkChoice(output.index, begin)], usage))
             if is_first:  # it is said once

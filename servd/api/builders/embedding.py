@@ -1,6 +1,9 @@
 """Computes the vectors of prompts, and the similarity of texts."""
 
+import base64
+import math
 import operator
+import struct
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 
@@ -9,12 +12,14 @@ from starlette.requests import Request
 
 from servd.api.call import call_of
 from servd.api.connection import while_connected
-from servd.api.protocol.embeddings import EmbeddingUsage
+from servd.api.protocol.embeddings import EmbeddingUsage, VectorRequest
 from servd.api.protocol.score import SimilarityRequest
 from servd.api.text.prompt import Pair, Prompt, SharedText
 from servd.messages.engine import RequestOptions
 from servd.messages.outputs import unpack_vector
 from servd.messages.params import CLASSIFY, PoolingParams
+
+CODES = {"float32": "f", "float16": "e", "bfloat16": "H"}  # of struct
 
 
 class Vectors(msgspec.Struct):
@@ -69,6 +74,18 @@ async def embed(
     return Vectors(vectors, num_tokens)
 
 
+def as_base64(data: bytes, body: VectorRequest) -> str:
+    """Return float32 numbers as base64, in the type and the order of bytes that the body states."""
+    numbers = unpack_vector(data)
+    if body.embed_dtype == "float16":  # has no finite number above
+        numbers = [x if abs(x) < 65520 else x * math.inf for x in numbers]
+    if body.embed_dtype == "bfloat16":  # the upper half of a float32, rounded to even
+        whole = struct.unpack(f"<{len(numbers)}I", data)
+        numbers = [(x + 0x7FFF + (x >> 16 & 1)) >> 16 for x in whole]
+    form = (">" if body.endianness == "big" else "<") + CODES[body.embed_dtype] * len(numbers)
+    return base64.b64encode(struct.pack(form, *numbers)).decode()
+
+
 async def compare(
     request: Request,
     prefix: str,
@@ -95,7 +112,10 @@ async def compare(
         for (one, keep), two in zip(texts * (len(seconds) // len(texts)), seconds, strict=True)
     ]
     vectors = await embed(request, prefix, pairs, CLASSIFY, body.request_options)
-    return [pooling.score(unpack_vector(data)) for data in vectors.data], vectors.usage
+    outputs = [unpack_vector(data) for data in vectors.data]
+    if body.use_activation is False:
+        return [numbers[0] for numbers in outputs], vectors.usage
+    return [pooling.score(numbers) for numbers in outputs], vectors.usage
 
 
 async def _cosines(

@@ -128,11 +128,13 @@ class Processor:
                 )
         fills = asked.max_tokens is None or (prompt.may_fill_context and asked.max_tokens > 0)
         least = 1 if fills else asked.max_tokens or 0  # tokens kept free for output
-        token_ids, was_cut = self._encode(prompt, marked, options.truncate_prompt_tokens, least)
+        token_ids, was_cut = self._encode(prompt, marked, options, least)
         asked = self._complete(prompt, asked, expected, token_ids, least)
         marks.append(Mark("tokenised", now_ns()))
         if options.truncate_prompt_tokens is not None:  # done; may be too large for a message
-            options = msgspec.structs.replace(options, truncate_prompt_tokens=None)
+            options = msgspec.structs.replace(
+                options, truncate_prompt_tokens=None, truncation_side=None
+            )
         if not isinstance(params, PoolingParams):
             params = msgspec.structs.replace(asked, **NO_TEXT)
         eos_token_ids = [] if asked.ignore_eos else self._eos_token_ids
@@ -289,6 +291,12 @@ class Processor:
                 param=prompt.param,
             )
         limit = options.truncate_prompt_tokens
+        if limit is not None and options.truncation_side == "left":
+            raise InvalidRequest(
+                "this model reads pairs of texts, which are truncated at the end of the longer "
+                "text: leave truncation_side out, or set it to right",
+                param="truncation_side",
+            )
         is_whole = limit is None and pair.keep_first is None and pair.keep_second is None
         if is_whole and prompt.num_chars > self._max_chars:
             raise self._too_long(prompt.num_chars, prompt.param)
@@ -305,9 +313,10 @@ class Processor:
         return msgspec.structs.replace(prompt, content=token_ids), params
 
     def _encode(
-        self, prompt: Prompt, text: str | list[int], keep: int | None, least: int
+        self, prompt: Prompt, text: str | list[int], options: RequestOptions, least: int
     ) -> tuple[list[int], bool]:
         """Return the validated token ids, and whether the prompt was truncated."""
+        keep = options.truncate_prompt_tokens
         if keep is not None and (keep < -1 or keep == 0):
             raise InvalidRequest(
                 f"truncate_prompt_tokens must be -1 or at least 1, got {keep}",
@@ -327,8 +336,9 @@ class Processor:
         if keep is not None:
             room = max(self.max_model_len - least, 1)
             limit = room if keep == -1 else keep
-            is_encoder = not self.pooling.is_causal  # it was trained on the beginnings of texts
-            kept = self._beginning(kept, limit) if is_encoder else kept[-limit:]
+            # An encoder was trained on the beginnings of texts.
+            side = options.truncation_side or ("left" if self.pooling.is_causal else "right")
+            kept = (self._end if side == "left" else self._beginning)(kept, limit)
         if prompt.keep_last is not None:
             kept = self._end(kept, prompt.keep_last)
         return kept, len(kept) < len(token_ids)

@@ -314,6 +314,7 @@ class ChoiceLogprobs(msgspec.Struct):
     """The log-probabilities of a choice, with an entry for each token of its content."""
 
     content: list[TokenLogprob]
+    refusal: None = None
 
 
 class CalledFunction(msgspec.Struct):
@@ -336,6 +337,7 @@ class AssistantMessage(msgspec.Struct):
 
     content: str | None
     role: str = "assistant"
+    refusal: None = None
     reasoning: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[MessageToolCall] | UnsetType = UNSET
@@ -390,6 +392,7 @@ class ChoiceDelta(msgspec.Struct, omit_defaults=True):
 
     role: str | None = None
     content: str | None = None
+    refusal: None | UnsetType = UNSET  # null beside the role
     reasoning: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[DeltaToolCall] | None = None

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, Self, cast
 
 import msgspec
-from pydantic import BeforeValidator, WithJsonSchema
+from pydantic import AliasChoices, BeforeValidator, Field, WithJsonSchema, model_validator
 
 from servd.api.protocol.chat import Messages
 from servd.api.protocol.completions import Prompts, list_of_prompts
@@ -19,19 +19,47 @@ from servd.messages.params import PoolingParams
 Dimensions = Annotated[int, WithJsonSchema({"type": "integer", "minimum": 1, "maximum": INT32_MAX})]
 
 
+# Fields of peers that would change an answer, and that servd lacks.
+LACKING = ("chat_template", "continue_final_message", "instruction")
+
+
 class PooledRequest(RequestBody):
     """The fields that all requests for pooled outputs share."""
 
     truncate_prompt_tokens: KeptTokens | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    """Where `truncate_prompt_tokens` drops tokens. Default: `right` for encoders, else `left`."""
+    use_activation: Annotated[
+        bool | None, Field(validation_alias=AliasChoices("use_activation", "activation", "softmax"))
+    ] = None
+    """`false` returns the outputs of a classification head instead of probabilities or scores, and
+    vectors as they are instead of normalized. Other names: `activation`, `softmax`.
+    """
     user: str | None = None
     service_tier: str | None = None
     """`flex` runs the request in the background, on idle capacity. Other values have no effect."""
+
+    @model_validator(mode="after")
+    def _check_lacking(self) -> Self:
+        for name in LACKING:
+            if (self.model_extra or {}).get(name):
+                raise InvalidRequest(
+                    f"`{name}` is not supported on this route: leave it out, and write what it "
+                    "adds into the texts",
+                    param=name,
+                )
+        return self
+
+    def ignored(self) -> list[str]:
+        idle = ["truncation_side"] if self.truncate_prompt_tokens is None else []
+        return sorted({*super().ignored(), *(set(idle) & self.model_fields_set)})
 
     @property
     def request_options(self) -> RequestOptions:
         return RequestOptions(
             self.priority or 0,
             truncate_prompt_tokens=self.truncate_prompt_tokens,
+            truncation_side=self.truncation_side,
             owner=self.user or "",
             priority_class=int(self.service_tier == "flex"),
         )
@@ -49,6 +77,10 @@ class VectorRequest(PooledRequest):
     chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool = True  # to `input`; a chat template writes its own
     encoding_format: Literal["float", "base64"] | None = None
+    embed_dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+    """Type of the numbers of `base64`."""
+    endianness: Literal["native", "little", "big"] = "little"
+    """Order of the bytes of `base64`; `native` is `little`."""
     dimensions: Dimensions | None = None
     normalize: bool | None = None
     prompt_name: str | None = None
@@ -60,6 +92,8 @@ class VectorRequest(PooledRequest):
             if self.messages is None
             else ("add_special_tokens", "prompt_name")
         )
+        if self.encoding_format != "base64":
+            idle += ("embed_dtype", "endianness")
         return sorted({*super().ignored(), *(set(idle) & self.model_fields_set)})
 
     def prompts(self) -> list[Prompt]:
@@ -84,7 +118,7 @@ class VectorRequest(PooledRequest):
         """Return the parameters for pooling an input's hidden states into vectors."""
         return PoolingParams(
             pooling=pooling,  # type: ignore[arg-type]
-            normalize=self.normalize,
+            normalize=self.use_activation if self.normalize is None else self.normalize,
             dimensions=self.dimensions,
         )
 

@@ -184,13 +184,17 @@ class GenerationRequest(StructuredRequest):
     thinking_token_budget: int | None = None
     """Maximum number of reasoning tokens. Needs a model whose reasoning tags are single tokens."""
     logprob_token_ids: TokenIds | None = None
-    """Return the log-probabilities of these token ids at each position. Needs `logprobs`."""
+    """Return the log-probabilities of these token ids at each position, instead of the likeliest.
+    Needs `logprobs`.
+    """
     prompt_logprobs: int | None = None
     """Return log-probabilities of the prompt's tokens, and of this many candidates per position (up
     to `--max-logprobs`, 20). Not with `stream`.
     """
     truncate_prompt_tokens: KeptTokens | None = None
     """Keep at most this many of the prompt's last tokens. -1: as many as fit."""
+    truncation_side: Literal["left", "right"] | None = None
+    """`right`: `truncate_prompt_tokens` keeps the prompt's first tokens instead."""
     use_beam_search: bool | None = None
     """Run a beam search with `n` beams instead of sampling."""
     length_penalty: Annotated[float, Field(ge=-10, le=10)] | None = None
@@ -309,6 +313,10 @@ class GenerationRequest(StructuredRequest):
         options = set(self.stream_options or ()) - set(StreamOptions.__annotations__)
         names = set(self.model_extra or ()) - set(UNSUPPORTED)  # refused unless neutral
         idle = IDLE_WITH_BEAMS if self.use_beam_search else ONLY_WITH_BEAMS
+        if self.logprob_token_ids and getattr(self, "top_logprobs", None):
+            names.add("top_logprobs")
+        if self.truncate_prompt_tokens is None:
+            idle = {*idle, "truncation_side"}
         names |= {name for name, value in self.values_of(idle).items() if value is not None}
         return sorted(names | {f"stream_options.{name}" for name in options})
 
@@ -329,6 +337,7 @@ class GenerationRequest(StructuredRequest):
             retention=retention,
             kv_source=peer if transfer.get("do_remote_prefill") else "",
             is_exported=bool(transfer.get("do_remote_decode")),
+            truncation_side=self.truncation_side,
         )
 
     @property
@@ -343,7 +352,10 @@ class GenerationRequest(StructuredRequest):
         if self.repetition_detection is not None:
             given["repetition_detection"] = RepetitionDetection(**self.repetition_detection)
         given["structured_output"] = self.structured_output()
-        return SamplingParams(**{**defaults, **given, **self.own_params})
+        own = self.own_params
+        if self.logprob_token_ids:
+            own["logprobs"] = 0
+        return SamplingParams(**{**defaults, **given, **own})
 
 
 # Fields with the name and meaning of a field in SamplingParams.

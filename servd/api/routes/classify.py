@@ -22,7 +22,8 @@ async def classify(request: Request, body: Parsed[VectorRequest]) -> Response:
     call = call_of(request)
     pooling = context_of(request).async_llm.processor.pooling
     vectors = await embed(request, "classify", body.prompts(), CLASSIFY, body.request_options)
-    found = [pooling.probabilities(unpack_vector(data)) for data in vectors.data]
+    is_active = body.use_activation is not False
+    found = [pooling.probabilities(unpack_vector(data), is_active) for data in vectors.data]
     labels = pooling.labels
     answer = Classifications(
         f"classify-{call.unique_id}",

@@ -1,12 +1,10 @@
 """POST /v1/embeddings: compute embeddings of texts."""
 
-import base64
-
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servd.api.builders.embedding import embed
+from servd.api.builders.embedding import as_base64, embed
 from servd.api.call import call_of
 from servd.api.http.route import Parsed, Route
 from servd.api.protocol.embeddings import Embedding, EmbeddingRequest, Embeddings
@@ -27,7 +25,7 @@ async def create_embeddings(request: Request, body: Parsed[EmbeddingRequest]) ->
     def build() -> Embeddings:
         return Embeddings(
             [
-                Embedding(i, base64.b64encode(data).decode() if as_text else unpack_vector(data))
+                Embedding(i, as_base64(data, body) if as_text else unpack_vector(data))
                 for i, data in enumerate(vectors.data)
             ],
             call.model,

@@ -1,18 +1,16 @@
 """POST /pooling: return a vector for each input, or for each token of the inputs."""
 
-import base64
-
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servd.api.builders.embedding import embed
+from servd.api.builders.embedding import as_base64, embed
 from servd.api.call import call_of
 from servd.api.context import context_of
 from servd.api.http.route import Parsed, Route
 from servd.api.protocol.pooling import PooledInput, PoolingRequest, Poolings
 from servd.base.errors import InvalidRequest
-from servd.messages.outputs import unpack_vector
+from servd.messages.outputs import pack_vector, unpack_vector
 from servd.messages.params import CLASSIFY
 
 router = APIRouter(route_class=Route)
@@ -40,10 +38,15 @@ async def pool(request: Request, body: Parsed[PoolingRequest]) -> Response:
             )
 
     vectors = await embed(request, "pool", body.prompts(), params, body.request_options, check)
+    if params is CLASSIFY and body.use_activation is not False:
+        pooling = context.async_llm.processor.pooling
+        vectors.data = [
+            pack_vector(pooling.probabilities(unpack_vector(data))) for data in vectors.data
+        ]
 
     def shown(data: bytes) -> list[float] | list[list[float]] | str:
         if body.encoding_format == "base64":
-            return base64.b64encode(data).decode()
+            return as_base64(data, body)
         if not body.by_token:
             return unpack_vector(data)
         starts = range(0, len(data), 4 * size)

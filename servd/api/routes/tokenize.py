@@ -27,7 +27,9 @@ async def tokenize(request: Request, body: Parsed[TokenizeRequest]) -> Response:
     token_ids = await context.async_llm.tokenize(prompt, call.client)
 
     def build() -> Tokenized:
-        strings = [tokenizer.token_string(i) for i in token_ids] if body.return_token_strs else None
+        strings = (
+            [tokenizer.vocabulary_string(i) for i in token_ids] if body.return_token_strs else None
+        )
         return Tokenized(
             len(token_ids), context.async_llm.processor.max_model_len, token_ids, strings
         )

@@ -205,6 +205,10 @@ class Tokenizer:
         """Return the bytes of a token as text. An incomplete character becomes U+FFFD."""
         return self._bytes[token_id].decode("utf8", "replace")
 
+    def vocabulary_string(self, token_id: int) -> str:
+        """Return a token as the vocabulary spells it, e.g. with marks for blanks or bytes."""
+        return self._backend.id_to_token(token_id) or ""
+
     def _make_bytes(self, token_id: int) -> bytes:
         token = self._backend.id_to_token(token_id)
         if token is None:  # models pad their vocabulary beyond the tokenizer's

@@ -143,7 +143,6 @@ class Scheduler:
         freed, self._freed_slots = self._freed_slots, []
         output = step.build_output(freed)
         record.num_tokens = self.max_num_batched_tokens - budget
-        self._stats.step_tokens.append(record.num_tokens)
         record.num_requests = output.num_rows
         record.num_waiting = len(self.waiting)
         if self.waiting:
@@ -380,23 +379,27 @@ class Scheduler:
             self.draft_length.time(step.scheduled, took_ns * 1e-9, len(step.decoding))
         decoded, rows = step.append_decoded(result, ends)
         self.outputs.add_decoded(decoded)
+        num_tokens = sum(map(len, decoded.values()))
         for row in rows:
-            self._collect_output(step, row, result, ends.get(row))
+            num_tokens += self._collect_output(step, row, result, ends.get(row))
+        self._stats.step_tokens.append(num_tokens)
 
     def _collect_output(
         self, step: Step, row: int, result: ModelRunnerOutput, end: OutputEnd | None
-    ) -> None:
+    ) -> int:
+        """Return the number of new tokens in the output, with the prompt's if it is the first."""
         request, scheduled = step.row(row)
         if row in result.errors:
             self._fail_row(step, row, result.errors[row])
         # A step launched before the end of a request was known samples one token too many.
         if request.status is RequestStatus.FINISHED:
-            return
+            return 0
         if request.reads_prompt:
             request.add_prompt_output(result, row)
         if not result.tokens_of(row):
-            return
+            return 0
         record = step.record
+        is_first = len(request.token_ids) == request.num_prompt_tokens
         output = request.collect_output(result, row, end, record.collected_ns, record.step)
         if scheduled.num_drafts or scheduled.max_new_drafts:
             record.num_drafts += scheduled.num_drafts
@@ -406,6 +409,7 @@ class Scheduler:
         if output.finish_reason is not None:
             self._finish_request(request)
         self.outputs.add(request.client, output)
+        return len(output.new_token_ids) + is_first * request.num_prompt_tokens
 
     def take_outputs(self, num_deferred: int = 0) -> dict[int, EngineCoreOutputs]:
         """Return the outputs since the last call, by client, with the engine's statistics. Clients

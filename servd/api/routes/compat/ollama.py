@@ -18,8 +18,9 @@ from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servd.api.builders.embedding import embed
+from servd.api.builders.embedding import Vectors, embed
 from servd.api.builders.events import Event, EventBuilder
+from servd.api.builders.logprobs import choice_logprobs
 from servd.api.call import call_of
 from servd.api.context import Context, context_of, json_response
 from servd.api.engine.description import describe_model
@@ -27,7 +28,7 @@ from servd.api.http.route import Parsed, Route
 from servd.api.http.streaming import EventStream
 from servd.api.output.incremental import Content, Delta, Reasoning, ToolCallArguments, ToolCallStart
 from servd.api.output.json_reader import arguments_object
-from servd.api.protocol.chat import ChatCompletionRequest, Role
+from servd.api.protocol.chat import ChatCompletionRequest, Role, TokenLogprob
 from servd.api.protocol.embeddings import Dimensions
 from servd.api.protocol.errors import ErrorReply
 from servd.api.protocol.score import Texts
@@ -69,6 +70,10 @@ NoImages = Annotated[list[Any], BeforeValidator(_refuse_images, list[Any]), Fiel
 def _as_object(parameters: Any) -> Any:
     is_untyped = isinstance(parameters, dict) and "type" not in parameters
     return {"type": "object", **parameters} if is_untyped else parameters
+
+
+def _as_texts(value: Any) -> Any:
+    return None if value in ("", []) else value
 
 
 class OllamaCalled(OpenObject):
@@ -127,10 +132,16 @@ class OllamaRequest(TranslatedRequest):
     think: bool | Literal["low", "medium", "high"] | None = None
     """Whether the model reasons first, or its effort."""
     keep_alive: KeepAlive = None
+    logprobs: bool | None = None
+    """Return the log-probability of each output token."""
+    top_logprobs: Annotated[int, Field(ge=0)] | None = None
+    """Likeliest tokens at each place, up to `--max-logprobs`. Needs `logprobs`."""
 
     def ignored(self) -> list[str]:
-        options = {f"options.{name}" for name in (self.options or {}).keys() - OPTIONS.keys()}
-        return sorted({*super().ignored(), *options})
+        names = {f"options.{name}" for name in (self.options or {}).keys() - OPTIONS.keys()}
+        if self.top_logprobs is not None and not self.logprobs:
+            names.add("top_logprobs")
+        return sorted({*super().ignored(), *names})
 
     def chat(self, messages: list[Any], tools: list[Any] | None = None) -> ChatCompletionRequest:
         """Return the chat request with these messages. Raise InvalidRequest if it is not valid."""
@@ -144,6 +155,8 @@ class OllamaRequest(TranslatedRequest):
         elif self.format:
             schema = {"name": "output", "schema": self.format}
             fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+        if self.logprobs:
+            fields |= {"logprobs": True, "top_logprobs": self.top_logprobs}
         if isinstance(self.think, str):
             fields["reasoning_effort"] = self.think
         elif self.think is not None:
@@ -173,7 +186,8 @@ class OllamaGenerateRequest(OllamaRequest):
 class OllamaEmbedRequest(RequestBody):
     """Body of POST /api/embed."""
 
-    input: Texts
+    input: Annotated[Texts | None, BeforeValidator(_as_texts)] = None
+    """A text or a list of texts. Without any, there are no embeddings."""
     truncate: bool | None = None
     """Cut off what is too long. Default: true."""
     dimensions: Dimensions | None = None
@@ -216,6 +230,13 @@ class OllamaBuilder(EventBuilder):
         self.calls: list[dict[str, Any]] = []
         self.open_call: dict[str, Any] | None = None
         self.arguments = ""  # JSON of its arguments
+        self.logprobs: list[TokenLogprob] = []
+        self.num_sent = 0  # of them
+
+    def events_of(self, output: CompletionOutput) -> Iterator[Event]:
+        if shown := choice_logprobs(self.tokenizer, output.logprobs):
+            self.logprobs += shown.content
+        return super().events_of(output)
 
     def begin(self) -> Iterator[Event]:
         self.first_ns = time.perf_counter_ns()
@@ -259,14 +280,19 @@ class OllamaBuilder(EventBuilder):
             "eval_count": self.num_output_tokens,
             "eval_duration": now - self.first_ns,
         }
+        last = self._answer("") | end
+        self.num_sent = 0
         self.response = self._answer(self.text, self.thinking, self.calls) | end
-        yield self._answer("") | end
+        yield last
 
     def _answer(self, text: str, thinking: str = "", calls: Iterable[Any] = ()) -> dict[str, Any]:
         more: dict[str, Any] = {"thinking": thinking} if thinking else {}
         if calls := [*calls]:
             more["tool_calls"] = calls
-        return answer(self.model, text, self.is_chat, more)
+        new = self.logprobs[self.num_sent :]
+        self.num_sent = len(self.logprobs)
+        line = answer(self.model, text, self.is_chat, more)
+        return line | {"logprobs": new} if new else line
 
     def fail(self, reply: ErrorReply) -> Iterator[Event]:
         yield msgspec.json.decode(reply.body)
@@ -327,9 +353,12 @@ async def create_ollama_embeddings(request: Request, body: Parsed[OllamaEmbedReq
     began_ns = time.perf_counter_ns()
     call = call_of(request)
     most = None if body.truncate is False else call.context.async_llm.processor.max_model_len
-    prompts = [Prompt(content=text, param="input", keep_first=most) for text in body.input]
-    params = PoolingParams(dimensions=body.dimensions)
-    vectors = await embed(request, "embed", prompts, params, RequestOptions(body.priority or 0))
+    prompts = [Prompt(content=text, param="input", keep_first=most) for text in body.input or ()]
+    params = PoolingParams(dimensions=body.dimensions, normalize=True)
+    vectors = Vectors([], 0)
+    if prompts:
+        options = RequestOptions(body.priority or 0)
+        vectors = await embed(request, "embed", prompts, params, options)
 
     def build() -> dict[str, Any]:
         return {
