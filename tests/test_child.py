@@ -156,12 +156,14 @@ def closing(*descriptors: int) -> Callable[[], None]:
 
 
 STANDARD = """
-import os, sys
+import os, subprocess, sys
 from servd.cli import open_standard_files
 open_standard_files()
 found = [os.fstat(each).st_rdev == os.stat(os.devnull).st_rdev for each in range(3)]
 assert all(found[each] for each in map(int, sys.argv[2:])), found
 assert os.pipe()[0] > 2
+look = "import os; [os.fstat(each) for each in range(3)]"  # a child has them, too
+assert subprocess.run([sys.executable, "-c", look]).returncode == 0
 sys.stdin.read, sys.stdout.write(""), sys.stderr.write("")
 open(sys.argv[1], "w").write("fine")
 """

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from servd.base.errors import ConfigError
 from servd.checkpoint.adapter_store import AdapterStore
@@ -262,3 +263,23 @@ def test_values_of_bfloat16_that_are_not_finite_are_found(bits: int):
     assert _is_finite(numbers.tobytes(), "BF16")
     numbers[7] = bits
     assert not _is_finite(numbers.tobytes(), "BF16")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("half", ["A", "B"])
+def test_an_adapter_with_such_values_is_refused_with_the_tensor_s_name(tmp_path, value, half):
+    file = write_adapter(tmp_path) / TENSORS
+    tensors = load_file(file)
+    tensors[f"{Q_PROJ}.lora_{half}.weight"][3, 2] = value
+    save_file(tensors, file)
+    with pytest.raises(ConfigError, match=f"{Q_PROJ}.lora_{half}.weight has values that are NaN"):
+        AdapterFiles(tmp_path).check_values()
+
+
+@pytest.mark.parametrize("begin", [b"9", b"4", b"1"])
+def test_an_adapter_with_wrong_offsets_is_refused_with_the_tensor_s_name(tmp_path, begin):
+    file = write_adapter(tmp_path) / TENSORS
+    data = file.read_bytes()
+    file.write_bytes(data.replace(b'"data_offsets":[0', b'"data_offsets":[' + begin, 1))
+    with pytest.raises(ConfigError, match=f"tensor {Q_PROJ}.lora_A.weight is at bytes"):
+        AdapterFiles(tmp_path)

@@ -58,7 +58,8 @@ def open_standard_files() -> None:
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest free descriptor
+            # It takes the lowest free descriptor. Children need it as well.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
             setattr(sys, name, open(descriptor, mode, closefd=False, encoding="utf8"))
 
 

@@ -34,8 +34,8 @@ class AccessConfig(Section, frozen=True):
     """Ciphers for TLS 1.2 and below, in OpenSSL's notation."""
     allowed_hosts: list[Annotated[str, Meta(pattern=r"^(\*|(\*\.)?[^\s/*\"]+)$")]] = []
     """Names under which clients may reach the server: `llm.example.com`, `*.example.com`, or `*`
-    for all. Names of this machine always work. Default: these alone on a loopback address without
-    API keys, all names otherwise.
+    for all. Names of this machine always work. Default: these and names without a dot on
+    a loopback address without API keys, all names otherwise.
     """
     allowed_origins: list[Annotated[str, Meta(pattern=ORIGIN)]] = []
     """Web origins whose pages may use the server (CORS), such as `https://chat.example.com`,
