@@ -12,6 +12,7 @@ from servd.api.protocol.completions import Prompts, list_of_prompts
 from servd.api.protocol.validation import KeptTokens, RequestBody
 from servd.api.text.prompt import Chat, Prompt
 from servd.base.bounds import INT32_MAX
+from servd.base.errors import InvalidRequest
 from servd.messages.engine import RequestOptions
 from servd.messages.params import PoolingParams
 
