@@ -260,6 +260,8 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
         use = self.tool_options
         functions = [tool["function"] for tool in use.tools] if use else []
         idle = idle_strict(functions, bool(use and use.forced))
+        if self.logprob_token_ids and self.top_logprobs:
+            idle = {*idle, "top_logprobs"}
         return sorted({*super().ignored(), *idle})
 
     @property

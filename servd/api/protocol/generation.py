@@ -313,8 +313,6 @@ class GenerationRequest(StructuredRequest):
         options = set(self.stream_options or ()) - set(StreamOptions.__annotations__)
         names = set(self.model_extra or ()) - set(UNSUPPORTED)  # refused unless neutral
         idle = IDLE_WITH_BEAMS if self.use_beam_search else ONLY_WITH_BEAMS
-        if self.logprob_token_ids and getattr(self, "top_logprobs", None):
-            names.add("top_logprobs")
         if self.truncate_prompt_tokens is None:
             idle = {*idle, "truncation_side"}
         names |= {name for name, value in self.values_of(idle).items() if value is not None}

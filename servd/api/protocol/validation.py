@@ -94,7 +94,8 @@ class RequestBody(BaseModel):
         return sorted(self.model_extra or ())
 
     @model_validator(mode="after")
-    def _check_either(self) -> Self:
+    def check_either(self) -> Self:
+        """Raise InvalidRequest unless exactly one of the fields `either` is set."""
         if self.either and sum(v is not None for v in self.values_of(self.either).values()) != 1:
             names = " or ".join(f"`{name}`" for name in self.either)
             raise InvalidRequest(f"send either {names}", param=self.either[0])
