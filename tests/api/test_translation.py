@@ -114,14 +114,3 @@ def test_results_belong_to_their_oldest_call():
     messages = [first, *({"role": "tool", **each} for each in asked)]
     found = [each.get("tool_call_id") for each in ollama.chat_messages(messages)]
     assert found == [None, "1", "2", "3", None, None]
-
-
-def test_system_messages_at_the_beginning_are_one():
-    items = [{"role": "system", "content": "b"}, {"role": "developer", "content": "c"}]
-    items += [{"role": "user", "content": "d"}, {"role": "system", "content": "e"}]
-    found = response_items.chat_messages("a", items)
-    assert [(each["role"], each["content"]) for each in found] == [
-        ("system", "a\n\nb\n\nc"),
-        ("user", "d"),
-        ("system", "e"),
-    ]
