@@ -1,6 +1,7 @@
 """Scores of prompts, and how many log-probabilities an answer may have."""
 
 import math
+import re
 from pathlib import Path
 
 import msgspec
@@ -209,8 +210,9 @@ async def test_a_response_is_bounded_as_a_stream_too(http, monkeypatch):
     check(await http.post(RESPONSES, json=body | {"max_output_tokens": 10}), 400, "top_logprobs")
     stream = named_events((await http.post(RESPONSES, json=body)).text)
     assert stream[-1]["type"] == "response.failed"
-    assert "3 for each of" not in stream[-1]["response"]["error"]["message"]
-    assert "4 for each of 10" in stream[-1]["response"]["error"]["message"]
+    numbers = re.search(r"4 for each of (\d+)", stream[-1]["response"]["error"]["message"])
+    assert numbers is not None
+    assert int(numbers[1]) >= 10  # an engine that is ahead sends several tokens at once
     full = await http.post(RESPONSES, json=body | {"max_output_tokens": 9})
     assert named_events(full.text)[-1]["type"] == "response.incomplete"
 
