@@ -7,6 +7,9 @@ HOST = 127.0.0.1
 PORT = 8000
 ARGS =
 
+# An environment that forbids it has each of the thousand processes of the tests compile torch and transformers again.
+unexport PYTHONDONTWRITEBYTECODE
+
 BIN = $(VENV)/bin
 # Of thousands of modules a few hundred are imported: those are compiled when they are.
 PIP = PIP_COMPILE=0 $(BIN)/python -m pip --disable-pip-version-check
