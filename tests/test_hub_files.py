@@ -1,5 +1,6 @@
 """MODEL "org/name:Q4_K_M": which files of the hub are downloaded, and what needs no network."""
 
+import contextlib
 import io
 import shutil
 import sys
@@ -11,7 +12,7 @@ import pytest
 gguf_files = pytest.importorskip("tests.gguf_files")
 
 from servd import cli  # noqa: E402
-from servd.base.errors import ModelNotFound, UnsupportedModel  # noqa: E402
+from servd.base.errors import ModelNotFound, ServdError, UnsupportedModel  # noqa: E402
 from servd.checkpoint import gguf, hf  # noqa: E402
 from servd.checkpoint.gguf import choose_files, find_quantization  # noqa: E402
 from servd.cli import list as list_command  # noqa: E402
@@ -214,6 +215,24 @@ def test_a_name_of_the_list_can_be_shown_and_removed(files: Path, tmp_path, monk
     assert len([*cache.glob("models--*/blobs/*")]) == 1
     execute("rm", "org/name")
     assert not [*cache.glob("models--*")]
+
+
+@pytest.mark.parametrize("linked", ["models--org--name", "models--org--name/snapshots/main"])
+@pytest.mark.parametrize("name", ["org/name", "org/name:Q8_0"])
+def test_what_a_link_leads_to_is_not_removed(files: Path, tmp_path, monkeypatch, linked, name):
+    cache, elsewhere = tmp_path / "hub", tmp_path / "elsewhere"
+    monkeypatch.setattr(rm, "HF_HUB_CACHE", str(cache))
+    (cache / linked).parent.mkdir(parents=True)
+    (cache / linked).symlink_to(elsewhere)
+    kept = elsewhere if linked.endswith("main") else elsewhere / "snapshots" / "main"
+    kept.mkdir(parents=True)
+    (elsewhere / "blobs").mkdir()
+    shutil.copy(files / "m-Q8_0.gguf", elsewhere / "blobs" / "abc")
+    (kept / "m-Q8_0.gguf").symlink_to(elsewhere / "blobs" / "abc")
+    arguments = cli.make_parser().parse_args(["rm", name])
+    with contextlib.suppress(ServdError):
+        arguments.run(arguments)
+    assert (kept / "m-Q8_0.gguf").exists()
 
 
 def test_pull_prints_the_folder(files: Path, tmp_path: Path, monkeypatch, capsys):

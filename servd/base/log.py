@@ -1,5 +1,6 @@
 """Logging: one format, with the process name, for every process of the tree."""
 
+import json
 import logging
 import os
 import select
@@ -65,7 +66,11 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             line["exception"] = _as_utf8(self.formatException(record.exc_info))
-        return msgspec.json.encode(line).decode().translate(JSON_ESCAPES)
+        try:
+            data = msgspec.json.encode(line)
+        except UnicodeEncodeError:  # a lone surrogate, of a file's name or a client's text
+            data = json.dumps(line, default=str).encode()
+        return data.decode().translate(JSON_ESCAPES)
 
 
 class TextFormatter(logging.Formatter):
@@ -105,10 +110,16 @@ class LineWriter(logging.StreamHandler[TextIO]):
         threading.Thread(target=self._write_lines, name="log", daemon=True).start()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Queue the line of a record, or drop it."""
-        data = f"{self.format(record)}\n".encode()
+        """Queue the line of a record, however long, or drop it. A record that cannot be formatted
+        is not its logger's failure.
+        """
+        try:
+            data = f"{self.format(record)}\n".encode(errors="backslashreplace")
+        except Exception:
+            self.handleError(record)
+            return
         with self._has_changed:
-            if self._num_bytes + len(data) > MAX_PENDING:
+            if self._num_bytes >= MAX_PENDING:
                 self.num_dropped += 1
                 return
             self._pending.append(data)

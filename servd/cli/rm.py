@@ -18,21 +18,28 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     name = full_name(arguments.model)
-    folder = find_repository(name)
-    if folder.is_symlink():
-        raise ServdError(f"{folder} is a link to a folder elsewhere: remove the link yourself")
-    if folder.is_dir():
-        shutil.rmtree(folder)
-    elif find_file(name) is None:
+    repository, _, tag = name.partition(":")
+    folder = find_repository(repository)
+    check_inside(folder)
+    if not (find_file(name) if tag else folder.is_dir()):
         raise ModelNotFound(f"the cache has no model {name!r}; `servd list` shows what it has")
-    folders = find_repository(name.partition(":")[0]).resolve() / "blobs"
+    if not tag:
+        shutil.rmtree(folder)
+        return 0
     while (file := find_file(name)) is not None:  # of each revision
+        check_inside(file.parent)
         for part in filter(Path.exists, gguf.name_parts(file)):
             blob = part.resolve()
-            if blob.is_relative_to(folders):  # else a file of the user's own
+            if blob.is_relative_to(folder.resolve() / "blobs"):  # else a file of the user's own
                 blob.unlink(missing_ok=True)
             part.unlink()
     return 0
+
+
+def check_inside(folder: Path) -> None:
+    """Raise ServdError if a link leads from the cache to this folder elsewhere."""
+    if folder.is_symlink() or not folder.resolve().is_relative_to(Path(HF_HUB_CACHE).resolve()):
+        raise ServdError(f"{folder} is a link to a folder elsewhere: remove the link yourself")
 
 
 def find_repository(name: str) -> Path:

@@ -298,7 +298,9 @@ class ModelServers:
                 server.child.post(self._config_of(server, ""))
 
     def _config_of(self, server: ModelServer, path: str) -> Config:
-        """Return the options of a model's server. TLS, CORS and idle sleep are the gateway's."""
+        """Return the options of a model's server. TLS, hosts, CORS and idle sleep are the
+        gateway's.
+        """
         config = self.config
         access = self.config.access
         lora = self.config.lora
@@ -322,5 +324,6 @@ class ModelServers:
             ssl_keyfile=None,
             ssl_ca_certs=None,
             ssl_cert_reqs=0,
+            allowed_hosts=["*"],
             allowed_origins=[],
         )

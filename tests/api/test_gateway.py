@@ -74,11 +74,12 @@ class Servers(ModelServers):
         self.launched.append(server.name)
         ends_with = 1 if server.name in self.broken else None
         server.child = SimpleNamespace(exit_code=ends_with, stop=lambda timeout: None)  # type: ignore[assignment]
-        keys = self._config_of(server, "").access.api_key
-        names = {"served_model_name": [server.name], "api_key": keys}
+        access = msgspec.structs.asdict(self._config_of(server, "").access)
+        names = {"served_model_name": [server.name], **access}
         is_ready = server.name not in self.broken | self.slow
         serving = serve(listen=True, is_ready=is_ready, **names, **self.options)
         served = await self.stack.enter_async_context(serving)
+        served.http.headers["host"] = "model"  # as ModelServer.connect names it
         self.served[server.name], server.http = served, served.http
 
     async def _wake_up(self, server: ModelServer) -> None:

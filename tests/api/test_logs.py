@@ -8,6 +8,7 @@ import re
 import shlex
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -263,6 +264,23 @@ def test_the_last_lines_are_written_before_the_end(pipe: Pipe):
     while len(pipe.lines) < 1000 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert pipe.lines[-1].endswith("line 999\n")
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_a_line_of_any_kind_reaches_the_log(pipe: Pipe, log_format, monkeypatch):
+    pipe.setup(log_format)
+    monkeypatch.setattr(logging, "raiseExceptions", False)
+    logger = logging.getLogger("servd.api")
+    logger.info("%d", "no number")  # the logger's mistake costs a line, not the request
+    logger.info("fields", extra={"fields": {"name": "a\udc80", "path": Path("/")}})
+    logger.info("%s!", "x" * (MAX_PENDING + 1))
+    pipe.read()
+    flush()
+    deadline = time.monotonic() + WAIT_SECONDS
+    while "x!" not in "".join(pipe.lines) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert "fields" in pipe.lines[0] and len(pipe.lines) == 2
+    assert take_dropped() == 0
 
 
 def test_similar_events_are_one_line_in_ten_seconds(caplog, monkeypatch):

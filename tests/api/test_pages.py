@@ -97,6 +97,13 @@ async def test_the_gateway_guards_its_models(tmp_path):
             assert await status_of(http, "localhost", json=body, headers=headers) == status
 
 
+async def test_the_gateway_s_names_are_not_those_of_its_models(tmp_path):
+    async with gateway(tmp_path, "one", allowed_hosts=["llm.example.com"]) as (http, _):
+        body = {**BODY, "model": "one"}
+        assert await status_of(http, "llm.example.com", json=body) == 200
+        assert await status_of(http, "other.example.com", json=body) == 421
+
+
 # ---- allowed origins ----
 
 ORIGINS = ["https://chat.example.com", "http://localhost:*", "app://obsidian.md", "null"]

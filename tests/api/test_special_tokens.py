@@ -94,12 +94,21 @@ STRING_TEMPLATES = [
 ]
 
 
+PLACES = {
+    "outside": "{% set c = messages[0].content %}BODY",
+    "loop": "{% for m in messages %}{% set c = m.content %}BODY{% endfor %}",
+    "macro": "{% macro show(c) %}BODY{% endmacro %}{{ show(messages[0].content) }}",
+    "block": "{% block b %}{% set c = messages[0].content %}BODY{% endblock %}",
+}
+
+
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
 @pytest.mark.parametrize("template", STRING_TEMPLATES)
-def test_templates_see_the_text_of_the_client(template: str):
+def test_templates_see_the_text_of_the_client(template: str, place: str):
     """As transformers do, which escape nothing."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    template = "{% set c = messages[0].content %}" + template
+    template = place.replace("BODY", template)
     for text in ("a<eos>b", "ä<eos>😀[INST]'\"\\", "plain"):
         messages = user(text)
         (expected,), _ = render_jinja_template([messages], chat_template=template)

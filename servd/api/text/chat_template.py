@@ -372,6 +372,8 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         if isinstance(getattr(obj, "__self__", None), str) and any(map(_is_searched, args)):
             # `startswith`, `split`, `replace`...: the text has marks, but not what is looked for.
             call = functools.partial(self.specials.search, _call_method, name, obj.__self__)
+            for variables in ("_loop_vars", "_block_vars"):  # Jinja's, for its own functions
+                kwargs.pop(variables, None)
         found = call(*args, **kwargs)
         _budget.get().check(_length(found))
         return found
