@@ -54,6 +54,7 @@ class ModelServers:
         self._stopping: set[asyncio.Task[None]] = set()  # servers that still hold memory
         self._resting: set[asyncio.Task[None]] = set()
         self._scanning = asyncio.Lock()
+        self._num_scans = 0  # begun
         self._take_in(self.models.read())
         names = [*self.servers]
         for adapter in adapters_in(config.lora).values():
@@ -67,9 +68,13 @@ class ModelServers:
 
     async def scan(self) -> None:
         """Update the models from the folder. The server of a removed model gets no requests. It is
-        stopped to make room, or when another model takes its name.
+        stopped to make room, or when another model takes its name. Calls that wait share one scan.
         """
+        num_begun = self._num_scans
         async with self._scanning:
+            if self._num_scans > num_begun:  # one that began after this call has ended
+                return
+            self._num_scans += 1
             self._take_in(await asyncio.to_thread(self.models.read))
 
     def _take_in(self, models: dict[str, Model]) -> None:

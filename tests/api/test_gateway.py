@@ -26,7 +26,7 @@ from servd.checkpoint import hf
 from servd.config import Config
 from servd.config.keys import hash_key
 from servd.gateway.backend import ModelServer
-from servd.gateway.models import ModelFolder
+from servd.gateway.models import Model, ModelFolder
 from servd.gateway.pool import ModelServers
 from servd.gateway.proxy import create_gateway
 from servd.gateway.request import MAX_KEEP_ALIVE, seconds_of
@@ -560,6 +560,34 @@ async def test_the_folder_is_read_beside_what_is_served(tmp_path: Path):
         assert answer.status_code == 200 and not listing.done()
         may_read.set()
         assert len((await listing).json()["data"]) == 1
+
+
+async def test_unknown_names_share_a_look_into_the_folder(tmp_path: Path):
+    async with gateway(tmp_path, "one") as (http, servers):
+        read, scan, may_read = servers.models.read, servers.scan, threading.Event()
+        scans: list[None] = []
+        reads: list[bool] = []
+
+        async def counted_scan() -> None:
+            scans.append(None)
+            await scan()
+
+        def slow_read() -> dict[str, Model]:
+            reads.append(may_read.wait(WAIT_SECONDS))
+            return read()
+
+        servers.scan = counted_scan  # type: ignore[method-assign]
+        servers.models.read = slow_read  # type: ignore[method-assign]
+        bodies = [{**BODY, "model": f"no{number}"} for number in range(30)]
+        flood = [asyncio.create_task(http.post(COMPLETIONS, json=body)) for body in bodies]
+        await until(lambda: len(scans) == 30)
+        listing = asyncio.create_task(http.get("/v1/models"))
+        await until(lambda: len(scans) == 31)
+        make(tmp_path / "later")
+        may_read.set()
+        names = {card["id"] for card in (await listing).json()["data"]}
+        assert {(await task).status_code for task in flood} == {404}
+        assert names == {"one", "later"} and len(reads) == 2
 
 
 async def test_the_console_is_there_for_all_models(tmp_path: Path):

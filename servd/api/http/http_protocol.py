@@ -41,6 +41,7 @@ MAX_SMALL_CHUNKS = 4096  # chunks that are always allowed
 LINGER = 1.0  # seconds for a refused client to read the response
 RESET_INTERVAL = 0.05  # seconds between two looks for a reset
 MAX_UNREAD = 128 * 1024 * 1024  # bytes of all answers that wait for their clients to read
+MAX_PIECE = 64 * 1024  # bytes of a body that are written at once
 UNREAD_GRACE = 1.0  # seconds in which a client need not have read anything
 BLOCKED_NS = 1_000_000  # writes that take longer are marked as waiting for the client
 MAX_BLOCKED = 128  # such marks that are kept
@@ -64,12 +65,12 @@ class Connections:
     def add_unread(self, connection: TimedFlow) -> None:
         """Count what a connection has to send. If all together have too much, cut the slowest."""
         self.drop_unread(connection)
-        backlog = Backlog(connection.transport.get_write_buffer_size(), time.monotonic())
+        backlog = Backlog(connection.num_unread, time.monotonic())
         self.unread[connection] = backlog
         self.num_unread += backlog.num_bytes
         if self.num_unread <= MAX_UNREAD:
             return
-        left = {each: each.transport.get_write_buffer_size() for each in self.unread}
+        left = {each: each.num_unread for each in self.unread}
         total = sum(left.values())
         slowest = sorted(left, key=lambda each: self.unread[each].rank(left[each]))
         for each in slowest[:-1]:  # a single large answer is no flood
@@ -137,6 +138,18 @@ class TimedFlow(FlowControl):
         self.transport = transport
         self.blocked = blocked
         self.connections = connections
+        self.num_held = 0  # bytes of the body that is written in pieces
+
+    @property
+    def num_unread(self) -> int:
+        """The bytes in memory that the client has not read."""
+        return self.num_held + self.transport.get_write_buffer_size()
+
+    def hold(self, num_bytes: int) -> None:
+        """Count a body of this size as unread, in place of the last one."""
+        self.num_held = num_bytes
+        if self.write_paused:
+            self.connections.add_unread(self)
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -153,23 +166,47 @@ class TimedFlow(FlowControl):
             self.blocked.extend((Mark("blocked", begin_ns), Mark("resumed", end_ns)))
 
 
-class UnframedCycle(RequestResponseCycle):
-    """A response to HTTP/1.0, which knows no chunks: without a Content-Length, it ends with the
-    connection.
+class Cycle(RequestResponseCycle):
+    """A response. A large part of its body is written in pieces, because a transport keeps all of a
+    write until its end is sent. To HTTP/1.0, which knows no chunks, a response without a
+    Content-Length ends with the connection.
     """
 
+    head: Any = None  # waits for the first part of the body, which counts as unread from then on
     is_unframed = False
 
     async def send(self, message: Any) -> None:
         """Send a message of ASGI."""
         if message["type"] == "http.response.start":
-            names = [name.lower() for name, _ in message.get("headers", ())]
-            if b"content-length" not in names:
-                self.is_unframed = True
-                self.chunked_encoding = False
-                self.keep_alive = False
-        elif self.is_unframed:
-            self.expected_content_length = len(message.get("body", b""))
+            self.head = message
+            return
+        body = message.get("body", b"")
+        is_large = len(body) > MAX_PIECE
+        if is_large:
+            cast(TimedFlow, self.flow).hold(len(body))
+        if self.head is not None:
+            await self._send_head()
+        first = 0
+        while len(body) - first > MAX_PIECE:
+            piece = body[first : first + MAX_PIECE]
+            await self._send_body({**message, "body": piece, "more_body": True})
+            first += MAX_PIECE
+        await self._send_body({**message, "body": body[first:]})
+        if is_large:
+            cast(TimedFlow, self.flow).hold(0)
+
+    async def _send_head(self) -> None:
+        head, self.head = self.head, None
+        names = [name.lower() for name, _ in head.get("headers", ())]
+        if self.scope["http_version"] == "1.0" and b"content-length" not in names:
+            self.is_unframed = True
+            self.chunked_encoding = False
+            self.keep_alive = False
+        await super().send(head)
+
+    async def _send_body(self, message: Any) -> None:
+        if self.is_unframed:
+            self.expected_content_length = len(message["body"])
         await super().send(message)
 
 
@@ -333,8 +370,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._is_surplus = False
         super().on_headers_complete()  # raises if the target is invalid
         self._is_in_body = True
-        if self.scope["http_version"] == "1.0":
-            cast(Any, self.cycle).__class__ = UnframedCycle  # uvicorn made it
+        cast(Any, self.cycle).__class__ = Cycle  # uvicorn made it
         if not self.pipeline:
             self._served = self.cycle
 
