@@ -38,6 +38,9 @@ BASES = {path: base for path, (base, _) in compatibility.ROUTES.items()}
 QUESTION = {"type": "predicate", "instructions": "It is a greeting."}
 BATCH = {"endpoint": "/v1/completions", "completion_window": "24h"}
 BASES |= {
+    "/api/chat": {"messages": user("hi")},
+    "/api/embed": {"input": "hi"},
+    "/api/generate": {"prompt": "hi"},
     "/v1/decisions": {"input": "hi", "questions": [QUESTION]},
     "/tokenize": {"prompt": "hi"},
     # The file is replaced by one that is there, half of the time.
@@ -338,6 +341,15 @@ async def test_what_is_refused_is_described(path, body, http):
         validate(body, body_schema(path))
     response = await http.post(path, json=body)
     assert response.status_code == 400, response.text
+
+
+@pytest.mark.parametrize("stream", [None, False, True])
+@pytest.mark.parametrize("path", BASES)
+async def test_the_kind_of_every_answer_is_described(path, stream, http):
+    response = await http.post(path, json=BASES[path] | {"stream": stream})
+    described = DOCUMENT["paths"][path]["post"]["responses"][str(response.status_code)]
+    kind, _, _ = response.headers["content-type"].partition(";")
+    assert kind in described["content"]
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])

@@ -24,7 +24,7 @@ from servd.api.builders.logprobs import choice_logprobs
 from servd.api.call import call_of
 from servd.api.context import Context, context_of, json_response
 from servd.api.engine.description import describe_model
-from servd.api.http.route import Parsed, Route
+from servd.api.http.route import Parsed, Route, json_lines
 from servd.api.http.streaming import EventStream
 from servd.api.output.incremental import Content, Delta, Reasoning, ToolCallArguments, ToolCallStart
 from servd.api.output.json_reader import arguments_object
@@ -313,7 +313,7 @@ def unloaded(model: str, is_chat: bool) -> dict[str, Any]:
     return answer(model, "", is_chat, {}) | {"done": True, "done_reason": "unload"}
 
 
-@router.post("/api/chat", response_model=dict[str, Any])
+@router.post("/api/chat", response_model=dict[str, Any], responses=json_lines())
 async def create_ollama_chat(request: Request, body: Parsed[OllamaChatRequest]) -> Response:
     """Answer a conversation in Ollama's format."""
     call = call_of(request)
@@ -329,7 +329,7 @@ async def create_ollama_chat(request: Request, body: Parsed[OllamaChatRequest]) 
         return await OllamaBuilder(request, body, chat, prompt).respond()
 
 
-@router.post("/api/generate", response_model=dict[str, Any])
+@router.post("/api/generate", response_model=dict[str, Any], responses=json_lines())
 async def create_ollama_text(request: Request, body: Parsed[OllamaGenerateRequest]) -> Response:
     """Answer a prompt in Ollama's format."""
     call = call_of(request)
