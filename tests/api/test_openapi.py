@@ -192,6 +192,7 @@ BEYOND_SCHEMAS = re.compile(
             r"(response_format|format|text\.format|output_config\.format): ",
             # Between fields.
             r"`\S+` needs `\w+`",
+            r"min_tokens must be at most the limit of \d+ output tokens",
             r"`\S+`.* cannot be (used together|streamed)",
             r"`tool_choice` names .* not in `tools`",
             r"`pooling` is not for `task` classify",
@@ -281,6 +282,8 @@ ACCEPTED = [
     ("/tokenize", {"prompt": None, "content": "a"}),
     ("/v1/chat/completions", {"messages": [*user("hi"), {"role": "assistant"}, *user("hi")]}),
     ("/v1/chat/completions", USER | tool({})),
+    ("/v1/chat/completions", USER | {"response_format": {"type": "json_schema", "schema": {}}}),
+    ("/v1/chat/completions", USER | {"response_format": {"type": "text", "schema": None}}),
     ("/v1/completions", {"prompt": [65.0, 66], "logit_bias": {"7": 1}}),
     ("/v1/completions", {"prompt": [[65, 66.0]]}),
     ("/v1/decisions", {"input": "hi", "questions": [PREDICATE]}),
@@ -309,6 +312,7 @@ REFUSED = [
     ("/tokenize", {"prompt": "a", **USER}),
     ("/v1/chat/completions", {"messages": [{"role": "tool"}]}),
     ("/v1/chat/completions", USER | tool({"type": "string"})),
+    ("/v1/chat/completions", USER | {"response_format": {"type": "json_schema"}}),
     ("/v1/completions", {"prompt": "a", "logit_bias": {"x": 1}}),
     ("/v1/completions", {"prompt": "a", "stop_token_ids": [-1]}),
     ("/v1/completions", {"prompt": ["a", 1]}),
@@ -321,8 +325,11 @@ REFUSED = [
     ("/v1/messages", blocks({"type": "tool_result", "tool_use_id": "a", "content": 0})),
     ("/v1/messages", blocks({"type": "text"}, role="assistant")),
     ("/v1/messages", blocks(role="tool")),
+    ("/v1/messages/count_tokens", USER | {"output_config": {"effort": "x"}}),
+    ("/v1/messages/count_tokens", USER | {"tool_choice": {"type": "tool"}}),
     ("/v1/messages/count_tokens", USER | {"top_k": -2}),
     ("/v1/responses", {"input": [{"type": "0..0"}]}),
+    ("/v1/responses/input_tokens", {"input": "hi", "reasoning": {"effort": "x"}}),
     ("/v1/responses/input_tokens", {"input": "hi", "seed": 2**63}),
     ("/v2/embed", {"texts": ["a", ""]}),
 ]
@@ -482,9 +489,7 @@ async def test_every_route_is_described(served: Served):
     told = (await served.http.get("/openapi.json")).json()
     routes = [route for router in load_routers() for route in router.routes]
     there_are = {
-        (route.path.replace(":path", ""), method.lower())
-        for route in routes
-        for method in route.methods
+        (route.path_format, method.lower()) for route in routes for method in route.methods
     }
     described = {(path, method) for path, methods in told["paths"].items() for method in methods}
     assert described == there_are

@@ -3,7 +3,7 @@
 import json
 from typing import Annotated, Any, Literal, NotRequired
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from servd.api.protocol.validation import ClosedObject, FewKeys, OpenObject, RequestBody
 from servd.base.errors import InvalidRequest
@@ -27,8 +27,19 @@ class JsonSchemaFormat(OpenObject):
     strict: NotRequired[bool | None]
 
 
+IS_SCHEMA = {"properties": {"type": {"const": "json_schema"}}}
+HAS_SCHEMA = [
+    {"properties": {name: {"type": "object"}}, "required": [name]}
+    for name in ("json_schema", "schema")
+]
+
+
 class ResponseFormat(ClosedObject):
     """OpenAI's field for JSON outputs."""
+
+    __pydantic_config__ = ConfigDict(
+        extra="forbid", strict=True, json_schema_extra={"anyOf": [{"not": IS_SCHEMA}, *HAS_SCHEMA]}
+    )
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NotRequired[JsonSchemaFormat | None]
