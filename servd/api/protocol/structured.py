@@ -27,18 +27,21 @@ class JsonSchemaFormat(OpenObject):
     strict: NotRequired[bool | None]
 
 
-IS_SCHEMA = {"properties": {"type": {"const": "json_schema"}}}
-HAS_SCHEMA = [
-    {"properties": {name: {"type": "object"}}, "required": [name]}
-    for name in ("json_schema", "schema")
-]
+# What no type of a key says: `json_schema` needs a schema, under one of its two names.
+NEEDS_SCHEMA: dict[str, Any] = {
+    "anyOf": [
+        {"properties": {"type": {"enum": ["text", "json_object"]}}},
+        {"properties": {"json_schema": {"type": "object"}}, "required": ["json_schema"]},
+        {"properties": {"schema": {"type": "object"}}, "required": ["schema"]},
+    ]
+}
 
 
 class ResponseFormat(ClosedObject):
     """OpenAI's field for JSON outputs."""
 
-    __pydantic_config__ = ConfigDict(
-        extra="forbid", strict=True, json_schema_extra={"anyOf": [{"not": IS_SCHEMA}, *HAS_SCHEMA]}
+    __pydantic_config__ = ConfigDict(  # type: ignore[misc]
+        extra="forbid", strict=True, json_schema_extra=NEEDS_SCHEMA
     )
 
     type: Literal["text", "json_object", "json_schema"]
