@@ -196,6 +196,8 @@ class TextOptions(OpenObject, total=False):
 class ResponsesRequest(TranslatedRequest):
     """Body of POST /v1/responses."""
 
+    lacking = TranslatedRequest.lacking | {"previous_input_messages": "send them as `input`"}
+
     input: Annotated[
         list[Annotated[InputItem, BeforeValidator(check_kind)]],
         Field(fail_fast=True, min_length=1),

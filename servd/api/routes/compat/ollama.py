@@ -174,6 +174,11 @@ class OllamaChatRequest(OllamaRequest):
 class OllamaGenerateRequest(OllamaRequest):
     """Body of POST /api/generate. Without a `prompt`, servd only loads the model."""
 
+    lacking = OllamaRequest.lacking | {
+        "context": "send the conversation to /api/chat",
+        "template": "leave it out, or send what it makes of the prompt, with `raw`",
+    }
+
     prompt: str = ""
     system: str | None = None
     suffix: str | None = None
