@@ -130,6 +130,7 @@ GENERATION: dict[str, Any] = examples() | {
     "safety_identifier": "s",
     "session_id": "s",
     "return_prompt_text": True,
+    "watermarking": True,
     "timings_per_token": True,
     "an_unknown_field": 1,
 }
@@ -162,6 +163,7 @@ CHAT: dict[str, Any] = OPENAI | {
     "web_search_options": {"search_context_size": "low"},
     "verbosity": "low",
     "echo": True,
+    "add_special_tokens": True,
 }
 COMPLETIONS: dict[str, Any] = {
     "prompt": "hi",
@@ -221,6 +223,8 @@ SCORE: dict[str, Any] = (
         "softmax": False,
         "truncation_side": "left",
         "service_tier": "flex",
+        "max_tokens_per_doc": 1,
+        "max_tokens_per_query": 1,
     }
 )
 RERANK: dict[str, Any] = (

@@ -139,7 +139,7 @@ def routes_page() -> str:
         rows: dict[str, list[str]] = {}
         for route in (route for name in names for route in families.get(name, ())):
             if route.methods != {"HEAD"}:
-                shown = f"`{'/'.join(sorted(route.methods or ()))} {route.path}`"
+                shown = f"`{'/'.join(sorted(route.methods or ()))} {route.path_format}`"
                 rows.setdefault(summary(route), []).append(shown)
         parts += [f"| {', '.join(sorted(shown))} | {text} |\n" for text, shown in rows.items()]
     return "".join(parts)

@@ -180,13 +180,10 @@ async def answer_error(request: Request, error: Exception) -> Response:
 
 
 def _allowed_methods(request: Request) -> list[str]:
-    """Return the methods of the path's route. It may have several entries, one per method; and the
-    router may have taken one with a parameter, `/a/{b}`, because `/a/c` lacks the method.
-    """
+    """Return the methods of the path's route, which may have several entries, one per method."""
     routes: Sequence[ScopedRoute] = request.app.state.routes
     found = [route for route in routes if route.path_regex.match(request.scope["path"])]
-    path = min((route.path for route in found), key=lambda path: path.count("{"))
-    return sorted({m for route in found if route.path == path for m in route.methods or ()})
+    return sorted({method for route in found for method in route.methods or ()})
 
 
 def _what_was_meant(request: Request) -> str:

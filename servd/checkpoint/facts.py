@@ -26,6 +26,13 @@ class Facts(msgspec.Struct, frozen=True):
     precision: str = ""  # such as "gptq" or "Q4_K_M"; "" if it is not quantized
     license: str = ""  # "" if unknown
 
+    @property
+    def parameter_size(self) -> str:
+        """The number of parameters for people, such as "1.54B"; "" if it is unknown."""
+        if self.num_parameters >= 1e9:
+            return f"{self.num_parameters / 1e9:.3g}B"
+        return f"{self.num_parameters / 1e6:.3g}M" if self.num_parameters else ""
+
 
 def count_bytes(folder: Path) -> int:
     """Return the size of the weight files in a folder."""

@@ -11,7 +11,7 @@ import msgspec
 from servd.api.engine.adapters import NAME
 from servd.base.errors import ConfigError
 from servd.checkpoint import gguf, hf
-from servd.checkpoint.facts import count_bytes
+from servd.checkpoint.facts import Facts, read_facts
 from servd.checkpoint.lora import CONFIG, parse_module
 from servd.config import LoRAConfig
 
@@ -24,7 +24,7 @@ class Model(msgspec.Struct, frozen=True):
     name: str
     path: Path  # the argument of `servd serve`: a folder or a GGUF file
     max_model_len: int
-    num_bytes: int  # of its weights
+    facts: Facts  # about its weights
     created: int  # when its config or GGUF file was written
 
     @property
@@ -81,7 +81,7 @@ def _read(name: str, path: Path) -> Model:
     assert folder is not None
     written = path if path.is_file() else path / "config.json"
     length = hf.read_spec(folder).max_position_embeddings
-    return Model(name, path, length, count_bytes(folder), int(written.stat().st_mtime))
+    return Model(name, path, length, read_facts(str(folder)), int(written.stat().st_mtime))
 
 
 def _mtime(path: Path) -> float:

@@ -200,7 +200,7 @@ class ModelServers:
             await asyncio.wait(self._stopping)
         while True:
             awake = [s for s in self.servers.values() if s.has_weights and s is not server]
-            num_bytes = sum(other.model.num_bytes for other in awake) + server.model.num_bytes
+            num_bytes = sum(other.model.facts.num_bytes for other in [*awake, server])
             if not awake or (len(awake) < self.most and num_bytes <= self.budget):
                 break
             await self._put_to_sleep(min(awake, key=lambda s: (s.num_open > 0, s.used_at)))

@@ -51,6 +51,7 @@ from servd.base.errors import (
     UnknownModel,
 )
 from servd.base.json_reader import read_json
+from servd.base.line_ends import escape_line_ends
 from servd.base.tracing import now_ns
 from servd.checkpoint import hf
 from servd.checkpoint.short_names import full_name
@@ -197,11 +198,11 @@ class Gateway:
         async def encode() -> AsyncIterator[bytes]:
             try:
                 async with aclosing(lines):  # if the client leaves, the download ends
-                    yield msgspec.json.encode(first) + b"\n"
+                    yield _line(first)
                     async for line in lines:
-                        yield msgspec.json.encode(line) + b"\n"
+                        yield _line(line)
             except ServdError as error:
-                yield msgspec.json.encode({"error": str(error)}) + b"\n"
+                yield _line({"error": str(error)})
 
         return StreamingResponse(encode(), media_type=ollama.Lines.media_type)
 
@@ -377,9 +378,13 @@ class _Collected:
         return self.families
 
 
+def _line(document: dict[str, Any]) -> bytes:
+    return escape_line_ends(msgspec.json.encode(document)) + b"\n"
+
+
 def _ollama(model: Model) -> dict[str, Any]:
     form = "gguf" if model.path.suffix == ".gguf" else "safetensors"
-    return ollama.described(model.name, model.created, model.num_bytes, form)
+    return ollama.described(model.name, model.created, model.facts, form)
 
 
 def _card(server: ModelServer) -> Card:

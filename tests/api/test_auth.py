@@ -26,7 +26,7 @@ from servd.terminal import api_client
 from tests.api.harness import MODEL, Served, listening, requests_sent, serve, user
 from tests.limits import WAIT_SECONDS
 
-CONSOLE_FILES = "/console/{file:path}"
+CONSOLE_FILES = "/console/{file}"
 KEYS = ["first-key", "zweiter-schlüssel"]
 
 
@@ -229,7 +229,7 @@ FOR_INFERENCE = {
     "/v1/messages",
     "/v1/messages/count_tokens",
     "/v1/models",
-    "/v1/models/{name:path}",
+    "/v1/models/{name}",
     "/v1/requests",
     "/v1/requests/{request_id}/timeline",
     "/v1/rerank",
@@ -252,7 +252,8 @@ FOR_INFERENCE = {
 
 
 async def test_every_route_asks_for_its_scope(key_file: Path):
-    paths = {r.path for router in load_routers() for r in router.routes if isinstance(r, Route)}
+    routes = [each for router in load_routers() for each in router.routes]
+    paths = {each.path_format for each in routes if isinstance(each, Route)}
     guarded = paths - OPEN_PATHS - {CONSOLE_FILES}
     assert guarded == FOR_METRICS | FOR_ADMINS | FOR_INFERENCE
     allowed = {"alice": FOR_INFERENCE, "prometheus": FOR_METRICS, "root": guarded, "gone": set()}
@@ -305,7 +306,7 @@ def test_the_scope_belongs_to_the_route_that_matches_whatever_the_path():
             expected = "metrics" if route.path in FOR_METRICS else "inference"
             expected = "admin" if route.path in FOR_ADMINS else expected
             assert route.key_scope in {expected, None}
-            assert (route.key_scope is None) == (route.path in {*OPEN_PATHS, CONSOLE_FILES})
+            assert (route.key_scope is None) == (route.path_format in {*OPEN_PATHS, CONSOLE_FILES})
 
 
 def test_a_route_without_a_scope_is_refused():

@@ -208,10 +208,12 @@ async def test_a_cancelled_batch_keeps_what_was_answered(client, served):
 async def test_a_batch_ends_when_its_time_is_up(client, served, monkeypatch):
     monkeypatch.setattr(batch_store, "WINDOW", 0)
     served.engine.may_step.clear()
-    batch = await finished(client, await create(client, *lines(3)))
+    named = line("a\u2028b\u0085c", prompt="a")
+    batch = await finished(client, await create(client, *lines(2), named))
     assert batch.status == "expired" and batch.expired_at
     bad = await answers(client, batch.error_file_id)
     assert [result["error"]["code"] for result in bad.values()] == ["batch_expired"] * 3
+    assert "a\u2028b\u0085c" in bad
 
 
 async def test_a_batch_goes_on_in_the_next_server(tmp_path):

@@ -605,6 +605,12 @@ async def test_strict_fields_hold_for_the_query():
     ],
 )
 async def test_options_name_the_methods_of_the_matched_route_alone(http, path, methods):
-    for method in ("OPTIONS", "PATCH"):
+    for method in {"OPTIONS", "PATCH", "GET", "DELETE", "POST"} - {*methods.split(", ")}:
         answer = await http.request(method, path)
         assert (answer.status_code, answer.headers["allow"]) == (405, methods)
+
+
+@pytest.mark.parametrize("path", ["/v1/responses/compact", "/v1/responses/compact/cancel"])
+async def test_the_name_of_a_route_that_servd_lacks_is_no_response(http, path):
+    for method in ("OPTIONS", "POST", "GET", "DELETE"):
+        assert check(await http.request(method, path), 404).startswith("there is no route ")

@@ -21,7 +21,7 @@ import pytest
 
 from servd.api.keys import Keys
 from servd.base import log
-from servd.base.errors import ConfigError, InvalidRequest
+from servd.base.errors import ConfigError, InvalidRequest, ModelNotFound
 from servd.checkpoint import hf
 from servd.config import Config
 from servd.config.keys import hash_key
@@ -879,8 +879,10 @@ async def test_a_client_downloads_a_model_and_uses_it(tmp_path: Path):
         assert lines[0].status == "pulling manifest" and lines[-1].status == "success"
         [total] = {line.total for line in lines if line.total}
         assert all(0 <= (line.completed or 0) <= total for line in lines)
-        assert "org/name:latest" in [model.model for model in (await client.list()).models]
+        listed = {model.model: model.details for model in (await client.list()).models}
         shown = await client.show("org/name")  # by its files: it does not run
+        assert shown.details and shown.details.parameter_size
+        assert listed["org/name:latest"].parameter_size == shown.details.parameter_size
         assert (shown.modelinfo or {})["llama.block_count"] == 2 and shown.template
         assert servers.served == {}
         assert (await client.generate("org/name", "hi", options={"num_predict": 3})).response
@@ -889,6 +891,20 @@ async def test_a_client_downloads_a_model_and_uses_it(tmp_path: Path):
         with pytest.raises(ollama.ResponseError, match="does not exist"):
             await client.pull("../../etc")
         assert (await client.pull("one")).status == "success"
+
+
+async def test_every_line_of_a_download_is_one_for_everybody(tmp_path: Path, monkeypatch):
+    async def pull(model: str, folder: Path) -> AsyncIterator[dict[str, str]]:
+        yield {"status": f"pulling {model}"}
+        yield {"status": f"still pulling {model}"}
+        raise ModelNotFound(f"there is no {model}")
+
+    monkeypatch.setattr("servd.gateway.proxy.pull", pull)
+    async with gateway(tmp_path, models_pull=True) as (http, _):
+        answer = await http.post("/api/pull", json={"model": "org/a\u2028b\u0085c"})
+    status, more, error = map(json.loads, answer.text.splitlines())
+    for text in (status["status"], more["status"], error["error"]):
+        assert "a\u2028b\u0085c" in text
 
 
 async def test_a_tag_means_the_same_file_as_on_the_hub(tmp_path: Path, monkeypatch):

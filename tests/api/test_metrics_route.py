@@ -58,10 +58,10 @@ async def test_answers_are_counted_by_route_and_status():
         await http.post("/v1/completions", json=body)
         expected = {
             ("/v1/models", "GET", "401"): 1,
-            ("/v1/models/{name:path}", "GET", "401"): 1,
+            ("/v1/models/{name}", "GET", "401"): 1,
             ("none", "GET", "401"): 1,
             ("/health", "GET", "200"): 1,
-            ("/v1/models/{name:path}", "GET", "404"): 2,
+            ("/v1/models/{name}", "GET", "404"): 2,
             ("none", "GET", "404"): 1,
             ("/v1/completions", "GET", "405"): 1,
             ("/v1/completions", "POST", "400"): 1,

@@ -8,6 +8,7 @@ import ollama
 import pytest
 
 from servd.api.routes.compat.ollama import chat_messages
+from servd.checkpoint.hf import find_model, read_spec
 from servd.checkpoint.pooling import PoolingSpec
 from tests.api.harness import CITY, MODEL, WEATHER_SCRIPT, Served, output_text, serve, user
 
@@ -87,6 +88,32 @@ async def test_vectors_have_length_1_and_long_texts_are_cut_or_refused(listening
     body = {"input": "x" * 9000, "truncate": False}
     answer = await listening_server.http.post("/api/embed", json=body)
     assert answer.status_code == 400 and "context length" in answer.json()["error"]
+
+
+async def test_texts_are_cut_or_refused_at_num_ctx(listening_server: Served):
+    http = listening_server.http
+    short = (await http.post("/api/embed", json={"input": "abcd"})).json()
+    assert 0 < short["load_duration"] < short["total_duration"]
+    body: Any = {"input": ["abcdef", "abcd"], "options": {"num_ctx": 4, "num_thread": 2}}
+    cut = await http.post("/api/embed", json=body)
+    assert cut.json()["embeddings"] == short["embeddings"] * 2
+    assert cut.headers["x-servd-ignored"] == "options.num_thread"
+    answer = await http.post("/api/embed", json=body | {"truncate": False})
+    assert answer.status_code == 400 and "options.num_ctx" in answer.json()["error"]
+    for limit in (6, 2**20):
+        body |= {"truncate": False, "options": {"num_ctx": limit}}
+        assert (await http.post("/api/embed", json=body)).status_code == 200
+    body["options"] = {"num_ctx": 0}
+    assert (await http.post("/api/embed", json=body)).status_code == 400
+
+
+async def test_listed_models_have_their_size():
+    async with serve(spec=read_spec(find_model("demo")), max_model_len=256) as served:
+        shown = (await served.http.post("/api/show", json={"model": MODEL})).json()["details"]
+        for path in ("/api/tags", "/api/ps"):
+            listed = (await served.http.get(path)).json()["models"][0]["details"]
+            for name in ("parameter_size", "quantization_level"):
+                assert listed[name] == shown[name] != ""
 
 
 async def test_reasoning_and_calls(scripted: Served):

@@ -37,6 +37,7 @@ from servd.api.protocol.batch_file import (
 )
 from servd.api.protocol.batches import Batch, FileObject, Problems, RequestCounts
 from servd.base.errors import InvalidRequest, NotFound
+from servd.base.line_ends import escape_line_ends
 from servd.config.keys import Key
 
 log = logging.getLogger("servd.batches")
@@ -287,7 +288,8 @@ def _finish(shelf: Shelf, batch: Batch, source: Path, outcome: Any) -> None:
         problem = Problem(f"batch_{outcome}", f"the batch was {outcome} before this request")
         with suppress(FileNotFoundError):  # deleted meanwhile; the results are still valid
             for line in _pending(source, statuses):
-                errors.write(msgspec.json.encode(Result(line.custom_id, error=problem)) + b"\n")
+                result = msgspec.json.encode(Result(line.custom_id, error=problem))
+                errors.write(escape_line_ends(result) + b"\n")
                 statuses[line.custom_id] = 0
     counts = batch.request_counts
     counts.completed = sum(status == 200 for status in statuses.values())

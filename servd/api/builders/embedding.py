@@ -41,13 +41,12 @@ async def embed(
     prompts: Sequence[Prompt],
     params: PoolingParams,
     options: RequestOptions,
-    check: Callable[[int], None] = lambda num_tokens: None,
+    check: Callable[[Sequence[int]], None] = lambda lengths: None,
 ) -> Vectors:
     """Validate all prompts, then return their vectors. The ids of the prompts begin with `prefix`.
     If the client disconnects, raise ClientDisconnect and stop the engine.
 
-    `check` gets the number of tokens of all prompts before the engine starts, and may raise an
-    error.
+    `check` gets the prompts' numbers of tokens before the engine starts, and may raise an error.
     """
     call = call_of(request)
     async_llm = call.context.async_llm
@@ -65,13 +64,13 @@ async def embed(
     with call.admit(options, len(named)) as (admitted, own):
         async with while_connected(request.receive):
             prepared = await async_llm.prepare(named, params, own, deadline, admitted)
-            num_tokens = sum(len(one.prompt_token_ids) for one in prepared)
-            check(num_tokens)
+            lengths = [len(one.prompt_token_ids) for one in prepared]
+            check(lengths)
             async with aclosing(async_llm.generate(prepared, deadline)) as outputs:
                 async for output in outputs:
                     assert output.pooled is not None
                     vectors[output.index] = output.pooled
-    return Vectors(vectors, num_tokens)
+    return Vectors(vectors, sum(lengths))
 
 
 def as_base64(data: bytes, body: VectorRequest) -> str:

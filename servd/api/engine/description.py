@@ -24,15 +24,16 @@ def describe_model(processor: Processor, name: str) -> dict[str, Any]:
     family = spec.model_type
     facts = read_facts(spec.folder)
     level = processor.config.model.quantization or facts.precision or spec.dtype
-    size = f"{facts.num_parameters / 1e6:.3g}M" if facts.num_parameters else ""
-    if facts.num_parameters >= 1e9:
-        size = f"{facts.num_parameters / 1e9:.3g}B"
     capabilities = ["completion"] if processor.pooling.is_causal else ["embedding"]
     capabilities += ["tools"] if processor.model_format.tool_parser else []
     capabilities += ["thinking"] if processor.model_format.reasoning_parser else []
     return {
         "capabilities": capabilities,
-        "details": {"family": family, "parameter_size": size, "quantization_level": level},
+        "details": {
+            "family": family,
+            "parameter_size": facts.parameter_size,
+            "quantization_level": level,
+        },
         "license": facts.license,
         "model_info": {
             "general.architecture": family,

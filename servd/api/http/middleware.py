@@ -175,7 +175,7 @@ class RequestContext:
             _log_answer(call, status, seconds)
         if status and self.metrics is not None:  # else the client left before
             route = scope.get("route")  # none if it was refused before it reached the router
-            handler = route.path if route else handler_of(path, scope["app"])
+            handler = route.path_format if route else handler_of(path, scope["app"])
             self.metrics.observe_answer(handler, scope["method"], status, seconds)
 
     def _end(self, call: Call, status: int, written: bool) -> None:
@@ -294,7 +294,7 @@ def _log_answer(call: Call, status: int, seconds: float) -> None:
 def handler_of(path: str, app: FastAPI) -> str:
     """Return the route template of a path, so that metrics have no label per id."""
     routes: list[ScopedRoute] = app.state.routes
-    return next((route.path for route in routes if route.path_regex.match(path)), "none")
+    return next((route.path_format for route in routes if route.path_regex.match(path)), "none")
 
 
 def count_refusal(app: FastAPI, status: int, path: str, method: str) -> None:

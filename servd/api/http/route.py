@@ -198,6 +198,11 @@ def events(*kinds: Any) -> Responses:
     return {200: {"content": {"text/event-stream": {"itemSchema": event}}}}
 
 
+def json_lines() -> Responses:
+    """Return the `responses` of a route that may stream JSON objects, one a line."""
+    return {200: {"content": {"application/x-ndjson": {"itemSchema": {"type": "object"}}}}}
+
+
 def refusals(*statuses: int, kind: Any = ErrorBody) -> Responses:
     """Return FastAPI's `responses` for these statuses, described as in `ERRORS`."""
     found: Responses = {}

@@ -7,10 +7,10 @@ import re
 from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
 import msgspec
-from pydantic import BeforeValidator, Field, Tag, WithJsonSchema, model_validator
+from pydantic import BeforeValidator, Field, Tag, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from servd.api.protocol.chat import ChatCompletionRequest
+from servd.api.protocol.chat import ChatCompletionRequest, Effort
 from servd.api.protocol.generation import Temperature
 from servd.api.protocol.tools import (
     HostedTool,
@@ -142,12 +142,22 @@ AnyTool = Annotated[
 ]
 
 
-class ToolChoice(OpenObject):
-    """The choice whether the model must use a tool, and which tool."""
+class ToolMode(OpenObject):
+    """The choice whether the model must use a tool."""
 
-    type: Literal["auto", "any", "tool", "none"]
-    name: NotRequired[str]
+    type: Literal["auto", "any", "none"]
     disable_parallel_tool_use: NotRequired[bool | None]
+
+
+class NamedTool(OpenObject):
+    """The choice of the tool that the model must use."""
+
+    type: Literal["tool"]
+    name: str
+    disable_parallel_tool_use: NotRequired[bool | None]
+
+
+ToolChoice = Annotated[ToolMode | NamedTool, Field(discriminator="type")]
 
 
 class Thinking(OpenObject):
@@ -161,7 +171,7 @@ class OutputConfig(OpenObject, total=False):
     """The format of the text, and the reasoning effort."""
 
     format: dict[str, Any] | None
-    effort: str | None
+    effort: Effort | None
 
 
 class CountTokensRequest(TranslatedRequest):
@@ -179,16 +189,6 @@ class CountTokensRequest(TranslatedRequest):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-
-    @model_validator(mode="after")
-    def _check_choice(self) -> CountTokensRequest:
-        if (
-            self.tool_choice
-            and self.tool_choice["type"] == "tool"
-            and "name" not in self.tool_choice
-        ):
-            raise InvalidRequest("`tool_choice` of type tool needs a `name`", param="tool_choice")
-        return self
 
     @property
     def own_tools(self) -> list[Any]:

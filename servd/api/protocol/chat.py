@@ -29,6 +29,7 @@ from servd.messages.params import MAX_CANDIDATES
 # ---- request ----
 
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 TEXT_PARTS = ("text", "input_text", "output_text")  # the last two are from /v1/responses
 
 
@@ -149,9 +150,7 @@ class ChatPrompt(RequestBody):
     """Whether the model may or must call tools, and which ones."""
     parallel_tool_calls: bool | None = None
     """With false, the response has only the first tool call."""
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
-        None
-    )
+    reasoning_effort: Effort | None = None
     """`none` turns reasoning off if the template can. The template gets any other value."""
     add_generation_prompt: bool = True
     """End the prompt with the beginning of an assistant message."""

@@ -1,10 +1,14 @@
-"""The response of the classification route."""
+"""Classification: the request and the response."""
 
 import time
 
 import msgspec
 
-from servd.api.protocol.embeddings import EmbeddingUsage
+from servd.api.protocol.embeddings import EmbeddingUsage, InputRequest
+
+
+class ClassifyRequest(InputRequest):
+    """Body of POST /classify."""
 
 
 class Classification(msgspec.Struct):

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self, cast
+from typing import Annotated, Any, Literal, cast
 
 import msgspec
-from pydantic import AliasChoices, BeforeValidator, Field, WithJsonSchema, model_validator
+from pydantic import AliasChoices, BeforeValidator, Field, WithJsonSchema
 
 from servd.api.protocol.chat import Messages
 from servd.api.protocol.completions import Prompts, list_of_prompts
 from servd.api.protocol.validation import KeptTokens, RequestBody
 from servd.api.text.prompt import Chat, Prompt
 from servd.base.bounds import INT32_MAX
-from servd.base.errors import InvalidRequest
 from servd.messages.engine import RequestOptions
 from servd.messages.params import PoolingParams
 
@@ -20,12 +19,13 @@ from servd.messages.params import PoolingParams
 Dimensions = Annotated[int, WithJsonSchema({"type": "integer", "minimum": 1, "maximum": INT32_MAX})]
 
 
-# Fields of peers that would change an answer, and that servd lacks.
-LACKING = ("chat_template", "continue_final_message", "instruction")
+IN_TEXTS = "leave it out, and write what it adds into the texts"
 
 
 class PooledRequest(RequestBody):
     """The fields that all requests for pooled outputs share."""
+
+    lacking = dict.fromkeys(("chat_template", "continue_final_message", "instruction"), IN_TEXTS)
 
     truncate_prompt_tokens: KeptTokens | None = None
     truncation_side: Literal["left", "right"] | None = None
@@ -39,17 +39,6 @@ class PooledRequest(RequestBody):
     user: str | None = None
     service_tier: str | None = None
     """`flex` runs the request in the background, on idle capacity. Other values have no effect."""
-
-    @model_validator(mode="after")
-    def _check_lacking(self) -> Self:
-        for name in LACKING:
-            if (self.model_extra or {}).get(name):
-                raise InvalidRequest(
-                    f"`{name}` is not supported on this route: leave it out, and write what it "
-                    "adds into the texts",
-                    param=name,
-                )
-        return self
 
     def ignored(self) -> list[str]:
         idle = ["truncation_side"] if self.truncate_prompt_tokens is None else []
@@ -66,8 +55,8 @@ class PooledRequest(RequestBody):
         )
 
 
-class VectorRequest(PooledRequest):
-    """The fields that requests for vectors share: the inputs, and the form of the vectors."""
+class InputRequest(PooledRequest):
+    """The fields that requests with inputs share: texts, token ids or a chat."""
 
     either = ("input", "messages")
 
@@ -77,13 +66,6 @@ class VectorRequest(PooledRequest):
     add_generation_prompt: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool = True  # to `input`; a chat template writes its own
-    encoding_format: Literal["float", "base64"] | None = None
-    embed_dtype: Literal["float32", "float16", "bfloat16"] = "float32"
-    """Type of the numbers of `base64`."""
-    endianness: Literal["native", "little", "big"] = "little"
-    """Order of the bytes of `base64`; `native` is `little`."""
-    dimensions: Dimensions | None = None
-    normalize: bool | None = None
     prompt_name: str | None = None
     """Name of a prompt in the model's files to put before `input`, e.g. `query`."""
 
@@ -93,8 +75,6 @@ class VectorRequest(PooledRequest):
             if self.messages is None
             else ("add_special_tokens", "prompt_name")
         )
-        if self.encoding_format != "base64":
-            idle += ("embed_dtype", "endianness")
         return sorted({*super().ignored(), *(set(idle) & self.model_fields_set)})
 
     def prompts(self) -> list[Prompt]:
@@ -114,6 +94,22 @@ class VectorRequest(PooledRequest):
             chat_template_kwargs=self.chat_template_kwargs or {},
         )
         return [Prompt(content=chat, param="messages")]
+
+
+class VectorRequest(InputRequest):
+    """The fields that requests for vectors share: the inputs, and the form of the vectors."""
+
+    encoding_format: Literal["float", "base64"] | None = None
+    embed_dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+    """Type of the numbers of `base64`."""
+    endianness: Literal["native", "little", "big"] = "little"
+    """Order of the bytes of `base64`; `native` is `little`."""
+    dimensions: Dimensions | None = None
+    normalize: bool | None = None
+
+    def ignored(self) -> list[str]:
+        idle = () if self.encoding_format == "base64" else ("embed_dtype", "endianness")
+        return sorted({*super().ignored(), *(set(idle) & self.model_fields_set)})
 
     def params(self, pooling: str | None) -> PoolingParams:
         """Return the parameters for pooling an input's hidden states into vectors."""

@@ -35,7 +35,7 @@ from servd.messages.params import (
 # Fields that would change the response but are not supported, so they are rejected. All other
 # unknown fields are accepted and listed in the header X-Servd-Ignored.
 UNSUPPORTED = ("audio", "chat_template", "function_call", "functions", "modalities")
-UNSUPPORTED += ("prompt_embeds", "web_search_options")
+UNSUPPORTED += ("add_special_tokens", "prompt_embeds", "watermarking", "web_search_options")
 # The sampling parameters that beam search uses, or can ignore without effect. Any other parameter
 # would change the answer and is refused.
 WITH_BEAMS = {

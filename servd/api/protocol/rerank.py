@@ -9,7 +9,6 @@ from pydantic import Field
 from servd.api.protocol.completions import SomeText
 from servd.api.protocol.embeddings import EmbeddingUsage
 from servd.api.protocol.score import SimilarityRequest, Texts
-from servd.base.bounds import INT32_MAX
 
 
 class RerankRequest(SimilarityRequest):
@@ -19,8 +18,6 @@ class RerankRequest(SimilarityRequest):
     documents: Texts
     top_n: Annotated[int, Field(ge=0)] | None = None  # 0: all
     return_documents: bool = True
-    max_tokens_per_query: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
-    max_tokens_per_doc: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
 
 
 class RankedText(msgspec.Struct):

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
-from servd.api.protocol.chat import RefusalPart, TokenLogprob, check_parts
+from servd.api.protocol.chat import Effort, RefusalPart, TokenLogprob, check_parts
 from servd.api.protocol.generation import Temperature
 from servd.api.protocol.response_items import HOSTED_ITEMS, chat_messages
 from servd.api.protocol.tools import Function, HostedTool, allow_both, idle_strict, own_and_hosted
@@ -184,7 +184,7 @@ AnyTool = Annotated[
 class ReasoningOptions(OpenObject, total=False):
     """The reasoning effort."""
 
-    effort: str | None
+    effort: Effort | None
 
 
 class TextOptions(OpenObject, total=False):
@@ -195,6 +195,8 @@ class TextOptions(OpenObject, total=False):
 
 class ResponsesRequest(TranslatedRequest):
     """Body of POST /v1/responses."""
+
+    lacking = TranslatedRequest.lacking | {"previous_input_messages": "send them as `input`"}
 
     input: Annotated[
         list[Annotated[InputItem, BeforeValidator(check_kind)]],

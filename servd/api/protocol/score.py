@@ -11,7 +11,8 @@ from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
 from servd.api.protocol.completions import MAX_PROMPTS, SomeText
-from servd.api.protocol.embeddings import EmbeddingUsage, PooledRequest
+from servd.api.protocol.embeddings import IN_TEXTS, EmbeddingUsage, PooledRequest
+from servd.base.bounds import INT32_MAX
 from servd.base.errors import InvalidRequest
 
 
@@ -45,7 +46,11 @@ Texts = Annotated[Any, BeforeValidator(list_of_texts, OneOrMoreTexts)]  # read a
 class SimilarityRequest(PooledRequest):
     """The fields that all requests that compare texts share."""
 
+    lacking = PooledRequest.lacking | {"chat_template_kwargs": IN_TEXTS}
+
     pooling: Literal["last", "mean"] | None = None
+    max_tokens_per_query: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
+    max_tokens_per_doc: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
 
 
 class ScoreRequest(SimilarityRequest):

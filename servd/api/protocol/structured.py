@@ -3,7 +3,7 @@
 import json
 from typing import Annotated, Any, Literal, NotRequired
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from servd.api.protocol.validation import ClosedObject, FewKeys, OpenObject, RequestBody
 from servd.base.errors import InvalidRequest
@@ -27,8 +27,22 @@ class JsonSchemaFormat(OpenObject):
     strict: NotRequired[bool | None]
 
 
+# What no type of a key says: `json_schema` needs a schema, under one of its two names.
+NEEDS_SCHEMA: dict[str, Any] = {
+    "anyOf": [
+        {"properties": {"type": {"enum": ["text", "json_object"]}}},
+        {"properties": {"json_schema": {"type": "object"}}, "required": ["json_schema"]},
+        {"properties": {"schema": {"type": "object"}}, "required": ["schema"]},
+    ]
+}
+
+
 class ResponseFormat(ClosedObject):
     """OpenAI's field for JSON outputs."""
+
+    __pydantic_config__ = ConfigDict(  # type: ignore[misc]
+        extra="forbid", strict=True, json_schema_extra=NEEDS_SCHEMA
+    )
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NotRequired[JsonSchemaFormat | None]

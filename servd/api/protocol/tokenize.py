@@ -8,13 +8,16 @@ from pydantic import model_validator
 from servd.api.protocol.chat import ChatPrompt, Messages
 from servd.api.protocol.generation import TokenIds
 from servd.api.protocol.validation import RequestBody
-from servd.base.errors import InvalidRequest
 
 
 class TokenizeRequest(ChatPrompt):
     """Body of POST /tokenize: a text as for completions, or messages as for chats."""
 
     either = ("prompt", "messages", "content")
+    lacking = {
+        "chat_template": "leave it out",
+        "with_pieces": "`return_token_strs` returns the texts",
+    }
 
     prompt: str | None = None
     content: str | None = None  # llama-server's name of `prompt`
@@ -30,11 +33,6 @@ class TokenizeRequest(ChatPrompt):
             self.add_special_tokens = bool(self.add_special)
         if self.content is not None:
             self.prompt = self.content
-        if (self.model_extra or {}).get("with_pieces"):
-            raise InvalidRequest(
-                "`with_pieces` is not supported: `return_token_strs` returns the texts",
-                param="with_pieces",
-            )
         return self
 
 

@@ -48,6 +48,7 @@ class TranslatedRequest(RequestBody):
     """Base of the bodies that are translated into a chat request."""
 
     from_chat = EXTENSIONS
+    lacking = dict.fromkeys(("include_stop_str_in_output", "watermarking"), "leave it out")
     chat_class: ClassVar[type[ChatCompletionRequest]] = ChatCompletionRequest
 
     stream: bool | None = None

@@ -74,6 +74,8 @@ class RequestBody(BaseModel):
     from_chat: ClassVar[frozenset[str]] = frozenset()
     # Fields of which the body must have exactly one.
     either: ClassVar[tuple[str, ...]] = ()
+    # Fields of peers that would change the answer, and that servd lacks -> what to do instead.
+    lacking: ClassVar[dict[str, str]] = {}
 
     model: str | None = None
     """Name of the model or adapter. Default: the first served name."""
@@ -99,6 +101,14 @@ class RequestBody(BaseModel):
         if self.either and sum(v is not None for v in self.values_of(self.either).values()) != 1:
             names = " or ".join(f"`{name}`" for name in self.either)
             raise InvalidRequest(f"send either {names}", param=self.either[0])
+        return self
+
+    @model_validator(mode="after")
+    def check_lacking(self) -> Self:
+        """Raise InvalidRequest if the body sets a field of `lacking`."""
+        for name, hint in self.lacking.items():
+            if (self.model_extra or {}).get(name):
+                raise InvalidRequest(f"`{name}` is not supported: {hint}", param=name)
         return self
 
     @classmethod

@@ -8,8 +8,7 @@ from servd.api.builders.embedding import embed
 from servd.api.call import call_of
 from servd.api.context import context_of, json_response
 from servd.api.http.route import Parsed, Route
-from servd.api.protocol.classify import Classification, Classifications
-from servd.api.protocol.embeddings import VectorRequest
+from servd.api.protocol.classify import Classification, Classifications, ClassifyRequest
 from servd.messages.outputs import unpack_vector
 from servd.messages.params import CLASSIFY
 
@@ -17,7 +16,7 @@ router = APIRouter(route_class=Route)
 
 
 @router.post("/classify", response_model=Classifications)
-async def classify(request: Request, body: Parsed[VectorRequest]) -> Response:
+async def classify(request: Request, body: Parsed[ClassifyRequest]) -> Response:
     """Classify each input."""
     call = call_of(request)
     pooling = context_of(request).async_llm.processor.pooling

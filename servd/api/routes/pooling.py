@@ -1,5 +1,7 @@
 """POST /pooling: return a vector for each input, or for each token of the inputs."""
 
+from collections.abc import Sequence
+
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -28,7 +30,8 @@ async def pool(request: Request, body: Parsed[PoolingRequest]) -> Response:
     if body.task == "classify":
         params = CLASSIFY
 
-    def check(num_tokens: int) -> None:
+    def check(lengths: Sequence[int]) -> None:
+        num_tokens = sum(lengths)
         if body.by_token and num_tokens * size > MAX_NUMBERS:
             raise InvalidRequest(
                 f"{num_tokens} tokens with {size} numbers each are more than {MAX_NUMBERS}, the "

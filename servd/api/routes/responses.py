@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import msgspec
 from fastapi import APIRouter, Query
+from starlette.convertors import StringConvertor, register_url_convertor
 from starlette.requests import Request
 from starlette.responses import Response as HTTPResponse
 
@@ -41,6 +42,15 @@ if TYPE_CHECKING:
     from servd.api.observability.otel import RequestSpan
 
 router = APIRouter(route_class=Route)
+
+
+class ResponseId(StringConvertor):
+    """The id of a response in a path: anything but the name of a route, of servd's or OpenAI's."""
+
+    regex = r"(?!(?:input_tokens|compact)(?:/|\Z))[^/]+"
+
+
+register_url_convertor("response", ResponseId())
 
 
 @router.post("/v1/responses", response_model=Response, responses=events(ResponseEvent))
@@ -102,7 +112,9 @@ async def count_input_tokens(request: Request, body: Parsed[ResponsesRequest]) -
     return json_response(InputTokens(len(token_ids)))
 
 
-@router.get("/v1/responses/{response_id}", response_model=Response, responses=events(ResponseEvent))
+@router.get(
+    "/v1/responses/{response_id:response}", response_model=Response, responses=events(ResponseEvent)
+)
 async def get_response(
     request: Request,
     response_id: PathPart,
@@ -122,7 +134,7 @@ async def get_response(
     return _stream(request, stored.log, start)
 
 
-@router.get("/v1/responses/{response_id}/input_items", response_model=InputItems)
+@router.get("/v1/responses/{response_id:response}/input_items", response_model=InputItems)
 async def list_input_items(
     request: Request, response_id: PathPart, page: Annotated[Page, Query()]
 ) -> HTTPResponse:
@@ -132,7 +144,7 @@ async def list_input_items(
     return json_response(InputItems(*page.of(items, lambda item: item["id"])))
 
 
-@router.delete("/v1/responses/{response_id}", response_model=DeletedResponse)
+@router.delete("/v1/responses/{response_id:response}", response_model=DeletedResponse)
 async def delete_response(request: Request, response_id: PathPart) -> HTTPResponse:
     """Delete a stored response, and cancel it if it is running."""
     stored = _stored(request, response_id)
@@ -141,7 +153,7 @@ async def delete_response(request: Request, response_id: PathPart) -> HTTPRespon
     return json_response(DeletedResponse(stored.response.id))
 
 
-@router.post("/v1/responses/{response_id}/cancel", response_model=Response)
+@router.post("/v1/responses/{response_id:response}/cancel", response_model=Response)
 async def cancel_response(request: Request, response_id: PathPart) -> HTTPResponse:
     """Cancel a background response."""
     stored = _stored(request, response_id)

@@ -19,8 +19,10 @@ router = APIRouter(route_class=Route)
 async def create_scores(request: Request, body: Parsed[ScoreRequest]) -> Response:
     """Score pairs of texts."""
     call = call_of(request)
-    firsts = [Prompt(content=text, param="text_1") for text in body.text_1]
-    seconds = [Prompt(content=text, param="text_2") for text in body.text_2]
+    most = body.max_tokens_per_query
+    firsts = [Prompt(content=text, param="text_1", keep_first=most) for text in body.text_1]
+    most = body.max_tokens_per_doc
+    seconds = [Prompt(content=text, param="text_2", keep_first=most) for text in body.text_2]
     scores, usage = await compare(request, "score", firsts, seconds, body)
     answer = Scores(
         f"score-{call.unique_id}",

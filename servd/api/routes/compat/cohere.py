@@ -20,7 +20,6 @@ from servd.api.protocol.score import Texts
 from servd.api.protocol.translation import renamed
 from servd.api.protocol.validation import RequestBody
 from servd.api.text.prompt import Prompt
-from servd.base.errors import InvalidRequest
 from servd.messages.engine import RequestOptions
 from servd.messages.outputs import unpack_vector
 from servd.messages.params import PoolingParams
@@ -30,6 +29,8 @@ router = APIRouter(route_class=Route)
 
 class CohereEmbedRequest(RequestBody):
     """Body of POST /v2/embed."""
+
+    lacking = dict.fromkeys(("images", "inputs"), "this model reads `texts` only")
 
     texts: Texts
     input_type: str = ""
@@ -66,10 +67,6 @@ class CohereEmbeddings(msgspec.Struct):
 @router.post("/v2/embed", response_model=CohereEmbeddings)
 async def create_cohere_embeddings(request: Request, body: Parsed[CohereEmbedRequest]) -> Response:
     """Return embeddings in each requested format."""
-    for name in ("images", "inputs"):
-        if (body.model_extra or {}).get(name):
-            error = f"`{name}` is not supported: this model reads `texts` only"
-            raise InvalidRequest(error, param=name)
     context = context_of(request)
     max_model_len = context.async_llm.processor.max_model_len
     limit = min(body.max_tokens or max_model_len, max_model_len)

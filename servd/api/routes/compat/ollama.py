@@ -5,10 +5,9 @@ import hashlib
 import json
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from itertools import count
-from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired
 
 import msgspec
@@ -24,7 +23,7 @@ from servd.api.builders.logprobs import choice_logprobs
 from servd.api.call import call_of
 from servd.api.context import Context, context_of, json_response
 from servd.api.engine.description import describe_model
-from servd.api.http.route import Parsed, Route
+from servd.api.http.route import Parsed, Route, json_lines
 from servd.api.http.streaming import EventStream
 from servd.api.output.incremental import Content, Delta, Reasoning, ToolCallArguments, ToolCallStart
 from servd.api.output.json_reader import arguments_object
@@ -35,7 +34,9 @@ from servd.api.protocol.score import Texts
 from servd.api.protocol.translation import TranslatedRequest, renamed
 from servd.api.protocol.validation import OpenObject, RequestBody
 from servd.api.text.prompt import Prompt
-from servd.checkpoint.facts import count_bytes
+from servd.base.bounds import INT32_MAX
+from servd.base.errors import InvalidRequest
+from servd.checkpoint.facts import Facts, read_facts
 from servd.checkpoint.hf import quant_method_of
 from servd.messages.engine import FinishReason, RequestOptions
 from servd.messages.outputs import CompletionOutput, unpack_vector
@@ -174,6 +175,11 @@ class OllamaChatRequest(OllamaRequest):
 class OllamaGenerateRequest(OllamaRequest):
     """Body of POST /api/generate. Without a `prompt`, servd only loads the model."""
 
+    lacking = OllamaRequest.lacking | {
+        "context": "send the conversation to /api/chat",
+        "template": "leave it out, or send what it makes of the prompt, with `raw`",
+    }
+
     prompt: str = ""
     system: str | None = None
     suffix: str | None = None
@@ -181,6 +187,14 @@ class OllamaGenerateRequest(OllamaRequest):
     raw: bool | None = None
     """Continue `prompt` without a chat template."""
     images: NoImages | None = None
+
+
+class EmbedOptions(OpenObject, total=False):
+    """The options of embeddings. `num_ctx` is the length to which texts are cut, if it is smaller
+    than the model's context.
+    """
+
+    num_ctx: Annotated[int, Field(ge=1, le=INT32_MAX)] | None
 
 
 class OllamaEmbedRequest(RequestBody):
@@ -192,6 +206,11 @@ class OllamaEmbedRequest(RequestBody):
     """Cut off what is too long. Default: true."""
     dimensions: Dimensions | None = None
     keep_alive: KeepAlive = None
+    options: EmbedOptions | None = None
+
+    def ignored(self) -> list[str]:
+        idle = (self.options or {}).keys() - EmbedOptions.__annotations__
+        return sorted({*super().ignored(), *(f"options.{name}" for name in idle)})
 
 
 class OllamaNamedRequest(RequestBody):
@@ -313,7 +332,7 @@ def unloaded(model: str, is_chat: bool) -> dict[str, Any]:
     return answer(model, "", is_chat, {}) | {"done": True, "done_reason": "unload"}
 
 
-@router.post("/api/chat", response_model=dict[str, Any])
+@router.post("/api/chat", response_model=dict[str, Any], responses=json_lines())
 async def create_ollama_chat(request: Request, body: Parsed[OllamaChatRequest]) -> Response:
     """Answer a conversation in Ollama's format."""
     call = call_of(request)
@@ -329,7 +348,7 @@ async def create_ollama_chat(request: Request, body: Parsed[OllamaChatRequest]) 
         return await OllamaBuilder(request, body, chat, prompt).respond()
 
 
-@router.post("/api/generate", response_model=dict[str, Any])
+@router.post("/api/generate", response_model=dict[str, Any], responses=json_lines())
 async def create_ollama_text(request: Request, body: Parsed[OllamaGenerateRequest]) -> Response:
     """Answer a prompt in Ollama's format."""
     call = call_of(request)
@@ -352,20 +371,33 @@ async def create_ollama_embeddings(request: Request, body: Parsed[OllamaEmbedReq
     """Return embeddings in Ollama's format."""
     began_ns = time.perf_counter_ns()
     call = call_of(request)
-    most = None if body.truncate is False else call.context.async_llm.processor.max_model_len
+    max_model_len = call.context.async_llm.processor.max_model_len
+    limit = min((body.options or {}).get("num_ctx") or max_model_len, max_model_len)
+    most = None if body.truncate is False else limit
     prompts = [Prompt(content=text, param="input", keep_first=most) for text in body.input or ()]
     params = PoolingParams(dimensions=body.dimensions, normalize=True)
     vectors = Vectors([], 0)
+    ready_ns = began_ns
+
+    def check(lengths: Sequence[int]) -> None:
+        nonlocal ready_ns
+        ready_ns = time.perf_counter_ns()
+        if max(lengths) > limit:
+            raise InvalidRequest(
+                f"the input has {max(lengths)} tokens, more than the {limit} of options.num_ctx",
+                param="input",
+            )
+
     if prompts:
         options = RequestOptions(body.priority or 0)
-        vectors = await embed(request, "embed", prompts, params, options)
+        vectors = await embed(request, "embed", prompts, params, options, check)
 
     def build() -> dict[str, Any]:
         return {
             "model": call.model,
             "embeddings": [unpack_vector(data) for data in vectors.data],
             "total_duration": time.perf_counter_ns() - began_ns,
-            "load_duration": 0,
+            "load_duration": ready_ns - began_ns,  # until the engine gets the texts
             "prompt_eval_count": vectors.num_prompt_tokens,
         }
 
@@ -375,7 +407,7 @@ async def create_ollama_embeddings(request: Request, body: Parsed[OllamaEmbedReq
 @router.get("/api/tags", response_model=dict[str, Any])
 async def list_ollama_models(request: Request) -> Response:
     """List the model's names in Ollama's format."""
-    return json_response({"models": models_of(context_of(request))})
+    return json_response({"models": await asyncio.to_thread(models_of, context_of(request))})
 
 
 @router.get("/api/ps", response_model=dict[str, Any])
@@ -385,7 +417,8 @@ async def list_loaded_ollama_models(request: Request) -> Response:
     length = context.async_llm.processor.max_model_len
     if all(engine.is_asleep for engine in context.async_llm.engines):
         return json_response({"models": []})
-    return json_response({"models": [loaded(model, length) for model in models_of(context)]})
+    models = await asyncio.to_thread(models_of, context)
+    return json_response({"models": [loaded(model, length) for model in models]})
 
 
 @router.post("/api/show", response_model=dict[str, Any])
@@ -393,7 +426,7 @@ async def show_ollama_model(request: Request, body: Parsed[OllamaNamedRequest]) 
     """Describe the model in Ollama's format."""
     context = context_of(request)
     await context.find_model(body.model or body.name)
-    model = models_of(context)[0]
+    model, *_ = await asyncio.to_thread(models_of, context)
     processor = context.async_llm.processor
     shown = await asyncio.to_thread(describe_model, processor, context.root)
     return json_response(completed(shown, model))
@@ -464,14 +497,14 @@ def chat_messages(messages: list[Any]) -> Iterator[dict[str, Any]]:
 
 
 def models_of(context: Context) -> list[dict[str, Any]]:
-    """Return the model's names in Ollama's format, with the size of the weight files."""
+    """Return the model's names in Ollama's format. Reads the headers of the weight files."""
     spec = context.async_llm.spec
-    size = count_bytes(Path(spec.folder)) if spec.folder else 0
-    level = context.config.model.quantization or spec.dtype
+    facts = read_facts(spec.folder)
+    level = context.config.model.quantization or facts.precision or spec.dtype
     written = context.started_at
     names = context.shown_names
     form = "gguf" if quant_method_of(spec.folder, None) == "gguf" else "safetensors"
-    return [described(name, written, size, form, spec.model_type, level) for name in names]
+    return [described(name, written, facts, form, spec.model_type, level) for name in names]
 
 
 def completed(shown: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]:
@@ -482,15 +515,16 @@ def completed(shown: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]:
 
 
 def described(
-    name: str, written: float, size: int, form: str, family: str = "", level: str = ""
+    name: str, written: float, facts: Facts, form: str, family: str = "", level: str = ""
 ) -> dict[str, Any]:
-    """Return a model in Ollama's format. `written`: Unix time; `size`: bytes of its weights."""
+    """Return a model in Ollama's format. `written`: Unix time."""
     name = name if ":" in name else f"{name}:latest"  # clients add it
     details = {"format": form, "family": family, "families": [family]}
-    details |= {"parent_model": "", "parameter_size": "", "quantization_level": level}
+    details |= {"parent_model": "", "parameter_size": facts.parameter_size}
+    details["quantization_level"] = level
     digest = hashlib.sha256(name.encode()).hexdigest()
-    model = {"name": name, "model": name, "size": size, "digest": digest, "details": details}
-    return model | {"modified_at": _time(written)}
+    model = {"name": name, "model": name, "size": facts.num_bytes, "digest": digest}
+    return model | {"details": details, "modified_at": _time(written)}
 
 
 def loaded(model: dict[str, Any], context_length: int) -> dict[str, Any]:

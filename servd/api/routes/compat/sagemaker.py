@@ -14,9 +14,9 @@ from servd.api.call import call_of
 from servd.api.context import context_of
 from servd.api.http.route import Route, events
 from servd.api.protocol.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest
-from servd.api.protocol.classify import Classifications
+from servd.api.protocol.classify import Classifications, ClassifyRequest
 from servd.api.protocol.completions import Completion, CompletionRequest
-from servd.api.protocol.embeddings import EmbeddingRequest, Embeddings, VectorRequest
+from servd.api.protocol.embeddings import EmbeddingRequest, Embeddings
 from servd.api.protocol.pooling import PoolingRequest, Poolings
 from servd.api.protocol.rerank import Ranking, RerankRequest
 from servd.api.protocol.score import ScoreRequest, Scores
@@ -36,7 +36,7 @@ BODIES = {
     "task": (PoolingRequest, "pooling"),
     "input": (EmbeddingRequest, "embeddings"),
 }
-CLASSIFY = (VectorRequest, "classify")  # `input` of a model that classifies
+CLASSIFY = (ClassifyRequest, "classify")  # `input` of a model that classifies
 
 router = APIRouter(route_class=Route)
 
@@ -83,7 +83,7 @@ async def invoke(
         | ScoreRequest
         | PoolingRequest
         | EmbeddingRequest
-        | VectorRequest,
+        | ClassifyRequest,
         Depends(read_invocation),
     ],
 ) -> Response:
