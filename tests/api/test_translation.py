@@ -1,7 +1,5 @@
 """How long the other APIs' bodies take to become chats: in proportion to their size."""
 
-import gc
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +7,7 @@ import pytest
 
 from servd.api.protocol import anthropic, response_items
 from servd.api.routes.compat import ollama
+from tests.proportion import assert_in_proportion
 
 TEXT = "\U0001f600" + "x" * 60  # four bytes a character
 Make = Callable[[int], Any]
@@ -81,28 +80,9 @@ TRANSLATIONS = {
 }
 
 
-def seconds(make: Make, size: int) -> float:
-    """The CPU time of the fastest of three, without searches for garbage."""
-    taken = []
-    gc.disable()
-    try:
-        for _ in range(3):
-            begin = time.thread_time()
-            make(size)
-            taken.append(time.thread_time() - begin)
-    finally:
-        gc.enable()
-    return min(taken)
-
-
 @pytest.mark.parametrize("name", TRANSLATIONS)
-def test_twice_the_items_take_twice_the_time(name: str):
-    make, size = TRANSLATIONS[name], 4000
-    while (once := seconds(make, size)) < 0.005 and size < 64_000:
-        size *= 2
-    twice = seconds(make, 2 * size)
-    print(f"{name}: {size} in {once * 1000:.1f} ms, twice as many in {twice * 1000:.1f} ms")
-    assert twice < 3 * once + 0.02  # a square would be 4, and more where memory is copied
+def test_many_items_take_time_in_proportion(name: str):
+    assert_in_proportion(TRANSLATIONS[name])
 
 
 def test_results_belong_to_their_oldest_call():

@@ -130,10 +130,11 @@ class Reader(msgspec.Struct):
     def is_at(self, literals: Sequence[str], offset: int = 0) -> Steps[bool]:
         """Return whether one of `literals` is `offset` characters ahead, without consuming it."""
         while literals:
-            text = self._text[self._at + offset :]
-            if text.startswith(tuple(literals)):
+            at = self._at + offset
+            if self._text.startswith(tuple(literals), at):
                 return True
-            if self.ended or not any(literal.startswith(text) for literal in literals):
+            has_begun = any(text.startswith(self._text[at : at + len(text)]) for text in literals)
+            if self.ended or not has_begun:
                 return False
             yield
         return False
@@ -153,11 +154,19 @@ class Reader(msgspec.Struct):
         """Consume white space and `literal` (see `accept`), or nothing. Return whether it came."""
         space, _ = yield from self.ahead(SPACE)
         is_there = yield from self.is_at((literal,), len(space))
-        begun = self._text[self._at + len(space) :]
+        at = self._at + len(space)
+        begun = self._text[at : at + len(literal)]
         if not is_there and not (begun and literal.startswith(begun)):
             return False
         yield from self.space()
         return (yield from self.accept(literal))
+
+    def take_match(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
+        """Consume and return what matches `pattern`. Text that arrives later may not change it."""
+        match = pattern.match(self._text, self._at)
+        if match is not None:
+            self.take(match.end())
+        return match
 
     def run(self, pattern: re.Pattern[str]) -> Steps[str]:
         """Consume and return text up to a character outside of `pattern`, a repeated set."""

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -20,8 +21,43 @@ _WORD = re.compile(r"[^\s,:{}\[\]\"'<>|]*")
 _SCALAR = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?|true|false|null", re.ASCII)
 _GAP = re.compile(r"\s*(?:,\s*)?")
 # After a quotation mark in a string with unescaped ones: the next key, or only closing brackets.
-_WIDE_GAP = re.compile(r"\s*(?:,\s*(?:\"[^\"\n]*\"?|'[^'\n]*'?)?\s*|[\s}\]]*)")
+# A longer key is not looked for: a stream would wait for its end, and read it again and again.
+_KEY = r"\"[^\"\n]{0,128}\"?|'[^'\n]{0,128}'?"
+_WIDE_GAP = re.compile(rf"\s*(?:,\s*(?:{_KEY})?\s*|[\s}}\]]*)")
 _HEX_DIGIT = re.compile(r"[0-9a-fA-F]")
+
+# Parts of valid JSON. Each matches in one way alone, so that no search takes long.
+_SPACE = r"[ \t\n\r]*+"
+_COMMA = rf"{_SPACE},{_SPACE}"
+_TEXT = r'"(?:[^"\\\x00-\x1f]++|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*+"'
+_NUMBER = r"-?(?:0|[1-9][0-9]*+)(?:\.[0-9]++)?+(?:[eE][+-]?[0-9]++)?+"
+_PLAIN = rf"(?:{_TEXT}|{_NUMBER}|true|false|null)"
+_NAME = rf"{_TEXT}{_SPACE}:{_SPACE}"
+
+
+def _with_brackets(value: str) -> str:
+    """Return a pattern for plain values, and for arrays and objects of values like `value`."""
+    array = rf"\[{_SPACE}(?:{value}(?:{_COMMA}(?!\])|{_SPACE}(?=\])))*+\]"
+    members = rf"\{{{_SPACE}(?:{_NAME}{value}(?:{_COMMA}(?!\}})|{_SPACE}(?=\}})))*+\}}"
+    return f"(?:{_PLAIN}|{array}|{members})"
+
+
+_VALUE = _with_brackets(_with_brackets(_PLAIN))
+
+
+@cache
+def _valid(close: str, is_first: bool, markers: tuple[str, ...]) -> re.Pattern[str]:
+    """Return a pattern for whole members before the bracket `close`, or for a bracket: valid JSON
+    that stays as it is, whatever follows.
+    """
+    name, following = ("", r"\S") if close == "]" else (_NAME, "[\"']")
+    no_marker = "".join(f"(?!{re.escape(marker[:2])})" for marker in markers)
+    begin = (_SPACE if is_first else _COMMA) + no_marker + name
+    times = "" if is_first else "++"
+    return re.compile(
+        rf"(?:{begin}{_VALUE}(?={_COMMA}{following}|{_SPACE}\{close})){times}"
+        rf"|{begin}([\[{{])(?=[\s\S])|{_SPACE}(\{close})"
+    )
 
 
 def escape(text: str) -> str:
@@ -62,7 +98,8 @@ class JsonReader:
         """Read a value up to its end. Return False if there is none, or if the text breaks off."""
         is_whole = yield from self._begin_value()
         while is_whole and self.brackets:
-            is_whole = yield from self._advance()
+            if not self._take_valid():
+                is_whole = yield from self._advance()
         return is_whole
 
     def string(self, is_key: bool = True) -> Steps[bool]:
@@ -94,6 +131,21 @@ class JsonReader:
                 return False
         self.emit('"')
         self.missing = ": null" if is_key else ""
+        return True
+
+    def _take_valid(self) -> bool:
+        """Read members or a bracket of valid JSON. Return False if there are none yet."""
+        pattern = _valid(self.brackets[-1], self._is_first, self.markers)
+        match = self.reader.take_match(pattern)
+        if match is None:
+            return False
+        self.emit(match[0])
+        opening, close = match.groups()
+        if opening:
+            self.brackets.append(CLOSING[opening])
+        elif close:
+            self.brackets.pop()
+        self._is_first = bool(opening)
         return True
 
     def _advance(self) -> Steps[bool]:

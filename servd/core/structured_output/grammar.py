@@ -142,7 +142,7 @@ class Matcher:
         _check(self._matcher)
         bitmask = bitmask[: self._mask_size]
         if self._number_limit is not None and self._num_digits >= MAX_DIGITS:
-            return self._number_limit.forbid_digits(bitmask)
+            return _call(self._number_limit.forbid_digits, bitmask, self._matcher)
         return bitmask
 
     def forced_tokens(self) -> list[int]:

@@ -122,17 +122,20 @@ def _expand_dependencies(schema: Schema) -> None:
 
 
 def _expand_property_names(schema: Schema) -> None:
-    """Express `propertyNames` by properties, for a list of names or one pattern."""
+    """Express `propertyNames` by properties, for a list of names, one pattern, or no strings."""
     names = schema.get("propertyNames")
-    if not isinstance(names, dict) or schema.keys() & (APPLICATORS | {"patternProperties"}):
+    known = schema.get("properties", {})
+    is_plain = isinstance(names, dict) and isinstance(known, dict)
+    if not is_plain or schema.keys() & (APPLICATORS | {"patternProperties"}):
         return
     limits = names.keys() - {"type"}
     others = schema.get("additionalProperties", True)
-    if limits in ({"enum"}, {"const"}):
+    if "string" not in names.get("type", "string"):
+        schema["properties"] = {}
+    elif limits in ({"enum"}, {"const"}):
         allowed = names["enum"] if "enum" in names else [names["const"]]
-        known = schema.get("properties", {})
         schema["properties"] = {n: known.get(n, others) for n in allowed if isinstance(n, str)}
-    elif schema.get("properties"):
+    elif known:
         return
     elif limits == {"pattern"}:
         schema["patternProperties"] = {names["pattern"]: others}

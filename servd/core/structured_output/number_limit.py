@@ -6,11 +6,13 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from llguidance import LLTokenizer
+    from llguidance import LLMatcher, LLTokenizer
 
 MAX_DIGITS = 20  # in a row: before the point, after it, and in the exponent
 DIGITS = b"0123456789"
 IN_TEXT = b'"z'  # one of these may follow digits in a string or in free text, not in a number
+ENDS = b",}]<>\n"  # one of these or the end of the sequence may follow every number
+ENDLESS = 256  # more digits than a list of values, or a bound, lets through
 ALL_DIGITS = 128  # in `NumberLimit.runs`: the whole token
 
 
@@ -23,6 +25,8 @@ class NumberLimit:
         self.runs = bytearray(vocabulary.vocab_size)
         self._digits = 0  # bitmasks as integers, bit i for token i
         self._in_text = 0
+        self._ends = 1 << vocabulary.eos_token
+        self._many_digits: list[int] = []
         for token_id in range(vocabulary.vocab_size):
             text = vocabulary.decode_bytes([token_id])
             run = len(text) - len(text.rstrip(DIGITS))
@@ -33,6 +37,10 @@ class NumberLimit:
                 self._digits |= 1 << token_id
             elif len(text) == 1 and text in IN_TEXT:
                 self._in_text |= 1 << token_id
+            elif len(text) == 1 and text in ENDS:
+                self._ends |= 1 << token_id
+            if text == b"1":
+                self._many_digits = [token_id] * ENDLESS
 
     def count_digits(self, num_digits: int, token_id: int) -> int:
         """Return the number of digits at the end of the output, after `num_digits` and a token."""
@@ -41,13 +49,15 @@ class NumberLimit:
             return num_digits + run - ALL_DIGITS
         return run
 
-    def forbid_digits(self, bitmask: bytes) -> bytes:
-        """Return the bitmask without tokens that begin with a digit, if a number may end here."""
+    def forbid_digits(self, bitmask: bytes, matcher: LLMatcher) -> bytes:
+        """Return the bitmask without tokens that begin with a digit, if the output is in a number
+        that may end here, but may also go on without end.
+        """
         allowed = int.from_bytes(bitmask, "little")
-        others = allowed & ~self._digits
-        if allowed & self._in_text or not others:
+        may_end = allowed & self._ends and not allowed & self._in_text
+        if not may_end or matcher.validate_tokens(self._many_digits) < ENDLESS:
             return bitmask
-        return others.to_bytes(len(bitmask), "little")
+        return (allowed & ~self._digits).to_bytes(len(bitmask), "little")
 
 
 @lru_cache(maxsize=2)

@@ -12,6 +12,7 @@ from servd.api.output.incremental import Content, Reasoning, ToolCallArguments, 
 from servd.api.output.tool_choice import ForcedCallsParser
 from servd.base import plugins
 from tests.api.tool_parsers.recorded import TOOLS, Case
+from tests.proportion import assert_in_proportion, seconds
 
 PACKAGE = "servd.api.output.tool_parsers"
 PARSERS = plugins.names(PACKAGE)
@@ -139,14 +140,53 @@ def test_forced_calls():
     assert read(ForcedCallsParser(TOOLS), [FORCED[:cut]]) == ([("get_weather", '{"city": ')], "")
 
 
-@pytest.mark.parametrize("name", ["gemma4", "functiongemma"])
-def test_many_values_of_gemma_take_time_in_proportion(name):
-    def seconds(size: int) -> float:
-        begin = make(name).markers[0] + "call:f{a:"
-        started = time.process_time()
-        deltas = make(name).feed(begin + "[" + "1," * (size // 2))
-        assert [type(delta) for delta in deltas[:2]] == [ToolCallStart, ToolCallArguments]
-        return time.process_time() - started
+BEGINS = {
+    "hermes": '<tool_call>{"name": "f", "arguments": {"a": ',
+    "mistral": '[TOOL_CALLS][{"name": "f", "arguments": {"a": ',
+    "llama3_json": '{"name": "f", "parameters": {"a": ',
+    "gemma4": "<|tool_call>call:f{a:",
+    "functiongemma": "<start_function_call>call:f{a:",
+}
+VALID = {
+    "numbers": ("[", "1,"),
+    "objects": ("[", '{"a": "x", "b": []}, '),
+    "members": ("{", '"a": "x\\n", '),
+}
+OTHERS = {
+    "words of Python": ("[", "True, "),
+    "no commas": ("[", "{} "),
+    "nested": ("", "[1, "),
+    "marks in a string": ("", '"x" y '),
+}
 
-    few = min(seconds(20_000) for _ in range(3))
-    assert seconds(160_000) < 3 * 8 * few
+
+@pytest.mark.parametrize(
+    ("name", "begin", "member"),
+    [("hermes", *members) for members in (VALID | OTHERS).values()]
+    + [(name, "[", "1,") for name in BEGINS],
+)
+def test_many_members_take_time_in_proportion(name, begin, member):
+    def parse(size: int) -> None:
+        deltas = make(name).feed(BEGINS[name] + begin + member * size)
+        assert [type(delta) for delta in deltas[:2]] == [ToolCallStart, ToolCallArguments]
+
+    assert_in_proportion(parse)
+
+
+@pytest.mark.parametrize("title", VALID)
+@pytest.mark.parametrize("name", ["hermes", "mistral", "llama3_json"])
+def test_valid_json_is_read_at_once(name, title):
+    """64 kB take about 10 ms on an idle machine, and took 400 ms member by member."""
+    begin, member = VALID[title]
+    text = BEGINS[name] + begin + member * (64_000 // len(member))
+    assert min(seconds(make(name).feed, text) for _ in range(3)) < 0.08
+
+
+def test_text_that_may_be_a_key_takes_time_in_proportion():
+    def parse(size: int) -> None:
+        parser = make("hermes")
+        parser.feed(BEGINS["hermes"] + '"x" y", "')
+        for _ in range(size):
+            parser.feed("ab ")
+
+    assert_in_proportion(parse)

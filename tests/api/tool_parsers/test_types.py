@@ -82,3 +82,16 @@ def test_a_value_has_the_type_of_its_schema(parser, title):
 def test_all_parts_of_the_whole_schema_count(parser, title):
     schema = WHOLE[title] | {"$defs": {"O": {"properties": {"a": INTEGER}}}}
     assert value_of(parser, schema, "5") == 5
+
+
+CHAIN = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}]} for i in range(2000)}
+
+
+@pytest.mark.parametrize("reference", ["#/allOf/" + "9" * 5000, "#/$defs/d0"], ids=len)
+@pytest.mark.parametrize("place", ["property", "whole"])
+def test_a_reference_that_cannot_be_followed_allows_any_type(reference, place):
+    schema = {"$ref": reference} if place == "whole" else {"properties": {"a": {"$ref": reference}}}
+    schema = {"type": "object", "allOf": [schema], "$defs": CHAIN}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    made = plugins.load("servd.api.output.tool_parsers", "qwen3_coder", "Parser")([tool])
+    assert read(made, [WRITTEN["qwen3_coder"] % "x"]) == ([("f", '{"a": "x"}')], "")

@@ -210,7 +210,10 @@ def test_forced_text_is_tokenised_once():
         ("json", '{"type": "array", "items": {"type": "number"}}', "[1, "),
         ("json", '{"type": "number"}', "0."),
         ("json", '{"type": "number"}', "1e"),
+        ("json", '{"type": ["number", "null"]}', ""),
+        ("json", '{"anyOf": [{"type": "string"}, {"type": "integer", "minimum": 0}]}', ""),
         ("json_object", "", '{"a": '),
+        ("grammar", r'start: "{" %json {"type": "number"} /\n/', "{"),
         ("grammar", 'start: "<" %json {"type": "integer"} ">"', "<"),
     ],
 )
@@ -221,7 +224,7 @@ def test_numbers_end(kind, value, prefix):
         assert allows(matcher, token_id)
         matcher.accept(token_id)
     assert not any(allows(matcher, digit) for digit in b"0123456789")
-    assert any(allows(matcher, token_id) for token_id in [*b",}] >", EOS])
+    assert any(allows(matcher, token_id) for token_id in [*b",}] >\n", EOS])
 
 
 @pytest.mark.parametrize(
@@ -241,6 +244,24 @@ def test_other_digits_go_on(kind, value, prefix):
     for token_id in prefix.encode() + b"1234567890123456789012345":
         assert allows(matcher, token_id)
         matcher.accept(token_id)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "output"),
+    [
+        ("json", '{"enum": ["1234567890123456789012", "12345678901234567890-a"]}', '"%s"'),
+        ("json", r'{"type": "string", "pattern": "^[0-9]+\\.[0-9]+$"}', '"%s.%s"'),
+        ("json", r'{"type": "string", "pattern": "^[0-9]+-[0-9]+$"}', '"%s-%s"'),
+        ("grammar", 'start: N "-" %json {"type": "null"}\nN: /[0-9]{22}|[0-9]{20}/', "%s-null"),
+        ("grammar", 'start: N "," %json {"type": "null"}\nN: /[0-9]{22}|[0-9]{20}/', "%s,null"),
+    ],
+)
+def test_every_listed_value_can_be_reached(kind, value, output):
+    matcher = compile_grammar(kind, value).matcher()
+    for token_id in output.replace("%s", "1234567890123456789012").encode():
+        assert allows(matcher, token_id)
+        matcher.accept(token_id)
+    assert allows(matcher, EOS)
 
 
 def allows(matcher: Matcher, token_id: int) -> bool:

@@ -100,6 +100,8 @@ INTEGER_VALUES = {"type": "object", "additionalProperties": {"type": "integer"}}
         {**INTEGER_VALUES, "propertyNames": {"pattern": "^[ab]$"}},
         {**INTEGER_VALUES, "propertyNames": {"minLength": 1, "maxLength": 1}},
         {"type": "object", "properties": A_AND_B, "propertyNames": {"enum": ["a"]}},
+        {**INTEGER_VALUES, "propertyNames": {"type": "number"}},
+        {"type": "object", "properties": A_AND_B, "propertyNames": {"type": ["null"]}},
     ],
     ids=lambda schema: json.dumps(schema)[-70:],
 )
@@ -140,12 +142,14 @@ def test_expanded_keywords_keep_their_meaning(schema):
         {"type": "object", "properties": {"a": {}}, "propertyNames": {"pattern": "a"}},
         {"type": "object", "allOf": 5, "dependentRequired": {"a": ["b"]}},
         {"type": "object", "propertyNames": {"enum": 5}},
+        {"type": "object", "propertyNames": {"type": 5}},
+        {"type": "object", "properties": 5, "propertyNames": {"enum": ["a"]}},
         {"type": "object", "dependentRequired": 5},
     ],
     ids=json.dumps,
 )
 def test_what_cannot_be_enforced_is_refused(schema):
-    with pytest.raises(GrammarError, match=r"\w"):
+    with pytest.raises(GrammarError, match=r"^(?!the grammar library failed)\w"):
         compile_grammar("json", json.dumps(schema))
 
 

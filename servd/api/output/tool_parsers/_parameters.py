@@ -13,7 +13,7 @@ from servd.api.output.call_grammar import (
 from servd.api.output.incremental import Brackets, Steps
 from servd.api.output.json_reader import LITERALS, escape, repaired
 from servd.api.output.tool_parser import ToolParser
-from servd.api.output.tool_parsers._text_values import property_of, texts_of, types_of
+from servd.api.output.tool_parsers._text_values import texts_of, types_of, types_of_property
 
 
 class ParametersParser(ToolParser):
@@ -91,8 +91,7 @@ class ParametersParser(ToolParser):
                 return False
             self.arguments(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
             separator = ", "
-            schema = property_of(parameters, key, parameters)
-            if not (yield from self._value(types_of(schema, parameters))):
+            if not (yield from self._value(types_of_property(parameters, key))):
                 return False
         close = self.markers[1]
         if (yield from reader.accept(self.function_end)):

@@ -1,5 +1,6 @@
 """Plain text values of arguments: the types that a JSON schema allows, and their Lark grammar."""
 
+from functools import reduce
 from typing import Any
 from urllib.parse import unquote
 
@@ -21,43 +22,55 @@ def types_of(schema: Any, root: Any) -> set[str]:
     """Return the JSON types that a schema allows: `string` if it states nothing, `any` if it allows
     values of several types. `root` is the schema to which references refer.
     """
-    found = _stated_types(schema, root, set())
-    return {"string"} if found is None else found
+    stated = _stated_types(schema, root, set())
+    return {"string"} if stated is None else stated
+
+
+def types_of_property(schema: Any, name: str) -> set[str]:
+    """Return the JSON types that an object's schema allows for a property."""
+    try:
+        return types_of(_property_of(schema, name, schema, set()), schema)
+    except RecursionError:  # hundreds of references, each to the next
+        return {"any"}
 
 
 def _stated_types(schema: Any, root: Any, seen: set[str]) -> set[str] | None:
-    """Return the types of `types_of`, or None if the schema states nothing. `seen` has the
+    """Return the types of `types_of`, or None if the schema states nothing (see `_parts`)."""
+    stated: list[set[str]] = []
+    for part in _parts(schema, root, seen):
+        kind = part.get("type")
+        if isinstance(kind, str | list):
+            stated.append({kind} if isinstance(kind, str) else set(map(str, kind)))
+        if values := _values(part):
+            stated.append({"string" if all(isinstance(v, str) for v in values) else "any"})
+        for options in (list_of(part.get("anyOf")), list_of(part.get("oneOf"))):
+            allowed: set[str] = set()
+            for option in options:
+                unstated = set[str]() if _reference(option) else {"string"}
+                types = _stated_types(option, root, seen)
+                allowed |= unstated if types is None else types
+            if options:
+                stated.append(allowed)
+        if part.keys() & OF_OTHER_TYPES:
+            stated.append({"any"})
+    return reduce(_common_types, stated) if stated else None
+
+
+def _parts(schema: Any, root: Any, seen: set[str]) -> list[dict[str, Any]]:
+    """Return a schema with those of its `allOf` and `$ref`, which all hold. `seen` has the
     references that were followed: each is followed once.
     """
-    if not isinstance(schema, dict):
-        return None
-    stated: list[set[str]] = []
-    kind = schema.get("type")
-    if isinstance(kind, str | list):
-        stated.append({kind} if isinstance(kind, str) else set(map(str, kind)))
-    if values := _values(schema):
-        stated.append({"string" if all(isinstance(one, str) for one in values) else "any"})
-    parts = list_of(schema.get("allOf"))
-    if isinstance(reference := schema.get("$ref"), str):
-        target = None if reference in seen else _find(root, reference)
-        if reference not in seen:
-            parts = [*parts, ANYTHING if target is None else target]
-        seen.add(reference)
-    stated += [types for part in parts if (types := _stated_types(part, root, seen)) is not None]
-    for key in ("anyOf", "oneOf"):
-        if options := list_of(schema.get(key)):
-            unstated = [set() if _reference(option) else {"string"} for option in options]
-            each = [_stated_types(option, root, seen) for option in options]
-            each = [u if e is None else e for e, u in zip(each, unstated, strict=True)]
-            stated.append(set[str]().union(*each))
-    if schema.keys() & OF_OTHER_TYPES:
-        stated.append({"any"})
-    if not stated:
-        return None
-    types = stated[0]
-    for others in stated[1:]:
-        types = _common_types(types, others)
-    return types
+    parts = [schema]
+    for part in parts:
+        if not isinstance(part, dict):
+            continue
+        parts += list_of(part.get("allOf"))
+        reference = part.get("$ref")
+        if isinstance(reference, str) and reference not in seen:
+            seen.add(reference)
+            target = _find(root, reference)
+            parts.append(ANYTHING if target is None else target)
+    return [part for part in parts if isinstance(part, dict)]
 
 
 def _common_types(types: set[str], others: set[str]) -> set[str]:
@@ -69,35 +82,23 @@ def _common_types(types: set[str], others: set[str]) -> set[str]:
     return (types & others) | (integers & (types | others))
 
 
-def property_of(schema: Any, name: str, root: Any, seen: set[str] | None = None) -> Any:
+def _property_of(schema: Any, name: str, root: Any, seen: set[str]) -> Any:
     """Return what all parts of an object's schema state of a property, as a schema; None if
-    nothing. `seen` has the references that were followed: each is followed once.
+    nothing (see `_parts`).
     """
-    seen = set() if seen is None else seen
-    if not isinstance(schema, dict):
-        return None
-    parts: list[Any] = []
-    properties = schema.get("properties")
-    if isinstance(properties, dict) and name in properties:
-        parts.append(properties[name])
-    elif isinstance(others := schema.get("additionalProperties"), dict):
-        parts.append(others)
-    whole = list_of(schema.get("allOf"))
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and reference not in seen:
-        seen.add(reference)
-        whole = [*whole, _find(root, reference)]
-    parts += [property_of(one, name, root, seen) for one in whole]
-    for options in (
-        schema.get("anyOf"),
-        schema.get("oneOf"),
-        [schema.get("then"), schema.get("else")],
-    ):
-        found = [property_of(option, name, root, seen) for option in list_of(options)]
-        stated = [one for one in found if one is not None]
-        parts.append({"anyOf": stated} if stated else None)
-    parts = [part for part in parts if part is not None]
-    return {"allOf": parts} if len(parts) > 1 else next(iter(parts), None)
+    stated: list[Any] = []
+    for part in _parts(schema, root, seen):
+        properties = part.get("properties")
+        if isinstance(properties, dict) and properties.get(name) is not None:
+            stated.append(properties[name])
+        elif isinstance(others := part.get("additionalProperties"), dict):
+            stated.append(others)
+        branches = [part.get("then"), part.get("else")]
+        for options in (list_of(part.get("anyOf")), list_of(part.get("oneOf")), branches):
+            schemas = [_property_of(option, name, root, seen) for option in options]
+            if schemas := [schema for schema in schemas if schema is not None]:
+                stated.append({"anyOf": schemas})
+    return {"allOf": stated} if len(stated) > 1 else next(iter(stated), None)
 
 
 def list_of(value: Any) -> list[Any]:
@@ -132,12 +133,11 @@ class _Texts:
         self.seen: set[str] = set()
 
     def add(self, schema: Any) -> None:
-        if (reference := _reference(schema)) is not None:
-            target = None if reference in self.seen else _find(self.root, reference)
-            if target is None:
+        while (reference := _reference(schema)) is not None:
+            schema = None if reference in self.seen else _find(self.root, reference)
+            if schema is None:
                 raise NotExpressible("a reference to nowhere, or the same one twice")
             self.seen.add(reference)
-            return self.add(target)
         schema = {} if schema in (None, True) else schema
         if not isinstance(schema, dict):
             raise NotExpressible("a schema that allows nothing")
@@ -201,7 +201,8 @@ def _find(root: Any, reference: str) -> Any:
     for key in unquote(reference[1:]).split("/")[1:]:
         key = key.replace("~1", "/").replace("~0", "~")
         if isinstance(root, list):
-            root = root[int(key)] if key.isdecimal() and int(key) < len(root) else None
+            is_index = key.isdecimal() and len(key) < 10 and int(key) < len(root)
+            root = root[int(key)] if is_index else None
         else:
             root = root.get(key) if isinstance(root, dict) else None
     return root
