@@ -6,7 +6,6 @@ import os
 import select
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Mapping
 from contextvars import ContextVar
@@ -27,7 +26,6 @@ MODEL = "SERVD_LOG_MODEL"
 
 MAX_PENDING = 1024 * 1024  # bytes of lines that wait to be written
 FLUSH_TIMEOUT = 0.5  # seconds that the end of a process waits for its last lines
-SELDOM = 10.0  # seconds between two lines about similar events
 # Control characters, and what readers of lines take for the end of one.
 UNSAFE = [*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029]
 ESCAPES = {code: repr(chr(code))[1:-1] for code in UNSAFE}
@@ -158,30 +156,6 @@ class LineWriter(logging.StreamHandler[TextIO]):
                     self.num_dropped += 1
                     self._num_reported += 1
                 return
-
-
-class Seldom:
-    """Logs the first of many similar events at once, then at most one in SELDOM seconds, with the
-    number of the others.
-    """
-
-    def __init__(self, logger: logging.Logger, level: int) -> None:
-        self.logger = logger
-        self.level = level
-        self.num_others = 0
-        self.next_line = 0.0
-
-    def log(self, text: str, *values: object) -> None:
-        """Log an event, or count it."""
-        now = time.monotonic()
-        if now < self.next_line:
-            self.num_others += 1
-            return
-        if self.num_others:
-            text = f"{text} (and {self.num_others} others)"
-        self.logger.log(self.level, text, *values)
-        self.num_others = 0
-        self.next_line = now + SELDOM
 
 
 def setup(process: str, options: LogOptions) -> None:

@@ -147,7 +147,7 @@ async def test_deltas_that_wait_are_merged(llm):
 
 async def test_cancelling_before_the_first_token_aborts(llm, caplog):
     task = await start(llm, prepare(llm, n=2))
-    with caplog.at_level(logging.INFO, logger="servd.api"):
+    with caplog.at_level(logging.DEBUG, logger="servd.api"):
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

@@ -614,3 +614,18 @@ async def test_options_name_the_methods_of_the_matched_route_alone(http, path, m
 async def test_the_name_of_a_route_that_servd_lacks_is_no_response(http, path):
     for method in ("OPTIONS", "POST", "GET", "DELETE"):
         assert check(await http.request(method, path), 404).startswith("there is no route ")
+
+
+TYPED = {"type": [], "name": "x", "input_schema": {"type": "object"}}
+LISTED = [{"role": "tool", "content": "x", "tool_name": ["a"]}]
+UNHASHABLE = [
+    ("/v1/messages", {"max_tokens": 1, "messages": user("a"), "tools": [TYPED]}),
+    ("/api/chat", {"messages": LISTED}),
+    ("/api/chat", {"messages": [{**LISTED[0], "tool_name": "a", "tool_call_id": {}}]}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), UNHASHABLE)
+async def test_a_list_is_no_name(http, path, body):
+    answer = await http.post(path, json={"model": MODEL, **body})
+    assert answer.status_code == 400, answer.text

@@ -16,7 +16,6 @@ from servd.api.server import first_steps
 from servd.base.errors import ConfigError
 from servd.base.log import (
     MAX_PENDING,
-    Seldom,
     current_request,
     flush,
     resolve_access_log,
@@ -281,21 +280,6 @@ def test_a_line_of_any_kind_reaches_the_log(pipe: Pipe, log_format, monkeypatch)
         time.sleep(0.01)
     assert "fields" in pipe.lines[0] and len(pipe.lines) == 2
     assert take_dropped() == 0
-
-
-def test_similar_events_are_one_line_in_ten_seconds(caplog, monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr("servd.base.log.time.monotonic", lambda: now[0])
-    seldom = Seldom(logging.getLogger("servd.api"), logging.INFO)
-    with caplog.at_level(logging.INFO, logger="servd.api"):
-        for number in range(300):
-            seldom.log("%d left", number)
-        assert caplog.messages == ["0 left"]
-        now[0] += 10
-        seldom.log("%d left", 300)
-        now[0] += 10
-        seldom.log("%d left", 301)
-    assert caplog.messages == ["0 left", "300 left (and 299 others)", "301 left"]
 
 
 NAMES = ["a\nb", "a\rb", "\x1b[31mred", "a\x9bb", "a\u2028b", "a\x85b", "\udcf6", "a\x7fb", "\0"]

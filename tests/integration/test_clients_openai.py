@@ -157,7 +157,8 @@ def test_the_request_id_of_the_client_comes_back(client):
 
 
 def test_a_timeout_ends_the_request_on_the_server(start, long_llama):
-    server = start(str(long_llama), "--device", "cpu", "--served-model-name", "long")
+    options = ["--device", "cpu", "--served-model-name", "long", "--log-level", "debug"]
+    server = start(str(long_llama), *options)
     with openai.OpenAI(
         base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=0.5
     ) as client:

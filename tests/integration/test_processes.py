@@ -182,7 +182,7 @@ async def test_sigterm_lets_open_requests_finish(start, long_llama):
 
 
 def test_sigterm_lets_a_background_response_finish(start):
-    server = start("--executor", "fake")
+    server = start("--executor", "fake", "--log-level", "debug")
     body = {"input": "x", "background": True, "max_output_tokens": 4000, "ignore_eos": True}
     httpx.post(f"{server.url}/v1/responses", json=body).raise_for_status()
     assert server.stop() == 0

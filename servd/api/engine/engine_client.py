@@ -21,7 +21,6 @@ from servd.api.observability.tracer import Tracer
 from servd.api.request.latency import request_of
 from servd.api.request.request_state import Observer, RequestState, find_choice
 from servd.base.errors import EngineDead, EngineError
-from servd.base.log import Seldom
 from servd.base.tracing import Mark, now_ns
 from servd.config import Config
 from servd.core.client import EngineCoreClient
@@ -43,7 +42,6 @@ from servd.messages.outputs import CompletionOutput
 from servd.messages.stats import SchedulerStats
 
 log = logging.getLogger("servd.api")
-aborts = Seldom(log, logging.INFO)
 
 # Time for reading messages, and again for detokenizing them, before the event loop continues: an
 # engine faster than this process would block it. Outputs that are read together are merged.
@@ -159,7 +157,7 @@ class EngineClient:
         engine_ids = state.open_engine_ids()
         if engine_ids and not isinstance(self.status, EngineDeadMessage):
             self.client.send(AbortRequests(engine_ids))
-            aborts.log("%s: aborted after %d tokens", state.request_id, state.num_output_tokens)
+            log.debug("%s: aborted after %d tokens", state.request_id, state.num_output_tokens)
         for choice in state.choices:
             choice.release()
         self.recovery.try_next()

@@ -208,8 +208,8 @@ class CountTokensRequest(TranslatedRequest):
         names |= idle_strict(
             self.own_tools, self.tool_choice is not None and self.tool_choice["type"] != "auto"
         )
-        types = {tool.get("type") for tool in self.tools or ()} - {None, "custom"}
-        names |= {f"tools.{kind}" for kind in types}
+        kinds = {str(tool.get("type", "custom")) for tool in self.tools or ()}
+        names |= {f"tools.{kind}" for kind in kinds - {"None", "custom"}}
         names |= {f"messages.{kind}" for kind in _noted(self.system, self.messages)}
         return sorted({*super().ignored(), *names})
 

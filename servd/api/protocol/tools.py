@@ -108,7 +108,7 @@ def own_and_hosted(*own_types: str | None) -> Discriminator:
 
     def kind(tool: Any) -> str:
         kind = tool.get("type") if isinstance(tool, dict) else None
-        return "own tool" if kind in own_types or not isinstance(kind, str) else "hosted tool"
+        return "hosted tool" if isinstance(kind, str) and kind not in own_types else "own tool"
 
     return Discriminator(kind)
 

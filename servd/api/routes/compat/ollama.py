@@ -96,6 +96,9 @@ class OllamaMessage(OpenObject):
     content: NotRequired[str | None]
     thinking: NotRequired[str | None]
     images: NotRequired[NoImages | None]
+    name: NotRequired[str | None]
+    tool_name: NotRequired[str | None]
+    tool_call_id: NotRequired[str | None]
     tool_calls: NotRequired[Annotated[list[OllamaCall], Field(fail_fast=True)] | None]
 
 
