@@ -129,6 +129,7 @@ def _check_system(system: Any) -> Any:
 class MessagesTool(OpenObject):
     """A tool that the client can run."""
 
+    type: NotRequired[Literal["custom"] | None]
     name: ToolName
     input_schema: Parameters
     description: NotRequired[str | None]
@@ -208,8 +209,8 @@ class CountTokensRequest(TranslatedRequest):
         names |= idle_strict(
             self.own_tools, self.tool_choice is not None and self.tool_choice["type"] != "auto"
         )
-        kinds = {str(tool.get("type", "custom")) for tool in self.tools or ()}
-        names |= {f"tools.{kind}" for kind in kinds - {"None", "custom"}}
+        types = {tool.get("type") for tool in self.tools or ()} - {None, "custom"}
+        names |= {f"tools.{kind}" for kind in types}
         names |= {f"messages.{kind}" for kind in _noted(self.system, self.messages)}
         return sorted({*super().ignored(), *names})
 
