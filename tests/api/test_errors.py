@@ -618,14 +618,17 @@ async def test_the_name_of_a_route_that_servd_lacks_is_no_response(http, path):
 
 TYPED = {"type": [], "name": "x", "input_schema": {"type": "object"}}
 LISTED = [{"role": "tool", "content": "x", "tool_name": ["a"]}]
-UNHASHABLE = [
+STAMP = [{"role": "system", "content": "x-anthropic-billing-header: cch=1;"}]
+NOTHING = {"messages": STAMP, "continue_final_message": True, "add_generation_prompt": False}
+UNREADABLE = [
     ("/v1/messages", {"max_tokens": 1, "messages": user("a"), "tools": [TYPED]}),
     ("/api/chat", {"messages": LISTED}),
+    ("/v1/chat/completions", NOTHING),
     ("/api/chat", {"messages": [{**LISTED[0], "tool_name": "a", "tool_call_id": {}}]}),
 ]
 
 
-@pytest.mark.parametrize(("path", "body"), UNHASHABLE)
-async def test_a_list_is_no_name(http, path, body):
+@pytest.mark.parametrize(("path", "body"), UNREADABLE)
+async def test_what_cannot_be_read_is_a_400(http, path, body):
     answer = await http.post(path, json={"model": MODEL, **body})
     assert answer.status_code == 400, answer.text

@@ -34,6 +34,7 @@ async def post(http: Any, data: bytes, coding: str | None = None, **more: str) -
     [
         ("gzip", gzip.compress(DATA)),
         ("GZIP", gzip.compress(DATA)),
+        ("gzip", gzip.compress(DATA[:99]) + gzip.compress(DATA[99:]) + bytes(10)),
         ("x-gzip", gzip.compress(DATA)),
         ("deflate", deflate(DATA)),
         ("deflate", deflate(DATA, -15)),

@@ -54,6 +54,8 @@ class Inflated:
         return {"type": "http.request", "body": piece, "more_body": not self.has_ended}
 
     def _decode(self) -> bytes:
+        if not self.has_begun and self.coding != "deflate":
+            self.rest = self.rest.lstrip(b"\0")  # padding
         if not self.has_begun and self.rest:
             self.has_begun = True
             # Some clients send `deflate` without the header that says so.
@@ -66,6 +68,9 @@ class Inflated:
         except zlib.error as error:
             raise InvalidRequest(f"the body is not {self.coding} data: {error}") from None
         self.rest = self.decoder.unconsumed_tail
-        if self.decoder.unused_data:
+        if self.decoder.eof and self.coding != "deflate":  # another member may follow: RFC 1952
+            self.rest = self.decoder.unused_data
+            self.has_begun = False
+        elif self.decoder.unused_data:
             raise InvalidRequest(f"the body goes on after the end of its {self.coding} data")
         return piece

@@ -162,8 +162,6 @@ class ChatTemplate:
                 "begins a new one: set only one of them",
                 param="continue_final_message",
             )
-        if chat.continue_final_message and not chat.messages:
-            raise InvalidRequest("continue_final_message needs a message", param="messages")
         compiled = self._tool_template if chat.tools else self._template
         if variables.get("documents") and not compiled.reads_documents:
             raise InvalidRequest(
@@ -174,6 +172,8 @@ class ChatTemplate:
         context = {"documents": None} | self.special_tokens | marked_variables
         context |= {"tools": tools or None, "add_generation_prompt": chat.add_generation_prompt}
         messages = normalise(chat.messages, compiled.wants_parts, compiled.knows_developer)
+        if chat.continue_final_message and not messages:
+            raise InvalidRequest("continue_final_message needs a message", param="messages")
         _budget.set(_Budget(time.thread_time() + MAX_SECONDS))
         return self._specials.split(
             self._render_repaired(compiled, messages, context, chat.continue_final_message)
