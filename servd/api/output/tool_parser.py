@@ -5,7 +5,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from servd.api.output.call_grammar import CallSyntax, json_rule, parameters_of
 from servd.api.output.incremental import (
@@ -123,16 +123,12 @@ class ToolParser(Parser):
 
     def _advance(self) -> list[Delta]:
         """Return the deltas, with adjacent arguments joined at once to avoid repeated copies."""
-        deltas = super()._advance()
-        if len(deltas) < 2:
-            return deltas
         joined: list[Delta] = []
-        for are_arguments, group in groupby(deltas, lambda d: isinstance(d, ToolCallArguments)):
-            found = [*group]
-            if are_arguments:
-                pieces = [each for each in found if isinstance(each, ToolCallArguments)]
-                found = [ToolCallArguments(pieces[0].index, "".join(p.text for p in pieces))]
-            joined += found
+        for kind, group in groupby(super()._advance(), type):
+            if kind is ToolCallArguments:
+                pieces = cast(list[ToolCallArguments], [*group])
+                group = [ToolCallArguments(pieces[0].index, "".join(p.text for p in pieces))]
+            joined += group
         return joined
 
     def attempt(self, call: Steps[bool]) -> Steps[None]:

@@ -17,6 +17,7 @@ In Lark, `%json {...}` embeds a JSON schema, `<|name|>` and `<[id]>` stand for s
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import time
@@ -85,9 +86,9 @@ class Grammar:
         self.mask_seconds = time.thread_time() - compiled
 
     def matcher(self) -> Matcher:
-        copy = self._origin.deep_copy()
+        copied = self._origin.deep_copy()
         return Matcher(
-            copy, self._mask_size, self.first_mask, self.first_forced, self._number_limit
+            copied, self._mask_size, self.first_mask, self.first_forced, self._number_limit
         )
 
 
@@ -105,24 +106,18 @@ class Matcher:
         first_mask: bytes | None,
         forced: list[int],
         number_limit: NumberLimit | None,
-        num_digits: int = 0,
     ) -> None:
         self._matcher = matcher
         self._mask_size = mask_size
         self._first_mask: bytes | None = first_mask  # None after the first token
         self._forced = forced  # the next tokens, as far as is known
         self._number_limit = number_limit
-        self._num_digits = num_digits  # at the end of the output, if numbers have a limit
+        self._num_digits = 0  # at the end of the output, if numbers have a limit
 
     def copy(self) -> Matcher:
-        return Matcher(
-            self._matcher.deep_copy(),
-            self._mask_size,
-            self._first_mask,
-            self._forced,
-            self._number_limit,
-            self._num_digits,
-        )
+        other = copy.copy(self)
+        other._matcher = self._matcher.deep_copy()
+        return other
 
     @property
     def is_complete(self) -> bool:

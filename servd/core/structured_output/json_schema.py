@@ -125,8 +125,9 @@ def _expand_property_names(schema: Schema) -> None:
     """Express `propertyNames` by properties, for a list of names, one pattern, or no strings."""
     names = schema.get("propertyNames")
     known = schema.get("properties", {})
-    is_plain = isinstance(names, dict) and isinstance(known, dict)
-    if not is_plain or schema.keys() & (APPLICATORS | {"patternProperties"}):
+    if not isinstance(names, dict) or not isinstance(known, dict):
+        return
+    if schema.keys() & (APPLICATORS | {"patternProperties"}):
         return
     limits = names.keys() - {"type"}
     others = schema.get("additionalProperties", True)

@@ -10,44 +10,32 @@ if TYPE_CHECKING:
 
 MAX_DIGITS = 20  # in a row: before the point, after it, and in the exponent
 DIGITS = b"0123456789"
-IN_TEXT = b'"z'  # one of these may follow digits in a string or in free text, not in a number
-ENDS = b",}]<>\n"  # one of these or the end of the sequence may follow every number
+IN_TEXT = '"z'  # one of these may follow digits in a string or in free text, not in a number
+ENDS = ",}]<>\n"  # one of these or the end of the sequence may follow every number
 ENDLESS = 256  # more digits than a list of values, or a bound, lets through
-ALL_DIGITS = 128  # in `NumberLimit.runs`: the whole token
 
 
 class NumberLimit:
-    """The tokens of a vocabulary that continue a number. `runs` has the number of digits that each
-    token ends with, plus ALL_DIGITS if it has nothing else.
-    """
+    """The tokens of a vocabulary that continue a number, and those that show where one is."""
 
     def __init__(self, vocabulary: LLTokenizer) -> None:
-        self.runs = bytearray(vocabulary.vocab_size)
+        self._vocabulary = vocabulary
         self._digits = 0  # bitmasks as integers, bit i for token i
-        self._in_text = 0
-        self._ends = 1 << vocabulary.eos_token
-        self._many_digits: list[int] = []
         for token_id in range(vocabulary.vocab_size):
-            text = vocabulary.decode_bytes([token_id])
-            run = len(text) - len(text.rstrip(DIGITS))
-            self.runs[token_id] = min(run, MAX_DIGITS)
-            if run and run == len(text):
-                self.runs[token_id] |= ALL_DIGITS
-            if text[:1].isdigit():
+            if vocabulary.decode_bytes([token_id])[:1].isdigit():
                 self._digits |= 1 << token_id
-            elif len(text) == 1 and text in IN_TEXT:
-                self._in_text |= 1 << token_id
-            elif len(text) == 1 and text in ENDS:
-                self._ends |= 1 << token_id
-            if text == b"1":
-                self._many_digits = [token_id] * ENDLESS
+        self._in_text = self._bits(IN_TEXT)
+        self._ends = self._bits(ENDS) | 1 << vocabulary.eos_token
+        self._many_digits = ENDLESS * vocabulary.greedy_tokenize("1")
+
+    def _bits(self, chars: str) -> int:
+        return sum(1 << self._vocabulary.greedy_tokenize(char)[0] for char in chars)
 
     def count_digits(self, num_digits: int, token_id: int) -> int:
         """Return the number of digits at the end of the output, after `num_digits` and a token."""
-        run = self.runs[token_id]
-        if run & ALL_DIGITS:
-            return num_digits + run - ALL_DIGITS
-        return run
+        text = self._vocabulary.decode_bytes([token_id])
+        run = len(text) - len(text.rstrip(DIGITS))
+        return num_digits + run if run == len(text) else run
 
     def forbid_digits(self, bitmask: bytes, matcher: LLMatcher) -> bytes:
         """Return the bitmask without tokens that begin with a digit, if the output is in a number
