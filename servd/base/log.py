@@ -77,12 +77,16 @@ class TextFormatter(logging.Formatter):
     """
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        record.message = _as_utf8(record.message).translate(ESCAPES)
+        record.message = escape(record.message)
         return super().formatMessage(record)
 
     def formatException(self, ei: Any) -> str:
-        lines = _as_utf8(super().formatException(ei)).split("\n")
-        return "\n".join(line.translate(ESCAPES) for line in lines)
+        return "\n".join(map(escape, super().formatException(ei).split("\n")))
+
+
+def escape(text: str) -> str:
+    """Return `text` as a line without control characters."""
+    return _as_utf8(text).translate(ESCAPES)
 
 
 def _as_utf8(text: str) -> str:

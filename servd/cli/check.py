@@ -19,7 +19,7 @@ import msgspec
 from servd import launch
 from servd.api.text.chat_template import ChatTemplate
 from servd.api.text.tokenizer import Tokenizer
-from servd.base import plugins
+from servd.base import log, plugins
 from servd.base.errors import ConfigError, ModelNotFound
 from servd.base.sizes import format_bytes
 from servd.checkpoint import hf, pooling
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
         findings.append(finding)
         if not arguments.json:
             words = ": ".join(filter(None, (finding.text, finding.hint)))
-            print(f"{finding.status:<9}{finding.name:<15}{words}", flush=True)
+            print(f"{finding.status:<9}{finding.name:<15}{log.escape(words)}", flush=True)
     if arguments.json:
         print(msgspec.json.format(msgspec.json.encode(findings)).decode())
     return int(any(finding.status == "failed" for finding in findings))

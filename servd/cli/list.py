@@ -6,6 +6,7 @@ from pathlib import Path
 
 from huggingface_hub.constants import HF_HUB_CACHE
 
+from servd.base import log
 from servd.base.sizes import format_bytes
 from servd.gateway.models import ModelFolder
 
@@ -22,7 +23,8 @@ def run(arguments: argparse.Namespace) -> int:
     for model in models.values():
         fits = "" if model.num_bytes < 0.9 * memory else "does not fit into memory"
         size = format_bytes(model.num_bytes)
-        print(f"{model.name:<44}{size:>10}{model.max_model_len:>9} tokens  {fits}".rstrip())
+        name = log.escape(model.name)
+        print(f"{name:<44}{size:>10}{model.max_model_len:>9} tokens  {fits}".rstrip())
     if not models:
         print(f"no models in {folder}; `servd pull MODEL` downloads one")
     return 0

@@ -6,6 +6,7 @@ from typing import Any
 
 from servd.api.engine.description import describe_folder
 from servd.api.text.chat_template import DEFAULT_TEMPLATE
+from servd.base import log
 from servd.base.errors import ModelNotFound, ServdError
 from servd.base.sizes import format_bytes
 from servd.checkpoint import hf
@@ -13,7 +14,6 @@ from servd.checkpoint.short_names import full_name
 from servd.cli.rm import find_file, find_repository
 from servd.gateway.models import find_snapshot
 from servd.terminal import api_client
-from servd.terminal.output import clean
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
         ("capabilities", ", ".join(shown["capabilities"])),
         ("license", shown.get("license")),
     ):
-        print(f"{title:<16}{clean(str(value or 'unknown'))}")
+        print(f"{title:<16}{log.escape(str(value or 'unknown'))}")
     return 0
 
 

@@ -52,6 +52,16 @@ def test_models_of_the_cache_are_listed_and_removed(cache: Path, capsys):
     assert "servd pull" in capsys.readouterr().out
 
 
+def test_names_do_not_steer_the_terminal(cache: Path, capsys):
+    name = "bad\x1b[2J\nname"
+    (cache / "models--org--tiny").rename(cache / f"models--org--{name}")
+    assert execute("list") == 0
+    assert capsys.readouterr().out.startswith(r"org/bad\x1b[2J\nname ")
+    with pytest.raises(SystemExit):
+        cli.main(["rm", "\x1b[2J"])
+    assert "\x1b" not in capsys.readouterr().err
+
+
 def test_a_model_of_the_cache_is_shown(cache: Path, capsys, monkeypatch):
     folder = cache / "models--org--tiny" / "snapshots" / "abc"
     tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(folder / "tokenizer.json"))

@@ -3,6 +3,8 @@
 import asyncio
 from collections.abc import AsyncGenerator
 
+MAX_EVENTS = 32  # that a reader gets at once: the event loop must not wait for a long log
+
 
 class EventLog:
     """An append-only log of events of `num_bytes` in total."""
@@ -24,10 +26,10 @@ class EventLog:
         self._tell()
 
     async def follow(self, start: int = 0) -> AsyncGenerator[bytes, None]:
-        """Yield events from number `start` on as they arrive; join the available events."""
+        """Yield events from number `start` on as they arrive; join up to MAX_EVENTS."""
         while True:
             news = self._news
-            if events := self._events[start:]:
+            if events := self._events[start : start + MAX_EVENTS]:
                 start += len(events)
                 yield b"".join(events)
             elif self._is_closed:
