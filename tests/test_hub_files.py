@@ -168,7 +168,7 @@ def test_a_folder_has_a_model_per_quantization(files: Path, tmp_path: Path):
     shutil.copy(files / "m-Q8_0.gguf", files / "odd-1-of-0.gguf")
     models = ModelFolder(files).read()
     assert sorted(models) == ["m-BF16", "m-F16", "m-Q8_0", "odd"]
-    assert models["m-F16"].num_bytes == sum(f.stat().st_size for f in files.glob("m-F16-*"))
+    assert models["m-F16"].facts.num_bytes == sum(f.stat().st_size for f in files.glob("m-F16-*"))
     (tmp_path / "odd-1-of-0.safetensors").write_bytes(b"")
     assert hf.weight_files(tmp_path) == [tmp_path / "odd-1-of-0.safetensors"]
 

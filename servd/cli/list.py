@@ -21,8 +21,8 @@ def run(arguments: argparse.Namespace) -> int:
     models = ModelFolder(folder).read() if folder.is_dir() else {}
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for model in models.values():
-        fits = "" if model.num_bytes < 0.9 * memory else "does not fit into memory"
-        size = format_bytes(model.num_bytes)
+        fits = "" if model.facts.num_bytes < 0.9 * memory else "does not fit into memory"
+        size = format_bytes(model.facts.num_bytes)
         name = log.escape(model.name)
         print(f"{name:<44}{size:>10}{model.max_model_len:>9} tokens  {fits}".rstrip())
     if not models:

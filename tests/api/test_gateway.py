@@ -450,7 +450,7 @@ async def test_folders_in_folders_and_single_files(tmp_path: Path, caplog, monke
         answer = await http.post(COMPLETIONS, json={**BODY, "model": "org/inner"})
         assert answer.json()["model"] == "org/inner"
         assert (await http.get("/v1/models/org/inner")).json()["state"] == "awake"
-        assert servers.servers["tiny"].model.num_bytes == len(tiny)
+        assert servers.servers["tiny"].model.facts.num_bytes == len(tiny)
         warned = [each for each in caplog.messages if "not serving" in each]
         assert len(warned) == 2 and "odd" in warned[0] and "torn" in warned[1]
 
