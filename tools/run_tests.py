@@ -1,6 +1,6 @@
-"""Run the tests in five processes beside each other and show how far each of them is.
+"""Run the tests in six processes beside each other and show how far each of them is.
 
-`make test` runs it. Tests of whole servers mostly wait, so that two processes of them and three
+`make test` runs it. Tests of whole servers mostly wait, so that two processes of them and four
 that compute keep two CPUs busy to the end.
 """
 
@@ -17,9 +17,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ["tests/core", "tests/demo_model", "tests/parity"]
 SERVERS = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/integration/test_*.py"))
+API = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/api/test_*.py"))
+FIRST_API = [path for path in API if Path(path).name < "test_h"]
 FIRST_SERVERS = [path for path in SERVERS if Path(path).name < "test_f"]
 GROUPS = {
-    "api": ["tests/api"],
+    "api a-g": FIRST_API,
+    "api h-z": ["tests/api", *(f"--ignore={path}" for path in FIRST_API)],
     "core, parity": PACKAGES,
     "servers a-e": FIRST_SERVERS,
     "servers f-z": [path for path in SERVERS if path not in FIRST_SERVERS],
