@@ -135,8 +135,9 @@ async def test_a_text_with_and_without_a_template(client: ollama.AsyncClient):
     options = {"num_predict": 5, "temperature": 0}
     made = await client.generate(MODEL, "abc", raw=True, options=options)
     assert made.response == output_text("abc", 5)
-    parts = [p.response or "" async for p in await client.generate(MODEL, "abc", stream=True)]
-    assert "".join(parts) == (await client.generate(MODEL, "abc")).response
+    stream = await client.generate(MODEL, "abc", stream=True, options=options)
+    parts = [part.response or "" async for part in stream]
+    assert "".join(parts) == (await client.generate(MODEL, "abc", options=options)).response
 
 
 async def test_a_form_is_kept(client: ollama.AsyncClient):

@@ -41,9 +41,9 @@ BASES = {path: base for path, (base, _) in compatibility.ROUTES.items()}
 QUESTION = {"type": "predicate", "instructions": "It is a greeting."}
 BATCH = {"endpoint": "/v1/completions", "completion_window": "24h"}
 BASES |= {
-    "/api/chat": {"messages": user("hi")},
+    "/api/chat": {"messages": user("hi"), "options": {"num_predict": 4}},
     "/api/embed": {"input": "hi"},
-    "/api/generate": {"prompt": "hi"},
+    "/api/generate": {"prompt": "hi", "options": {"num_predict": 4}},
     "/v1/decisions": {"input": "hi", "questions": [QUESTION]},
     "/tokenize": {"prompt": "hi"},
     # The file is replaced by one that is there, half of the time.
@@ -464,7 +464,7 @@ PEER_FIELDS = [(path, names) for of in PEERS["peers"].values() for path, names i
 HARMLESS = set(" ".join(PEERS["harmless"].values()).split())
 OWN_BASES = {"/classify": {"input": "hi"}, "/detokenize": {"tokens": [65]}}
 # Values of fields that ask for something, where the tool for the page has none.
-OTHERS = {"format": "json", "images": ["a"], "options": {"stop": "x"}, "tokens": [65], "raw": True}
+OTHERS = {"format": "json", "images": ["a"], "options": {"num_predict": 4}, "tokens": [65], "raw": True}
 OTHERS |= {"content": "a", "think": True, "keep_alive": 5, "input": "hi", "prompt": "hi"}
 
 
@@ -478,7 +478,7 @@ async def test_every_field_of_a_peer_is_judged(served: Served, path, names):
     base = {**BASES, **OWN_BASES}[path]
     for name in names.split():
         field, _, option = name.partition(".")
-        value = {option: 1} if option else examples.get(field, OTHERS.get(field, 1))
+        value = {"num_predict": 4, option: 1} if option else examples.get(field, OTHERS.get(field, 1))
         body = base | compatibility.BESIDE.get(field, {}) | {field: value}
         answer = await served.http.post(path, json=body)
         assert answer.status_code in (200, 400), (name, answer.text)
