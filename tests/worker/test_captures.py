@@ -68,10 +68,10 @@ def serve(folder: Path, **options: Any) -> tuple[Driver, list[list[int]]]:
     )
     slots = [driver.add([7, 8, 9, 7, 8]), driver.add([4] * 11)]
     most = 2 if "speculative_config" in options else 0
-    while short := [slot for slot in slots if len(driver.tokens[slot]) < 20]:
+    while short := [slot for slot in slots if len(driver.tokens[slot]) < 10]:
         chunks = {slot: min(driver.left(slot), 8) for slot in short}
         driver.step(chunks, max_new_drafts=dict.fromkeys(short, most))
-    return driver, [driver.tokens[slot][:20] for slot in slots]
+    return driver, [driver.tokens[slot][:10] for slot in slots]
 
 
 @pytest.mark.parametrize(("family", "variant", "quantization", "extra"), CONTRACT)

@@ -25,7 +25,7 @@ BATCHES = {
     "prefill": [(0, 1), (0, 16), (0, 37)],
     "mixed": [(40, 1), (0, 23), (5, 1), (16, 16), (33, 9), (0, 1), (129, 1), (7, 23)],
     "one row": [(3, 4)],
-    "long": [(2100, 1), (1020, 9), (255, 2)],
+    "long": [(1100, 1), (520, 9), (255, 2)],
 }
 # Query heads, kv heads, head_dim, and whether positions turn queries and keys.
 SHAPES = {"mha": (4, 4, 32, False), "gqa": (8, 2, 16, True), "mqa": (6, 1, 64, True)}
