@@ -19,7 +19,7 @@ from starlette.responses import Response
 
 from servd.api.builders.embedding import Vectors, embed
 from servd.api.builders.events import Event, EventBuilder
-from servd.api.builders.logprobs import choice_logprobs
+from servd.api.builders.logprobs import TokenTexts
 from servd.api.call import call_of
 from servd.api.context import Context, context_of, json_response
 from servd.api.engine.description import describe_model
@@ -252,11 +252,12 @@ class OllamaBuilder(EventBuilder):
         self.calls: list[dict[str, Any]] = []
         self.open_call: dict[str, Any] | None = None
         self.arguments = ""  # JSON of its arguments
+        self.token_texts = TokenTexts(self.tokenizer)
         self.logprobs: list[TokenLogprob] = []
         self.num_sent = 0  # of them
 
     def events_of(self, output: CompletionOutput) -> Iterator[Event]:
-        if shown := choice_logprobs(self.tokenizer, output.logprobs):
+        if shown := self.token_texts.chat_logprobs(output.logprobs):
             self.logprobs += shown.content
         return super().events_of(output)
 
