@@ -117,6 +117,13 @@ def test_any_text_becomes_the_beginning_of_an_object(text, data):
         assert arguments_object(written) == {"raw_arguments": written}
 
 
+@pytest.mark.parametrize("text", ["{b", '{"a": 1, b', '{"a": {"c": 1, b ', "{a: 1, b"])
+def test_a_name_that_breaks_off_leaves_the_beginning_of_an_object(text):
+    written, is_whole = read([text])
+    assert not is_whole
+    assert json.loads(written + missing_end(written))["raw_arguments"] == written
+
+
 @pytest.mark.parametrize("text", ["[1]", '"a"', "null", "", '{"a', "{" * 100_000])
 def test_arguments_that_are_no_object_are_held_by_one(text):
     assert arguments_object(text) == {"raw_arguments": text}

@@ -171,18 +171,20 @@ class JsonReader:
             comma = ", "
             if first not in QUOTES and (is_object or first not in CLOSING):
                 return (yield from self._raw_text(comma + (RAW_KEY if is_object else "")))
-        self.emit(comma)
         self._is_first = False
-        if is_object and not (yield from self._key()):
+        if not is_object:
+            self.emit(comma)
+        elif not (yield from self._key(comma)):
             return False
         if not self.brackets:  # the rest was no JSON
             return True
         return (yield from self._begin_value())
 
-    def _key(self) -> Steps[bool]:
-        """Read a key and a colon. Return False if the text breaks off."""
+    def _key(self, comma: str) -> Steps[bool]:
+        """Read a key and a colon. Emit `comma` before. Return False if the text breaks off."""
         reader = self.reader
         if (yield from reader.peek()) in QUOTES:
+            self.emit(comma)
             if not (yield from self.string()):
                 return False
             gap = yield from reader.space()
@@ -193,9 +195,9 @@ class JsonReader:
             if not following:
                 return False
             if not name or following != ":":
-                return (yield from self._raw_text(RAW_KEY, name + gap))
+                return (yield from self._raw_text(comma + RAW_KEY, name + gap))
             self._has_names = True
-            self.emit(f'"{escape(name)}"')
+            self.emit(f'{comma}"{escape(name)}"')
             self.missing = ": null"
         if not (yield from reader.peek()):
             return False
