@@ -19,7 +19,7 @@ from servd.api.protocol.generation import (
     Usage,
 )
 from servd.api.protocol.tools import ToolChoice, Tools, idle_strict
-from servd.api.protocol.validation import OpenObject, RequestBody
+from servd.api.protocol.validation import OpenObject, RequestBody, Whole
 from servd.api.text.prompt import Chat, Prompt, ToolOptions
 from servd.base.bounds import INT32_MAX
 from servd.base.errors import InvalidRequest
@@ -236,13 +236,13 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
 
     messages: Messages
     """The conversation."""
-    max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX), Whole] | None = None
     """Former name of `max_completion_tokens`."""
-    max_completion_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=INT32_MAX), Whole] | None = None
     """Maximum number of output tokens. Default: up to the end of the context."""
     logprobs: bool | None = None
     """Return the log-probabilities of the output tokens."""
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_CANDIDATES)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_CANDIDATES), Whole] | None = None
     """Number of most likely tokens per position, up to --max-logprobs (20). Needs `logprobs`."""
     include_reasoning: bool | None = None
     """With false, the response omits the reasoning."""

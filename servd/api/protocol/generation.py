@@ -16,10 +16,12 @@ from servd.api.protocol.validation import (
     REQUEST_ID,
     ClosedObject,
     FewKeys,
+    Int,
     KeptTokens,
     OpenObject,
     Schema,
     TokenId,
+    Whole,
     add_bounds,
 )
 from servd.base.errors import InvalidRequest
@@ -83,7 +85,7 @@ def _bias_by_id(value: Any) -> Any:
 
 
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
-TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True), Whole]
 Bias = Annotated[
     dict[int, float], Field(json_schema_extra={"propertyNames": {"pattern": "^[0-9]{1,11}$"}})
 ]
@@ -100,9 +102,9 @@ class StreamOptions(OpenObject, total=False):
 class RepetitionFields(ClosedObject, total=False):
     """The repetitions that end the output; see `servd.messages.params.RepetitionDetection`."""
 
-    max_pattern_size: int
-    min_pattern_size: int
-    min_count: int
+    max_pattern_size: Int
+    min_pattern_size: Int
+    min_count: Int
 
 
 class KVTransferParams(OpenObject, total=False):
@@ -111,7 +113,7 @@ class KVTransferParams(OpenObject, total=False):
     do_remote_decode: bool | None  # another engine decodes after this prefill
     do_remote_prefill: bool | None  # another engine has computed the prompt
     remote_host: str | None
-    remote_port: int | None
+    remote_port: Int | None
 
 
 class KVTransferAnswer(msgspec.Struct):
@@ -133,13 +135,13 @@ class KVTransferAnswer(msgspec.Struct):
 class GenerationRequest(StructuredRequest):
     """The fields with the same meaning in chat and text completions."""
 
-    n: int | None = None
+    n: Int | None = None
     """Number of choices. Choice i uses `seed` + i."""
     temperature: Temperature | None = None
     """Randomness of sampling. 0 always takes the most probable token."""
     top_p: float | None = None
     """Sample among the most probable tokens whose probabilities add up to this."""
-    top_k: int | None = None
+    top_k: Int | None = None
     """Sample among this many of the most probable tokens. 0 and -1 turn the limit off."""
     min_p: float | None = None
     """Drop tokens less probable than this share of the most probable token's probability."""
@@ -149,11 +151,11 @@ class GenerationRequest(StructuredRequest):
     """Lower a token's logit for each time it is in the output."""
     repetition_penalty: float | None = None
     """Scale the logits of tokens in the prompt or the output. Above 1 makes them less likely."""
-    seed: int | None = None
+    seed: Int | None = None
     """Requests with the same seed and parameters return the same text, whatever the load."""
-    max_tokens: int | None = None
+    max_tokens: Int | None = None
     """Maximum number of output tokens."""
-    min_tokens: int | None = None
+    min_tokens: Int | None = None
     """Minimum number of output tokens."""
     ignore_eos: bool | None = None
     """Continue after the model's end-of-sequence token."""
@@ -181,13 +183,13 @@ class GenerationRequest(StructuredRequest):
     """
     speculative: bool | None = None
     """false turns speculative decoding off. The output stays the same."""
-    thinking_token_budget: int | None = None
+    thinking_token_budget: Int | None = None
     """Maximum number of reasoning tokens. Needs a model whose reasoning tags are single tokens."""
     logprob_token_ids: TokenIds | None = None
     """Return the log-probabilities of these token ids at each position, instead of the likeliest.
     Needs `logprobs`.
     """
-    prompt_logprobs: int | None = None
+    prompt_logprobs: Int | None = None
     """Return log-probabilities of the prompt's tokens, and of this many candidates per position (up
     to `--max-logprobs`, 20). Not with `stream`.
     """

@@ -12,6 +12,7 @@ from typing_extensions import TypedDict
 
 from servd.api.protocol.completions import MAX_PROMPTS, SomeText
 from servd.api.protocol.embeddings import IN_TEXTS, EmbeddingUsage, PooledRequest
+from servd.api.protocol.validation import Whole
 from servd.base.bounds import INT32_MAX
 from servd.base.errors import InvalidRequest
 
@@ -49,8 +50,8 @@ class SimilarityRequest(PooledRequest):
     lacking = PooledRequest.lacking | {"chat_template_kwargs": IN_TEXTS}
 
     pooling: Literal["last", "mean"] | None = None
-    max_tokens_per_query: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
-    max_tokens_per_doc: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
+    max_tokens_per_query: Annotated[int, Field(ge=1, le=INT32_MAX), Whole] | None = None
+    max_tokens_per_doc: Annotated[int, Field(ge=1, le=INT32_MAX), Whole] | None = None
 
 
 class ScoreRequest(SimilarityRequest):

@@ -32,7 +32,7 @@ from servd.api.protocol.embeddings import Dimensions
 from servd.api.protocol.errors import ErrorReply
 from servd.api.protocol.score import Texts
 from servd.api.protocol.translation import TranslatedRequest, renamed
-from servd.api.protocol.validation import OpenObject, RequestBody
+from servd.api.protocol.validation import OpenObject, RequestBody, Whole
 from servd.api.text.prompt import Prompt
 from servd.base.bounds import INT32_MAX
 from servd.base.errors import InvalidRequest
@@ -138,7 +138,7 @@ class OllamaRequest(TranslatedRequest):
     keep_alive: KeepAlive = None
     logprobs: bool | None = None
     """Return the log-probability of each output token."""
-    top_logprobs: Annotated[int, Field(ge=0)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0), Whole] | None = None
     """Likeliest tokens at each place, up to `--max-logprobs`. Needs `logprobs`."""
 
     def ignored(self) -> list[str]:
@@ -197,7 +197,7 @@ class EmbedOptions(OpenObject, total=False):
     than the model's context.
     """
 
-    num_ctx: Annotated[int, Field(ge=1, le=INT32_MAX)] | None
+    num_ctx: Annotated[int, Field(ge=1, le=INT32_MAX), Whole] | None
 
 
 class OllamaEmbedRequest(RequestBody):
