@@ -193,6 +193,14 @@ def test_valid_json_is_read_at_once(name, title):
     assert min(seconds(make(name).feed, text) for _ in range(3)) < 0.08
 
 
+@pytest.mark.parametrize("title", sorted(OTHERS.keys() - {"nested"}))
+def test_mistakes_are_read_at_once(title):
+    """640 kB took 1 to 4 s while each mistake was repaired."""
+    begin, member = OTHERS[title]
+    text = BEGINS["hermes"] + begin + member * (320_000 // len(member))
+    assert min(seconds(make("hermes").feed, text) for _ in range(3)) < 0.8
+
+
 def test_text_that_may_be_a_key_takes_time_in_proportion():
     def parse(size: int) -> None:
         parser = make("hermes")

@@ -4,9 +4,8 @@ import json
 import re
 
 from servd.api.output.incremental import Steps
-from servd.api.output.json_reader import CLOSING, RAW_KEY, JsonReader, escape
+from servd.api.output.json_reader import CLOSING, LITERALS, RAW_KEY, SCALAR, JsonReader, escape
 from servd.api.output.tool_parser import ToolParser
-from servd.api.output.tool_parsers._parameters import to_json
 
 _NAME = re.compile(r"[\w.-]*")
 _KEY = re.compile(r"[^:,{}\[\]<]*")
@@ -63,7 +62,7 @@ class _ArgumentsReader(JsonReader):
         if not key or not (yield from reader.accept(":")):
             return (yield from self._raw_text(comma + RAW_KEY, text))
         self.emit(f"{comma}{json.dumps(key, ensure_ascii=False)}:")
-        self.emit((yield from reader.space()))
+        self.emit((yield from self._space()))
         return True
 
     def _begin_value(self) -> Steps[bool]:
@@ -79,7 +78,8 @@ class _ArgumentsReader(JsonReader):
         following = yield from reader.peek()
         if not word and following not in (",", self.brackets[-1]):
             return bool(following) and (yield from self._raw_text(""))
-        self.emit(to_json(word, {"any"}))
+        value = LITERALS.get(word.strip(), word.strip())
+        self.emit(value if SCALAR.fullmatch(value) else f'"{escape(word)}"')
         return True
 
     def _string(self) -> Steps[bool]:
