@@ -26,6 +26,7 @@ class PooledRequest(RequestBody):
     """The fields that all requests for pooled outputs share."""
 
     lacking = dict.fromkeys(("chat_template", "continue_final_message", "instruction"), IN_TEXTS)
+    lacking["embd_normalize"] = "`use_activation`: false returns vectors that are not normalized"
 
     truncate_prompt_tokens: KeptTokens | None = None
     truncation_side: Literal["left", "right"] | None = None

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
-from pydantic import BeforeValidator, Field, GetJsonSchemaHandler, model_validator
+from pydantic import AliasChoices, BeforeValidator, Field, GetJsonSchemaHandler, model_validator
 from pydantic_core import PydanticCustomError
 
 from servd.api.protocol.structured import StructuredRequest
@@ -36,8 +36,9 @@ from servd.messages.params import (
 
 # Fields that would change the response but are not supported, so they are rejected. All other
 # unknown fields are accepted and listed in the header X-Servd-Ignored.
-UNSUPPORTED = ("audio", "chat_template", "function_call", "functions", "modalities")
-UNSUPPORTED += ("add_special_tokens", "prompt_embeds", "watermarking", "web_search_options")
+UNSUPPORTED = ("audio", "chat_template", "function_call", "functions", "lora", "modalities")
+UNSUPPORTED += ("add_special_tokens", "prompt_embeds", "reasoning_format", "watermarking")
+UNSUPPORTED += ("web_search_options",)
 # The sampling parameters that beam search uses, or can ignore without effect. Any other parameter
 # would change the answer and is refused.
 WITH_BEAMS = {
@@ -50,15 +51,16 @@ WITH_BEAMS = {
 }
 IDLE_WITH_BEAMS = ("temperature", "top_p", "top_k", "min_p", "seed", "speculative")
 ONLY_WITH_BEAMS = ("early_stopping", "length_penalty")
+BUDGET_ALIASES = ("thinking_budget_tokens", "reasoning_budget_tokens")  # llama-server's
 MAX_RETENTION = 86400.0  # seconds
-NEUTRAL: dict[str, Any] = {"modalities": ["text"]}
+NEUTRAL: dict[str, Any] = {"modalities": [["text"]], "reasoning_format": ["auto", "deepseek"]}
 DEFAULTS = msgspec.structs.asdict(SamplingParams())
 
 
 def _is_neutral(name: str, value: Any) -> bool:
     """Return whether a value is absent, false, empty (not 0), or the field's default."""
     empty = isinstance(value, str | list | dict) and not value
-    return value is None or value is False or empty or value == NEUTRAL.get(name)
+    return value is None or value is False or empty or value in NEUTRAL.get(name, ())
 
 
 def _one_or_more(value: Any) -> Any:
@@ -183,7 +185,9 @@ class GenerationRequest(StructuredRequest):
     """
     speculative: bool | None = None
     """false turns speculative decoding off. The output stays the same."""
-    thinking_token_budget: Int | None = None
+    thinking_token_budget: Annotated[
+        Int | None, Field(validation_alias=AliasChoices("thinking_token_budget", *BUDGET_ALIASES))
+    ] = None
     """Maximum number of reasoning tokens. Needs a model whose reasoning tags are single tokens."""
     logprob_token_ids: TokenIds | None = None
     """Return the log-probabilities of these token ids at each position, instead of the likeliest.
@@ -257,7 +261,9 @@ class GenerationRequest(StructuredRequest):
         extra = self.model_extra or {}
         for name in (each for each in UNSUPPORTED if each in extra):
             if not _is_neutral(name, extra[name]):
-                hint = f"only {json.dumps(NEUTRAL[name])} is" if name in NEUTRAL else "leave it out"
+                hint = (
+                    f"only {json.dumps(NEUTRAL[name][0])} is" if name in NEUTRAL else "leave it out"
+                )
                 raise InvalidRequest(f"`{name}` is not supported: {hint}", param=name)
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("`stream_options` needs `stream`: true", param="stream_options")
