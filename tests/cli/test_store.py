@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import io
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,8 @@ def test_names_do_not_control_the_terminal(cache: Path, capsys, monkeypatch, arg
     reply = io.BytesIO(json.dumps(SHOWN).encode())
     monkeypatch.setattr(api_client.Client, "open", lambda *_: contextlib.nullcontext(reply))
     monkeypatch.setattr(api_client.Client, "get", lambda *_: LOADED)
+    logger = logging.getLogger("servd")
+    monkeypatch.setattr(logger, "level", logger.level)  # `check` silences it
     with pytest.raises(SystemExit):
         cli.main([word.replace("CACHE", str(cache)) for word in argv])
     written = capsys.readouterr()
