@@ -123,21 +123,16 @@ class Config(Section, frozen=True):
             if name == "generation_config" and value in ("auto", "vllm"):  # no folders
                 continue
             if isinstance(value, str) and (name.endswith("_dir") or os.path.exists(value)):
-                changed[name] = _absolute(name, value)
+                try:
+                    changed[name] = os.path.abspath(value)
+                except FileNotFoundError:
+                    hint = "the working folder was removed; give an absolute path"
+                    raise ConfigError(f"{flag_of(name)} {value}: {hint}") from None
         draft = self.model.speculative_config
         if draft and draft.model and os.path.exists(draft.model):
             model = os.path.abspath(draft.model)
             changed["speculative_config"] = msgspec.structs.replace(draft, model=model)
         return self.replace(**changed)
-
-
-def _absolute(name: str, path: str) -> str:
-    try:
-        return os.path.abspath(path)
-    except FileNotFoundError:
-        raise ConfigError(
-            f"{flag_of(name)} {path}: the working folder was removed; give an absolute path"
-        ) from None
 
 
 def _is_object(option: msgspec.structs.FieldInfo) -> bool:

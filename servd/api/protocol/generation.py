@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -23,6 +22,7 @@ from servd.api.protocol.validation import (
     TokenId,
     Whole,
     add_bounds,
+    is_neutral,
 )
 from servd.base.errors import InvalidRequest
 from servd.messages.engine import RequestOptions
@@ -34,11 +34,6 @@ from servd.messages.params import (
     SamplingParams,
 )
 
-# Fields that would change the response but are not supported, so they are rejected. All other
-# unknown fields are accepted and listed in the header X-Servd-Ignored.
-UNSUPPORTED = ("audio", "chat_template", "function_call", "functions", "lora", "modalities")
-UNSUPPORTED += ("add_special_tokens", "prompt_embeds", "reasoning_format", "watermarking")
-UNSUPPORTED += ("web_search_options",)
 # The sampling parameters that beam search uses, or can ignore without effect. Any other parameter
 # would change the answer and is refused.
 WITH_BEAMS = {
@@ -53,14 +48,7 @@ IDLE_WITH_BEAMS = ("temperature", "top_p", "top_k", "min_p", "seed", "speculativ
 ONLY_WITH_BEAMS = ("early_stopping", "length_penalty")
 BUDGET_ALIASES = ("thinking_budget_tokens", "reasoning_budget_tokens")  # llama-server's
 MAX_RETENTION = 86400.0  # seconds
-NEUTRAL: dict[str, Any] = {"modalities": [["text"]], "reasoning_format": ["auto", "deepseek"]}
 DEFAULTS = msgspec.structs.asdict(SamplingParams())
-
-
-def _is_neutral(name: str, value: Any) -> bool:
-    """Return whether a value is absent, false, empty (not 0), or the field's default."""
-    empty = isinstance(value, str | list | dict) and not value
-    return value is None or value is False or empty or value in NEUTRAL.get(name, ())
 
 
 def _one_or_more(value: Any) -> Any:
@@ -136,6 +124,14 @@ class KVTransferAnswer(msgspec.Struct):
 
 class GenerationRequest(StructuredRequest):
     """The fields with the same meaning in chat and text completions."""
+
+    lacking = dict.fromkeys(
+        "add_special_tokens audio chat_template function_call functions prompt_embeds watermarking "
+        "web_search_options".split(),
+        "leave it out",
+    )
+    lacking |= {"lora": "name an adapter as `model`", "modalities": 'only ["text"] is'}
+    lacking |= {"reasoning_format": 'only "auto" is'}
 
     n: Int | None = None
     """Number of choices. Choice i uses `seed` + i."""
@@ -258,13 +254,6 @@ class GenerationRequest(StructuredRequest):
 
     @model_validator(mode="after")
     def _check_support(self) -> GenerationRequest:
-        extra = self.model_extra or {}
-        for name in (each for each in UNSUPPORTED if each in extra):
-            if not _is_neutral(name, extra[name]):
-                hint = (
-                    f"only {json.dumps(NEUTRAL[name][0])} is" if name in NEUTRAL else "leave it out"
-                )
-                raise InvalidRequest(f"`{name}` is not supported: {hint}", param=name)
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("`stream_options` needs `stream`: true", param="stream_options")
         if self.logprob_token_ids and self.own_params.get("logprobs") is None:
@@ -294,7 +283,7 @@ class GenerationRequest(StructuredRequest):
         fields = type(self).model_fields.keys() & DEFAULTS.keys()
         given = self.values_of(sorted(fields - WITH_BEAMS - {*IDLE_WITH_BEAMS}))
         for name, value in given.items():
-            if not _is_neutral(name, value) and value != DEFAULTS[name]:
+            if not is_neutral(name, value) and value != DEFAULTS[name]:
                 raise InvalidRequest(
                     f"`{name}` is not supported with `use_beam_search`: leave it out", param=name
                 )
@@ -319,7 +308,7 @@ class GenerationRequest(StructuredRequest):
 
     def ignored(self) -> list[str]:
         options = set(self.stream_options or ()) - set(StreamOptions.__annotations__)
-        names = set(self.model_extra or ()) - set(UNSUPPORTED)  # refused unless neutral
+        names = set(self.model_extra or ()) - self.lacking.keys()  # refused unless neutral
         idle = IDLE_WITH_BEAMS if self.use_beam_search else ONLY_WITH_BEAMS
         if self.truncate_prompt_tokens is None:
             idle = {*idle, "truncation_side"}

@@ -33,6 +33,8 @@ MAX_WHOLE = 2.0**53  # a float has all whole numbers below
 MAX_NAME = 64  # characters of a field name that are shown; names can come from the client
 # Field of SamplingParams -> its other names in requests.
 ALIASES = {"stop": ("stop_sequences",)}
+# Field of peers -> the values that change nothing.
+NEUTRAL: dict[str, Any] = {"modalities": [["text"]], "reasoning_format": ["auto", "deepseek"]}
 MAX_KEYS = 16  # as in OpenAI's metadata; the other objects have fewer
 
 SCALAR = str | int | float
@@ -119,8 +121,9 @@ class RequestBody(BaseModel):
     @model_validator(mode="after")
     def check_lacking(self) -> Self:
         """Raise InvalidRequest if the body sets a field of `lacking`."""
+        extra = self.model_extra or {}
         for name, hint in self.lacking.items():
-            if (self.model_extra or {}).get(name):
+            if name in extra and not is_neutral(name, extra[name]):
                 raise InvalidRequest(f"`{name}` is not supported: {hint}", param=name)
         return self
 
@@ -154,6 +157,12 @@ class RequestBody(BaseModel):
         for base in reversed(cls.__mro__[: cls.__mro__.index(BaseModel)]):
             found |= field_docstrings(base)
         return found
+
+
+def is_neutral(name: str, value: Any) -> bool:
+    """Return whether a value is absent, false, empty (not 0), or asks for what servd does."""
+    empty = isinstance(value, str | list | dict) and not value
+    return value is None or value is False or empty or value in NEUTRAL.get(name, ())
 
 
 def add_descriptions(properties: dict[str, Schema], texts: Mapping[str, str]) -> None:
