@@ -19,10 +19,9 @@ from servd.api.protocol.generation import (
     Usage,
 )
 from servd.api.protocol.tools import ToolChoice, Tools, idle_strict
-from servd.api.protocol.validation import OpenObject, RequestBody, Whole
+from servd.api.protocol.validation import OpenObject, RequestBody, Whole, wrong_field
 from servd.api.text.prompt import Chat, Prompt, ToolOptions
 from servd.base.bounds import INT32_MAX
-from servd.base.errors import InvalidRequest
 from servd.messages.engine import FinishReason
 from servd.messages.params import MAX_CANDIDATES
 
@@ -220,14 +219,11 @@ class ChatPrompt(RequestBody):
         if self.tool_choice in (None, "none", "auto"):
             return self
         if not self.tools:
-            raise InvalidRequest("`tool_choice` needs `tools`", param="tool_choice")
+            raise wrong_field("tool_choice", "needs `tools`")
         known = {tool["function"]["name"] for tool in self.tools}
         for name in self.named_tools:
             if name not in known:
-                raise InvalidRequest(
-                    f"`tool_choice` names {name[:128]!r}, which is not in `tools`",
-                    param="tool_choice",
-                )
+                raise wrong_field("tool_choice", f"names {name[:128]!r}, which is not in `tools`")
         return self
 
 
@@ -252,7 +248,7 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
     @model_validator(mode="after")
     def _check_chat(self) -> ChatCompletionRequest:
         if self.top_logprobs and not self.logprobs:
-            raise InvalidRequest("`top_logprobs` needs `logprobs`: true", param="top_logprobs")
+            raise wrong_field("top_logprobs", "needs `logprobs`: true")
         return self
 
     def ignored(self) -> list[str]:

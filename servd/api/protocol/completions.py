@@ -17,7 +17,7 @@ from servd.api.protocol.generation import (
     Timings,
     Usage,
 )
-from servd.api.protocol.validation import Int, TokenId, Whole, with_whole_numbers
+from servd.api.protocol.validation import Int, TokenId, Whole, with_whole_numbers, wrong_field
 from servd.api.text.prompt import Prompt
 from servd.base.errors import InvalidRequest
 from servd.messages.engine import FinishReason
@@ -82,16 +82,13 @@ class CompletionRequest(GenerationRequest):
         if len(self.prompt) * (self.n or 1) > MAX_CHOICES:
             raise InvalidRequest(f"prompts times `n` may be at most {MAX_CHOICES}", param="n")
         if self.best_of not in (None, self.n or 1):
-            raise InvalidRequest(
-                "`best_of` is not supported: set `n`, and choose a completion yourself",
-                param="best_of",
+            raise wrong_field(
+                "best_of", "is not supported: set `n`, and choose a completion yourself"
             )
         if self.suffix and (self.echo or not isinstance(self.prompt[0], str)):
-            raise InvalidRequest("`suffix` needs a `prompt` of text, and no `echo`", param="suffix")
+            raise wrong_field("suffix", "needs a `prompt` of text, and no `echo`")
         if self.echo and self.logprobs is not None and self.stream:
-            raise InvalidRequest(
-                "`echo` with `logprobs` cannot be streamed: leave out `stream`", param="echo"
-            )
+            raise wrong_field("echo", "with `logprobs` cannot be streamed: leave out `stream`")
         return self
 
     def prompts(self, response_id: str) -> list[Prompt]:

@@ -23,6 +23,7 @@ from servd.api.protocol.validation import (
     Whole,
     add_bounds,
     is_neutral,
+    wrong_field,
 )
 from servd.base.errors import InvalidRequest
 from servd.messages.engine import RequestOptions
@@ -255,13 +256,11 @@ class GenerationRequest(StructuredRequest):
     @model_validator(mode="after")
     def _check_support(self) -> GenerationRequest:
         if self.stream_options is not None and not self.stream:
-            raise InvalidRequest("`stream_options` needs `stream`: true", param="stream_options")
+            raise wrong_field("stream_options", "needs `stream`: true")
         if self.logprob_token_ids and self.own_params.get("logprobs") is None:
-            raise InvalidRequest("`logprob_token_ids` needs `logprobs`", param="logprob_token_ids")
+            raise wrong_field("logprob_token_ids", "needs `logprobs`")
         if self.prompt_logprobs is not None and self.stream:
-            raise InvalidRequest(
-                "`prompt_logprobs` cannot be streamed: leave out `stream`", param="prompt_logprobs"
-            )
+            raise wrong_field("prompt_logprobs", "cannot be streamed: leave out `stream`")
         transfer = self.kv_transfer_params or {}
         if transfer.get("do_remote_decode") and self.stream:
             raise InvalidRequest(
@@ -270,10 +269,10 @@ class GenerationRequest(StructuredRequest):
             )
         is_from_peer = transfer.get("do_remote_prefill")
         if is_from_peer and not (transfer.get("remote_host") and transfer.get("remote_port")):
-            raise InvalidRequest(
-                "`kv_transfer_params` with `do_remote_prefill` need `remote_host` and "
+            raise wrong_field(
+                "kv_transfer_params",
+                "with `do_remote_prefill` need `remote_host` and "
                 "`remote_port`: copy the `kv_transfer_params` from the other engine's answer",
-                param="kv_transfer_params",
             )
         if self.use_beam_search:
             self._check_beam_search()
@@ -284,23 +283,16 @@ class GenerationRequest(StructuredRequest):
         given = self.values_of(sorted(fields - WITH_BEAMS - {*IDLE_WITH_BEAMS}))
         for name, value in given.items():
             if not is_neutral(name, value) and value != DEFAULTS[name]:
-                raise InvalidRequest(
-                    f"`{name}` is not supported with `use_beam_search`: leave it out", param=name
-                )
+                raise wrong_field(name, "is not supported with `use_beam_search`: leave it out")
         if (self.n or 1) > MAX_BEAMS:
-            raise InvalidRequest(
-                f"`n` may be at most {MAX_BEAMS} with `use_beam_search`", param="n"
-            )
+            raise wrong_field("n", f"may be at most {MAX_BEAMS} with `use_beam_search`")
         # Each beam needs this many candidates more, at every step.
         if len(self.stop_token_ids or ()) > MAX_STOP:
-            raise InvalidRequest(
-                f"`stop_token_ids` may have at most {MAX_STOP} with `use_beam_search`",
-                param="stop_token_ids",
+            raise wrong_field(
+                "stop_token_ids", f"may have at most {MAX_STOP} with `use_beam_search`"
             )
         if self.max_tokens == 0:
-            raise InvalidRequest(
-                "`max_tokens` must be at least 1 with `use_beam_search`", param="max_tokens"
-            )
+            raise wrong_field("max_tokens", "must be at least 1 with `use_beam_search`")
         if (form := self.structured_output()) is not None:
             raise InvalidRequest(
                 f"`{form.param}` is not supported with `use_beam_search`", param=form.param

@@ -15,9 +15,8 @@ from servd.api.protocol.generation import Temperature
 from servd.api.protocol.response_items import HOSTED_ITEMS, chat_messages
 from servd.api.protocol.tools import Function, HostedTool, allow_both, idle_strict, own_and_hosted
 from servd.api.protocol.translation import TranslatedRequest
-from servd.api.protocol.validation import FewKeys, OpenObject, Whole
+from servd.api.protocol.validation import FewKeys, OpenObject, Whole, wrong_field
 from servd.base.bounds import INT32_MAX
-from servd.base.errors import InvalidRequest
 from servd.messages.params import MAX_CANDIDATES
 
 # ---- request ----
@@ -238,7 +237,7 @@ class ResponsesRequest(TranslatedRequest):
             ("prompt", self.prompt, "send `instructions` and `input`"),
         ):
             if value:
-                raise InvalidRequest(f"`{name}` is not supported: {hint}", param=name)
+                raise wrong_field(name, f"is not supported: {hint}")
         return self
 
     def ignored(self) -> list[str]:

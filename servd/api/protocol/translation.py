@@ -19,8 +19,9 @@ from servd.api.protocol.validation import (
     add_bounds,
     add_descriptions,
     parse,
+    wrong_field,
 )
-from servd.base.errors import InvalidRequest, RequestError
+from servd.base.errors import RequestError
 from servd.messages.params import SamplingParams
 
 # Sampling parameters that the other APIs have under another name, or whose effect their responses
@@ -85,9 +86,7 @@ class TranslatedRequest(RequestBody):
             if isinstance(made, dict) and isinstance(extra[name], dict):
                 fields[name] = made | extra[name]
             elif made is not None:
-                raise InvalidRequest(
-                    f"`{name}` duplicates a field of this API: leave it out", param=name
-                )
+                raise wrong_field(name, "duplicates a field of this API: leave it out")
             else:
                 fields[name] = extra[name]
         return parse(self.chat_class, msgspec.json.encode(fields))

@@ -124,7 +124,7 @@ class RequestBody(BaseModel):
         extra = self.model_extra or {}
         for name, hint in self.lacking.items():
             if name in extra and not is_neutral(name, extra[name]):
-                raise InvalidRequest(f"`{name}` is not supported: {hint}", param=name)
+                raise wrong_field(name, f"is not supported: {hint}")
         return self
 
     @classmethod
@@ -215,6 +215,11 @@ def parse(kind: type[Body], data: bytes, max_values: int = MAX_VALUES) -> Body:
         return kind.model_validate_json(data)
     except ValidationError as error:
         raise _explain(error, data) from None
+
+
+def wrong_field(name: str, rule: str) -> InvalidRequest:
+    """Return the error for a field, from a sentence without its name."""
+    return InvalidRequest(f"`{name}` {rule}", param=name)
 
 
 def _explain(error: ValidationError, data: bytes) -> InvalidRequest:
