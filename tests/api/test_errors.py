@@ -241,6 +241,21 @@ async def test_a_point_changes_nothing_else_of_a_body(http):
         check(await http.post(COMPLETIONS, content=body, headers=headers), 400, "temperature")
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/api/chat", '{"messages": [], "options": {"min_p": NaN}}', "options.min_p"),
+        ("/api/generate", '{"prompt": "a", "options": {"top_p": NaN}}', "options.top_p"),
+        ("/v1/messages", '{"messages": [], "max_tokens": 1, "min_p": NaN}', "min_p"),
+        ("/v1/responses", '{"input": "a", "top_p": NaN}', "top_p"),
+    ],
+)
+async def test_a_number_that_is_none_is_refused_in_every_api(http, path, body, field):
+    text = body.replace("[]", json.dumps(user("a")))
+    answer = await http.post(path, content=text, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400 and field.split(".")[-1] in answer.text, answer.text
+
+
 def subclasses(kind):
     return {kind}.union(*map(subclasses, kind.__subclasses__()))
 

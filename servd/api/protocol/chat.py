@@ -299,7 +299,7 @@ class TopLogprob(msgspec.Struct):
 
 
 class TokenLogprob(msgspec.Struct):
-    """The sampled token at a position. `token` shows an incomplete character as U+FFFD."""
+    """The sampled token at a position. `token` is empty if a character is still incomplete."""
 
     token: str
     logprob: float

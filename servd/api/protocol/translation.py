@@ -5,9 +5,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
-import msgspec
 from pydantic import GetJsonSchemaHandler
-from pydantic_core import core_schema
+from pydantic_core import core_schema, to_json
 
 from servd.api.protocol.chat import ChatCompletionRequest
 from servd.api.protocol.generation import GenerationRequest
@@ -89,7 +88,7 @@ class TranslatedRequest(RequestBody):
                 raise wrong_field(name, "duplicates a field of this API: leave it out")
             else:
                 fields[name] = extra[name]
-        return parse(self.chat_class, msgspec.json.encode(fields))
+        return parse(self.chat_class, to_json(fields, inf_nan_mode="constants"))
 
 
 @contextmanager
