@@ -175,16 +175,3 @@ def test_closed_standard_files_are_opened_before_a_socket_takes_their_place(clos
     command = [sys.executable, "-c", STANDARD, str(result), *map(str, closed)]
     subprocess.run(command, preexec_fn=closing(*closed), timeout=WAIT_SECONDS, check=True)
     assert result.read_text() == "fine"
-
-
-def test_a_server_starts_in_a_folder_that_was_removed(tmp_path: Path):
-    folder = tmp_path / "gone"
-    folder.mkdir()
-    code = f"""
-import os, sys
-os.chdir({str(folder)!r}); os.rmdir({str(folder)!r})
-from servd.cli import main
-main(["serve", "--executor", "nonsense"])
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=WAIT_SECONDS)
-    assert done.returncode == 2 and b"Traceback" not in done.stderr, done.stderr.decode()

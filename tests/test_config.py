@@ -137,6 +137,38 @@ def test_a_size_that_is_shown_can_be_read_and_is_not_too_small(size):
     assert size <= parse_bytes(format_bytes(size)) <= 1.01 * size + 1
 
 
+PATH_OPTIONS = ["model", "chat_template", "generation_config", "models_dir", "lora_dir"]
+
+
+def test_a_path_stays_the_same_when_the_working_folder_changes(tmp_path, monkeypatch):
+    (tmp_path / "there").mkdir()
+    monkeypatch.chdir(tmp_path)
+    options = dict.fromkeys(PATH_OPTIONS, "there")
+    draft = spec(method="eagle3", model="there")
+    config = Config.load(options | draft).with_absolute_paths()
+    sections = [getattr(config, section) for section in SECTIONS]
+    for name in PATH_OPTIONS:
+        (value,) = [getattr(section, name) for section in sections if hasattr(section, name)]
+        assert value == str(tmp_path / "there"), name
+    assert config.model.speculative_config.model == str(tmp_path / "there")
+
+
+def test_what_is_no_path_stays_as_it_is(tmp_path, monkeypatch):
+    (tmp_path / "vllm").mkdir()
+    monkeypatch.chdir(tmp_path)
+    options = {"model": "org/model", "generation_config": "vllm"}
+    config = Config.load(options | spec(method="eagle3", model="org/draft"))
+    assert config.with_absolute_paths() == config
+
+
+def test_a_relative_path_in_a_folder_that_was_removed_is_an_error(tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(ConfigError, match="--lora-dir adapters"):
+        Config.load({"lora_dir": "adapters"}).with_absolute_paths()
+
+
 def test_replace_changes_only_what_is_named_and_not_the_original():
     config = Config.load({"model": "gpt2", "seed": 7})
     changed = config.replace(max_num_seqs=4, seed=8)

@@ -131,6 +131,10 @@ GENERATION: dict[str, Any] = examples() | {
     "session_id": "s",
     "return_prompt_text": True,
     "watermarking": True,
+    "lora": [{"id": 0, "scale": 0.5}],
+    "reasoning_format": "none",
+    "thinking_budget_tokens": 4,
+    "reasoning_budget_tokens": 4,
     "timings_per_token": True,
     "an_unknown_field": 1,
 }
@@ -180,6 +184,7 @@ POOLED: dict[str, Any] = {
     "chat_template": "{{ 1 }}",
     "continue_final_message": True,
     "instruction": "be strict",
+    "embd_normalize": 2,
     "mm_processor_kwargs": {"a": 1},
     "request_id": "r",
     "cache_salt": "s",

@@ -7,6 +7,7 @@ from servd.api.batches import store as batch_store
 from servd.api.builders import events
 from servd.api.engine import grammar_checker
 from servd.api.http import http_protocol, middleware
+from servd.api.output import json_reader
 from servd.api.protocol import batch_file as batch
 from servd.api.protocol import completions, decisions, validation
 from servd.api.request import delta_stream
@@ -163,6 +164,11 @@ def tables() -> dict[str, list[Row]]:
                 "400",
             ),
             ("numbers in the vectors of one answer", f"{pooling.MAX_NUMBERS:,}", "400"),
+            (
+                "repaired mistakes in the arguments of one tool call",
+                f"{json_reader.MAX_REPAIRS:,}",
+                "the rest is a string in their place",
+            ),
             (
                 "candidates per token (`logprobs`)",
                 f"{params.MAX_LOGPROBS} (`--max-logprobs`)",

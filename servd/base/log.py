@@ -72,21 +72,21 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """Formats a record as one line of text, and an exception as more lines. Escapes the control
-    characters of values such as the name of a folder: they could forge lines, or steer a terminal.
-    """
+    """Formats a record as one line of text, and an exception as more lines."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         record.message = escape(record.message)
         return super().formatMessage(record)
 
     def formatException(self, ei: Any) -> str:
-        return "\n".join(map(escape, super().formatException(ei).split("\n")))
+        return escape(super().formatException(ei), "\n")
 
 
-def escape(text: str) -> str:
-    """Return `text` as a line without control characters."""
-    return _as_utf8(text).translate(ESCAPES)
+def escape(text: str, kept: str = "") -> str:
+    """Return `text` without control characters, apart from `kept`: the name of a folder, a client
+    or a model must neither forge lines nor control the terminal.
+    """
+    return _as_utf8(text).translate(ESCAPES | {ord(char): char for char in kept})
 
 
 def _as_utf8(text: str) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from servd.base import log
 from servd.base.errors import ServdError
 from servd.bench import _data, _load, _report
 from servd.bench._data import Prompt
@@ -94,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
         file = Path(arguments.result_dir, name)
         write_json("--result-filename", file, about | _report.as_vllm(summary))
     if summary["failed"]:
-        print(f"\nfirst error: {summary['first_error']}")
+        print(f"\nfirst error: {log.escape(summary['first_error'])}")
     return 1 if summary["failed"] else 0
 
 

@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(code)
     except ServdError as error:
         log.flush()
-        print("servd: error:", "\n".join(map(log.escape, str(error).split("\n"))), file=sys.stderr)
+        print("servd: error:", log.escape(str(error), "\n"), file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -5,6 +5,7 @@ import signal
 import sys
 from typing import Any
 
+from servd.base import log
 from servd.base.errors import ServdError
 from servd.terminal import api_client
 from servd.terminal.conversation import NAMES, SETTINGS, Conversation
@@ -35,7 +36,7 @@ def talk(client: api_client.Client, options: dict[str, Any], system: str | None)
 
         conversation.open_answer = show_markdown
         read = Prompt([*NAMES, *(f"/set {name}" for name in SETTINGS)]).read
-        print(f"{options['model']} at {client.url}; /help lists the commands")
+        print(f"{log.escape(str(options['model']))} at {client.url}; /help lists the commands")
     while (text := read()) is not None:
         try:
             if text.startswith("/"):
@@ -46,7 +47,7 @@ def talk(client: api_client.Client, options: dict[str, Any], system: str | None)
         except ServdError as error:
             if not is_terminal:
                 raise
-            print(f"error: {error}")
+            print(f"error: {log.escape(str(error))}")
     return 0
 
 

@@ -26,5 +26,5 @@ def run(arguments: argparse.Namespace) -> int:
         name = log.escape(model.name)
         print(f"{name:<44}{size:>10}{model.max_model_len:>9} tokens  {fits}".rstrip())
     if not models:
-        print(f"no models in {folder}; `servd pull MODEL` downloads one")
+        print(f"no models in {log.escape(str(folder))}; `servd pull MODEL` downloads one")
     return 0

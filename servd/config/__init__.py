@@ -44,7 +44,7 @@ log = logging.getLogger("servd.config")
 # Options that name files or folders; some also take text, or a model of the hub.
 PATHS = ["model", "tokenizer", "chat_template", "api_key_file", "join_token_file", "attach"]
 PATHS += ["ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "download_dir", "kv_cache_dir"]
-PATHS += ["batch_dir", "lora_dir", "ipc_dir"]
+PATHS += ["batch_dir", "lora_dir", "ipc_dir", "models_dir", "generation_config"]
 
 
 class Config(Section, frozen=True):
@@ -114,14 +114,24 @@ class Config(Section, frozen=True):
 
     def with_absolute_paths(self) -> Config:
         """Return a copy whose files and folders do not depend on the working folder, which may be
-        removed before a process is restarted.
+        removed before a process is restarted. Raises ConfigError: it was removed already.
         """
         fields = options_by_name()
-        changed: dict[str, str] = {}
+        changed: dict[str, Any] = {}
         for name in PATHS:
             value = getattr(getattr(self, fields[name][0]), name)
+            if name == "generation_config" and value in ("auto", "vllm"):  # no folders
+                continue
             if isinstance(value, str) and (name.endswith("_dir") or os.path.exists(value)):
-                changed[name] = os.path.abspath(value)
+                try:
+                    changed[name] = os.path.abspath(value)
+                except FileNotFoundError:
+                    hint = "the working folder was removed; give an absolute path"
+                    raise ConfigError(f"{flag_of(name)} {value}: {hint}") from None
+        draft = self.model.speculative_config
+        if draft and draft.model and os.path.exists(draft.model):
+            model = os.path.abspath(draft.model)
+            changed["speculative_config"] = msgspec.structs.replace(draft, model=model)
         return self.replace(**changed)
 
 

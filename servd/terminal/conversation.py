@@ -8,9 +8,10 @@ from typing import Any, Literal
 
 import msgspec
 
+from servd.base import log
 from servd.base.errors import ServdError
 from servd.terminal.api_client import Client
-from servd.terminal.output import HELP, clean, suggest, write_file, write_json
+from servd.terminal.output import HELP, suggest, write_file, write_json
 
 COMMANDS: dict[str, str] = HELP["chat"]  # with their arguments, and what they do
 NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty")
@@ -33,7 +34,7 @@ class Saved(msgspec.Struct):
 
 
 def write(text: str, is_reasoning: bool) -> None:
-    print(clean(text), end="", flush=True)
+    print(log.escape(text, "\n\t"), end="", flush=True)
 
 
 def expand(path: str) -> Path:

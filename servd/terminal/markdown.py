@@ -10,8 +10,8 @@ from rich.markdown import Markdown
 from rich.segment import Segment
 from rich.text import Text
 
+from servd.base import log
 from servd.terminal.conversation import Show
-from servd.terminal.output import clean
 
 MAX_REDRAWN = 4000  # characters of a block; rendering more takes longer than a refresh
 FENCE = re.compile(r" *(`{3,}|~{3,})")
@@ -61,7 +61,7 @@ class Answer:
         if is_reasoning != self.is_reasoning:
             self.finish(len(self.text))
         self.is_reasoning = is_reasoning
-        self.text += clean(text)
+        self.text += log.escape(text, "\n\t")
         self.finish(find_open_block(self.text) if "\n" in text else 0)
 
     def finish(self, end: int) -> None:

@@ -1,7 +1,6 @@
 """The output of commands: rows of a table, figures as JSON, and hints."""
 
 import difflib
-import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,13 +10,7 @@ import msgspec
 
 from servd.base.errors import ConfigError
 
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 HELP = tomllib.loads(Path(__file__).with_name("help.toml").read_text(encoding="utf8"))
-
-
-def clean(text: str) -> str:
-    """Return a text without control characters: a model must not control the terminal."""
-    return CONTROL.sub("", text)
 
 
 def suggest(word: str, known: Sequence[str]) -> str:

@@ -8,7 +8,7 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from servd.api.builders.logprobs import TextOffsets
+from servd.api.builders.logprobs import TokenTexts
 from servd.api.engine.processor import Processor
 from servd.api.text.fill_in_middle import FillInMiddle
 from servd.api.text.prompt import Prompt
@@ -129,14 +129,54 @@ async def test_several_prompts_with_several_choices(http, as_ids, stream):
     assert got == [text + output_text(text, 5) for text in texts for _ in range(2)]
 
 
+def score(token_ids):
+    return [TokenLogprobs([i, ord("x")], [-1.0, -2.0], 1) for i in token_ids]
+
+
 @given(st.text())
-def test_text_offsets_point_at_the_character_that_a_token_begins(text):
+def test_tokens_and_their_offsets_are_the_text(text):
     tokenizer = Tokenizer.bytes()
-    offsets = TextOffsets(tokenizer, frozenset({256}), tokenizer.token_string)
-    token_ids = [256, *text.encode(), 256]
-    got = offsets.logprobs([TokenLogprobs([i], [-1.0], 1) for i in token_ids]).text_offset
+    texts = TokenTexts(tokenizer, frozenset({256}))
+    shown = texts.completion_logprobs(score([256, *text.encode(), 256]))
+    special = tokenizer.token_string(256)
+    assert "".join(shown.tokens) == special + text + special
     expected = [i for i, char in enumerate(text) for _ in char.encode()]
-    assert got == [0, *expected, len(text)]
+    assert shown.text_offset == [0, *expected, len(text)]
+
+
+EMOJI = [*"a\U0001f642".encode()]
+NAMES = ["a", "", "", "", "\U0001f642"]
+
+
+def test_a_character_of_several_tokens_is_named_by_its_last_token():
+    """As in vLLM, in both formats; the bytes of chats are of each token alone, as at OpenAI."""
+    shown = TokenTexts(Tokenizer.bytes()).completion_logprobs(score(EMOJI))
+    assert shown.tokens == NAMES
+    assert [[*msgspec.json.decode(top)] for top in shown.top_logprobs] == [
+        [name, "x"] for name in NAMES
+    ]
+    chat = msgspec.json.decode(
+        msgspec.json.encode(TokenTexts(Tokenizer.bytes()).chat_logprobs(score(EMOJI)))
+    )
+    assert [token["token"] for token in chat["content"]] == NAMES
+    assert [token["bytes"] for token in chat["content"]] == [[byte] for byte in EMOJI]
+    ids = TokenTexts(Tokenizer.bytes(), shows_ids=True).completion_logprobs(score(EMOJI))
+    assert ids.tokens == [f"token_id:{byte}" for byte in EMOJI]
+    assert ids.text_offset == shown.text_offset == [0, 1, 1, 1, 1]
+
+
+async def test_a_scored_prompt_names_characters_alike(http):
+    body = {
+        "prompt": [EMOJI[1:]],
+        "echo": True,
+        "logprobs": 1,
+        "prompt_logprobs": 0,
+        "max_tokens": 0,
+    }
+    (choice,) = (await ask(http, **body))["choices"]
+    assert choice["logprobs"]["tokens"] == NAMES[1:]
+    entries = [entry.values() for entry in choice["prompt_logprobs"][1:]]
+    assert [shown["decoded_token"] for (shown,) in entries] == NAMES[2:]
 
 
 async def test_usage_grows_with_every_chunk(http):

@@ -18,6 +18,7 @@ from servd.api.protocol.completions import CompletionRequest
 from servd.api.protocol.embeddings import EmbeddingRequest
 from servd.api.protocol.responses import ResponsesRequest
 from servd.api.protocol.tokenize import DetokenizeRequest, TokenizeRequest
+from servd.api.protocol.validation import RequestBody
 from servd.config.keys import hash_key
 from servd.core.engine_core_proc import rejection
 from servd.ipc.channels import UnreadableMessage
@@ -231,6 +232,39 @@ async def test_a_whole_number_may_be_written_with_a_point(http, path, body):
         field = next(name for name in body if isinstance(body[name], float))
         refused = await http.post(path, json={**body, field: wrong})
         assert refused.status_code == 400 and field in refused.text
+
+
+async def test_a_point_changes_nothing_else_of_a_body(http):
+    for number in ("3", "3.0"):
+        body = f'{{"prompt": "a", "max_tokens": {number}, "temperature": NaN}}'
+        headers = {"Content-Type": "application/json"}
+        check(await http.post(COMPLETIONS, content=body, headers=headers), 400, "temperature")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/api/chat", '{"messages": [], "options": {"min_p": NaN}}', "options.min_p"),
+        ("/api/generate", '{"prompt": "a", "options": {"top_p": NaN}}', "options.top_p"),
+        ("/v1/messages", '{"messages": [], "max_tokens": 1, "min_p": NaN}', "min_p"),
+        ("/v1/responses", '{"input": "a", "top_p": NaN}', "top_p"),
+    ],
+)
+async def test_a_number_that_is_none_is_refused_in_every_api(http, path, body, field):
+    text = body.replace("[]", json.dumps(user("a")))
+    answer = await http.post(path, content=text, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400 and field.split(".")[-1] in answer.text, answer.text
+
+
+def subclasses(kind):
+    return {kind}.union(*map(subclasses, kind.__subclasses__()))
+
+
+@pytest.mark.parametrize("kind", sorted(subclasses(RequestBody), key=str), ids=str)
+def test_every_field_takes_a_whole_number_with_a_point(kind):
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate_json(json.dumps(dict.fromkeys([*kind.model_fields, "model"], 5.0)))
+    assert "int_type" not in {error["type"] for error in caught.value.errors()}
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from servd.api.output import json_reader
 from servd.api.output.incremental import Reader
 from servd.api.output.json_reader import JsonReader, arguments_object, missing_end
 
@@ -101,21 +102,40 @@ def test_valid_json_is_emitted_as_it_is(value, ascii_only, data):
     assert is_whole == (cut == len(text)) and text.startswith(written)
 
 
-MARKS = st.sampled_from([*"{}[]\"'\\,:\n<u0", END, "a b", '", "b": 1', "True"])
+MARKS = st.sampled_from([*"{}[]\"'\\,:\n<u0", END, "a b", '", "b": 1', "True", "\xa0", "\u2028"])
 
 
+@pytest.mark.parametrize("most", [2, json_reader.MAX_REPAIRS])
 @given(st.lists(MARKS, max_size=20).map("".join), st.data())
-def test_any_text_becomes_the_beginning_of_an_object(text, data):
+def test_any_text_becomes_the_beginning_of_an_object(most, text, data):
     text = "{" + text
     cut = data.draw(st.integers(0, len(text)))
-    written, is_whole = read(text)
-    assert read([text[:cut], text[cut:]]) == (written, is_whole)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(json_reader, "MAX_REPAIRS", most)
+        written, is_whole = read(text)
+        assert read([text[:cut], text[cut:]]) == read([text]) == (written, is_whole)
     if is_whole:
         assert isinstance(json.loads(written), dict)
     else:
         completed = json.loads(written + missing_end(written))
         assert completed["raw_arguments"] == written
         assert arguments_object(written) == {"raw_arguments": written}
+
+
+def test_what_is_not_repaired_any_more_is_kept_as_text():
+    words = "True, " * (2 * json_reader.MAX_REPAIRS)
+    written, is_whole = read(["[", words, "1]"])
+    assert is_whole
+    *repaired, text = json.loads(written)
+    assert repaired == [True] * (json_reader.MAX_REPAIRS + 1)
+    assert "".join(["True, "] * len(repaired)) + text + "]" == words + "1]"
+
+
+@pytest.mark.parametrize("text", ["{b", '{"a": 1, b', '{"a": {"c": 1, b ', "{a: 1, b"])
+def test_a_name_that_breaks_off_leaves_the_beginning_of_an_object(text):
+    written, is_whole = read([text])
+    assert not is_whole
+    assert json.loads(written + missing_end(written))["raw_arguments"] == written
 
 
 @pytest.mark.parametrize("text", ["[1]", '"a"', "null", "", '{"a', "{" * 100_000])

@@ -24,7 +24,7 @@ from schemathesis.checks import CHECKS, load_all_checks
 from servd.api.http import route
 from servd.api.http.route import document, schema_of
 from servd.api.protocol.anthropic import MessagesRequest
-from servd.api.protocol.generation import UNSUPPORTED
+from servd.api.protocol.chat import ChatCompletionRequest
 from servd.api.protocol.responses import ResponsesRequest
 from servd.api.routes import load_routers
 from servd.checkpoint.pooling import PoolingSpec
@@ -456,7 +456,10 @@ def test_every_field_is_tried():
     for path, (_, fields) in compatibility.ROUTES.items():
         names = own[path].model_fields if path in own else body_schema(path)["properties"]
         assert not names.keys() - fields.keys(), path
-    assert not set(UNSUPPORTED) - compatibility.ROUTES["/v1/chat/completions"][1].keys()
+    assert (
+        not ChatCompletionRequest.lacking.keys()
+        - compatibility.ROUTES["/v1/chat/completions"][1].keys()
+    )
 
 
 PEERS = tomllib.loads(Path(__file__).with_name("peer_fields.toml").read_text(encoding="utf8"))

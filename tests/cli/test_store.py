@@ -1,7 +1,10 @@
 """servd run, list, rm and short names, over a Hugging Face cache that is made here."""
 
 import argparse
+import contextlib
+import io
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -52,14 +55,43 @@ def test_models_of_the_cache_are_listed_and_removed(cache: Path, capsys):
     assert "servd pull" in capsys.readouterr().out
 
 
-def test_names_do_not_steer_the_terminal(cache: Path, capsys):
-    name = "bad\x1b[2J\nname"
-    (cache / "models--org--tiny").rename(cache / f"models--org--{name}")
-    assert execute("list") == 0
-    assert capsys.readouterr().out.startswith(r"org/bad\x1b[2J\nname ")
+BAD = "bad\x1b[2J\nname"
+SHOWN = {"details": {"family": BAD, "parameter_size": "1B", "quantization_level": "F16"}}
+SHOWN |= {"model_info": {f"{BAD}.context_length": 64}, "template": "", "capabilities": [BAD]}
+LOADED = {"models": [{"name": BAD, "size": 1, "context_length": 64}]}
+SERVER = ("--url", "http://a-server")
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("list", "CACHE"),
+        ("list", f"CACHE/{BAD}"),
+        ("show", f"org/{BAD}"),
+        ("show", "m", *SERVER),
+        ("check", f"CACHE/{BAD}"),
+        ("ps", *SERVER),
+        ("pull", f"CACHE/{BAD}"),
+        ("rm", BAD),
+    ],
+    ids=lambda argv: ascii(" ".join(argv)),
+)
+def test_names_do_not_control_the_terminal(cache: Path, capsys, monkeypatch, argv):
+    (cache / "models--org--tiny").rename(cache / f"models--org--{BAD}")
+    (cache / BAD).mkdir()
+    if argv[0] == "pull":
+        (cache / BAD / "config.json").write_text(json.dumps(TINY))
+    reply = io.BytesIO(json.dumps(SHOWN).encode())
+    monkeypatch.setattr(api_client.Client, "open", lambda *_: contextlib.nullcontext(reply))
+    monkeypatch.setattr(api_client.Client, "get", lambda *_: LOADED)
+    logger = logging.getLogger("servd")
+    monkeypatch.setattr(logger, "level", logger.level)  # `check` silences it
     with pytest.raises(SystemExit):
-        cli.main(["rm", "\x1b[2J"])
-    assert "\x1b" not in capsys.readouterr().err
+        cli.main([word.replace("CACHE", str(cache)) for word in argv])
+    written = capsys.readouterr()
+    assert r"bad\x1b[2J" in written.out + written.err
+    assert "\x1b" not in written.out + written.err
+    assert "\nname" not in written.out  # an error may have several lines
 
 
 def test_a_model_of_the_cache_is_shown(cache: Path, capsys, monkeypatch):

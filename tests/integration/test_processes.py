@@ -135,6 +135,15 @@ def test_adapters_belong_to_an_engine_and_outlive_it_and_their_source(start, tin
     assert complete(server, **body, model="sql")["choices"] == expected["choices"]
 
 
+def test_a_server_starts_and_restarts_in_a_folder_that_was_removed(start, tmp_path):
+    script = 'mkdir "$0" && cd "$0" && rmdir "$0" && exec "$@"'
+    server = start("--executor", "fake", prefix=("sh", "-c", script, str(tmp_path / "gone")))
+    for kind in ("engine", "api"):
+        server.children()[kind].kill()
+        server.wait_for_line(f"{kind}.* ended .*: restarting it")
+        assert len(complete(server)["choices"]) == 1
+
+
 def test_an_api_server_that_dies_is_replaced_and_others_go_on(start):
     server = start("--executor", "fake", "--api-server-count", "2")
     engine = server.children()["engine"]

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from msgspec import UNSET, UnsetType
 
 from servd.api.builders.chunks import ChunkBuilder
-from servd.api.builders.logprobs import choice_logprobs
 from servd.api.output.incremental import Content, Delta, Reasoning, ToolCallArguments, ToolCallStart
 from servd.api.protocol.chat import (
     AssistantMessage,
@@ -50,9 +49,7 @@ class ChatBuilder(ChunkBuilder):
             choice = ChunkChoice(
                 output.index,
                 delta,
-                logprobs=None
-                if output.logprobs is None
-                else choice_logprobs(self.tokenizer, output.logprobs, self.token_name),
+                logprobs=self.token_texts[output.index].chat_logprobs(output.logprobs),
                 finish_reason=output.finish_reason and self._finish_reason(output),
                 stop_reason=output.stop_reason,
                 token_ids=output.token_ids if self.asked.return_token_ids else UNSET,
@@ -74,7 +71,7 @@ class ChatBuilder(ChunkBuilder):
                 ChatChoice(
                     choice.index,
                     _message(self._delta(choice), self.asked.echoed),
-                    choice_logprobs(self.tokenizer, choice.logprobs, self.token_name),
+                    self.token_texts[choice.index].chat_logprobs(choice.logprobs),
                     self._finish_reason(choice),
                     choice.stop_reason,
                     token_ids=choice.token_ids if self.asked.return_token_ids else UNSET,

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from servd.api.builders.builder import ResponseBuilder
-from servd.api.builders.logprobs import MIN_LOGPROB, encoded
+from servd.api.builders.logprobs import MIN_LOGPROB, TokenTexts, encoded
 from servd.api.engine import kv_transfer
 from servd.api.http.streaming import event
 from servd.api.observability.rendering import stage_times
@@ -41,6 +41,10 @@ class ChunkBuilder(ResponseBuilder):
         self.continuous_usage = self.include_usage and bool(asked.get("continuous_usage_stats"))
         self.choices = [CompletionOutput(index=i) for i in range(self.n * len(self.prompts))]
         self.has_begun = [False] * len(self.choices)  # by choice
+        skips = self.params.skip_special_tokens
+        skipped = self.tokenizer.special_ids if skips else frozenset[int]()
+        shows_ids = bool(self.asked.return_tokens_as_token_ids)
+        self.token_texts = [TokenTexts(self.tokenizer, skipped, shows_ids) for _ in self.choices]
         self.drafts: list[tuple[int, int]] = []  # see CompletionOutput; of all choices
 
     @property
@@ -143,13 +147,6 @@ class ChunkBuilder(ResponseBuilder):
         asked_for_tokens = output.logprobs or self.asked.return_token_ids or self.continuous_usage
         return bool(output.text or output.finish_reason or (output.token_ids and asked_for_tokens))
 
-    def token_name(self, token_id: int) -> str:
-        return (
-            f"token_id:{token_id}"
-            if self.asked.return_tokens_as_token_ids
-            else self.tokenizer.token_string(token_id)
-        )
-
     def prompt_text(self, state: RequestState) -> str:
         """Return the prompt as text. Decode a prompt that consists of token ids."""
         if state.prompt is not None:
@@ -160,17 +157,21 @@ class ChunkBuilder(ResponseBuilder):
         k = self.asked.prompt_logprobs
         if k is None:
             return UNSET
-        name = self.tokenizer.token_string
+        texts = TokenTexts(self.tokenizer)
+        for token_id in self.prepared[output.index // self.n].prompt_token_ids[:1]:
+            texts.append(token_id)
         entries: PromptLogprobs = [None]
         for position in output.prompt_logprobs or []:
             likely = zip(position.token_ids[: 1 + k], position.logprobs, strict=False)
             ranked = {
-                i: PromptLogprob(max(logprob, MIN_LOGPROB), None, name(i)) for i, logprob in likely
+                i: PromptLogprob(max(logprob, MIN_LOGPROB), None, texts.name(i))
+                for i, logprob in likely
             }
             for rank, i in enumerate(position.token_ids[1 : 1 + k], 1):
                 ranked[i].rank = rank
             ranked[position.token_ids[0]].rank = position.rank
             entries.append(encoded(ranked))
+            texts.append(position.token_ids[0])
         return entries
 
 

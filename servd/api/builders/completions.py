@@ -3,7 +3,6 @@
 from msgspec import UNSET, UnsetType
 
 from servd.api.builders.chunks import ChunkBuilder
-from servd.api.builders.logprobs import TextOffsets
 from servd.api.protocol.completions import (
     Completion,
     CompletionChoice,
@@ -22,10 +21,6 @@ class CompletionBuilder(ChunkBuilder):
         super().start()
         self.num_logprobs = self.asked.logprobs
         self.echo = bool(self.asked.echo)
-        skips = self.params.skip_special_tokens
-        skipped = self.tokenizer.special_ids if skips else frozenset[int]()
-        counted = self.choices if self.num_logprobs is not None else ()
-        self.offsets = [TextOffsets(self.tokenizer, skipped, self.token_name) for _ in counted]
 
     def chunks(self, output: CompletionOutput) -> list[Completion]:
         """Return a chunk, or none. A choice's first chunk also has the fields sent only once."""
@@ -80,11 +75,13 @@ class CompletionBuilder(ChunkBuilder):
     def _logprobs(self, state: RequestState, output: CompletionOutput) -> CompletionLogprobs | None:
         if self.num_logprobs is None:
             return None
-        offsets = self.offsets[output.index]
+        texts = self.token_texts[output.index]
         if not self.echo:
-            return offsets.logprobs(output.logprobs) if output.logprobs is not None else None
+            return (
+                texts.completion_logprobs(output.logprobs) if output.logprobs is not None else None
+            )
         scores = output.prompt_logprobs or []
-        result = offsets.prompt(
+        result = texts.echo_logprobs(
             self.prompt_text(state), state.prompt_token_ids, scores, self.num_logprobs
         )
-        return offsets.logprobs(output.logprobs or [], result)
+        return texts.completion_logprobs(output.logprobs or [], result)

@@ -4,7 +4,6 @@ A token's log-probabilities are encoded as JSON at once: 70 bytes a candidate in
 """
 
 import codecs
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar, cast
 
@@ -25,74 +24,95 @@ def encoded(value: T) -> T:
     return cast(T, msgspec.Raw(msgspec.json.encode(value)))
 
 
-def choice_logprobs(
-    tokenizer: Tokenizer,
-    positions: list[TokenLogprobs] | None,
-    name: Callable[[int], str] | None = None,
-) -> ChoiceLogprobs | None:
-    """Return log-probabilities at `positions`, with texts by `name` (default: the tokenizer's)."""
-    if positions is None:
-        return None
-    name = name or tokenizer.token_string
-    content: list[TokenLogprob] = []
-    for position in positions:
-        tokens = [
-            TopLogprob(name(i), max(logprob, MIN_LOGPROB), list(tokenizer.token_bytes(i)))
-            for i, logprob in zip(position.token_ids, position.logprobs, strict=True)
-        ]
-        sampled = tokens[0]
-        # A token that was asked for by its id may be among the most likely, too.
-        top = dict(zip(position.token_ids[1:], tokens[1:], strict=True))
-        entry = TokenLogprob(sampled.token, sampled.logprob, sampled.bytes, list(top.values()))
-        content.append(encoded(entry))
-    return ChoiceLogprobs(content)
+@dataclass(eq=False, slots=True)
+class TokenTexts:
+    """The texts of the tokens of one choice, which its log-probabilities name tokens by.
 
-
-@dataclass(eq=False)
-class TextOffsets:
-    """The offsets at which the tokens of one choice begin in its text.
-
-    Offsets count complete characters. A character of several tokens thus begins where its first
-    token begins.
+    Tokens are decoded in context, as in vLLM: a token that ends within a character is the empty
+    string, and the token that completes the character holds all of it.
     """
 
     tokenizer: Tokenizer
-    skipped: frozenset[int]  # tokens that are not in the text
-    name: Callable[[int], str]  # names tokens
+    skipped: frozenset[int] = frozenset()  # tokens that are not in the choice's text
+    shows_ids: bool = False
+    pending: bytes = b""  # of the character that the tokens so far end within
+    offset: int = 0  # in the choice's text, in complete characters
 
-    def __post_init__(self) -> None:
-        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self.offset = 0
+    def name(self, token_id: int) -> str:
+        """Return the text of a token that may come next, or its id with `shows_ids`."""
+        if self.shows_ids:
+            return f"token_id:{token_id}"
+        piece = self.tokenizer.token_bytes(token_id)
+        try:
+            return piece.decode()
+        except UnicodeDecodeError:
+            return codecs.utf_8_decode(self.pending + piece, "replace")[0]
 
-    def prompt(
+    def append(self, token_id: int) -> str:
+        """Add a token to the choice's text. Return the characters that it completes."""
+        if token_id in self.skipped:
+            return ""
+        written = self.pending + self.tokenizer.token_bytes(token_id)
+        text, num_bytes = codecs.utf_8_decode(written, "replace")
+        self.pending = written[num_bytes:]
+        self.offset += len(text)
+        return text
+
+    def chat_logprobs(self, positions: list[TokenLogprobs] | None) -> ChoiceLogprobs | None:
+        """Return the log-probabilities of the next tokens in OpenAI's format for chats.
+
+        `bytes` are those of the token alone, so that clients can join them, as at OpenAI.
+        """
+        if positions is None:
+            return None
+        content: list[TokenLogprob] = []
+        for position in positions:
+            tokens = [
+                TopLogprob(
+                    self.name(i), max(logprob, MIN_LOGPROB), list(self.tokenizer.token_bytes(i))
+                )
+                for i, logprob in zip(position.token_ids, position.logprobs, strict=True)
+            ]
+            sampled = tokens[0]
+            # A token that was asked for by its id may be among the most likely, too.
+            top = dict(zip(position.token_ids[1:], tokens[1:], strict=True))
+            entry = TokenLogprob(sampled.token, sampled.logprob, sampled.bytes, list(top.values()))
+            content.append(encoded(entry))
+            self.append(position.token_ids[0])
+        return ChoiceLogprobs(content)
+
+    def completion_logprobs(
+        self, positions: list[TokenLogprobs], result: CompletionLogprobs | None = None
+    ) -> CompletionLogprobs:
+        """Return the log-probabilities of the next tokens in OpenAI's format for completions.
+
+        Offsets count complete characters: all tokens of a character have its offset.
+        """
+        result = result or CompletionLogprobs([], [], [], [])
+        for position in positions:
+            self._add(result, position.token_ids[0], position, len(position.token_ids))
+            self.append(position.token_ids[0])
+        return result
+
+    def echo_logprobs(
         self, text: str, token_ids: list[int], positions: list[TokenLogprobs], num_logprobs: int
     ) -> CompletionLogprobs:
         """Return log-probabilities of an echoed prompt, in OpenAI's format for completions."""
         result = CompletionLogprobs([], [], [], [])
+        prompt = TokenTexts(self.tokenizer, shows_ids=self.shows_ids)
         is_beginning = True
         for token_id, position in zip(token_ids, [None, *positions], strict=True):
-            self._add(result, token_id, position, num_logprobs)
-            piece = self.decoder.decode(self.tokenizer.token_bytes(token_id))
+            prompt._add(result, token_id, position, num_logprobs)
+            start = prompt.offset
+            piece = prompt.append(token_id)
             if is_beginning:  # tokens added by the tokenizer are not in the text
                 if token_id in self.tokenizer.special_ids and not text.startswith(piece):
                     piece = ""
                 elif not text.startswith(" "):
                     piece = piece.removeprefix(" ")
                 is_beginning = not piece
-            self.offset = min(self.offset + len(piece), len(text))
+            prompt.offset = min(start + len(piece), len(text))
         self.offset = len(text)
-        self.decoder.reset()
-        return result
-
-    def logprobs(
-        self, positions: list[TokenLogprobs], result: CompletionLogprobs | None = None
-    ) -> CompletionLogprobs:
-        result = result or CompletionLogprobs([], [], [], [])
-        for position in positions:
-            token_id = position.token_ids[0]
-            self._add(result, token_id, position, len(position.token_ids))
-            if token_id not in self.skipped:
-                self.offset += len(self.decoder.decode(self.tokenizer.token_bytes(token_id)))
         return result
 
     def _add(

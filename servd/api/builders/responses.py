@@ -10,7 +10,7 @@ import msgspec
 from starlette.requests import Request
 
 from servd.api.builders.events import CUT_OFF, Event, EventBuilder
-from servd.api.builders.logprobs import choice_logprobs
+from servd.api.builders.logprobs import TokenTexts
 from servd.api.output.incremental import Content, Delta, Reasoning, ToolCallArguments, ToolCallStart
 from servd.api.protocol.chat import ChatCompletionRequest
 from servd.api.protocol.errors import ErrorBody, ErrorReply
@@ -62,6 +62,7 @@ class ResponsesBuilder(EventBuilder):
         self.response = _blank(response_id, self.model, body, self.params, is_stored)
         self.keep: Callable[[], None] = lambda: None
         self.item: OutputItem | None = None  # the open item
+        self.token_texts = TokenTexts(self.tokenizer)
         self.logprobs: list[TokenLogprobs] = []  # tokens whose text is in no event yet
         self.sequence_number = 0
         self.seals = ENCRYPTED in (body.include or ())
@@ -104,7 +105,7 @@ class ResponsesBuilder(EventBuilder):
         if not isinstance(self.item, MessageItem):
             yield from self._open_text(MessageItem(self._item_id("msg")), OutputText())
         assert isinstance(self.item, MessageItem)
-        shown = choice_logprobs(self.tokenizer, self._take_logprobs(text))
+        shown = self.token_texts.chat_logprobs(self._take_logprobs(text))
         logprobs = shown.content if shown else []
         self.item.content[0].logprobs += logprobs
         yield from self._text(text, logprobs=logprobs)

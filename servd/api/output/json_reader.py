@@ -16,14 +16,17 @@ LITERALS = {"True": "true", "False": "false", "None": "null"}
 QUOTES = ('"', "'")
 RAW_KEY = f'"{RAW_ARGUMENTS}": '
 CLOSING = {"{": "}", "[": "]"}
+# Repairs of one value. The rest is kept as text: each takes about 20 us, and other requests wait.
+MAX_REPAIRS = 10_000
 
 _WORD = re.compile(r"[^\s,:{}\[\]\"'<>|]*")
-_SCALAR = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?|true|false|null", re.ASCII)
+SCALAR = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?|true|false|null", re.ASCII)
 _GAP = re.compile(r"\s*(?:,\s*)?")
 # After a quotation mark in a string with unescaped ones: the next key, or only closing brackets.
 # A longer key is not looked for: a stream would wait for its end, and read it again and again.
 _KEY = r"\"[^\"\n]{0,128}\"?|'[^'\n]{0,128}'?"
 _WIDE_GAP = re.compile(rf"\s*(?:,\s*(?:{_KEY})?\s*|[\s}}\]]*)")
+_OTHER_SPACE = re.compile(r"[^\S \t\n\r]")
 _HEX_DIGIT = re.compile(r"[0-9a-fA-F]")
 
 # Parts of valid JSON. Each matches in one way alone, so that no search takes long.
@@ -60,9 +63,29 @@ def _valid(close: str, is_first: bool, markers: tuple[str, ...]) -> re.Pattern[s
     )
 
 
+_RUNS = {
+    quote: re.compile(
+        rf"(?:[^{quote}\\]++|\\(?:[^u]|u[0-9a-fA-F]{{4}}|u[0-9a-fA-F]{{0,3}}(?=[^0-9a-fA-F])))*+"
+    )
+    for quote in QUOTES
+}
+_encode = json.JSONEncoder(ensure_ascii=False).encode  # `json.dumps` makes one each time
+_UNSAFE = re.compile(r'\\u[0-9a-fA-F]{0,4}|\\[^u]|["\x00-\x1f]')
+
+
+def _as_json(unsafe: re.Match[str]) -> str:
+    """Return an escape sequence, or what must be one in a string, as JSON."""
+    text = unsafe[0]
+    if text[0] != "\\":
+        return escape(text)
+    if text[1] == "'":
+        return "'"
+    return text if text[1] in '"\\/bfnrt' or len(text) == 6 else f"\\\\{escape(text[1:])}"
+
+
 def escape(text: str) -> str:
     """Return text as it is written in a JSON string, without quotation marks."""
-    return json.dumps(text, ensure_ascii=False)[1:-1]
+    return _encode(text)[1:-1]
 
 
 class JsonReader:
@@ -93,12 +116,13 @@ class JsonReader:
         self.has_raw_text = False
         self._is_first = True  # nothing is in the innermost brackets yet
         self._has_names = False  # keys without quotation marks
+        self._num_repairs = 0
 
     def value(self) -> Steps[bool]:
         """Read a value up to its end. Return False if there is none, or if the text breaks off."""
         is_whole = yield from self._begin_value()
         while is_whole and self.brackets:
-            if not self._take_valid():
+            if self._num_repairs > MAX_REPAIRS or not self._take_valid():
                 is_whole = yield from self._advance()
         return is_whole
 
@@ -111,24 +135,34 @@ class JsonReader:
         quote = yield from reader.next()
         self.emit('"')
         self.missing = '": null' if is_key else '"'
+        is_repaired = quote != '"'
         ends: tuple[str, ...] = ()  # markers, if a mark in the string was not escaped
         while True:
-            text, mark = yield from reader.piece(quote, "\\", *ends)
+            run = None if ends else reader.take_match(_RUNS[quote])
+            text, mark = run and run[0], ""
+            if not text:
+                text, mark = yield from reader.piece(quote, "\\", *ends)
             if mark == "\\":
-                self.emit((yield from self._escape_sequence()))
+                text = yield from self._escape_sequence()
             elif mark in ends:
                 reader.untake(mark)
                 break
             elif mark:
                 if is_key or (yield from self._is_end_of_string(bool(ends))):
                     break
-                ends = self.markers
                 self.has_raw_text = True
-                self.emit(escape(mark))
-            elif text:
-                self.emit(escape(text))
-            else:
+                self._num_repairs += 1
+                if self._num_repairs > MAX_REPAIRS:
+                    self.emit(escape(mark))
+                    return (yield from self._raw_rest())
+                ends = self.markers
+                text = mark
+            if not text:
                 return False
+            written = _UNSAFE.sub(_as_json, text) if "\\" in text else escape(text)
+            is_repaired = is_repaired or written != text
+            self.emit(written)
+        self._num_repairs += is_repaired
         self.emit('"')
         self.missing = ": null" if is_key else ""
         return True
@@ -151,10 +185,10 @@ class JsonReader:
     def _advance(self) -> Steps[bool]:
         """Read a bracket or a member of the innermost brackets. Return False at the text's end."""
         reader = self.reader
-        self.emit((yield from reader.space()))
+        self.emit((yield from self._space()))
         comma = ""
         if not self._is_first and (yield from reader.accept(",")):
-            comma = "," + (yield from reader.space())
+            comma = "," + (yield from self._space())
         first = yield from reader.peek()
         if first == self.brackets[-1]:
             self.emit((yield from reader.next()))
@@ -167,22 +201,27 @@ class JsonReader:
         if not first:
             return False
         is_object = self.brackets[-1] == "}"
+        is_raw = False
         if not self._is_first and not comma:
             comma = ", "
-            if first not in QUOTES and (is_object or first not in CLOSING):
-                return (yield from self._raw_text(comma + (RAW_KEY if is_object else "")))
-        self.emit(comma)
+            self._num_repairs += 1
+            is_raw = first not in QUOTES and (is_object or first not in CLOSING)
+        if is_raw or self._num_repairs > MAX_REPAIRS:
+            return (yield from self._raw_text(comma + (RAW_KEY if is_object else "")))
         self._is_first = False
-        if is_object and not (yield from self._key()):
+        if not is_object:
+            self.emit(comma)
+        elif not (yield from self._key(comma)):
             return False
         if not self.brackets:  # the rest was no JSON
             return True
         return (yield from self._begin_value())
 
-    def _key(self) -> Steps[bool]:
-        """Read a key and a colon. Return False if the text breaks off."""
+    def _key(self, comma: str) -> Steps[bool]:
+        """Read a key and a colon. Emit `comma` before. Return False if the text breaks off."""
         reader = self.reader
         if (yield from reader.peek()) in QUOTES:
+            self.emit(comma)
             if not (yield from self.string()):
                 return False
             gap = yield from reader.space()
@@ -193,18 +232,23 @@ class JsonReader:
             if not following:
                 return False
             if not name or following != ":":
-                return (yield from self._raw_text(RAW_KEY, name + gap))
+                return (yield from self._raw_text(comma + RAW_KEY, name + gap))
             self._has_names = True
-            self.emit(f'"{escape(name)}"')
+            self._num_repairs += 1
+            self.emit(f'{comma}"{escape(name)}"')
             self.missing = ": null"
         if not (yield from reader.peek()):
             return False
         if not (yield from reader.accept(":")):
             return (yield from self._raw_text(": ", gap))
-        self.emit(f"{gap}:")
+        self.emit(f"{_OTHER_SPACE.sub(' ', gap)}:")
         self.missing = "null"
-        self.emit((yield from reader.space()))
+        self.emit((yield from self._space()))
         return True
+
+    def _space(self) -> Steps[str]:
+        """Read white space. Return it as JSON allows it."""
+        return _OTHER_SPACE.sub(" ", (yield from self.reader.space()))
 
     def _begin_value(self) -> Steps[bool]:
         """Read a string, a word, or an opening bracket. Return False if the text breaks off."""
@@ -226,11 +270,13 @@ class JsonReader:
         if not following:
             self._begin_word(word)
             return False
+        self._num_repairs += word in LITERALS
         word = LITERALS.get(word, word)
-        if not _SCALAR.fullmatch(word):
+        if not SCALAR.fullmatch(word):
             if not word or not (yield from self._is_end_of_string(False)):
                 return (yield from self._raw_text("", word))
             self.has_raw_text = True
+            self._num_repairs += 1
             word = f'"{escape(word)}"'
         self.emit(word)
         self.missing = ""
@@ -239,27 +285,25 @@ class JsonReader:
     def _begin_word(self, word: str) -> None:
         """Emit the beginning of a word of JSON. What is none becomes null."""
         for whole in (word, f"{word}0", "true", "false", "null"):
-            if whole.startswith(word) and _SCALAR.fullmatch(whole):
+            if whole.startswith(word) and SCALAR.fullmatch(whole):
                 self.emit(word)
                 self.missing = whole.removeprefix(word)
                 return
 
     def _escape_sequence(self) -> Steps[str]:
-        """Read what follows a backslash. Return both as JSON."""
+        """Read what follows a backslash, and return both. If the text breaks off, emit both, and
+        return "".
+        """
         char = yield from self.reader.next()
-        if char == "u":
-            while len(char) < 5 and _HEX_DIGIT.match((yield from self.reader.peek())):
-                char += yield from self.reader.next()
-            if not (yield from self.reader.peek()) and len(char) < 5:
-                self.missing = "0" * (5 - len(char)) + self.missing
-                return f"\\{char}"
-            return f"\\{char}" if len(char) == 5 else f"\\\\{char}"
-        if not char:
-            self.missing = "\\" + self.missing
-            return "\\"
-        if char == "'":
-            return char
-        return f"\\{char}" if char in '"\\/bfnrt' else f"\\\\{escape(char)}"
+        while char[:1] == "u" and len(char) < 5:
+            if not _HEX_DIGIT.match((yield from self.reader.peek())):
+                break
+            char += yield from self.reader.next()
+        if char and (char[0] != "u" or len(char) == 5 or (yield from self.reader.peek())):
+            return f"\\{char}"
+        self.emit(f"\\{char}")
+        self.missing = ("0" * (5 - len(char)) if char else "\\") + self.missing
+        return ""
 
     def _is_end_of_string(self, has_marks: bool) -> Steps[bool]:
         """Return whether JSON can go on here, after a quotation mark. If the string `has_marks`
@@ -280,11 +324,13 @@ class JsonReader:
         return is_comma or char == self.brackets[-1]
 
     def _raw_text(self, opening: str, taken: str = "") -> Steps[bool]:
-        """Read the rest, with `taken` before it, as a string after `opening`, up to a marker or the
-        last bracket.
-        """
+        """Read the rest, with `taken` before it, as a string after `opening`."""
         self.has_raw_text = True
         self.emit(f'{opening}"{escape(taken)}')
+        return (yield from self._raw_rest())
+
+    def _raw_rest(self) -> Steps[bool]:
+        """Read the rest as the end of a string, up to a marker or the last bracket."""
         brackets = Brackets()
         brackets.depth = len(self.brackets)
         while True:

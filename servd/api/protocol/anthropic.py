@@ -21,7 +21,7 @@ from servd.api.protocol.tools import (
     own_and_hosted,
 )
 from servd.api.protocol.translation import TranslatedRequest
-from servd.api.protocol.validation import OpenObject, Schema
+from servd.api.protocol.validation import Int, OpenObject, Schema, Whole
 from servd.base.bounds import INT32_MAX
 from servd.base.errors import InvalidRequest
 
@@ -165,7 +165,7 @@ class Thinking(OpenObject):
     """The choice whether the model reasons before it answers."""
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: NotRequired[Annotated[int, Field(ge=1, le=INT32_MAX)] | None]
+    budget_tokens: NotRequired[Annotated[int, Field(ge=1, le=INT32_MAX), Whole] | None]
 
 
 class OutputConfig(OpenObject, total=False):
@@ -247,11 +247,11 @@ class MessagesRequest(CountTokensRequest):
 
     keeps_budget = False
 
-    max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)]
+    max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX), Whole]
     stop_sequences: Annotated[list[str], Field(fail_fast=True)] | None = None
     temperature: Temperature | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Int | None = None
 
     metadata: dict[str, Any] | None = None  # for the client's own records
     service_tier: str | None = None  # as in a chat

@@ -19,10 +19,9 @@ from servd.api.protocol.generation import (
     Usage,
 )
 from servd.api.protocol.tools import ToolChoice, Tools, idle_strict
-from servd.api.protocol.validation import OpenObject, RequestBody
+from servd.api.protocol.validation import OpenObject, RequestBody, Whole, wrong_field
 from servd.api.text.prompt import Chat, Prompt, ToolOptions
 from servd.base.bounds import INT32_MAX
-from servd.base.errors import InvalidRequest
 from servd.messages.engine import FinishReason
 from servd.messages.params import MAX_CANDIDATES
 
@@ -220,14 +219,11 @@ class ChatPrompt(RequestBody):
         if self.tool_choice in (None, "none", "auto"):
             return self
         if not self.tools:
-            raise InvalidRequest("`tool_choice` needs `tools`", param="tool_choice")
+            raise wrong_field("tool_choice", "needs `tools`")
         known = {tool["function"]["name"] for tool in self.tools}
         for name in self.named_tools:
             if name not in known:
-                raise InvalidRequest(
-                    f"`tool_choice` names {name[:128]!r}, which is not in `tools`",
-                    param="tool_choice",
-                )
+                raise wrong_field("tool_choice", f"names {name[:128]!r}, which is not in `tools`")
         return self
 
 
@@ -236,13 +232,13 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
 
     messages: Messages
     """The conversation."""
-    max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX), Whole] | None = None
     """Former name of `max_completion_tokens`."""
-    max_completion_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=INT32_MAX), Whole] | None = None
     """Maximum number of output tokens. Default: up to the end of the context."""
     logprobs: bool | None = None
     """Return the log-probabilities of the output tokens."""
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_CANDIDATES)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_CANDIDATES), Whole] | None = None
     """Number of most likely tokens per position, up to --max-logprobs (20). Needs `logprobs`."""
     include_reasoning: bool | None = None
     """With false, the response omits the reasoning."""
@@ -252,7 +248,7 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
     @model_validator(mode="after")
     def _check_chat(self) -> ChatCompletionRequest:
         if self.top_logprobs and not self.logprobs:
-            raise InvalidRequest("`top_logprobs` needs `logprobs`: true", param="top_logprobs")
+            raise wrong_field("top_logprobs", "needs `logprobs`: true")
         return self
 
     def ignored(self) -> list[str]:
@@ -303,7 +299,7 @@ class TopLogprob(msgspec.Struct):
 
 
 class TokenLogprob(msgspec.Struct):
-    """The sampled token at a position. `token` shows an incomplete character as U+FFFD."""
+    """The sampled token at a position. `token` is empty if a character is still incomplete."""
 
     token: str
     logprob: float

@@ -17,7 +17,7 @@ from servd.api.protocol.generation import (
     Timings,
     Usage,
 )
-from servd.api.protocol.validation import TokenId, is_whole
+from servd.api.protocol.validation import Int, TokenId, Whole, with_whole_numbers, wrong_field
 from servd.api.text.prompt import Prompt
 from servd.base.errors import InvalidRequest
 from servd.messages.engine import FinishReason
@@ -32,16 +32,9 @@ def _is_token_ids(value: Any) -> bool:
     return isinstance(value, list) and all(type(token_id) is int for token_id in value)
 
 
-def _with_whole_numbers(value: Any) -> Any:
-    """Return token ids, or a list of them, with 5 for 5.0, as `parse` does elsewhere."""
-    if not isinstance(value, list) or {float, list}.isdisjoint(map(type, value)):
-        return value
-    return [int(item) if is_whole(item) else _with_whole_numbers(item) for item in value]
-
-
 def list_of_prompts(value: Any) -> list[str] | list[list[int]]:
     """Return text, token ids or a list of either as a list, or raise PydanticCustomError."""
-    value = _with_whole_numbers(value)
+    value = with_whole_numbers(value)
     if isinstance(value, str) or (value and _is_token_ids(value)):
         return [value]
     if not isinstance(value, list) or not 1 <= len(value) <= MAX_PROMPTS:
@@ -75,9 +68,9 @@ class CompletionRequest(GenerationRequest):
     """Text, a list of token ids, or a list of either."""
     echo: bool | None = None
     """Begin the text with the prompt."""
-    logprobs: Annotated[int, Field(ge=0, le=MAX_CANDIDATES)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_CANDIDATES), Whole] | None = None
     """Return log-probabilities, with this many of the most likely tokens at each position."""
-    best_of: int | None = None
+    best_of: Int | None = None
     """Must equal `n` if set."""
     suffix: str | None = None
     """Text that follows the generated text (fill in the middle)."""
@@ -89,16 +82,13 @@ class CompletionRequest(GenerationRequest):
         if len(self.prompt) * (self.n or 1) > MAX_CHOICES:
             raise InvalidRequest(f"prompts times `n` may be at most {MAX_CHOICES}", param="n")
         if self.best_of not in (None, self.n or 1):
-            raise InvalidRequest(
-                "`best_of` is not supported: set `n`, and choose a completion yourself",
-                param="best_of",
+            raise wrong_field(
+                "best_of", "is not supported: set `n`, and choose a completion yourself"
             )
         if self.suffix and (self.echo or not isinstance(self.prompt[0], str)):
-            raise InvalidRequest("`suffix` needs a `prompt` of text, and no `echo`", param="suffix")
+            raise wrong_field("suffix", "needs a `prompt` of text, and no `echo`")
         if self.echo and self.logprobs is not None and self.stream:
-            raise InvalidRequest(
-                "`echo` with `logprobs` cannot be streamed: leave out `stream`", param="echo"
-            )
+            raise wrong_field("echo", "with `logprobs` cannot be streamed: leave out `stream`")
         return self
 
     def prompts(self, response_id: str) -> list[Prompt]:

@@ -9,14 +9,14 @@ from pydantic import AliasChoices, BeforeValidator, Field, WithJsonSchema
 
 from servd.api.protocol.chat import Messages
 from servd.api.protocol.completions import Prompts, list_of_prompts
-from servd.api.protocol.validation import KeptTokens, RequestBody
+from servd.api.protocol.validation import Int, KeptTokens, RequestBody
 from servd.api.text.prompt import Chat, Prompt
 from servd.base.bounds import INT32_MAX
 from servd.messages.engine import RequestOptions
 from servd.messages.params import PoolingParams
 
 # The largest is the model's; `PoolingParams.validate` knows it.
-Dimensions = Annotated[int, WithJsonSchema({"type": "integer", "minimum": 1, "maximum": INT32_MAX})]
+Dimensions = Annotated[Int, WithJsonSchema({"type": "integer", "minimum": 1, "maximum": INT32_MAX})]
 
 
 IN_TEXTS = "leave it out, and write what it adds into the texts"
@@ -26,6 +26,7 @@ class PooledRequest(RequestBody):
     """The fields that all requests for pooled outputs share."""
 
     lacking = dict.fromkeys(("chat_template", "continue_final_message", "instruction"), IN_TEXTS)
+    lacking["embd_normalize"] = "`use_activation`: false returns vectors that are not normalized"
 
     truncate_prompt_tokens: KeptTokens | None = None
     truncation_side: Literal["left", "right"] | None = None

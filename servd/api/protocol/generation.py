@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
-from pydantic import BeforeValidator, Field, GetJsonSchemaHandler, model_validator
+from pydantic import AliasChoices, BeforeValidator, Field, GetJsonSchemaHandler, model_validator
 from pydantic_core import PydanticCustomError
 
 from servd.api.protocol.structured import StructuredRequest
@@ -16,11 +15,15 @@ from servd.api.protocol.validation import (
     REQUEST_ID,
     ClosedObject,
     FewKeys,
+    Int,
     KeptTokens,
     OpenObject,
     Schema,
     TokenId,
+    Whole,
     add_bounds,
+    is_neutral,
+    wrong_field,
 )
 from servd.base.errors import InvalidRequest
 from servd.messages.engine import RequestOptions
@@ -32,10 +35,6 @@ from servd.messages.params import (
     SamplingParams,
 )
 
-# Fields that would change the response but are not supported, so they are rejected. All other
-# unknown fields are accepted and listed in the header X-Servd-Ignored.
-UNSUPPORTED = ("audio", "chat_template", "function_call", "functions", "modalities")
-UNSUPPORTED += ("add_special_tokens", "prompt_embeds", "watermarking", "web_search_options")
 # The sampling parameters that beam search uses, or can ignore without effect. Any other parameter
 # would change the answer and is refused.
 WITH_BEAMS = {
@@ -48,15 +47,9 @@ WITH_BEAMS = {
 }
 IDLE_WITH_BEAMS = ("temperature", "top_p", "top_k", "min_p", "seed", "speculative")
 ONLY_WITH_BEAMS = ("early_stopping", "length_penalty")
+BUDGET_ALIASES = ("thinking_budget_tokens", "reasoning_budget_tokens")  # llama-server's
 MAX_RETENTION = 86400.0  # seconds
-NEUTRAL: dict[str, Any] = {"modalities": ["text"]}
 DEFAULTS = msgspec.structs.asdict(SamplingParams())
-
-
-def _is_neutral(name: str, value: Any) -> bool:
-    """Return whether a value is absent, false, empty (not 0), or the field's default."""
-    empty = isinstance(value, str | list | dict) and not value
-    return value is None or value is False or empty or value == NEUTRAL.get(name)
 
 
 def _one_or_more(value: Any) -> Any:
@@ -83,7 +76,7 @@ def _bias_by_id(value: Any) -> Any:
 
 
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
-TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True), Whole]
 Bias = Annotated[
     dict[int, float], Field(json_schema_extra={"propertyNames": {"pattern": "^[0-9]{1,11}$"}})
 ]
@@ -100,9 +93,9 @@ class StreamOptions(OpenObject, total=False):
 class RepetitionFields(ClosedObject, total=False):
     """The repetitions that end the output; see `servd.messages.params.RepetitionDetection`."""
 
-    max_pattern_size: int
-    min_pattern_size: int
-    min_count: int
+    max_pattern_size: Int
+    min_pattern_size: Int
+    min_count: Int
 
 
 class KVTransferParams(OpenObject, total=False):
@@ -111,7 +104,7 @@ class KVTransferParams(OpenObject, total=False):
     do_remote_decode: bool | None  # another engine decodes after this prefill
     do_remote_prefill: bool | None  # another engine has computed the prompt
     remote_host: str | None
-    remote_port: int | None
+    remote_port: Int | None
 
 
 class KVTransferAnswer(msgspec.Struct):
@@ -133,13 +126,21 @@ class KVTransferAnswer(msgspec.Struct):
 class GenerationRequest(StructuredRequest):
     """The fields with the same meaning in chat and text completions."""
 
-    n: int | None = None
+    lacking = dict.fromkeys(
+        "add_special_tokens audio chat_template function_call functions prompt_embeds watermarking "
+        "web_search_options".split(),
+        "leave it out",
+    )
+    lacking |= {"lora": "name an adapter as `model`", "modalities": 'only ["text"] is'}
+    lacking |= {"reasoning_format": 'only "auto" is'}
+
+    n: Int | None = None
     """Number of choices. Choice i uses `seed` + i."""
     temperature: Temperature | None = None
     """Randomness of sampling. 0 always takes the most probable token."""
     top_p: float | None = None
     """Sample among the most probable tokens whose probabilities add up to this."""
-    top_k: int | None = None
+    top_k: Int | None = None
     """Sample among this many of the most probable tokens. 0 and -1 turn the limit off."""
     min_p: float | None = None
     """Drop tokens less probable than this share of the most probable token's probability."""
@@ -149,11 +150,11 @@ class GenerationRequest(StructuredRequest):
     """Lower a token's logit for each time it is in the output."""
     repetition_penalty: float | None = None
     """Scale the logits of tokens in the prompt or the output. Above 1 makes them less likely."""
-    seed: int | None = None
+    seed: Int | None = None
     """Requests with the same seed and parameters return the same text, whatever the load."""
-    max_tokens: int | None = None
+    max_tokens: Int | None = None
     """Maximum number of output tokens."""
-    min_tokens: int | None = None
+    min_tokens: Int | None = None
     """Minimum number of output tokens."""
     ignore_eos: bool | None = None
     """Continue after the model's end-of-sequence token."""
@@ -181,13 +182,15 @@ class GenerationRequest(StructuredRequest):
     """
     speculative: bool | None = None
     """false turns speculative decoding off. The output stays the same."""
-    thinking_token_budget: int | None = None
+    thinking_token_budget: Annotated[
+        Int | None, Field(validation_alias=AliasChoices("thinking_token_budget", *BUDGET_ALIASES))
+    ] = None
     """Maximum number of reasoning tokens. Needs a model whose reasoning tags are single tokens."""
     logprob_token_ids: TokenIds | None = None
     """Return the log-probabilities of these token ids at each position, instead of the likeliest.
     Needs `logprobs`.
     """
-    prompt_logprobs: int | None = None
+    prompt_logprobs: Int | None = None
     """Return log-probabilities of the prompt's tokens, and of this many candidates per position (up
     to `--max-logprobs`, 20). Not with `stream`.
     """
@@ -252,19 +255,12 @@ class GenerationRequest(StructuredRequest):
 
     @model_validator(mode="after")
     def _check_support(self) -> GenerationRequest:
-        extra = self.model_extra or {}
-        for name in (each for each in UNSUPPORTED if each in extra):
-            if not _is_neutral(name, extra[name]):
-                hint = f"only {json.dumps(NEUTRAL[name])} is" if name in NEUTRAL else "leave it out"
-                raise InvalidRequest(f"`{name}` is not supported: {hint}", param=name)
         if self.stream_options is not None and not self.stream:
-            raise InvalidRequest("`stream_options` needs `stream`: true", param="stream_options")
+            raise wrong_field("stream_options", "needs `stream`: true")
         if self.logprob_token_ids and self.own_params.get("logprobs") is None:
-            raise InvalidRequest("`logprob_token_ids` needs `logprobs`", param="logprob_token_ids")
+            raise wrong_field("logprob_token_ids", "needs `logprobs`")
         if self.prompt_logprobs is not None and self.stream:
-            raise InvalidRequest(
-                "`prompt_logprobs` cannot be streamed: leave out `stream`", param="prompt_logprobs"
-            )
+            raise wrong_field("prompt_logprobs", "cannot be streamed: leave out `stream`")
         transfer = self.kv_transfer_params or {}
         if transfer.get("do_remote_decode") and self.stream:
             raise InvalidRequest(
@@ -273,10 +269,10 @@ class GenerationRequest(StructuredRequest):
             )
         is_from_peer = transfer.get("do_remote_prefill")
         if is_from_peer and not (transfer.get("remote_host") and transfer.get("remote_port")):
-            raise InvalidRequest(
-                "`kv_transfer_params` with `do_remote_prefill` need `remote_host` and "
+            raise wrong_field(
+                "kv_transfer_params",
+                "with `do_remote_prefill` need `remote_host` and "
                 "`remote_port`: copy the `kv_transfer_params` from the other engine's answer",
-                param="kv_transfer_params",
             )
         if self.use_beam_search:
             self._check_beam_search()
@@ -286,24 +282,17 @@ class GenerationRequest(StructuredRequest):
         fields = type(self).model_fields.keys() & DEFAULTS.keys()
         given = self.values_of(sorted(fields - WITH_BEAMS - {*IDLE_WITH_BEAMS}))
         for name, value in given.items():
-            if not _is_neutral(name, value) and value != DEFAULTS[name]:
-                raise InvalidRequest(
-                    f"`{name}` is not supported with `use_beam_search`: leave it out", param=name
-                )
+            if not is_neutral(name, value) and value != DEFAULTS[name]:
+                raise wrong_field(name, "is not supported with `use_beam_search`: leave it out")
         if (self.n or 1) > MAX_BEAMS:
-            raise InvalidRequest(
-                f"`n` may be at most {MAX_BEAMS} with `use_beam_search`", param="n"
-            )
+            raise wrong_field("n", f"may be at most {MAX_BEAMS} with `use_beam_search`")
         # Each beam needs this many candidates more, at every step.
         if len(self.stop_token_ids or ()) > MAX_STOP:
-            raise InvalidRequest(
-                f"`stop_token_ids` may have at most {MAX_STOP} with `use_beam_search`",
-                param="stop_token_ids",
+            raise wrong_field(
+                "stop_token_ids", f"may have at most {MAX_STOP} with `use_beam_search`"
             )
         if self.max_tokens == 0:
-            raise InvalidRequest(
-                "`max_tokens` must be at least 1 with `use_beam_search`", param="max_tokens"
-            )
+            raise wrong_field("max_tokens", "must be at least 1 with `use_beam_search`")
         if (form := self.structured_output()) is not None:
             raise InvalidRequest(
                 f"`{form.param}` is not supported with `use_beam_search`", param=form.param
@@ -311,7 +300,7 @@ class GenerationRequest(StructuredRequest):
 
     def ignored(self) -> list[str]:
         options = set(self.stream_options or ()) - set(StreamOptions.__annotations__)
-        names = set(self.model_extra or ()) - set(UNSUPPORTED)  # refused unless neutral
+        names = set(self.model_extra or ()) - self.lacking.keys()  # refused unless neutral
         idle = IDLE_WITH_BEAMS if self.use_beam_search else ONLY_WITH_BEAMS
         if self.truncate_prompt_tokens is None:
             idle = {*idle, "truncation_side"}

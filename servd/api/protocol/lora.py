@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from servd.api.protocol.validation import RequestBody
+from servd.api.protocol.validation import Int, RequestBody
 
 Name = Annotated[str, Field(min_length=1)]
 
@@ -24,5 +24,5 @@ class UnloadAdapterRequest(RequestBody):
     """Body of POST /v1/unload_lora_adapter."""
 
     lora_name: Name
-    lora_int_id: int | None = None
+    lora_int_id: Int | None = None
     """No effect: `lora_name` identifies the adapter."""

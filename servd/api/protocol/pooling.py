@@ -10,7 +10,7 @@ import msgspec
 from pydantic import model_validator
 
 from servd.api.protocol.embeddings import EmbeddingUsage, VectorRequest
-from servd.base.errors import InvalidRequest
+from servd.api.protocol.validation import wrong_field
 
 
 class PoolingRequest(VectorRequest):
@@ -22,17 +22,13 @@ class PoolingRequest(VectorRequest):
     @model_validator(mode="after")
     def _check_task(self) -> PoolingRequest:
         if self.task == "classify" and self.pooling is not None:
-            raise InvalidRequest(
-                "`pooling` is not for `task` classify: leave it out", param="pooling"
-            )
+            raise wrong_field("pooling", "is not for `task` classify: leave it out")
         if (
             self.task in ("embed", "token_embed")
             and self.pooling is not None
             and (self.task == "embed") == (self.pooling == "all")
         ):
-            raise InvalidRequest(
-                "`task` and `pooling` contradict each other: leave one out", param="task"
-            )
+            raise wrong_field("task", "and `pooling` contradict each other: leave one out")
         return self
 
     @property

@@ -9,6 +9,7 @@ from pydantic import Field
 from servd.api.protocol.completions import SomeText
 from servd.api.protocol.embeddings import EmbeddingUsage
 from servd.api.protocol.score import SimilarityRequest, Texts
+from servd.api.protocol.validation import Whole
 
 
 class RerankRequest(SimilarityRequest):
@@ -16,7 +17,7 @@ class RerankRequest(SimilarityRequest):
 
     query: SomeText
     documents: Texts
-    top_n: Annotated[int, Field(ge=0)] | None = None  # 0: all
+    top_n: Annotated[int, Field(ge=0), Whole] | None = None  # 0: all
     return_documents: bool = True
 
 

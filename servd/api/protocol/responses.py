@@ -15,9 +15,8 @@ from servd.api.protocol.generation import Temperature
 from servd.api.protocol.response_items import HOSTED_ITEMS, chat_messages
 from servd.api.protocol.tools import Function, HostedTool, allow_both, idle_strict, own_and_hosted
 from servd.api.protocol.translation import TranslatedRequest
-from servd.api.protocol.validation import FewKeys, OpenObject
+from servd.api.protocol.validation import FewKeys, OpenObject, Whole, wrong_field
 from servd.base.bounds import INT32_MAX
-from servd.base.errors import InvalidRequest
 from servd.messages.params import MAX_CANDIDATES
 
 # ---- request ----
@@ -205,7 +204,7 @@ class ResponsesRequest(TranslatedRequest):
     ]
     instructions: str | None = None
     previous_response_id: str | None = None
-    max_output_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
+    max_output_tokens: Annotated[int, Field(ge=1, le=INT32_MAX), Whole] | None = None
     temperature: Temperature | None = None
     top_p: float | None = None
     tools: Annotated[list[AnyTool], Field(fail_fast=True)] | None = None
@@ -217,7 +216,7 @@ class ResponsesRequest(TranslatedRequest):
     reasoning: ReasoningOptions | None = None
     truncation: Literal["auto", "disabled"] | None = None
     include: Annotated[list[str], Field(fail_fast=True)] | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_CANDIDATES)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_CANDIDATES), Whole] | None = None
     store: bool | None = None
     background: bool | None = None
     stream_options: dict[str, Any] | None = None
@@ -238,7 +237,7 @@ class ResponsesRequest(TranslatedRequest):
             ("prompt", self.prompt, "send `instructions` and `input`"),
         ):
             if value:
-                raise InvalidRequest(f"`{name}` is not supported: {hint}", param=name)
+                raise wrong_field(name, f"is not supported: {hint}")
         return self
 
     def ignored(self) -> list[str]:

@@ -12,8 +12,8 @@ from typing_extensions import TypedDict
 
 from servd.api.protocol.completions import MAX_PROMPTS, SomeText
 from servd.api.protocol.embeddings import IN_TEXTS, EmbeddingUsage, PooledRequest
+from servd.api.protocol.validation import Whole, wrong_field
 from servd.base.bounds import INT32_MAX
-from servd.base.errors import InvalidRequest
 
 
 def list_of_texts(value: Any) -> Any:
@@ -49,8 +49,8 @@ class SimilarityRequest(PooledRequest):
     lacking = PooledRequest.lacking | {"chat_template_kwargs": IN_TEXTS}
 
     pooling: Literal["last", "mean"] | None = None
-    max_tokens_per_query: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
-    max_tokens_per_doc: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
+    max_tokens_per_query: Annotated[int, Field(ge=1, le=INT32_MAX), Whole] | None = None
+    max_tokens_per_doc: Annotated[int, Field(ge=1, le=INT32_MAX), Whole] | None = None
 
 
 class ScoreRequest(SimilarityRequest):
@@ -64,10 +64,10 @@ class ScoreRequest(SimilarityRequest):
     @model_validator(mode="after")
     def _check_pairs(self) -> ScoreRequest:
         if len(self.text_1) not in (1, len(self.text_2)):
-            raise InvalidRequest(
-                f"`text_1` has {len(self.text_1)} texts and `text_2` {len(self.text_2)}: send "
+            raise wrong_field(
+                "text_1",
+                f"has {len(self.text_1)} texts and `text_2` {len(self.text_2)}: send "
                 "one `text_1`, or as many as `text_2`",
-                param="text_1",
             )
         return self
 

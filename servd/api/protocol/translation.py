@@ -5,9 +5,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
-import msgspec
 from pydantic import GetJsonSchemaHandler
-from pydantic_core import core_schema
+from pydantic_core import core_schema, to_json
 
 from servd.api.protocol.chat import ChatCompletionRequest
 from servd.api.protocol.generation import GenerationRequest
@@ -19,8 +18,9 @@ from servd.api.protocol.validation import (
     add_bounds,
     add_descriptions,
     parse,
+    wrong_field,
 )
-from servd.base.errors import InvalidRequest, RequestError
+from servd.base.errors import RequestError
 from servd.messages.params import SamplingParams
 
 # Sampling parameters that the other APIs have under another name, or whose effect their responses
@@ -85,12 +85,10 @@ class TranslatedRequest(RequestBody):
             if isinstance(made, dict) and isinstance(extra[name], dict):
                 fields[name] = made | extra[name]
             elif made is not None:
-                raise InvalidRequest(
-                    f"`{name}` duplicates a field of this API: leave it out", param=name
-                )
+                raise wrong_field(name, "duplicates a field of this API: leave it out")
             else:
                 fields[name] = extra[name]
-        return parse(self.chat_class, msgspec.json.encode(fields))
+        return parse(self.chat_class, to_json(fields, inf_nan_mode="constants"))
 
 
 @contextmanager

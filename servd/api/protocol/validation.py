@@ -33,6 +33,8 @@ MAX_WHOLE = 2.0**53  # a float has all whole numbers below
 MAX_NAME = 64  # characters of a field name that are shown; names can come from the client
 # Field of SamplingParams -> its other names in requests.
 ALIASES = {"stop": ("stop_sequences",)}
+# Field of peers -> the values that change nothing.
+NEUTRAL: dict[str, Any] = {"modalities": [["text"]], "reasoning_format": ["auto", "deepseek"]}
 MAX_KEYS = 16  # as in OpenAI's metadata; the other objects have fewer
 
 SCALAR = str | int | float
@@ -48,6 +50,19 @@ def _check_size(value: Any) -> Any:
     return value
 
 
+def with_whole_numbers(value: Any) -> Any:
+    """Return a number, or a list of them, with 5 for 5.0. JSON Schema counts 5.0 as whole, and
+    languages with one type of numbers write it so.
+    """
+    if isinstance(value, float) and value.is_integer() and abs(value) < MAX_WHOLE:
+        return int(value)
+    if not isinstance(value, list) or {float, list}.isdisjoint(map(type, value)):
+        return value
+    return [with_whole_numbers(item) for item in value]
+
+
+Whole = BeforeValidator(with_whole_numbers)
+Int = Annotated[int, Whole]
 # For objects whose every key is checked: pydantic would list one error per key, and there may be a
 # million.
 FewKeys = BeforeValidator(_check_size)
@@ -84,7 +99,7 @@ class RequestBody(BaseModel):
     servd cannot finish in time, it answers 429 at once.
     """
 
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31), Whole] | None = None
     """Requests with a lower number run first. Needs `--scheduling-policy priority`."""
 
     def values_of(self, names: Iterable[str]) -> dict[str, Any]:
@@ -106,9 +121,10 @@ class RequestBody(BaseModel):
     @model_validator(mode="after")
     def check_lacking(self) -> Self:
         """Raise InvalidRequest if the body sets a field of `lacking`."""
+        extra = self.model_extra or {}
         for name, hint in self.lacking.items():
-            if (self.model_extra or {}).get(name):
-                raise InvalidRequest(f"`{name}` is not supported: {hint}", param=name)
+            if name in extra and not is_neutral(name, extra[name]):
+                raise wrong_field(name, f"is not supported: {hint}")
         return self
 
     @classmethod
@@ -143,6 +159,12 @@ class RequestBody(BaseModel):
         return found
 
 
+def is_neutral(name: str, value: Any) -> bool:
+    """Return whether a value is absent, false, empty (not 0), or asks for what servd does."""
+    empty = isinstance(value, str | list | dict) and not value
+    return value is None or value is False or empty or value in NEUTRAL.get(name, ())
+
+
 def add_descriptions(properties: dict[str, Schema], texts: Mapping[str, str]) -> None:
     """Add the descriptions in `texts` to the schemas of the fields."""
     for name in texts.keys() & properties.keys():
@@ -171,7 +193,7 @@ def _tighten(schema: Schema, bounded: Schema) -> None:
 TokenId = Annotated[int, Field(json_schema_extra={"minimum": 0, "maximum": INT32_MAX})]
 # How many tokens of a prompt are kept; -1: as many as fit. The processor checks it.
 KeptTokens = Annotated[
-    int, WithJsonSchema({"anyOf": [{"const": -1}, {"type": "integer", "minimum": 1}]})
+    Int, WithJsonSchema({"anyOf": [{"const": -1}, {"type": "integer", "minimum": 1}]})
 ]
 
 Body = TypeVar("Body", bound=RequestBody)
@@ -192,43 +214,12 @@ def parse(kind: type[Body], data: bytes, max_values: int = MAX_VALUES) -> Body:
     try:
         return kind.model_validate_json(data)
     except ValidationError as error:
-        whole = _write_whole_numbers(error, data)
-        if whole is None:
-            raise _explain(error, data) from None
-    try:
-        return kind.model_validate_json(whole)
-    except ValidationError as error:
-        raise _explain(error, whole) from None
+        raise _explain(error, data) from None
 
 
-def _write_whole_numbers(error: ValidationError, data: bytes) -> bytes | None:
-    """Return the body with 5 for 5.0 where a whole number belongs; None if there is no such place.
-    JSON Schema counts 5.0 as whole, and languages with one type of numbers write it so.
-    """
-    body = None
-    for detail in error.errors(include_url=False):
-        if detail["type"] != "int_type" or not is_whole(detail["input"]):
-            continue
-        if body is None:
-            body = pydantic_core.from_json(data)
-        container: Any = body
-        key: Any = None
-        for entry in detail["loc"]:
-            inner = container if key is None else container[key]
-            is_index = isinstance(inner, list) and isinstance(entry, int) and entry < len(inner)
-            if is_index or (isinstance(inner, dict) and entry in inner):
-                container = inner
-                key = entry
-        if isinstance(container, list):  # only the first problem of a list is known
-            container[:] = [int(item) if is_whole(item) else item for item in container]
-        elif key is not None and is_whole(container[key]):
-            container[key] = int(container[key])
-    return None if body is None else msgspec.json.encode(body)
-
-
-def is_whole(value: Any) -> bool:
-    """Return whether a value is a float without a fraction, and exact."""
-    return isinstance(value, float) and value.is_integer() and abs(value) < MAX_WHOLE
+def wrong_field(name: str, rule: str) -> InvalidRequest:
+    """Return the error for a field, from a sentence without its name."""
+    return InvalidRequest(f"`{name}` {rule}", param=name)
 
 
 def _explain(error: ValidationError, data: bytes) -> InvalidRequest:

@@ -4,11 +4,8 @@ import json
 import re
 
 from servd.api.output.incremental import Steps
-from servd.api.output.json_reader import JsonReader, escape
+from servd.api.output.json_reader import CLOSING, LITERALS, RAW_KEY, SCALAR, JsonReader, escape
 from servd.api.output.tool_parser import ToolParser
-from servd.api.output.tool_parsers._parameters import to_json
-
-MAX_DEPTH = 64
 
 _NAME = re.compile(r"[\w.-]*")
 _KEY = re.compile(r"[^:,{}\[\]<]*")
@@ -37,61 +34,58 @@ class GemmaParser(ToolParser):
         if not name or (yield from reader.peek()) != "{":
             return False
         self.begin_call(name)
-        if not (yield from self._value(MAX_DEPTH)):
+        _, end, quote = self.markers
+        arguments = _ArgumentsReader(reader, self.arguments, (end,))
+        arguments.quote = quote
+        if not (yield from arguments.value()):
             return False
         yield from reader.space()
-        return (yield from reader.accept(self.markers[1]))
+        return (yield from reader.accept(end))
 
-    def _value(self, depth: int) -> Steps[bool]:
-        """Read a value. Return False if the value is incomplete or nested too deeply."""
-        yield from self.reader.space()
-        first = yield from self.reader.peek()
-        if first in ("{", "["):
-            return depth > 0 and (yield from self._items(first == "{", depth - 1))
-        if (yield from self.reader.accept(self.markers[2])):
+
+class _ArgumentsReader(JsonReader):
+    """A reader of Gemma's arguments that repairs like its base. `quote` is around strings."""
+
+    quote: str
+
+    def _key(self, comma: str) -> Steps[bool]:
+        reader = self.reader
+        if (yield from reader.accept(self.quote)):
+            key = yield from reader.until(self.quote)
+            text = f"{self.quote}{key}{self.quote}"
+        else:
+            text = yield from reader.run(_KEY)
+            key = text.strip().strip('"')
+        text += yield from reader.space()
+        if not (yield from reader.peek()):
+            return False
+        if not key or not (yield from reader.accept(":")):
+            return (yield from self._raw_text(comma + RAW_KEY, text))
+        self.emit(f"{comma}{json.dumps(key, ensure_ascii=False)}:")
+        self.emit((yield from self._space()))
+        return True
+
+    def _begin_value(self) -> Steps[bool]:
+        reader = self.reader
+        if (yield from reader.accept(self.quote)):
             return (yield from self._string())
+        first = yield from reader.peek()
+        if first in CLOSING:
+            return (yield from super()._begin_value())
         if first == '"':  # as in JSON
-            return (yield from JsonReader(self.reader, self.arguments).value())
-        self.arguments(to_json((yield from self.reader.run(_WORD)), {"any"}))
+            return (yield from JsonReader(reader, self.emit).value())
+        word = yield from reader.run(_WORD)
+        following = yield from reader.peek()
+        if not word and following not in (",", self.brackets[-1]):
+            return bool(following) and (yield from self._raw_text(""))
+        value = LITERALS.get(word.strip(), word.strip())
+        self.emit(value if SCALAR.fullmatch(value) else f'"{escape(word)}"')
         return True
 
     def _string(self) -> Steps[bool]:
-        self.arguments('"')
+        self.emit('"')
         while True:
-            text, marker = yield from self.reader.piece(self.markers[2])
-            self.arguments('"' if marker else escape(text))
+            text, marker = yield from self.reader.piece(self.quote)
+            self.emit('"' if marker else escape(text))
             if marker or not text:
                 return bool(marker)
-
-    def _items(self, has_keys: bool, depth: int) -> Steps[bool]:
-        reader = self.reader
-        separator = ""
-        close = "}" if has_keys else "]"
-        self.arguments((yield from reader.next()))
-        while True:
-            yield from reader.space()
-            if (yield from reader.accept(close)):
-                self.arguments(close)
-                return True
-            if separator:
-                if not (yield from reader.accept(",")):
-                    return False
-                yield from reader.space()
-            self.arguments(separator)
-            separator = ", "
-            if has_keys and not (yield from self._key()):
-                return False
-            if not (yield from self._value(depth)):
-                return False
-
-    def _key(self) -> Steps[bool]:
-        reader = self.reader
-        if (yield from reader.accept(self.markers[2])):
-            key = yield from reader.until(self.markers[2])
-        else:
-            key = (yield from reader.run(_KEY)).strip().strip('"')
-        yield from reader.space()
-        if not key or not (yield from reader.accept(":")):
-            return False
-        self.arguments(f"{json.dumps(key, ensure_ascii=False)}: ")
-        return True

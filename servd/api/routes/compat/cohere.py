@@ -18,7 +18,7 @@ from servd.api.http.route import Parsed, Route
 from servd.api.protocol.embeddings import Dimensions
 from servd.api.protocol.score import Texts
 from servd.api.protocol.translation import renamed
-from servd.api.protocol.validation import RequestBody
+from servd.api.protocol.validation import RequestBody, Whole
 from servd.api.text.prompt import Prompt
 from servd.messages.engine import RequestOptions
 from servd.messages.outputs import unpack_vector
@@ -42,7 +42,7 @@ class CohereEmbedRequest(RequestBody):
     ] = ["float"]
     output_dimension: Dimensions | None = None
     truncate: Literal["NONE", "START", "END"] = "END"
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=1), Whole] | None = None
 
 
 class EmbeddingsByType(msgspec.Struct, rename={"floats": "float"}):

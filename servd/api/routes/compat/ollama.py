@@ -19,7 +19,7 @@ from starlette.responses import Response
 
 from servd.api.builders.embedding import Vectors, embed
 from servd.api.builders.events import Event, EventBuilder
-from servd.api.builders.logprobs import choice_logprobs
+from servd.api.builders.logprobs import TokenTexts
 from servd.api.call import call_of
 from servd.api.context import Context, context_of, json_response
 from servd.api.engine.description import describe_model
@@ -32,7 +32,7 @@ from servd.api.protocol.embeddings import Dimensions
 from servd.api.protocol.errors import ErrorReply
 from servd.api.protocol.score import Texts
 from servd.api.protocol.translation import TranslatedRequest, renamed
-from servd.api.protocol.validation import OpenObject, RequestBody
+from servd.api.protocol.validation import OpenObject, RequestBody, Whole
 from servd.api.text.prompt import Prompt
 from servd.base.bounds import INT32_MAX
 from servd.base.errors import InvalidRequest
@@ -138,7 +138,7 @@ class OllamaRequest(TranslatedRequest):
     keep_alive: KeepAlive = None
     logprobs: bool | None = None
     """Return the log-probability of each output token."""
-    top_logprobs: Annotated[int, Field(ge=0)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0), Whole] | None = None
     """Likeliest tokens at each place, up to `--max-logprobs`. Needs `logprobs`."""
 
     def ignored(self) -> list[str]:
@@ -197,7 +197,7 @@ class EmbedOptions(OpenObject, total=False):
     than the model's context.
     """
 
-    num_ctx: Annotated[int, Field(ge=1, le=INT32_MAX)] | None
+    num_ctx: Annotated[int, Field(ge=1, le=INT32_MAX), Whole] | None
 
 
 class OllamaEmbedRequest(RequestBody):
@@ -252,11 +252,12 @@ class OllamaBuilder(EventBuilder):
         self.calls: list[dict[str, Any]] = []
         self.open_call: dict[str, Any] | None = None
         self.arguments = ""  # JSON of its arguments
+        self.token_texts = TokenTexts(self.tokenizer)
         self.logprobs: list[TokenLogprob] = []
         self.num_sent = 0  # of them
 
     def events_of(self, output: CompletionOutput) -> Iterator[Event]:
-        if shown := choice_logprobs(self.tokenizer, output.logprobs):
+        if shown := self.token_texts.chat_logprobs(output.logprobs):
             self.logprobs += shown.content
         return super().events_of(output)
 
