@@ -6,7 +6,7 @@ from servd.api.batches import runner as batch_runner
 from servd.api.batches import store as batch_store
 from servd.api.builders import events
 from servd.api.engine import grammar_checker
-from servd.api.http import http_protocol, middleware
+from servd.api.http import http_protocol, inflated, middleware
 from servd.api.output import json_reader
 from servd.api.protocol import batch_file as batch
 from servd.api.protocol import completions, decisions, validation
@@ -73,6 +73,11 @@ def tables() -> dict[str, list[Row]]:
                 "400, closed",
             ),
             (
+                "unread bytes of all answers of an API server",
+                size(http_protocol.MAX_UNREAD),
+                "servd closes the connections of the slowest readers",
+            ),
+            (
                 "time in which the client reads nothing of its answer",
                 f"{server.write_timeout:g} s (`--write-timeout`)",
                 "closed; servd cancels the request",
@@ -81,6 +86,11 @@ def tables() -> dict[str, list[Row]]:
         "Bodies": [
             ("size of a body", size(middleware.MAX_BODY), "413"),
             ("size of all bodies that are still arriving", size(middleware.MAX_ARRIVING), "429"),
+            (
+                f"decoded members of a gzip body, after {inflated.MAX_SMALL_MEMBERS:,} members",
+                f"at least {size(inflated.MIN_MEMBER)} on average",
+                "400",
+            ),
             (
                 "elements, keys and containers in the JSON of a body",
                 f"{validation.MAX_VALUES:,}",

@@ -69,6 +69,8 @@ class AdapterStore:
     ) -> Adapter:
         """Copy an adapter and register its name, which may replace another adapter. Return the
         adapter. Raises ConfigError if the adapter is not valid, cannot be copied or is refused.
+
+        With "keep", files that were not valid are refused unread until they change.
         """
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with self._locked():
@@ -78,9 +80,12 @@ class AdapterStore:
                 raise ConfigError(
                     f"the adapter {name!r} is loaded already: set load_inplace to replace it"
                 )
-            AdapterFiles(source).check(max_rank, layers)  # or any size would be copied
+            refusal = self.refusal(source)
+            if if_taken == "keep" and refusal.exists():
+                raise ConfigError(refusal.read_text("utf8", "surrogateescape"))
             copy = self.folder / f"loading-{os.getpid()}"
             try:
+                AdapterFiles(source).check(max_rank, layers)  # or any size would be copied
                 digest = self._copy(Path(source), copy)
                 files = AdapterFiles(copy, source)
                 files.check(max_rank, layers)
@@ -88,6 +93,10 @@ class AdapterStore:
                 folder = self.folder / digest
                 if not folder.exists():
                     copy.rename(folder)
+                refusal.unlink(missing_ok=True)
+            except ConfigError as error:
+                refusal.write_text(str(error), "utf8", "surrogateescape")
+                raise
             except OSError as error:
                 raise ConfigError(f"the adapter {source} cannot be copied: {error}") from None
             finally:
@@ -116,6 +125,17 @@ class AdapterStore:
             found = named.pop(name, None)
             self._write(named)
         return found
+
+    def refusal(self, source: str) -> Path:
+        """Return the file with the reason why the files in a folder, as they are now, were not
+        valid. It exists if `load` has refused them.
+        """
+        state = [source]
+        for name in (CONFIG, TENSORS):
+            with suppress(OSError):  # it is missing
+                status = os.stat(Path(source, name))
+                state.append(f"{status.st_ino} {status.st_size} {status.st_ctime_ns}")
+        return self.folder / f"refused-{hashlib.sha256(str(state).encode()).hexdigest()}"
 
     def _copy(self, source: Path, copy: Path) -> str:
         """Copy an adapter and return its digest."""

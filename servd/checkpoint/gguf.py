@@ -9,7 +9,7 @@ import os
 import re
 import struct
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal
@@ -123,15 +123,15 @@ def find_quantization(name: str) -> str:
     return found[-1] if found else name.removesuffix(".gguf")
 
 
-def name_parts(path: Path) -> list[Path]:
-    """Return the files of a checkpoint in numbered files, or the one file. They may not exist."""
+def name_parts(path: Path) -> Iterator[Path]:
+    """Yield the files of a checkpoint in numbered files, or the one file. They may not exist."""
     part = PART.search(path.name)
     if part is None or not int(part[1]):
-        return [path]
+        yield path
+        return
     total = part[1]
-    numbers = range(1, min(int(total), MAX_PARTS) + 1)
-    names = [PART.sub(f"-{each:0{len(total)}}-of-{total}", path.name) for each in numbers]
-    return [path.with_name(name) for name in names]
+    for number in range(1, min(int(total), MAX_PARTS) + 1):
+        yield path.with_name(PART.sub(f"-{number:0{len(total)}}-of-{total}", path.name))
 
 
 def check_files(files: Sequence[Path]) -> None:
@@ -150,7 +150,7 @@ def as_folder(path: Path) -> Path:
 
     Raises UnsupportedModel if servd would compute the model wrongly, and like `open_file`.
     """
-    files = name_parts(path)
+    files = [*name_parts(path)]
     check_files(files)
     stats = [(file, file.stat()) for file in files]
     state = "".join(f"{file} {stat.st_mtime_ns} {stat.st_size} " for file, stat in stats)

@@ -7,8 +7,11 @@ from msgspec import Meta
 
 from servd.config._section import Section
 
-# A scheme of browsers, apps or extensions, and a host; the port may be `*`.
-ORIGIN = r"^(\*|null|[a-z][a-z0-9+.-]*://[^\s/*\"]+(:\*)?)$"
+# A scheme of browsers, apps or extensions, and a host; the port may be `*`. Browsers send names of
+# other alphabets as ASCII ("xn--").
+ORIGIN = r"^(?=[!-~]*\Z)(\*|null|[A-Za-z][A-Za-z0-9+.-]*://[^/*\"]+(:\*)?)\Z"
+HOST = r"^(\*|(\*\.)?[A-Za-z0-9_.:\[\]-]+)\Z"
+DEFAULT_PORT = re.compile(r"(?i)^(http:.*):80$|^(https:.*):443$")
 
 
 class AccessConfig(Section, frozen=True):
@@ -32,7 +35,7 @@ class AccessConfig(Section, frozen=True):
     """Certificates of clients. 0: not requested. 1: verified if sent. 2: required (mTLS)."""
     ssl_ciphers: str | None = None
     """Ciphers for TLS 1.2 and below, in OpenSSL's notation."""
-    allowed_hosts: list[Annotated[str, Meta(pattern=r"^(\*|(\*\.)?[^\s/*\"]+)$")]] = []
+    allowed_hosts: list[Annotated[str, Meta(pattern=HOST)]] = []
     """Names under which clients may reach the server: `llm.example.com`, `*.example.com`, or `*`
     for all. Names of this machine always work. Default: these and names without a dot on
     a loopback address without API keys, all names otherwise.
@@ -51,10 +54,14 @@ class AccessConfig(Section, frozen=True):
 
     @property
     def origin_pattern(self) -> str:
-        """The regular expression of --allowed-origins, for a whole origin."""
-        found = [re.escape(origin) for origin in self.allowed_origins if origin != "*"]
-        found = [re.sub(r":\\\*$", r"(:\\d+)?", each) for each in found]
-        return ".*" if "*" in self.allowed_origins else "|".join(found) or "(?!)"
+        """The regular expression of --allowed-origins, for a whole origin. Browsers write hosts in
+        lower case, and leave the default port out.
+        """
+        if "*" in self.allowed_origins:
+            return ".*"
+        origins = [DEFAULT_PORT.sub(r"\1\2", origin) for origin in self.allowed_origins]
+        patterns = [re.sub(r":\\\*$", r"(:\\d+)?", re.escape(origin)) for origin in origins]
+        return "(?i)" + ("|".join(patterns) or "(?!)")
 
     @property
     def needs_keys(self) -> bool:

@@ -4,6 +4,7 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 
 import msgspec
@@ -49,43 +50,63 @@ class AdapterFolder(msgspec.Struct, frozen=True):
 
 
 class ModelFolder:
-    """The models in a folder. The folder is read again if a request names an unknown model."""
+    """The models in a folder. Each look into the folder reads only models that have changed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path.absolute()  # a bare `demo` would be taken for a model's name
-        self._refused: dict[Path, tuple[float, str]] = {}  # modification time and reason
+        # The files of each entry when it was last read, and the model or why it is invalid.
+        self._last: dict[Path, tuple[object, Model | str | None]] = {}
 
     def read(self) -> dict[str, Model]:
         """Return the valid models by name. Log each invalid model once. Raise OSError."""
-        found = {}
+        models = {}
+        latest = {}
         for name, entry in sorted(_models_in(self.path)):
-            written, why = self._refused.get(entry, (0.0, ""))
-            try:
-                path = find_snapshot(entry) if entry.name.startswith(HUB) else entry
-                if path is None:
-                    continue  # a download that is not complete
-                if path.suffix == ".gguf" and _mtime(path) == written:
-                    continue  # unchanged; reading its header again may take a second
-                name.encode()
-                found[name] = _read(name, path)
-                self._refused.pop(entry, None)
-            except Exception as error:  # an invalid entry must not affect other models
-                if str(error) != why:
-                    logger.warning("not serving %r: %s", name, error)
-                self._refused[entry] = _mtime(entry), str(error)
-        return found
+            files = _file_states(entry)
+            known, model = self._last.get(entry, (None, None))
+            if files != known:
+                earlier = model
+                try:
+                    model = _read(name, entry)
+                except Exception as error:  # an invalid entry must not affect other models
+                    model = str(error)
+                    if model != earlier:
+                        logger.warning("not serving %r: %s", name, error)
+            latest[entry] = files, model
+            if isinstance(model, Model):
+                models[name] = model
+        self._last = latest
+        return models
 
 
-def _read(name: str, path: Path) -> Model:
+def _file_states(entry: Path) -> list[tuple[Path, int, int]]:
+    """Return path, modification time and size of each file of a model."""
+    if entry.name.startswith(HUB):
+        files = [*entry.glob("refs/*"), *entry.glob("snapshots/*/*")]
+    elif entry.is_file():
+        files = takewhile(Path.exists, gguf.name_parts(entry))
+    else:
+        files = entry.iterdir()
+    states = []
+    with suppress(OSError):  # not readable
+        for file in files:
+            with suppress(OSError):  # a link to nothing
+                status = file.stat()
+                states.append((file, status.st_mtime_ns, status.st_size))
+    return sorted(states)
+
+
+def _read(name: str, entry: Path) -> Model | None:
+    """Return the model of an entry; None if it is a download that is not complete."""
+    name.encode()
+    path = find_snapshot(entry) if entry.name.startswith(HUB) else entry
+    if path is None:
+        return None
     folder = hf.local_folder(str(path)) if path.suffix == ".gguf" else path
     assert folder is not None
     written = path if path.is_file() else path / "config.json"
     length = hf.read_spec(folder).max_position_embeddings
     return Model(name, path, length, read_facts(str(folder)), int(written.stat().st_mtime))
-
-
-def _mtime(path: Path) -> float:
-    return path.stat().st_mtime if path.exists() else 0.0
 
 
 def _models_in(folder: Path) -> Iterator[tuple[str, Path]]:
@@ -126,7 +147,7 @@ def _is_model(path: Path) -> bool:
     """Return whether a path is a model. An unreadable path, such as lost+found, is not."""
     try:
         if path.suffix == ".gguf" and path.is_file():
-            return path == gguf.name_parts(path)[0] and gguf.PROJECTOR not in path.name
+            return path == next(gguf.name_parts(path)) and gguf.PROJECTOR not in path.name
         return (path / "config.json").is_file()
     except OSError as error:
         logger.debug("%s is no model: %s", path, error)

@@ -12,6 +12,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import msgspec
@@ -588,6 +589,39 @@ async def test_unknown_names_share_a_look_into_the_folder(tmp_path: Path):
         names = {card["id"] for card in (await listing).json()["data"]}
         assert {(await task).status_code for task in flood} == {404}
         assert names == {"one", "later"} and len(reads) == 2
+
+
+def test_only_models_whose_files_have_changed_are_read_again(tmp_path: Path, monkeypatch, caplog):
+    tiny = make_gguf(tmp_path / "tiny.gguf")
+    parts = [tmp_path / f"parts-0000{number}-of-00002.gguf" for number in (1, 2)]
+    parts[0].write_bytes(tiny)
+    for name in ("one", "two", "broken"):
+        make(tmp_path / name)
+    (tmp_path / "broken" / "config.json").write_text("{")
+    snapshot = tmp_path / "models--org--hub" / "snapshots" / "a"
+    make(snapshot)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("a")
+    read_spec = Mock(wraps=hf.read_spec)
+    monkeypatch.setattr(hf, "read_spec", read_spec)
+    folder = ModelFolder(tmp_path)
+
+    def read() -> tuple[set[str], int]:
+        read_spec.reset_mock()
+        return {*folder.read()}, read_spec.call_count
+
+    assert read() == ({"tiny", "one", "two"}, 4)
+    assert read() == ({"tiny", "one", "two"}, 0)
+    assert len(caplog.messages) == 2  # "broken", and a part is missing
+    (tmp_path / "two" / "config.json").write_text(json.dumps({**CONFIG, "vocab_size": 99999}))
+    (tmp_path / "broken" / "config.json").write_text(json.dumps(CONFIG))
+    (snapshot / "model.safetensors").write_bytes(bytes(8))
+    parts[1].write_bytes(b"")
+    assert read() == ({"tiny", "one", "two", "broken", "org/hub"}, 3)
+    parts[1].write_bytes(tiny)
+    shutil.rmtree(tmp_path / "one")
+    assert read() == ({"tiny", "two", "broken", "org/hub"}, 0)
+    assert read() == ({"tiny", "two", "broken", "org/hub"}, 0)
 
 
 async def test_the_console_is_there_for_all_models(tmp_path: Path):

@@ -272,6 +272,9 @@ class Yielding(asyncio.Transport):
     def is_closing(self) -> bool:
         return False
 
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        pass
+
 
 async def test_a_connection_that_has_yielded_counts_no_longer():
     """uvloop reads from a new one before it reports that another is lost."""
@@ -474,6 +477,62 @@ async def test_the_slowest_of_those_who_do_not_read_is_cut(
             with contextlib.suppress(ConnectionError):
                 await writer.wait_closed()
     assert 1 <= num_whole < 24
+
+
+def ask_with_small_buffer(url: str, clients: contextlib.ExitStack) -> socket.socket:
+    client = clients.enter_context(socket.socket())
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.connect(("127.0.0.1", int(url.rpartition(":")[2])))
+    client.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+    client.setblocking(False)
+    return client
+
+
+async def test_who_reads_slowly_gets_the_whole_answer_beside_those_who_do_not(monkeypatch, caplog):
+    monkeypatch.setattr("servd.api.http.http_protocol.MAX_UNREAD", 1_000_000)
+    size = 300_000
+    loop = asyncio.get_running_loop()
+    app = large_answer(size, is_stream=False)
+    async with listening(app, send_buffer=4096) as url:
+        with contextlib.ExitStack() as clients:
+            for _ in range(3):
+                ask_with_small_buffer(url, clients)
+            slow = ask_with_small_buffer(url, clients)
+            num_received = 0
+            for _ in range(10):
+                ask_with_small_buffer(url, clients)
+                for _ in range(10):
+                    num_received += len(await loop.sock_recv(slow, 2048))
+            await until(lambda: caplog.text.count("the slowest") >= 10)
+            assert num_received < size
+            num_received += len(await until_closed(slow))
+    assert num_received > size
+
+
+async def test_many_small_answers_count_together(monkeypatch, caplog):
+    monkeypatch.setattr("servd.api.http.http_protocol.MAX_UNREAD", 300_000)
+    async with listening(large_answer(40_000, is_stream=False), send_buffer=4096) as url:
+        with contextlib.ExitStack() as clients:
+            for _ in range(30):
+                ask_with_small_buffer(url, clients)
+            await until(lambda: "the slowest" in caplog.text)
+
+
+async def test_the_head_of_a_stream_does_not_wait_for_its_body(served: Served, connect):
+    may_end = asyncio.Event()
+
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await may_end.wait()
+        await send({"type": "http.response.body", "body": b"end"})
+
+    async with listening(app) as url:
+        client = await connect(url)
+        client.writer.write(b"GET / HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n")
+        head = await asyncio.wait_for(client.reader.readuntil(b"\r\n\r\n"), WAIT_SECONDS)
+        assert head.startswith(b"HTTP/1.1 200 ")
+        may_end.set()
+        assert b"end" in await asyncio.wait_for(client.reader.read(), WAIT_SECONDS)
 
 
 async def test_a_single_large_answer_is_no_flood(monkeypatch):

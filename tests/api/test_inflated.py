@@ -93,6 +93,15 @@ async def test_damaged_data_is_the_clients_error(data):
         assert answer.status_code == 400 and "gzip" in answer.json()["error"]["message"]
 
 
+async def test_a_body_of_tiny_members_is_refused_and_one_of_large_ones_read():
+    async with serve(listen=True, max_model_len=8192) as served:
+        for flood in (gzip.compress(b"") * 10_000, gzip.compress(b" ") * 10_000):
+            answer = await post(served.http, flood + gzip.compress(DATA), "gzip")
+            assert answer.status_code == 400 and "as a whole" in answer.json()["error"]["message"]
+        data = gzip.compress(bytes(b" " * 2000)) * 6000 + gzip.compress(DATA)
+        assert (await post(served.http, data, "gzip")).status_code == 200
+
+
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
 async def test_other_encodings_are_named(encoding):
     async with serve() as served:

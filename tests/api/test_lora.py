@@ -7,13 +7,17 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
+from unittest.mock import Mock
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from servd.api.engine.adapters import Adapters
 from servd.api.engine.async_llm import AsyncLLM
 from servd.checkpoint.adapter_store import AdapterStore
 from servd.checkpoint.hf import FAKE_SPEC
+from servd.checkpoint.lora import TENSORS
 from servd.config import LoRAConfig
 from servd.messages.engine import EngineReady, WorkerReady
 from tests.adapters import write_adapter
@@ -81,6 +85,30 @@ async def test_folders_that_could_not_be_served_are_not_listed(tmp_path: Path):
         assert await listed() == ["good"]
         write_adapter(folder / "dora")  # trained again, without
         assert await listed() == ["dora", "good"]
+
+
+async def test_what_was_refused_at_its_first_use_is_not_listed_until_it_changes(
+    tmp_path: Path, monkeypatch
+):
+    async with serve_adapters(tmp_path) as (served, store):
+        file = write_adapter(tmp_path / "adapters" / "nan") / TENSORS
+        tensors = load_file(file)
+        next(iter(tensors.values()))[0] = np.nan
+        save_file(tensors, file)
+        copied = Mock(wraps=store._copy)
+        monkeypatch.setattr(store, "_copy", copied)
+        body = {"model": "nan", "prompt": "a"}
+        for _ in range(2):
+            answer = await served.http.post("/v1/completions", json=body)
+            assert answer.status_code == 400 and "NaN" in answer.text, answer.text
+            assert str(tmp_path) not in answer.text
+            assert '"nan"' not in (await served.http.get("/v1/models")).text
+        copied.assert_called_once()
+        assert (await load(served, "other", "nan")).status_code == 400
+        assert copied.call_count == 2, "who loads it has it looked at"
+        write_adapter(file.parent, lora_alpha=16)
+        assert '"nan"' in (await served.http.get("/v1/models")).text
+        assert await text_of(served, "nan") == expected(store.named()["nan"].digest)
 
 
 def test_what_was_listed_while_the_model_was_loading_is_looked_at_again(tmp_path: Path):

@@ -51,6 +51,8 @@ async def test_by_default_other_servers_take_any_name(options):
         (["llm.example.com"], {"llm.example.com:8443": 200, "LLM.example.com": 200, "a.b": 421}),
         (["*.example.com"], {"a.example.com": 200, "b.a.example.com": 200, "example.com": 421}),
         (["*"], {"anything": 200, "": 200}),
+        (["LLM.example.com.:8443"], {"llm.example.com": 200, "LLM.example.com.:9": 200}),
+        (["[2001:DB8::1]:80", "2001:db8::2"], {"[2001:db8::1]": 200, "[2001:db8::2]:8": 200}),
         (["a", "b"], {"a": 200, "b": 200, "c": 421, "127.0.0.1": 200, "localhost": 200}),
     ],
 )
@@ -59,6 +61,19 @@ async def test_allowed_hosts_are_the_only_ones_beside_the_machine_s_own(allowed,
     async with serve(listen=True, allowed_hosts=allowed, host=host) as served:
         found = {name: await status_of(served.http, name) for name in status}
     assert found == status
+
+
+@pytest.mark.parametrize("host", ["127.1", "localhost", "0x7f.1", "::1", "::ffff:127.0.0.1"])
+async def test_every_way_to_write_a_loopback_address_is_one(host: str):
+    async with serve(listen=True, host=host) as served:
+        assert await status_of(served.http, "evil.example") == 421
+        assert await status_of(served.http, "[::ffff:127.0.0.1]:8000") == 200
+
+
+@pytest.mark.parametrize("host", ["a,b", "http://a", "a b", "münchen.example", "a.*", "*a", ""])
+def test_hosts_that_match_no_name_are_refused(host: str):
+    with pytest.raises(ConfigError, match="--allowed-hosts"):
+        Config.load({"allowed_hosts": [host]})
 
 
 PAGE = "http://evil.example"
@@ -109,11 +124,13 @@ async def test_the_gateway_s_names_are_not_those_of_its_models(tmp_path):
 ORIGINS = ["https://chat.example.com", "http://localhost:*", "app://obsidian.md", "null"]
 ORIGINS += ["chrome-extension://abc", "tauri://localhost", "capacitor://localhost"]
 ORIGINS += ["vscode-webview://abc", "moz-extension://a-b"]
+PAGES = {origin: origin.replace(":*", ":5174") for origin in ORIGINS}
+PAGES |= {"HTTPS://Chat.example.com:443": "https://chat.example.com"}
+PAGES |= {"http://localhost:80": "http://localhost", "app://Obsidian": "app://Obsidian"}
 
 
-@pytest.mark.parametrize("origin", ORIGINS)
-async def test_pages_apps_and_extensions_can_be_allowed(origin: str):
-    page = origin.replace(":*", ":5174")
+@pytest.mark.parametrize(("origin", "page"), PAGES.items())
+async def test_pages_apps_and_extensions_can_be_allowed(origin: str, page: str):
     preflight = {
         "origin": page,
         "access-control-request-method": "POST",
@@ -150,7 +167,7 @@ async def test_a_wildcard_allows_every_page_but_no_private_network():
 
 
 @pytest.mark.parametrize(
-    "origin", ["localhost", "http://*", "http://a.b/c", "http://*:80", "", "a b"]
+    "origin", ["localhost", "http://*", "http://a.b/c", "http://*:80", "", "a b", "http://ü"]
 )
 def test_origins_that_match_no_page_are_refused(origin: str):
     with pytest.raises(ConfigError, match="--allowed-origins"):

@@ -46,12 +46,14 @@ class Adapters:
         return await self._load(name, at, "keep")
 
     def listed(self) -> list[Adapter]:
+        """Return the loaded adapters, and those of --lora-dir that no look at them has refused."""
         found = dict(self.store.named())
         is_ready = self.async_llm.is_ready
         for path in sorted(self.folder.glob(f"*/{CONFIG}")) if self.folder else ():
             at = path.parent
-            name = path.parent.name
-            if name not in found and NAME.fullmatch(name) and self._is_inside(at):
+            name = at.name
+            is_known = name in found or self.store.refusal(str(at)).exists()
+            if not is_known and NAME.fullmatch(name) and self._is_inside(at):
                 with suppress(OSError):  # deleted meanwhile
                     changed = path.stat().st_mtime, (at / TENSORS).stat().st_mtime
                     if self._fits(at, is_ready, *changed):

@@ -41,6 +41,7 @@ MAX_SMALL_CHUNKS = 4096  # chunks that are always allowed
 LINGER = 1.0  # seconds for a refused client to read the response
 RESET_INTERVAL = 0.05  # seconds between two looks for a reset
 MAX_UNREAD = 128 * 1024 * 1024  # bytes of all answers that wait for their clients to read
+MAX_UNCOUNTED = 4096  # bytes of an answer that may wait before they count
 MAX_PIECE = 64 * 1024  # bytes of a body that are written at once
 UNREAD_GRACE = 1.0  # seconds in which a client need not have read anything
 BLOCKED_NS = 1_000_000  # writes that take longer are marked as waiting for the client
@@ -58,22 +59,21 @@ class Connections:
 
     def __post_init__(self) -> None:
         self.idle: dict[HttpProtocol, None] = {}  # without an open request, longest idle first
-        # Connections whose client does not keep up with its answer.
-        self.unread: dict[TimedFlow, Backlog] = {}
+        self.unread: set[TimedFlow] = set()  # whose clients do not keep up with their answers
         self.num_unread = 0  # bytes that these had to send when they stopped
 
-    def add_unread(self, connection: TimedFlow) -> None:
+    def add_unread(self, flow: TimedFlow) -> None:
         """Count what a connection has to send. If all together have too much, cut the slowest."""
-        self.drop_unread(connection)
-        backlog = Backlog(connection.num_unread, time.monotonic())
-        self.unread[connection] = backlog
-        self.num_unread += backlog.num_bytes
+        self.drop_unread(flow)
+        flow.num_stopped = flow.num_unread
+        flow.stopped_at = time.monotonic()
+        self.unread.add(flow)
+        self.num_unread += flow.num_stopped
         if self.num_unread <= MAX_UNREAD:
             return
-        left = {each: each.num_unread for each in self.unread}
-        total = sum(left.values())
-        slowest = sorted(left, key=lambda each: self.unread[each].rank(left[each]))
-        for each in slowest[:-1]:  # a single large answer is no flood
+        total = sum(each.num_unread for each in self.unread)
+        slowest = sorted(self.unread, key=TimedFlow.speed)
+        for slow in slowest[:-1]:  # a single large answer is no flood
             if total <= MAX_UNREAD:
                 break
             logger.warning(
@@ -82,29 +82,15 @@ class Connections:
                 total,
                 MAX_UNREAD,
             )
-            total -= left[each]
-            self.drop_unread(each)
-            each.transport.abort()
+            total -= slow.num_unread
+            self.drop_unread(slow)
+            slow.transport.abort()
 
-    def drop_unread(self, connection: TimedFlow) -> None:
+    def drop_unread(self, flow: TimedFlow) -> None:
         """Stop counting a connection, whose client has read its answer or is gone."""
-        if (backlog := self.unread.pop(connection, None)) is not None:
-            self.num_unread -= backlog.num_bytes
-
-
-@dataclass(slots=True)
-class Backlog:
-    """What a connection had to send when its client stopped reading, and the time then."""
-
-    num_bytes: int
-    since: float
-
-    def rank(self, num_left: int) -> tuple[bool, float, float]:
-        """Return a key that is lower the slower the client reads. A new one has had no time to."""
-        seconds = time.monotonic() - self.since
-        is_new = seconds < UNREAD_GRACE
-        rate = 0.0 if is_new else (self.num_bytes - num_left) / seconds
-        return is_new, rate, self.since
+        self.unread.discard(flow)
+        self.num_unread -= flow.num_stopped
+        flow.num_stopped = 0
 
 
 def settings(app: Any, connections: Connections, **options: Any) -> uvicorn.Config:
@@ -139,11 +125,20 @@ class TimedFlow(FlowControl):
         self.blocked = blocked
         self.connections = connections
         self.num_held = 0  # bytes of the body that is written in pieces
+        self.num_stopped = 0  # unread bytes when the client stopped reading; 0 if it reads
+        self.stopped_at = 0.0  # on the monotonic clock
+        transport.set_write_buffer_limits(MAX_UNCOUNTED)
 
     @property
     def num_unread(self) -> int:
         """The bytes in memory that the client has not read."""
         return self.num_held + self.transport.get_write_buffer_size()
+
+    def speed(self) -> tuple[bool, float, float]:
+        """Return a key that is lower the slower the client reads. A new one has had no time to."""
+        seconds = time.monotonic() - self.stopped_at
+        rate = (self.num_stopped - self.num_unread) / max(seconds, 0.001)
+        return seconds < UNREAD_GRACE, rate, self.stopped_at
 
     def hold(self, num_bytes: int) -> None:
         """Count a body of this size as unread, in place of the last one."""
@@ -172,42 +167,36 @@ class Cycle(RequestResponseCycle):
     Content-Length ends with the connection.
     """
 
-    head: Any = None  # waits for the first part of the body, which counts as unread from then on
+    head: Any = None  # with a Content-Length: waits for the body, which counts as unread from then
     is_unframed = False
 
     async def send(self, message: Any) -> None:
         """Send a message of ASGI."""
         if message["type"] == "http.response.start":
-            self.head = message
-            return
+            names = {name.lower() for name, _ in message.get("headers", ())}
+            if b"content-length" in names:
+                self.head = message
+                return
+            if self.scope["http_version"] == "1.0":
+                self.is_unframed = True
+                self.chunked_encoding = False
+                self.keep_alive = False
+            return await super().send(message)
         body = message.get("body", b"")
         is_large = len(body) > MAX_PIECE
         if is_large:
             cast(TimedFlow, self.flow).hold(len(body))
         if self.head is not None:
-            await self._send_head()
-        first = 0
-        while len(body) - first > MAX_PIECE:
+            head, self.head = self.head, None
+            await super().send(head)
+        for first in range(0, len(body) or 1, MAX_PIECE):
             piece = body[first : first + MAX_PIECE]
-            await self._send_body({**message, "body": piece, "more_body": True})
-            first += MAX_PIECE
-        await self._send_body({**message, "body": body[first:]})
+            if self.is_unframed:
+                self.expected_content_length = len(piece)
+            has_more = first + MAX_PIECE < len(body) or message.get("more_body", False)
+            await super().send({**message, "body": piece, "more_body": has_more})
         if is_large:
             cast(TimedFlow, self.flow).hold(0)
-
-    async def _send_head(self) -> None:
-        head, self.head = self.head, None
-        names = [name.lower() for name, _ in head.get("headers", ())]
-        if self.scope["http_version"] == "1.0" and b"content-length" not in names:
-            self.is_unframed = True
-            self.chunked_encoding = False
-            self.keep_alive = False
-        await super().send(head)
-
-    async def _send_body(self, message: Any) -> None:
-        if self.is_unframed:
-            self.expected_content_length = len(message["body"])
-        await super().send(message)
 
 
 class RequestParser(httptools.HttpRequestParser):

@@ -3,6 +3,7 @@
 import ipaddress
 import re
 import socket
+from contextlib import suppress
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -23,10 +24,10 @@ class Pages:
 
     def __init__(self, config: Config) -> None:
         access = config.access
-        host = config.server.host
-        is_private = _is_loopback(host) and config.server.uds is None and not access.needs_keys
-        self.hosts = [name.lower() for name in access.allowed_hosts]
-        self.is_by_default = is_private and not self.hosts
+        server = config.server
+        self.hosts = [_name_of(host) for host in access.allowed_hosts]
+        is_open = not self.hosts and not access.needs_keys and server.uds is None
+        self.is_by_default = is_open and _is_loopback(_address_of(server.host))
         own = socket.gethostname().lower()
         self.own_names = {own, f"{own}.local", own.partition(".")[0]}
         self.origins = re.compile(access.origin_pattern)
@@ -77,13 +78,24 @@ def _name_of(host: str) -> str:
     name = host.strip().lower()
     if name.startswith("["):
         return name[1:].partition("]")[0]
+    if name.count(":") > 1:  # an IPv6 address without brackets
+        return name
     return name.partition(":")[0].removesuffix(".")
+
+
+def _address_of(host: str) -> str:
+    """Return the address that --host means, which may be a name, or short: 127.1."""
+    with suppress(OSError):
+        return host if ":" in host else socket.gethostbyname(host)
+    return host
 
 
 def _is_loopback(name: str) -> bool:
     if name == "localhost" or name.endswith(".localhost"):
         return True
     try:
-        return ipaddress.ip_address(name).is_loopback
+        address = ipaddress.ip_address(name)
     except ValueError:
         return False
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback
