@@ -50,7 +50,7 @@ install: $(VENV)/.dev ## Create .venv with servd and the tools for development
 serve: $(VENV)/.native ## Serve MODEL (a Hugging Face id or a folder) on HOST:PORT
 	$(BIN)/servd serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
 
-test: $(VENV)/.dev ## Run the tests in six processes, or with ARGS what it says
+test: $(VENV)/.dev ## Run the tests in seven processes, or with ARGS what it says
 	@$(if $(ARGS),$(BIN)/python -m pytest $(ARGS),$(BIN)/python -m tools.run_tests)
 
 test-unit: $(VENV)/.dev ## Run the tests that start no server

@@ -1,6 +1,6 @@
-"""Run the tests in six processes beside each other and show how far each of them is.
+"""Run the tests in seven processes beside each other and show how far each of them is.
 
-`make test` runs it. Tests of whole servers mostly wait, so that two processes of them and four
+`make test` runs it. Tests of whole servers mostly wait, so that two processes of them and five
 that compute keep two CPUs busy to the end.
 """
 
@@ -16,6 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ["tests/core", "tests/demo_model", "tests/parity"]
+OTHERWISE = ["tests/integration", "tests/api", "tests/worker", *PACKAGES]
 SERVERS = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/integration/test_*.py"))
 API = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/api/test_*.py"))
 FIRST_API = [path for path in API if Path(path).name < "test_h"]
@@ -24,9 +25,10 @@ GROUPS = {
     "api a-g": FIRST_API,
     "api h-z": ["tests/api", *(f"--ignore={path}" for path in FIRST_API)],
     "core, parity": PACKAGES,
+    "worker": ["tests/worker"],
     "servers a-e": FIRST_SERVERS,
     "servers f-z": [path for path in SERVERS if path not in FIRST_SERVERS],
-    "others": [f"--ignore={path}" for path in ("tests/integration", "tests/api", *PACKAGES)],
+    "others": [f"--ignore={path}" for path in OTHERWISE],
 }
 LOG_SECONDS = 20.0  # between two lines where the output is no terminal
 

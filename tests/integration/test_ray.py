@@ -64,7 +64,10 @@ def texts(llm: LLM) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params)]
 
 
-@pytest.mark.parametrize("split", ["tensor_parallel_size", "pipeline_parallel_size"])
+@pytest.mark.parametrize(
+    "split",
+    ["tensor_parallel_size", pytest.param("pipeline_parallel_size", marks=pytest.mark.slow)],
+)
 def test_workers_on_two_nodes_compute_as_one_does(cluster, tiny_llama: Path, split):
     options = {"device": "cpu", "dtype": "float32", "use_tqdm": False}
     alone = LLM(str(tiny_llama), **options)

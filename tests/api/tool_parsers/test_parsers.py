@@ -136,7 +136,7 @@ def test_no_text_takes_long(name, size):
         for i in range(0, len(text), size):
             parser.feed(text[i : i + size])
         parser.finish()
-        assert time.process_time() - begun < 0.8
+        assert time.process_time() - begun < 1.5
 
 
 FORCED = '[{"name": "get_weather", "arguments": {"city": "x"}}, {"name": "now", "arguments": {}}]'
