@@ -51,8 +51,6 @@ class WaitingQueue(FcfsQueue):
     prompts go before long ones. The scheduler reserves a part of every step for long prompts.
     """
 
-    by_owner = True
-
     def __init__(self, long_prompt: int, max_adapters: int = 1, clock: Clock = now_ns) -> None:
         super().__init__(long_prompt, max_adapters, clock)
         self._pushes = count()
