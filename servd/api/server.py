@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import faulthandler
 import gc
 import logging
 import math
@@ -43,7 +42,7 @@ from servd.checkpoint.adapter_store import AdapterStore
 from servd.config import Config, ObservabilityConfig, ServerConfig
 from servd.config.keys import load_certificates, tls_context
 from servd.core.client import EngineCoreClient, engine_dir, identity
-from servd.ipc.child import SHOW_STACKS, read_start
+from servd.ipc.child import read_start
 from servd.ipc.heartbeat import Heartbeat
 from servd.ipc.start_messages import ENGINE_IS_DEAD, StartAPIServer
 from servd.messages.engine import EngineDead, EngineStatus
@@ -321,7 +320,6 @@ async def serve(start: StartAPIServer) -> int:
 def main() -> None:
     start = read_start(StartAPIServer, reloads.put)
     log.setup(start.name, start.config.observability)
-    faulthandler.register(SHOW_STACKS, all_threads=True)
     try:
         sys.exit(uvloop.run(serve(start)))
     except ConfigError as error:

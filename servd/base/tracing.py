@@ -84,7 +84,6 @@ class StepRecord(msgspec.Struct, array_like=True, gc=False):
     started_ns: int  # scheduling begins
     scheduled_ns: int = 0
     executed_ns: int = 0  # `execute_model` has returned: launched, or on a CPU computed
-    launched_ns: int = 0  # `sample_tokens` has returned
     collected_ns: int = 0  # the engine has its output
     # Four times of each worker, by rank: it began, gathered the inputs, launched the forward
     # pass, had the sampled tokens.

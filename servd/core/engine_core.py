@@ -146,7 +146,6 @@ class EngineCore:
             while grammars.awaits_tokens:
                 self._collect_outputs()
             self.in_flight.append(self.executor.sample_tokens(grammars.bitmask()))
-            record.launched_ns = self.clock()
         # With nothing but background requests one step less is in flight, so that a new request
         # starts a step earlier; but no pipeline stage may idle.
         num_stages = self.config.parallel.pipeline_parallel_size

@@ -2,7 +2,6 @@
 
 import contextlib
 import ctypes
-import faulthandler
 import gc
 import logging
 import os
@@ -31,7 +30,7 @@ from servd.core.executor import EXECUTORS, Executor, Progress
 from servd.core.stats_line import StatsLine
 from servd.core.structured_output.manager import Compiled
 from servd.ipc.channels import Inbox, Outbox, UnreadableMessage
-from servd.ipc.child import SHOW_STACKS, read_start
+from servd.ipc.child import read_start
 from servd.ipc.heartbeat import BEAT_INTERVAL, Heartbeat
 from servd.ipc.hub import HubClient, HubInbox, HubOutbox
 from servd.ipc.start_messages import StartEngine
@@ -453,7 +452,6 @@ def main() -> None:
     preparing.start()
     start = read_start(StartEngine, lambda config: log.set_level(config.observability))
     log.setup(start.name, start.config.observability)
-    faulthandler.register(SHOW_STACKS, all_threads=True)
 
     def stop(signum: int, frame: FrameType | None) -> None:
         # A second signal would interrupt the shutdown of the workers.

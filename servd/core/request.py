@@ -17,6 +17,7 @@ from servd.messages.engine import (
     FinishReason,
     ModelRunnerOutput,
     NewRequest,
+    RequestOptions,
     ScheduledRequest,
     TokenLogprobs,
 )
@@ -77,21 +78,14 @@ class Request:
     num_prompt_tokens: int
     params: SamplingParams | PoolingParams
     eos_token_ids: list[int]
-    cache_salt: str | None
+    options: RequestOptions
     adapter: Adapter | None
-    cache_keys: tuple[str | None, ...]  # see RequestOptions
-    owner: str
-    weight: float  # of the owner
     order: tuple[int, int, int]  # (priority class, priority, arrival): lower is served first
     max_num_tokens: int  # prompt and output together
     stop_token_ids: frozenset[int]  # of the model and of the request
     min_tokens: int
     reads_prompt: bool  # needs outputs of every prompt token: none may come from the prefix cache
     repetition: RepetitionDetector | None
-    is_watched: bool  # see RequestOptions
-    retention: float  # this and the next two: see RequestOptions
-    kv_source: str
-    is_exported: bool
     is_prompt_only: bool  # ends when its prompt is computed; the sampled token is dropped
 
     status: RequestStatus = RequestStatus.WAITING
@@ -153,21 +147,14 @@ class Request:
             num_tokens=num_prompt_tokens,
             params=params,
             eos_token_ids=message.eos_token_ids,
-            cache_salt=message.options.cache_salt,
+            options=message.options,
             adapter=message.options.adapter,
-            cache_keys=message.options.cache_keys,
-            owner=message.options.owner,
-            weight=message.options.weight,
             order=order,
             max_num_tokens=max_num_tokens,
             stop_token_ids=stop_token_ids,
             min_tokens=min_tokens,
             reads_prompt=reads_prompt,
             repetition=RepetitionDetector(detection) if detection else None,
-            is_watched=message.options.is_watched,
-            retention=message.options.retention,
-            kv_source=message.options.kv_source,
-            is_exported=message.options.is_exported,
             is_prompt_only=max_output == 0,
             acceptance=Acceptance() if is_drafted_for else None,
             marks=message.marks.copy(),
@@ -187,7 +174,7 @@ class Request:
             block_ids=self.block_ids.copy(),
             params=self.params,
             eos_token_ids=self.eos_token_ids,
-            cache_salt=self.cache_salt,
+            cache_salt=self.options.cache_salt,
             adapter=self.adapter,
         )
 
@@ -281,7 +268,7 @@ class Request:
             output.evicted_at_ns = self.evicted_at_ns
             output.prompt_logprobs = self.prompt_logprobs or None
             self.marks.append(Mark("first_token", now, step))
-        if self.is_watched and (is_first or finish_reason or end):
+        if self.options.is_watched and (is_first or finish_reason or end):
             output.block_ids = self.block_ids.copy()
         if self.marks:
             output.marks, self.marks = self.marks, []

@@ -97,7 +97,7 @@ NEED_NO_WEIGHTS = {
     "/v1/chat/completions/render",
     "/v1/messages/count_tokens",
     "/v1/responses/input_tokens",
-    "/v1/responses/{response_id}/cancel",
+    "/v1/responses/{response_id:response}/cancel",
 }
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import importlib
 import logging
@@ -197,6 +198,7 @@ def read_start(kind: type[T], on_reload: Callable[[Config], None] = lambda confi
     gone. Call in the main thread. `on_reload` is called, in another thread, with each Config that
     the parent sends later.
     """
+    faulthandler.register(SHOW_STACKS, all_threads=True)
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # `stty tostop` stops no log in the background
     if not (message := _read_message()):
         os._exit(1)  # the parent ended without needing this process

@@ -31,9 +31,9 @@ STANDBY_DELAY = 10.0  # seconds after the engine is ready, when a standby proces
 
 
 class EngineProcess(Child):
-    """An engine process, which waits for `start`. `prepares`: the executor and number of workers
-    for which it imports modules ahead, and the niceness of that. `devices` is CUDA_VISIBLE_DEVICES,
-    or empty to inherit.
+    """An engine process, which waits for a StartEngine with `descriptor` as its heartbeat.
+    `prepares`: the executor and number of workers for which it imports modules ahead, and the
+    niceness of that. `devices` is CUDA_VISIBLE_DEVICES, or empty to inherit.
     """
 
     def __init__(
@@ -49,31 +49,6 @@ class EngineProcess(Child):
             super().__init__(name, ENGINE_MODULE, None, [self.descriptor], env, prepares)
         finally:
             os.close(self.descriptor)  # the child has it under the same number
-
-    def start(
-        self,
-        config: Config,
-        spec: hf.ModelSpec,
-        started_at: float,
-        generation: int = 0,
-        was_asleep: bool = False,
-        uplink: Uplink | None = None,
-        identity: str = "",
-    ) -> None:
-        """Make the process load the model and serve. With `was_asleep`, it soon sleeps again."""
-        start = StartEngine(
-            config,
-            spec,
-            self.ipc_dir,
-            started_at,
-            generation,
-            self.descriptor,
-            self.name,
-            was_asleep,
-            uplink,
-            identity,
-        )
-        self.send(start)
 
 
 def devices_of(place: int, config: ParallelConfig) -> str:
@@ -155,15 +130,19 @@ class EngineSupervisor:
         if self.child is not None:
             self.was_asleep = self.child.heartbeat.is_asleep
         self.child, self.standby = self.standby, None
-        self.child.start(
+        start = StartEngine(
             self.config,
             self.spec,
+            self.ipc_dir,
             started_at,
             self.number,
+            self.child.descriptor,
+            self.name,
             self.was_asleep,
             self.uplink,
             self.identity,
         )
+        self.child.send(start)
         timeout = self.config.server.engine_hang_timeout
         has_workers = self.config.parallel.num_workers > 1
         is_stopped = partial(self.child.is_stopped, has_workers)

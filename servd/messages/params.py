@@ -61,6 +61,11 @@ class StructuredOutput(
     starts_after: list[TokenId] = []
     param: str = "structured_outputs"  # the field of the client's request, for errors
 
+    @property
+    def key(self) -> tuple[str, str]:
+        """The same for outputs with the same grammar."""
+        return self.kind, self.value
+
 
 class RepetitionDetection(
     msgspec.Struct, array_like=True, omit_defaults=True, frozen=True, gc=False

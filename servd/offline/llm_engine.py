@@ -32,6 +32,7 @@ from servd.core.engine_core import EngineCore
 from servd.core.engine_core_proc import start_executor
 from servd.core.executor import Executor
 from servd.core.structured_output.manager import Compiled
+from servd.ipc.start_messages import StartEngine
 from servd.launch.engine_supervisor import EngineProcess
 from servd.launch.process_tree import ENGINE_STOP_TIMEOUT
 from servd.messages.adapter import Adapter, LoRARequest
@@ -296,7 +297,9 @@ class SeparateProcess:
         self.ipc_dir = str(private_dir())
         self.engine_client = EngineCoreClient(self.ipc_dir, self.client, identity(config, spec))
         self.child = EngineProcess(self.ipc_dir)
-        self.child.start(config, spec, time.monotonic())
+        start = StartEngine(config, spec, self.ipc_dir, time.monotonic())
+        start.heartbeat = self.child.descriptor
+        self.child.send(start)
         try:
             while not isinstance(message := self.wait_for_message(), EngineReady):
                 assert isinstance(message, EngineStatus), message

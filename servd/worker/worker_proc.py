@@ -1,6 +1,5 @@
 """The worker process: handles the executor's messages, and answers from a second thread."""
 
-import faulthandler
 import importlib
 import queue
 import sys
@@ -15,7 +14,7 @@ import msgspec
 from servd.base import log
 from servd.base.errors import ConfigError
 from servd.ipc.channels import Inbox, Outbox
-from servd.ipc.child import SHOW_STACKS, import_ahead, read_start
+from servd.ipc.child import import_ahead, read_start
 from servd.ipc.hub import HubClient, HubInbox, HubOutbox
 from servd.ipc.start_messages import StartWorker
 from servd.messages import engine as messages
@@ -129,7 +128,6 @@ def main(worker_module: str) -> None:
     start = read_start(StartWorker)
     importing.join()
     log.setup(f"worker-{start.rank}", start.config.observability)
-    faulthandler.register(SHOW_STACKS, all_threads=True)
     sys.exit(WorkerProc(start, importlib.import_module(worker_module).Worker).run())
 
 

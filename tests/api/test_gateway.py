@@ -659,6 +659,8 @@ async def test_who_looks_wakes_nothing_up(tmp_path: Path):
         assert (await http.post("/sleep", params=one)).json() == {"is_sleeping": True}
         assert (await http.post("/tokenize", json=text)).json()["count"] == 3
         assert (await http.get("/v1/cache", params=one)).status_code == 200
+        answer = await http.post("/v1/responses/resp_1/cancel", params=one)
+        assert answer.status_code == 404
         assert (await http.get("/is_sleeping", params=one)).json() == {"is_sleeping": True}
 
 

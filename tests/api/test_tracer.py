@@ -150,7 +150,7 @@ def test_a_request_that_moved_is_explained_by_the_steps_of_both_engines(monkeypa
 def test_a_step_tells_of_each_rank():
     def shown(*worker_ms: int) -> TimelineStep:
         times = [1_000_000 * ms for ms in worker_ms]
-        record = StepRecord(3, 0, 1_000_000, 30_000_000, 30_000_000, 40_000_000, times)
+        record = StepRecord(3, 0, 1_000_000, 30_000_000, 40_000_000, times)
         return render_steps([record], 0)[0]
 
     one, two = shown(2, 3, 23, 24), shown(2, 3, 23, 24, 2, 5, 22, 23)

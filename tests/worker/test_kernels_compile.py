@@ -23,25 +23,17 @@ TREE = HEADS | {"TAIL": 5, "SOFT_CAP": 50.0}  # and sinks
 STEP, SIZES = "*i32 *i32 *i32 *i32", "i32:16 i32 i32 fp32"
 DECODING, PROMPTS = {"num_warps": 4, "num_stages": 5}, {"num_warps": 8, "num_stages": 5}
 EXPERTS = {"num_warps": 4}
-WORK = {
-    "SPLIT_QUERIES": 4,
-    "TILE_QUERIES": 32,
-    "TILE_KEYS": 64,
-    "MIN_SPLIT": 256,
-    "MAX_SPLITS": 16,
-    "ROWS": 1024,
-}
+WORK = {"SPLIT_QUERIES": 4, "TILE_QUERIES": 32, "TILE_KEYS": 64, "MIN_SPLIT": 256, "MAX_SPLITS": 16}
 ROTARY = {"HEADS": 32, "KV_HEADS": 8, "HEAD_DIM": 128, "ROWS": 32}
 NO_NORMS = {"q_weight_ptr": None, "k_weight_ptr": None}
-PRODUCT = {"ROWS": 64, "COLUMNS": 64, "DEPTH": 64}
-LOW_RANK = {"ROWS": 16, "COLUMNS": 64, "DEPTH": 64}
+LOW_RANK = {"DEPTH": 64}
 KERNELS = [
     (f"{OPS}.work_list.work_list_kernel", "*i32 *i32 *i32 i32 i32", WORK | {"WINDOW": None}, 4),
     (f"{OPS}.work_list.work_list_kernel", "*i32 *i32 *i32 i32 i32", WORK | {"WINDOW": 4096}, 4),
     (
         f"{OPS}.begin_decode.begin_decode_kernel",
         "*i64 *i32 *i32 *i64 *i32 i32 i32 i32",
-        {"BLOCK_SIZE": 16, "FIRST_CHANGE": 3, "FIRST_FOUND": 6, "TOKENS": 1024},
+        {"BLOCK_SIZE": 16},
         8,
     ),
     (f"{OPS}.paged_attention.prefill_kernel", f"{CACHE} {STEP} {SIZES}", PREFILL, PROMPTS),
@@ -78,19 +70,19 @@ KERNELS = [
     (
         f"{OPS}.product.product_kernel",
         "*bf16 *bf16 *bf16 *bf16 i32 i32:16 i32:16 i32:16",
-        PRODUCT,
+        {},
         {"num_warps": 4, "num_stages": 4},
     ),
     (
         f"{OPS}.product.product_kernel",
         "*bf16 *bf16 *bf16 i32 i32 i32:16 i32:16",
-        PRODUCT | {"bias_ptr": None},
+        {"bias_ptr": None},
         {"num_warps": 4, "num_stages": 4},
     ),
     (
         f"{OPS}.experts.experts_kernel",
         "*bf16 *i32 *i32 *i64 *bf16 i32 i32:16 i32:16",
-        {"HAS_INDEX": True, "ALIGNED": True, "ROWS": 16, "COLUMNS": 64, "DEPTH": 64},
+        {"HAS_INDEX": True, "ALIGNED": True, "ROWS": 16},
         EXPERTS,
     ),
     (
@@ -130,8 +122,8 @@ KERNELS = [
         {"BLOCK": 16384},
         16,
     ),
-    (f"{OPS}.activation.activate_kernel", "*bf16 *bf16 i32", {"NAME": "gelu", "BLOCK": 1024}, 4),
-    (f"{OPS}.activation.gate_kernel", "*bf16 *bf16 i32", {"NAME": "silu", "BLOCK": 1024}, 4),
+    (f"{OPS}.activation.activate_kernel", "*bf16 *bf16 i32", {"NAME": "gelu"}, 4),
+    (f"{OPS}.activation.gate_kernel", "*bf16 *bf16 i32", {"NAME": "silu"}, 4),
     (f"{OPS}.low_rank.shrink_kernel", "*bf16 *bf16 *i64 *fp32 i32 i32:16 i32:16", LOW_RANK, 4),
     (
         f"{OPS}.low_rank.expand_kernel",
@@ -157,26 +149,11 @@ KERNELS = [
         {"LAST": 2**31 - 1, "BLOCKS": 32},
         1,
     ),
-    (
-        f"{SAMPLE}.to_weights.to_weights_kernel",
-        "*fp32 *fp32 *fp32 *fp32 i32 i32",
-        {"ONE": 2.0**44, "BLOCK": 4096},
-        8,
-    ),
-    (
-        f"{SAMPLE}.top_k_top_p.top_k_top_p_kernel",
-        "*fp32 *fp32 *i64 *fp64 *i32 *fp32 i32",
-        {"ONE": 171 << 23, "UNIT": 127 << 23, "CAPACITY": 2048, "BLOCK": 4096},
-        16,
-    ),
-    (f"{SAMPLE}.draw.block_masses_kernel", "*fp32 *fp32 *i64 i32", {"BLOCK": 4096}, 8),
-    (
-        f"{SAMPLE}.draw.draw_kernel",
-        "*fp32 *fp32 *i64 *i64 *i64 *i64 i32 i32",
-        {"BLOCKS": 64, "BLOCK": 4096},
-        8,
-    ),
-    (f"{SAMPLE}.score.score_kernel", "*fp32 *i64 *fp32 *i32 i32 i32", {"BLOCK": 4096}, 8),
+    (f"{SAMPLE}.to_weights.to_weights_kernel", "*fp32 *fp32 *fp32 *fp32 i32 i32", {}, 8),
+    (f"{SAMPLE}.top_k_top_p.top_k_top_p_kernel", "*fp32 *fp32 *i64 *fp64 *i32 *fp32 i32", {}, 16),
+    (f"{SAMPLE}.draw.block_masses_kernel", "*fp32 *fp32 *i64 i32", {}, 8),
+    (f"{SAMPLE}.draw.draw_kernel", "*fp32 *fp32 *i64 *i64 *i64 *i64 i32 i32", {"BLOCKS": 64}, 8),
+    (f"{SAMPLE}.score.score_kernel", "*fp32 *i64 *fp32 *i32 i32 i32", {}, 8),
 ]
 
 

@@ -63,7 +63,7 @@ class GrammarChecker:
         the grammar is known not to compile.
         """
         # A single lookup: another thread may evict the verdict between two.
-        error = self._verdicts.get(_key(output), UNKNOWN)
+        error = self._verdicts.get(output.key, UNKNOWN)
         if error is UNKNOWN:
             return False
         if error is not None:
@@ -96,7 +96,7 @@ class GrammarChecker:
         with self._lock.take(client, QUEUE_LIMIT):
             if self.knows(output):  # another request had the same grammar
                 return None
-            error = self._verdicts[_key(output)] = self._compile(output)
+            error = self._verdicts[output.key] = self._compile(output)
             if len(self._verdicts) > MAX_VERDICTS:
                 self._verdicts.popitem(last=False)
             return error
@@ -252,7 +252,3 @@ class FairLock:
             return self._seconds.get(item[1], 0.0), item[0]
 
         return not self._is_taken and number == min(self._waiting.items(), key=rank)[0]
-
-
-def _key(output: StructuredOutput) -> tuple[str, str]:
-    return output.kind, output.value

@@ -175,46 +175,19 @@ class ChatTemplate:
         if chat.continue_final_message and not messages:
             raise InvalidRequest("continue_final_message needs a message", param="messages")
         _budget.set(_Budget(time.thread_time() + MAX_SECONDS))
-        return self._specials.split(
-            self._render_repaired(compiled, messages, context, chat.continue_final_message)
-        )
 
-    def _render_repaired(
-        self,
-        compiled: _Compiled,
-        messages: list[Message],
-        context: dict[str, Any],
-        is_continued: bool,
-    ) -> str:
-        """Return the marked prompt of the messages, or of messages with the fewest repairs."""
+        def render(messages: list[Message]) -> str:
+            return self._render(compiled, messages, context, chat.continue_final_message)
+
         try:
-            return self._render(compiled, messages, context, is_continued)
+            marked = render(messages)
         except InvalidRequest as refused:
-            first = refused
-        if is_continued and messages[-1]["role"] == "system":
-            raise first
-        reason = first.message
-        waiting = [*REPAIRS]
-        useless: list[Repair] = []
-        while waiting:
-            repair = waiting.pop(0)
-            repaired = repair(messages)
-            try:
-                if repaired != messages:
-                    return self._render(compiled, repaired, context, is_continued)
-            except InvalidRequest as refused:
-                if refused.message != reason:  # one of several reasons is gone
-                    reason = refused.message
-                    messages = repaired
-                    waiting = useless + waiting
-                    useless = []
-                    continue
-            useless.append(repair)
-        for repair in useless:  # one of them alone was not enough
-            messages = repair(messages)
-            with contextlib.suppress(InvalidRequest):
-                return self._render(compiled, messages, context, is_continued)
-        raise first
+            if chat.continue_final_message and messages[-1]["role"] == "system":
+                raise
+            marked = _render_repaired(render, messages, REPAIRS, refused.message)
+            if marked is None:
+                raise
+        return self._specials.split(marked)
 
     def _render(
         self,
@@ -252,6 +225,32 @@ class ChatTemplate:
                 "the chat template does not show the last message's content", param="messages"
             )
         return prompt[:end]
+
+
+def _render_repaired(
+    render: Callable[[list[Message]], str],
+    messages: list[Message],
+    repairs: Sequence[Repair],
+    reason: str,
+) -> str | None:
+    """Return the prompt of messages with the fewest repairs; None if no repairs help. `reason`: why
+    the template refuses the messages as they are.
+    """
+    for repair in repairs:
+        repaired = repair(messages)
+        if repaired == messages:
+            continue
+        try:
+            return render(repaired)
+        except InvalidRequest as refused:
+            if refused.message != reason:  # one of several reasons is gone
+                others = [other for other in repairs if other is not repair]
+                return _render_repaired(render, repaired, others, refused.message)
+    for repair in repairs:  # one of them alone was not enough
+        messages = repair(messages)
+        with contextlib.suppress(InvalidRequest):
+            return render(messages)
+    return None
 
 
 def _find_lost(

@@ -89,7 +89,7 @@ class KVEvents(NullEvents):
         """
         hashes = request.block_hashes
         size = self.block_size
-        keys = root_hash(*request.cache_keys)
+        keys = root_hash(*request.options.cache_keys)
         for start, stop in self._find_new(first, blocks):
             count = stop - start
             self._events.append(

@@ -170,7 +170,7 @@ class KVCacheManager:
         """Free all blocks of a request. Its last block is evicted first."""
         self.commit(request)
         self.num_holders -= 1
-        if request.retention and request.status is RequestStatus.FINISHED:
+        if request.options.retention and request.status is RequestStatus.FINISHED:
             self.prefix_cache.pin_prompt(request)
         self.connector.save_request(request, self.pool)
         self.pool.release(reversed(only_held(request.block_ids)))

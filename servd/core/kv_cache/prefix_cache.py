@@ -112,7 +112,7 @@ class PrefixCache:
     def pin_prompt(self, request: Request) -> None:
         """Pin the computed part of the prompt of a request that ends."""
         hashes = request.block_hashes[: request.num_prompt_tokens // self.block_size]
-        end_ns = self.clock() + round(request.retention * 1e9)
+        end_ns = self.clock() + round(request.options.retention * 1e9)
         self.pinned.add(self._find_pinnable(hashes, end_ns), end_ns)
 
     def unpin(self, num_blocks: int, is_alone: bool = False) -> int:
@@ -149,7 +149,7 @@ class PrefixCache:
         if len(hashes) <= request.num_prompt_tokens // size < len(request.token_ids) // size:
             hashes = hashes.copy()  # all choices share the hashes of the prompt
             request.block_hashes = hashes
-        parent = hashes[-1] if hashes else root_hash(*request.cache_keys)
+        parent = hashes[-1] if hashes else root_hash(*request.options.cache_keys)
         for start in range(len(hashes) * size, len(request.token_ids) - size + 1, size):
             parent = block_hash(parent, request.token_ids[start : start + size])
             hashes.append(parent)

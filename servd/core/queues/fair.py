@@ -51,8 +51,6 @@ class WaitingQueue(FcfsQueue):
     prompts go before long ones. The scheduler reserves a part of every step for long prompts.
     """
 
-    by_owner = True
-
     def __init__(self, long_prompt: int, max_adapters: int = 1, clock: Clock = now_ns) -> None:
         super().__init__(long_prompt, max_adapters, clock)
         self._pushes = count()
@@ -110,7 +108,7 @@ class WaitingQueue(FcfsQueue):
         owner = self._owner_of(request)
         if not any(owner.waiting.values()):
             owner.served = max(owner.counter(self._step), self._floor(group[0]))
-            owner.weight = request.weight
+            owner.weight = request.options.weight
         if group not in owner.waiting:
             owner.waiting[group] = []
             heap = self._heaps.setdefault(group, [])
@@ -229,7 +227,7 @@ class WaitingQueue(FcfsQueue):
         return min((owner.counter(self._step) for owner in owners), default=0.0)
 
     def _owner_of(self, request: Request) -> OwnerState:
-        key = request.order[0], request.owner
+        key = request.order[0], request.options.owner
         owner = self._owners.get(key)
         if owner is None:
             if len(self._owners) >= self._max_owners:
@@ -237,6 +235,6 @@ class WaitingQueue(FcfsQueue):
                     if not each.num_running and not any(each.waiting.values()):
                         del self._owners[other]
                 self._max_owners = MAX_IDLE_OWNERS + 2 * len(self._owners)
-            owner = OwnerState(request.weight, 0.0, self._step)
+            owner = OwnerState(request.options.weight, 0.0, self._step)
             self._owners[key] = owner
         return owner

@@ -4,7 +4,6 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from itertools import count
 from operator import attrgetter
-from typing import ClassVar
 
 from servd.base.tracing import Clock, now_ns
 from servd.core.queues._adapters import AdapterQueue
@@ -18,8 +17,6 @@ class WaitingQueue(AdapterQueue):
     """The waiting requests in order. A preempted request returns to its old place. A prompt of more
     than `long_prompt` tokens counts as long in the policies that distinguish long prompts.
     """
-
-    by_owner: ClassVar[bool] = False  # whether the owner of a request matters
 
     def __init__(self, long_prompt: int, max_adapters: int = 1, clock: Clock = now_ns) -> None:
         super().__init__(max_adapters, clock)

@@ -11,11 +11,7 @@ MAX_GRAMMARS = 32  # kept besides the grammars in use
 # Longest compilation that is repeated in the engine's thread, where all requests wait.
 RECOMPILE_LIMIT = 0.05  # seconds
 
-Key = tuple[str, str]  # kind and value
-
-
-def key_of(output: StructuredOutput) -> Key:
-    return output.kind, output.value
+Key = tuple[str, str]  # of a StructuredOutput
 
 
 class GrammarCache:
@@ -31,8 +27,8 @@ class GrammarCache:
 
     def find(self, output: StructuredOutput) -> Grammar | None:
         """Return the newest grammar of this output: older ones may have no lexer states left."""
-        if (grammar := self._recent.get(key_of(output))) is not None:
-            self._recent.move_to_end(key_of(output))
+        if (grammar := self._recent.get(output.key)) is not None:
+            self._recent.move_to_end(output.key)
             return grammar
         return self._in_use.get(id(output))
 
@@ -53,7 +49,7 @@ class GrammarCache:
         """
         grammar = self.find(output)
         if grammar is None:
-            self.add(key_of(output), grammar := self._compile(output))
+            self.add(output.key, grammar := self._compile(output))
         return grammar
 
     def replace(self, output: StructuredOutput, grammar: Grammar) -> Grammar:
@@ -64,7 +60,7 @@ class GrammarCache:
             return newer
         if grammar.seconds > RECOMPILE_LIMIT:
             raise GrammarError("the grammar has too many states")
-        self.add(key_of(output), newer := self._compile(output))
+        self.add(output.key, newer := self._compile(output))
         for output_id in self._users(grammar):
             self._in_use[output_id] = newer
         return newer

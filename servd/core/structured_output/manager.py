@@ -21,7 +21,7 @@ from servd.base.tracing import Mark, now_ns
 from servd.checkpoint.hf import ModelSpec
 from servd.config import Config
 from servd.core.request import OutputEnd
-from servd.core.structured_output.cache import GrammarCache, Key, key_of
+from servd.core.structured_output.cache import GrammarCache, Key
 from servd.core.structured_output.grammar import Grammar, GrammarError, Matcher, UsedUp
 from servd.core.structured_output.vocabulary import load_vocabulary
 from servd.messages.engine import (
@@ -201,7 +201,7 @@ class GrammarManager:
         if grammar := self._cache.find(output):
             self._cache.retain(output, grammar)
             return True
-        key = key_of(output)
+        key = output.key
         if key not in self._compiling:
             self.warm_up()
             self._compiling[key] = []
@@ -241,7 +241,7 @@ class GrammarManager:
 
     def _try_to_compile(self, output: StructuredOutput) -> Compiled:
         try:
-            return Compiled(key_of(output), self._compile(output))
+            return Compiled(output.key, self._compile(output))
         except BaseException as error:  # whatever it is, requests wait for the message
             is_known = isinstance(error, GrammarError | ConfigError | ValueError)
             reason = str(error) if is_known else type(error).__name__
@@ -249,7 +249,7 @@ class GrammarManager:
             "a %s grammar that the API accepted cannot be compiled: %s", output.kind, reason
         )
         error = f"the {output.kind} grammar cannot be compiled: {reason}"
-        return Compiled(key_of(output), None, error)
+        return Compiled(output.key, None, error)
 
     def _compile(self, output: StructuredOutput) -> Grammar:
         assert self._vocabulary is not None

@@ -27,23 +27,8 @@ class Weight(nn.Parameter):
         transposed: whether the checkpoint has [in, out] where this has [out, in].
     """
 
-    def __new__(
-        cls,
-        shape: Sequence[int],
-        parallel: Parallel,
-        *,
-        shard_dim: int | None = None,
-        parts: Sequence[int] | None = None,
-        copies: Sequence[int] = (),
-        transposed: bool = False,
-    ) -> Self:
-        local = list(shape)
-        if shard_dim == 0:
-            sharing = _sharing(parallel, parts, copies)
-            local[0] = sum(map(Parallel.share, sharing, parts or shape[:1]))
-        elif shard_dim is not None:
-            local[shard_dim] = parallel.share(shape[shard_dim])
-        return super().__new__(cls, torch.empty(local), requires_grad=False)
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        return super().__new__(cls, torch.empty(0), requires_grad=False)
 
     def __init__(
         self,
@@ -56,11 +41,18 @@ class Weight(nn.Parameter):
         transposed: bool = False,
     ) -> None:
         self.parallel = parallel
-        self.sharing = _sharing(parallel, parts, copies)  # for each part
+        # For each part.
+        self.sharing = [parallel.sharing(count) for count in copies or [1] * len(parts or [0])]
         self.shard_dim = shard_dim
         self.part_shapes = [(rows, *shape[1:]) for rows in parts or shape[:1]]
         self.transposed = transposed
         self.missing = set(range(len(self.part_shapes)))  # parts not loaded yet
+        local = list(shape)
+        if shard_dim == 0:
+            local[0] = sum(map(Parallel.share, self.sharing, parts or shape[:1]))
+        elif shard_dim is not None:
+            local[shard_dim] = parallel.share(shape[shard_dim])
+        self.data = torch.empty(local)
 
     def load(
         self, tensor: Tensor | Quantized, part: int | None = None, copy: Copy = Tensor.copy_
@@ -110,12 +102,6 @@ class Weight(nn.Parameter):
             target = target.narrow(dim, 0, there)
         copy(target, share)
         self.missing.discard(part)
-
-
-def _sharing(
-    parallel: Parallel, parts: Sequence[int] | None, copies: Sequence[int]
-) -> list[Parallel]:
-    return [parallel.sharing(count) for count in copies or [1] * len(parts or [0])]
 
 
 class Loadable(Protocol):

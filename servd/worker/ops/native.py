@@ -158,19 +158,15 @@ class Library:
         packed_size = lib.servd_packed_size
         packed_size.argtypes = [c_int, c_int, c_int64, c_int64]
         packed_size.restype = c_int64
-        self._packed_size = cache(packed_size)
+        # Type, terms, rows and size of a matrix -> its numbers when packed, padding included; 0 if
+        # there is no product of the type.
+        self.packed_size: Callable[[int, int, int, int], int] = cache(packed_size)
         num_kernels = c_int.in_dll(lib, "servd_num_kernels").value
         table = (Kernel * num_kernels).in_dll(lib, "servd_kernel_table")
         self.signatures = {
-            kernel.name.decode(): Signature(number, kernel, {"packed_size": self._packed_size})
+            kernel.name.decode(): Signature(number, kernel, {"packed_size": self.packed_size})
             for number, kernel in enumerate(table)
         }
-
-    def packed_size(self, type: int, terms: int, num_rows: int, size: int) -> int:
-        """Return how many numbers a packed matrix [num_rows, size] has, padding included; 0 if
-        there is no product of the type.
-        """
-        return self._packed_size(type, terms, num_rows, size)
 
     def encode(self, kernel: str, *arguments: Any) -> bytes:
         """Return a graph of one call. The graph holds addresses: keep the tensors alive until it

@@ -7,7 +7,6 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
-from itertools import count
 from typing import Annotated, Any, Literal, NotRequired
 
 import msgspec
@@ -449,36 +448,17 @@ async def pull_ollama_model(request: Request, body: Parsed[OllamaNamedRequest]) 
     return json_response({"status": "success"})
 
 
-class WaitingCalls:
-    """Calls without a result. Each is found in constant time, by its name, its id or its age."""
+class PreviousCall(msgspec.Struct):
+    """A tool call in an earlier response."""
 
-    def __init__(self) -> None:
-        # Name or id -> numbers and ids of calls; None: of all calls. The oldest is first.
-        self._calls: defaultdict[str | None, deque[tuple[int, str]]] = defaultdict(deque)
-        self._taken: set[int] = set()
-        self._numbers = count()
-
-    def add(self, name: str, call_id: str) -> None:
-        call = (next(self._numbers), call_id)
-        for key in {None, name, call_id}:
-            self._calls[key].append(call)
-
-    def take(self, key: str | None) -> str | None:
-        """Return the id of the oldest call with this name or id, and remove the call. None if there
-        is no such call. Without a key, take the oldest call.
-        """
-        calls = self._calls.get(key)
-        while calls:
-            number, call_id = calls.popleft()
-            if number not in self._taken:
-                self._taken.add(number)
-                return call_id
-        return None
+    id: str
+    has_result: bool = False
 
 
 def chat_messages(messages: list[Any]) -> Iterator[dict[str, Any]]:
     """Yield the messages of a chat. A tool's result belongs to its oldest call without a result."""
-    waiting = WaitingCalls()
+    # By name, by id, and all of them by None; the oldest is first.
+    previous: defaultdict[str | None, deque[PreviousCall]] = defaultdict(deque)
     for number, message in enumerate(messages):
         made = {"role": message["role"], "content": message.get("content") or ""}
         if message.get("thinking"):
@@ -487,7 +467,9 @@ def chat_messages(messages: list[Any]) -> Iterator[dict[str, Any]]:
         for index, call in enumerate(message.get("tool_calls") or ()):
             name = str(call["function"].get("name", ""))
             call_id = str(call.get("id") or f"{number % 10000:04}{index % 100000:05}")  # Mistral: 9
-            waiting.add(name, call_id)
+            previous_call = PreviousCall(call_id)
+            for key in {None, name, call_id}:
+                previous[key].append(previous_call)
             arguments = json.dumps(call["function"].get("arguments") or {}, ensure_ascii=False)
             function = {"name": name, "arguments": arguments}
             calls.append({"type": "function", "id": call_id, "function": function})
@@ -495,8 +477,12 @@ def chat_messages(messages: list[Any]) -> Iterator[dict[str, Any]]:
             made["tool_calls"] = calls
         if message["role"] == "tool":
             asked = message.get("tool_call_id") or message.get("tool_name") or message.get("name")
-            if (call_id := waiting.take(asked)) is not None:
-                made["tool_call_id"] = call_id
+            waiting = previous[asked]
+            while waiting and waiting[0].has_result:
+                waiting.popleft()
+            if waiting:
+                waiting[0].has_result = True
+                made["tool_call_id"] = waiting[0].id
         yield made
 
 

@@ -99,8 +99,8 @@ class Loads:
         if load is None:
             # After a preemption all blocks have been here, and are computed if they are gone.
             is_first = request.num_preemptions == 0 and request.num_output_tokens == 0
-            if self.remote is not None and request.kv_source and is_first:
-                load = Load(self.remote, request.kv_source, self.remote.is_strict)
+            if self.remote is not None and request.options.kv_source and is_first:
+                load = Load(self.remote, request.options.kv_source, self.remote.is_strict)
             else:
                 load = Load(self.disk, "", is_required=False)
             self._loads[request] = load

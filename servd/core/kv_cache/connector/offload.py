@@ -157,7 +157,7 @@ class OffloadConnector(KVConnector):
             if block is not None:
                 blocks[block_hash] = block
         is_finished = request.status is RequestStatus.FINISHED
-        if self.remote is not None and request.is_exported and is_finished:
+        if self.remote is not None and request.options.is_exported and is_finished:
             self.remote.expect(blocks)
         for block_hash, block in blocks.items():
             if self._stores_for(block_hash):

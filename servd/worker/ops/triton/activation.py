@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 1024
+BLOCK = tl.constexpr(1024)
 
 
 @triton.jit
@@ -26,14 +26,14 @@ def function(x, NAME: tl.constexpr):
 
 
 @triton.jit
-def activate_kernel(x_ptr, out_ptr, count, NAME: tl.constexpr, BLOCK: tl.constexpr) -> None:
+def activate_kernel(x_ptr, out_ptr, count, NAME: tl.constexpr) -> None:
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + at, mask=at < count, other=0.0).to(tl.float32)
     tl.store(out_ptr + at, function(x, NAME), mask=at < count)
 
 
 @triton.jit
-def gate_kernel(x_ptr, out_ptr, size, NAME: tl.constexpr, BLOCK: tl.constexpr):
+def gate_kernel(x_ptr, out_ptr, size, NAME: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     first_ptr = x_ptr + token * 2 * size + column
@@ -46,7 +46,7 @@ def activate(x: Tensor, name: str) -> Tensor:
     x = x.contiguous()
     out = torch.empty_like(x)
     if x.numel():
-        activate_kernel[(triton.cdiv(x.numel(), BLOCK),)](x, out, x.numel(), name, BLOCK)
+        activate_kernel[(triton.cdiv(x.numel(), BLOCK.value),)](x, out, x.numel(), name)
     return out
 
 
@@ -55,5 +55,5 @@ def gate(x: Tensor, name: str) -> Tensor:
     size = x.shape[-1] // 2
     out = x.new_empty(*x.shape[:-1], size)
     if out.numel():
-        gate_kernel[(out.numel() // size, triton.cdiv(size, BLOCK))](x, out, size, name, BLOCK)
+        gate_kernel[(out.numel() // size, triton.cdiv(size, BLOCK.value))](x, out, size, name)
     return out

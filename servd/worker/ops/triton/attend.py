@@ -8,6 +8,8 @@ cache can have more than 2**31 numbers.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -47,90 +49,55 @@ def without_sink(lse, sinks_ptr, head):
     return share
 
 
+class Keys(NamedTuple):
+    """The keys and values of a row for one kv head, in the blocks of a table. From `tail_begin` on,
+    the last TAIL are in the slots at `tail_ptr`. No line sees a key before `first`.
+
+    Make it in the call that needs it: Triton turns the constants of a variable into tensors.
+    """
+
+    key_ptr: tl.tensor
+    value_ptr: tl.tensor
+    table_ptr: tl.tensor
+    tail_ptr: tl.tensor | None
+    tail_begin: tl.tensor
+    first: tl.tensor
+    KV_HEADS: tl.constexpr
+    BLOCK_SIZE: tl.constexpr
+    TAIL: tl.constexpr
+
+
 @triton.jit
 def attend(
     q,
     position,
-    key_ptr,
-    value_ptr,
-    table_ptr,
-    tail_ptr,
-    tail_begin,
-    first_key,
+    keys,
     begin,
     all_see,
     end,
-    score_scale,
-    HEAD_DIM: tl.constexpr,
+    scale,
     WINDOW: tl.constexpr,
     TILE_KEYS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TAIL: tl.constexpr,
     SOFT_CAP: tl.constexpr,
-    LINES: tl.constexpr,
 ):
     """Compute a one-pass softmax (arXiv:1805.02867) of q [LINES, HEAD_DIM] over the keys from
     `begin`, a multiple of TILE_KEYS, to `end`. All lines see the keys before `all_see`. Returns the
     mean of the values [LINES, HEAD_DIM] and, to merge results, the logarithm (base 2) of the sum of
     exponentials [LINES]. A line that sees no key has 0 and -inf.
     """
-    highest = tl.full([LINES], float("-inf"), tl.float32)
-    total = tl.zeros([LINES], tl.float32)
-    result = tl.zeros([LINES, HEAD_DIM], tl.float32)
+    highest = tl.full([q.shape[0]], float("-inf"), tl.float32)
+    softmax = (highest, tl.zeros_like(highest), tl.zeros(q.shape, tl.float32))
     masked_from = begin
     if WINDOW is None:
         all_see = tl.minimum(all_see, end)
-        if TAIL > 0:
-            all_see = tl.minimum(all_see, tail_begin)
+        if keys.TAIL > 0:
+            all_see = tl.minimum(all_see, keys.tail_begin)
         masked_from = tl.maximum(all_see // TILE_KEYS * TILE_KEYS, begin)
-        highest, total, result = _continue_softmax(
-            q,
-            position,
-            highest,
-            total,
-            result,
-            key_ptr,
-            value_ptr,
-            table_ptr,
-            tail_ptr,
-            tail_begin,
-            first_key,
-            begin,
-            masked_from,
-            score_scale,
-            False,
-            HEAD_DIM,
-            WINDOW,
-            TILE_KEYS,
-            KV_HEADS,
-            BLOCK_SIZE,
-            0,
-            SOFT_CAP,
+        softmax = _continue_softmax(
+            q, position, softmax, keys, begin, masked_from, scale, False, None, TILE_KEYS, SOFT_CAP
         )
     highest, total, result = _continue_softmax(
-        q,
-        position,
-        highest,
-        total,
-        result,
-        key_ptr,
-        value_ptr,
-        table_ptr,
-        tail_ptr,
-        tail_begin,
-        first_key,
-        masked_from,
-        end,
-        score_scale,
-        True,
-        HEAD_DIM,
-        WINDOW,
-        TILE_KEYS,
-        KV_HEADS,
-        BLOCK_SIZE,
-        TAIL,
-        SOFT_CAP,
+        q, position, softmax, keys, masked_from, end, scale, True, WINDOW, TILE_KEYS, SOFT_CAP
     )
     total = tl.where(total > 0.0, total, 1.0)
     return result / total[:, None], highest + tl.log2(total)
@@ -140,44 +107,37 @@ def attend(
 def _continue_softmax(
     q,
     position,
-    highest,
-    total,
-    result,
-    key_ptr,
-    value_ptr,
-    table_ptr,
-    tail_ptr,
-    tail_begin,
-    first_key,
+    softmax,
+    keys,
     begin,
     end,
-    score_scale,
+    scale,
     MASKED: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
     WINDOW: tl.constexpr,
     TILE_KEYS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TAIL: tl.constexpr,
     SOFT_CAP: tl.constexpr,
 ):
-    """Continue the softmax over more keys. Unless MASKED, all lines see all these keys."""
+    """Continue the softmax (highest score, sum and result of each line) over more keys. Unless
+    MASKED, all lines see all these keys, and none is in the tail.
+    """
+    highest, total, result = softmax
+    HEAD_DIM: tl.constexpr = q.shape[1]
     dim = tl.arange(0, HEAD_DIM)
     for tile in range(begin, end, TILE_KEYS):
         key = tile + tl.arange(0, TILE_KEYS)
         # Keys that no line sees are not loaded: they may be infinite, and 0 * infinity is not 0.
-        visible = (key >= first_key) & (key < end)
+        visible = (key >= keys.first) & (key < end)
         if MASKED:
-            block = tl.load(table_ptr + key // BLOCK_SIZE, mask=visible, other=0)
+            block = tl.load(keys.table_ptr + key // keys.BLOCK_SIZE, mask=visible, other=0)
         else:
-            block = tl.load(table_ptr + key // BLOCK_SIZE)
-        slot = block.to(tl.int64) * BLOCK_SIZE + key % BLOCK_SIZE
-        if TAIL > 0:
-            in_tail = visible & (key >= tail_begin)
-            slot = tl.load(tail_ptr + key - tail_begin, mask=in_tail, other=slot)
-        at = slot * (KV_HEADS * HEAD_DIM)
-        k_at = key_ptr + at[None, :] + dim[:, None]
-        v_at = value_ptr + at[:, None] + dim[None, :]
+            block = tl.load(keys.table_ptr + key // keys.BLOCK_SIZE)
+        slot = block.to(tl.int64) * keys.BLOCK_SIZE + key % keys.BLOCK_SIZE
+        if MASKED and keys.TAIL > 0:
+            in_tail = visible & (key >= keys.tail_begin)
+            slot = tl.load(keys.tail_ptr + key - keys.tail_begin, mask=in_tail, other=slot)
+        at = slot * (keys.KV_HEADS * HEAD_DIM)
+        k_at = keys.key_ptr + at[None, :] + dim[:, None]
+        v_at = keys.value_ptr + at[:, None] + dim[None, :]
         if MASKED:
             k = tl.load(k_at, mask=visible[None, :], other=0.0).to(q.dtype)
             v = tl.load(v_at, mask=visible[:, None], other=0.0).to(q.dtype)
@@ -185,7 +145,7 @@ def _continue_softmax(
             k = tl.load(k_at).to(q.dtype)
             v = tl.load(v_at).to(q.dtype)
 
-        scores = tl.dot(q, k, input_precision="ieee") * score_scale
+        scores = tl.dot(q, k, input_precision="ieee") * scale
         if SOFT_CAP is not None:  # tanh(x) is 2 * sigmoid(2 * x) - 1
             scores = SOFT_CAP * (2.0 * tl.sigmoid(scores * (2.0 / SOFT_CAP)) - 1.0)
         if MASKED:

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from servd.worker.ops import _decode_rows
 
-TOKENS = 1024  # tokens at a time
+TOKENS = tl.constexpr(1024)  # tokens at a time
+FIRST_CHANGE = tl.constexpr(_decode_rows.TABLE_ROW)
+FIRST_FOUND = tl.constexpr(_decode_rows.NEXT_COLUMN)
 
 
 def begin_decode(
@@ -32,9 +34,6 @@ def begin_decode(
             token_ids.stride(0),
             tables.stride(0),
             block_size,
-            _decode_rows.TABLE_ROW,
-            _decode_rows.NEXT_COLUMN,
-            TOKENS,
             num_warps=8,
         )
 
@@ -50,9 +49,6 @@ def begin_decode_kernel(
     token_stride,
     table_stride,
     BLOCK_SIZE: tl.constexpr,
-    FIRST_CHANGE: tl.constexpr,
-    FIRST_FOUND: tl.constexpr,
-    TOKENS: tl.constexpr,
 ):
     """Run as one program: all new blocks are in the tables before any block is read."""
     for first in range(0, num_tokens, TOKENS):

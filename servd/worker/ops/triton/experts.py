@@ -11,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 # Plausible, not measured yet.
-COLUMNS = 64
-DEPTH = 64
+COLUMNS = tl.constexpr(64)
+DEPTH = tl.constexpr(64)
 # rows of a tile; tensor cores multiply at least 16
 FEW_ROWS = 16
 MANY_ROWS = 64
@@ -35,7 +35,7 @@ class ExpertMatrices:
         num_rows = len(x) if index is None else len(index)
         out = x.new_empty(num_rows, out_features)
         rows = FEW_ROWS if num_rows < MANY_ROWS * num_experts else MANY_ROWS
-        grid = num_rows // rows + num_experts, triton.cdiv(out_features, COLUMNS)
+        grid = num_rows // rows + num_experts, triton.cdiv(out_features, COLUMNS.value)
         experts_kernel[grid](
             x.contiguous(),
             index,
@@ -48,8 +48,6 @@ class ExpertMatrices:
             HAS_INDEX=index is not None,
             ALIGNED=self.is_aligned,
             ROWS=rows,
-            COLUMNS=COLUMNS,
-            DEPTH=DEPTH,
         )
         return out
 
@@ -67,8 +65,6 @@ def experts_kernel(
     HAS_INDEX: tl.constexpr,
     ALIGNED: tl.constexpr,
     ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
 ):
     """Run one program per tile of an expert's rows (axis 0) and of columns (axis 1).
 

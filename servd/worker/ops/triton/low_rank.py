@@ -14,9 +14,9 @@ from torch import Tensor
 from servd.worker.ops.reference import LowRank
 
 # Sizes of a tile.
-ROWS = 16
-COLUMNS = 64
-DEPTH = 64
+ROWS = tl.constexpr(16)
+COLUMNS = tl.constexpr(64)
+MAX_DEPTH = 64
 
 
 def add_low_rank(out: Tensor, x: Tensor, factors: LowRank, places: Tensor) -> None:
@@ -26,13 +26,13 @@ def add_low_rank(out: Tensor, x: Tensor, factors: LowRank, places: Tensor) -> No
     (num_adapter_slots, max_rank, n) = b.shape
     width = a.shape[2]
     hidden = torch.empty(num_rows, width, dtype=torch.float32, device=x.device)
-    tiles = triton.cdiv(num_rows, ROWS)
+    tiles = triton.cdiv(num_rows, ROWS.value)
     x = x.contiguous()
-    shrink_kernel[tiles, num_adapter_slots, triton.cdiv(width, COLUMNS)](
-        x, a, places, hidden, num_rows, k, width, ROWS, COLUMNS, DEPTH
+    shrink_kernel[tiles, num_adapter_slots, triton.cdiv(width, COLUMNS.value)](
+        x, a, places, hidden, num_rows, k, width, MAX_DEPTH
     )
     for part, (start, end) in enumerate(pairwise([0, *factors.part_ends.tolist()])):
-        expand_kernel[tiles, num_adapter_slots, triton.cdiv(end - start, COLUMNS)](
+        expand_kernel[tiles, num_adapter_slots, triton.cdiv(end - start, COLUMNS.value)](
             hidden,
             b,
             places,
@@ -45,26 +45,13 @@ def add_low_rank(out: Tensor, x: Tensor, factors: LowRank, places: Tensor) -> No
             end,
             n,
             out.stride(0),
-            ROWS,
-            COLUMNS,
-            max(16, min(triton.next_power_of_2(max_rank), DEPTH)),
+            max(16, min(triton.next_power_of_2(max_rank), MAX_DEPTH)),
         )
 
 
 @triton.jit
 def tile_of_product(
-    left,
-    left_stride,
-    right,
-    right_stride,
-    rows,
-    columns,
-    own,
-    size,
-    end,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
+    left, left_stride, right, right_stride, rows, columns, own, size, end, DEPTH: tl.constexpr
 ):
     """Return left[rows, :size] times right[:size, columns], [ROWS, COLUMNS] float32; 0 where a row
     is not `own` and from column `end` on. Offsets are int64, beyond 2**31 numbers.
@@ -87,18 +74,7 @@ def tile_of_product(
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def shrink_kernel(
-    x,
-    a,
-    places,
-    hidden,
-    num_rows,
-    k,
-    width,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-):
+def shrink_kernel(x, a, places, hidden, num_rows, k, width, DEPTH: tl.constexpr):
     """Compute a tile of hidden [num_rows, width], and write the rows of one adapter."""
     place = tl.program_id(1).to(tl.int64)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -106,7 +82,7 @@ def shrink_kernel(
     own = tl.load(places + rows, mask=rows < num_rows, other=-1) == place
     if tl.max(own.to(tl.int32), axis=0) > 0:
         total = tile_of_product(
-            x, k, a + place * k * width, width, rows, columns, own, k, width, ROWS, COLUMNS, DEPTH
+            x, k, a + place * k * width, width, rows, columns, own, k, width, DEPTH
         )
         tl.store(
             hidden + rows.to(tl.int64)[:, None] * width + columns,
@@ -129,8 +105,6 @@ def expand_kernel(
     end,
     n,
     stride,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
     """Add one adapter's products to a tile of the outputs [start, end), in the adapter's rows."""
@@ -139,19 +113,9 @@ def expand_kernel(
     columns = start + tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     own = tl.load(places + rows, mask=rows < num_rows, other=-1) == place
     if tl.max(own.to(tl.int32), axis=0) > 0:
+        matrix = b + place * max_rank * n
         total = tile_of_product(
-            hidden + first,
-            width,
-            b + place * max_rank * n,
-            n,
-            rows,
-            columns,
-            own,
-            max_rank,
-            end,
-            ROWS,
-            COLUMNS,
-            DEPTH,
+            hidden + first, width, matrix, n, rows, columns, own, max_rank, end, DEPTH
         )
         to = out + rows.to(tl.int64)[:, None] * stride + columns
         mask = own[:, None] & (columns < end)[None, :]

@@ -32,7 +32,14 @@ import triton.language as tl
 from torch import Tensor
 
 from servd.worker.ops._attention_batch import AttentionBatch
-from servd.worker.ops.triton.attend import attend, lines_of, load_queries, store_lines, without_sink
+from servd.worker.ops.triton.attend import (
+    Keys,
+    attend,
+    lines_of,
+    load_queries,
+    store_lines,
+    without_sink,
+)
 from servd.worker.ops.triton.work_list import first_key_of, row_of, splits_of, work_list
 
 # ---- tuning: plausible, not measured yet ----
@@ -316,24 +323,24 @@ def prefill_kernel(
         result, lse = attend(
             load_queries(q_ptr, start + query, head, valid, q_stride, HEAD_DIM),
             computed + query,
-            key_ptr + kv_head * HEAD_DIM,
-            value_ptr + kv_head * HEAD_DIM,
-            tables_ptr + row * table_stride,
-            tail_ptr,
-            seq_len - TAIL,
-            first_key,
+            Keys(
+                key_ptr + kv_head * HEAD_DIM,
+                value_ptr + kv_head * HEAD_DIM,
+                tables_ptr + row * table_stride,
+                tail_ptr,
+                seq_len - TAIL,
+                first_key,
+                KV_HEADS,
+                BLOCK_SIZE,
+                TAIL,
+            ),
             first_key // TILE_KEYS * TILE_KEYS,
             first_position + 1,
             tl.minimum(first_position + QUERIES, seq_len),
             score_scale,
-            HEAD_DIM,
             WINDOW,
             TILE_KEYS,
-            KV_HEADS,
-            BLOCK_SIZE,
-            TAIL,
             SOFT_CAP,
-            LINES,
         )
         result *= without_sink(lse, sinks_ptr, head)[:, None]
         at = (start + query) * (KV_HEADS * GROUP) + head
@@ -388,24 +395,24 @@ def decode_kernel(
         result, lse = attend(
             load_queries(q_ptr, start + query, head, valid, q_stride, HEAD_DIM),
             computed + query,
-            key_ptr + kv_head * HEAD_DIM,
-            value_ptr + kv_head * HEAD_DIM,
-            tables_ptr + row * table_stride,
-            tail_ptr,
-            seq_len - TAIL,
-            first_key,
+            Keys(
+                key_ptr + kv_head * HEAD_DIM,
+                value_ptr + kv_head * HEAD_DIM,
+                tables_ptr + row * table_stride,
+                tail_ptr,
+                seq_len - TAIL,
+                first_key,
+                KV_HEADS,
+                BLOCK_SIZE,
+                TAIL,
+            ),
             begin + split * size,
             computed + 1,
             tl.minimum(begin + (split + 1) * size, seq_len),
             score_scale,
-            HEAD_DIM,
             WINDOW,
             TILE_KEYS,
-            KV_HEADS,
-            BLOCK_SIZE,
-            TAIL,
             SOFT_CAP,
-            LINES,
         )
         if num_splits == 1:
             result *= without_sink(lse, sinks_ptr, head)[:, None]

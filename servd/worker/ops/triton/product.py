@@ -9,7 +9,9 @@ import triton.language as tl
 from torch import Tensor
 
 # Fixed, so that instructions and the order of each sum are fixed; plausible, not measured.
-TILE = {"ROWS": 64, "COLUMNS": 64, "DEPTH": 64}
+ROWS = tl.constexpr(64)
+COLUMNS = tl.constexpr(64)
+DEPTH = tl.constexpr(64)
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -18,7 +20,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     num_outputs, size = weight.shape
     out = torch.empty(len(rows), num_outputs, dtype=x.dtype, device=x.device)
     assert weight.is_contiguous() and rows.stride(1) == 1
-    tiles = triton.cdiv(len(rows), TILE["ROWS"]) * triton.cdiv(num_outputs, TILE["COLUMNS"])
+    tiles = triton.cdiv(len(rows), ROWS.value) * triton.cdiv(num_outputs, COLUMNS.value)
     if tiles:
         product_kernel[(tiles,)](
             rows,
@@ -29,7 +31,6 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             num_outputs,
             size,
             rows.stride(0),
-            **TILE,
             num_warps=4,
             num_stages=4 if x.element_size() == 2 else 2,  # 99 KB on most devices
         )
@@ -37,19 +38,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def product_kernel(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    out_ptr,
-    num_rows,
-    num_outputs,
-    size,
-    x_stride,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-):
+def product_kernel(x_ptr, weight_ptr, bias_ptr, out_ptr, num_rows, num_outputs, size, x_stride):
     """Run one program per tile. Tiles of the same columns are adjacent and share weights."""
     tiles = tl.cdiv(num_rows, ROWS)
     row = (tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ROWS = 1024  # rows counted at a time
+ROWS = tl.constexpr(1024)  # rows counted at a time
 
 
 def work_list(
@@ -32,7 +32,7 @@ def work_list(
     num_rows = len(seq_lens)
     work = torch.empty(3 * num_rows + 4, dtype=torch.int32, device=seq_lens.device)
     work_list_kernel[(1,)](
-        work, query_start_loc, seq_lens, num_rows, num_wanted, **sizes, WINDOW=window, ROWS=ROWS
+        work, query_start_loc, seq_lens, num_rows, num_wanted, **sizes, WINDOW=window
     )
     return work
 
@@ -50,11 +50,10 @@ def work_list_kernel(
     MIN_SPLIT: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     WINDOW: tl.constexpr,
-    ROWS: tl.constexpr,
 ):
     num_keys = tl.zeros([ROWS], tl.int32)
     for row in range(0, num_rows, ROWS):
-        query_len, seq_len = _lengths_of(row, starts_ptr, seq_lens_ptr, num_rows, ROWS)
+        query_len, seq_len = _lengths_of(row, starts_ptr, seq_lens_ptr, num_rows)
         first_key = first_key_of(seq_len - query_len, WINDOW)
         keys = seq_len - first_key // TILE_KEYS * TILE_KEYS
         num_keys += tl.where((query_len > 0) & (query_len <= SPLIT_QUERIES), keys, 0)
@@ -68,23 +67,23 @@ def work_list_kernel(
     num_splits = 0
     num_tokens = 0
     for row in range(0, num_rows, ROWS):
-        query_len, seq_len = _lengths_of(row, starts_ptr, seq_lens_ptr, num_rows, ROWS)
+        query_len, seq_len = _lengths_of(row, starts_ptr, seq_lens_ptr, num_rows)
         is_split = (query_len > 0) & (query_len <= SPLIT_QUERIES)
         tiles = tl.where(is_split, 0, tl.cdiv(query_len, TILE_QUERIES))
         first_key = first_key_of(seq_len - query_len, WINDOW)
         _, _, splits = splits_of(first_key, seq_len, least, TILE_KEYS, MAX_SPLITS)
         splits = tl.where(is_split, splits, 0)
-        num_tiles = _append(tiles_ptr, tiles, num_tiles, row, num_rows, ROWS)
-        num_splits = _append(splits_ptr, splits, num_splits, row, num_rows, ROWS)
+        num_tiles = _append(tiles_ptr, tiles, num_tiles, row, num_rows)
+        num_splits = _append(splits_ptr, splits, num_splits, row, num_rows)
         tokens = tl.where(splits > 1, query_len, 0)
-        num_tokens = _append(tokens_ptr, tokens, num_tokens, row, num_rows, ROWS)
+        num_tokens = _append(tokens_ptr, tokens, num_tokens, row, num_rows)
     tl.store(tiles_ptr + num_rows, num_tiles)
     tl.store(splits_ptr + num_rows, num_splits)
     tl.store(tokens_ptr + num_rows, num_tokens)
 
 
 @triton.jit
-def _lengths_of(first_row, starts_ptr, seq_lens_ptr, num_rows, ROWS: tl.constexpr):
+def _lengths_of(first_row, starts_ptr, seq_lens_ptr, num_rows):
     """Return tokens in the step and total tokens of some rows; 0 beyond the last row."""
     row = first_row + tl.arange(0, ROWS)
     valid = row < num_rows
@@ -94,7 +93,7 @@ def _lengths_of(first_row, starts_ptr, seq_lens_ptr, num_rows, ROWS: tl.constexp
 
 
 @triton.jit
-def _append(to_ptr, counts, before, first_row, num_rows, ROWS: tl.constexpr):
+def _append(to_ptr, counts, before, first_row, num_rows):
     """Write the number of pieces before each row; return the total after these rows."""
     row = first_row + tl.arange(0, ROWS)
     tl.store(to_ptr + row, before + tl.cumsum(counts, 0) - counts, mask=row < num_rows)

@@ -8,11 +8,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 4096
+BLOCK = tl.constexpr(4096)
 
 
 @triton.jit
-def masses_of(weights_ptr, row, block, vocab, lowest, BLOCK: tl.constexpr):
+def masses_of(weights_ptr, row, block, vocab, lowest):
     token = block * BLOCK + tl.arange(0, BLOCK)
     weights = tl.load(weights_ptr + row * vocab + token, mask=token < vocab, other=0.0)
     return tl.where(weights >= lowest, weights, 0.0).to(tl.int64)
@@ -27,10 +27,10 @@ def splitmix64(state, index):
 
 
 @triton.jit
-def block_masses_kernel(weights_ptr, lowest_ptr, masses_ptr, vocab, BLOCK: tl.constexpr):
+def block_masses_kernel(weights_ptr, lowest_ptr, masses_ptr, vocab):
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
-    masses = masses_of(weights_ptr, row, block, vocab, tl.load(lowest_ptr + row), BLOCK)
+    masses = masses_of(weights_ptr, row, block, vocab, tl.load(lowest_ptr + row))
     tl.store(masses_ptr + row * tl.num_programs(1) + block, tl.sum(masses, axis=0))
 
 
@@ -45,7 +45,6 @@ def draw_kernel(
     vocab,
     num_blocks,
     BLOCKS: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     """Draw a token of one row per program. BLOCKS >= num_blocks."""
     row = tl.program_id(0).to(tl.int64)
@@ -59,7 +58,7 @@ def draw_kernel(
     chosen = tl.sum((tl.cumsum(masses, axis=0) <= target).to(tl.int32), axis=0)
     chosen = tl.minimum(chosen, num_blocks - 1)
     before = tl.sum(tl.where(block < chosen, masses, 0), axis=0)
-    inside = masses_of(weights_ptr, row, chosen, vocab, tl.load(lowest_ptr + row), BLOCK)
+    inside = masses_of(weights_ptr, row, chosen, vocab, tl.load(lowest_ptr + row))
     token = chosen * BLOCK + tl.sum(
         (before + tl.cumsum(inside, axis=0) <= target).to(tl.int32), axis=0
     )
@@ -68,9 +67,9 @@ def draw_kernel(
 
 def draw(weights: Tensor, lowest: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
     num_rows, vocab = weights.shape
-    num_blocks = triton.cdiv(vocab, BLOCK)
+    num_blocks = triton.cdiv(vocab, BLOCK.value)
     masses = torch.empty(num_rows, num_blocks, dtype=torch.int64, device=weights.device)
-    block_masses_kernel[(num_rows, num_blocks)](weights, lowest, masses, vocab, BLOCK, num_warps=8)
+    block_masses_kernel[(num_rows, num_blocks)](weights, lowest, masses, vocab, num_warps=8)
     out = torch.empty(num_rows, dtype=torch.int64, device=weights.device)
     draw_kernel[(num_rows,)](
         weights,
@@ -82,7 +81,6 @@ def draw(weights: Tensor, lowest: Tensor, seeds: Tensor, positions: Tensor) -> T
         vocab,
         num_blocks,
         triton.next_power_of_2(num_blocks),
-        BLOCK,
         num_warps=8,
     )
     return out

@@ -8,13 +8,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 4096
+BLOCK = tl.constexpr(4096)
 
 
 @triton.jit
-def score_kernel(
-    logits_ptr, token_ids_ptr, log_sums_ptr, counts_ptr, vocab, row_stride, BLOCK: tl.constexpr
-):
+def score_kernel(logits_ptr, token_ids_ptr, log_sums_ptr, counts_ptr, vocab, row_stride):
     """Compute, for BLOCK tokens of a row per program, the logarithm of the sum of exponentials, and
     the number of logits above the token's.
     """
@@ -32,9 +30,9 @@ def score_kernel(
 
 def score(logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
     num_rows, vocab = logits.shape
-    log_sums = torch.empty(num_rows, triton.cdiv(vocab, BLOCK), device=logits.device)
+    log_sums = torch.empty(num_rows, triton.cdiv(vocab, BLOCK.value), device=logits.device)
     counts = torch.empty(log_sums.shape, dtype=torch.int32, device=logits.device)
     score_kernel[log_sums.shape](
-        logits, token_ids, log_sums, counts, vocab, logits.stride(0), BLOCK, num_warps=8
+        logits, token_ids, log_sums, counts, vocab, logits.stride(0), num_warps=8
     )
     return log_sums.logsumexp(dim=-1), counts.sum(dim=-1) + 1

@@ -10,20 +10,12 @@ from torch import Tensor
 
 from servd.worker.sample.fixed_point import WEIGHT_ONE
 
-BLOCK = 4096
+BLOCK = tl.constexpr(4096)
+ONE = tl.constexpr(WEIGHT_ONE)
 
 
 @triton.jit
-def to_weights_kernel(
-    logits_ptr,
-    peaks_ptr,
-    temperatures_ptr,
-    weights_ptr,
-    vocab,
-    row_stride,
-    ONE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def to_weights_kernel(logits_ptr, peaks_ptr, temperatures_ptr, weights_ptr, vocab, row_stride):
     row = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits_ptr + row * row_stride + token, mask=token < vocab, other=0.0)
@@ -38,15 +30,7 @@ def to_weights_kernel(
 def to_weights(logits: Tensor, peaks: Tensor, temperatures: Tensor) -> Tensor:
     num_rows, vocab = logits.shape
     weights = torch.empty(num_rows, vocab, device=logits.device)
-    to_weights_kernel[(num_rows, triton.cdiv(vocab, BLOCK))](
-        logits,
-        peaks,
-        temperatures,
-        weights,
-        vocab,
-        logits.stride(0),
-        WEIGHT_ONE,
-        BLOCK,
-        num_warps=8,
+    to_weights_kernel[(num_rows, triton.cdiv(vocab, BLOCK.value))](
+        logits, peaks, temperatures, weights, vocab, logits.stride(0), num_warps=8
     )
     return weights

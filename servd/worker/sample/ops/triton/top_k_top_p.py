@@ -13,16 +13,19 @@ from torch import Tensor
 
 from servd.worker.sample.fixed_point import WEIGHT_ONE
 
-BLOCK = 4096
-CAPACITY = 2048  # weights that are kept in registers when so few are left to choose from
-
 
 def bits_of(number: float) -> int:
     return struct.unpack("<i", struct.pack("<f", number))[0]
 
 
+BLOCK = tl.constexpr(4096)
+CAPACITY = tl.constexpr(2048)  # weights that are kept in registers when so few are left to choose
+ONE = tl.constexpr(bits_of(WEIGHT_ONE))
+UNIT = tl.constexpr(bits_of(1.0))
+
+
 @triton.jit
-def load_bits(row_ptr, start, vocab, BLOCK: tl.constexpr):
+def load_bits(row_ptr, start, vocab):
     """Return the bits of BLOCK weights of a row from `start` on; 0 after the row's end."""
     token = start + tl.arange(0, BLOCK)
     return tl.load(row_ptr + token, mask=token < vocab, other=0.0).to(tl.int32, bitcast=True)
@@ -34,12 +37,12 @@ def mass_of(bits):
 
 
 @triton.jit
-def measure(row_ptr, vocab, low, BLOCK: tl.constexpr):
+def measure(row_ptr, vocab, low):
     """Return number and mass of the weights of a row whose bits are above `low`: one pass."""
     count = tl.zeros([BLOCK], dtype=tl.int32)
     mass = tl.zeros([BLOCK], dtype=tl.int64)
     for start in range(0, vocab, BLOCK):
-        bits = load_bits(row_ptr, start, vocab, BLOCK)
+        bits = load_bits(row_ptr, start, vocab)
         is_above = bits > low
         count += is_above.to(tl.int32)
         mass += tl.where(is_above, mass_of(bits), 0)
@@ -47,11 +50,11 @@ def measure(row_ptr, vocab, low, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def collect(row_ptr, vocab, low, high, found_ptr, BLOCK: tl.constexpr):
+def collect(row_ptr, vocab, low, high, found_ptr):
     """Write the bits of a row that are in (low, high], in one pass. Return their number."""
     num_found = tl.zeros([], dtype=tl.int32)
     for start in range(0, vocab, BLOCK):
-        bits = load_bits(row_ptr, start, vocab, BLOCK)
+        bits = load_bits(row_ptr, start, vocab)
         is_inside = ((bits > low) & (bits <= high)).to(tl.int32)
         tl.store(
             found_ptr + num_found + tl.cumsum(is_inside, axis=0) - 1, bits, mask=is_inside != 0
@@ -62,19 +65,7 @@ def collect(row_ptr, vocab, low, high, found_ptr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def search(
-    row_ptr,
-    vocab,
-    low,
-    low_count,
-    low_mass,
-    limit,
-    found_ptr,
-    BY_COUNT: tl.constexpr,
-    ONE: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def search(row_ptr, vocab, low, low_count, low_mass, limit, found_ptr, BY_COUNT: tl.constexpr):
     """Return the smallest bits from `low` on such that the weights above them have less than the
     limit; and the count and mass of these weights.
 
@@ -90,7 +81,7 @@ def search(
         high_mass = low_mass
     while (high - low > 1) & (low_count - high_count > CAPACITY):
         middle = low + (high - low) // 2
-        count, mass = measure(row_ptr, vocab, middle, BLOCK)
+        count, mass = measure(row_ptr, vocab, middle)
         if (count if BY_COUNT else mass).to(tl.float64) < limit:
             high = middle
             high_count = count
@@ -99,7 +90,7 @@ def search(
             low = middle
             low_count = count
     if high - low > 1:
-        num_found = collect(row_ptr, vocab, low, high, found_ptr, BLOCK)
+        num_found = collect(row_ptr, vocab, low, high, found_ptr)
         at = tl.arange(0, CAPACITY)
         bits = tl.load(found_ptr + at, mask=at < num_found, other=0)
         masses = mass_of(bits)
@@ -121,19 +112,7 @@ def search(
 
 
 @triton.jit
-def top_k_top_p_kernel(
-    weights_ptr,
-    lowest_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    found_ptr,
-    out_ptr,
-    vocab,
-    ONE: tl.constexpr,
-    UNIT: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def top_k_top_p_kernel(weights_ptr, lowest_ptr, top_k_ptr, top_p_ptr, found_ptr, out_ptr, vocab):
     row = tl.program_id(0).to(tl.int64)
     row_ptr = weights_ptr + row * vocab
     found_ptr = found_ptr + row * CAPACITY
@@ -145,49 +124,24 @@ def top_k_top_p_kernel(
         low = tl.maximum(lowest.to(tl.int32, bitcast=True) - 1, 0)
         if k <= 0:
             low = tl.maximum(low, UNIT - 1)  # smaller weights have no mass
-        count, mass = measure(row_ptr, vocab, low, BLOCK)
+        count, mass = measure(row_ptr, vocab, low)
         total = mass
         if k > 0:
             kth, count, mass = search(
-                row_ptr,
-                vocab,
-                low,
-                count,
-                mass,
-                k.to(tl.float64),
-                found_ptr,
-                True,
-                ONE,
-                CAPACITY,
-                BLOCK,
+                row_ptr, vocab, low, count, mass, k.to(tl.float64), found_ptr, True
             )
             # Of the weights equal to the k-th, count those that make k; none if there are fewer.
             total = mass + tl.where(kth > low, (k - count) * mass_of(kth), 0)
             low = kth
         limit = p * total.to(tl.float64)
-        smallest, count, mass = search(
-            row_ptr, vocab, low, count, mass, limit, found_ptr, False, ONE, CAPACITY, BLOCK
-        )
+        smallest, count, mass = search(row_ptr, vocab, low, count, mass, limit, found_ptr, False)
         result = tl.maximum(lowest, smallest.to(tl.float32, bitcast=True))
     tl.store(out_ptr + row, result)
 
 
 def filter_top_k_top_p(weights: Tensor, lowest: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     num_rows, vocab = weights.shape
-    found = torch.empty(num_rows, CAPACITY, dtype=torch.int32, device=weights.device)
+    found = torch.empty(num_rows, CAPACITY.value, dtype=torch.int32, device=weights.device)
     out = torch.empty_like(lowest)
-    top_k_top_p_kernel[(num_rows,)](
-        weights,
-        lowest,
-        top_k,
-        top_p,
-        found,
-        out,
-        vocab,
-        bits_of(WEIGHT_ONE),
-        bits_of(1.0),
-        CAPACITY,
-        BLOCK,
-        num_warps=16,
-    )
+    top_k_top_p_kernel[(num_rows,)](weights, lowest, top_k, top_p, found, out, vocab, num_warps=16)
     return out
