@@ -467,7 +467,8 @@ PEER_FIELDS = [(path, names) for of in PEERS["peers"].values() for path, names i
 HARMLESS = set(" ".join(PEERS["harmless"].values()).split())
 OWN_BASES = {"/classify": {"input": "hi"}, "/detokenize": {"tokens": [65]}}
 # Values of fields that ask for something, where the tool for the page has none.
-OTHERS = {"format": "json", "images": ["a"], "options": {"num_predict": 4}, "tokens": [65], "raw": True}
+FEW_TOKENS = {"num_predict": 4}
+OTHERS = {"format": "json", "images": ["a"], "options": FEW_TOKENS, "tokens": [65], "raw": True}
 OTHERS |= {"content": "a", "think": True, "keep_alive": 5, "input": "hi", "prompt": "hi"}
 
 
@@ -481,7 +482,9 @@ async def test_every_field_of_a_peer_is_judged(served: Served, path, names):
     base = {**BASES, **OWN_BASES}[path]
     for name in names.split():
         field, _, option = name.partition(".")
-        value = {"num_predict": 4, option: 1} if option else examples.get(field, OTHERS.get(field, 1))
+        value = examples.get(field, OTHERS.get(field, 1))
+        if option:
+            value = FEW_TOKENS | {option: 1}
         body = base | compatibility.BESIDE.get(field, {}) | {field: value}
         answer = await served.http.post(path, json=body)
         assert answer.status_code in (200, 400), (name, answer.text)
