@@ -55,6 +55,7 @@ class ModelServers:
         self._resting: set[asyncio.Task[None]] = set()
         self._scanning = asyncio.Lock()
         self._num_scans = 0  # begun
+        self._last_scan = 0  # number of the last one that has ended
         self._take_in(self.models.read())
         names = [*self.servers]
         for adapter in adapters_in(config.lora).values():
@@ -72,10 +73,11 @@ class ModelServers:
         """
         num_begun = self._num_scans
         async with self._scanning:
-            if self._num_scans > num_begun:  # one that began after this call has ended
+            if self._last_scan > num_begun:  # one that began after this call has ended
                 return
             self._num_scans += 1
             self._take_in(await asyncio.to_thread(self.models.read))
+            self._last_scan = self._num_scans
 
     def _take_in(self, models: dict[str, Model]) -> None:
         servers = {name: server for name, server in self.servers.items() if server.runs}

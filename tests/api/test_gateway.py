@@ -624,6 +624,34 @@ def test_only_models_whose_files_have_changed_are_read_again(tmp_path: Path, mon
     assert read() == ({"tiny", "two", "broken", "org/hub"}, 0)
 
 
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_look_that_does_not_end_is_shared_with_nobody(tmp_path: Path, fails: bool):
+    async with gateway(tmp_path, "one") as (_, servers):
+        read, may_read = servers.models.read, [threading.Event() for _ in range(3)]
+        begun: list[threading.Event] = []
+
+        def slow_read() -> dict[str, Model]:
+            begun.append(may_read[len(begun)])
+            begun[-1].wait(WAIT_SECONDS)
+            if fails and len(begun) == 2:
+                raise OSError("gone for a moment")
+            return read()
+
+        servers.models.read = slow_read  # type: ignore[method-assign]
+        first, second, third = (asyncio.create_task(servers.scan()) for _ in range(3))
+        await until(lambda: len(begun) == 1)
+        make(tmp_path / "later")
+        may_read[0].set()
+        await until(lambda: len(begun) == 2)
+        make(tmp_path / "last")
+        if not fails:
+            second.cancel()
+        for event in may_read:
+            event.set()
+        await asyncio.gather(first, second, third, return_exceptions=True)
+        assert {server.name for server in servers.there} == {"one", "later", "last"}
+
+
 async def test_the_console_is_there_for_all_models(tmp_path: Path):
     browser = {"accept": "text/html"}
     for has_console in (True, False):
