@@ -83,9 +83,7 @@ class TextFormatter(logging.Formatter):
 
 
 def escape(text: str, kept: str = "") -> str:
-    """Return `text` without control characters, apart from `kept`: the name of a folder, a client
-    or a model must neither forge lines nor control the terminal.
-    """
+    """Escape the control characters of `text`, apart from `kept`. They could forge lines."""
     return _as_utf8(text).translate(ESCAPES | {ord(char): char for char in kept})
 
 

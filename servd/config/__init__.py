@@ -130,8 +130,8 @@ class Config(Section, frozen=True):
                     raise ConfigError(f"{flag_of(name)} {value}: {hint}") from None
         draft = self.model.speculative_config
         if draft and draft.model and os.path.exists(draft.model):
-            model = os.path.abspath(draft.model)
-            changed["speculative_config"] = msgspec.structs.replace(draft, model=model)
+            draft = msgspec.structs.replace(draft, model=os.path.abspath(draft.model))
+            changed["speculative_config"] = draft
         return self.replace(**changed)
 
 

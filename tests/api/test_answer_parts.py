@@ -151,9 +151,9 @@ JSON_CALL = f'{{"name": "weather", "arguments": {ROME}}}'
 CALLS = {  # a call of each parser, without spaces around it
     "deepseek": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>"
     f"{ROME}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-    "functiongemma": "<start_function_call>call:weather{city:<escape>Rome<escape>}"
+    "functiongemma": "<start_function_call>call:weather{city: <escape>Rome<escape>}"
     "<end_function_call>",
-    "gemma4": '<|tool_call>call:weather{city:<|"|>Rome<|"|>}<tool_call|>',
+    "gemma4": '<|tool_call>call:weather{city: <|"|>Rome<|"|>}<tool_call|>',
     "glm45": "<tool_call>weather<arg_key>city</arg_key><arg_value>Rome</arg_value></tool_call>",
     "granite": f"<|tool_call|>[{JSON_CALL}]",
     "hermes": f"<tool_call>{JSON_CALL}</tool_call>",

@@ -59,9 +59,8 @@ class TokenTexts:
         return text
 
     def chat_logprobs(self, positions: list[TokenLogprobs] | None) -> ChoiceLogprobs | None:
-        """Return the log-probabilities of the next tokens in OpenAI's format for chats.
-
-        `bytes` are those of the token alone, so that clients can join them, as at OpenAI.
+        """Return the log-probabilities of the next tokens in OpenAI's format for chats. `bytes` are
+        those of the token alone, so that clients can join them, as at OpenAI.
         """
         if positions is None:
             return None
@@ -84,9 +83,8 @@ class TokenTexts:
     def completion_logprobs(
         self, positions: list[TokenLogprobs], result: CompletionLogprobs | None = None
     ) -> CompletionLogprobs:
-        """Return the log-probabilities of the next tokens in OpenAI's format for completions.
-
-        Offsets count complete characters: all tokens of a character have its offset.
+        """Return the log-probabilities of the next tokens in OpenAI's format for completions. All
+        tokens of a character have its offset.
         """
         result = result or CompletionLogprobs([], [], [], [])
         for position in positions:

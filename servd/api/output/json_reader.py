@@ -291,9 +291,7 @@ class JsonReader:
                 return
 
     def _escape_sequence(self) -> Steps[str]:
-        """Read what follows a backslash, and return both. If the text breaks off, emit both, and
-        return "".
-        """
+        """Read what follows a backslash. Return both, or emit both and return "" at the end."""
         char = yield from self.reader.next()
         while char[:1] == "u" and len(char) < 5:
             if not _HEX_DIGIT.match((yield from self.reader.peek())):
