@@ -323,9 +323,7 @@ def main() -> None:
     try:
         sys.exit(uvloop.run(serve(start)))
     except ConfigError as error:
-        log.flush()
-        print(f"servd: error: {error}", file=sys.stderr)
-        sys.exit(2)
+        log.exit_with(error)
 
 
 if __name__ == "__main__":

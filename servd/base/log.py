@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from types import MappingProxyType
-from typing import Any, Protocol, TextIO
+from typing import Any, NoReturn, Protocol, TextIO
 
 import msgspec
 
@@ -186,6 +186,13 @@ def flush() -> None:
     """Write the lines that wait, before this process ends or prints something itself."""
     for handler in logging.getLogger().handlers:
         handler.flush()
+
+
+def exit_with(error: Exception) -> NoReturn:
+    """End this process with the message of `error` and exit code 2."""
+    flush()
+    print("servd: error:", escape(str(error), "\n"), file=sys.stderr)
+    sys.exit(2)
 
 
 def take_dropped() -> int:

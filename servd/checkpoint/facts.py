@@ -9,6 +9,7 @@ import msgspec
 from servd.base.errors import ModelNotFound
 from servd.checkpoint import gguf, hf
 
+MAX_HEADER = 100_000_000  # bytes, as the safetensors library has it
 PAGE_HEAD = 4096  # bytes of a README.md, which begins with its tags on the hub
 LICENSE = re.compile(rb"^license: *['\"]?([\w.+-]+)", re.MULTILINE)
 # Tensors that quantization adds.
@@ -62,7 +63,7 @@ def read_facts(path: str) -> Facts:
         for weights in hf.weight_files(folder):
             with weights.open("rb") as file:
                 size = int.from_bytes(file.read(8), "little")
-                header = file.read(min(size, weights.stat().st_size))
+                header = file.read(size) if size <= MAX_HEADER else b""
             for name, entry in msgspec.json.decode(header, type=dict[str, msgspec.Raw]).items():
                 if name != "__metadata__" and not ADDED.search(name):
                     tensor = msgspec.json.decode(entry, type=Tensor)

@@ -26,9 +26,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.stdout.flush()
         sys.exit(code)
     except ServdError as error:
-        log.flush()
-        print("servd: error:", log.escape(str(error), "\n"), file=sys.stderr)
-        sys.exit(2)
+        log.exit_with(error)
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:  # whoever reads it has seen enough, as `head`

@@ -462,9 +462,7 @@ def main() -> None:
     try:
         EngineCoreProc(start, preparing.join).run()
     except ConfigError as error:
-        log.flush()
-        print(f"servd: error: {error}", file=sys.stderr)
-        sys.exit(2)
+        log.exit_with(error)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import contextlib
 import io
 import json
 import logging
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -114,8 +115,13 @@ def test_a_model_of_the_cache_is_shown(cache: Path, capsys, monkeypatch):
     for header in damaged:  # no number, and no other error
         (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
         assert read_facts(str(folder)).num_parameters == 0
-    (folder / "model.safetensors").write_bytes(b"\xff" * 8)
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(b"\xff" * 8)
+        file.truncate(1 << 30)
+    tracemalloc.start()
     assert read_facts(str(folder)).num_parameters == 0
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
     with pytest.raises(ServdError, match="no server answers at http://127.0.0.1:1"):
         execute("show", "org/tiny", "--url", "http://127.0.0.1:1")
     monkeypatch.setattr(api_client, "DEFAULT_URL", "http://127.0.0.1:1")
