@@ -4,14 +4,12 @@ import asyncio
 import threading
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import TypeVar
-
-T = TypeVar("T")
+from typing import Any
 
 _is_abandoned: ContextVar[threading.Event] = ContextVar("_is_abandoned")
 
 
-def run_until(is_abandoned: threading.Event, work: Callable[[], T]) -> T:
+def run_until(is_abandoned: threading.Event, work: Callable[[], Any]) -> Any:
     """Run `work`, in which `check_abandoned` raises CancelledError once the event is set."""
     _is_abandoned.set(is_abandoned)
     return work()
