@@ -28,6 +28,7 @@ from servd.api.keys import CALL
 from servd.api.protocol.generation import GenerationRequest
 from servd.api.protocol.validation import MAX_VALUES, Body, RequestBody, parse
 from servd.api.request.request_state import RequestState
+from servd.api.text.prompt import Prompt
 from servd.base.errors import DeadlineExceeded, Forbidden, InvalidRequest, NotFound, ServdError
 from servd.base.tracing import Mark, now_ns
 from servd.config.keys import ANYONE, Key
@@ -223,6 +224,13 @@ class Call:
                 return await run()
         except TimeoutError:
             raise DeadlineExceeded(DEADLINE_PASSED) from None
+
+    async def tokenize(self, prompt: Prompt) -> list[int]:
+        """Return the token ids of a prompt. Raise InvalidRequest, see `Processor.tokenize`, or the
+        errors of `run_in_thread`.
+        """
+        processor = self.context.async_llm.processor
+        return await self.run_in_thread(prompt.num_chars, lambda: processor.tokenize(prompt))
 
     async def respond(self, size: int, build: Callable[[], Any]) -> Response:
         """Return a JSON response with the result of `build`. Build and encode it in a thread if

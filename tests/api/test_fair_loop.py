@@ -1,17 +1,22 @@
 """FairLoop and FairThreads: who has much to do holds up nobody for long."""
 
 import asyncio
+import contextvars
 import itertools
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
 from servd.api.engine.fair_threads import FairThreads
 from servd.api.request.fair_loop import MAX_TURNS, PIECE_NS, FairLoop
+from servd.api.text.chat_template import DEFAULT_TEMPLATE, ChatTemplate
+from servd.api.text.prompt import Chat, Prompt
+from servd.base.abandoned import check_abandoned, run_until
 from servd.base.errors import Overloaded
-from tests.api.harness import until
+from tests.api.harness import MODEL, serve, until
 from tests.limits import WAIT_SECONDS
 
 
@@ -217,3 +222,65 @@ async def test_long_work_of_several_clients_leaves_a_thread_to_short_work(thread
     assert len(gate.order) == 2
     gate.open.set()
     assert await asyncio.gather(*long) == clients
+
+
+async def test_work_that_nobody_waits_for_ends():
+    pool = FairThreads(2, "test")
+    has_begun = threading.Event()
+    has_ended = threading.Event()
+
+    def work() -> None:
+        has_begun.set()
+        try:
+            while True:
+                check_abandoned()
+        finally:
+            has_ended.set()
+
+    task = asyncio.create_task(pool.run("client", work))
+    await until(has_begun.is_set)
+    task.cancel()
+    await until(has_ended.is_set)
+    assert await pool.run("client", lambda: [check_abandoned()]) == [None]
+    pool.close()
+
+
+def test_a_prompt_is_rendered_only_while_somebody_waits():
+    template = ChatTemplate(DEFAULT_TEMPLATE, escaped=["<eos>"])
+    chat = Chat(messages=[{"role": "user", "content": "a"}] * 1000)
+    is_abandoned = threading.Event()
+    run = partial(
+        contextvars.Context().run, run_until, is_abandoned, partial(template.render, chat)
+    )
+    assert len(run()) > 1000
+    is_abandoned.set()
+    with pytest.raises(asyncio.CancelledError):
+        run()
+
+
+COUNTED = {
+    "/tokenize": {"prompt": "a" * 5000},
+    "/v1/responses/input_tokens": {"input": "a" * 5000},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "a" * 5000}]},
+}
+
+
+@pytest.mark.parametrize(("path", "body"), COUNTED.items())
+async def test_tokens_are_counted_only_while_the_client_waits(path: str, body: dict, monkeypatch):
+    has_begun = threading.Event()
+    has_ended = threading.Event()
+
+    def tokenize(prompt: Prompt) -> list[int]:
+        has_begun.set()
+        try:
+            while True:
+                check_abandoned()
+        finally:
+            has_ended.set()
+
+    async with serve(listen=True) as served:
+        monkeypatch.setattr(served.async_llm.processor, "tokenize", tokenize)
+        asking = asyncio.create_task(served.http.post(path, json={"model": MODEL, **body}))
+        await until(has_begun.is_set)
+        asking.cancel()
+        await until(has_ended.is_set)

@@ -243,16 +243,6 @@ class AsyncLLM:
             raise DeadlineExceeded(DEADLINE_PASSED) from None
         return prepared
 
-    async def tokenize(self, prompt: Prompt, owner: str) -> list[int]:
-        """Return the token ids of a prompt, tokenised in a thread if it is long.
-
-        Raises:
-            InvalidRequest: see `Processor.tokenize`.
-        """
-        return await self.run_in_thread(
-            owner, prompt.num_chars, lambda: self.processor.tokenize(prompt)
-        )
-
     async def generate(
         self,
         prepared: Sequence[RequestState],

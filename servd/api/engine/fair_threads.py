@@ -2,11 +2,13 @@
 
 import asyncio
 import contextlib
+import threading
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, TypeVar
 
+from servd.base.abandoned import run_until
 from servd.base.errors import Overloaded
 
 T = TypeVar("T")
@@ -40,7 +42,8 @@ class FairThreads:
         self, client: str, work: Callable[[], T], limit: int | None = None, is_long: bool = False
     ) -> T:
         """Wait for a free thread, run `work` in it and return the result. `work` must not touch
-        objects of the event loop. A call cancelled while it waits does not start `work`.
+        objects of the event loop. If the call is cancelled, `work` does not start, or ends at its
+        next `check_abandoned`.
 
         Raises Overloaded: `limit` calls wait, and this client's calls fill its share of them. With
         `limit` None, the call is never refused.
@@ -50,10 +53,14 @@ class FairThreads:
             self._check_room(queue, limit)
         await self._enter(queue)
         loop = asyncio.get_running_loop()
-        future = self._pool.submit(work)
+        is_abandoned = threading.Event()
+        future = self._pool.submit(run_until, is_abandoned, work)
         # The thread is busy until the work ends, even if nobody waits for it any more.
         future.add_done_callback(lambda _: self._leave_from_thread(loop, queue))
-        return await asyncio.wrap_future(future)
+        try:
+            return await asyncio.wrap_future(future)
+        finally:
+            is_abandoned.set()
 
     def close(self) -> None:
         """Start no more work. Running work finishes."""

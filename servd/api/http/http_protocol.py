@@ -194,7 +194,8 @@ class Cycle(RequestResponseCycle):
             if self.is_unframed:
                 self.expected_content_length = len(piece)
             has_more = first + MAX_PIECE < len(body) or message.get("more_body", False)
-            await super().send({**message, "body": piece, "more_body": has_more})
+            part: Any = {**message, "body": piece, "more_body": has_more}
+            await super().send(part)
         if is_large:
             cast(TimedFlow, self.flow).hold(0)
 

@@ -99,7 +99,11 @@ async def _probabilities(
     asked = "\n".join([question["instructions"], "", "Answer with one of these only:", *lines])
     asking = [*messages, {"role": "user", "content": asked}]
     chat = Chat(messages=asking, chat_template_kwargs=NO_REASONING)
-    token_ids = await async_llm.tokenize(Prompt(content=chat, param="input"), scorer.options.owner)
+    prompt = Prompt(content=chat, param="input")
+    owner = scorer.options.owner
+    token_ids = await async_llm.run_in_thread(
+        owner, prompt.num_chars, lambda: async_llm.processor.tokenize(prompt)
+    )
     end = async_llm.spec.eos_token_ids[:1]  # distinguishes "no" from the beginning of "nothing"
     encode = async_llm.processor.tokenizer.encode
 
@@ -107,5 +111,5 @@ async def _probabilities(
         return [[*encode(text, False), *end] for text, _ in listed]
 
     size = sum(len(text) for text, _ in listed)
-    coded = await async_llm.run_in_thread(scorer.options.owner, size, encode_options)
+    coded = await async_llm.run_in_thread(owner, size, encode_options)
     return await scorer.probabilities(token_ids, coded)

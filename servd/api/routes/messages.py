@@ -54,11 +54,10 @@ async def create_message(request: Request, body: ParsedMessage) -> Response:
 async def count_tokens(request: Request, body: Parsed[CountTokensRequest]) -> Response:
     """Count the tokens of a conversation's prompt."""
     call = call_of(request)
-    async_llm = context_of(request).async_llm
     with renamed(CHAT_NAMES):
         chat = await call.run_in_thread(call.num_bytes, lambda: body.as_chat(body.chat_fields()))
         call.check_params(chat)
         prompt = chat.prompt(call.unique_id)
-        token_ids = await async_llm.tokenize(prompt, call.client)
+        token_ids = await call.tokenize(prompt)
     headers = {"request-id": call.request_id}
     return json_response(TokensCount(len(token_ids)), headers=headers)

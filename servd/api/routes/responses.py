@@ -102,13 +102,11 @@ async def create_response(request: Request, body: Parsed[ResponsesRequest]) -> H
 async def count_input_tokens(request: Request, body: Parsed[ResponsesRequest]) -> HTTPResponse:
     """Count the tokens of a response's prompt."""
     call = call_of(request)
-    context = context_of(request)
     items = _conversation(_previous(_store(request), body), body)
     with renamed(CHAT_NAMES):
         chat = await _chat(request, body, items)
         call.check_params(chat)
-        prompt = chat.prompt(call.unique_id)
-        token_ids = await context.async_llm.tokenize(prompt, call.client)
+        token_ids = await call.tokenize(chat.prompt(call.unique_id))
     return json_response(InputTokens(len(token_ids)))
 
 

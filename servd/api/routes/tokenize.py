@@ -24,7 +24,7 @@ async def tokenize(request: Request, body: Parsed[TokenizeRequest]) -> Response:
     tokenizer = context.async_llm.processor.tokenizer
     content = body.chat if body.prompt is None else body.prompt
     prompt = Prompt(content=content, add_special_tokens=body.add_special_tokens)
-    token_ids = await context.async_llm.tokenize(prompt, call.client)
+    token_ids = await call.tokenize(prompt)
 
     def build() -> Tokenized:
         strings = (

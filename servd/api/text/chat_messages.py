@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from servd.base.abandoned import check_abandoned
 from servd.base.errors import InvalidRequest
 
 Message = dict[str, Any]
@@ -39,6 +40,7 @@ def normalise(messages: list[Message], wants_parts: bool, knows_developer: bool)
 def _normalise(
     message: Message, index: int, wants_parts: bool, knows_developer: bool
 ) -> Message | None:
+    check_abandoned()
     message = {key: value for key, value in message.items() if value is not None}
     if message.setdefault("role", "") == "developer" and not knows_developer:
         message["role"] = "system"

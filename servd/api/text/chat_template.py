@@ -30,6 +30,7 @@ from servd.api.text.prompt import Chat
 from servd.api.text.special_tokens import SpecialTokens
 from servd.api.text.template_files import read_model_templates, read_override
 from servd.api.text.tokenizer import Tokenizer
+from servd.base.abandoned import check_abandoned
 from servd.base.errors import ConfigError, InvalidRequest
 
 # For models without a template, such as GPT-2: "User: ...\nAssistant: ...", the next line being the
@@ -295,6 +296,7 @@ class _Budget(msgspec.Struct):
 
     def check(self, num_chars: int = 0) -> None:
         """Raise TemplateError if `num_chars` are too many for a value, or time is up."""
+        check_abandoned()
         if num_chars > MAX_CHARS:
             raise jinja2.TemplateError(f"a value has more than {MAX_CHARS} characters")
         if time.thread_time() > self.deadline:

@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable, Collection
 from typing import Any
 
+from servd.base.abandoned import check_abandoned
+
 # No client can send a lone surrogate, because it is not Unicode text.
 SURROGATE = re.compile("[\ud800-\udfff]")
 FIRST_MARK = 0xD800
@@ -145,6 +147,7 @@ def _change(value: Any, change: Callable[[str], str]) -> Any:
         case str():
             return change(value)
         case dict():
+            check_abandoned()
             return {_change(key, change): _change(item, change) for key, item in value.items()}
         case list():
             return [_change(item, change) for item in value]
