@@ -153,6 +153,12 @@ def test_a_path_stays_the_same_when_the_working_folder_changes(tmp_path, monkeyp
     assert config.model.speculative_config.model == str(tmp_path / "there")
 
 
+def test_the_path_of_a_file_that_will_be_written_stays_the_same(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = Config.load({"record_trace": "trace.jsonl"}).with_absolute_paths()
+    assert config.observability.record_trace == str(tmp_path / "trace.jsonl")
+
+
 def test_what_is_no_path_stays_as_it_is(tmp_path, monkeypatch):
     (tmp_path / "vllm").mkdir()
     monkeypatch.chdir(tmp_path)

@@ -95,7 +95,10 @@ class AdapterStore:
                     copy.rename(folder)
                 refusal.unlink(missing_ok=True)
             except ConfigError as error:
-                refusal.write_text(str(error), "utf8", "surrogateescape")
+                # What the system refused may work later, though the files stay the same.
+                if not isinstance(error.__context__, OSError):
+                    with suppress(OSError):  # no space is left
+                        refusal.write_text(str(error), "utf8", "surrogateescape")
                 raise
             except OSError as error:
                 raise ConfigError(f"the adapter {source} cannot be copied: {error}") from None
@@ -130,11 +133,12 @@ class AdapterStore:
         """Return the file with the reason why the files in a folder, as they are now, were not
         valid. It exists if `load` has refused them.
         """
-        state = [source]
+        state = []
         for name in (CONFIG, TENSORS):
             with suppress(OSError):  # it is missing
                 status = os.stat(Path(source, name))
-                state.append(f"{status.st_ino} {status.st_size} {status.st_ctime_ns}")
+                place = status.st_dev, status.st_ino  # a path could be written in many ways
+                state.append((*place, status.st_size, status.st_ctime_ns))
         return self.folder / f"refused-{hashlib.sha256(str(state).encode()).hexdigest()}"
 
     def _copy(self, source: Path, copy: Path) -> str:

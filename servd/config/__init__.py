@@ -44,7 +44,8 @@ log = logging.getLogger("servd.config")
 # Options that name files or folders; some also take text, or a model of the hub.
 PATHS = ["model", "tokenizer", "chat_template", "api_key_file", "join_token_file", "attach"]
 PATHS += ["ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "download_dir", "kv_cache_dir"]
-PATHS += ["batch_dir", "lora_dir", "ipc_dir", "models_dir", "generation_config"]
+PATHS += ["batch_dir", "lora_dir", "ipc_dir", "models_dir", "generation_config", "record_trace"]
+WRITTEN = ("_dir", "record_trace")  # ends of the names of options whose path may not exist yet
 
 
 class Config(Section, frozen=True):
@@ -122,7 +123,7 @@ class Config(Section, frozen=True):
             value = getattr(getattr(self, fields[name][0]), name)
             if name == "generation_config" and value in ("auto", "vllm"):  # no folders
                 continue
-            if isinstance(value, str) and (name.endswith("_dir") or os.path.exists(value)):
+            if isinstance(value, str) and (name.endswith(WRITTEN) or os.path.exists(value)):
                 try:
                     changed[name] = os.path.abspath(value)
                 except FileNotFoundError:

@@ -64,7 +64,7 @@ class ModelFolder:
         for name, entry in sorted(_models_in(self.path)):
             files = _file_states(entry)
             known, model = self._last.get(entry, (None, None))
-            if files != known:
+            if files is None or files != known:
                 earlier = model
                 try:
                     model = _read(name, entry)
@@ -72,6 +72,8 @@ class ModelFolder:
                     model = str(error)
                     if model != earlier:
                         logger.warning("not serving %r: %s", name, error)
+                    if isinstance(error, OSError):  # it may pass while the files stay the same
+                        files = None
             latest[entry] = files, model
             if isinstance(model, Model):
                 models[name] = model
@@ -79,20 +81,22 @@ class ModelFolder:
         return models
 
 
-def _file_states(entry: Path) -> list[tuple[Path, int, int]]:
-    """Return path, modification time and size of each file of a model."""
-    if entry.name.startswith(HUB):
-        files = [*entry.glob("refs/*"), *entry.glob("snapshots/*/*")]
-    elif entry.is_file():
-        files = takewhile(Path.exists, gguf.name_parts(entry))
-    else:
-        files = entry.iterdir()
+def _file_states(entry: Path) -> list[tuple[Path, int, int]] | None:
+    """Return path, time of change and size of each file of a model; None if they are not known."""
     states = []
-    with suppress(OSError):  # not readable
+    try:
+        if entry.name.startswith(HUB):
+            files = [*entry.glob("refs/*"), *entry.glob("snapshots/*/*")]
+        elif entry.is_file():
+            files = takewhile(Path.exists, gguf.name_parts(entry))
+        else:
+            files = entry.iterdir()
         for file in files:
             with suppress(OSError):  # a link to nothing
                 status = file.stat()
-                states.append((file, status.st_mtime_ns, status.st_size))
+                states.append((file, status.st_ctime_ns, status.st_size))
+    except OSError:  # not readable
+        return None
     return sorted(states)
 
 

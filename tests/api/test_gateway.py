@@ -624,6 +624,32 @@ def test_only_models_whose_files_have_changed_are_read_again(tmp_path: Path, mon
     assert read() == ({"tiny", "two", "broken", "org/hub"}, 0)
 
 
+def test_a_model_that_could_not_be_read_is_read_again(tmp_path: Path, monkeypatch, caplog):
+    make(tmp_path / "one")
+    folder = ModelFolder(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(hf, "read_spec", Mock(side_effect=OSError("too many open files")))
+        assert not folder.read() and not folder.read()
+    assert len(caplog.messages) == 1
+    assert {*folder.read()} == {"one"}
+
+
+def test_a_folder_that_cannot_be_listed_hides_no_other_model(tmp_path: Path, monkeypatch):
+    """From Python 3.13 on, `iterdir` itself raises."""
+    for name in ("one", "two"):
+        make(tmp_path / name)
+    iterdir = Path.iterdir
+
+    def iterdir_if_allowed(path: Path) -> Iterator[Path]:
+        if path.name == "two":
+            raise PermissionError("not readable")
+        return iterdir(path)
+
+    monkeypatch.setattr(Path, "iterdir", iterdir_if_allowed)
+    folder = ModelFolder(tmp_path)
+    assert {*folder.read()} == {*folder.read()} == {"one"}
+
+
 @pytest.mark.parametrize("fails", [False, True])
 async def test_a_look_that_does_not_end_is_shared_with_nobody(tmp_path: Path, fails: bool):
     async with gateway(tmp_path, "one") as (_, servers):

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Literal, cast
 from unittest.mock import Mock
 
 import numpy as np
@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from servd.api.engine.adapters import Adapters
 from servd.api.engine.async_llm import AsyncLLM
+from servd.base.errors import ConfigError
 from servd.checkpoint.adapter_store import AdapterStore
 from servd.checkpoint.hf import FAKE_SPEC
 from servd.checkpoint.lora import TENSORS
@@ -109,6 +110,33 @@ async def test_what_was_refused_at_its_first_use_is_not_listed_until_it_changes(
         write_adapter(file.parent, lora_alpha=16)
         assert '"nan"' in (await served.http.get("/v1/models")).text
         assert await text_of(served, "nan") == expected(store.named()["nan"].digest)
+
+
+def test_only_files_that_were_read_are_refused_unread(tmp_path: Path, monkeypatch):
+    store = AdapterStore(tmp_path / "store")
+    folder = write_adapter(tmp_path / "adapter")
+
+    def load(source: str, if_taken: Literal["keep", "replace"] = "keep") -> None:
+        store.load("name", source, 8, {}, if_taken)
+
+    def num_refusals() -> int:
+        return len([*store.folder.glob("refused-*")])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", Mock(side_effect=OSError("too many open files")))
+        with pytest.raises(ConfigError):
+            load(str(folder))
+    for number in range(3):
+        with pytest.raises(ConfigError):
+            load(f"{folder}-{number}", "replace")
+    assert num_refusals() == 0
+    write_adapter(folder, use_dora=True)
+    for source in (f"{folder}", f"{folder}/../adapter", f"{folder}/."):
+        with pytest.raises(ConfigError, match="DoRA"):
+            load(source, "replace")
+    assert num_refusals() == 1
+    write_adapter(folder)
+    load(str(folder))
 
 
 def test_what_was_listed_while_the_model_was_loading_is_looked_at_again(tmp_path: Path):
