@@ -34,7 +34,7 @@ class Saved(msgspec.Struct):
 
 
 def write(text: str, is_reasoning: bool) -> None:
-    print(log.escape(text, "\n\t"), end="", flush=True)
+    print(log.escape(text.replace("\r", ""), "\n\t"), end="", flush=True)
 
 
 def expand(path: str) -> Path:

@@ -61,7 +61,7 @@ class Answer:
         if is_reasoning != self.is_reasoning:
             self.finish(len(self.text))
         self.is_reasoning = is_reasoning
-        self.text += log.escape(text, "\n\t")
+        self.text += log.escape(text.replace("\r", ""), "\n\t")
         self.finish(find_open_block(self.text) if "\n" in text else 0)
 
     def finish(self, end: int) -> None:

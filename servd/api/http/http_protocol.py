@@ -43,7 +43,6 @@ RESET_INTERVAL = 0.05  # seconds between two looks for a reset
 MAX_UNREAD = 128 * 1024 * 1024  # bytes of all answers that wait for their clients to read
 MAX_UNCOUNTED = 4096  # bytes of an answer that may wait before they count
 MAX_PIECE = 64 * 1024  # bytes of a body that are written at once
-UNREAD_GRACE = 1.0  # seconds in which a client need not have read anything
 BLOCKED_NS = 1_000_000  # writes that take longer are marked as waiting for the client
 MAX_BLOCKED = 128  # such marks that are kept
 
@@ -65,14 +64,14 @@ class Connections:
     def add_unread(self, flow: TimedFlow) -> None:
         """Count what a connection has to send. If all together have too much, cut the slowest."""
         self.drop_unread(flow)
-        flow.num_stopped = flow.num_unread
-        flow.stopped_at = time.monotonic()
+        flow.num_stopped = flow.num_seen = flow.num_unread
+        flow.stopped_at = flow.read_at = time.monotonic()
         self.unread.add(flow)
         self.num_unread += flow.num_stopped
         if self.num_unread <= MAX_UNREAD:
             return
         total = sum(each.num_unread for each in self.unread)
-        slowest = sorted(self.unread, key=TimedFlow.speed)
+        slowest = sorted(self.unread, key=TimedFlow.last_read)
         for slow in slowest[:-1]:  # a single large answer is no flood
             if total <= MAX_UNREAD:
                 break
@@ -126,7 +125,8 @@ class TimedFlow(FlowControl):
         self.connections = connections
         self.num_held = 0  # bytes of the body that is written in pieces
         self.num_stopped = 0  # unread bytes when the client stopped reading; 0 if it reads
-        self.stopped_at = 0.0  # on the monotonic clock
+        self.num_seen = 0  # unread bytes when they were last looked at
+        self.stopped_at = self.read_at = 0.0  # on the monotonic clock
         transport.set_write_buffer_limits(MAX_UNCOUNTED)
 
     @property
@@ -134,11 +134,12 @@ class TimedFlow(FlowControl):
         """The bytes in memory that the client has not read."""
         return self.num_held + self.transport.get_write_buffer_size()
 
-    def speed(self) -> tuple[bool, float, float]:
-        """Return a key that is lower the slower the client reads. A new one has had no time to."""
-        seconds = time.monotonic() - self.stopped_at
-        rate = (self.num_stopped - self.num_unread) / max(seconds, 0.001)
-        return seconds < UNREAD_GRACE, rate, self.stopped_at
+    def last_read(self) -> tuple[float, float]:
+        """Return when a look last showed that the client reads, and when it had to be waited for."""
+        if self.num_unread < self.num_seen:
+            self.num_seen = self.num_unread
+            self.read_at = time.monotonic()
+        return self.read_at, self.stopped_at
 
     def hold(self, num_bytes: int) -> None:
         """Count a body of this size as unread, in place of the last one."""

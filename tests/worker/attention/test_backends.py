@@ -242,7 +242,7 @@ def test_a_cache_of_int8_has_a_scale_for_each_token_and_head(name, batch, window
     # A key that is turned differs in its last bit, and that can decide how a number is rounded.
     torch.testing.assert_close(out, rows.expected(), atol=2e-2 if rotary else 1e-5, rtol=0)
     exact = rows.expected(rounds=False)
-    assert 0 < (out - exact).norm() / exact.norm() < 0.012
+    assert 0 < (out - exact).norm() / exact.norm() < 0.013
 
 
 def test_a_cache_of_int8_keeps_its_numbers_to_a_254th_of_the_largest():
