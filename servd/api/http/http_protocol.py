@@ -135,7 +135,7 @@ class TimedFlow(FlowControl):
         return self.num_held + self.transport.get_write_buffer_size()
 
     def last_read(self) -> tuple[float, float]:
-        """Return when a look last showed that the client reads, and when it had to be waited for."""
+        """Return when a look last showed that the client reads, and when it fell behind."""
         if self.num_unread < self.num_seen:
             self.num_seen = self.num_unread
             self.read_at = time.monotonic()
