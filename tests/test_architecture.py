@@ -373,11 +373,11 @@ def test_classes_of_models_are_at_most_two_deep():
     assert {name: depth(name) for name in models if depth(name) > 2} == {}
 
 
-# Lines of Python in servd/: 58,223, and 3,057 for what real clients, peers' tests and public bug
+# Lines of Python in servd/: 58,223, and 3,067 for what real clients, peers' tests and public bug
 # reports asked for: messages that templates refuse and special tokens (771), calls that are not
 # quite JSON (519), hosts, scopes and logs (760), grammars (340), bodies and fields (560), answers
-# that nobody reads (100).
-MAX_LINES = 61_280
+# that nobody reads (110).
+MAX_LINES = 61_290
 
 
 def test_the_package_stays_small():
