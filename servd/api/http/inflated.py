@@ -9,8 +9,9 @@ from starlette.types import Message, Receive
 from servd.base.errors import InvalidRequest
 
 PIECE = 256 * 1024  # bytes that are decoded at once, as that blocks the event loop
-MIN_MEMBER = 1024  # bytes of a decoded member of gzip, on average: each costs a turn of the loop
-MAX_SMALL_MEMBERS = 4096  # members that are always allowed
+# Bytes by which a body may be larger than when it is decoded: padding, long names and members of
+# nothing cost turns of the loop, and no other limit counts them.
+MAX_EXCESS = 64 * 1024
 # The formats that zlib reads for each Content-Encoding, as its `wbits`.
 FORMATS = {"gzip": 31, "x-gzip": 31, "deflate": zlib.MAX_WBITS}
 
@@ -24,7 +25,7 @@ class Inflated:
         self.coding = coding
         self.receive_part = receive_part
         self.rest = b""  # received, and not decoded yet
-        self.num_members = self.num_bytes = 0  # decoded
+        self.num_received = self.num_decoded = 0  # bytes
         self.has_begun = self.is_last = self.has_ended = False
 
     async def receive(self) -> Message:
@@ -47,13 +48,14 @@ class Inflated:
             if message["type"] != "http.request":
                 return message
             self.rest = message.get("body", b"")
+            self.num_received += len(self.rest)
             self.is_last = not message.get("more_body", False)
         piece = self._decode()
-        self.num_bytes += len(piece)
-        if self.num_members > MAX_SMALL_MEMBERS + self.num_bytes // MIN_MEMBER:
+        self.num_decoded += len(piece)
+        num_read = self.num_received - len(self.rest)
+        if num_read > self.num_decoded + MAX_EXCESS:
             raise InvalidRequest(
-                f"the body has {self.num_members} gzip members of less than {MIN_MEMBER} bytes on "
-                "average: compress it as a whole"
+                f"{num_read} bytes of the body decode to {self.num_decoded}: compress it as a whole"
             )
         is_full = len(piece) == PIECE
         self.has_ended = self.is_last and not self.rest and not is_full
@@ -80,7 +82,6 @@ class Inflated:
         if self.decoder.eof and self.coding != "deflate":  # another member may follow: RFC 1952
             self.rest = self.decoder.unused_data
             self.has_begun = False
-            self.num_members += 1
         elif self.decoder.unused_data:
             raise InvalidRequest(f"the body goes on after the end of its {self.coding} data")
         return piece

@@ -3,6 +3,7 @@
 import difflib
 import logging
 from collections.abc import Callable, Sequence
+from itertools import islice
 
 from servd.api.protocol.validation import RequestBody
 
@@ -24,9 +25,9 @@ class IgnoredFields:
     def report(self, body: RequestBody, names: Sequence[str], path: str) -> None:
         """Count these fields of a body. Log each new field that resembles a known field."""
         self.count(len(names))
-        new = [name for name in names if name not in self._names and len(name) <= MAX_LENGTH]
+        new = (name for name in names if name not in self._names and len(name) <= MAX_LENGTH)
         known = {*type(body).model_fields, *body.from_chat}
-        for name in new[: min(MAX_NEW_NAMES, MAX_NAMES - len(self._names))]:
+        for name in islice(new, min(MAX_NEW_NAMES, MAX_NAMES - len(self._names))):
             self._names.add(name)
             meant = difflib.get_close_matches(name, known - {name}, 1, SIMILARITY)
             if meant:

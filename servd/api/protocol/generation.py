@@ -132,7 +132,7 @@ class GenerationRequest(StructuredRequest):
         "leave it out",
     )
     lacking |= {"lora": "name an adapter as `model`", "modalities": 'only ["text"] is'}
-    lacking |= {"reasoning_format": 'only "auto" is'}
+    lacking |= {"reasoning_format": 'only "auto" and "deepseek" are'}
 
     n: Int | None = None
     """Number of choices. Choice i uses `seed` + i."""
