@@ -13,7 +13,7 @@ import pytest
 from servd.api.engine.fair_threads import FairThreads
 from servd.api.request.fair_loop import MAX_TURNS, PIECE_NS, FairLoop
 from servd.api.text.chat_template import DEFAULT_TEMPLATE, ChatTemplate
-from servd.api.text.prompt import Chat, Prompt
+from servd.api.text.prompt import Chat
 from servd.base.abandoned import check_abandoned, run_until
 from servd.base.errors import Overloaded
 from tests.api.harness import MODEL, serve, until
@@ -224,23 +224,28 @@ async def test_long_work_of_several_clients_leaves_a_thread_to_short_work(thread
     assert await asyncio.gather(*long) == clients
 
 
-async def test_work_that_nobody_waits_for_ends():
-    pool = FairThreads(2, "test")
-    has_begun = threading.Event()
-    has_ended = threading.Event()
+class EndlessWork:
+    """Work that ends only because nobody waits for it."""
 
-    def work() -> None:
-        has_begun.set()
+    def __init__(self) -> None:
+        self.has_begun = threading.Event()
+        self.has_ended = threading.Event()
+
+    def __call__(self, *arguments: object) -> None:
+        self.has_begun.set()
         try:
             while True:
                 check_abandoned()
         finally:
-            has_ended.set()
+            self.has_ended.set()
 
+
+async def test_work_that_nobody_waits_for_ends():
+    pool, work = FairThreads(2, "test"), EndlessWork()
     task = asyncio.create_task(pool.run("client", work))
-    await until(has_begun.is_set)
+    await until(work.has_begun.is_set)
     task.cancel()
-    await until(has_ended.is_set)
+    await until(work.has_ended.is_set)
     assert await pool.run("client", lambda: [check_abandoned()]) == [None]
     pool.close()
 
@@ -267,20 +272,10 @@ COUNTED = {
 
 @pytest.mark.parametrize(("path", "body"), COUNTED.items())
 async def test_tokens_are_counted_only_while_the_client_waits(path: str, body: dict, monkeypatch):
-    has_begun = threading.Event()
-    has_ended = threading.Event()
-
-    def tokenize(prompt: Prompt) -> list[int]:
-        has_begun.set()
-        try:
-            while True:
-                check_abandoned()
-        finally:
-            has_ended.set()
-
+    tokenize = EndlessWork()
     async with serve(listen=True) as served:
         monkeypatch.setattr(served.async_llm.processor, "tokenize", tokenize)
         asking = asyncio.create_task(served.http.post(path, json={"model": MODEL, **body}))
-        await until(has_begun.is_set)
+        await until(tokenize.has_begun.is_set)
         asking.cancel()
-        await until(has_ended.is_set)
+        await until(tokenize.has_ended.is_set)
