@@ -96,8 +96,7 @@ class Call:
         check_content_type(request)
         if self.timeout is not None:
             self.deadline = asyncio.get_running_loop().time() + self.timeout
-        context = self.context
-        async_llm = context.async_llm
+        async_llm = self.context.async_llm
         await async_llm.loop.turn(self.client)
         max_values = max(MAX_VALUES, 2 * async_llm.processor.max_model_len)
 
@@ -106,24 +105,24 @@ class Call:
             return body, body.ignored()  # of half a million fields it takes a second
 
         body, ignored = await self.run_in_thread(len(data), work, is_new=True)
-        self._report_ignored(context, body, ignored)
+        self._report_ignored(body, ignored)
         asked = body.request_id if isinstance(body, GenerationRequest) else None
         if asked is not None and "x-request-id" not in request.headers:
             self.request_id = asked
             self.unique_id = f"{asked}-{self.unique_id[:12]}"
         self.parsed_ns = now_ns()
-        self.model, self.adapter = await context.find_model(body.model)
+        self.model, self.adapter = await self.context.find_model(body.model)
         if body.timeout is not None:
             self.deadline = asyncio.get_running_loop().time() + body.timeout
         return body
 
-    def _report_ignored(self, context: Context, body: RequestBody, ignored: list[str]) -> None:
-        config = context.config
+    def _report_ignored(self, body: RequestBody, ignored: list[str]) -> None:
+        config = self.context.config
         if body.priority and config.scheduler.scheduling_policy != "priority":
             ignored = sorted({*ignored, "priority"})
         if not ignored:
             return
-        context.ignored_fields.report(body, ignored, self.scope["path"])
+        self.context.ignored_fields.report(body, ignored, self.scope["path"])
         names = [name[:64] for name in ignored[:MAX_IGNORED]]
         self.ignored = [*self.ignored, *names]
         if config.server.strict_fields:

@@ -81,8 +81,9 @@ class AdapterStore:
                     f"the adapter {name!r} is loaded already: set load_inplace to replace it"
                 )
             refusal = self.refusal(source)
-            if if_taken == "keep" and refusal.exists():
-                raise ConfigError(refusal.read_text("utf8", "surrogateescape"))
+            if if_taken == "keep":
+                with suppress(FileNotFoundError):  # another process may remove it at any time
+                    raise ConfigError(refusal.read_text("utf8", "surrogateescape"))
             copy = self.folder / f"loading-{os.getpid()}"
             try:
                 AdapterFiles(source).check(max_rank, layers)  # or any size would be copied
