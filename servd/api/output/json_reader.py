@@ -139,7 +139,8 @@ class JsonReader:
         ends: tuple[str, ...] = ()  # markers, if a mark in the string was not escaped
         while True:
             run = None if ends else reader.take_match(_RUNS[quote])
-            text, mark = run and run[0], ""
+            text = run[0] if run else ""
+            mark = ""
             if not text:
                 text, mark = yield from reader.piece(quote, "\\", *ends)
             if mark == "\\":
