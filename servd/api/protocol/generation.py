@@ -300,12 +300,12 @@ class GenerationRequest(StructuredRequest):
 
     def ignored(self) -> list[str]:
         options = set(self.stream_options or ()) - set(StreamOptions.__annotations__)
-        names = set(self.model_extra or ()) - self.lacking.keys()  # refused unless neutral
         idle = IDLE_WITH_BEAMS if self.use_beam_search else ONLY_WITH_BEAMS
         if self.truncate_prompt_tokens is None:
             idle = {*idle, "truncation_side"}
-        names |= {name for name, value in self.values_of(idle).items() if value is not None}
-        return sorted(names | {f"stream_options.{name}" for name in options})
+        names = {name for name, value in self.values_of(idle).items() if value is not None}
+        names |= {f"stream_options.{name}" for name in options}
+        return sorted({*super().ignored(), *names})
 
     @property
     def request_options(self) -> RequestOptions:

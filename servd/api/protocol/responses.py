@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, NotRequired
 
 import msgspec
 from msgspec import UNSET, UnsetType
-from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
@@ -15,7 +15,7 @@ from servd.api.protocol.generation import Temperature
 from servd.api.protocol.response_items import HOSTED_ITEMS, chat_messages
 from servd.api.protocol.tools import Function, HostedTool, allow_both, idle_strict, own_and_hosted
 from servd.api.protocol.translation import TranslatedRequest
-from servd.api.protocol.validation import FewKeys, OpenObject, Whole, wrong_field
+from servd.api.protocol.validation import FewKeys, OpenObject, Whole
 from servd.base.bounds import INT32_MAX
 from servd.messages.params import MAX_CANDIDATES
 
@@ -195,7 +195,11 @@ class TextOptions(OpenObject, total=False):
 class ResponsesRequest(TranslatedRequest):
     """Body of POST /v1/responses."""
 
-    lacking = TranslatedRequest.lacking | {"previous_input_messages": "send them as `input`"}
+    lacking = TranslatedRequest.lacking | {
+        "conversation": "use `previous_response_id`",
+        "previous_input_messages": "send them as `input`",
+        "prompt": "send `instructions` and `input`",
+    }
 
     input: Annotated[
         list[Annotated[InputItem, BeforeValidator(check_kind)]],
@@ -220,8 +224,6 @@ class ResponsesRequest(TranslatedRequest):
     store: bool | None = None
     background: bool | None = None
     stream_options: dict[str, Any] | None = None
-    conversation: Any = None
-    prompt: Any = None
 
     # For the client's own records; they never change an answer.
     metadata: Annotated[dict[str, str] | None, FewKeys] = None
@@ -229,16 +231,6 @@ class ResponsesRequest(TranslatedRequest):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     service_tier: str | None = None
-
-    @model_validator(mode="after")
-    def _check_support(self) -> ResponsesRequest:
-        for name, value, hint in (
-            ("conversation", self.conversation, "use `previous_response_id`"),
-            ("prompt", self.prompt, "send `instructions` and `input`"),
-        ):
-            if value:
-                raise wrong_field(name, f"is not supported: {hint}")
-        return self
 
     def ignored(self) -> list[str]:
         names = {f"include.{name}" for name in {*(self.include or ())} - {LOGPROBS, ENCRYPTED}}

@@ -108,7 +108,8 @@ class RequestBody(BaseModel):
 
     def ignored(self) -> list[str]:
         """Return the names of the body's fields that have no effect."""
-        return sorted(self.model_extra or ())
+        names = set(self.model_extra or ()) - self.lacking.keys()  # refused unless neutral
+        return sorted(names)
 
     @model_validator(mode="after")
     def check_either(self) -> Self:
