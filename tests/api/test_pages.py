@@ -88,6 +88,7 @@ PAGE = "http://evil.example"
         ({"origin": "https://localhost:1"}, 403),
         ({"origin": PAGE, "sec-fetch-site": "cross-site"}, 403),
         ({"origin": "http://localhost:8000"}, 200),
+        ({"origin": "HTTP://LOCALHOST:8000"}, 200),
         ({"origin": "https://localhost:8000"}, 200),  # behind TLS
         ({"origin": "https://chat.example.com", "sec-fetch-site": "same-origin"}, 200),
         ({}, 200),

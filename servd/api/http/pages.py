@@ -67,7 +67,8 @@ class Pages:
         origin = headers.get("origin")
         site = headers.get("sec-fetch-site")  # browsers send it to https and to localhost only
         if site is None:
-            is_foreign = origin is not None and origin.partition("://")[2] != headers.get("host")
+            host = headers.get("host", "").lower()
+            is_foreign = origin is not None and origin.lower().partition("://")[2] != host
         else:
             is_foreign = site == "cross-site"
         return is_foreign and not self.origins.fullmatch(origin or "")
