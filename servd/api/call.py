@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from heapq import nsmallest
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
@@ -100,12 +101,14 @@ class Call:
         await async_llm.loop.turn(self.client)
         max_values = max(MAX_VALUES, 2 * async_llm.processor.max_model_len)
 
-        def work() -> tuple[Body, list[str]]:
+        def work() -> tuple[Body, int, list[str]]:
             body = parse(kind, data, max_values)
-            return body, body.ignored()  # of half a million fields it takes a second
+            ignored = self._ignored(body)  # perhaps 250,000: sorting all takes long
+            return body, len(ignored), nsmallest(MAX_IGNORED, ignored)
 
-        body, ignored = await self.run_in_thread(len(data), work, is_new=True)
-        self._report_ignored(body, ignored)
+        body, num_ignored, ignored = await self.run_in_thread(len(data), work, is_new=True)
+        if ignored:
+            self._report_ignored(body, num_ignored, ignored)
         asked = body.request_id if isinstance(body, GenerationRequest) else None
         if asked is not None and "x-request-id" not in request.headers:
             self.request_id = asked
@@ -116,16 +119,18 @@ class Call:
             self.deadline = asyncio.get_running_loop().time() + body.timeout
         return body
 
-    def _report_ignored(self, body: RequestBody, ignored: list[str]) -> None:
-        config = self.context.config
-        if body.priority and config.scheduler.scheduling_policy != "priority":
-            ignored = sorted({*ignored, "priority"})
-        if not ignored:
-            return
-        self.context.ignored_fields.report(body, ignored, self.scope["path"])
-        names = [name[:64] for name in ignored[:MAX_IGNORED]]
+    def _ignored(self, body: RequestBody) -> set[str]:
+        ignored = body.ignored()
+        if body.priority and self.context.config.scheduler.scheduling_policy != "priority":
+            ignored.add("priority")
+        return ignored
+
+    def _report_ignored(self, body: RequestBody, num_ignored: int, ignored: list[str]) -> None:
+        """Report ignored fields, of which `ignored` has the first by name."""
+        self.context.ignored_fields.report(body, num_ignored, ignored, self.scope["path"])
+        names = [name[:64] for name in ignored]
         self.ignored = [*self.ignored, *names]
-        if config.server.strict_fields:
+        if self.context.config.server.strict_fields:
             shown = ", ".join(f"`{name}`" for name in names)
             raise InvalidRequest(f"the server ignores these fields: {shown}", param=names[0])
 

@@ -22,9 +22,9 @@ class IgnoredFields:
         self.count = count
         self._names: set[str] = set()  # that were looked at
 
-    def report(self, body: RequestBody, names: Sequence[str], path: str) -> None:
-        """Count these fields of a body. Log each new field that resembles a known field."""
-        self.count(len(names))
+    def report(self, body: RequestBody, num_names: int, names: Sequence[str], path: str) -> None:
+        """Count a body's fields. Log each new one of `names` that resembles a known field."""
+        self.count(num_names)
         new = (name for name in names if name not in self._names and len(name) <= MAX_LENGTH)
         known = {*type(body).model_fields, *body.from_chat}
         for name in islice(new, min(MAX_NEW_NAMES, MAX_NAMES - len(self._names))):

@@ -201,7 +201,7 @@ class CountTokensRequest(TranslatedRequest):
         """Whether the model reasons first: only on request, as with Anthropic's models."""
         return self.thinking is not None and self.thinking["type"] != "disabled"
 
-    def ignored(self) -> list[str]:
+    def ignored(self) -> set[str]:
         used = {"type", "budget_tokens"} if self.keeps_budget and self.thinks else {"type"}
         names = {f"thinking.{name}" for name in (self.thinking or {}).keys() - used}
         others = (self.output_config or {}).keys() - {"format", "effort"}
@@ -212,7 +212,7 @@ class CountTokensRequest(TranslatedRequest):
         types = {tool.get("type") for tool in self.tools or ()} - {None, "custom"}
         names |= {f"tools.{kind}" for kind in types}
         names |= {f"messages.{kind}" for kind in _noted(self.system, self.messages)}
-        return sorted({*super().ignored(), *names})
+        return super().ignored() | names
 
     def chat(self) -> ChatCompletionRequest:
         return self.as_chat(self.chat_fields())

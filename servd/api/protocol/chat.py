@@ -251,13 +251,13 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
             raise wrong_field("top_logprobs", "needs `logprobs`: true")
         return self
 
-    def ignored(self) -> list[str]:
+    def ignored(self) -> set[str]:
         use = self.tool_options
         functions = [tool["function"] for tool in use.tools] if use else []
         idle = idle_strict(functions, bool(use and use.forced))
         if self.logprob_token_ids and self.top_logprobs:
             idle = {*idle, "top_logprobs"}
-        return sorted({*super().ignored(), *idle})
+        return super().ignored() | idle
 
     @property
     def echoed(self) -> str:

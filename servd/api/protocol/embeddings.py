@@ -41,9 +41,9 @@ class PooledRequest(RequestBody):
     service_tier: str | None = None
     """`flex` runs the request in the background, on idle capacity. Other values have no effect."""
 
-    def ignored(self) -> list[str]:
+    def ignored(self) -> set[str]:
         idle = ["truncation_side"] if self.truncate_prompt_tokens is None else []
-        return sorted({*super().ignored(), *(set(idle) & self.model_fields_set)})
+        return super().ignored() | (self.model_fields_set & {*idle})
 
     @property
     def request_options(self) -> RequestOptions:
@@ -70,13 +70,13 @@ class InputRequest(PooledRequest):
     prompt_name: str | None = None
     """Name of a prompt in the model's files to put before `input`, e.g. `query`."""
 
-    def ignored(self) -> list[str]:
+    def ignored(self) -> set[str]:
         idle = (
             ("add_generation_prompt", "chat_template_kwargs")
             if self.messages is None
             else ("add_special_tokens", "prompt_name")
         )
-        return sorted({*super().ignored(), *(set(idle) & self.model_fields_set)})
+        return super().ignored() | (self.model_fields_set & {*idle})
 
     def prompts(self) -> list[Prompt]:
         if self.messages is None:
@@ -108,9 +108,9 @@ class VectorRequest(InputRequest):
     dimensions: Dimensions | None = None
     normalize: bool | None = None
 
-    def ignored(self) -> list[str]:
+    def ignored(self) -> set[str]:
         idle = () if self.encoding_format == "base64" else ("embed_dtype", "endianness")
-        return sorted({*super().ignored(), *(set(idle) & self.model_fields_set)})
+        return super().ignored() | (self.model_fields_set & {*idle})
 
     def params(self, pooling: str | None) -> PoolingParams:
         """Return the parameters for pooling an input's hidden states into vectors."""

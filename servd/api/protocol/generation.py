@@ -298,14 +298,14 @@ class GenerationRequest(StructuredRequest):
                 f"`{form.param}` is not supported with `use_beam_search`", param=form.param
             )
 
-    def ignored(self) -> list[str]:
+    def ignored(self) -> set[str]:
         options = set(self.stream_options or ()) - set(StreamOptions.__annotations__)
         idle = IDLE_WITH_BEAMS if self.use_beam_search else ONLY_WITH_BEAMS
         if self.truncate_prompt_tokens is None:
             idle = {*idle, "truncation_side"}
         names = {name for name, value in self.values_of(idle).items() if value is not None}
         names |= {f"stream_options.{name}" for name in options}
-        return sorted({*super().ignored(), *names})
+        return super().ignored() | names
 
     @property
     def request_options(self) -> RequestOptions:

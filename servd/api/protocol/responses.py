@@ -232,7 +232,7 @@ class ResponsesRequest(TranslatedRequest):
     prompt_cache_key: str | None = None
     service_tier: str | None = None
 
-    def ignored(self) -> list[str]:
+    def ignored(self) -> set[str]:
         names = {f"include.{name}" for name in {*(self.include or ())} - {LOGPROBS, ENCRYPTED}}
         names |= {f"text.{name}" for name in (self.text or {}).keys() - {"format"}}
         options = (self.stream_options or {}).items()
@@ -246,7 +246,7 @@ class ResponsesRequest(TranslatedRequest):
         names |= {f"input.{kind}" for kind in kinds.difference(OWN_ITEMS)}
         if self.truncation == "auto":
             names.add("truncation")  # nothing is cut off: longer inputs are refused
-        return sorted({*super().ignored(), *names})
+        return super().ignored() | names
 
     @property
     def functions(self) -> list[Any]:

@@ -69,8 +69,8 @@ class TranslatedRequest(RequestBody):
         for name in sorted(EXTENSIONS):
             properties.setdefault(name, known[name])
 
-    def ignored(self) -> list[str]:
-        return sorted(set(super().ignored()) - EXTENSIONS)
+    def ignored(self) -> set[str]:
+        return super().ignored() - EXTENSIONS
 
     def as_chat(self, fields: dict[str, Any]) -> ChatCompletionRequest:
         """Return the chat request with these fields and the chat fields that the body adds. Raise

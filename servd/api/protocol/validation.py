@@ -27,7 +27,7 @@ from servd.base.json_reader import TOO_DEEP, without_mark
 from servd.base.python_syntax import field_docstrings
 
 REQUEST_ID = r"^[A-Za-z0-9._:-]{1,128}$"  # in the header X-Request-Id or in a body
-MAX_VALUES = 500_000  # elements, keys and containers of a body
+MAX_VALUES = 500_000  # of a body; see `has_more_values`
 MAX_PROBLEMS = 10
 MAX_WHOLE = 2.0**53  # a float has all whole numbers below
 MAX_NAME = 64  # characters of a field name that are shown; names can come from the client
@@ -110,10 +110,9 @@ class RequestBody(BaseModel):
         """Return the values of these declared fields, without unknown fields of the body."""
         return {name: self.__dict__[name] for name in names}
 
-    def ignored(self) -> list[str]:
+    def ignored(self) -> set[str]:
         """Return the names of the body's fields that have no effect."""
-        names = set(self.model_extra or ()) - self.lacking.keys()  # refused unless neutral
-        return sorted(names)
+        return set(self.model_extra or ()) - self.lacking.keys()  # refused unless neutral
 
     @model_validator(mode="after")
     def check_either(self) -> Self:

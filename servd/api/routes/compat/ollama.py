@@ -140,11 +140,11 @@ class OllamaRequest(TranslatedRequest):
     top_logprobs: Annotated[int, Field(ge=0), Whole] | None = None
     """Likeliest tokens at each place, up to `--max-logprobs`. Needs `logprobs`."""
 
-    def ignored(self) -> list[str]:
+    def ignored(self) -> set[str]:
         names = {f"options.{name}" for name in (self.options or {}).keys() - OPTIONS.keys()}
         if self.top_logprobs is not None and not self.logprobs:
             names.add("top_logprobs")
-        return sorted({*super().ignored(), *names})
+        return super().ignored() | names
 
     def chat(self, messages: list[Any], tools: list[Any] | None = None) -> ChatCompletionRequest:
         """Return the chat request with these messages. Raise InvalidRequest if it is not valid."""
@@ -210,9 +210,9 @@ class OllamaEmbedRequest(RequestBody):
     keep_alive: KeepAlive = None
     options: EmbedOptions | None = None
 
-    def ignored(self) -> list[str]:
+    def ignored(self) -> set[str]:
         idle = (self.options or {}).keys() - EmbedOptions.__annotations__
-        return sorted({*super().ignored(), *(f"options.{name}" for name in idle)})
+        return super().ignored() | {f"options.{name}" for name in idle}
 
 
 class OllamaNamedRequest(RequestBody):
