@@ -27,7 +27,7 @@ from tests.limits import WAIT_SECONDS
 ray = pytest.importorskip("ray", reason="needs Ray: pip install 'servd[ray]'")
 
 pytestmark = [
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1200),
     pytest.mark.filterwarnings("ignore"),  # Ray's own
 ]
 
@@ -156,8 +156,8 @@ def wait_until(condition: Callable[[], object], what: str) -> float:
 def test_engines_of_two_nodes_answer_as_one_though_a_node_is_killed(cluster, start):
     # Seconds of work, so that both engines are seen to compute at once.
     bodies = [
-        {"prompt": f"{i} upon a time", "temperature": i % 2, "seed": i, "max_tokens": 8000, "n": 4}
-        for i in range(6)
+        {"prompt": f"{i} upon a time", "temperature": i % 2, "seed": i, "max_tokens": 8000}
+        for i in range(4)
     ]
     server = start(
         "--executor",
