@@ -184,7 +184,7 @@ POOLED: dict[str, Any] = {
     "chat_template": "{{ 1 }}",
     "continue_final_message": True,
     "instruction": "be strict",
-    "embd_normalize": 2,
+    "embd_normalize": -1,
     "mm_processor_kwargs": {"a": 1},
     "request_id": "r",
     "cache_salt": "s",

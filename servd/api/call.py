@@ -100,10 +100,13 @@ class Call:
         async_llm = self.context.async_llm
         await async_llm.loop.turn(self.client)
         max_values = max(MAX_VALUES, 2 * async_llm.processor.max_model_len)
+        policy = self.context.config.scheduler.scheduling_policy
 
         def work() -> tuple[Body, int, list[str]]:
             body = parse(kind, data, max_values)
-            ignored = self._ignored(body)  # perhaps 250,000: sorting all takes long
+            ignored = body.ignored()  # perhaps 250,000: sorting all takes long
+            if body.priority and policy != "priority":
+                ignored.add("priority")
             return body, len(ignored), nsmallest(MAX_IGNORED, ignored)
 
         body, num_ignored, ignored = await self.run_in_thread(len(data), work, is_new=True)
@@ -118,12 +121,6 @@ class Call:
         if body.timeout is not None:
             self.deadline = asyncio.get_running_loop().time() + body.timeout
         return body
-
-    def _ignored(self, body: RequestBody) -> set[str]:
-        ignored = body.ignored()
-        if body.priority and self.context.config.scheduler.scheduling_policy != "priority":
-            ignored.add("priority")
-        return ignored
 
     def _report_ignored(self, body: RequestBody, num_ignored: int, ignored: list[str]) -> None:
         """Report ignored fields, of which `ignored` has the first by name."""

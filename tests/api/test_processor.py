@@ -167,6 +167,9 @@ def test_a_text_for_an_encoder_is_cut_between_its_special_tokens():
     assert kept(RequestOptions(truncate_prompt_tokens=4)) == "[CLS]ab[SEP]"
     assert kept(keep_first=5) == "[CLS]abc[SEP]"
     assert kept(keep_last=5) == "[CLS]def[SEP]"
+    first = RequestOptions(truncate_prompt_tokens=2, truncation_side="right")
+    prepared = processor.process(asked([2, 3, 1, 1]), PoolingParams(), first)
+    assert prepared.prompt_token_ids == [2, 3]  # token ids are cut as they are
     processor.pooling = PoolingSpec(size=processor.spec.hidden_size)
     assert kept(RequestOptions(truncate_prompt_tokens=4)) == "def[SEP]"
 

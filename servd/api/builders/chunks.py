@@ -43,8 +43,8 @@ class ChunkBuilder(ResponseBuilder):
         self.has_begun = [False] * len(self.choices)  # by choice
         skips = self.params.skip_special_tokens
         skipped = self.tokenizer.special_ids if skips else frozenset[int]()
-        shows_ids = bool(self.asked.return_tokens_as_token_ids)
-        self.token_texts = [TokenTexts(self.tokenizer, skipped, shows_ids) for _ in self.choices]
+        shows = bool(self.asked.return_tokens_as_token_ids), bool(self.params.logprob_token_ids)
+        self.token_texts = [TokenTexts(self.tokenizer, skipped, *shows) for _ in self.choices]
         self.drafts: list[tuple[int, int]] = []  # see CompletionOutput; of all choices
 
     @property

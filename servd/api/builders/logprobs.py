@@ -35,6 +35,7 @@ class TokenTexts:
     tokenizer: Tokenizer
     skipped: frozenset[int] = frozenset()  # tokens that are not in the choice's text
     shows_ids: bool = False
+    shows_sampled: bool = False  # in the `top_logprobs` of chats, though it may not be likely
     pending: bytes = b""  # of the character that the tokens so far end within
     offset: int = 0  # in the choice's text, in complete characters
 
@@ -74,7 +75,8 @@ class TokenTexts:
             ]
             sampled = tokens[0]
             # A token that was asked for by its id may be among the most likely, too.
-            top = dict(zip(position.token_ids[1:], tokens[1:], strict=True))
+            start = 0 if self.shows_sampled else 1
+            top = dict(zip(position.token_ids[start:], tokens[start:], strict=True))
             entry = TokenLogprob(sampled.token, sampled.logprob, sampled.bytes, list(top.values()))
             content.append(encoded(entry))
             self.append(position.token_ids[0])

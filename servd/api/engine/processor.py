@@ -334,11 +334,14 @@ class Processor:
         if prompt.keep_first is not None:
             kept = self._beginning(token_ids, prompt.keep_first)
         if keep is not None:
-            room = max(self.max_model_len - least, 1)
-            limit = room if keep == -1 else keep
+            limit = max(self.max_model_len - least, 1) if keep == -1 else keep
             # An encoder was trained on the beginnings of texts.
             side = options.truncation_side or ("left" if self.pooling.is_causal else "right")
-            kept = (self._end if side == "left" else self._beginning)(kept, limit)
+            if side == "left":
+                kept = self._end(kept, limit)
+            else:  # The client's token ids are cut as they are.
+                is_exact = isinstance(prompt.content, list)
+                kept = kept[:limit] if is_exact else self._beginning(kept, limit)
         if prompt.keep_last is not None:
             kept = self._end(kept, prompt.keep_last)
         return kept, len(kept) < len(token_ids)

@@ -187,8 +187,8 @@ class GenerationRequest(StructuredRequest):
     ] = None
     """Maximum number of reasoning tokens. Needs a model whose reasoning tags are single tokens."""
     logprob_token_ids: TokenIds | None = None
-    """Return the log-probabilities of these token ids at each position, instead of the likeliest.
-    Needs `logprobs`.
+    """Return the log-probabilities of these token ids and of the sampled one at each position,
+    instead of the likeliest. Needs `logprobs`.
     """
     prompt_logprobs: Int | None = None
     """Return log-probabilities of the prompt's tokens, and of this many candidates per position (up
@@ -304,8 +304,7 @@ class GenerationRequest(StructuredRequest):
         if self.truncate_prompt_tokens is None:
             idle = {*idle, "truncation_side"}
         names = {name for name, value in self.values_of(idle).items() if value is not None}
-        names |= {f"stream_options.{name}" for name in options}
-        return super().ignored() | names
+        return super().ignored() | names | {f"stream_options.{name}" for name in options}
 
     @property
     def request_options(self) -> RequestOptions:

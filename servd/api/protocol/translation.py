@@ -69,9 +69,6 @@ class TranslatedRequest(RequestBody):
         for name in sorted(EXTENSIONS):
             properties.setdefault(name, known[name])
 
-    def ignored(self) -> set[str]:
-        return super().ignored() - EXTENSIONS
-
     def as_chat(self, fields: dict[str, Any]) -> ChatCompletionRequest:
         """Return the chat request with these fields and the chat fields that the body adds. Raise
         InvalidRequest if the chat request is not valid, or if the body sets a field under two

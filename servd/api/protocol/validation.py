@@ -34,11 +34,8 @@ MAX_NAME = 64  # characters of a field name that are shown; names can come from 
 # Field of SamplingParams -> its other names in requests.
 ALIASES = {"stop": ("stop_sequences",)}
 # Field of peers -> the values that change nothing.
-NEUTRAL: dict[str, Any] = {
-    "embd_normalize": [2],
-    "modalities": [["text"]],
-    "reasoning_format": ["auto", "deepseek"],
-}
+NEUTRAL: dict[str, Any] = {"modalities": [["text"]], "reasoning_format": ["auto", "deepseek"]}
+NEUTRAL["embd_normalize"] = [2]
 MAX_KEYS = 16  # as in OpenAI's metadata; the other objects have fewer
 
 SCALAR = str | int | float
@@ -112,7 +109,8 @@ class RequestBody(BaseModel):
 
     def ignored(self) -> set[str]:
         """Return the names of the body's fields that have no effect."""
-        return set(self.model_extra or ()) - self.lacking.keys()  # refused unless neutral
+        used = self.from_chat | self.lacking.keys()  # the latter are refused unless neutral
+        return set(self.model_extra or ()) - used
 
     @model_validator(mode="after")
     def check_either(self) -> Self:
