@@ -21,11 +21,12 @@ SERVERS = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/integr
 API = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/api/test_*.py"))
 FIRST_API = [path for path in API if Path(path).name < "test_h"]
 FIRST_SERVERS = [path for path in SERVERS if Path(path).name < "test_q"]
+ATTENTION = "tests/worker/attention"  # a fifth of the time of the worker's tests
 GROUPS = {
-    "api a-g": FIRST_API,
+    "api a-g, attention": [*FIRST_API, ATTENTION],
     "api h-z": ["tests/api", *(f"--ignore={path}" for path in FIRST_API)],
     "core, parity": PACKAGES,
-    "worker": ["tests/worker"],
+    "worker": ["tests/worker", f"--ignore={ATTENTION}"],
     "servers a-p": FIRST_SERVERS,
     "servers q-z": [path for path in SERVERS if path not in FIRST_SERVERS],
     "others": [f"--ignore={path}" for path in OTHERWISE],
