@@ -181,7 +181,8 @@ class Cycle(RequestResponseCycle):
             if self.scope["http_version"] == "1.0":
                 self.is_unframed = True
                 self.chunked_encoding = False
-                self.keep_alive = False
+                close = (b"connection", b"close")  # by which uvicorn closes it, too
+                message = {**message, "headers": [*message.get("headers", ()), close]}
             return await super().send(message)
         body = message.get("body", b"")
         is_large = len(body) > MAX_PIECE

@@ -108,9 +108,8 @@ class RequestBody(BaseModel):
         return {name: self.__dict__[name] for name in names}
 
     def ignored(self) -> set[str]:
-        """Return the names of the body's fields that have no effect."""
-        used = self.from_chat | self.lacking.keys()  # the latter are refused unless neutral
-        return set(self.model_extra or ()) - used
+        """Return the fields of the body without effect, except neutral ones of `lacking`."""
+        return set(self.model_extra or ()) - self.from_chat - self.lacking.keys()
 
     @model_validator(mode="after")
     def check_either(self) -> Self:
