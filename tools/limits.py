@@ -92,7 +92,7 @@ def tables() -> dict[str, list[Row]]:
                 "400",
             ),
             (
-                "elements, keys and containers in the JSON of a body",
+                "elements, containers and keys in the JSON of a body; keys count twice",
                 f"{validation.MAX_VALUES:,}",
                 "400",
             ),

@@ -7,7 +7,7 @@ def has_more_values(data: bytes, limit: int) -> bool:
     """Return whether a JSON text has more than about `limit` values: elements, containers, and
     keys, which count twice, as they take the longest to parse.
 
-    For most texts, three fast counts suffice. If strings may contain many commas or brackets, the
+    For most texts, fast counts suffice. If strings may contain many commas or brackets, the
     strings are skipped, which takes some seconds for 32 MB. That work is done in short pieces: call
     this function in a thread.
     """
