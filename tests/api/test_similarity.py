@@ -205,14 +205,6 @@ async def test_vectors_without_the_activation(http, name):
     assert answer["data"][0]["embedding"] == pytest.approx(expected("ab"))
 
 
-async def test_the_norm_of_llama_server_is_the_one_that_servd_has(http):
-    answer = await http.post(EMBEDDINGS, json={"input": "ab", "embd_normalize": 2})
-    assert answer.json()["data"][0]["embedding"] == pytest.approx(expected("ab"))
-    assert "x-servd-ignored" not in answer.headers
-    body = {"input": "ab", "embd_normalize": -1}
-    assert "use_activation" in check(await http.post(EMBEDDINGS, json=body), 400, "embd_normalize")
-
-
 @pytest.mark.parametrize("order", ["little", "big", "native", None])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", None])
 @pytest.mark.parametrize("path", [EMBEDDINGS, "/pooling"])

@@ -67,7 +67,7 @@ class Pages:
         origin = headers.get("origin")
         site = headers.get("sec-fetch-site")  # browsers send it to https and to localhost only
         if site is None:
-            host = headers.get("host", "").lower()
+            host = headers.get("host", "?").lower()  # without one, no origin is its own
             is_foreign = origin is not None and origin.lower().partition("://")[2] != host
         else:
             is_foreign = site == "cross-site"

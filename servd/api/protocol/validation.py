@@ -35,7 +35,6 @@ MAX_NAME = 64  # characters of a field name that are shown; names can come from 
 ALIASES = {"stop": ("stop_sequences",)}
 # Field of peers -> the values that change nothing.
 NEUTRAL: dict[str, Any] = {"modalities": [["text"]], "reasoning_format": ["auto", "deepseek"]}
-NEUTRAL["embd_normalize"] = [2]
 MAX_KEYS = 16  # as in OpenAI's metadata; the other objects have fewer
 
 SCALAR = str | int | float
