@@ -17,6 +17,7 @@ from msgspec import Meta
 
 from servd.base.errors import ConfigError, ModelNotFound, ServdError, UnsupportedModel
 from servd.checkpoint import gguf, gguf_tokenizer
+from servd.checkpoint.account import with_defaults
 from servd.checkpoint.cached_folder import make_cached_folder
 from servd.checkpoint.multimodal_config import TEXT, text_of
 from servd.checkpoint.overrides import override, reach
@@ -105,7 +106,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Return config.json of a text model, or of the text part of a multimodal model."""
     config = read_json(folder / "config.json")
     # Draft heads in *speculators* format keep a decoder's keys in transformer_layer_config.
-    return reach(text_of(as_today(config.get("transformer_layer_config", {}) | config)))
+    config = config.get("transformer_layer_config", {}) | config
+    return reach(with_defaults(text_of(as_today(config))))
 
 
 def read_spec(folder: Path | str, overrides: dict[str, Any] | None = None) -> ModelSpec:

@@ -23,6 +23,8 @@ from servd.base import log, plugins
 from servd.base.errors import ConfigError, ModelNotFound
 from servd.base.sizes import format_bytes
 from servd.checkpoint import hf, pooling
+from servd.checkpoint.account import FLAG, Account
+from servd.checkpoint.accounts import accounts_of
 from servd.config import Config
 from servd.config.resolve import look_at_machine
 from servd.terminal import engine_flags
@@ -162,9 +164,13 @@ def check_model(config: Config) -> Iterator[Finding]:
     """Check all parts of a model that a server reads."""
     name = "model"
     try:
-        config, spec, _ = launch.find_and_resolve(config)
+        is_allowed = config.model.allow_unknown_keys
+        config, spec, _ = launch.find_and_resolve(config.replace(allow_unknown_keys=True))
         layers = f"{spec.num_layers} layers of {spec.hidden_size}"
         yield Finding(name, "ok", f"{config.model.model}: {spec.model_type}, {layers}")
+        name = "files"
+        for account in accounts_of(spec, config.model.model_impl):
+            yield show_account(account, "warning" if is_allowed else "failed")
         name = "tokenizer"
         tokenizer = Tokenizer.of_model(config, spec)
         yield Finding(name, "ok", f"{spec.vocab_size} tokens")
@@ -178,6 +184,16 @@ def check_model(config: Config) -> Iterator[Finding]:
             yield check_weights(config, spec)
     except ConfigError as error:
         yield Finding(name, "failed", str(error))
+
+
+def show_account(account: Account, otherwise: Status) -> Finding:
+    """Return what servd makes of the keys of a file."""
+    ignored = [f"{key} ({reason})" for key, reason in account.without_effect.items()]
+    text = f"{account.file}: used are {', '.join(account.used) or 'none'}"
+    if ignored:
+        text += f"; without effect are {', '.join(ignored)}"
+    hint = f"not understood are {account.in_words}: remove them, or add {FLAG}"
+    return judge(not account.unknown, "files", text, hint, otherwise)
 
 
 def check_weights(config: Config, spec: hf.ModelSpec) -> Finding:

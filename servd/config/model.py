@@ -35,6 +35,10 @@ class ModelConfig(Section, frozen=True):
     """Change keys of the model's config.json, as JSON: `{"rope_scaling": {"rope_type": "yarn",
     "factor": 4}}` makes contexts four times as long.
     """
+    allow_unknown_keys: bool = False
+    """Start although the model's files have keys that servd does not understand, and log them: they
+    could change answers. `servd check MODEL` lists all keys.
+    """
     model_impl: Literal["auto", "servd", "transformers"] = "auto"
     """Code that computes the layers. auto: servd's model file if there is one, else the class of
     transformers.

@@ -10,7 +10,8 @@ import msgspec
 
 from servd.base import log, plugins
 from servd.base.errors import ConfigError, UnsupportedModel
-from servd.checkpoint import hf
+from servd.checkpoint import account, hf
+from servd.checkpoint.accounts import accounts_of
 from servd.config import Config
 from servd.config.resolve import Decision, decide, look_at_machine
 from servd.core.client import identity
@@ -106,6 +107,7 @@ def find_and_resolve(config: Config) -> tuple[Config, hf.ModelSpec, dict[str, De
         )
         config = config.replace(speculative_config=speculative.with_heads(None))
     config, decided = decide(config, spec, look_at_machine())
+    account.check(accounts_of(spec, config.model.model_impl), config.model.allow_unknown_keys)
     return config, spec, decided
 
 

@@ -1,0 +1,111 @@
+"""The account of a model's files: keys that servd uses, keys without effect, and keys that it does
+not understand, which could change answers and are refused by name. account.toml has the tables.
+"""
+
+import logging
+import tomllib
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from servd.base.errors import UnsupportedModel
+
+log = logging.getLogger("servd.checkpoint")
+
+FLAG = "--allow-unknown-keys"
+IS_NULL = "it is null"
+ONLY = "the value that servd computes"
+MAX_NAMED = 16  # keys in an error message
+MAX_SHOWN = 40  # characters of a value
+
+
+class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What servd knows about the keys of a file. A name may be a pattern, such as `_*`."""
+
+    used: list[str] = []
+    only: dict[str, list[Any]] = {}  # key -> its values with which answers are right
+    without_effect: dict[str, list[str]] = {}  # reason -> keys
+    defaults: dict[str, Any] = {}  # of transformers, for keys that a file leaves out
+
+
+TABLES = msgspec.convert(
+    tomllib.loads(Path(__file__).with_name("account.toml").read_text(encoding="utf8")),
+    dict[str, Table],
+)
+
+
+class Account(msgspec.Struct, frozen=True):
+    """What servd makes of the keys of a file."""
+
+    file: str
+    used: list[str] = []
+    without_effect: dict[str, str] = {}  # key -> reason
+    unknown: dict[str, Any] = {}  # key -> value
+
+    @property
+    def in_words(self) -> str:
+        """The keys that servd does not understand, with their values."""
+        words = [f"{key} ({value!r:.{MAX_SHOWN}})" for key, value in self.unknown.items()]
+        if len(words) > MAX_NAMED:
+            words = [*words[:MAX_NAMED], f"and {len(words) - MAX_NAMED} more"]
+        return ", ".join(words)
+
+
+def account_for(file: str, values: Mapping[str, Any], *tables: str) -> Account:
+    """Return the account of a file's keys by some tables of account.toml; a table that does not
+    exist is empty, and the last table decides about a key that several have. `file`: its name for
+    people. A null is without effect, as the key's default would be.
+    """
+    known = [TABLES[name] for name in reversed(tables) if name in TABLES]
+    used: list[str] = []
+    without_effect: dict[str, str] = {}
+    unknown: dict[str, Any] = {}
+    for key, value in values.items():
+        reason = IS_NULL if value is None else _reason(known, key, value)
+        if reason is None:
+            unknown[key] = value
+        elif reason:
+            without_effect[key] = reason
+        else:
+            used.append(key)
+    return Account(file, used, without_effect, unknown)
+
+
+def check(accounts: Iterable[Account], allow_unknown_keys: bool = False) -> None:
+    """Raise UnsupportedModel for keys that servd does not understand, or log them."""
+    for account in accounts:
+        if not account.unknown:
+            continue
+        refusal = f"{account.file} has keys that servd does not understand: {account.in_words}"
+        if not allow_unknown_keys:
+            raise UnsupportedModel(
+                f"{refusal}. They could change the model's answers: remove them, or add {FLAG} to "
+                "ignore them"
+            )
+        log.warning("%s; they are ignored (%s)", refusal, FLAG)
+
+
+def with_defaults(config: dict[str, Any]) -> dict[str, Any]:
+    """Return config.json with transformers' defaults for keys that it leaves out."""
+    table = TABLES.get(f"config.{config.get('model_type')}")
+    return config if table is None else table.defaults | config
+
+
+def _reason(tables: list[Table], key: str, value: Any) -> str | None:
+    """Return why a key has no effect; "" if it is used; None if it is unknown."""
+    for table in tables:
+        if key in table.only:
+            return ONLY if value in table.only[key] else None
+        if _is_among(key, table.used):
+            return ""
+        for reason, keys in table.without_effect.items():
+            if _is_among(key, keys):
+                return reason
+    return None
+
+
+def _is_among(key: str, patterns: list[str]) -> bool:
+    return key in patterns or any(fnmatchcase(key, p) for p in patterns if "*" in p)
