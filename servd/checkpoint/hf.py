@@ -154,6 +154,11 @@ def read_spec(folder: Path | str, overrides: dict[str, Any] | None = None) -> Mo
     eos = generation.get("eos_token_id", config.get("eos_token_id"))
     if eos is None:
         eos = []
+    head_dim = size("head_dim", default=hidden_size // num_heads or 1)
+    if config.get("head_dim") is None and hidden_size % num_heads:
+        raise UnsupportedModel(
+            f"{folder}/config.json: hidden_size {hidden_size} is no multiple of {num_heads} heads"
+        )
     return ModelSpec(
         folder=str(folder),
         model_type=first("model_type"),
@@ -163,7 +168,7 @@ def read_spec(folder: Path | str, overrides: dict[str, Any] | None = None) -> Mo
         num_layers=size("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"),
         num_heads=num_heads,
         num_kv_heads=size("num_key_value_heads", default=num_heads),
-        head_dim=size("head_dim", default=hidden_size // num_heads),
+        head_dim=head_dim,
         max_position_embeddings=size(
             "max_position_embeddings", "n_positions", "max_seq_len", "seq_length"
         ),
