@@ -28,11 +28,12 @@ def layer_types(config: dict[str, Any], num_layers: int) -> list[str]:
 
 
 def make_rotary(spec: ModelSpec, layer_type: str) -> Rotary:
+    config = spec.config
     name, theta = {FULL: ("global_rope_theta", 160000.0), LOCAL: ("local_rope_theta", 10000.0)}[
         layer_type
     ]
-    rope = (spec.config.get("rope_parameters") or {}).get(layer_type) or {}
-    rope = {"rope_theta": spec.config.get(name, theta)} | rope
+    rope = (config.get("rope_parameters") or {}).get(layer_type) or {}
+    rope = {"rope_theta": config.get(name, theta)} | rope | (config.get("rope_scaling") or {})
     return Rotary(msgspec.structs.replace(spec, config={"rope_parameters": rope}))
 
 
