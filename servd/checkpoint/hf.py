@@ -149,7 +149,7 @@ def read_spec(folder: Path | str, overrides: dict[str, Any] | None = None) -> Mo
         "attention_heads",
         "decoder_attention_heads",
     )
-    hidden_size = size("hidden_size", "n_embd", "d_model", "embed_dim")
+    hidden_size = size("hidden_size", "n_embd", "d_model", "embed_dim", "dim")
     architectures = first("architectures", default=[""])
     if not isinstance(architectures, list) or not all(isinstance(a, str) for a in architectures):
         raise UnsupportedModel(f"{folder}/config.json: architectures must be a list of names")

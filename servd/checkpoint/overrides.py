@@ -33,6 +33,7 @@ _DATA = tomllib.loads(Path(__file__).with_name("overrides.toml").read_text(encod
 ROPE_KEYS = {*_DATA["rope"], *ROTATION, *(key for keys in ROPE_TYPES.values() for key in keys)}
 NUMBERS = ROPE_KEYS - {*_DATA["no_numbers"]}
 OPTIONAL = {*ROPE, *_DATA["optional"]}
+MAX_NUMBER = 1e100
 OF_FILES = {
     "quantization_config": "options cannot change the format of the weights",
     "compression_config": "options cannot change the format of the weights",
@@ -185,4 +186,5 @@ def _object(changes: Mapping[str, Any], key: str) -> dict[str, Any] | None:
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and abs(value) < MAX_NUMBER  # which NaN is not

@@ -61,7 +61,7 @@ def rope_parameters(spec: ModelSpec) -> dict[str, Any]:
     for key in NUMBERS & rope.keys():
         value = rope[key]
         is_left_out = value is None and key != "rope_theta" or value == 0 and key in MAY_BE_ZERO
-        if not is_left_out and not (is_number(value) and 0 < value < math.inf):
+        if not is_left_out and not (is_number(value) and value > 0):
             raise UnsupportedModel(f"config.json: {key} {value!r:.50} is no number above 0")
     return rope
 

@@ -9,11 +9,17 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+)
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from servd.base.errors import DifferentTokens, UnsupportedModel
 from servd.checkpoint.hf import ModelSpec, read_json
+from servd.checkpoint.pooling import ENCODERS
 from servd.worker import compat
 from servd.worker.device.parallel import Parallel
 from servd.worker.layers._matrix import Matrix
@@ -186,6 +192,12 @@ def build(spec: ModelSpec) -> Any:
         config = AutoConfig.from_pretrained(spec.folder, trust_remote_code=False)
         if spec.config != read_json(Path(spec.folder) / "config.json"):  # or a part of a model
             config = CONFIG_MAPPING[spec.model_type].from_dict(spec.config)
+        is_encoder = type(config) in MODEL_FOR_MASKED_LM_MAPPING and not config.is_encoder_decoder
+        if is_encoder and not spec.architecture.endswith(("CausalLM", "HeadModel")):
+            raise UnsupportedModel(
+                f"{spec.model_type} is an encoder, and servd has no file for it, only for "
+                f"{', '.join(sorted(ENCODERS))}"
+            )
         if config.is_encoder_decoder:
             raise UnsupportedModel("encoder-decoders are not supported")
         if getattr(config, "recurrent_kv_cache_mode", None) == "last_loop":
