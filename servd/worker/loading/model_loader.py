@@ -178,6 +178,7 @@ def load_weights(
             ):
                 target, part = _target(model, weights, renamed)
                 if target is not None:
+                    _check_finite(tensor)
                     target.load(tensor, part, copy)
                     names.add(renamed)
                     if isinstance(target, Matrix) and not target.missing:
@@ -193,6 +194,15 @@ def load_weights(
     if make.importance:
         _check_importance(make.importance.keys(), names, plain)
     _check_complete(folder, weights)
+
+
+def _check_finite(tensor: Tensor | Quantized) -> None:
+    """Raise ValueError if a vector has a number that is not finite. Matrices are not looked at,
+    which would take a tenth of loading: requests that meet such a number say so.
+    """
+    if len(tensor.shape) < 2 and isinstance(tensor, Tensor) and tensor.is_floating_point():
+        if not tensor.is_meta and not bool(tensor.float().isfinite().all()):
+            raise ValueError("a number that is not finite")
 
 
 def _check_complete(folder: str, weights: dict[str, Weight]) -> None:
