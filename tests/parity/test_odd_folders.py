@@ -18,6 +18,7 @@ from servd.worker.loading.model_loader import build_model, load_weights, quant_m
 from tests.parity.families import CASES, LONG_ROPE
 from tests.parity.oracle import PROMPT, compare, logits_of_servd, logits_of_transformers
 from tests.worker.driver import Driver, config_for
+from tests.worker.quantization import checkpoints
 
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -39,12 +40,14 @@ THETA = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
 
 
 @pytest.fixture
-def copy(checkpoints, tmp_path: Path) -> Callable[..., Path]:
+def copy(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Path]:
     """(model_type, **keys) -> folder of a copy with these keys of config.json; None removes one."""
 
     def make(model_type: str, /, variant: str = "", **keys: Any) -> Path:
         folder = tmp_path / "model"
-        source = checkpoints(model_type, variant or next(iter(CASES[model_type])))
+        source = request.getfixturevalue("checkpoints")(
+            model_type, variant or next(iter(CASES[model_type]))
+        )
         shutil.copytree(source, folder)
         config = json.loads((folder / "config.json").read_text()) | keys
         gone = [key for key, value in keys.items() if value is None]
@@ -74,8 +77,11 @@ PLACES: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_parameters": None, "rope_scaling": {"type": "yarn", "factor": 4.0}} | FIRST,
     ),
     "llama3, a length beside": ("llama", {"rope_parameters": None, "rope_scaling": LLAMA3} | FIRST),
-    "two lengths": ("mistral", {"rope_parameters": YARN | {"rope_theta": 100.0} | FIRST}
-        | {"original_max_position_embeddings": 16}),
+    "two lengths": (
+        "mistral",
+        {"rope_parameters": YARN | {"rope_theta": 100.0} | FIRST}
+        | {"original_max_position_embeddings": 16},
+    ),
     "a length that linear does not read": (
         "olmo2",
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}} | FIRST,
@@ -154,6 +160,19 @@ def test_layer_types_that_are_none(copy, model_type: str, types: Any):
         logits_of_servd(copy(model_type, layer_types=types))
 
 
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "qwen3_moe", "llama", "mixtral", "phi3"])
+def test_layer_types_that_are_not_read_are_refused(copy, model_type: str):
+    types = ["full_attention", "sliding_attention", "full_attention"]
+    with pytest.raises(ConfigError, match="layer_types"):
+        logits_of_servd(copy(model_type, layer_types=types, sliding_window=8))
+
+
+def test_a_window_of_qwen_with_experts_is_in_all_layers(copy):
+    keys = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3}
+    with pytest.raises(ConfigError, match="window"):
+        logits_of_servd(copy("qwen3_moe", layer_types=None, **keys))
+
+
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "qwen3", "mixtral", "granite", "phi3"])
 def test_attention_both_ways_is_refused(copy, model_type: str):
     with pytest.raises(ConfigError, match="is_causal"):
@@ -174,7 +193,8 @@ def test_architectures_that_name_the_bare_model(copy, model_type: str):
 
 
 @pytest.mark.parametrize(
-    "name", ["LlamaAttention", "LlamaForSequenceClassification", "Rotary", "MistralForCausalLM", "x"]
+    "name",
+    ["LlamaAttention", "LlamaForSequenceClassification", "Rotary", "MistralForCausalLM", "x"],
 )
 def test_architectures_that_name_another_class(copy, name: str):
     with pytest.raises(ConfigError, match=name):
@@ -193,7 +213,9 @@ def test_a_bare_model_without_a_head_makes_vectors(copy, tmp_path: Path):
     save_file({name.removeprefix("model."): x for name, x in tensors.items()}, folder / WHOLE)
     with pytest.raises(ConfigError, match=r"lm_head\.weight"):
         logits_of_servd(folder)
-    modules = [{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}]
+    modules = [
+        {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}
+    ]
     (folder / "modules.json").write_text(json.dumps(modules))
     driver = Driver(config_for(folder))
     weights = {name for name, _ in driver.worker.runner.model.named_parameters()}
@@ -284,13 +306,17 @@ def test_heads_in_stages(copy, model_type: str, is_only: bool):
     models: list[Any] = []
     for stage in range(2):
         cpu = torch.device("cpu")
-        model = build_model(read_spec(folder), torch.float32, cpu, Parallel(stage=stage, num_stages=2))
+        model = build_model(
+            read_spec(folder), torch.float32, cpu, Parallel(stage=stage, num_stages=2)
+        )
         load_weights(model, str(folder), lambda _: None, make)
         models.append(model)
     first, last = models
     stored = load_file(folder / WHOLE)
     rows = torch.arange(199)
-    assert torch.equal(table_of(first, model_type)(rows), stored.get(name, stored["lm_head.weight"]))
+    assert torch.equal(
+        table_of(first, model_type)(rows), stored.get(name, stored["lm_head.weight"])
+    )
     head = last.compute_logits(torch.eye(stored["lm_head.weight"].shape[1])).T
     torch.testing.assert_close(head, stored["lm_head.weight"])
 
@@ -304,7 +330,9 @@ def table_of(model: Any, model_type: str) -> Any:
 
 def save(folder: Path, name: str, shift: float = 0.0, keep: str = "") -> dict[str, torch.Tensor]:
     tensors = load_file(folder / WHOLE)
-    others = {key: x + shift * torch.randn_like(x) for key, x in tensors.items() if keep in key}
+    others = {key: x for key, x in tensors.items() if keep in key}
+    if shift:
+        others = {key: x + shift * torch.randn_like(x) for key, x in others.items()}
     save_file(others, folder / name, {"format": "pt"})
     return others
 
@@ -374,6 +402,31 @@ def test_an_index_that_is_none(copy, weight_map: Any):
     (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(ConfigError, match="weight_map"):
         logits_of_servd(folder)
+
+
+def test_a_head_and_shards_of_a_quantized_checkpoint(copy, tmp_path: Path):
+    """FP8 beside the same numbers in float32: a head of its own, and a tensor in both shards."""
+    folder = copy("llama", **TIED)
+    add_head(folder, "model.embed_tokens.weight")
+
+    def quantize(name: str, weight: torch.Tensor) -> checkpoints.Made:
+        codes = weight.to(torch.float8_e4m3fn)
+        scale = torch.tensor([0.5])
+        return {".weight": codes, ".weight_scale": scale}, codes.float() * scale
+
+    config = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    quantized = tmp_path / "fp8"
+    meant = checkpoints.write(folder, quantized, config, quantize)
+    save_file(meant, folder / WHOLE, {"format": "pt"})
+    expected = logits_of_servd(folder)
+    names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    places = dict.fromkeys(load_file(quantized / WHOLE), names[1])
+    places |= {name: names[0] for name in places if "layers.0" in name}
+    save(quantized, names[0], keep="layers.")  # with layers that the index gives to the other
+    save(quantized, names[1])
+    (quantized / WHOLE).unlink()
+    write_index(quantized, places)
+    torch.testing.assert_close(logits_of_servd(quantized), expected, atol=1e-3, rtol=0)
 
 
 # ---- tensors ----

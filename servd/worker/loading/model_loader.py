@@ -16,6 +16,7 @@ from torch import Tensor
 
 from servd.base import plugins
 from servd.base.errors import ConfigError, ModelNotFound, UnsupportedModel
+from servd.checkpoint import pooling
 from servd.checkpoint.hf import (
     ModelSpec,
     quant_method_of,
@@ -25,7 +26,6 @@ from servd.checkpoint.hf import (
     weight_files,
 )
 from servd.checkpoint.multimodal_config import is_part, text_name
-from servd.checkpoint import pooling
 from servd.checkpoint.pooling import is_encoder, is_encoder_as_decoder
 from servd.worker.device.device import defaults
 from servd.worker.device.parallel import Parallel
@@ -115,7 +115,9 @@ def _class_of(spec: ModelSpec) -> Any:
     """
     module = plugins.load_module(MODELS, spec.model_type.replace(":", " "))  # no code of others
     classes = {
-        _letters(name): value for name, value in vars(module).items() if hasattr(value, "base_prefix")
+        _letters(name): value
+        for name, value in vars(module).items()
+        if hasattr(value, "base_prefix")
     }
     family = _letters(spec.model_type)
     name = _letters(spec.architecture) or f"{family}model"

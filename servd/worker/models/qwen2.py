@@ -4,6 +4,7 @@ from typing import Any
 
 from servd.base.errors import UnsupportedModel
 from servd.checkpoint.hf import ModelSpec
+from servd.checkpoint.overrides import FULL
 from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM
 
 
@@ -17,16 +18,14 @@ class Qwen2Attention(LlamaAttention):
 
 def refuse_mixed_windows(spec: ModelSpec) -> None:
     """Raise UnsupportedModel if a layer has Qwen's sliding window: from max_window_layers on, or in
-    the layers that layer_types names.
+    the layers that layer_types names. With experts, all layers have it.
     """
     config = spec.config
-    has_window = (
-        config.get("use_sliding_window") and config.get("max_window_layers", 0) < spec.num_layers
-    )
-    if "sliding_attention" in config.get(
-        "layer_types", ["sliding_attention"] if has_window else []
-    ):
-        raise UnsupportedModel("a sliding window in some of the layers is not supported")
+    first = 0 if spec.model_type == "qwen3_moe" else config.get("max_window_layers", 0)
+    has_window = config.get("use_sliding_window") and first < spec.num_layers
+    types = config.get("layer_types") or ["sliding_attention" if has_window else FULL]
+    if any(kind != FULL for kind in types):
+        raise UnsupportedModel("a sliding window in some of the layers (layer_types) is refused")
 
 
 class Qwen2ForCausalLM(LlamaForCausalLM):
