@@ -110,9 +110,10 @@ def with_defaults(config: dict[str, Any]) -> dict[str, Any]:
     """
     defaults = read_tables().get(f"config.{config.get('model_type')}", Table()).defaults
     for key, default in defaults.items():
-        if not _is_like(config.get(key, default), default, key):
+        value = config.get(key, default)
+        if not _is_like(value, default, key):
             raise UnsupportedModel(
-                f"config.json: {key} is {config[key]!r:.{MAX_SHOWN}}, expected a value like {default!r}"
+                f"config.json: {key} is {value!r:.{MAX_SHOWN}}, expected a value like {default!r}"
             )
     return defaults | config
 
