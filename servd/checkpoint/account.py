@@ -98,8 +98,8 @@ def check(accounts: Iterable[Account], allow_unknown_keys: bool = False) -> None
         refusal = f"{account.file} has keys that servd does not understand: {account.in_words}"
         if not allow_unknown_keys:
             raise UnsupportedModel(
-                f"{refusal}. They could change the model's answers: remove them, or add {FLAG} to "
-                "ignore them"
+                f"{refusal}. They could change the model's answers: remove them, leave the model "
+                f"to transformers (--model-impl transformers), or add {FLAG} to ignore them"
             )
         log.warning("%s; they are ignored (%s)", refusal, FLAG)
 
