@@ -98,8 +98,8 @@ def check(accounts: Iterable[Account], allow_unknown_keys: bool = False) -> None
         refusal = f"{account.file} has keys that servd does not understand: {account.in_words}"
         if not allow_unknown_keys:
             raise UnsupportedModel(
-                f"{refusal}. They could change the model's answers: remove them, or add {FLAG} to "
-                "ignore them"
+                f"{refusal}. They could change the model's answers: remove them, leave the model "
+                f"to transformers (--model-impl transformers), or add {FLAG} to ignore them"
             )
         log.warning("%s; they are ignored (%s)", refusal, FLAG)
 
@@ -110,9 +110,10 @@ def with_defaults(config: dict[str, Any]) -> dict[str, Any]:
     """
     defaults = read_tables().get(f"config.{config.get('model_type')}", Table()).defaults
     for key, default in defaults.items():
-        if not _is_like(config.get(key, default), default, key):
+        value = config.get(key, default)
+        if not _is_like(value, default, key):
             raise UnsupportedModel(
-                f"config.json: {key} is {config[key]!r:.{MAX_SHOWN}}, expected a value like {default!r}"
+                f"config.json: {key} is {value!r:.{MAX_SHOWN}}, expected a value like {default!r}"
             )
     return defaults | config
 

@@ -150,6 +150,9 @@ def read_spec(folder: Path | str, overrides: dict[str, Any] | None = None) -> Mo
         "decoder_attention_heads",
     )
     hidden_size = size("hidden_size", "n_embd", "d_model", "embed_dim", "dim")
+    model_type = first("model_type")
+    if not isinstance(model_type, str):
+        raise UnsupportedModel(f"{folder}/config.json: model_type {model_type!r:.50} is no name")
     architectures = first("architectures", default=[""])
     if not isinstance(architectures, list) or not all(isinstance(a, str) for a in architectures):
         raise UnsupportedModel(f"{folder}/config.json: architectures must be a list of names")
@@ -163,7 +166,7 @@ def read_spec(folder: Path | str, overrides: dict[str, Any] | None = None) -> Mo
         )
     return ModelSpec(
         folder=str(folder),
-        model_type=first("model_type"),
+        model_type=model_type,
         architecture=architectures[0] if architectures else "",
         vocab_size=size("vocab_size"),
         hidden_size=hidden_size,

@@ -14,11 +14,22 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from tests.parity.families import CASES, make_checkpoint
+from tests.parity.families import CASES, ENCODERS, make_checkpoint
 from tests.parity.oracle import compare
 
 NUM_MUTATIONS = 1000
-BASES = ("llama", "qwen3", "gpt2", "gemma3_text", "mistral", "mixtral", "phi3", "smollm3")
+BASES = (
+    "bert",
+    "gemma3_text",
+    "gpt2",
+    "llama",
+    "mistral",
+    "mixtral",
+    "modernbert",
+    "phi3",
+    "qwen3",
+    "smollm3",
+)
 WEIGHTS = "model.safetensors"
 Tensors = dict[str, torch.Tensor]
 
@@ -228,15 +239,23 @@ def wrongs(folders: dict[str, Path], place: Path, seeds: range) -> dict[str, str
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """model_type -> a valid folder."""
     made = tmp_path_factory.mktemp("valid")
-    options = {name: next(iter(CASES[name].values())) for name in BASES}
-    return {name: make_checkpoint(made / name, name, options[name]) for name in BASES}
+    folders: dict[str, Path] = {}
+    for name in BASES:
+        kind = "AutoModel" if name in ENCODERS else "AutoModelForCausalLM"
+        options = next(iter((CASES | ENCODERS)[name].values()))
+        folders[name] = make_checkpoint(made / name, name, options, kind)
+    return folders
 
 
-def test_valid_folders_with_one_change_are_right_or_refused(folders, tmp_path: Path):
+def test_valid_folders_with_one_change_are_right_or_refused(
+    folders: dict[str, Path], tmp_path: Path
+):
     assert wrongs(folders, tmp_path, range(60)) == {}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("start", range(60, NUM_MUTATIONS, 94))
-def test_many_folders_with_one_change_are_right_or_refused(folders, tmp_path: Path, start: int):
+def test_many_folders_with_one_change_are_right_or_refused(
+    folders: dict[str, Path], tmp_path: Path, start: int
+):
     assert wrongs(folders, tmp_path, range(start, start + 94)) == {}

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from servd.base.errors import UnsupportedModel
 from servd.checkpoint.hf import ModelSpec
 from servd.worker.device.parallel import Parallel
 from servd.worker.layers.attention import ForwardContext
@@ -59,11 +58,6 @@ class Gemma2Layer(LlamaLayer):
         return self.post_feedforward_layernorm(self.mlp(x)), residual
 
 
-def refuse_bidirectional(spec: ModelSpec) -> None:
-    if spec.config.get("use_bidirectional_attention"):
-        raise UnsupportedModel("use_bidirectional_attention: such a model does not generate")
-
-
 def embedding_factor(spec: ModelSpec) -> float:
     """Return the factor of embeddings, rounded to the weights' type, as in training."""
     dtype = getattr(torch, spec.dtype)
@@ -77,7 +71,6 @@ class Gemma2ForCausalLM(LlamaForCausalLM):
     attention_class = Gemma2Attention
     norm_class = OffsetRMSNorm
     is_tied = True
-    check_spec = staticmethod(refuse_bidirectional)
 
     def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
         super().__init__(spec, parallel)

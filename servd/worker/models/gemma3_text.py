@@ -13,12 +13,7 @@ from servd.worker.device.parallel import Parallel
 from servd.worker.layers.attention import ForwardContext
 from servd.worker.layers.norm import OffsetRMSNorm
 from servd.worker.layers.rotary import Rotary, Rotation
-from servd.worker.models.gemma2 import (
-    Gemma2Layer,
-    embedding_factor,
-    is_sliding,
-    refuse_bidirectional,
-)
+from servd.worker.models.gemma2 import Gemma2Layer, embedding_factor, is_sliding
 from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM
 
 
@@ -71,7 +66,6 @@ class Gemma3ForCausalLM(LlamaForCausalLM):
     norm_class = OffsetRMSNorm
     rotary_class = Gemma3Rotary
     is_tied = True
-    check_spec = staticmethod(refuse_bidirectional)
 
     def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
         super().__init__(spec, parallel)
