@@ -164,13 +164,19 @@ def read_spec(folder: Path | str, overrides: dict[str, Any] | None = None) -> Mo
         raise UnsupportedModel(
             f"{folder}/config.json: hidden_size {hidden_size} is no multiple of {num_heads} heads"
         )
+    num_layers = size("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
+    types = config.get("layer_types")
+    if types is not None and not (isinstance(types, list) and len(types) == num_layers):
+        raise UnsupportedModel(
+            f"{folder}/config.json: layer_types {types!r:.50} is no list of {num_layers} types"
+        )
     return ModelSpec(
         folder=str(folder),
         model_type=model_type,
         architecture=architectures[0] if architectures else "",
         vocab_size=size("vocab_size"),
         hidden_size=hidden_size,
-        num_layers=size("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"),
+        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=size("num_key_value_heads", default=num_heads),
         head_dim=head_dim,

@@ -194,7 +194,9 @@ def double_tensor(folder: Path, draw: random.Random) -> str:
 def retype_tensor(folder: Path, draw: random.Random) -> str:
     tensors = load_file(folder / WEIGHTS)
     name = draw.choice(sorted(tensors))
-    kind = draw.choice((torch.float64, torch.int32, torch.uint8, torch.bool, torch.float16))
+    kind = draw.choice((torch.float64, torch.float8_e4m3fn, torch.bfloat16, torch.float16))
+    if ".gate." not in name:  # of a router: whole numbers choose all experts alike
+        kind = draw.choice((kind, torch.int32, torch.uint8, torch.bool))
     tensors[name] = tensors[name].to(kind)
     save(folder, tensors)
     return f"{name} as {kind}"

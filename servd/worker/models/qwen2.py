@@ -21,11 +21,13 @@ def refuse_mixed_windows(spec: ModelSpec) -> None:
     the layers that layer_types names. With experts, all layers have it.
     """
     config = spec.config
-    first = 0 if spec.model_type == "qwen3_moe" else config.get("max_window_layers", 0)
-    has_window = config.get("use_sliding_window") and first < spec.num_layers
-    types = config.get("layer_types") or ["sliding_attention" if has_window else FULL]
-    if any(kind != FULL for kind in types):
-        raise UnsupportedModel("a sliding window in some of the layers (layer_types) is refused")
+    has_experts = spec.model_type == "qwen3_moe"
+    first = 0 if has_experts else config.get("max_window_layers", 0)
+    types = {*(config.get("layer_types") or ())}
+    if config.get("use_sliding_window") and first < spec.num_layers and (has_experts or not types):
+        types.add("sliding_attention")
+    if others := types - {FULL}:
+        raise UnsupportedModel(f"layer_types: layers with {', '.join(map(str, others))}")
 
 
 class Qwen2ForCausalLM(LlamaForCausalLM):
