@@ -5,7 +5,6 @@ import importlib
 import importlib.util
 import pkgutil
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any
 
 from servd.base.errors import ConfigError
@@ -53,10 +52,5 @@ def load(package: str, name: str, attribute: str) -> Any:
         if not hasattr(found, attribute):
             raise ConfigError(f"{name}: module {module} has no {attribute!r}; check its spelling")
         return getattr(found, attribute)
-    return getattr(load_module(package, name), attribute)
-
-
-def load_module(package: str, name: str) -> ModuleType:
-    """Return the module `name` in `package`. Raises ConfigError like `load`."""
     check(package.rpartition(".")[2], package, name)
-    return importlib.import_module(f"{package}.{name.replace('-', '_')}")
+    return getattr(importlib.import_module(f"{package}.{name.replace('-', '_')}"), attribute)

@@ -16,7 +16,7 @@ from servd.checkpoint.hf import read_spec
 from servd.worker.device.parallel import Parallel
 from servd.worker.loading.model_loader import build_model, load_weights, quant_method_maker
 from tests.parity.families import CASES, LONG_ROPE
-from tests.parity.oracle import PROMPT, compare, logits_of_servd, logits_of_transformers
+from tests.parity.oracle import PROMPT, answer_of_servd, answer_of_transformers, compare
 from tests.worker.driver import Driver, config_for
 from tests.worker.quantization import checkpoints
 
@@ -140,7 +140,7 @@ def test_a_number_of_a_rotation_that_is_none(copy, place: str, value: Any):
         check_equal(copy("llama", rope_parameters=rope))
         return
     with pytest.raises(ConfigError, match=place if value is not None else "rope_|config"):
-        logits_of_servd(copy("llama", rope_parameters=rope))
+        answer_of_servd(copy("llama", rope_parameters=rope))
 
 
 # ---- layers and classes ----
@@ -157,26 +157,26 @@ def test_windows_in_some_layers_of_mistral(copy, types: list[str]):
 @pytest.mark.parametrize("types", [["full_attention"], ["full_attention"] * 2 + ["wide"], "full"])
 def test_layer_types_that_are_none(copy, model_type: str, types: Any):
     with pytest.raises(ConfigError, match="layer_types"):
-        logits_of_servd(copy(model_type, layer_types=types))
+        answer_of_servd(copy(model_type, layer_types=types))
 
 
-@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "qwen3_moe", "llama", "mixtral", "phi3"])
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "qwen3_moe", "llama", "phi3"])
 def test_layer_types_that_are_not_read_are_refused(copy, model_type: str):
     types = ["full_attention", "sliding_attention", "full_attention"]
     with pytest.raises(ConfigError, match="layer_types"):
-        logits_of_servd(copy(model_type, layer_types=types, sliding_window=8))
+        answer_of_servd(copy(model_type, layer_types=types, sliding_window=8))
 
 
 def test_a_window_of_qwen_with_experts_is_in_all_layers(copy):
     keys = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3}
-    with pytest.raises(ConfigError, match="window"):
-        logits_of_servd(copy("qwen3_moe", layer_types=None, **keys))
+    with pytest.raises(ConfigError, match="sliding"):
+        answer_of_servd(copy("qwen3_moe", layer_types=None, **keys))
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "qwen3", "mixtral", "granite", "phi3"])
 def test_attention_both_ways_is_refused(copy, model_type: str):
     with pytest.raises(ConfigError, match="is_causal"):
-        logits_of_servd(copy(model_type, is_causal=False))
+        answer_of_servd(copy(model_type, is_causal=False))
 
 
 @pytest.mark.parametrize("model_type", CASES)
@@ -185,11 +185,11 @@ def test_architectures_that_name_the_bare_model(copy, model_type: str):
 
     name = transformers.models.auto.modeling_auto.MODEL_MAPPING_NAMES[model_type]
     folder = copy(model_type, architectures=[name])
-    expected = logits_of_servd(folder)
+    expected = answer_of_servd(folder)
     for others in (None, [], [""]):
         config = json.loads((folder / "config.json").read_text()) | {"architectures": others}
         (folder / "config.json").write_text(json.dumps(config))
-        assert torch.equal(logits_of_servd(folder), expected)
+        assert torch.equal(answer_of_servd(folder), expected)
 
 
 @pytest.mark.parametrize(
@@ -198,12 +198,12 @@ def test_architectures_that_name_the_bare_model(copy, model_type: str):
 )
 def test_architectures_that_name_another_class(copy, name: str):
     with pytest.raises(ConfigError, match=name):
-        logits_of_servd(copy("llama", architectures=[name]))
+        answer_of_servd(copy("llama", architectures=[name]))
 
 
 def test_a_class_of_another_family_is_refused(copy):
     with pytest.raises(ConfigError, match="LlamaForCausalLM"):
-        logits_of_servd(copy("mistral", architectures=["LlamaForCausalLM"]))
+        answer_of_servd(copy("mistral", architectures=["LlamaForCausalLM"]))
 
 
 def test_a_bare_model_without_a_head_makes_vectors(copy, tmp_path: Path):
@@ -212,7 +212,7 @@ def test_a_bare_model_without_a_head_makes_vectors(copy, tmp_path: Path):
     del tensors["lm_head.weight"]
     save_file({name.removeprefix("model."): x for name, x in tensors.items()}, folder / WHOLE)
     with pytest.raises(ConfigError, match=r"lm_head\.weight"):
-        logits_of_servd(folder)
+        answer_of_servd(folder)
     modules = [
         {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}
     ]
@@ -233,7 +233,7 @@ def test_an_encoder_without_a_file_is_called_one(tmp_path: Path, model_type: str
     config = transformers.AutoConfig.for_model(model_type, **options)
     transformers.AutoModel.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="encoder"):
-        logits_of_servd(tmp_path)
+        answer_of_servd(tmp_path)
 
 
 # ---- output heads ----
@@ -264,7 +264,7 @@ def test_a_head_of_gpt2_that_differs(copy, options: dict[str, str]):
     driver = Driver(config_for(folder, **options))
     slot = driver.add(PROMPT)
     driver.generate([slot], 1)
-    expected = logits_of_transformers(folder)
+    expected = answer_of_transformers(folder)
     assert expected is not None
     limit = 0.3 if "quantization" in options else 1e-3  # a tied head is 3 away
     assert (driver.logits[slot][0] - expected).abs().max() < limit
@@ -375,24 +375,24 @@ def test_files_beside_shards(copy, other: str):
     write_index(folder, places)
     (folder / WHOLE).unlink()
     check_equal(folder)
-    expected = logits_of_servd(folder)
+    expected = answer_of_servd(folder)
     (folder / INDEX).unlink()  # which transformers needs
-    assert torch.equal(logits_of_servd(folder), expected)
+    assert torch.equal(answer_of_servd(folder), expected)
 
 
 def test_a_shard_has_a_tensor_that_the_index_gives_to_another(copy):
     folder = copy("llama")
     names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
-    expected = logits_of_servd(folder)
+    expected = answer_of_servd(folder)
     tensors = save(folder, names[1])
     save(folder, names[0], shift=0.3, keep="layers.1")
     write_index(folder, dict.fromkeys(tensors, names[1]) | {"lm_head.weight": names[1]})
     (folder / WHOLE).unlink()
     with pytest.raises(ConfigError, match="lacks|weights"):
         write_index(folder, dict.fromkeys(tensors, "gone.safetensors"))
-        logits_of_servd(folder)
+        answer_of_servd(folder)
     write_index(folder, dict.fromkeys(tensors, names[1]) | {"unused": names[0]})
-    assert torch.equal(logits_of_servd(folder), expected)
+    assert torch.equal(answer_of_servd(folder), expected)
 
 
 @pytest.mark.parametrize("weight_map", [[], "a", {"a": 1}, {"a": None}])
@@ -401,7 +401,7 @@ def test_an_index_that_is_none(copy, weight_map: Any):
     (folder / WHOLE).rename(folder / "model-00001-of-00001.safetensors")
     (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(ConfigError, match="weight_map"):
-        logits_of_servd(folder)
+        answer_of_servd(folder)
 
 
 def test_a_head_and_shards_of_a_quantized_checkpoint(copy, tmp_path: Path):
@@ -418,7 +418,7 @@ def test_a_head_and_shards_of_a_quantized_checkpoint(copy, tmp_path: Path):
     quantized = tmp_path / "fp8"
     meant = checkpoints.write(folder, quantized, config, quantize)
     save_file(meant, folder / WHOLE, {"format": "pt"})
-    expected = logits_of_servd(folder)
+    expected = answer_of_servd(folder)
     names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     places = dict.fromkeys(load_file(quantized / WHOLE), names[1])
     places |= {name: names[0] for name in places if "layers.0" in name}
@@ -426,17 +426,4 @@ def test_a_head_and_shards_of_a_quantized_checkpoint(copy, tmp_path: Path):
     save(quantized, names[1])
     (quantized / WHOLE).unlink()
     write_index(quantized, places)
-    torch.testing.assert_close(logits_of_servd(quantized), expected, atol=1e-3, rtol=0)
-
-
-# ---- tensors ----
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_vector_that_is_not_finite(copy, value: float):
-    folder = copy("llama")
-    tensors = load_file(folder / WHOLE)
-    tensors["model.layers.1.input_layernorm.weight"][3] = value
-    save_file(tensors, folder / WHOLE, {"format": "pt"})
-    with pytest.raises(ConfigError, match=r"layer 1: input_layernorm\.weight .*finite"):
-        logits_of_servd(folder)
+    torch.testing.assert_close(answer_of_servd(quantized), expected, atol=1e-3, rtol=0)

@@ -113,12 +113,9 @@ def _class_of(spec: ModelSpec) -> Any:
     """Return the class of a model's file that config.json names; if it names the bare model, or
     nothing, the one with a head, or an encoder. Raises UnsupportedModel if there is no such class.
     """
-    module = plugins.load_module(MODELS, spec.model_type.replace(":", " "))  # no code of others
-    classes = {
-        _letters(name): value
-        for name, value in vars(module).items()
-        if hasattr(value, "base_prefix")
-    }
+    module_name = spec.model_type.replace(":", " ")  # loads no code of others
+    parts: dict[str, Any] = plugins.load(MODELS, module_name, "__dict__")
+    classes = {_letters(name): x for name, x in parts.items() if hasattr(x, "base_prefix")}
     family = _letters(spec.model_type)
     name = _letters(spec.architecture) or f"{family}model"
     names = [name]
@@ -180,7 +177,6 @@ def load_weights(
             ):
                 target, part = _target(model, weights, renamed)
                 if target is not None:
-                    _check_finite(tensor)
                     target.load(tensor, part, copy)
                     names.add(renamed)
                     if isinstance(target, Matrix) and not target.missing:
@@ -196,15 +192,6 @@ def load_weights(
     if make.importance:
         _check_importance(make.importance.keys(), names, plain)
     _check_complete(folder, weights)
-
-
-def _check_finite(tensor: Tensor | Quantized) -> None:
-    """Raise ValueError if a vector has a number that is not finite. Matrices are not looked at,
-    which would take a tenth of loading: requests that meet such a number say so.
-    """
-    if len(tensor.shape) < 2 and isinstance(tensor, Tensor) and tensor.is_floating_point():
-        if not tensor.is_meta and not bool(tensor.float().isfinite().all()):
-            raise ValueError("a number that is not finite")
 
 
 def _check_complete(folder: str, weights: dict[str, Weight]) -> None:
@@ -249,14 +236,9 @@ def _check(files: list[Path]) -> None:
 def _log_choice(files: list[Path]) -> None:
     """Log which files are read if the folder has others of their kind."""
     first = files[0]
-    others = {*first.parent.glob(f"*{first.suffix}")} - {*files}
-    if others:
-        log.info(
-            "weights are read from %s%s, not from %s",
-            first.name,
-            f" and {len(files) - 1} more" if len(files) > 1 else "",
-            ", ".join(sorted(other.name for other in others)[:MAX_NAMED]),
-        )
+    if others := {*first.parent.glob(f"*{first.suffix}")} - {*files}:
+        names = ", ".join(sorted(other.name for other in others)[:MAX_NAMED])
+        log.info("%d weight files are read, from %s on; not %s", len(files), first.name, names)
 
 
 def _checkpoint(files: list[Path], weight: Tensor) -> NamedTensors:

@@ -22,7 +22,7 @@ from servd.worker.quantization._files import read_tensors
 log = logging.getLogger("servd.worker")
 
 HEAD = "lm_head.weight"
-ENDS = re.compile(r"(?:^|\.)(?:lm_head\..+|(?:embed_tokens|wte)\.weight)")
+ENDS = re.compile(r"(?:^|\.)(?:lm_head\.(?!bias).+|(?:embed_tokens|wte)\.weight)")
 Head = Literal["as stated", "its own", "as embedding", "missing"]
 
 
@@ -31,14 +31,16 @@ def find_head(spec: ModelSpec, load_format: str) -> Head:
     that differs from a tied embedding, one that serves as the embedding, which is missing, or none.
     Like transformers, which unties a head that differs.
     """
-    if load_format == "dummy" or is_encoder(spec):
+    is_tied = bool(spec.config.get("tie_word_embeddings"))
+    has_head = not is_tied and spec.architecture.endswith(("CausalLM", "HeadModel"))
+    if has_head or load_format == "dummy" or is_encoder(spec):
         return "as stated"
     try:
         files = weight_files(spec.folder, load_format)
         if files[0].suffix == ".gguf":
             return "as stated"
         state = tuple((file, file.stat().st_mtime_ns) for file in files)
-        return _find_head(state, bool(spec.config.get("tie_word_embeddings")))
+        return _find_head(state, is_tied)
     except (ModelNotFound, OSError):  # loading reports it
         return "as stated"
 

@@ -27,7 +27,8 @@ def refuse_mixed_windows(spec: ModelSpec) -> None:
     if config.get("use_sliding_window") and first < spec.num_layers and (has_experts or not types):
         types.add("sliding_attention")
     if others := types - {FULL}:
-        raise UnsupportedModel(f"layer_types: layers with {', '.join(map(str, others))}")
+        kinds = ", ".join(map(str, others))
+        raise UnsupportedModel(f"{kinds} in some of the layers (layer_types) is not supported")
 
 
 class Qwen2ForCausalLM(LlamaForCausalLM):
