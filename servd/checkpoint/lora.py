@@ -1,31 +1,45 @@
 """LoRA adapters as files, as PEFT writes them."""
 
+import logging
 import math
 import re
 import stat
+import subprocess
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from servd.base.errors import ConfigError
+from servd.checkpoint.account import account_for
+
+log = logging.getLogger("servd.checkpoint")
 
 Shape = tuple[int, int]
 CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
+ALL_LINEAR = "all-linear"  # as target_modules
 TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
 ALTERNATIVES = re.compile(r"\((?:\?:)?[\w.\\|]*\)")  # a group of plain names in a pattern
 CHOICES = re.compile(r"(?<!\()[*+?{]|\|")  # what may match in several ways
 REPEATED_GROUP = re.compile(r"\)[*+?{]|\s")  # white space may stand between (?x: and its end
 LAYER = re.compile(r"\w+\.\d+\..+")
+# What PEFT writes before the layers of a language model, in models of its own and as a part of
+# multimodal models: names of transformers' modules. Layers of other parts have equal names.
+LANGUAGE_MODEL = re.compile(
+    r"(?:(?:_orig_mod|module|model|transformer|language_model|text_model|thinker|decoder|"
+    r"backbone|biogpt|gpt_neox|rwkv)\.)*(\w+\.\d+\..+)"
+)
 # bytes
 MAX_CONFIG = 1 << 20
 MAX_HEADER = 1 << 24
 # characters of a tensor's name; patterns of ranks or alphas
 MAX_NAME = 256
 MAX_PATTERNS = 256
+MAX_SHOWN = 3  # names of modules in the log
 MAX_CHOICES = 2  # in a pattern; a group of alternatives is one
 PATTERN_SECONDS = 2.0  # for all patterns and modules
 FLOATS = ("F32", "BF16", "F16")
@@ -65,6 +79,26 @@ def layer_of(module: str) -> str | None:
     """
     found = LAYER.search(module)
     return found and found[0]
+
+
+def _matching(pattern: str, modules: Iterable[str]) -> set[str]:
+    """Return the modules that a pattern matches, as `re.fullmatch` of another process does: it may
+    take any time. Raises ValueError, or TimeoutError after PATTERN_SECONDS.
+    """
+    code = "import json, re, sys; p, m = json.load(sys.stdin); "
+    code += "json.dump([n for n in m if re.fullmatch(p, n)], sys.stdout)"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-ISc", code],
+            input=msgspec.json.encode((pattern, [*modules])),
+            capture_output=True,
+            timeout=PATTERN_SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        raise TimeoutError from None
+    if done.returncode:
+        raise ValueError(f"the pattern {pattern[:80]!r}")
+    return set(msgspec.json.decode(done.stdout, type=list[str]))
 
 
 def _is_finite(data: bytes, dtype: str) -> bool:
@@ -107,7 +141,8 @@ class AdapterFiles:
         """The largest rank of the modules."""
         return max(self.shapes[a][0] for a, _, _ in self.modules.values())
 
-    def _read_modules(self) -> None:
+    def _read_pairs(self) -> dict[str, dict[str, str]]:
+        """Return the names of each module's tensors, by A and B."""
         pairs: dict[str, dict[str, str]] = {}
         for tensor, info in self._read_header().items():
             if len(tensor) > MAX_NAME or (found := TENSOR.fullmatch(tensor)) is None:
@@ -126,11 +161,28 @@ class AdapterFiles:
                 )
             self.places[tensor] = begin, num_bytes
             self.dtypes[tensor] = info["dtype"]
+        return pairs
+
+    def _read_modules(self) -> None:
+        pairs = self._read_pairs()
+        targets = self._targets(pairs)
+        if ignored := sorted(pairs.keys() - targets):
+            shown = ", ".join(ignored[:MAX_SHOWN])
+            log.warning(
+                "the adapter %s: tensors of %d modules are ignored, which target_modules or "
+                "another key of %s excludes: %s",
+                *(self.shown, len(ignored), CONFIG, shown),
+            )
         for module, names in pairs.items():
+            if module not in targets:
+                continue
             if names.keys() != {"A", "B"}:
                 raise self._error(f"{module} has lora_{[*names][0]} without the other factor")
-            if (layer := layer_of(module)) is None:
-                raise self._error(f"{module} is not part of a layer: leave it out of the targets")
+            if (part := LANGUAGE_MODEL.fullmatch(module)) is None:
+                if layer_of(module) is None:
+                    raise self._error(f"{module} is not part of a layer: leave it out")
+                raise self._error(f"{module} is no layer of the language model: leave it out")
+            layer = part[1]
             if layer in self.modules:
                 raise self._error(f"two modules are called {layer}")
             a = names["A"]
@@ -142,7 +194,43 @@ class AdapterFiles:
                 raise self._error(f"{module} has {shapes}, but {CONFIG} has rank {expected}")
             self.modules[layer] = a, b, self._scale(module, rank)
         if not self.modules:
-            raise self._error(f"{TENSORS} holds no tensors")
+            raise self._error(f"{TENSORS} holds no tensors for the target_modules")
+
+    def _targets(self, modules: Mapping[str, Any]) -> set[str]:
+        """Return those of the modules that PEFT changes, by the keys of adapter_config.json."""
+        excluded = self._named("exclude_modules", modules)
+        targets = {*modules}
+        if (stated := self.config.get("target_modules")) is None:
+            raise self._error(f"{CONFIG} has no target_modules: name the modules it changes")
+        if not (isinstance(stated, str) and stated.lower() == ALL_LINEAR):
+            targets = self._named("target_modules", modules)
+        numbers = self.config.get("layers_to_transform")
+        numbers = [numbers] if isinstance(numbers, int) else numbers
+        if numbers and not isinstance(stated, str):
+            if not all(isinstance(number, int) for number in numbers):
+                raise self._error(f"layers_to_transform {numbers} are not numbers of layers")
+            patterns = self.config.get("layers_pattern") or []
+            patterns = [patterns] if isinstance(patterns, str) else patterns
+            if not all(re.fullmatch(r"\w+", pattern) for pattern in patterns):
+                raise self._error(f"layers_pattern {patterns} are not plain names")
+            forms = [rf"(?:^|.*?\.){pattern}\.(\d+)\." for pattern in patterns]
+            for module in [*targets]:
+                matches = (re.match(form, module) for form in forms or [r".*?\.[^.]*\.(\d+)\."])
+                number = next((int(match[1]) for match in matches if match), None)
+                if number not in numbers:
+                    targets.remove(module)
+        return targets - excluded
+
+    def _named(self, key: str, modules: Iterable[str]) -> set[str]:
+        """Return the modules that a pattern, or a list of the ends of names, stands for."""
+        stated = self.config.get(key) or []
+        if isinstance(stated, str):
+            try:
+                return _matching(stated, modules)
+            except TimeoutError:
+                raise self._error(f"{key} takes too long to compare: name modules") from None
+        endings = tuple(f".{name}" for name in stated)
+        return {module for module in modules if f".{module}".endswith(endings)}
 
     def check(self, max_rank: int, layers: Mapping[str, Shape]) -> None:
         """Check that the adapter fits a model with these `layers`: (inputs, outputs) by names from
@@ -188,7 +276,7 @@ class AdapterFiles:
             raise self._error(f"{CONFIG}: {error.strerror}") from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise self._error(f"{CONFIG}: {error}") from None
-        if (kind := config.get("peft_type", "LORA")) != "LORA":
+        if (kind := config.get("peft_type", "LORA")) not in ("LORA", "lora"):
             raise self._error(f"it is of type {kind}, only LORA is supported")
         unsupported = [words for key, words in UNSUPPORTED.items() if config.get(key)]
         if (bias := config.get("bias") or "none") != "none":
@@ -198,6 +286,11 @@ class AdapterFiles:
             unsupported.append(f"a changed model (init_lora_weights {init!r})")
         if unsupported:
             raise self._error(f"{', '.join(unsupported)} is not supported: {HINT}")
+        if (account := account_for(CONFIG, config, "adapter")).unknown:
+            raise self._error(
+                f"{CONFIG} has keys that servd does not understand, which could change answers: "
+                f"{account.in_words}; remove them if they do not"
+            )
         return config
 
     def _read_header(self) -> dict[str, dict[str, Any]]:
