@@ -41,27 +41,23 @@ def test_factors_follow_patterns(tmp_path: Path, config, scale: float):
     ("config", "words"),
     [
         ({"peft_type": "IA3"}, "type IA3"),
-        ({"use_dora": True}, "DoRA"),
-        ({"alora_invocation_tokens": [1]}, "aLoRA"),
-        ({"bias": "lora_only"}, "trained biases"),
+        ({"use_dora": True}, "use_dora"),
+        ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens"),
+        ({"bias": "lora_only"}, "bias"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"init_lora_weights": "pissa_niter_4"}, "pissa"),
         ({"r": 8}, "has rank 8"),
         ({"rank_pattern": {"(": 3}}, "cannot be read"),
         ({"lora_alpha": "much"}, "cannot be read"),
         ({"rank_pattern": [1]}, "cannot be read"),
-        ({"rank_pattern": {r"(\w+\.?)+X": 4}}, "repeats more than"),
-        ({"alpha_pattern": {".*a.*b.*": 4}}, "repeats more than"),
-        ({"rank_pattern": {"(q|q.|.q|..)" * 20 + "Q": 4}}, "groups of alternatives"),
-        ({"rank_pattern": {"(q?.?)?" * 30 + "Q": 4}}, "repeats more than"),
-        ({"rank_pattern": {"q?" * 100 + "Q": 4}}, "repeats more than"),
-        ({"rank_pattern": {r"(?x:(\w*) *)Q": 4}}, "repeats more than"),
-        ({"alpha_pattern": {str(i): 4 for i in range(1000)}}, "has 1000 entries"),
+        ({"rank_pattern": {r"(\w+\.?)+X": 4}}, "rank_pattern takes too long"),
+        ({"alpha_pattern": {r"((\w|\.)+)+\d": 4}}, "alpha_pattern takes too long"),
         ({"more": "x" * (1 << 20)}, "the most is 1048576"),
     ],
     ids=str,
 )
-def test_what_is_not_a_plain_sum_is_refused_by_name(tmp_path: Path, config, words: str):
+def test_what_is_not_a_plain_sum_is_refused_by_name(tmp_path, monkeypatch, config, words: str):
+    monkeypatch.setattr("servd.checkpoint.lora.PATTERN_SECONDS", 0.5)
     write_adapter(tmp_path, **config)
     with pytest.raises(ConfigError, match=words):
         AdapterFiles(tmp_path)
@@ -235,11 +231,10 @@ def test_modules_are_given_as_text_or_json():
             parse_module(wrong)
 
 
-def test_patterns_have_little_time_for_all_modules(tmp_path: Path, monkeypatch):
-    """Nothing else of the process runs while one is compared."""
-    folder = write_adapter(tmp_path, rank_pattern={f".*q.*Q{i}": 4 for i in range(200)})
+def test_many_patterns_have_little_time(tmp_path: Path, monkeypatch):
+    folder = write_adapter(tmp_path, rank_pattern={f".*q.*Q{i}": 4 for i in range(1000)})
     AdapterFiles(folder)
-    monkeypatch.setattr("servd.checkpoint.lora.PATTERN_SECONDS", 0.0)
+    monkeypatch.setattr("servd.checkpoint.lora.PATTERN_SECONDS", 0.001)
     with pytest.raises(ConfigError, match="rank_pattern takes too long to compare"):
         AdapterFiles(folder)
 
@@ -346,6 +341,7 @@ UNSLOTH = (
         {"target_modules": ["q_proj"], "layers_to_transform": []},
         {"target_modules": ["q_proj"], "layers_to_transform": [1], "layers_pattern": "layers"},
         {"target_modules": ["q_proj"], "layers_to_transform": [1], "layers_pattern": ["h"]},
+        {"target_modules": ["proj"], "layers_to_transform": [0], "layers_pattern": ["layers"]},
     ],
     ids=str,
 )
@@ -361,7 +357,7 @@ def test_the_modules_are_those_of_peft(tmp_path: Path, caplog, config):
             AdapterFiles(tmp_path)
         return
     files = AdapterFiles(tmp_path)
-    assert [*files.modules] == [name.removeprefix("model.") for name in expected]
+    assert files.modules.keys() == {name.removeprefix("model.") for name in expected}
     assert ("target_modules" in caplog.text) is (len(expected) < len(SOME))
 
 

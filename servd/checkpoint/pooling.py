@@ -46,12 +46,6 @@ PURPOSES = {
 
 PACKAGE = "sentence_transformers."
 ORDER = re.compile("Transformer Pooling( Dense)*( Normalize)?")
-TABLES = {  # of account.toml, by module
-    "Dense": "dense",
-    "LogitScore": "logit_score",
-    "Normalize": "normalize",
-    "Pooling": "pooling",
-}
 TEXTS = "config_sentence_transformers.json"
 # The parts of the names of files with limits of texts, of which the first that exists counts.
 LIMITS = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
@@ -215,9 +209,10 @@ def read(spec: ModelSpec) -> PoolingSpec:
             "Pooling, Dense and Normalize in this order, or Transformer and LogitScore. Without "
             "Pooling, as in ColBERT models, a text has no vector of its own"
         )
-    (_, transformer), (_, pooling), *_ = modules
-    if transformer != folder and transformer.exists():
-        raise UnsupportedModel(f"{folder}/modules.json: serve {transformer}, which has the model")
+    if (modules[0][1] / "config.json").exists() and modules[0][1] != folder:
+        raise UnsupportedModel(
+            f"{folder}/modules.json: the model is in {modules[0][1]}: serve that"
+        )
     dense = [place for kind, place in modules if kind == "Dense"]
     for place in dense:
         config = _load(place / "config.json")
@@ -230,7 +225,7 @@ def read(spec: ModelSpec) -> PoolingSpec:
         found["size"] = sizes[1]
     return PoolingSpec(
         task="embed",
-        pooling=_mode(pooling),
+        pooling=_mode(modules[1][1]),
         normalize=modules[-1][0] == "Normalize",
         dense=[str(place) for place in dense],
         **found,
@@ -251,13 +246,13 @@ def accounts(spec: ModelSpec) -> Iterator[Account]:
         entries = _load(folder / "modules.json")
         for (kind, place), entry in zip(_modules(folder), entries, strict=True):
             yield account_for(f"modules.json: {kind}", entry, "modules")
-            if kind in TABLES and (config := _load(place / "config.json", {})):
-                yield account_for(f"{place.name}/config.json", config, TABLES[kind])
+            if place != folder and (config := _load(place / "config.json", {})):
+                yield account_for(f"{place.name}/config.json", config, kind.lower())
 
 
 def _modules(folder: Path) -> list[tuple[str, Path]]:
     """Return the modules of sentence-transformers in their order: class and folder. A class of
-    another package has its full name.
+    another package has its full name; one without a package is sentence-transformers'.
     """
     try:
         modules = msgspec.convert(_load(folder / "modules.json"), list[_Module])
@@ -265,8 +260,9 @@ def _modules(folder: Path) -> list[tuple[str, Path]]:
         raise UnsupportedModel(f"{folder}/modules.json: {error}") from None
     named = []
     for module in modules:
-        is_known = module.type.startswith(PACKAGE)
-        kind = module.type.rpartition(".")[2] if is_known else module.type
+        kind = module.type
+        if kind.startswith(PACKAGE):
+            kind = kind.rpartition(".")[2]
         named.append((kind, folder / module.path))
     return named
 
