@@ -17,7 +17,7 @@ from msgspec import Meta
 
 from servd.base.errors import ConfigError, ModelNotFound, ServdError, UnsupportedModel
 from servd.checkpoint import gguf, gguf_tokenizer
-from servd.checkpoint.account import Account, account_for, with_defaults
+from servd.checkpoint.account import Account, account_for, with_defaults, without_nulls
 from servd.checkpoint.cached_folder import make_cached_folder
 from servd.checkpoint.multimodal_config import TEXT, text_of
 from servd.checkpoint.overrides import override, reach
@@ -148,21 +148,35 @@ def read_spec(folder: Path | str, overrides: dict[str, Any] | None = None) -> Mo
         "decoder_attention_heads",
     )
     hidden_size = size("hidden_size", "n_embd", "d_model", "embed_dim")
+    model_type = first("model_type")
+    if not isinstance(model_type, str):
+        raise UnsupportedModel(f"{folder}/config.json: model_type {model_type!r:.50} is no name")
     architectures = first("architectures", default=[""])
     if not isinstance(architectures, list) or not all(isinstance(a, str) for a in architectures):
         raise UnsupportedModel(f"{folder}/config.json: architectures must be a list of names")
     vocab_size = size("vocab_size")
     eos = generation.get("eos_token_id", config.get("eos_token_id"))
+    head_dim = size("head_dim", default=hidden_size // num_heads or 1)
+    if config.get("head_dim") is None and hidden_size % num_heads:
+        raise UnsupportedModel(
+            f"{folder}/config.json: hidden_size {hidden_size} is no multiple of {num_heads} heads"
+        )
+    num_layers = size("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
+    types = config.get("layer_types")
+    if types is not None and not (isinstance(types, list) and len(types) == num_layers):
+        raise UnsupportedModel(
+            f"{folder}/config.json: layer_types {types!r:.50} is no list of {num_layers} types"
+        )
     return ModelSpec(
         folder=str(folder),
-        model_type=first("model_type"),
+        model_type=model_type,
         architecture=architectures[0] if architectures else "",
         vocab_size=vocab_size,
         hidden_size=hidden_size,
-        num_layers=size("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"),
+        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=size("num_key_value_heads", default=num_heads),
-        head_dim=size("head_dim", default=hidden_size // num_heads),
+        head_dim=head_dim,
         max_position_embeddings=size(
             "max_position_embeddings", "n_positions", "max_seq_len", "seq_length"
         ),
@@ -474,7 +488,7 @@ def _read_generation(spec: ModelSpec, source: str) -> dict[str, Any]:
 def generation_accounts(spec: ModelSpec, source: str) -> Iterator[Account]:
     """Yield the account of generation_config.json; `source`: `--generation-config`."""
     if generation := _read_generation(spec, source):
-        yield account_for("generation_config.json", generation, "generation")
+        yield account_for("generation_config.json", without_nulls(generation), "generation")
 
 
 def read_generation_defaults(

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from servd.base.errors import ConfigError
-from servd.checkpoint.account import account_for
+from servd.checkpoint.account import account_for, without_nulls
 
 log = logging.getLogger("servd.checkpoint")
 
@@ -262,7 +262,7 @@ class AdapterFiles:
         init = config.get("init_lora_weights")
         if isinstance(init, str) and init.lower().startswith(CHANGES_BASE):
             raise self._error(f"init_lora_weights {init!r} changes the model, too: {HINT}")
-        if (account := account_for(CONFIG, config, "adapter")).unknown:
+        if (account := account_for(CONFIG, without_nulls(config), "adapter")).unknown:
             raise self._error(f"{CONFIG}: servd does not support {account.in_words}: {HINT}")
         return config
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from servd.base.errors import InvalidRequest, ModelNotFound, UnsupportedModel
-from servd.checkpoint.account import Account, account_for
+from servd.checkpoint.account import Account, account_for, without_nulls
 from servd.checkpoint.facts import read_page
 from servd.checkpoint.hf import ModelSpec
 from servd.messages.params import PoolingParams
@@ -241,13 +241,14 @@ def accounts(spec: ModelSpec) -> Iterator[Account]:
         (folder / TEXTS, "config_sentence_transformers"),
     ):
         if spec.folder and file.exists():
-            yield account_for(file.name, _load(file), table)
+            yield account_for(file.name, without_nulls(_load(file)), table)
     if spec.folder and (folder / "modules.json").exists():
         entries = _load(folder / "modules.json")
         for (kind, place), entry in zip(_modules(folder), entries, strict=True):
             yield account_for(f"modules.json: {kind}", entry, "modules")
             if place != folder and (config := _load(place / "config.json", {})):
-                yield account_for(f"{place.name}/config.json", config, kind.lower())
+                name = f"{place.name}/config.json"
+                yield account_for(name, without_nulls(config), kind.lower())
 
 
 def _modules(folder: Path) -> list[tuple[str, Path]]:
