@@ -265,3 +265,27 @@ def test_keys_that_change_vectors_are_not_understood(tmp_path, name, stated, key
     assert len(accounts) == 8 and not any(account.unknown for account in accounts)
     write(tmp_path, **{name: files.get(name, {}) | stated})
     assert [[*account.unknown] for account in pooling.accounts(spec) if account.unknown] == [[key]]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("modules", {}),
+        ("Pooling__config", []),
+        ("Pooling__config", {"pooling_mode": 3}),
+        ("Pooling__config", {"pooling_mode": [["cls"]]}),
+        ("sentence_bert_config", []),
+        ("sentence_bert_config", {"max_seq_length": "many"}),
+        ("sentence_bert_config", {"max_seq_length": -1}),
+        ("config_sentence_transformers", {"prompts": ["q: "]}),
+        ("config_sentence_transformers", {"prompts": {"q": 1}}),
+        ("config_sentence_transformers", {"default_prompt_name": {"a": 1}}),
+        ("tokenizer_config", {"model_max_length": [1]}),
+    ],
+    ids=str,
+)
+def test_values_of_other_types_are_refused_in_a_sentence(tmp_path, name, value):
+    write(tmp_path, modules=modules("Transformer", "Pooling"), Pooling__config={})
+    write(tmp_path, **{name: value})
+    with pytest.raises((ModelNotFound, UnsupportedModel)):
+        read(tmp_path)

@@ -46,6 +46,7 @@ PURPOSES = {
 
 PACKAGE = "sentence_transformers."
 ORDER = re.compile("Transformer Pooling( Dense)*( Normalize)?")
+MODULES = "modules.json"
 TEXTS = "config_sentence_transformers.json"
 # The parts of the names of files with limits of texts, of which the first that exists counts.
 LIMITS = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
@@ -194,7 +195,7 @@ def read(spec: ModelSpec) -> PoolingSpec:
         return PoolingSpec(
             task="classify", pooling=pooling, **found, **_labels(config), **_texts(spec, folder)
         )
-    if not spec.folder or not (folder / "modules.json").exists():
+    if not spec.folder or not (folder / MODULES).exists():
         if not sees_all:
             return PoolingSpec(**found, has_scores=not _is_reranker(folder))
         found |= {"pooling": "mean", "normalize": False}
@@ -242,8 +243,8 @@ def accounts(spec: ModelSpec) -> Iterator[Account]:
     ):
         if spec.folder and file.exists():
             yield account_for(file.name, without_nulls(_load(file)), table)
-    if spec.folder and (folder / "modules.json").exists():
-        entries = _load(folder / "modules.json")
+    if spec.folder and (folder / MODULES).exists():
+        entries = _load(folder / MODULES)
         for (kind, place), entry in zip(_modules(folder), entries, strict=True):
             yield account_for(f"modules.json: {kind}", entry, "modules")
             if place != folder and (config := _load(place / "config.json", {})):
@@ -256,7 +257,7 @@ def _modules(folder: Path) -> list[tuple[str, Path]]:
     another package has its full name; one without a package is sentence-transformers'.
     """
     try:
-        modules = msgspec.convert(_load(folder / "modules.json"), list[_Module])
+        modules = msgspec.convert(_load(folder / MODULES), list[_Module])
     except msgspec.ValidationError as error:
         raise UnsupportedModel(f"{folder}/modules.json: {error}") from None
     named = []
@@ -310,13 +311,16 @@ def _sigmoid(x: float) -> float:
 
 def _load(path: Path, default: Any = None) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf8"))
+        value = json.loads(path.read_text(encoding="utf8"))
     except FileNotFoundError:
         if default is not None:
             return default
         raise ModelNotFound(f"{path} is missing, but modules.json lists it") from None
     except ValueError as error:
         raise ModelNotFound(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(value, list if path.name == MODULES else dict):
+        raise ModelNotFound(f"{path} holds a JSON {type(value).__name__}")
+    return value
 
 
 def _limits_file(folder: Path) -> Path:
@@ -332,7 +336,7 @@ def _mode(folder: Path) -> str:
         if name.startswith("pooling_mode_") and is_on
     ]
     modes = modes or "mean"
-    modes = [modes] if isinstance(modes, str) else modes
+    modes = [str(mode) for mode in (modes if isinstance(modes, list) else [modes])]
     if len(modes) != 1 or modes[0] not in MODES:
         raise UnsupportedModel(
             f"{folder}/config.json: pooling by {' and '.join(modes) or 'nothing'} is not "
@@ -369,9 +373,14 @@ def _texts(spec: ModelSpec, folder: Path) -> dict[str, Any]:
     positions = num_positions(spec)
     tokenizer = _load(folder / "tokenizer_config.json", {})  # states it in newer files
     limit = limits.get("max_seq_length") or tokenizer.get("model_max_length") or positions
-    prompts = texts.get("prompts") or {}
+    if type(limit) not in (int, float) or not limit >= 1:
+        raise UnsupportedModel(f"{_limits_file(folder)}: max_seq_length {limit!r} is no length")
+    try:
+        prompts = msgspec.convert(texts.get("prompts") or {}, dict[str, str])
+    except msgspec.ValidationError as error:
+        raise UnsupportedModel(f"{folder}/{TEXTS}: prompts: {error}") from None
     default = texts.get("default_prompt_name")
-    if default is not None and default not in prompts:
+    if default is not None and str(default) not in prompts:
         raise UnsupportedModel(f"{folder}/{TEXTS}: default_prompt_name {default!r} is no prompt")
     return {
         "max_tokens": min(int(limit), positions),
