@@ -2,12 +2,16 @@
 
 import json
 
+import msgspec
 import pytest
 
 from servd.base.errors import ConfigError, ModelNotFound, UnsupportedModel
 from servd.checkpoint.hf import (
+    FAKE_SPEC,
+    GenerationDefaults,
     download_weights,
     find_model,
+    generation_accounts,
     read_generation_defaults,
     read_spec,
     weight_files,
@@ -209,3 +213,97 @@ def test_generation_defaults_by_source(tmp_path):
         read_generation_defaults(spec, str(other))
     write(other, "generation_config.json", {"top_p": 0.5})
     assert read_generation_defaults(spec, str(other)) == {"top_p": 0.5}
+
+
+@pytest.mark.parametrize("where", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("value", ["2", [[2]], True, 2.0, -1, [2, None], {"a": 2}], ids=str)
+def test_an_end_token_that_is_no_number_is_refused(tmp_path, where, value):
+    write(tmp_path, "config.json", GPT2)
+    write(tmp_path, where, (GPT2 if where == "config.json" else {}) | {"eos_token_id": value})
+    with pytest.raises(UnsupportedModel, match="eos_token_id"):
+        read_spec(tmp_path)
+
+
+def test_an_end_token_beyond_the_vocabulary_is_dropped(tmp_path, caplog):
+    write(tmp_path, "config.json", GPT2)
+    beyond = [GPT2["vocab_size"], 4_000_000]
+    write(tmp_path, "generation_config.json", {"eos_token_id": [2, *beyond]})
+    assert read_spec(tmp_path).eos_token_ids == [2]
+    assert str(beyond) in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("temperature", "0.7"),
+        ("temperature", -1),
+        ("temperature", float("nan")),
+        ("top_p", 0.0),
+        ("top_p", [0.9]),
+        ("top_k", 2.5),
+        ("min_p", 1.5),
+        ("repetition_penalty", 0),
+        ("do_sample", "false"),
+        ("max_new_tokens", 0),
+    ],
+)
+def test_a_default_that_no_request_could_have_is_refused(tmp_path, key, value):
+    write(tmp_path, "config.json", GPT2)
+    write(tmp_path, "generation_config.json", {key: value})
+    spec = read_spec(tmp_path)
+    with pytest.raises(ConfigError, match=key):
+        read_generation_defaults(spec, "auto")
+    assert read_generation_defaults(spec, "vllm") == {}
+
+
+def test_greedy_models_are_greedy(tmp_path):
+    write(tmp_path, "config.json", GPT2)
+    found = {"do_sample": False, "temperature": 0.6, "top_p": None}
+    write(tmp_path, "generation_config.json", found)
+    spec = read_spec(tmp_path)
+    assert read_generation_defaults(spec, "auto") == {"temperature": 0.0}
+    override = GenerationDefaults(temperature=0.3)
+    assert read_generation_defaults(spec, "auto", override) == {"temperature": 0.3}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("suppress_tokens", [1]),
+        ("no_repeat_ngram_size", 3),
+        ("min_new_tokens", 5),
+        ("min_length", 2),
+        ("num_beams", 4),
+        ("bad_words_ids", [[3]]),
+        ("typical_p", 0.9),
+        ("guidance_scale", 1.5),
+        ("forced_eos_token_id", 2),
+        ("stop_strings", ["x"]),
+        ("temprature", 1),
+    ],
+)
+def test_a_key_that_changes_tokens_is_not_understood(tmp_path, key, value):
+    spec = msgspec.structs.replace(FAKE_SPEC, generation={key: value})
+    (account,) = generation_accounts(spec, "auto")
+    assert [*account.unknown] == [key]
+    assert not [*generation_accounts(spec, "vllm")]
+
+
+def test_the_defaults_that_older_files_write_out_are_understood():
+    """The values with which transformers wrote whole configurations."""
+    defaults = {
+        **{"max_length": 20, "min_length": 0, "do_sample": False, "use_cache": True},
+        **{"early_stopping": False, "num_beams": 1, "temperature": 1.0, "top_k": 50, "top_p": 1.0},
+        **{"typical_p": 1.0, "repetition_penalty": 1.0, "length_penalty": 1.0, "min_p": None},
+        **{"no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0, "bad_words_ids": None},
+        **{"num_return_sequences": 1, "output_scores": False, "return_dict_in_generate": False},
+        **{"forced_bos_token_id": None, "remove_invalid_values": False, "epsilon_cutoff": 0.0},
+        **{"eta_cutoff": 0.0, "encoder_repetition_penalty": 1.0, "num_assistant_tokens": 20},
+        **{"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.4},
+        **{"assistant_lookbehind": 10, "target_lookbehind": 10, "num_beam_groups": 1},
+        **{"diversity_penalty": 0.0, "_from_model_config": True, "pad_token_id": 0},
+        **{"transformers_version": "5.24.0", "eos_token_id": [2], "bos_token_id": 1},
+    }
+    spec = msgspec.structs.replace(FAKE_SPEC, generation=defaults)
+    (account,) = generation_accounts(spec, "auto")
+    assert not account.unknown

@@ -88,7 +88,7 @@ def test_requests_with_adapters(tmp_path, separate_process, make_llm):
     texts = [output.outputs[0].text for output in outputs]
     assert len({*texts}) == 3 and all(map(abcd.fullmatch, texts))
     broken = LoRARequest("broken", 3, str(write_adapter(tmp_path / "3", use_dora=True)))
-    with pytest.raises(InvalidRequest, match="DoRA"):
+    with pytest.raises(InvalidRequest, match="use_dora"):
         llm.generate("a", params, lora_request=broken)
     with pytest.raises(InvalidRequest, match="2 prompts but 1 lora_requests"):
         llm.generate(["a", "b"], params, lora_request=adapters[:1])

@@ -67,7 +67,11 @@ def test_a_reranker_whose_files_do_not_say_how_has_no_scores(tmp_path, name, pag
     folder.mkdir(parents=True)
     (folder / "README.md").write_text(page)
     assert read(folder, "qwen3", "Qwen3ForCausalLM").has_scores is has_scores
-    write(folder, modules=modules("LogitScore"), LogitScore__config={"true_token_id": 7})
+    write(
+        folder,
+        modules=modules("Transformer", "LogitScore"),
+        LogitScore__config={"true_token_id": 7},
+    )
     assert read(folder, "qwen3", "Qwen3ForCausalLM").has_scores
 
 
@@ -168,3 +172,120 @@ def test_heads(tmp_path):
     raw = read(tmp_path, "bert", kind, num_labels=1, sentence_transformers=path)
     assert raw.score([-3.5]) == -3.5 and raw.probabilities([-3.5]) == [-3.5]
     assert read(tmp_path, "qwen3", "Qwen3ForSequenceClassification").pooling == "last"
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        [],
+        ["Transformer"],
+        ["Pooling"],
+        ["Transformer", "Dense"],
+        ["Transformer", "Pooling", "Normalize", "Dense"],
+        ["Transformer", "Normalize", "Pooling"],
+        ["Transformer", "Pooling", "Pooling"],
+        ["Transformer", "Pooling", "LayerNorm"],
+        ["Transformer", "Pooling", "LogitScore"],
+        ["Transformer", "WordWeights", "Pooling"],
+    ],
+    ids=str,
+)
+def test_modules_in_an_order_that_servd_does_not_run_are_refused(tmp_path, kinds):
+    dense = {"in_features": 16, "out_features": 8}
+    write(tmp_path, modules=modules(*kinds), Pooling__config={}, Dense__config=dense)
+    with pytest.raises(UnsupportedModel, match=r"modules\.json"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [{"type": "pylate.models.Dense.Dense"}, {"type": "custom_st.Pooling"}, {"type": 3}, {}, []],
+    ids=str,
+)
+def test_a_module_of_another_package_is_refused(tmp_path, module):
+    entries: list[Any] = modules("Transformer", "Pooling")
+    broken = module | {"path": "Dense"} if module and isinstance(module, dict) else module
+    write(tmp_path, modules=[*entries, broken], Pooling__config={})
+    with pytest.raises(UnsupportedModel, match=r"modules\.json"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize("sizes", [(17, 8), (16, None), ("16", 8), (16, "8")], ids=str)
+def test_layers_whose_sizes_do_not_follow_are_refused(tmp_path, sizes):
+    dense = dict(zip(("in_features", "out_features"), sizes, strict=True))
+    kinds = modules("Transformer", "Pooling", "Dense")
+    write(tmp_path, modules=kinds, Pooling__config={}, Dense__config=dense)
+    with pytest.raises(UnsupportedModel, match="in_features"):
+        read(tmp_path)
+
+
+def test_the_limit_of_texts_has_several_names(tmp_path):
+    write(tmp_path, **{"sentence_xlm-roberta_config": {"max_seq_length": 77}})
+    assert read(tmp_path).max_tokens == 77
+    write(tmp_path, tokenizer_config={"model_max_length": 55})
+    assert read(tmp_path).max_tokens == 77
+    (tmp_path / "sentence_xlm-roberta_config.json").unlink()
+    assert read(tmp_path).max_tokens == 55
+    write(tmp_path, tokenizer_config={"model_max_length": int(1e30)})
+    assert read(tmp_path).max_tokens == 514
+
+
+def test_a_default_prompt_that_is_not_there_is_refused(tmp_path):
+    write(tmp_path, config_sentence_transformers={"prompts": {}, "default_prompt_name": "query"})
+    with pytest.raises(UnsupportedModel, match="default_prompt_name"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "stated", "key"),
+    [
+        ("Dense__config", {"module_input_name": "token_embeddings"}, "module_input_name"),
+        ("Dense__config", {"module_output_name": "other"}, "module_output_name"),
+        ("Dense__config", {"use_residual": True}, "use_residual"),
+        ("Normalize__config", {"module_input_name": "token_embeddings"}, "module_input_name"),
+        ("Pooling__config", {"skip_special_tokens": True}, "skip_special_tokens"),
+        ("sentence_bert_config", {"model_args": {"num_hidden_layers": 1}}, "model_args"),
+        ("sentence_bert_config", {"query_length": 32}, "query_length"),
+        ("config_sentence_transformers", {"truncate_dim": 8}, "truncate_dim"),
+        ("config_sentence_transformers", {"query_prefix": "[Q] "}, "query_prefix"),
+    ],
+    ids=str,
+)
+def test_keys_that_change_vectors_are_not_understood(tmp_path, name, stated, key):
+    kinds = modules("Transformer", "Pooling", "Dense", "Normalize")
+    files: dict[str, dict[str, Any]] = {
+        "Pooling__config": {"pooling_mode_cls_token": True, "word_embedding_dimension": 16},
+        "Dense__config": {"in_features": 16, "out_features": 8, "use_residual": False},
+        "sentence_bert_config": {"max_seq_length": 9, "do_lower_case": False},
+        "config_sentence_transformers": {"__version__": {}, "similarity_fn_name": "cosine"},
+    }
+    spec = make_spec(tmp_path, "bert", "BertModel")
+    write(tmp_path, modules=kinds, **files)
+    accounts = [*pooling.accounts(spec)]
+    assert len(accounts) == 8 and not any(account.unknown for account in accounts)
+    write(tmp_path, **{name: files.get(name, {}) | stated})
+    assert [[*account.unknown] for account in pooling.accounts(spec) if account.unknown] == [[key]]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("modules", {}),
+        ("Pooling__config", []),
+        ("Pooling__config", {"pooling_mode": 3}),
+        ("Pooling__config", {"pooling_mode": [["cls"]]}),
+        ("sentence_bert_config", []),
+        ("sentence_bert_config", {"max_seq_length": "many"}),
+        ("sentence_bert_config", {"max_seq_length": -1}),
+        ("config_sentence_transformers", {"prompts": ["q: "]}),
+        ("config_sentence_transformers", {"prompts": {"q": 1}}),
+        ("config_sentence_transformers", {"default_prompt_name": {"a": 1}}),
+        ("tokenizer_config", {"model_max_length": [1]}),
+    ],
+    ids=str,
+)
+def test_values_of_other_types_are_refused_in_a_sentence(tmp_path, name, value):
+    write(tmp_path, modules=modules("Transformer", "Pooling"), Pooling__config={})
+    write(tmp_path, **{name: value})
+    with pytest.raises((ModelNotFound, UnsupportedModel)):
+        read(tmp_path)

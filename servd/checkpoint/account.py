@@ -90,6 +90,11 @@ def account_for(file: str, values: Mapping[str, Any], *tables: str) -> Account:
     return Account(file, used, without_effect, unknown)
 
 
+def without_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a file whose nulls stand for defaults, without those."""
+    return {key: value for key, value in values.items() if value is not None}
+
+
 def check(accounts: Iterable[Account], allow_unknown_keys: bool = False) -> None:
     """Raise UnsupportedModel for keys that servd does not understand, or log them."""
     for account in accounts:

@@ -17,7 +17,7 @@ from msgspec import Meta
 
 from servd.base.errors import ConfigError, ModelNotFound, ServdError, UnsupportedModel
 from servd.checkpoint import gguf, gguf_tokenizer
-from servd.checkpoint.account import with_defaults
+from servd.checkpoint.account import Account, account_for, with_defaults, without_nulls
 from servd.checkpoint.cached_folder import make_cached_folder
 from servd.checkpoint.multimodal_config import TEXT, text_of
 from servd.checkpoint.overrides import override, reach
@@ -156,9 +156,8 @@ def read_spec(folder: Path | str, overrides: dict[str, Any] | None = None) -> Mo
     architectures = first("architectures", default=[""])
     if not isinstance(architectures, list) or not all(isinstance(a, str) for a in architectures):
         raise UnsupportedModel(f"{folder}/config.json: architectures must be a list of names")
+    vocab_size = size("vocab_size")
     eos = generation.get("eos_token_id", config.get("eos_token_id"))
-    if eos is None:
-        eos = []
     head_dim = size("head_dim", default=hidden_size // num_heads or 1)
     if config.get("head_dim") is None and hidden_size % num_heads:
         raise UnsupportedModel(
@@ -174,7 +173,7 @@ def read_spec(folder: Path | str, overrides: dict[str, Any] | None = None) -> Mo
         folder=str(folder),
         model_type=model_type,
         architecture=architectures[0] if architectures else "",
-        vocab_size=size("vocab_size"),
+        vocab_size=vocab_size,
         hidden_size=hidden_size,
         num_layers=num_layers,
         num_heads=num_heads,
@@ -184,10 +183,30 @@ def read_spec(folder: Path | str, overrides: dict[str, Any] | None = None) -> Mo
             "max_position_embeddings", "n_positions", "max_seq_len", "seq_length"
         ),
         dtype=first("dtype", "torch_dtype", default="float32"),
-        eos_token_ids=eos if isinstance(eos, list) else [eos],
+        eos_token_ids=_read_eos(folder, eos, vocab_size),
         config=config,
         generation=generation,
     )
+
+
+def _read_eos(folder: Path, eos: Any, vocab_size: int) -> list[int]:
+    """Return the tokens that end an answer, without those that the model cannot write."""
+    token_ids = eos if isinstance(eos, list) else [eos]
+    if eos is None:
+        token_ids = []
+    if not all(type(token_id) is int and token_id >= 0 for token_id in token_ids):
+        raise UnsupportedModel(
+            f"{folder}: eos_token_id {eos!r:.50} is not the number of a token, or a list of them: "
+            "correct it in generation_config.json and config.json"
+        )
+    if beyond := [token_id for token_id in token_ids if token_id >= vocab_size]:
+        log.warning(
+            "%s: eos_token_id %s is ignored: it is beyond the vocabulary of %d tokens",
+            folder,
+            beyond,
+            vocab_size,
+        )
+    return [token_id for token_id in token_ids if token_id < vocab_size]
 
 
 def quantization_of(folder: Path | str) -> dict[str, Any] | None:
@@ -479,30 +498,52 @@ class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=MAX_SIZE)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=1e-30, le=1e18)] | None = None
     max_new_tokens: Annotated[int, Meta(ge=1, le=MAX_SIZE)] | None = None
+
+
+class _Generation(GenerationDefaults, frozen=True, kw_only=True):
+    do_sample: bool | None = None
+
+
+def _read_generation(spec: ModelSpec, source: str) -> dict[str, Any]:
+    """Return the generation_config.json that `--generation-config` names."""
+    if source in ("auto", "vllm"):
+        return spec.generation if source == "auto" else {}
+    try:
+        return read_json(Path(source) / "generation_config.json")
+    except ModelNotFound as error:
+        raise ConfigError(f"--generation-config {source}: {error}") from None
+
+
+def generation_accounts(spec: ModelSpec, source: str) -> Iterator[Account]:
+    """Yield the account of generation_config.json; `source`: `--generation-config`."""
+    if generation := _read_generation(spec, source):
+        yield account_for("generation_config.json", without_nulls(generation), "generation")
 
 
 def read_generation_defaults(
     spec: ModelSpec, source: str, override: GenerationDefaults | None = None
 ) -> dict[str, Any]:
     """Return the default sampling parameters from `--generation-config` (auto, vllm for none, or a
-    folder), updated with `--override-generation-config`.
+    folder), updated with `--override-generation-config`. Raises ConfigError for a value that no
+    request could have.
     """
-    generation = {}
-    if source == "auto":
-        generation = spec.generation
-    elif source != "vllm":
-        try:
-            generation = read_json(Path(source) / "generation_config.json")
-        except ModelNotFound as error:
-            raise ConfigError(f"--generation-config {source}: {error}") from None
-    stated = {} if override is None else msgspec.structs.asdict(override)
-    generation = generation | {name: each for name, each in stated.items() if each is not None}
-    known = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    defaults = {name: generation[name] for name in known if generation.get(name) is not None}
-    if "max_new_tokens" in generation:
-        defaults["max_tokens"] = generation["max_new_tokens"]
+    generation = _read_generation(spec, source)
+    known = {key: generation[key] for key in _Generation.__struct_fields__ if key in generation}
+    try:
+        stated = msgspec.structs.asdict(msgspec.convert(known, _Generation))
+    except msgspec.ValidationError as error:
+        raise ConfigError(
+            f"generation_config.json: {error}: correct it, or use --generation-config vllm"
+        ) from None
+    if stated.pop("do_sample") is False:
+        stated["temperature"] = 0.0  # as in transformers, whatever temperature is beside it
+    chosen = {} if override is None else msgspec.structs.asdict(override)
+    stated |= {key: value for key, value in chosen.items() if value is not None}
+    defaults = {key: value for key, value in stated.items() if value is not None}
+    if "max_new_tokens" in defaults:
+        defaults["max_tokens"] = defaults.pop("max_new_tokens")
     return defaults
 
 

@@ -1,52 +1,45 @@
 """LoRA adapters as files, as PEFT writes them."""
 
+import logging
 import math
 import re
 import stat
-import time
-from collections.abc import Mapping
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from servd.base.errors import ConfigError
+from servd.checkpoint.account import account_for, without_nulls
+
+log = logging.getLogger("servd.checkpoint")
 
 Shape = tuple[int, int]
 CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
+ALL_LINEAR = "all-linear"  # as target_modules
 TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
-ALTERNATIVES = re.compile(r"\((?:\?:)?[\w.\\|]*\)")  # a group of plain names in a pattern
-CHOICES = re.compile(r"(?<!\()[*+?{]|\|")  # what may match in several ways
-REPEATED_GROUP = re.compile(r"\)[*+?{]|\s")  # white space may stand between (?x: and its end
 LAYER = re.compile(r"\w+\.\d+\..+")
+# What PEFT writes before the layers of a language model, in models of its own and as a part of
+# multimodal models: names of transformers' modules. Layers of other parts have equal names.
+LANGUAGE_MODEL = re.compile(
+    r"(?:(?:_orig_mod|module|model|transformer|language_model|text_model|thinker|decoder|"
+    r"backbone|biogpt|gpt_neox|rwkv)\.)*(\w+\.\d+\..+)"
+)
 # bytes
 MAX_CONFIG = 1 << 20
 MAX_HEADER = 1 << 24
-# characters of a tensor's name; patterns of ranks or alphas
-MAX_NAME = 256
-MAX_PATTERNS = 256
-MAX_CHOICES = 2  # in a pattern; a group of alternatives is one
-PATTERN_SECONDS = 2.0  # for all patterns and modules
+MAX_NAME = 256  # characters of a tensor's name
+PATTERN_SECONDS = 2.0  # for the patterns of a key and all modules
+MAX_SHOWN = 3  # names of modules in the log
 FLOATS = ("F32", "BF16", "F16")
 SIZES = {"F32": 4, "BF16": 2, "F16": 2}  # bytes of a number
 # The last bytes of infinite numbers and NaN, whose exponent has all bits set.
 WIDE = re.compile(rb"(?=[\x80-\xff][\x7f\xff])")
 NARROW = re.compile(rb"[\x7c-\x7f\xfc-\xff]")
-# Keys of adapter_config.json that change what an adapter computes: more than the
-# plain sum that servd adds.
-UNSUPPORTED = {
-    "use_dora": "DoRA",
-    "use_qalora": "QA-LoRA",
-    "use_bdlora": "BD-LoRA",
-    "arrow_config": "Arrow",
-    "alora_invocation_tokens": "activated LoRA (aLoRA)",
-    "lora_bias": "biases of its own (lora_bias)",
-    "modules_to_save": "whole modules of its own (modules_to_save)",
-    "trainable_token_indices": "token embeddings of its own (trainable_token_indices)",
-    "target_parameters": "parameters that are no linear layers (target_parameters)",
-    "layer_replication": "layers used more than once (layer_replication)",
-}
 # Ways to begin a training that change the weights of the model, too.
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 # Parts of names that models have, where adapters have no linear layer to change.
@@ -65,6 +58,13 @@ def layer_of(module: str) -> str | None:
     """
     found = LAYER.search(module)
     return found and found[0]
+
+
+# Compares patterns in another process: it may take any time, and hold up all threads meanwhile.
+MATCH = """import json, re, sys
+patterns, modules = json.load(sys.stdin)
+patterns = [*enumerate(map(re.compile, patterns))]
+print(json.dumps({m: i for m in modules for i, p in reversed(patterns) if p.fullmatch(m)}))"""
 
 
 def _is_finite(data: bytes, dtype: str) -> bool:
@@ -89,7 +89,6 @@ class AdapterFiles:
         self.shapes: dict[str, Shape] = {}  # by name of the tensor
         self.dtypes: dict[str, str] = {}
         self.places: dict[str, tuple[int, int]] = {}  # first byte and size of each tensor's data
-        self._pattern_seconds = 0.0
         try:
             self._read_modules()
         except (
@@ -107,7 +106,8 @@ class AdapterFiles:
         """The largest rank of the modules."""
         return max(self.shapes[a][0] for a, _, _ in self.modules.values())
 
-    def _read_modules(self) -> None:
+    def _read_pairs(self) -> dict[str, dict[str, str]]:
+        """Return the names of each module's tensors, by A and B."""
         pairs: dict[str, dict[str, str]] = {}
         for tensor, info in self._read_header().items():
             if len(tensor) > MAX_NAME or (found := TENSOR.fullmatch(tensor)) is None:
@@ -126,23 +126,92 @@ class AdapterFiles:
                 )
             self.places[tensor] = begin, num_bytes
             self.dtypes[tensor] = info["dtype"]
+        return pairs
+
+    def _read_modules(self) -> None:
+        pairs = self._read_pairs()
+        targets = self._targets(pairs)
+        if ignored := sorted(pairs.keys() - targets):
+            shown = ", ".join(ignored[:MAX_SHOWN])
+            log.warning(
+                "the adapter %s: tensors of %d modules are ignored, which target_modules or "
+                "another key of %s excludes: %s",
+                *(self.shown, len(ignored), CONFIG, shown),
+            )
+        ranks = self._numbers("rank_pattern", "r", pairs)
+        alphas = self._numbers("alpha_pattern", "lora_alpha", pairs)
         for module, names in pairs.items():
+            if module not in targets:
+                continue
             if names.keys() != {"A", "B"}:
                 raise self._error(f"{module} has lora_{[*names][0]} without the other factor")
-            if (layer := layer_of(module)) is None:
-                raise self._error(f"{module} is not part of a layer: leave it out of the targets")
+            if (part := LANGUAGE_MODEL.fullmatch(module)) is None:
+                if layer_of(module) is None:
+                    raise self._error(f"{module} is not part of a layer: leave it out")
+                raise self._error(f"{module} is no layer of the language model: leave it out")
+            layer = part[1]
             if layer in self.modules:
                 raise self._error(f"two modules are called {layer}")
             a = names["A"]
             b = names["B"]
             rank = self.shapes[a][0]
-            expected = self._of(module, "rank_pattern", "r")
+            expected = ranks[module]
             if rank != self.shapes[b][1] or rank != expected:
                 shapes = f"{[*self.shapes[a]]} and {[*self.shapes[b]]}"
                 raise self._error(f"{module} has {shapes}, but {CONFIG} has rank {expected}")
-            self.modules[layer] = a, b, self._scale(module, rank)
+            divisor = math.sqrt(rank) if self.config.get("use_rslora") else rank
+            self.modules[layer] = a, b, alphas[module] / divisor
         if not self.modules:
-            raise self._error(f"{TENSORS} holds no tensors")
+            raise self._error(f"{TENSORS} holds no tensors for the target_modules")
+
+    def _targets(self, modules: Mapping[str, Any]) -> set[str]:
+        """Return those of the modules that PEFT changes, by the keys of adapter_config.json."""
+        excluded = self._named("exclude_modules", modules)
+        targets = {*modules}
+        if (stated := self.config.get("target_modules")) is None:
+            raise self._error(f"{CONFIG} has no target_modules: name the modules it changes")
+        if not (isinstance(stated, str) and stated.lower() == ALL_LINEAR):
+            targets = self._named("target_modules", modules)
+        numbers = self.config.get("layers_to_transform")
+        numbers = [numbers] if isinstance(numbers, int) else numbers
+        if numbers and not isinstance(stated, str):
+            if not all(isinstance(number, int) for number in numbers):
+                raise self._error(f"layers_to_transform {numbers} are not numbers of layers")
+            patterns = self.config.get("layers_pattern") or []
+            patterns = [patterns] if isinstance(patterns, str) else patterns
+            if not all(re.fullmatch(r"\w+", pattern) for pattern in patterns):
+                raise self._error(f"layers_pattern {patterns} are not plain names")
+            forms = [rf"(?:^|.*?\.){pattern}\.(\d+)\." for pattern in patterns]
+            for module in [*targets]:
+                matches = (re.match(form, module) for form in forms or [r".*?\.[^.]*\.(\d+)\."])
+                number = next((int(match[1]) for match in matches if match), None)
+                if number not in numbers:
+                    targets.remove(module)
+        return targets - excluded
+
+    def _named(self, key: str, modules: Iterable[str]) -> set[str]:
+        """Return the modules that a pattern, or a list of the ends of names, stands for."""
+        stated = self.config.get(key) or []
+        if isinstance(stated, str):
+            return {*self._match(key, [stated], modules)}
+        endings = tuple(f".{name}" for name in stated)
+        return {module for module in modules if f".{module}".endswith(endings)}
+
+    def _match(self, key: str, patterns: list[str], modules: Iterable[str]) -> dict[str, int]:
+        """Return the number of the first pattern that matches a module's whole name, by module."""
+        if not patterns:
+            return {}
+        command = [sys.executable, "-ISc", MATCH]
+        stdin = msgspec.json.encode((patterns, [*modules]))
+        try:
+            done = subprocess.run(
+                command, input=stdin, capture_output=True, timeout=PATTERN_SECONDS
+            )
+        except subprocess.TimeoutExpired:
+            raise self._error(f"{key} takes too long to compare: name modules in full") from None
+        if done.returncode:
+            raise ValueError(f"{key} {patterns[0][:80]!r}")
+        return msgspec.json.decode(done.stdout)
 
     def check(self, max_rank: int, layers: Mapping[str, Shape]) -> None:
         """Check that the adapter fits a model with these `layers`: (inputs, outputs) by names from
@@ -188,16 +257,13 @@ class AdapterFiles:
             raise self._error(f"{CONFIG}: {error.strerror}") from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise self._error(f"{CONFIG}: {error}") from None
-        if (kind := config.get("peft_type", "LORA")) != "LORA":
+        if (kind := config.get("peft_type", "LORA")) not in ("LORA", "lora"):
             raise self._error(f"it is of type {kind}, only LORA is supported")
-        unsupported = [words for key, words in UNSUPPORTED.items() if config.get(key)]
-        if (bias := config.get("bias") or "none") != "none":
-            unsupported.append(f"trained biases (bias {bias!r})")
         init = config.get("init_lora_weights")
         if isinstance(init, str) and init.lower().startswith(CHANGES_BASE):
-            unsupported.append(f"a changed model (init_lora_weights {init!r})")
-        if unsupported:
-            raise self._error(f"{', '.join(unsupported)} is not supported: {HINT}")
+            raise self._error(f"init_lora_weights {init!r} changes the model, too: {HINT}")
+        if (account := account_for(CONFIG, without_nulls(config), "adapter")).unknown:
+            raise self._error(f"{CONFIG}: servd does not support {account.in_words}: {HINT}")
         return config
 
     def _read_header(self) -> dict[str, dict[str, Any]]:
@@ -231,41 +297,15 @@ class AdapterFiles:
             raise self._error(f"{name} is no file")
         return status.st_size
 
-    def _of(self, module: str, pattern: str, key: str) -> float:
-        """Return a module's number: from the first entry of `pattern` that the end of the module's
-        name matches; otherwise the number of `key`.
+    def _numbers(self, pattern: str, key: str, modules: Iterable[str]) -> dict[str, float]:
+        """Return each module's number: of the first entry of `pattern` that matches the end of its
+        name, or of `key`.
         """
         patterns: dict[str, float] = self.config.get(pattern) or {}
-        if len(patterns) > MAX_PATTERNS:
-            raise self._error(f"{pattern} has {len(patterns)} entries, at most {MAX_PATTERNS}")
-        value = None
-        for ending, found in patterns.items():
-            if not _is_simple(ending):  # it could take any time, and hold up all threads meanwhile
-                raise self._error(
-                    f"{pattern} {ending[:80]!r} repeats more than {MAX_CHOICES} parts or groups, "
-                    "or has as many groups of alternatives, or white space"
-                )
-            began = time.monotonic()
-            fits = re.fullmatch(rf"(.*\.)?({ending})", module)
-            self._pattern_seconds += time.monotonic() - began
-            if self._pattern_seconds > PATTERN_SECONDS:
-                raise self._error(f"{pattern} takes too long to compare: name modules in full")
-            if fits:
-                value = found
-                break
-        value = self.config.get(key) if value is None else value
-        return 8 if value is None else value  # PEFT's default, of r and lora_alpha
-
-    def _scale(self, module: str, rank: int) -> float:
-        alpha = self._of(module, "alpha_pattern", "lora_alpha")
-        return alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
-
-
-def _is_simple(pattern: str) -> bool:
-    """Return whether a pattern can match a text in only a few ways."""
-    num_choices = len(CHOICES.findall(ALTERNATIVES.sub("|", pattern)))
-    is_short = len(pattern) <= MAX_NAME and num_choices <= MAX_CHOICES
-    return is_short and not REPEATED_GROUP.search(pattern)
+        first = self._match(pattern, [rf"(.*\.)?({ending})" for ending in patterns], modules)
+        default = self.config.get(key)
+        numbers = [*patterns.values(), 8 if default is None else default]  # 8: of PEFT
+        return {module: numbers[first.get(module, -1)] for module in modules}
 
 
 def parse_module(text: str) -> tuple[str, str]:

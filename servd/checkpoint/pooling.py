@@ -4,12 +4,15 @@ the folders that it names, prompts, labels. Needs no torch, as every process rea
 
 import json
 import math
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
 from servd.base.errors import InvalidRequest, ModelNotFound, UnsupportedModel
+from servd.checkpoint.account import Account, account_for, without_nulls
 from servd.checkpoint.facts import read_page
 from servd.checkpoint.hf import ModelSpec
 from servd.messages.params import PoolingParams
@@ -39,6 +42,21 @@ PURPOSES = {
     "search_query": ("search_query", "query"),
     "search_document": ("search_document", "document", "passage", "corpus"),
 }
+
+
+PACKAGE = "sentence_transformers."
+ORDER = re.compile("Transformer Pooling( Dense)*( Normalize)?")
+MODULES = "modules.json"
+TEXTS = "config_sentence_transformers.json"
+# The parts of the names of files with limits of texts, of which the first that exists counts.
+LIMITS = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+
+
+class _Module(msgspec.Struct):
+    """An entry of modules.json."""
+
+    type: str
+    path: str
 
 
 class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -177,25 +195,78 @@ def read(spec: ModelSpec) -> PoolingSpec:
         return PoolingSpec(
             task="classify", pooling=pooling, **found, **_labels(config), **_texts(spec, folder)
         )
-    modules = _load(folder / "modules.json", []) if spec.folder else []
-    if not modules and not sees_all:
-        return PoolingSpec(**found, has_scores=not _is_reranker(folder))
-    found |= {"pooling": "mean" if sees_all else "last", "normalize": False, "dense": []}
+    if not spec.folder or not (folder / MODULES).exists():
+        if not sees_all:
+            return PoolingSpec(**found, has_scores=not _is_reranker(folder))
+        found |= {"pooling": "mean", "normalize": False}
+        return PoolingSpec(task="embed", **found, **_texts(spec, folder))
+    modules = _modules(folder)
+    order = " ".join(kind for kind, _ in modules)
+    if order == "Transformer LogitScore" and not sees_all:
+        return _of_logits(spec, folder, modules[1][1])
+    if not ORDER.fullmatch(order):
+        raise UnsupportedModel(
+            f"{folder}/modules.json: servd does not run {order or 'no modules'}, only Transformer, "
+            "Pooling, Dense and Normalize in this order, or Transformer and LogitScore. Without "
+            "Pooling, as in ColBERT models, a text has no vector of its own"
+        )
+    if (modules[0][1] / "config.json").exists() and modules[0][1] != folder:
+        raise UnsupportedModel(
+            f"{folder}/modules.json: the model is in {modules[0][1]}: serve that"
+        )
+    dense = [place for kind, place in modules if kind == "Dense"]
+    for place in dense:
+        config = _load(place / "config.json")
+        sizes = config.get("in_features"), config.get("out_features")
+        if sizes[0] != found["size"] or type(sizes[1]) is not int:
+            raise UnsupportedModel(
+                f"{place}/config.json: in_features {sizes[0]!r} and out_features {sizes[1]!r} do "
+                f"not fit vectors of {found['size']} numbers"
+            )
+        found["size"] = sizes[1]
+    return PoolingSpec(
+        task="embed",
+        pooling=_mode(modules[1][1]),
+        normalize=modules[-1][0] == "Normalize",
+        dense=[str(place) for place in dense],
+        **found,
+        **_texts(spec, folder),
+    )
+
+
+def accounts(spec: ModelSpec) -> Iterator[Account]:
+    """Yield the accounts of the files of sentence-transformers."""
+    folder = Path(spec.folder)
+    for file, table in (
+        (_limits_file(folder), "sentence_bert"),
+        (folder / TEXTS, "config_sentence_transformers"),
+    ):
+        if spec.folder and file.exists():
+            yield account_for(file.name, without_nulls(_load(file)), table)
+    if spec.folder and (folder / MODULES).exists():
+        entries = _load(folder / MODULES)
+        for (kind, place), entry in zip(_modules(folder), entries, strict=True):
+            yield account_for(f"modules.json: {kind}", entry, "modules")
+            if place != folder and (config := _load(place / "config.json", {})):
+                name = f"{place.name}/config.json"
+                yield account_for(name, without_nulls(config), kind.lower())
+
+
+def _modules(folder: Path) -> list[tuple[str, Path]]:
+    """Return the modules of sentence-transformers in their order: class and folder. A class of
+    another package has its full name; one without a package is sentence-transformers'.
+    """
+    try:
+        modules = msgspec.convert(_load(folder / MODULES), list[_Module])
+    except msgspec.ValidationError as error:
+        raise UnsupportedModel(f"{folder}/modules.json: {error}") from None
+    named = []
     for module in modules:
-        kind = str(module["type"]).rpartition(".")[2]
-        place = folder / module["path"]
-        if kind == "Pooling":
-            found["pooling"] = _mode(place)
-        elif kind == "Dense":
-            found["dense"].append(str(place))
-            found["size"] = _load(place / "config.json")["out_features"]
-        elif kind == "Normalize":
-            found["normalize"] = True
-        elif kind == "LogitScore" and not sees_all:
-            return _of_logits(spec, folder, place)
-        elif kind != "Transformer":
-            raise UnsupportedModel(f"{folder}/modules.json: a module of type {kind} is unknown")
-    return PoolingSpec(task="embed", **found, **_texts(spec, folder))
+        kind = module.type
+        if kind.startswith(PACKAGE):
+            kind = kind.rpartition(".")[2]
+        named.append((kind, folder / module.path))
+    return named
 
 
 def _is_reranker(folder: Path) -> bool:
@@ -209,13 +280,13 @@ def _of_logits(spec: ModelSpec, folder: Path, place: Path) -> PoolingSpec:
     """Return the spec of a decoder whose next-token logits score a document (Qwen3-Reranker)."""
     stated = _load(place / "config.json")
     texts = _texts(spec, folder)
-    chosen = _load(folder / "config_sentence_transformers.json", {}).get("activation_fn")
+    chosen = _load(folder / TEXTS, {}).get("activation_fn")
     labels = {"num_labels": 1} | (
         {"sentence_transformers": {"activation_fn": chosen}} if chosen else {}
     )
     ids = [stated.get("true_token_id"), stated.get("false_token_id")]
     ids = ids if ids[1] is not None else ids[:1]
-    if not all(isinstance(each, int) and 0 <= each < spec.vocab_size for each in ids):
+    if not all(type(token) is int and 0 <= token < spec.vocab_size for token in ids):
         raise UnsupportedModel(
             f"{place}/config.json: tokens {ids} are not in the vocabulary of {spec.vocab_size}"
         )
@@ -240,13 +311,21 @@ def _sigmoid(x: float) -> float:
 
 def _load(path: Path, default: Any = None) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf8"))
+        value = json.loads(path.read_text(encoding="utf8"))
     except FileNotFoundError:
         if default is not None:
             return default
         raise ModelNotFound(f"{path} is missing, but modules.json lists it") from None
     except ValueError as error:
         raise ModelNotFound(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(value, list if path.name == MODULES else dict):
+        raise ModelNotFound(f"{path} holds a JSON {type(value).__name__}")
+    return value
+
+
+def _limits_file(folder: Path) -> Path:
+    files = [folder / f"sentence_{name}_config.json" for name in LIMITS]
+    return next((file for file in files if file.exists()), files[0])
 
 
 def _mode(folder: Path) -> str:
@@ -256,7 +335,8 @@ def _mode(folder: Path) -> str:
         for name, is_on in config.items()
         if name.startswith("pooling_mode_") and is_on
     ]
-    modes = [modes] if isinstance(modes, str) else modes
+    modes = modes or "mean"
+    modes = [str(mode) for mode in (modes if isinstance(modes, list) else [modes])]
     if len(modes) != 1 or modes[0] not in MODES:
         raise UnsupportedModel(
             f"{folder}/config.json: pooling by {' and '.join(modes) or 'nothing'} is not "
@@ -284,18 +364,28 @@ def _labels(config: dict[str, Any]) -> dict[str, Any]:
 
 def _texts(spec: ModelSpec, folder: Path) -> dict[str, Any]:
     """Return the fields for tokenizing texts: length, prompts and the default prompt."""
-    limits = _load(folder / "sentence_bert_config.json", {})
-    texts = _load(folder / "config_sentence_transformers.json", {})
+    limits = _load(_limits_file(folder), {})
+    texts = _load(folder / TEXTS, {})
     if limits.get("do_lower_case"):
         raise UnsupportedModel(
-            f"{folder}/sentence_bert_config.json: do_lower_case is not supported, only a tokenizer "
-            "that does it"
+            f"{_limits_file(folder)}: do_lower_case is not supported, only a tokenizer that does it"
         )
     positions = num_positions(spec)
+    tokenizer = _load(folder / "tokenizer_config.json", {})  # states it in newer files
+    limit = limits.get("max_seq_length") or tokenizer.get("model_max_length") or positions
+    if type(limit) not in (int, float) or not limit >= 1:
+        raise UnsupportedModel(f"{_limits_file(folder)}: max_seq_length {limit!r} is no length")
+    try:
+        prompts = msgspec.convert(texts.get("prompts") or {}, dict[str, str])
+    except msgspec.ValidationError as error:
+        raise UnsupportedModel(f"{folder}/{TEXTS}: prompts: {error}") from None
+    default = texts.get("default_prompt_name")
+    if default is not None and str(default) not in prompts:
+        raise UnsupportedModel(f"{folder}/{TEXTS}: default_prompt_name {default!r} is no prompt")
     return {
-        "max_tokens": min(limits.get("max_seq_length") or positions, positions),
-        "prompts": texts.get("prompts") or {},
-        "default_prompt": texts.get("default_prompt_name"),
+        "max_tokens": min(int(limit), positions),
+        "prompts": prompts,
+        "default_prompt": default,
         "has_token_types": spec.model_type in ("bert", "gte")
         and spec.config.get("type_vocab_size", 2) > 1,
     }

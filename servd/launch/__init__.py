@@ -107,6 +107,8 @@ def find_and_resolve(config: Config) -> tuple[Config, hf.ModelSpec, dict[str, De
         )
         config = config.replace(speculative_config=speculative.with_heads(None))
     config, decided = decide(config, spec, look_at_machine())
+    model = config.model
+    hf.read_generation_defaults(spec, model.generation_config, model.override_generation_config)
     account.check(accounts_of(spec, config.model.model_impl), config.model.allow_unknown_keys)
     return config, spec, decided
 

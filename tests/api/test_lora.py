@@ -132,7 +132,7 @@ def test_only_files_that_were_read_are_refused_unread(tmp_path: Path, monkeypatc
     assert num_refusals() == 0
     write_adapter(folder, use_dora=True)
     for source in (f"{folder}", f"{folder}/../adapter", f"{folder}/."):
-        with pytest.raises(ConfigError, match="DoRA"):
+        with pytest.raises(ConfigError, match="use_dora"):
             load(source, "replace")
     assert num_refusals() == 1
     write_adapter(folder)
@@ -237,7 +237,7 @@ async def test_what_is_not_supported_is_said_to_the_client(tmp_path: Path):
     async with serve_adapters(tmp_path) as (served, _):
         write_adapter(tmp_path / "adapters" / "dora", use_dora=True)
         answer = await load(served, "dora", "dora")
-        assert answer.status_code == 400 and "DoRA" in answer.json()["error"]["message"]
+        assert answer.status_code == 400 and "use_dora" in answer.json()["error"]["message"]
 
 
 async def test_without_a_folder_or_without_lora_nothing_is_loaded(tmp_path: Path):

@@ -39,6 +39,8 @@ def test_eos_of_the_tokenizer_counts_too():
     spec = msgspec.structs.replace(FAKE_SPEC, eos_token_ids=[7])
     request = make(spec=spec).process(asked("hi"), SamplingParams()).request
     assert sorted(request.eos_token_ids) == [7, 256]
+    spec = msgspec.structs.replace(FAKE_SPEC, eos_token_ids=[7], vocab_size=200)
+    assert make(spec=spec).process(asked([1]), SamplingParams()).request.eos_token_ids == [7]
 
 
 @pytest.mark.parametrize(

@@ -128,12 +128,14 @@ async def test_a_request_that_engines_die_of_ends_alone(place):
             tasks.append(asyncio.create_task(served.http.post("/v1/completions", json=body)))
             await until(lambda: len(served.async_llm.engines[0].running) == len(tasks))
         poison = list(served.async_llm.engines[0].running)[place]
+        num_deaths = 0
         for _ in range(20):
             for request in served.engine.core.scheduler.requests:
                 assert request in served.async_llm.engines[0].running
             if poison not in served.async_llm.engines[0].running:
                 break
             if poison in served.engine.core.scheduler.requests:
+                num_deaths += 1
                 served.engine.die(served.engine.core.scheduler.requests)
                 await until(lambda: served.async_llm.engines[0].recovery.is_restarting)
                 served.engine.revive()
@@ -143,6 +145,7 @@ async def test_a_request_that_engines_die_of_ends_alone(place):
                     outputs.generation = served.engine.generation
                     served.engine.tell(outputs)
                 await asyncio.sleep(0.01)
+        assert num_deaths == 2
         served.engine.may_step.set()
         answers = await asyncio.gather(*tasks)
         assert [each.status_code == 500 for each in answers] == [i == place for i in range(3)]
@@ -150,6 +153,45 @@ async def test_a_request_that_engines_die_of_ends_alone(place):
         for i in {0, 1, 2} - {place}:
             assert without_ids(answers[i].json()) == without_ids(expected[i])
         assert not served.async_llm.engines[0].recovery.is_trying
+
+
+@pytest.mark.parametrize("num_others", [0, 2])
+@pytest.mark.parametrize("num_tokens", [0, 3])
+async def test_a_poison_ends_with_500_and_the_others_go_on(num_others: int, num_tokens: int):
+    """An engine dies of a request's step, after a few of its tokens; others decode meanwhile."""
+    async with serve() as served:
+        recovery = served.async_llm.engines[0].recovery
+        running = served.async_llm.engines[0].running
+        core = served.engine.core
+        tasks = []
+        for i in range(num_others + 1):
+            body = {**PROMPT, "max_tokens": 40, "seed": i}
+            tasks.append(asyncio.create_task(served.http.post("/v1/completions", json=body)))
+            await until(lambda: len(running) == len(tasks))
+        poison = [*running][-1]
+        core = served.engine.core
+        served.engine.may_step.clear()
+        num_deaths = 0
+        while poison in running and num_deaths < 5:
+            core = served.engine.core
+            scheduled = core.scheduler.requests
+            has_tokens = poison in scheduled and num_tokens <= scheduled[poison].num_output_tokens
+            if has_tokens:
+                num_deaths += 1
+                is_prompt = {name for name in scheduled if not running[name].choices[0].marks}
+                served.engine.die(is_prompt if num_deaths == 1 else scheduled)
+                await until(lambda: recovery.is_restarting)
+                served.engine.revive()
+                await until(lambda: not recovery.is_restarting)
+            else:
+                for outputs in core.step().values():
+                    outputs.generation = served.engine.generation
+                    served.engine.tell(outputs)
+                await asyncio.sleep(0.01)
+        served.engine.may_step.set()
+        answers = await asyncio.gather(*tasks)
+        assert [each.status_code for each in answers] == [200] * num_others + [500]
+        assert num_deaths == 2
 
 
 @pytest.mark.parametrize("while_loading", [False, True])

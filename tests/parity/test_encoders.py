@@ -19,6 +19,7 @@ from servd.base.errors import UnsupportedModel
 from servd.checkpoint import pooling
 from servd.checkpoint.hf import read_json, read_spec
 from servd.messages.params import PoolingParams
+from servd.worker.output_heads.pooler import Dense
 from servd.worker.runner import reference_check
 from tests.parity.families import ENCODER, ENCODERS, make_checkpoint
 from tests.worker.driver import Driver, config_for
@@ -232,3 +233,46 @@ def test_the_reference_is_in_float32_whatever_the_checkpoint_has(tmp_path: Path,
         expected = [widened(torch.tensor([each])).last_hidden_state[0].mean(0) for each in ids]
     for got, vector in zip(reference_check.reference(str(folder), 120), expected, strict=True):
         torch.testing.assert_close(torch.tensor(got), vector, atol=TOLERANCE, rtol=0)
+
+
+def test_the_reference_runs_modules_in_their_order(tmp_path: Path):
+    """So that the check finds an order that servd has read wrongly."""
+    kinds = {"": "Transformer", "1_P": "Pooling", "2_N": "Normalize", "3_D": "Dense"}
+    entries = [{"type": f"sentence_transformers.{kinds[path]}", "path": path} for path in kinds]
+    write(tmp_path / "modules.json", entries)
+    write(tmp_path / "1_P/config.json", {"pooling_mode_mean_tokens": True, "include_prompt": True})
+    dense = {"in_features": 6, "out_features": 4}
+    hidden, weight, bias = torch.randn(5, 6), torch.randn(4, 6), torch.randn(4)
+    tensors = {"linear.weight": weight, "linear.bias": bias}
+    mean = hidden.mean(0)
+    vectors = {
+        "sentence_embedding": torch.tanh(weight @ (mean / mean.norm()) + bias),
+        "token_embeddings": mean / mean.norm(),
+    }
+    for name, vector in vectors.items():
+        write(tmp_path / "3_D/config.json", dense | {"module_input_name": name})
+        save_file(tensors, tmp_path / "3_D/model.safetensors")
+        with torch.inference_mode():
+            torch.testing.assert_close(reference_check._run_modules(tmp_path, hidden), vector)
+
+
+@pytest.mark.parametrize(
+    ("stated", "names"),
+    [
+        ({}, ["linear.weight"]),
+        ({"bias": False}, ["linear.weight", "linear.bias"]),
+        ({}, ["linear.weight", "linear.bias", "residual.weight"]),
+        ({"out_features": 5}, ["linear.weight", "linear.bias"]),
+        (
+            {"activation_function": "torch.nn.modules.linear.Linear"},
+            ["linear.weight", "linear.bias"],
+        ),
+    ],
+    ids=str,
+)
+def test_a_layer_whose_tensors_are_not_those_of_its_file_is_refused(tmp_path: Path, stated, names):
+    shapes = {"linear.weight": (4, 6), "linear.bias": (4,), "residual.weight": (4, 6)}
+    write(tmp_path / "d/config.json", {"in_features": 6, "out_features": 4} | stated)
+    save_file({name: torch.zeros(shapes[name]) for name in names}, tmp_path / "d/model.safetensors")
+    with pytest.raises(UnsupportedModel):
+        Dense.read(str(tmp_path / "d"), torch.device("cpu"))

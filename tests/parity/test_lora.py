@@ -80,6 +80,26 @@ def test_adapters_in_mixed_cached_and_preempted_batches(adapters, model_type: st
     assert log.total("num_preemptions") > 0 and log.total("prefix_cache_hits") > 0
 
 
+def test_adapters_of_joined_layers(checkpoints, tmp_path: Path):
+    base = checkpoints("phi3", next(iter(CASES["phi3"])))
+    kinds = {
+        "all": {"r": 8, "target_modules": "all-linear", "lora_alpha": 12},
+        "qkv": {
+            "r": 4,
+            "target_modules": ["qkv_proj"],
+            "rank_pattern": {"1.self_attn.qkv_proj": 2},
+        },
+        "mlp": {"r": 3, "target_modules": r".*(gate_up|down)_proj", "use_rslora": True},
+    }
+    merged = {
+        name: make_adapter(base, tmp_path / name, options, seed)
+        for seed, (name, options) in enumerate(kinds.items())
+    }
+    named = store(tmp_path, **{name: tmp_path / name / "adapter" for name in kinds})
+    engine = make_engine(base, num_blocks=80, depth=1, enable_lora=True, max_loras=3)
+    check(engine, base, merged, requests_of(named, 8))
+
+
 def test_more_adapters_than_places_take_turns(adapters):
     base, named, merged = adapters("llama")
     engine = make_engine(base, num_blocks=60, depth=2, enable_lora=True, max_cpu_loras=2)

@@ -262,7 +262,7 @@ class EngineClient:
                 self.status = message
 
     def _restart(self, message: EngineRestarting) -> None:
-        """Prepare for the restarted engine. Fail the request that crashed the engine repeatedly."""
+        """Prepare for the restarted engine. Fail the request that crashed the engine twice."""
         if not self.recovery.is_restarting:
             self.loading_since = time.monotonic()
             lost = [state for state in self.running.values() if state.is_open]
@@ -275,11 +275,11 @@ class EngineClient:
         if guilty is not None:
             report = uuid4().hex[:8]
             log.error(
-                "request %s crashed the engine repeatedly and was stopped (report %s)",
+                "request %s crashed the engine twice and was stopped (report %s)",
                 guilty.request_id,
                 report,
             )
-            error = f"the engine ended at this request three times (report {report})"
+            error = f"the engine ended twice at this request (report {report})"
             outputs = [
                 EngineCoreOutput(engine_id, finish_reason=FinishReason.ERROR, error=error)
                 for engine_id in guilty.open_engine_ids()

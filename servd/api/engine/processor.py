@@ -85,8 +85,10 @@ class Processor:
             spec, model.generation_config, model.override_generation_config
         )
         self.default_max_tokens: int | None = self.default_params.pop("max_tokens", None)
-        eos = dict.fromkeys((*spec.eos_token_ids, tokenizer.eos_token_id))
-        self._eos_token_ids = [token_id for token_id in eos if token_id is not None]
+        self._eos_token_ids = [*spec.eos_token_ids]
+        eos = tokenizer.eos_token_id
+        if eos is not None and eos < spec.vocab_size and eos not in self._eos_token_ids:
+            self._eos_token_ids.append(eos)
         self.grammars = GrammarChecker(config, spec)
         self._ordinal = itertools.count()  # of requests without a seed; `next` is safe in threads
 

@@ -14,10 +14,9 @@ from servd.core.client import EngineCoreClient
 class Recovery:
     """A queue of open requests to resend, with their tokens so far, to a restarted engine.
 
-    A request is a suspect if its prompt was being computed at a crash, and it has got no token
-    since the previous crash. Suspects are sent after all other requests, newest first and one at a
-    time, so that the next crash identifies the cause. `is_trying`: a suspect is running or waits to
-    be sent.
+    A request is a suspect if it was being computed at a crash. Suspects are sent after all other
+    requests, newest first, and each when the one before has got a token. So the next crash
+    identifies the cause, which is not sent a third time.
 
     With several engines, requests that cannot have caused the crash need not wait for the restart:
     see `movable`.
@@ -28,11 +27,14 @@ class Recovery:
 
     def __post_init__(self) -> None:
         self.is_restarting = False
-        self.is_trying = False
-        self._at_death: dict[str, int] = {}  # output tokens of open requests at the last crash
+        self._at_death: dict[str, int] = {}  # output tokens of the suspects at the last crash
         self._computing: set[str] = set()  # requests whose prompts were computed at the last crash
-        self._untried: list[str] = []
-        self._tried: str | None = None  # suspect that was sent, and has got no token since
+        self._unsent: list[str] = []  # suspects
+
+    @property
+    def is_trying(self) -> bool:
+        """Whether suspects wait to be sent."""
+        return bool(self._unsent)
 
     def engine_died(self, generation: int, computing: Iterable[str]) -> RequestState | None:
         """Connect to the next engine. Return the request that caused the crash, if `computing`, the
@@ -51,16 +53,13 @@ class Recovery:
             if not engine_ids.isdisjoint(state.request.choice_ids)
         }
         num_tokens = {name: _num_tokens(state) for name, state in open_requests.items()}
-        stuck = [
-            request_id
-            for request_id, count in num_tokens.items()
-            if request_id in self._computing and self._at_death.get(request_id) == count
-        ]
-        guilty = self._tried if self._tried in stuck else None
-        self._at_death = num_tokens
-        self._untried = [request_id for request_id in stuck if request_id != guilty]
-        self._tried = None
-        self.is_trying = bool(self._untried)
+        stuck = [name for name in self._computing if self._at_death.get(name) == num_tokens[name]]
+        guilty = stuck[0] if len(stuck) == 1 else None
+        suspects = {*self._unsent, *self._computing} - {guilty}
+        self._at_death = {
+            name: count for name, count in num_tokens.items() if count or name in suspects
+        }
+        self._unsent = [name for name in self._at_death if name != guilty]
         return None if guilty is None else open_requests[guilty]
 
     def engine_ready(self) -> None:
@@ -69,24 +68,20 @@ class Recovery:
             return
         self.is_restarting = False
         self.send(
-            state for name, state in self._open_requests().items() if name not in self._untried
+            state for name, state in self._open_requests().items() if name not in self._unsent
         )
         self.try_next()
 
     def try_next(self) -> None:
-        if not self.is_trying or self.is_restarting:
-            return
+        """Send the next suspect, unless another has got no token since it was sent again."""
         open_requests = self._open_requests()
-        tried = open_requests.get(self._tried or "")
-        if tried is not None and _num_tokens(tried) == self._at_death[tried.request_id]:
-            return
-        self._tried = None
-        while self._untried and self._tried is None:
-            request_id = self._untried.pop()
+        while self._unsent and not self.is_restarting:
+            sent = self._at_death.keys() & open_requests.keys() - {*self._unsent}
+            if any(_num_tokens(open_requests[name]) == self._at_death[name] for name in sent):
+                return
+            request_id = self._unsent.pop()
             if request_id in open_requests:
-                self._tried = request_id
                 self.send([open_requests[request_id]])
-        self.is_trying = self._tried is not None
 
     def movable(self) -> list[RequestState]:
         """Return the requests that may move to another engine during a restart: those that did not

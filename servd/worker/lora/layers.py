@@ -152,7 +152,6 @@ def _linear_layers(model: Model) -> dict[str, tuple[Matrix, int | None]]:
         if not IN_A_LAYER.search(name) or ".experts." in name:
             continue
         parent, _, last = name.rpartition(".")
-        # Phi-3's own matrices have the names of fused matrices, and one part.
         parts = fused.get(last) if len(matrix.part_shapes) > 1 else None
         for part, own in parts or [(None, last)]:
             if (layer := layer_of(f"{parent}.{own}")) is not None:

@@ -2,7 +2,7 @@
 gate and up, as one tensor each. Heads may be rotated in part.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 from servd.checkpoint.hf import ModelSpec
 from servd.worker.layers.rotary import Rotary, rope_parameters
@@ -34,3 +34,4 @@ class Phi3Attention(LlamaAttention):
 class Phi3ForCausalLM(LlamaForCausalLM):
     attention_class = Phi3Attention
     rotary_class = Phi3Rotary
+    packed: ClassVar[dict[str, tuple[str, int]]] = {}  # the checkpoint's own tensors are packed

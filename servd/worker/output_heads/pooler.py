@@ -129,7 +129,8 @@ class Dense:
     @classmethod
     def read(cls, folder: str, device: torch.device) -> Dense:
         """Read a layer of sentence-transformers from `folder`. Raises ModelNotFound: a file is
-        missing or broken; UnsupportedModel: the activation is not one of torch.
+        missing or broken; UnsupportedModel: the activation is not one of torch, or the tensors are
+        not those that the configuration states.
         """
         config = read_json(Path(folder) / "config.json")
         file = Path(folder) / "model.safetensors"
@@ -138,8 +139,16 @@ class Dense:
         if not path.startswith("torch.nn.modules.") or not hasattr(nn, name):
             raise UnsupportedModel(f"{folder}/config.json: activation {path} is not supported")
         try:
-            found = {key: tensor.float().to(device) for key, tensor in load_file(file).items()}
-            return cls(found["linear.weight"], found.get("linear.bias"), getattr(nn, name)())
+            tensors = {key: tensor.float().to(device) for key, tensor in load_file(file).items()}
+            linear = nn.Linear(
+                config["in_features"], config["out_features"], config.get("bias", True), "meta"
+            )
+            expected = {f"linear.{key}": tensor.shape for key, tensor in linear.named_parameters()}
+            if (shapes := {key: tensor.shape for key, tensor in tensors.items()}) != expected:
+                raise UnsupportedModel(f"{file} has {shapes}, but config.json states {expected}")
+            return cls(tensors["linear.weight"], tensors.get("linear.bias"), getattr(nn, name)())
+        except TypeError as error:
+            raise UnsupportedModel(f"{folder}/config.json: activation {path}: {error}") from None
         except (OSError, KeyError, SafetensorError) as error:
             raise ModelNotFound(f"{file} cannot be read: {error}") from None
 

@@ -8,6 +8,7 @@ hundreds of megabytes. It is cached. The comparison runs at every start.
 import hashlib
 import json
 import logging
+import math
 import os
 import random
 import subprocess
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 
@@ -115,6 +117,8 @@ class ReferenceCheck:
         least = LEAST_LOGIT if self.files.score_tokens else 1e-6
         distances = [
             float(np.linalg.norm(one - np.array(other)) / max(np.linalg.norm(other), least))
+            if len(one) == len(other)
+            else math.inf
             for one, other in zip(found, reference, strict=True)
         ]
         numbers = ", ".join(f"{distance:.2g}" for distance in distances)
@@ -183,7 +187,7 @@ def reference(folder: str, limit: int) -> list[list[float]]:
     """Return the prompts' vectors, computed with transformers and plain torch in float32."""
     import transformers
 
-    from servd.worker.output_heads.pooler import Dense, score_of
+    from servd.worker.output_heads.pooler import score_of
 
     spec = read_spec(folder)
     files = pooling.read(spec)
@@ -198,7 +202,6 @@ def reference(folder: str, limit: int) -> list[list[float]]:
         options["config"] = transformers.CONFIG_MAPPING["gte"].from_dict(spec.config)
     model = kind.from_pretrained(folder, **options).eval()
     _compute_in_float32(model)
-    dense = [Dense.read(each, torch.device("cpu")) for each in files.dense]
     found = []
     for ids in prompts(spec, limit):
         options = {}
@@ -211,12 +214,42 @@ def reference(folder: str, limit: int) -> list[list[float]]:
             vector = output.logits[0].float()
         else:
             hidden = output.last_hidden_state[0].float()  # [num_tokens, hidden]
-            vector = {"cls": hidden[0], "mean": hidden.mean(0), "last": hidden[-1]}[files.pooling]
-            for layer in dense:
-                vector = layer(vector)
-            vector = nn.functional.normalize(vector, dim=0) if files.normalize else vector
+            vector = _run_modules(Path(folder), hidden)
         found.append(vector.tolist())
     return found
+
+
+def _run_modules(folder: Path, hidden: Tensor) -> Tensor:
+    """Return the vector from hidden states [num_tokens, hidden], by the modules after the
+    Transformer as sentence-transformers runs them: each reads and writes features by name. Shares
+    no code with servd's reader of these files, to find its mistakes.
+    """
+    file = folder / "modules.json"
+    modules = json.loads(file.read_text("utf8")) if file.exists() else [{}, {"type": "Pooling"}]
+    features = {"token_embeddings": hidden}
+    for module in modules[1:]:
+        place = folder / module.get("path", "missing")
+        config = json.loads(f.read_text()) if (f := place / "config.json").exists() else {}
+        source = config.get("module_input_name", "sentence_embedding")
+        target = config.get("module_output_name") or source
+        match module["type"].split(".")[-1]:
+            case "Pooling":
+                flags = [key for key in config if key.startswith("pooling_mode_") and config[key]]
+                modes = config.get("pooling_mode") or flags or "mean"
+                vectors = {"cls": hidden[0], "mean": hidden.mean(0), "lasttoken": hidden[-1]}
+                (mode,) = [modes] if isinstance(modes, str) else modes
+                mode = mode.removeprefix("pooling_mode_").removesuffix("_token")
+                features["sentence_embedding"] = vectors[mode.removesuffix("_tokens")]
+            case "Dense":
+                path = config.get("activation_function", "torch.nn.Tanh")
+                sizes = config["in_features"], config["out_features"]
+                linear = nn.Linear(*sizes, bias=config.get("bias", True))
+                tensors = safetensors.torch.load_file(place / "model.safetensors")
+                linear.load_state_dict({k.removeprefix("linear."): t for k, t in tensors.items()})
+                features[target] = getattr(nn, path.split(".")[-1])()(linear(features[source]))
+            case "Normalize":
+                features[target] = nn.functional.normalize(features[source], dim=-1)
+    return features["sentence_embedding"]
 
 
 def _compute_in_float32(model: nn.Module) -> None:
