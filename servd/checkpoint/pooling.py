@@ -22,7 +22,8 @@ ENCODERS = frozenset({"bert", "gte", "modernbert", "roberta", "xlm-roberta"})
 # A bit that workers set in the token ids of the second of two texts.
 SECOND_TEXT = 1 << 30
 ACTIVATIONS = {"regression": "identity", "multi_label_classification": "sigmoid"}  # by problem
-MODES = {
+Mode = Literal["last", "mean", "cls"]
+MODES: dict[str, Mode] = {
     "cls": "cls",
     "cls_token": "cls",
     "mean": "mean",
@@ -64,7 +65,7 @@ class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     task: Task = "generate"  # what the model is for; "generate" has vectors too
     is_causal: bool = True
-    pooling: Literal["last", "mean", "cls"] = "last"
+    pooling: Mode = "last"
     normalize: bool = True
     size: int = 0  # numbers of a vector
     dense: list[str] = []  # folders of layers between pooling and normalization
@@ -328,7 +329,7 @@ def _limits_file(folder: Path) -> Path:
     return next((file for file in files if file.exists()), files[0])
 
 
-def _mode(folder: Path) -> str:
+def _mode(folder: Path) -> Mode:
     config = _load(folder / "config.json")
     modes = config.get("pooling_mode") or [
         name.removeprefix("pooling_mode_")
