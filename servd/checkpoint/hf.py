@@ -29,6 +29,8 @@ DEMO_MODEL = "demo"  # the default MODEL
 DEMO_FOLDER = Path(__file__).parents[1] / "demo_model"
 METADATA_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "tokenizer*"]
 WEIGHT_FILES = ["*.safetensors"]
+# Mistral's own format, adapters and variants beside a checkpoint.
+OTHER_WEIGHTS = ["consolidated*.safetensors", "adapter_*.safetensors", "model.?*.safetensors"]
 # Any of these can be converted to tokenizer.json by transformers.
 PIECES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 CONVERTIBLE = (*PIECES, "vocab.json", "vocab.txt", "tekken.json")
@@ -147,7 +149,7 @@ def read_spec(folder: Path | str, overrides: dict[str, Any] | None = None) -> Mo
         "attention_heads",
         "decoder_attention_heads",
     )
-    hidden_size = size("hidden_size", "n_embd", "d_model", "embed_dim")
+    hidden_size = size("hidden_size", "n_embd", "d_model", "embed_dim", "dim")
     model_type = first("model_type")
     if not isinstance(model_type, str):
         raise UnsupportedModel(f"{folder}/config.json: model_type {model_type!r:.50} is no name")
@@ -358,7 +360,9 @@ def blobs_to_download(model: str) -> dict[str, int]:
         found = huggingface_hub.HfApi().model_info(repository, files_metadata=True).siblings or []
     files = {file.rfilename: file for file in found}
     patterns = METADATA_FILES + WEIGHT_FILES
-    names = huggingface_hub.utils.filter_repo_objects(files, allow_patterns=patterns)
+    names = huggingface_hub.utils.filter_repo_objects(
+        files, allow_patterns=patterns, ignore_patterns=OTHER_WEIGHTS
+    )
     if tag:
         names = gguf.choose_files(model, files, tag, repository)
     chosen = [files[name] for name in names]
@@ -376,7 +380,11 @@ def _download(
         patterns = [glob.escape(name) for name in names]
     with _hub_errors(model):
         found = huggingface_hub.snapshot_download(
-            repository, revision=revision, cache_dir=download_dir, allow_patterns=patterns
+            repository,
+            revision=revision,
+            cache_dir=download_dir,
+            allow_patterns=patterns,
+            ignore_patterns=OTHER_WEIGHTS,
         )
     return gguf.as_folder(Path(found, names[0])) if names else Path(found)
 
@@ -433,25 +441,48 @@ def _hub_errors(model: str) -> Iterator[None]:
         ) from None
 
 
+def index_of(folder: Path, suffix: str = ".safetensors") -> Path:
+    return folder / f"{'pytorch_model' if suffix == '.bin' else 'model'}{suffix}.index.json"
+
+
+def read_index(index: Path) -> dict[str, str]:
+    """Return the file of each tensor by the index of weight files; {} if there is no index. Raises
+    ModelNotFound if it is broken.
+    """
+    places = read_json(index).get("weight_map", {}) if index.exists() else {}
+    if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
+        raise ModelNotFound(f"{index}: weight_map does not map tensors to files")
+    return places
+
+
 def weight_files(folder: Path | str, load_format: str = "auto") -> list[Path]:
-    """Return the safetensors files of a checkpoint, sorted by name, or the GGUF files of a folder
-    from `gguf.as_folder`. With load_format "pt", return the pickled files of torch. Raises
+    """Return the safetensors files of a checkpoint as transformers chooses them: the whole one, or
+    those of the index, or else the numbered ones; or the GGUF files of a folder from
+    `gguf.as_folder`. With load_format "pt", return the pickled files of torch. Raises
     ModelNotFound if there is no file, or a file of the index or of the numbered files is missing.
     """
     folder = Path(folder)
+    if (folder / gguf.WEIGHTS).is_symlink():
+        files = [folder / gguf.WEIGHTS, *sorted(folder.glob("model-*.gguf"))]
+        gguf.check_files(files)
+        return files
     stem, suffix = ("pytorch_model", ".bin") if load_format == "pt" else ("model", ".safetensors")
-    index = folder / f"{stem}{suffix}.index.json"
-    if index.exists():
-        files = [folder / n for n in sorted(set(read_json(index).get("weight_map", {}).values()))]
-    elif (folder / gguf.WEIGHTS).is_symlink():
-        return [folder / gguf.WEIGHTS, *sorted(folder.glob("model-*.gguf"))]
+    whole = folder / f"{stem}{suffix}"
+    if whole.is_file():
+        return [whole]
+    if names := set(read_index(index_of(folder, suffix)).values()):
+        files = [folder / name for name in sorted(names)]
     else:
-        files = folder.glob(f"{stem}*.bin" if suffix == ".bin" else f"*{suffix}")
+        there_are = folder.glob(f"{stem}*{suffix}" if suffix == ".bin" else f"*{suffix}")
+        files = [file for file in there_are if not any(map(file.match, OTHER_WEIGHTS))]
+        files = [file for file in files if file.name.startswith(f"{stem}-")] or files
         files = sorted({part for file in files for part in gguf.name_parts(file)})
     gguf.check_files(files)
     if not files:
         other = sorted(f.name for pattern in ("*.bin", "*.pt") for f in folder.glob(pattern))
         hint = f"; it has {other[0]}: convert it to safetensors" if other else ""
+        if unread := sorted(folder.glob("*.safetensors")):
+            hint = f" that servd reads; it has {unread[0].name}: serve the original checkpoint"
         if load_format == "auto" and list(folder.glob("pytorch_model*.bin")):
             hint += ", or use --load-format pt"
         if found := sorted(folder.glob("*.gguf")):

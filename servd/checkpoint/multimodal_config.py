@@ -16,8 +16,7 @@ FLAT = ("qwen2_vl", "qwen2_5_vl")  # as Qwen published them: text keys at the to
 # Keys of the whole model that hold for its text.
 OF_WHOLE = ("tie_word_embeddings", "dtype", "torch_dtype", "eos_token_id")
 INNER = ("language_model.", "text_model.")  # where its weights are in the whole model
-# Names of its weights where they are not inside of another module, and of the layer that drafts.
-OWN = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.", "mtp.")
+OTHERS = tuple(_DATA["others"])
 
 
 def is_part(config: Mapping[str, Any]) -> bool:
@@ -48,12 +47,14 @@ def text_of(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def text_name(name: str) -> str | None:
-    """Return the name that a multimodal checkpoint's tensor has in the language model; None if the
-    tensor belongs to another part.
+    """Return the name that a multimodal checkpoint's tensor has in the language model, or its own
+    name; None if the tensor belongs to a part that sees or hears.
     """
+    if name.removeprefix("model.").startswith(OTHERS):
+        return None
     for place in INNER:
-        _, is_inside, rest = name.partition(place)
-        if is_inside:
+        outside, is_inside, rest = name.partition(place)
+        if is_inside and outside in ("", "model."):
             rest = rest.removeprefix("model.")
             return rest if rest.startswith("lm_head.") else f"model.{rest}"
-    return name if name.startswith(OWN) else None
+    return name

@@ -12,7 +12,8 @@ FLAG = "--hf-overrides"
 TEXT = "text_config"  # the part of a model that reads images too which servd runs
 LENGTH = "max_position_embeddings"
 FIRST_LENGTH = "original_max_position_embeddings"
-ROPE = ("rope_parameters", "rope_scaling")  # of transformers 5, and before it
+# Before transformers 5, and of it. transformers reads the first that is there.
+ROPE = ("rope_scaling", "rope_parameters")
 FULL = "full_attention"  # the layers that scaling is for, where windows have rotations of their own
 
 # rope_type -> keys that it needs.
@@ -24,12 +25,15 @@ ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "longrope": ("short_factor", "long_factor", FIRST_LENGTH),
     "default": (),
 }
+# Types that a length beside the rotation is for, where it comes before the one inside.
+WITH_FIRST_LENGTH = ("llama3", "longrope", "yarn")
 # What of a rotation is not its scaling: another type leaves it as it is.
 ROTATION = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
 _DATA = tomllib.loads(Path(__file__).with_name("overrides.toml").read_text(encoding="utf8"))
 ROPE_KEYS = {*_DATA["rope"], *ROTATION, *(key for keys in ROPE_TYPES.values() for key in keys)}
 NUMBERS = ROPE_KEYS - {*_DATA["no_numbers"]}
 OPTIONAL = {*ROPE, *_DATA["optional"]}
+MAX_NUMBER = 1e100
 OF_FILES = {
     "quantization_config": "options cannot change the format of the weights",
     "compression_config": "options cannot change the format of the weights",
@@ -59,8 +63,9 @@ def override(config: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, An
         if key not in ROPE
     }
     parts = [_object(changes, key) for key in ROPE if key in changes]
-    if "rope_theta" in changes and "rope_theta" in rope_of(config):
-        parts.insert(0, {"rope_theta": changes["rope_theta"]})
+    for key in ("rope_theta", FIRST_LENGTH):
+        if key in changes and (parts or key in rope_of(config)):
+            parts.insert(0, {key: changes[key]})
     if parts:
         if LENGTH not in config:
             raise ConfigError(f"{FLAG}: the model has no rotary positions that could be scaled")
@@ -72,24 +77,33 @@ def override(config: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, An
 
 def reach(config: dict[str, Any]) -> dict[str, Any]:
     """Return config.json with the number of positions that YaRN reaches. Published checkpoints may
-    state the number without YaRN.
+    state the number without YaRN. Dynamic scaling begins at the number that config.json states,
+    not at the one inside the rotation, which is here for --hf-overrides.
     """
     rope = rope_of(config)
+    if kind_of(rope) == "dynamic" and FIRST_LENGTH in rope:
+        place = next(key for key in ROPE if config.get(key))
+        kept = {key: value for key, value in rope.items() if key != FIRST_LENGTH}
+        return config | {place: config[place] | {FULL: kept} if FULL in config[place] else kept}
     length = config.get(LENGTH)
     first = rope.get(FIRST_LENGTH)
     factor = rope.get("factor")
-    if kind_of(rope) == "yarn" and _is_number(length) and _is_number(first) and _is_number(factor):
+    if kind_of(rope) == "yarn" and is_number(length) and is_number(first) and is_number(factor):
         return config | {LENGTH: max(length, int(first * factor))}
     return config
 
 
 def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the rotary parameters of layers without a window, from either form of config.json."""
-    found = next((config[key] for key in ROPE if config.get(key)), {})
-    found = found if isinstance(found, dict) else {}
-    if any(isinstance(each, dict) for each in found.values()):
-        found = found.get(FULL) or {}
-    return found
+    """Return the rotary parameters of layers without a window, as transformers reads them from
+    both forms of config.json.
+    """
+    rope = next((config[key] for key in ROPE if config.get(key)), {})
+    rope = rope if isinstance(rope, dict) else {}
+    if any(isinstance(value, dict) for value in rope.values()):
+        return rope.get(FULL) or {}
+    if config.get(FIRST_LENGTH) is not None and kind_of(rope) in WITH_FIRST_LENGTH:
+        return rope | {FIRST_LENGTH: config[FIRST_LENGTH]}
+    return rope
 
 
 def kind_of(rope: Mapping[str, Any], default: str = "default") -> str:
@@ -98,7 +112,7 @@ def kind_of(rope: Mapping[str, Any], default: str = "default") -> str:
 
 def _scaled(config: dict[str, Any], asked: dict[str, Any] | None) -> dict[str, Any]:
     """Return config.json's keys for the changed rotary scaling and the length that it reaches."""
-    place = next((key for key in ROPE if config.get(key)), ROPE[1])
+    place = next((key for key in ROPE if config.get(key)), ROPE[0])
     written = config.get(place) or {}
     before = rope_of(config)
     is_layered = any(isinstance(each, dict) for each in written.values())
@@ -124,6 +138,8 @@ def _scaled(config: dict[str, Any], asked: dict[str, Any] | None) -> dict[str, A
             # With linear scaling, files state the scaled length; with dynamic, the unscaled one.
             share = before.get("factor", 1) if is_same and kind == "linear" else 1
             found[LENGTH] = int(length * rope["factor"] / share)
+    if config.get(FIRST_LENGTH) and kind in WITH_FIRST_LENGTH:
+        found[FIRST_LENGTH] = rope[FIRST_LENGTH]
     return found | {place: {**written, **others, FULL: rope} if is_layered else rope}
 
 
@@ -136,7 +152,7 @@ def _check_rope(asked: Mapping[str, Any], rope: Mapping[str, Any]) -> None:
     for key, value in asked.items():
         _check_key(key, ROPE_KEYS, "rotary positions have none")
         if key in NUMBERS:
-            if not _is_number(value) or value <= 0 or (key == "factor" and value < 1):
+            if not is_number(value) or value <= 0 or (key == "factor" and value < 1):
                 at_least = "of 1 or more" if key == "factor" else "above 0"
                 raise ConfigError(f"{FLAG}: {key} {value!r:.50} must be a number {at_least}")
     if kind == "default" and "factor" in asked:
@@ -154,8 +170,8 @@ def _check_key(key: str, known: Iterable[str], why: str) -> None:
 
 def _check_type(key: str, value: Any, before: Any) -> None:
     """Check that a value has the type of `before`: the text "false" would count as true."""
-    is_number = _is_number(value) and _is_number(before)
-    if value is None or before is None or is_number or type(value) is type(before):
+    are_numbers = is_number(value) and is_number(before)
+    if value is None or before is None or are_numbers or type(value) is type(before):
         return
     if key == "eos_token_id":  # an id or a list
         return
@@ -169,5 +185,6 @@ def _object(changes: Mapping[str, Any], key: str) -> dict[str, Any] | None:
     return value
 
 
-def _is_number(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def is_number(value: Any) -> TypeGuard[float]:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and abs(value) < MAX_NUMBER  # which NaN is not

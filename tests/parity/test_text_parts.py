@@ -3,6 +3,7 @@
 import json
 import logging
 import random
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from servd.base import plugins
+from servd.base.errors import ConfigError
 from servd.checkpoint.multimodal_config import CLASSES, DEFAULTS, SAME
 from tests.parity.families import GEMMA3, LLAMA, QWEN3_MOE, QWEN3_NEXT
 from tests.worker.driver import Driver, config_for
@@ -110,6 +112,34 @@ def test_by_transformers(tmp_path: Path, model_type: str):
     model = whole_model(model_type)
     model.save_pretrained(tmp_path)
     check(tmp_path, model, model_impl="transformers")
+
+
+@pytest.mark.parametrize(
+    ("name", "is_part"),
+    [
+        ("model.vision_tower.text_model.layers.0.self_attn.q_proj.weight", True),
+        ("audio_tower.language_model.norm.weight", True),
+        ("model.multi_modal_projector.layers.0.mlp.up_proj.weight", True),
+        ("model.qformer.layers.0.mlp.up_proj.weight", True),
+        ("model.image_newline", True),
+        ("model.language_model.layers.0.self_attn.gate.weight", False),
+        ("model.language_model.adapters.0.weight", False),
+        ("draft.language_model.layers.0.mlp.up_proj.weight", False),
+        ("text_adapter.weight", False),
+        ("model.layers.9.mlp.up_proj.weight", False),
+    ],
+)
+def test_other_tensors_are_of_known_parts_or_refused(tmp_path: Path, name: str, is_part: bool):
+    """They change no tensor of the language model whose name is inside of theirs."""
+    model = whole_model("llava")
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file(load_file(file) | {name: torch.ones(4, 4)}, file, {"format": "pt"})
+    if is_part:
+        check(tmp_path, model)
+        return
+    with pytest.raises(ConfigError, match=re.escape(name.partition("language_model.")[2] or name)):
+        check(tmp_path, model)
 
 
 def test_as_qwen_published_version_2(tmp_path: Path):

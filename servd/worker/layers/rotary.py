@@ -9,11 +9,13 @@ from torch import Tensor, nn
 
 from servd.base.errors import UnsupportedModel
 from servd.checkpoint.hf import ModelSpec
-from servd.checkpoint.overrides import ROPE_TYPES
+from servd.checkpoint.overrides import NUMBERS, ROPE, ROPE_TYPES, is_number, rope_of
 from servd.worker import ops
 from servd.worker.ops.reference import Rotation
 
 log = logging.getLogger("servd.worker")
+
+MAY_BE_ZERO = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")  # which leaves them out
 
 
 class Rotary(nn.Module):
@@ -41,13 +43,26 @@ class Rotary(nn.Module):
 def rope_parameters(spec: ModelSpec) -> dict[str, Any]:
     """Return rope_type, rope_theta and the scaling's own keys, from either form of config.json.
     transformers 5 writes `rope_parameters`; earlier checkpoints have `rope_theta` and
-    `rope_scaling`.
+    `rope_scaling`. Raises UnsupportedModel if a value is no rotation.
     """
     config = spec.config
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    for place in ROPE:
+        stated = config.get(place) or {}
+        if not isinstance(stated, dict):
+            raise UnsupportedModel(f"config.json: {place} {stated!r:.50} is no object")
+        if any(isinstance(value, dict) for value in stated.values()):
+            raise UnsupportedModel(f"{place} that differs from layer to layer is not supported")
+    rope = dict(rope_of(config))
     rope.setdefault("rope_type", rope.get("type", "default"))
     rope.setdefault("rope_theta", config.get("rope_theta", 10000.0))
     rope.setdefault("original_max_position_embeddings", spec.max_position_embeddings)
+    if config.get("partial_rotary_factor") is not None:
+        rope.setdefault("partial_rotary_factor", config["partial_rotary_factor"])
+    for key in NUMBERS & rope.keys():
+        value = rope[key]
+        is_left_out = value is None and key != "rope_theta" or value == 0 and key in MAY_BE_ZERO
+        if not is_left_out and not (is_number(value) and value > 0):
+            raise UnsupportedModel(f"config.json: {key} {value!r:.50} is no number above 0")
     return rope
 
 
@@ -58,18 +73,14 @@ def frequencies(
     UnsupportedModel if angles differ by layer or cover a part of the head, or if `rope_type` is
     unknown or lacks a key.
     """
-    if any(isinstance(value, dict) for value in rope.values()):
-        raise UnsupportedModel("rope_parameters that differ from layer to layer are not supported")
-    partial_factor = rope.get(
-        "partial_rotary_factor", spec.config.get("partial_rotary_factor", 1.0)
-    )
-    if partial_factor not in (None, 1.0) and not is_partial:
+    partial_factor = rope.get("partial_rotary_factor") or 1.0
+    if partial_factor > 1 or partial_factor < 1 and not is_partial:
         raise UnsupportedModel(f"partial_rotary_factor {partial_factor} is not supported")
-    size = int(spec.head_dim * (partial_factor or 1.0))
+    size = int(spec.head_dim * partial_factor)
     exponents = torch.arange(0, size, 2, dtype=torch.float32) / size
     inv_freq = 1.0 / rope["rope_theta"] ** exponents
-    needed = {**ROPE_TYPES, "yarn": ()}.get(rope["rope_type"], ())
-    if missing := [key for key in needed if key not in rope]:
+    needed = {**ROPE_TYPES, "yarn": ()}.get(str(rope["rope_type"]), ())
+    if missing := [key for key in needed if rope.get(key) is None]:
         raise UnsupportedModel(
             f"config.json has rope_type {rope['rope_type']!r} without {', '.join(missing)}"
         )
@@ -163,9 +174,10 @@ def _longrope(inv_freq: Tensor, rope: dict[str, Any], spec: ModelSpec) -> tuple[
             original,
         )
     factors = torch.tensor(rope["long_factor" if is_long else "short_factor"])
-    if factors.shape != inv_freq.shape:
+    if factors.shape != inv_freq.shape or not bool((factors > 0).all() & factors.isfinite().all()):
         raise UnsupportedModel(
-            f"rope_parameters of longrope have {len(factors)} factors for {len(inv_freq)} pairs"
+            f"rope_parameters of longrope have {len(factors)} factors for {len(inv_freq)} pairs, "
+            "or one that is no number above 0"
         )
     factor = rope.get("factor") or spec.max_position_embeddings / original
     magnitude = rope.get("attention_factor")

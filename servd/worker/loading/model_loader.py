@@ -16,6 +16,7 @@ from torch import Tensor
 
 from servd.base import plugins
 from servd.base.errors import ConfigError, ModelNotFound, UnsupportedModel
+from servd.checkpoint import pooling
 from servd.checkpoint.hf import (
     ModelSpec,
     quant_method_of,
@@ -34,7 +35,8 @@ from servd.worker.layers._matrix import MakeQuantMethod, Matrix, QuantMethod
 from servd.worker.layers.attention import Attention, ForwardContext
 from servd.worker.layers.quantized import NamedTensors, Quantized
 from servd.worker.layers.weight import Loadable, Weight
-from servd.worker.loading.pipeline_model import cut
+from servd.worker.loading.output_head import HEAD, find_head, use_as_embedding
+from servd.worker.loading.pipeline_model import MissingHead, cut
 from servd.worker.ops import native
 from servd.worker.quantization import _imatrix
 from servd.worker.quantization._files import read_tensors
@@ -68,12 +70,16 @@ def build_model(
     parallel: Parallel,
     implementation: str = "auto",
     max_model_len: int | None = None,
+    load_format: str = "auto",
 ) -> Model:
     """Return the model with uninitialized weights, from the module of its model_type or from
     transformers, for requests of up to `max_model_len` tokens. Raises UnsupportedModel if there is
     no module for this model_type, or it does not support a feature in config.json.
     """
     spec = replace(spec, max_model_len=max_model_len)
+    head = find_head(spec, load_format)
+    if head == "its own":
+        spec = replace(spec, config=spec.config | {"tie_word_embeddings": False})
     is_native = spec.model_type.replace("-", "_") in plugins.names(MODELS)
     is_native = is_native and not is_encoder_as_decoder(spec)
     if implementation == "transformers" or (implementation == "auto" and not is_native):
@@ -81,16 +87,14 @@ def build_model(
 
         model_class: Any = TransformersForCausalLM
     else:
-        try:
-            model_class = plugins.load(MODELS, spec.model_type, spec.architecture)
-        except AttributeError:
-            raise UnsupportedModel(
-                f"{MODELS.replace('.', '/')}/{spec.model_type}.py has no {spec.architecture!r}, "
-                "which config.json names"
-            ) from None
+        model_class = _class_of(spec)
     try:
         with defaults(dtype, device):
             model = model_class(spec, parallel).eval()
+            if head == "as embedding" and is_native:
+                use_as_embedding(model)
+            if head == "missing" and is_native and pooling.read(spec).task == "embed":
+                model.lm_head = MissingHead(spec.vocab_size)
             if parallel.num_stages > 1:
                 cut(model, parallel, spec.num_layers)
             return model
@@ -103,6 +107,32 @@ def build_model(
         raise UnsupportedModel(
             f"{spec.folder}/config.json does not describe a {model_class.__name__}: {error!r}"
         ) from error
+
+
+def _class_of(spec: ModelSpec) -> Any:
+    """Return the class of a model's file that config.json names; if it names the bare model, or
+    nothing, the one with a head, or an encoder. Raises UnsupportedModel if there is no such class.
+    """
+    module_name = spec.model_type.replace(":", " ")  # loads no code of others
+    parts: dict[str, Any] = plugins.load(MODELS, module_name, "__dict__")
+    classes = {_letters(name): x for name, x in parts.items() if hasattr(x, "base_prefix")}
+    family = _letters(spec.model_type)
+    name = _letters(spec.architecture) or f"{family}model"
+    names = [name]
+    if name == f"{family}model":
+        names += [f"{family}forcausallm", f"{family}lmheadmodel"]
+    for name in names:
+        if name.startswith(family) and name in classes:
+            return classes[name]
+    raise UnsupportedModel(
+        f"{MODELS.replace('.', '/')}/{spec.model_type}.py has no {spec.architecture!r}, "
+        "which config.json names as architectures"
+    )
+
+
+def _letters(name: str) -> str:
+    """Return a name in the form that is the same for a model_type and its classes."""
+    return re.sub("[-_]|text", "", name.lower())
 
 
 def tensor_shapes(folder: str) -> dict[str, torch.Size]:
@@ -133,6 +163,7 @@ def load_weights(
     copy = Staging() if is_on_cuda else Tensor.copy_
     files = weight_files(folder, load_format)
     _check(files)
+    _log_choice(files)
     done = 0
     total = sum(file.stat().st_size for file in files)
     names = set[str]()
@@ -200,6 +231,14 @@ def _check(files: list[Path]) -> None:
             f"{files[0].parent}: {len(broken)} of {len(files)} weight files cannot be read: "
             f"{', '.join(broken)}; download them again"
         )
+
+
+def _log_choice(files: list[Path]) -> None:
+    """Log which files are read if the folder has others of their kind."""
+    first = files[0]
+    if others := {*first.parent.glob(f"*{first.suffix}")} - {*files}:
+        names = ", ".join(sorted(other.name for other in others)[:MAX_NAMED])
+        log.info("%d weight files are read, from %s on; not %s", len(files), first.name, names)
 
 
 def _checkpoint(files: list[Path], weight: Tensor) -> NamedTensors:
@@ -290,7 +329,7 @@ def _target(
             return weights[candidate], part
         if (unpacked := f"{module}.{leaf}") in weights:
             return weights[unpacked], None
-    if name == "lm_head.weight":  # tied: the embedding is used
+    if name == HEAD:  # tied, and equal to the embedding
         return None, None
     raise UnsupportedModel(
         f"the checkpoint has a tensor {name!r} that servd's {type(model).__name__} does not use"

@@ -9,11 +9,17 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+)
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from servd.base.errors import DifferentTokens, UnsupportedModel
 from servd.checkpoint.hf import ModelSpec, read_json
+from servd.checkpoint.pooling import ENCODERS
 from servd.worker import compat
 from servd.worker.device.parallel import Parallel
 from servd.worker.layers._matrix import Matrix
@@ -186,8 +192,7 @@ def build(spec: ModelSpec) -> Any:
         config = AutoConfig.from_pretrained(spec.folder, trust_remote_code=False)
         if spec.config != read_json(Path(spec.folder) / "config.json"):  # or a part of a model
             config = CONFIG_MAPPING[spec.model_type].from_dict(spec.config)
-        if config.is_encoder_decoder:
-            raise UnsupportedModel("encoder-decoders are not supported")
+        refuse_encoders(config, spec)
         if getattr(config, "recurrent_kv_cache_mode", None) == "last_loop":
             raise UnsupportedModel(
                 "recurrent_kv_cache_mode 'last_loop': the tokens would depend on the division of "
@@ -220,6 +225,17 @@ def build(spec: ModelSpec) -> Any:
         for name, buffer in [*module.named_buffers(recurse=False, remove_duplicate=False)]:
             setattr(module, name, buffer.to(device=torch.get_default_device()))
     return model.requires_grad_(False).eval()  # in training, OPT leaves out layers by chance
+
+
+def refuse_encoders(config: Any, spec: ModelSpec) -> None:
+    if config.is_encoder_decoder:
+        raise UnsupportedModel("encoder-decoders are not supported")
+    is_causal = spec.architecture.endswith(("CausalLM", "HeadModel"))
+    if type(config) in MODEL_FOR_MASKED_LM_MAPPING and not is_causal:
+        raise UnsupportedModel(
+            f"{spec.model_type} is an encoder, and servd has files for other encoders only: "
+            f"{', '.join(sorted(ENCODERS))}"
+        )
 
 
 def split(model: Any, size: int) -> None:

@@ -8,12 +8,20 @@ from msgspec.structs import replace
 from torch import Tensor, nn
 
 from servd.checkpoint.hf import ModelSpec
+from servd.checkpoint.overrides import FULL
 from servd.worker.device.parallel import Parallel
 from servd.worker.layers.attention import ForwardContext
 from servd.worker.layers.norm import OffsetRMSNorm
 from servd.worker.layers.rotary import Rotary, Rotation
 from servd.worker.models.gemma2 import Gemma2Layer, embedding_factor, is_sliding, logit_cap
 from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM
+
+
+def rotary(spec: ModelSpec, rope: dict[str, Any]) -> Rotary:
+    """Return a rotation with these parameters instead of those of config.json."""
+    others = ("rope_parameters", "rope_scaling", "original_max_position_embeddings")
+    config = {key: value for key, value in spec.config.items() if key not in others}
+    return Rotary(replace(spec, config=config | {"rope_parameters": rope}))
 
 
 class Gemma3Rotary(nn.Module):
@@ -23,13 +31,11 @@ class Gemma3Rotary(nn.Module):
         super().__init__()
         config = spec.config
         stated = config.get("rope_parameters") or {}
+        # A flat rope_parameters counts for nothing, as in transformers.
+        full = {"rope_theta": config.get("rope_theta", 1000000.0)} | (stated.get(FULL) or {})
         local = {"rope_theta": config.get("rope_local_base_freq", 10000.0)}
-        full = {"rope_theta": 1000000.0} | config
-        if "full_attention" in stated:  # as transformers 5 writes it
-            full["rope_parameters"] = stated["full_attention"]
-            local["rope_parameters"] = stated.get("sliding_attention")
-        self.full = Rotary(replace(spec, config=full))
-        self.local = Rotary(replace(spec, config=local))
+        self.full = rotary(spec, full | (config.get("rope_scaling") or {}))
+        self.local = rotary(spec, local | (stated.get("sliding_attention") or {}))
 
     def forward(self, positions: Tensor) -> tuple[Rotation, Rotation]:
         """Return rotations for full-attention layers, and for sliding-window layers."""

@@ -2,16 +2,18 @@
 
 from typing import Any
 
+from servd.worker.models.gemma2 import is_sliding
 from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM
 
 
 class MistralAttention(LlamaAttention):
-    """Llama's attention with one window for all layers, if config.json has one."""
+    """Llama's attention with a window in all layers, or in those that config.json names."""
 
     @staticmethod
     def options(config: dict[str, Any], layer: int) -> dict[str, Any]:
         """Return arguments of `Attention`. A null window means no window."""
-        return {"sliding_window": config.get("sliding_window", 4096)}
+        is_windowed = not config.get("layer_types") or is_sliding(config, layer, 2)
+        return {"sliding_window": config.get("sliding_window", 4096) if is_windowed else None}
 
 
 class MistralForCausalLM(LlamaForCausalLM):

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import msgspec
 from torch import Tensor, nn
 
+from servd.base.errors import UnsupportedModel
 from servd.checkpoint.hf import ModelSpec
 from servd.checkpoint.pooling import num_labels
 from servd.worker.device.parallel import Parallel
@@ -24,15 +25,19 @@ LOCAL = "sliding_attention"
 
 def layer_types(config: dict[str, Any], num_layers: int) -> list[str]:
     every = config.get("global_attn_every_n_layers", 3)
-    return config.get("layer_types") or [LOCAL if i % every else FULL for i in range(num_layers)]
+    types = config.get("layer_types") or [LOCAL if i % every else FULL for i in range(num_layers)]
+    if others := [kind for kind in types if kind not in (FULL, LOCAL)]:
+        raise UnsupportedModel(f"layer_types: {others[0]!r} is not supported")
+    return types
 
 
 def make_rotary(spec: ModelSpec, layer_type: str) -> Rotary:
+    config = spec.config
     name, theta = {FULL: ("global_rope_theta", 160000.0), LOCAL: ("local_rope_theta", 10000.0)}[
         layer_type
     ]
-    rope = (spec.config.get("rope_parameters") or {}).get(layer_type) or {}
-    rope = {"rope_theta": spec.config.get(name, theta)} | rope
+    rope = (config.get("rope_parameters") or {}).get(layer_type) or {}
+    rope = {"rope_theta": config.get(name, theta)} | rope | (config.get("rope_scaling") or {})
     return Rotary(msgspec.structs.replace(spec, config={"rope_parameters": rope}))
 
 

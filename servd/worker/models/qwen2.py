@@ -4,6 +4,7 @@ from typing import Any
 
 from servd.base.errors import UnsupportedModel
 from servd.checkpoint.hf import ModelSpec
+from servd.checkpoint.overrides import FULL
 from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM
 
 
@@ -17,15 +18,17 @@ class Qwen2Attention(LlamaAttention):
 
 def refuse_mixed_windows(spec: ModelSpec) -> None:
     """Raise UnsupportedModel if a layer has Qwen's sliding window: from max_window_layers on, or in
-    the layers that layer_types names.
+    the layers that layer_types names. With experts, all layers have it.
     """
     config = spec.config
-    has_window = (
-        config.get("use_sliding_window") and config.get("max_window_layers", 0) < spec.num_layers
-    )
-    types = config.get("layer_types") or ["sliding_attention" if has_window else "full_attention"]
-    if others := {*types} - {"full_attention"}:
-        raise UnsupportedModel(f"layers with {', '.join(map(str, others))} are not supported")
+    has_experts = spec.model_type == "qwen3_moe"
+    first = 0 if has_experts else config.get("max_window_layers", 0)
+    types = {*(config.get("layer_types") or ())}
+    if config.get("use_sliding_window") and first < spec.num_layers and (has_experts or not types):
+        types.add("sliding_attention")
+    if others := types - {FULL}:
+        kinds = ", ".join(map(str, others))
+        raise UnsupportedModel(f"{kinds} in some of the layers (layer_types) is not supported")
 
 
 class Qwen2ForCausalLM(LlamaForCausalLM):

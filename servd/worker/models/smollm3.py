@@ -8,6 +8,7 @@ from servd.checkpoint.hf import ModelSpec
 from servd.worker.device.parallel import Parallel
 from servd.worker.layers.attention import ForwardContext
 from servd.worker.layers.rotary import Rotation
+from servd.worker.models.gemma2 import is_sliding
 from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM
 
 
@@ -26,11 +27,10 @@ class SmolLM3Attention(LlamaAttention):
 
     @staticmethod
     def options(config: dict[str, Any], layer: int) -> dict[str, Any]:
-        types = config.get("layer_types")
-        sliding = not has_positions(config, layer)
-        if types:
-            sliding = types[layer] == "sliding_attention"
-        is_used = config.get("use_sliding_window") and sliding
+        is_windowed = not has_positions(config, layer)
+        if config.get("layer_types"):
+            is_windowed = is_sliding(config, layer, 1)
+        is_used = config.get("use_sliding_window") and is_windowed
         return {"sliding_window": config.get("sliding_window") if is_used else None}
 
     def forward(self, x: Tensor, rotation: Rotation | None, ctx: ForwardContext) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from servd.base.errors import ModelNotFound, UnsupportedModel
 from servd.worker.layers.quantized import NamedTensors, Quantized
+from servd.worker.quantization._files import names_in
 
 Module = dict[str, Tensor]
 """Tensors of a module by their last name: "qweight", "scales", "weight.absmax"."""
@@ -32,7 +33,7 @@ def read_modules(
                 file = stack.enter_context(safe_open(path, framework="pt"))
             except (OSError, SafetensorError) as error:
                 raise ModelNotFound(f"{path} cannot be read: {error}") from None
-            for name in file.keys():
+            for name in names_in(path, file.keys()):
                 module, is_of_weight, leaf = name.partition(".weight.")
                 if is_of_weight:
                     leaf = f"weight.{leaf}"

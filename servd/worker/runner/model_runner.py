@@ -120,6 +120,7 @@ class ModelRunner(ABC):
             self.parallel,
             self.config.model.model_impl,
             self.max_model_len,
+            self.config.model.load_format,
         )
         self._load_weights(progress)
         self.adapters = self._make_adapters()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from servd.checkpoint.hf import read_spec
@@ -137,7 +137,8 @@ def mtp(target: Path, folder: Path) -> dict[str, Any]:
     }
     for seed, norm in enumerate(("enorm", "hnorm", "shared_head.norm")):
         tensors[f"{prefix}.{norm}.weight"] = 1 + draw(size, seed=seed)
-    save_file(tensors, folder / "mtp.safetensors")
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | tensors, file)
     return {"model": str(folder)}
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from servd.base.errors import ConfigError
 from tests.parity.families import CASES, make_checkpoint, reference
@@ -37,9 +37,9 @@ def add_layer(folder: Path) -> torch.nn.Module:
                 tensors[f"{prefix}.mlp.experts.{number}.down_proj.weight"] = expert
         else:
             tensors[f"{prefix}.{name}"] = tensor
-    save_file(
-        {name: each.contiguous() for name, each in tensors.items()}, folder / "mtp.safetensors"
-    )
+    file = folder / "model.safetensors"
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(load_file(file) | tensors, file)
     return model
 
 
