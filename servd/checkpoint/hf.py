@@ -18,6 +18,7 @@ from msgspec import Meta
 from servd.base.errors import ConfigError, ModelNotFound, ServdError, UnsupportedModel
 from servd.checkpoint import gguf, gguf_tokenizer
 from servd.checkpoint.account import with_defaults
+from servd.checkpoint.account import TABLES, Account, account_for
 from servd.checkpoint.cached_folder import make_cached_folder
 from servd.checkpoint.multimodal_config import TEXT, text_of
 from servd.checkpoint.overrides import override, reach
@@ -32,6 +33,8 @@ WEIGHT_FILES = ["*.safetensors"]
 # Any of these can be converted to tokenizer.json by transformers.
 PIECES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 CONVERTIBLE = (*PIECES, "vocab.json", "vocab.txt", "tekken.json")
+QUANTIZATION_FILES = {"quant_config.json": "awq", "quantize_config.json": "gptq"}
+AGREED_KEYS = ("bits", "group_size", "sym", "checkpoint_format", "format", "version", "zero_point")
 NO_ATTENTION = "models without attention, such as Mamba and RWKV, do not run in servd; "
 MAX_SIZE = 2**31 - 1  # of any size in config.json
 
@@ -176,18 +179,45 @@ def read_spec(folder: Path | str, overrides: dict[str, Any] | None = None) -> Mo
 
 def quantization_of(folder: Path | str) -> dict[str, Any] | None:
     """Return the quantization config of the checkpoint in `folder`: `quant_method` and the method's
-    keys; None if the checkpoint is not quantized.
+    keys; None if the checkpoint is not quantized. Raises UnsupportedModel if two files disagree.
     """
     folder = Path(folder)
+    stated: dict[str, Any] = {}
     if (file := folder / "config.json").exists():
         config = read_json(file)
-        for each in (config, config.get(TEXT) or {}):
-            if found := each.get("quantization_config") or each.get("compression_config"):
-                return found
-    for name, method in (("quant_config.json", "awq"), ("quantize_config.json", "gptq")):
-        if (file := folder / name).exists():
-            return {"quant_method": method, **read_json(file)}
-    return None
+        for part in (config, config.get(TEXT) or {}):
+            for key in ("quantization_config", "compression_config"):
+                stated = stated or part.get(key) or {}
+    for name, method in QUANTIZATION_FILES.items():
+        if stated.get("quant_method", method) != method or not (folder / name).exists():
+            continue
+        beside = {"quant_method": method, **read_json(folder / name)}
+        for key in AGREED_KEYS:
+            values = [str(part[key]).lower() for part in (stated, beside) if key in part]
+            if len(set(values)) > 1:
+                raise UnsupportedModel(
+                    f"{folder}: {key} is {values[0]} in config.json, but {values[1]} in {name}: "
+                    "correct one of them"
+                )
+        stated = beside | stated
+    return stated or None
+
+
+def quantization_accounts(folder: Path | str) -> Iterator[Account]:
+    """Yield the accounts of a quantization config and its groups, if servd reads its method."""
+    stated = quantization_of(folder) or {}
+    table = f"quantization.{str(stated.get('quant_method')).replace('-', '_')}"
+    if table not in TABLES:
+        return
+    file = "quantization_config"
+    yield account_for(file, stated, "quantization", table)
+    groups = stated.get("config_groups") or {}
+    for name, group in groups.items() if isinstance(groups, dict) else ():
+        if isinstance(group, dict):
+            yield account_for(f"{file}: {name}", group, f"{table}.group")
+            yield account_for(
+                f"{file}: {name}.weights", group.get("weights") or {}, f"{table}.weights"
+            )
 
 
 def quant_method_of(folder: str, quantization: str | None) -> str | None:
