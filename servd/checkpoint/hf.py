@@ -4,8 +4,6 @@ import glob
 import json
 import logging
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,10 +14,8 @@ import msgspec
 from msgspec import Meta
 
 from servd.base.errors import ConfigError, ModelNotFound, ServdError, UnsupportedModel
-from servd.checkpoint import gguf, gguf_tokenizer
-from servd.checkpoint.account import with_defaults
-from servd.checkpoint.account import TABLES, Account, account_for
-from servd.checkpoint.cached_folder import make_cached_folder
+from servd.checkpoint import gguf
+from servd.checkpoint.account import TABLES, Account, account_for, with_defaults
 from servd.checkpoint.multimodal_config import TEXT, text_of
 from servd.checkpoint.overrides import override, reach
 from servd.checkpoint.remote_code_configs import as_today
@@ -30,9 +26,6 @@ DEMO_MODEL = "demo"  # the default MODEL
 DEMO_FOLDER = Path(__file__).parents[1] / "demo_model"
 METADATA_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "tokenizer*"]
 WEIGHT_FILES = ["*.safetensors"]
-# Any of these can be converted to tokenizer.json by transformers.
-PIECES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
-CONVERTIBLE = (*PIECES, "vocab.json", "vocab.txt", "tekken.json")
 QUANTIZATION_FILES = {"quant_config.json": "awq", "quantize_config.json": "gptq"}
 AGREED_KEYS = ("bits", "group_size", "sym", "checkpoint_format", "format", "version", "zero_point")
 NO_ATTENTION = "models without attention, such as Mamba and RWKV, do not run in servd; "
@@ -489,43 +482,3 @@ def read_generation_defaults(
     if "max_new_tokens" in generation:
         defaults["max_tokens"] = generation["max_new_tokens"]
     return defaults
-
-
-def find_tokenizer(folder: str, trust_remote_code: bool = False) -> Path:
-    """Return the tokenizer.json of a model folder, or a file converted once from its slow tokenizer
-    or GGUF file. Raises ModelNotFound if there is no tokenizer, or it cannot be converted.
-    """
-    file = Path(folder) / "tokenizer.json"
-    if file.exists():
-        return file
-    if file.with_name(gguf.WEIGHTS).is_symlink():
-        return gguf_tokenizer.write_tokenizer(Path(folder))
-    return _convert_tokenizer(Path(folder), trust_remote_code)
-
-
-def _convert_tokenizer(folder: Path, trust_remote_code: bool) -> Path:
-    """Return a tokenizer.json converted from the slow tokenizer in `folder`, in a cache that all
-    servers share. A separate process converts it, because importing transformers takes seconds and
-    hundreds of megabytes.
-    """
-    source = next((folder / name for name in CONVERTIBLE if (folder / name).exists()), None)
-    if source is None and not trust_remote_code:
-        raise ModelNotFound(
-            f"{folder} has no tokenizer.json, and no tokenizer that servd can convert"
-        )
-
-    def convert(made: Path) -> None:
-        module = "servd.worker.loading.convert_tokenizer"
-        command = [sys.executable, "-m", module, str(folder), str(made)]
-        if trust_remote_code:
-            command.append("--trust-remote-code")
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode or not (made / "tokenizer.json").exists():
-            reason = (done.stderr.strip() or "no reason given").splitlines()[-1]
-            raise ModelNotFound(
-                f"{folder} has no tokenizer.json, and its tokenizer cannot be converted: {reason}"
-            )
-
-    stamp = (source or folder).stat().st_mtime_ns
-    target = make_cached_folder("tokenizers", f"{folder.resolve()} {stamp}", convert)
-    return target / "tokenizer.json"

@@ -86,7 +86,8 @@ class Processor:
         )
         self.default_max_tokens: int | None = self.default_params.pop("max_tokens", None)
         eos = dict.fromkeys((*spec.eos_token_ids, tokenizer.eos_token_id))
-        self._eos_token_ids = [token_id for token_id in eos if token_id is not None]
+        # A token that a file of the tokenizer adds may have no row in the model.
+        self._eos_token_ids = [i for i in eos if i is not None and i < spec.vocab_size]
         self.grammars = GrammarChecker(config, spec)
         self._ordinal = itertools.count()  # of requests without a seed; `next` is safe in threads
 
