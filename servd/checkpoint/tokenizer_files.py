@@ -85,14 +85,11 @@ def tokenizer_accounts(folder: Path | str) -> Iterator[Account]:
     config = _read(folder / CONFIG)
     if table == "tokenizer.json" and config.get("tokenizer_class") not in GENERIC_CLASSES:
         head = (folder / "tokenizer.json").read_text(encoding="utf8").partition('"model"')[0]
-        made = {
-            key: re.search(rf'"{AGREED[key]}":\s*(\w+)', head) for key in AGREED if key in config
-        }
-        contrary = {
-            key: config[key]
-            for key, stated in made.items()
-            if stated and stated[1] != json.dumps(config[key])
-        }
+        contrary: dict[str, Any] = {}
+        for key, leaf in AGREED.items():
+            made = re.search(rf'"{leaf}":\s*(\w+)', head)
+            if made and config.get(key) is not None and made[1] != json.dumps(config[key]):
+                contrary[key] = config[key]
         yield Account(f"{CONFIG}, contrary to tokenizer.json,", unknown=contrary)
 
 
@@ -128,12 +125,11 @@ def _tokens_to_add(file: Path) -> list[AddedToken]:
             for token, number in _read(file.with_name(ADDED)).items()
         }
         stated |= present
-    known = {token.content for token in present.values()}
     tokens = [stated[number] for number in sorted(stated)]
-    by_text = {token.content: token for token in tokens}
+    known = {token.content for token in (*present.values(), *tokens)}
     for token in (*named.values(), *extra):
-        if token.content not in known and token.content not in by_text:
-            by_text[token.content] = token
+        if token.content not in known:
+            known.add(token.content)
             tokens.append(token)
     names = {token.content for token in named.values()}
     for token in tokens:
@@ -147,10 +143,11 @@ def _as_token(value: Any) -> AddedToken | None:
     from tokenizers import AddedToken
 
     if isinstance(value, str):
-        value = {"content": value, "normalized": False}
-    elif not isinstance(value, dict):
+        return AddedToken(value, special=True)
+    if not isinstance(value, dict):
         return None
-    return AddedToken(**{key: value[key] for key in value if key != "__type"} | {"special": True})
+    flags: dict[str, Any] = {key: value[key] for key in value if key != "__type"}
+    return AddedToken(**flags | {"special": True})
 
 
 def _add_tokens(file: Path, tokens: list[AddedToken], made: Path) -> None:

@@ -29,8 +29,6 @@ def read(files: list[Path], config: dict[str, Any], device: torch.device) -> Nam
     Raises UnsupportedModel for layouts other than AutoGPTQ's and GPTQModel's.
     """
     layout = stated_layout("GPTQ", config, ("checkpoint_format", "format"), ("gptq", "gptq_v2"))
-    if config.get("is_marlin_format"):
-        raise UnsupportedModel("is_marlin_format of GPTQ is not supported: convert the checkpoint")
     return read_modules(files, partial(_weight, config, device, layout))
 
 

@@ -280,6 +280,7 @@ def test_what_is_not_known_is_refused_by_name(
         ({"quant_method": "gptq", "bits": 4, "sym": True, "damp_percent": 0.1}, []),
         ({"quant_method": "gptq", "bits": 4, "rotation": "hadamard"}, ["rotation"]),
         ({"quant_method": "gptq", "pack_dtype": "int64"}, ["pack_dtype"]),
+        ({"quant_method": "gptq", "is_marlin_format": True}, ["is_marlin_format"]),
         ({"quant_method": "awq", "bits": 4, "version": "gemm", "zero_point": True}, []),
         ({"quant_method": "awq", "backend": "llm-awq"}, ["backend"]),
         ({"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}, []),

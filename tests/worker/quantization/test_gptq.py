@@ -229,7 +229,6 @@ def test_ranks_cannot_share_scattered_groups(tiny_llama: Path, tmp_path: Path):
         ({"checkpoint_format": "marlin"}, {}, "checkpoint_format or format marlin of GPTQ is not"),
         ({"format": "gptq_v2"}, {}, "format gptq, gptq_v2 of GPTQ is not"),
         ({"format": "bitblas"}, {}, "format bitblas, gptq of GPTQ is not"),
-        ({"is_marlin_format": True}, {}, "is_marlin_format of GPTQ"),
         ({"checkpoint_format": "gptq_v2"}, {}, "has zero points of gptq, but checkpoint_format"),
         ({"quant_method": "awq", "version": "gemv"}, {}, "version or format gemv of AWQ"),
         ({"quant_method": "awq", "format": "gemv"}, {}, "version or format gemv of AWQ"),
