@@ -3,9 +3,11 @@ not understand, which could change answers and are refused by name. account.toml
 """
 
 import logging
+import math
 import tomllib
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,18 @@ FLAG = "--allow-unknown-keys"
 IS_NULL = "it is null"
 ONLY = "the value that servd computes"
 MAX_NAMED = 16  # keys in an error message
+SEVERAL_TYPES = ("eos_token_id",)  # a number or a list
+# Keys with a default for which null means none, or the value that follows from other keys.
+NULLABLE = (
+    "attn_logit_softcapping",
+    "eos_token_id",
+    "final_logit_softcapping",
+    "head_dim",
+    "n_group",
+    "num_key_value_heads",
+    "sliding_window",
+    "topk_group",
+)
 MAX_SHOWN = 40  # characters of a value
 
 
@@ -31,10 +45,11 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     defaults: dict[str, Any] = {}  # of transformers, for keys that a file leaves out
 
 
-TABLES = msgspec.convert(
-    tomllib.loads(Path(__file__).with_name("account.toml").read_text(encoding="utf8")),
-    dict[str, Table],
-)
+@cache  # read where it is needed: it takes 10 ms, and most processes get a complete ModelSpec
+def read_tables() -> dict[str, Table]:
+    """Return the tables of account.toml."""
+    text = Path(__file__).with_name("account.toml").read_text(encoding="utf8")
+    return msgspec.convert(tomllib.loads(text), dict[str, Table])
 
 
 class Account(msgspec.Struct, frozen=True):
@@ -57,14 +72,15 @@ class Account(msgspec.Struct, frozen=True):
 def account_for(file: str, values: Mapping[str, Any], *tables: str) -> Account:
     """Return the account of a file's keys by some tables of account.toml; a table that does not
     exist is empty, and the last table decides about a key that several have. `file`: its name for
-    people. A null is without effect, as the key's default would be.
+    people. A null is without effect where false is.
     """
-    known = [TABLES[name] for name in reversed(tables) if name in TABLES]
+    there_are = read_tables()
+    known = [there_are[name] for name in reversed(tables) if name in there_are]
     used: list[str] = []
     without_effect: dict[str, str] = {}
     unknown: dict[str, Any] = {}
     for key, value in values.items():
-        reason = IS_NULL if value is None else _reason(known, key, value)
+        reason = _reason(known, key, value)
         if reason is None:
             unknown[key] = value
         elif reason:
@@ -82,29 +98,49 @@ def check(accounts: Iterable[Account], allow_unknown_keys: bool = False) -> None
         refusal = f"{account.file} has keys that servd does not understand: {account.in_words}"
         if not allow_unknown_keys:
             raise UnsupportedModel(
-                f"{refusal}. They could change the model's answers: remove them, or add {FLAG} to "
-                "ignore them"
+                f"{refusal}. They could change the model's answers: remove them, leave the model "
+                f"to transformers (--model-impl transformers), or add {FLAG} to ignore them"
             )
         log.warning("%s; they are ignored (%s)", refusal, FLAG)
 
 
 def with_defaults(config: dict[str, Any]) -> dict[str, Any]:
-    """Return config.json with transformers' defaults for keys that it leaves out."""
-    table = TABLES.get(f"config.{config.get('model_type')}")
-    return config if table is None else table.defaults | config
+    """Return config.json with transformers' defaults for keys that it leaves out. Raises
+    UnsupportedModel if a value has another type than its default.
+    """
+    defaults = read_tables().get(f"config.{config.get('model_type')}", Table()).defaults
+    for key, default in defaults.items():
+        value = config.get(key, default)
+        if not _is_like(value, default, key):
+            raise UnsupportedModel(
+                f"config.json: {key} is {value!r:.{MAX_SHOWN}}, expected a value like {default!r}"
+            )
+    return defaults | config
+
+
+def _is_like(value: Any, default: Any, key: str) -> bool:
+    """Return whether a key's value has the type of its default; a null counts as false."""
+    if value is None:
+        return default is False or default is True or key in NULLABLE
+    if key in SEVERAL_TYPES:
+        return True
+    if type(default) in (int, float):
+        return type(value) in (int, float) and math.isfinite(value)
+    return type(value) is type(default)
 
 
 def _reason(tables: list[Table], key: str, value: Any) -> str | None:
     """Return why a key has no effect; "" if it is used; None if it is unknown."""
     for table in tables:
         if key in table.only:
-            return ONLY if value in table.only[key] else None
+            values = [None, *table.only[key]] if False in table.only[key] else table.only[key]
+            return ONLY if value in values else None
         if _is_among(key, table.used):
             return ""
         for reason, keys in table.without_effect.items():
             if _is_among(key, keys):
                 return reason
-    return None
+    return IS_NULL if value is None else None
 
 
 def _is_among(key: str, patterns: list[str]) -> bool:

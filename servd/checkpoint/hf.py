@@ -144,22 +144,36 @@ def read_spec(folder: Path | str, overrides: dict[str, Any] | None = None) -> Mo
         "decoder_attention_heads",
     )
     hidden_size = size("hidden_size", "n_embd", "d_model", "embed_dim")
+    model_type = first("model_type")
+    if not isinstance(model_type, str):
+        raise UnsupportedModel(f"{folder}/config.json: model_type {model_type!r:.50} is no name")
     architectures = first("architectures", default=[""])
     if not isinstance(architectures, list) or not all(isinstance(a, str) for a in architectures):
         raise UnsupportedModel(f"{folder}/config.json: architectures must be a list of names")
     eos = generation.get("eos_token_id", config.get("eos_token_id"))
     if eos is None:
         eos = []
+    head_dim = size("head_dim", default=hidden_size // num_heads or 1)
+    if config.get("head_dim") is None and hidden_size % num_heads:
+        raise UnsupportedModel(
+            f"{folder}/config.json: hidden_size {hidden_size} is no multiple of {num_heads} heads"
+        )
+    num_layers = size("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
+    types = config.get("layer_types")
+    if types is not None and not (isinstance(types, list) and len(types) == num_layers):
+        raise UnsupportedModel(
+            f"{folder}/config.json: layer_types {types!r:.50} is no list of {num_layers} types"
+        )
     return ModelSpec(
         folder=str(folder),
-        model_type=first("model_type"),
+        model_type=model_type,
         architecture=architectures[0] if architectures else "",
         vocab_size=size("vocab_size"),
         hidden_size=hidden_size,
-        num_layers=size("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"),
+        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=size("num_key_value_heads", default=num_heads),
-        head_dim=size("head_dim", default=hidden_size // num_heads),
+        head_dim=head_dim,
         max_position_embeddings=size(
             "max_position_embeddings", "n_positions", "max_seq_len", "seq_length"
         ),

@@ -168,7 +168,6 @@ def check_model(config: Config) -> Iterator[Finding]:
         config, spec, _ = launch.find_and_resolve(config.replace(allow_unknown_keys=True))
         layers = f"{spec.num_layers} layers of {spec.hidden_size}"
         yield Finding(name, "ok", f"{config.model.model}: {spec.model_type}, {layers}")
-        name = "files"
         for account in accounts_of(spec, config.model.model_impl):
             yield show_account(account, "warning" if is_allowed else "failed")
         name = "tokenizer"
@@ -189,11 +188,11 @@ def check_model(config: Config) -> Iterator[Finding]:
 def show_account(account: Account, otherwise: Status) -> Finding:
     """Return what servd makes of the keys of a file."""
     ignored = [f"{key} ({reason})" for key, reason in account.without_effect.items()]
-    text = f"{account.file}: used are {', '.join(account.used) or 'none'}"
+    text = f"used are {', '.join(account.used) or 'no keys'}"
     if ignored:
         text += f"; without effect are {', '.join(ignored)}"
     hint = f"not understood are {account.in_words}: remove them, or add {FLAG}"
-    return judge(not account.unknown, "files", text, hint, otherwise)
+    return judge(not account.unknown, account.file, text, hint, otherwise)
 
 
 def check_weights(config: Config, spec: hf.ModelSpec) -> Finding:

@@ -113,7 +113,7 @@ def find_and_resolve(config: Config) -> tuple[Config, hf.ModelSpec, dict[str, De
 
 def _refuse_head(model: str, folder: Path) -> None:
     """Raise ConfigError if the model is only a draft head, such as EAGLE's."""
-    architecture = str((hf.read_json(folder / "config.json").get("architectures") or [""])[0])
+    architecture = str(hf.read_json(folder / "config.json").get("architectures"))
     known = {"Eagle3": "eagle3", "Eagle": "eagle", "Medusa": "medusa"}
     method = next((known[part] for part in known if part in architecture), None)
     if method is not None:
@@ -129,9 +129,11 @@ def of_speculators(config: Config, folder: Path) -> Config | None:
     None if the model is not such a draft.
     """
     draft = hf.read_json(folder / "config.json")
-    speculators = draft.get("speculators_config") or {}
+    speculators = draft.get("speculators_config")
+    if config.model.speculative_config or not isinstance(speculators, dict):
+        return None
     target = (speculators.get("verifier") or {}).get("name_or_path")
-    if config.model.speculative_config or not target:
+    if not target:
         return None
     methods = speculators.get("proposal_methods") or [{}]
     keys = {"model": config.model.model, "method": draft.get("speculators_model_type")}

@@ -72,6 +72,17 @@ async def test_routes_and_methods(http):
         assert answer.headers["allow"] == methods
 
 
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/v1/responses"])
+async def test_metadata_has_at_most_16_keys(http, path):
+    notes = {str(number): "a" for number in range(17)}
+    assert "16" in check(
+        await http.post(path, json=VALID[path] | {"metadata": notes}), 400, "metadata"
+    )
+    del notes["0"]
+    answer = await http.post(path, json=VALID[path] | {"metadata": notes})
+    assert answer.status_code == 200, answer.text
+
+
 NO_OBJECTS = [b"", b"{", b"\xff", b"[" * 100_000, b"[]", b"null", b'"text"']
 NO_OBJECTS.append(b'{"model": "\\ud800"}')
 

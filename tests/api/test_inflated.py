@@ -96,6 +96,7 @@ async def test_damaged_data_is_the_clients_error(data):
 FLOODS = {
     "empty members": ("gzip", gzip.compress(b"") * 10_000),
     "tiny members": ("gzip", gzip.compress(b" ") * 10_000),
+    "small members": ("gzip", gzip.compress(b" " * 30) * 100_000),
     "padding": ("gzip", bytes(200_000)),
     "a long file name": ("gzip", b"\x1f\x8b\x08\x08" + bytes(6) + b"a" * 200_000),
     "empty blocks": ("deflate", b"\x00\x00\x00\xff\xff" * 40_000),

@@ -51,6 +51,21 @@ def model(tmp_path: Path) -> Path:
     return Path(shutil.copytree(DEMO_FOLDER, tmp_path / "model"))
 
 
+def test_the_account_of_config_json(check, model):
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"new_gate": 2, "use_cache": False}))
+    code, found = check(str(model))
+    account = found["config.json"]
+    assert code == 1
+    assert account["status"] == "failed"
+    assert "new_gate (2)" in account["remedy"]
+    used, ignored = account["text"].split(";")
+    assert "rms_norm_eps" in used
+    assert "use_cache" in ignored
+    code, found = check(str(model), "--allow-unknown-keys")
+    assert (code, found["config.json"]["status"]) == (0, "warning")
+
+
 def test_a_whole_folder(check, model):
     code, found = check(str(model))
     assert code == 0

@@ -9,9 +9,10 @@ from starlette.types import Message, Receive
 from servd.base.errors import InvalidRequest
 
 PIECE = 256 * 1024  # bytes that are decoded at once, as that blocks the event loop
-# Bytes by which a body may be larger than when it is decoded: padding, long names and members of
-# nothing cost turns of the loop, and no other limit counts them.
+# Bytes by which a body may be larger than when it is decoded: padding, long names and small members
+# cost turns of the loop, and no other limit counts them.
 MAX_EXCESS = 64 * 1024
+MEMBER = 1024  # bytes that a member of gzip counts as, besides its own
 # The formats that zlib reads for each Content-Encoding, as its `wbits`.
 FORMATS = {"gzip": 31, "x-gzip": 31, "deflate": zlib.MAX_WBITS}
 
@@ -26,6 +27,7 @@ class Inflated:
         self.receive_part = receive_part
         self.rest = b""  # received, and not decoded yet
         self.num_received = self.num_decoded = 0  # bytes
+        self.num_members = 0  # of gzip, that have ended
         self.has_begun = self.is_last = self.has_ended = False
 
     async def receive(self) -> Message:
@@ -53,9 +55,10 @@ class Inflated:
         piece = self._decode()
         self.num_decoded += len(piece)
         num_read = self.num_received - len(self.rest)
-        if num_read > self.num_decoded + MAX_EXCESS:
+        if num_read + self.num_members * MEMBER > self.num_decoded + MAX_EXCESS:
             raise InvalidRequest(
-                f"{num_read} bytes of the body decode to {self.num_decoded}: compress it as a whole"
+                f"{num_read} bytes of the body, with {self.num_members} ends of {self.coding} data "
+                f"within, decode to only {self.num_decoded}: compress it as a whole"
             )
         is_full = len(piece) == PIECE
         self.has_ended = self.is_last and not self.rest and not is_full
@@ -82,6 +85,7 @@ class Inflated:
         if self.decoder.eof and self.coding != "deflate":  # another member may follow: RFC 1952
             self.rest = self.decoder.unused_data
             self.has_begun = False
+            self.num_members += 1
         elif self.decoder.unused_data:
             raise InvalidRequest(f"the body goes on after the end of its {self.coding} data")
         return piece

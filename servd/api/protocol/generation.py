@@ -231,7 +231,7 @@ class GenerationRequest(StructuredRequest):
 
     user: str | None = None
     """Name of the user. An API key with `by_user` gives each user a fair share."""
-    metadata: dict[str, Any] | None = None
+    metadata: Annotated[dict[str, Any] | None, FewKeys] = None
     """For your own records. No effect."""
     store: bool | None = None
     """For your own records. No effect."""

@@ -89,6 +89,8 @@ class Attention(nn.Module):
         self.query_shape = (-1, num_heads, head_dim)
         self.kv_shape = (-1, num_kv_heads, head_dim)
         self.scale = scale
+        if sliding_window is not None and (type(sliding_window) is not int or sliding_window < 1):
+            raise UnsupportedModel(f"a sliding_window of {sliding_window!r} tokens")
         self.sliding_window = sliding_window
         self.kv_scales = {"k": 1.0, "v": 1.0}
         self.shape = {

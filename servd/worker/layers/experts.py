@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from servd.base.errors import ConfigError
+from servd.base.errors import ConfigError, UnsupportedModel
 from servd.worker.device.parallel import Parallel
 from servd.worker.layers import packed
 from servd.worker.layers._matrix import MakeQuantMethod, Matrix
@@ -148,6 +148,8 @@ class SparseMoE(nn.Module):
         bias: bool = False,
     ) -> None:
         super().__init__()
+        if not 0 < top_k <= num_experts:
+            raise UnsupportedModel(f"{top_k} experts of a token, and {num_experts} experts in all")
         self.gate = Router(hidden_size, num_experts, parallel, bias)
         own = range(num_experts)
         slices = parallel
@@ -174,7 +176,7 @@ class SparseMoE(nn.Module):
             Gate(activation) if isinstance(activation, str) else activation
         )
         self.top_k = top_k
-        self.renormalize = renormalize
+        self.renormalize = bool(renormalize)
         self.parallel = parallel
 
     @cached_property

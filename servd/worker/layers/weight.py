@@ -59,7 +59,7 @@ class Weight(nn.Parameter):
     ) -> None:
         """Copy this rank's shard of `tensor`, which is part number `part`, or all parts if None. A
         quantized tensor is [out, in] regardless of `transposed`. Raises ValueError if the tensor
-        has an unexpected shape.
+        has an unexpected shape, or the part is there already.
         """
         if self.transposed and isinstance(tensor, Tensor) and tensor.dim() == 2:
             tensor = tensor.t()
@@ -92,6 +92,8 @@ class Weight(nn.Parameter):
         return slice(sum(rows[:part]), sum(rows))
 
     def _load_share(self, share: Tensor | Quantized, part: int, copy: Copy) -> None:
+        if part not in self.missing:
+            raise ValueError("come twice")
         if isinstance(share, Quantized):
             share = share.dequantize()
         target = self.data[self.rows_of(part)]

@@ -45,6 +45,8 @@ MODELS = "servd.worker.models"
 QUANTIZATIONS = "servd.worker.quantization"
 DUMMY_STD = 0.02
 IN_LAYER = re.compile(r"\.(\d+)\.(.+)")
+# What a model's constructor raises for a value of config.json that is missing or of a wrong type.
+BAD_VALUES = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, AssertionError)
 MAX_NAMED = 8  # parameters in an error message
 # Scales of a calibrated checkpoint are beside the projections or below one of them.
 KV_SCALE = re.compile(r"(.+?)\.(?:attn\.|[qkv]_proj\.)?(q|k|v|prob)_scale")
@@ -97,6 +99,10 @@ def build_model(
         if is_other or is_encoder(spec) or parallel.size * parallel.num_stages > 1:
             raise
         raise UnsupportedModel(f"{error}: try --model-impl transformers") from None
+    except BAD_VALUES as error:
+        raise UnsupportedModel(
+            f"{spec.folder}/config.json does not describe a {model_class.__name__}: {error!r}"
+        ) from error
 
 
 def tensor_shapes(folder: str) -> dict[str, torch.Size]:

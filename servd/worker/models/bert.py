@@ -5,7 +5,6 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from servd.base.errors import UnsupportedModel
 from servd.checkpoint.hf import ModelSpec
 from servd.checkpoint.pooling import SECOND_TEXT, first_position, num_labels
 from servd.worker.device.parallel import Parallel
@@ -101,8 +100,6 @@ class BertLayer(nn.Module):
 class BertModel(nn.Module):
     layer: ClassVar[type[BertLayer]] = BertLayer
     names: ClassVar[dict[str, str]] = NAMES
-    # The only values of config.json for which there is code.
-    only: ClassVar[dict[str, Any]] = {"position_embedding_type": "absolute", "is_decoder": False}
     packed: ClassVar[dict[str, tuple[str, int]]] = {
         "query": ("qkv", 0),
         "key": ("qkv", 1),
@@ -119,9 +116,6 @@ class BertModel(nn.Module):
 
     def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
         super().__init__()
-        for key, only in self.only.items():
-            if spec.config.get(key, only) != only:
-                raise UnsupportedModel(f"{key} {spec.config[key]!r} is not supported in encoders")
         self.embeddings = BertEmbeddings(spec, parallel, type(self).first_position(spec))
         self.layers = nn.ModuleList(self.layer(spec, parallel) for _ in range(spec.num_layers))
 

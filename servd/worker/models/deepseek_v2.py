@@ -9,6 +9,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor, nn
 
+from servd.base.errors import UnsupportedModel
 from servd.checkpoint.hf import ModelSpec
 from servd.worker.device.parallel import Parallel
 from servd.worker.layers._matrix import Matrix
@@ -64,6 +65,8 @@ class DeepseekV2Attention(nn.Module):
         self.latent_sizes = config["qk_rope_head_dim"], config["kv_lora_rank"]
         (rope, own) = self.sizes
         (_, latent) = self.latent_sizes
+        if rope % 2:
+            raise UnsupportedModel(f"qk_rope_head_dim {rope} is odd: positions turn pairs")
         value = config["v_head_dim"]
         self.num_heads = num_heads
         self.parallel = parallel
@@ -124,7 +127,10 @@ class DeepseekV2Attention(nn.Module):
         own = self.sizes[1]
         if layer == "kv_b_proj":
             whole = tensor.dequantize() if isinstance(tensor, Quantized) else tensor
-            heads = whole.unflatten(0, (self.num_heads * self.parallel.size, -1))
+            num_heads = self.num_heads * self.parallel.size
+            if len(whole) % num_heads:
+                raise UnsupportedModel(f"{name} has {len(whole)} rows for {num_heads} heads")
+            heads = whole.unflatten(0, (num_heads, -1))
             for number, head in enumerate(heads.split(self.num_heads)[self.parallel.rank]):
                 yield f"keys.weights.{number}", head[:own].T
                 yield f"values.weights.{number}", head[own:]
@@ -179,6 +185,10 @@ class DeepseekMoE(SparseMoE):
         self.score = score
         self.num_groups: int = config.get("n_group") or 1
         self.num_chosen: int = config.get("topk_group") or 1
+        if num_experts % self.num_groups or not 0 < self.num_chosen <= self.num_groups:
+            raise UnsupportedModel(
+                f"{num_experts} experts in n_group {self.num_groups}, topk_group {self.num_chosen}"
+            )
         self.factor = config.get("routed_scaling_factor", 1.0)
         shared = config | {"intermediate_size": size * config["n_shared_experts"]}
         self.shared_experts = LlamaMLP(replace(spec, config=shared), parallel)

@@ -4,6 +4,7 @@ chosen with a bias that balances their load.
 
 from torch import Tensor, nn
 
+from servd.base.errors import UnsupportedModel
 from servd.checkpoint.hf import ModelSpec
 from servd.worker.device.parallel import Parallel
 from servd.worker.layers.experts import Router
@@ -38,6 +39,8 @@ class DeepseekV3ForCausalLM(LlamaForCausalLM):
             return LlamaMLP(spec, parallel)
         renormalize = spec.config.get("norm_topk_prob", True)
         moe = DeepseekMoE(spec, parallel, biased_score, renormalize)
+        if moe.num_experts < 2 * moe.num_groups:
+            raise UnsupportedModel(f"{moe.num_experts} experts in {moe.num_groups} groups")
         bias = Weight((moe.num_experts,), parallel)
         bias.data = bias.data.float()  # 16 bits would choose other experts
         moe.gate.register_parameter(BIAS, bias)

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from servd.base.errors import UnsupportedModel
 from servd.checkpoint.hf import ModelSpec
 from servd.worker.device.parallel import Parallel
 from servd.worker.layers.attention import ForwardContext
@@ -55,9 +54,9 @@ class Gemma2Layer(LlamaLayer):
         return self.post_feedforward_layernorm(self.mlp(x)), residual
 
 
-def refuse_bidirectional(spec: ModelSpec) -> None:
-    if spec.config.get("use_bidirectional_attention"):
-        raise UnsupportedModel("use_bidirectional_attention: such a model does not generate")
+def logit_cap(spec: ModelSpec) -> float | None:
+    cap = spec.config.get("final_logit_softcapping")
+    return None if cap is None else float(cap)
 
 
 def embedding_factor(spec: ModelSpec) -> float:
@@ -73,9 +72,8 @@ class Gemma2ForCausalLM(LlamaForCausalLM):
     attention_class = Gemma2Attention
     norm_class = OffsetRMSNorm
     is_tied = True
-    check_spec = staticmethod(refuse_bidirectional)
 
     def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
         super().__init__(spec, parallel)
         self.model.embed_tokens.factor = embedding_factor(spec)
-        self.logit_cap = spec.config.get("final_logit_softcapping", 30.0)
+        self.logit_cap = logit_cap(spec)

@@ -12,12 +12,7 @@ from servd.worker.device.parallel import Parallel
 from servd.worker.layers.attention import ForwardContext
 from servd.worker.layers.norm import OffsetRMSNorm
 from servd.worker.layers.rotary import Rotary, Rotation
-from servd.worker.models.gemma2 import (
-    Gemma2Layer,
-    embedding_factor,
-    is_sliding,
-    refuse_bidirectional,
-)
+from servd.worker.models.gemma2 import Gemma2Layer, embedding_factor, is_sliding, logit_cap
 from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM
 
 
@@ -65,9 +60,8 @@ class Gemma3ForCausalLM(LlamaForCausalLM):
     norm_class = OffsetRMSNorm
     rotary_class = Gemma3Rotary
     is_tied = True
-    check_spec = staticmethod(refuse_bidirectional)
 
     def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
         super().__init__(spec, parallel)
         self.model.embed_tokens.factor = embedding_factor(spec)
-        self.logit_cap = spec.config.get("final_logit_softcapping")
+        self.logit_cap = logit_cap(spec)

@@ -4,7 +4,6 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from servd.base.errors import UnsupportedModel
 from servd.checkpoint.hf import ModelSpec
 from servd.worker.device.parallel import Parallel
 from servd.worker.layers.activation import Activation
@@ -95,9 +94,6 @@ class GPT2LMHeadModel(nn.Module):
 
     def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
         super().__init__()
-        for feature in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
-            if spec.config.get(feature):
-                raise UnsupportedModel(f"{feature} is not supported")
         self.transformer = GPT2Model(spec, parallel)
         self.lm_head = self.transformer.wte
         if not spec.config.get("tie_word_embeddings", True):

@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from servd.base.errors import UnsupportedModel
 from servd.checkpoint.hf import ModelSpec
+from servd.checkpoint.overrides import rope_of
 from servd.worker.device.parallel import Parallel
 from servd.worker.layers.activation import Activation
 from servd.worker.layers.experts import SparseMoE
@@ -53,6 +55,12 @@ class ClampedGate(Activation):
 
 class GptOssForCausalLM(LlamaForCausalLM):
     attention_class = GptOssAttention
+
+    @staticmethod
+    def check_spec(spec: ModelSpec) -> None:
+        """Raise UnsupportedModel without a rotation: transformers then takes that of gpt-oss."""
+        if not rope_of(spec.config):
+            raise UnsupportedModel("config.json of gpt_oss lacks rope_parameters or rope_scaling")
 
     @classmethod
     def make_mlp(cls, spec: ModelSpec, layer: int, parallel: Parallel) -> SparseMoE:

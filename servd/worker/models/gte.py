@@ -44,12 +44,6 @@ class GteModel(BertModel):
         "mlp.down_proj": "down",
         "mlp.": "",
     }
-    only = {
-        "position_embedding_type": "rope",
-        "layer_norm_type": "layer_norm",
-        "logn_attention_scale": False,
-        "is_decoder": False,
-    }
     packed: ClassVar[dict[str, tuple[str, int]]] = {
         "q_proj": ("qkv", 0),
         "k_proj": ("qkv", 1),

@@ -23,10 +23,9 @@ def refuse_mixed_windows(spec: ModelSpec) -> None:
     has_window = (
         config.get("use_sliding_window") and config.get("max_window_layers", 0) < spec.num_layers
     )
-    if "sliding_attention" in config.get(
-        "layer_types", ["sliding_attention"] if has_window else []
-    ):
-        raise UnsupportedModel("a sliding window in some of the layers is not supported")
+    types = config.get("layer_types") or ["sliding_attention" if has_window else "full_attention"]
+    if others := {*types} - {"full_attention"}:
+        raise UnsupportedModel(f"layers with {', '.join(map(str, others))} are not supported")
 
 
 class Qwen2ForCausalLM(LlamaForCausalLM):

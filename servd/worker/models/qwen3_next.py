@@ -110,7 +110,7 @@ class GatedDeltaNet(nn.Module):
         for weight in (self.dt_bias, self.A_log):
             weight.data = weight.data.float()
         self.norm = RMSNorm(self.value_dim, config.get("rms_norm_eps", 1e-6), parallel)
-        self.activation = Activation(activation)
+        self.activation = Activation("silu")  # of the gate, whatever config.json has
         self.out_proj = RowParallelLinear(values, hidden, parallel, bias=False)
         # The last inputs of the convolution, and the state matrices.
         matrices = self.num_values, self.key_dim, self.value_dim

@@ -1,0 +1,104 @@
+"""The account of a model's files: a key is used, without effect, or refused by name."""
+
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from servd.base.errors import UnsupportedModel
+from servd.checkpoint.hf import DEMO_FOLDER, read_spec
+from servd.config import Config
+from servd.launch import find_and_resolve
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(DEMO_FOLDER, tmp_path / "model"))
+
+
+def change(folder: Path, **keys: Any) -> None:
+    config = json.loads((folder / "config.json").read_text()) | keys
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def start(folder: Path, **options: Any) -> None:
+    find_and_resolve(Config.load({"model": str(folder), "device": "cpu"} | options))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("attention_scale", 0.5),
+        ("is_causal", False),
+        ("is_causal", None),  # which transformers takes for false
+        ("logits_scaling", 2.0),
+        ("mlp_bias", True),
+        ("hidden_activation", "relu"),
+        ("num_experts", 4),
+        ("use_qk_norm", True),
+    ],
+)
+def test_a_key_that_could_change_answers_is_refused_by_name(folder: Path, key: str, value: Any):
+    change(folder, **{key: value})
+    with pytest.raises(UnsupportedModel, match=rf"{key} \({value!r}\)"):
+        start(folder)
+
+
+def test_a_key_of_a_rotation_is_refused_by_name(folder: Path):
+    change(folder, rope_parameters={"rope_type": "default", "rope_theta": 1e4, "ntk_alpha": 1000})
+    with pytest.raises(UnsupportedModel, match=r"rope_parameters .*ntk_alpha \(1000\)"):
+        start(folder)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"attention_dropout": 0.1, "_anything": 1, "unsloth_fixed": True},
+        {"is_causal": True, "mlp_bias": False, "add_cross_attention": False},
+        {"sliding_window": None, "unheard_of": None},
+    ],
+)
+def test_keys_without_effect_pass(folder: Path, keys: dict[str, Any]):
+    change(folder, **keys)
+    start(folder)
+
+
+def test_unknown_keys_are_allowed_on_demand_and_logged(folder: Path, caplog):
+    change(folder, attention_scale=0.5)
+    with caplog.at_level(logging.WARNING, "servd"):
+        start(folder, allow_unknown_keys=True)
+    assert "attention_scale (0.5)" in caplog.text
+
+
+def test_transformers_reads_its_config_json_itself(folder: Path):
+    change(folder, attention_scale=0.5)
+    start(folder, model_impl="transformers")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("rms_norm_eps", "1e-6"),
+        ("rms_norm_eps", None),
+        ("rms_norm_eps", True),
+        ("tie_word_embeddings", "false"),
+        ("hidden_act", 3),
+        ("rope_theta", None),
+    ],
+)
+def test_a_value_of_another_type_is_refused_by_name(folder: Path, key: str, value: Any):
+    change(folder, **{key: value})
+    with pytest.raises(UnsupportedModel, match=key):
+        read_spec(folder)
+
+
+def test_a_missing_key_has_the_default_of_its_model_type(folder: Path):
+    for model_type, eps in (("olmo2", 1e-5), ("qwen3", 1e-6), ("phi3", 1e-5)):
+        change(folder, model_type=model_type)
+        config = json.loads((folder / "config.json").read_text())
+        config.pop("rms_norm_eps", None)
+        (folder / "config.json").write_text(json.dumps(config))
+        assert read_spec(folder).config["rms_norm_eps"] == eps
