@@ -13,7 +13,9 @@ from servd.api.text.tokenizer import Tokenizer
 from servd.base.errors import ModelNotFound
 from servd.checkpoint.tokenizer_files import find_tokenizer, tokenizer_accounts
 
-CONFIG, SPECIAL, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
+CONFIG = "tokenizer_config.json"
+SPECIAL = "special_tokens_map.json"
+ADDED = "added_tokens.json"
 TEXT = "the <end> of  <x> <y> [PAD]<think> a </s> <image> fox<x> <|end|> <z>"
 
 

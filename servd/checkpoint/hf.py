@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from servd.base.errors import ConfigError, ModelNotFound, ServdError, UnsupportedModel
 from servd.checkpoint import gguf
-from servd.checkpoint.account import TABLES, Account, account_for, with_defaults
+from servd.checkpoint.account import Account, account_for, read_tables, with_defaults
 from servd.checkpoint.multimodal_config import TEXT, text_of
 from servd.checkpoint.overrides import override, reach
 from servd.checkpoint.remote_code_configs import as_today
@@ -211,20 +211,22 @@ def quantization_of(folder: Path | str) -> dict[str, Any] | None:
 
 
 def quantization_accounts(folder: Path | str) -> Iterator[Account]:
-    """Yield the accounts of a quantization config and its groups, if servd reads its method."""
+    """Yield the accounts of a quantization config and its groups, if servd reads its method. A null
+    is the default there.
+    """
     stated = quantization_of(folder) or {}
     table = f"quantization.{str(stated.get('quant_method')).replace('-', '_')}"
-    if table not in TABLES:
+    if table not in read_tables():
         return
-    file = "quantization_config"
-    yield account_for(file, stated, "quantization", table)
-    groups = stated.get("config_groups") or {}
+    parts: dict[str, tuple[Any, tuple[str, ...]]] = {"": (stated, ("quantization", table))}
+    groups = stated.get("config_groups")
     for name, group in groups.items() if isinstance(groups, dict) else ():
         if isinstance(group, dict):
-            yield account_for(f"{file}: {name}", group, f"{table}.group")
-            yield account_for(
-                f"{file}: {name}.weights", group.get("weights") or {}, f"{table}.weights"
-            )
+            parts[f": {name}"] = (group, (f"{table}.group",))
+            parts[f": {name}.weights"] = (group.get("weights") or {}, (f"{table}.weights",))
+    for name, (part, tables) in parts.items():
+        values = {key: value for key, value in part.items() if value is not None}
+        yield account_for(f"quantization_config{name}", values, *tables)
 
 
 def quant_method_of(folder: str, quantization: str | None) -> str | None:

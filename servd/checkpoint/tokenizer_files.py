@@ -146,8 +146,9 @@ def _as_token(value: Any) -> AddedToken | None:
         return AddedToken(value, special=True)
     if not isinstance(value, dict):
         return None
-    flags: dict[str, Any] = {key: value[key] for key in value if key != "__type"}
-    return AddedToken(**flags | {"special": True})
+    token = AddedToken(**{key: value[key] for key in value if key != "__type"})
+    token.special = True
+    return token
 
 
 def _add_tokens(file: Path, tokens: list[AddedToken], made: Path) -> None:

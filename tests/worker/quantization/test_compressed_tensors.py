@@ -200,7 +200,8 @@ def test_other_names_of_the_scales_of_fp8(tiny_llama, tmp_path, block: int, conf
         assert torch.equal(got, meant[name]), name
 
 
-ROWS, BLOCKS = "fp8 channel", "fp8 block"
+ROWS = "fp8 channel"
+BLOCKS = "fp8 block"
 
 
 @pytest.mark.parametrize(
@@ -283,6 +284,7 @@ def test_what_is_not_known_is_refused_by_name(
         ({"quant_method": "gptq", "is_marlin_format": True}, ["is_marlin_format"]),
         ({"quant_method": "awq", "bits": 4, "version": "gemm", "zero_point": True}, []),
         ({"quant_method": "awq", "backend": "llm-awq"}, ["backend"]),
+        ({"quant_method": "awq", "backend": None}, []),
         ({"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}, []),
         ({"quant_method": "fp8", "fmt": "e5m2"}, ["fmt"]),
         ({"quant_method": "fp8", "expert_dtype": "fp4"}, ["expert_dtype"]),
