@@ -3,9 +3,10 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from servd.checkpoint import hf, pooling
+from servd.checkpoint import gguf, hf, pooling
 from servd.checkpoint.account import Account, account_for
 from servd.checkpoint.overrides import ROPE
+from servd.checkpoint.tokenizer_files import tokenizer_accounts
 from servd.config import Config
 
 
@@ -18,6 +19,9 @@ def accounts_of(config: Config, spec: hf.ModelSpec) -> Iterator[Account]:
     if config.model.model_impl == "servd":
         yield account_for("config.json", spec.config, "config", f"config.{spec.model_type}")
         yield from _rotations(spec.config)
+    yield from hf.quantization_accounts(spec.folder)
+    yield from gguf.gguf_accounts(spec.folder)
+    yield from tokenizer_accounts(config.model.tokenizer or spec.folder)
     yield from hf.generation_accounts(spec, config.model.generation_config)
     yield from pooling.accounts(spec)
 
