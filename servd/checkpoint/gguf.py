@@ -18,6 +18,7 @@ from servd.base import compat
 from servd.base.errors import ModelNotFound, UnsupportedModel
 from servd.checkpoint.account import Account, account_for
 from servd.checkpoint.cached_folder import make_cached_folder
+from servd.checkpoint.overrides import FIRST_LENGTH
 
 if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
@@ -158,7 +159,7 @@ def as_folder(path: Path) -> Path:
     stats = [(file, file.stat()) for file in files]
     state = "".join(f"{file} {stat.st_mtime_ns} {stat.st_size} " for file, stat in stats)
     # Raise the last number when what is made changes.
-    return make_cached_folder("gguf", f"{state}5", partial(make_folder, files))
+    return make_cached_folder("gguf", f"{state}6", partial(make_folder, files))
 
 
 def make_folder(files: Sequence[Path], folder: Path) -> None:
@@ -253,6 +254,8 @@ def make_config(
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     rope = _make_rope(path, own, tensors) | architecture.get("rope", {})
+    if (length := rope.get(FIRST_LENGTH)) is not None:  # before the default of the model_type
+        config[FIRST_LENGTH] = length
     if (theta := architecture.get("window_rope_theta")) is not None:
         theta = _number({"rope.freq_base_swa": theta} | own, "rope.freq_base_swa")
         window = {"rope_type": "default", "rope_theta": theta}

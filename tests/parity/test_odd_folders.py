@@ -213,8 +213,12 @@ def test_a_bare_model_without_a_head_makes_vectors(copy, tmp_path: Path):
     save_file({name.removeprefix("model."): x for name, x in tensors.items()}, folder / WHOLE)
     with pytest.raises(ConfigError, match=r"lm_head\.weight"):
         answer_of_servd(folder)
+    (folder / "pooling").mkdir()
+    (folder / "pooling/config.json").write_text(json.dumps({"pooling_mode": "lasttoken"}))
+    places = {"Transformer": "", "Pooling": "pooling"}
     modules = [
-        {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}
+        {"path": path, "type": f"sentence_transformers.models.{kind}"}
+        for kind, path in places.items()
     ]
     (folder / "modules.json").write_text(json.dumps(modules))
     driver = Driver(config_for(folder))
