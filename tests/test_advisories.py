@@ -14,7 +14,7 @@ from servd.api.output.tool_parsers import pythonic
 from servd.api.text.chat_template import ChatTemplate
 from servd.api.text.prompt import Chat
 from servd.base.errors import InvalidRequest
-from servd.checkpoint.hf import find_tokenizer
+from servd.checkpoint.tokenizer_files import find_tokenizer
 from servd.messages.params import MAX_N
 from tests.api.harness import listening, serve, user
 from tests.test_architecture import SOURCES

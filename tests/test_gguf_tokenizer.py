@@ -194,6 +194,34 @@ def test_llama_3_adds_its_first_token_unless_the_file_says_otherwise(tmp_path: P
     assert encode_with(tmp_path / "other.gguf", vocabulary | {"ggml.pre": "qwen2"}) != 0
 
 
+def test_the_end_is_added_where_the_file_says_so(tmp_path: Path):
+    vocabulary = byte_level("llama-bpe")
+    end = len(vocabulary["ggml.tokens"]) - 1
+    vocabulary |= {"ggml.eos_token_id": end, "ggml.add_eos_token": True}
+    for adds_bos in (False, True):
+        vocabulary["ggml.add_bos_token"] = adds_bos
+        file = write(tmp_path / f"{adds_bos}.gguf", "qwen2", vocabulary)
+        tokenizer = Tokenizer.load(str(hf.find_model(str(file))))
+        plain = tokenizer.encode("words", add_special_tokens=False)
+        begin = [0] * adds_bos
+        assert tokenizer.encode("words") == [*begin, *plain, end]
+        pair, _ = tokenizer.join_pair(plain, plain, (None, None), None)
+        assert pair == [*begin, *plain, end, *plain, end]  # as llama.cpp ranks texts
+
+
+@pytest.mark.parametrize("pre", [None, "default"])
+def test_without_a_name_texts_are_cut_by_llama_cpps_default(tmp_path: Path, pre: str | None):
+    """Punctuation alone first, then GPT-2's cut, then numbers by three digits."""
+    vocabulary = byte_level("default")
+    if pre is None:
+        del vocabulary["ggml.pre"]
+    folder = hf.find_model(str(write(tmp_path / "a.gguf", "qwen2", vocabulary)))
+    backend = tokenizers.Tokenizer.from_file(str(gguf_tokenizer.write_tokenizer(folder)))
+    pieces = backend.pre_tokenizer.pre_tokenize_str("Don't say $1,23456  (x=y) it's``")
+    expected = "Don ' t Ġsay Ġ $ 1 , 234 56 ĠĠ ( x = y ) Ġit ' s ``"
+    assert [piece for piece, _ in pieces] == expected.split(" ")
+
+
 def encode_with(path: Path, vocabulary: dict[str, Any]) -> int:
     """The first id of a text."""
     file = write(path, "qwen2", vocabulary)

@@ -16,11 +16,14 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 from servd.base import compat
 from servd.base.errors import ModelNotFound, UnsupportedModel
+from servd.checkpoint.account import Account, account_for
 from servd.checkpoint.cached_folder import make_cached_folder
 
 if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
 
+METADATA = "metadata.json"  # in the folder: the file's, without long values
+MAX_SHOWN = 100  # characters of a text, values of a list
 WEIGHTS = "model.gguf"  # the link in the folder; links to other parts are model-NUMBER.gguf
 PART = re.compile(r"-\d+-of-(\d+)(?=\.\w+$)")  # in the name of one of several files
 QUANTIZATION = re.compile(r"(?i)(?<![a-z0-9])(?:UD-)?(?:I?Q\d\w*|B?F16|F32|MXFP4\w*)")
@@ -155,7 +158,7 @@ def as_folder(path: Path) -> Path:
     stats = [(file, file.stat()) for file in files]
     state = "".join(f"{file} {stat.st_mtime_ns} {stat.st_size} " for file, stat in stats)
     # Raise the last number when what is made changes.
-    return make_cached_folder("gguf", f"{state}4", partial(make_folder, files))
+    return make_cached_folder("gguf", f"{state}5", partial(make_folder, files))
 
 
 def make_folder(files: Sequence[Path], folder: Path) -> None:
@@ -183,6 +186,10 @@ def make_folder(files: Sequence[Path], folder: Path) -> None:
         contents = {
             "config.json": json.dumps(config, allow_nan=False),
             "tokenizer_config.json": json.dumps(make_tokenizer_config(values)),
+            "generation_config.json": json.dumps(
+                {key: values[name] for key, name in TABLE["sampling"].items() if name in values}
+            ),
+            METADATA: json.dumps({key: _shorten(value) for key, value in values.items()}),
         }
     except DAMAGED as error:
         raise ModelNotFound(f"{path}: its metadata is incomplete or wrong: {error!r}") from None
@@ -191,6 +198,24 @@ def make_folder(files: Sequence[Path], folder: Path) -> None:
         (folder / name).write_text(content, encoding="utf8")
     for number, file in enumerate(files):
         (folder / (f"model-{number:05}.gguf" if number else WEIGHTS)).symlink_to(file)
+
+
+def _shorten(value: Any) -> Any:
+    """Return a value, or of a long text or list its length."""
+    is_long = isinstance(value, (list, str)) and len(value) > MAX_SHOWN
+    return f"{type(value).__name__} of {len(value)}" if is_long else value
+
+
+def gguf_accounts(folder: Path | str) -> Iterator[Account]:
+    """Yield the account of the metadata of a folder from `as_folder`. Names of the architecture's
+    own metadata lack its name.
+    """
+    if not (file := Path(folder, METADATA)).exists():
+        return
+    values = json.loads(file.read_text(encoding="utf8"))
+    name = values["general.architecture"]
+    named = {key.removeprefix(f"{name}."): value for key, value in values.items()}
+    yield account_for("the GGUF file's metadata", named, "gguf", f"gguf.{name}")
 
 
 def make_config(
@@ -256,15 +281,22 @@ def _number(own: dict[str, Any], name: str) -> Any:
 def _find_ends(values: dict[str, Any], architecture: dict[str, Any]) -> list[int]:
     """Return the ids of the tokens that end an answer."""
     names = architecture.get("end_ids", ("eos", "eot", "eom"))
-    found = [values.get(f"tokenizer.ggml.{name}_token_id") for name in names]
-    ids = {token: each for each, token in enumerate(values.get("tokenizer.ggml.tokens", []))}
-    found += [ids.get(token) for token in architecture["ends"]]
-    return [*dict.fromkeys(each for each in found if each is not None)]
+    ends = [values.get(f"tokenizer.ggml.{name}_token_id") for name in names]
+    tokens = values.get("tokenizer.ggml.tokens", [])
+    for name, token_id in zip(names, ends, strict=True):
+        if token_id is not None and not 0 <= token_id < len(tokens):
+            raise ValueError(f"{name}_token_id is {token_id}, of {len(tokens)} tokens")
+    ids = {token: token_id for token_id, token in enumerate(tokens)}
+    ends += [ids.get(token) for token in architecture["ends"]]
+    return [*dict.fromkeys(token_id for token_id in ends if token_id is not None)]
 
 
 def _make_rope(path: Path, own: dict[str, Any], tensors: dict[str, ReaderTensor]) -> dict[str, Any]:
     """Return rope_parameters. `own`: metadata without the architecture's name."""
-    kind = own.get("rope.scaling.type", "none").replace("none", "default")
+    factor = own.get("rope.scaling.factor", own.get("rope.scale_linear")) or 1
+    kind = own.get("rope.scaling.type", "linear").replace("none", "default")
+    if kind == "linear" and factor == 1:
+        kind = "default"
     if "rope_factors_long.weight" in tensors:
         kind = "longrope"
     given = [tensors[name] for name in FACTORS if name in tensors]
@@ -273,11 +305,14 @@ def _make_rope(path: Path, own: dict[str, Any], tensors: dict[str, ReaderTensor]
     keys = TABLE["rope"].get(kind, {})
     has_factors = "rope_freqs.weight" in tensors
     problems = [] if kind in TABLE["rope"] else [f"rope scaling {kind!r}"]
-    if kind != "default":
-        unread = [name for name in TABLE["unread"] if name not in keys.values()]
-        problems += [name for name in unread if own.get(name, 1) != 1]
-        if has_factors:
-            problems.append(f"rope_freqs.weight beside rope scaling {kind!r}")
+    unread = [name for name in TABLE["unread"] if name not in keys.values()]
+    problems += [name for name in unread if own.get(name) not in (None, 1)]
+    if kind == "longrope" and factor != 1:
+        problems.append(f"rope.scaling.factor beside rope scaling {kind!r}")
+    if (mix := own.get("rope.scaling.yarn_ext_factor", -1)) not in (-1, float(kind == "yarn")):
+        problems.append(f"rope.scaling.yarn_ext_factor {mix}")
+    if kind != "default" and has_factors:
+        problems.append(f"rope_freqs.weight beside rope scaling {kind!r}")
     if problems:
         raise UnsupportedModel(
             f"{path} has {', '.join(problems)}, which is not supported: serve the original "
@@ -285,10 +320,9 @@ def _make_rope(path: Path, own: dict[str, Any], tensors: dict[str, ReaderTensor]
         )
     rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 1e4}
     keys = keys | {"rope_theta": "rope.freq_base"}
+    own = own | {"rope.scaling.factor": factor}
     rope |= {key: _number(own, name) for key, name in keys.items() if own.get(name)}
-    if kind == "linear" and "factor" not in rope:
-        rope["rope_type"] = "default"
-    elif kind == "longrope":
+    if kind == "longrope":
         for name in ("long", "short"):
             rope[f"{name}_factor"] = tensors[f"rope_factors_{name}.weight"].data.tolist()
     elif has_factors:  # Llama 3.1's, the same for all lengths
@@ -302,8 +336,12 @@ def make_tokenizer_config(values: dict[str, Any]) -> dict[str, Any]:
     tokens = values.get("tokenizer.ggml.tokens", [])
     config: dict[str, Any] = {}
     for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
-        if (token_id := values.get(f"tokenizer.ggml.{key}_token_id")) is not None:
+        if (token_id := values.get(f"tokenizer.ggml.{key}_token_id")) is None:
+            continue
+        if 0 <= token_id < len(tokens):
             config[f"{name}_token"] = tokens[token_id]
+        elif name != "pad":  # in no text: llama.cpp drops it, too
+            raise ValueError(f"{key}_token_id is {token_id}, of {len(tokens)} tokens")
     if template := values.get("tokenizer.chat_template"):
         config["chat_template"] = template
     return config

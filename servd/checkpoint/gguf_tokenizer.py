@@ -30,7 +30,7 @@ def write_tokenizer(folder: Path) -> Path:
     """
     _, values = gguf.open_file(folder / gguf.WEIGHTS)
     model = values.get("tokenizer.ggml.model")
-    pre = str(values.get("tokenizer.ggml.pre", "gpt-2"))
+    pre = str(values.get("tokenizer.ggml.pre", "default"))
     if model != "llama" and (model != "gpt2" or ALIASES.get(pre, pre) not in CUTS):
         raise ModelNotFound(
             f"{(folder / gguf.WEIGHTS).resolve()} has a tokenizer {model!r} with pre-tokenizer "
@@ -64,11 +64,14 @@ def make_tokenizer(values: dict[str, Any], pre: str) -> str:
         kept = set(form.get("unstripped", tokens))
     else:
         made = _make_byte_level(own, pre)
-    if own.get("add_bos_token", adds_bos):
-        bos_id = own["bos_token_id"]
-        bos = tokens[bos_id]
+    begin = [own["bos_token_id"]] if own.get("add_bos_token", adds_bos) else []
+    end = [own["eos_token_id"]] if own.get("add_eos_token") else []
+    if begin or end:
+        first, last = ([tokens[token_id] for token_id in ids] for ids in (begin, end))
         made.post_processor = TemplateProcessing(
-            single=[bos, "$A"], pair=[bos, "$A", "$B:1"], special_tokens=[(bos, bos_id)]
+            single=[*first, "$A", *last],
+            pair=[*first, "$A", *last, "$B:1", *last],
+            special_tokens=[(tokens[token_id], token_id) for token_id in {*begin, *end}],
         )
     for kind, add in ((CONTROL, made.add_special_tokens), (USER_DEFINED, made.add_tokens)):
         add(

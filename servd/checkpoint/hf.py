@@ -4,8 +4,6 @@ import glob
 import json
 import logging
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,9 +14,8 @@ import msgspec
 from msgspec import Meta
 
 from servd.base.errors import ConfigError, ModelNotFound, ServdError, UnsupportedModel
-from servd.checkpoint import gguf, gguf_tokenizer
-from servd.checkpoint.account import Account, account_for, with_defaults, without_nulls
-from servd.checkpoint.cached_folder import make_cached_folder
+from servd.checkpoint import gguf
+from servd.checkpoint.account import Account, account_for, read_tables, with_defaults, without_nulls
 from servd.checkpoint.multimodal_config import TEXT, text_of
 from servd.checkpoint.overrides import override, reach
 from servd.checkpoint.remote_code_configs import as_today
@@ -31,9 +28,8 @@ METADATA_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "tokenizer*"]
 WEIGHT_FILES = ["*.safetensors"]
 # Mistral's own format, adapters and variants beside a checkpoint.
 OTHER_WEIGHTS = ["consolidated*.safetensors", "adapter_*.safetensors", "model.?*.safetensors"]
-# Any of these can be converted to tokenizer.json by transformers.
-PIECES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
-CONVERTIBLE = (*PIECES, "vocab.json", "vocab.txt", "tekken.json")
+QUANTIZATION_FILES = {"quant_config.json": "awq", "quantize_config.json": "gptq"}
+AGREED_KEYS = ("bits", "group_size", "sym", "checkpoint_format", "format", "version", "zero_point")
 NO_ATTENTION = "models without attention, such as Mamba and RWKV, do not run in servd; "
 MAX_SIZE = 2**31 - 1  # of any size in config.json
 
@@ -211,18 +207,48 @@ def _read_eos(folder: Path, eos: Any, vocab_size: int) -> list[int]:
 
 def quantization_of(folder: Path | str) -> dict[str, Any] | None:
     """Return the quantization config of the checkpoint in `folder`: `quant_method` and the method's
-    keys; None if the checkpoint is not quantized.
+    keys; None if the checkpoint is not quantized. Raises UnsupportedModel if two files disagree.
     """
     folder = Path(folder)
+    stated: dict[str, Any] = {}
     if (file := folder / "config.json").exists():
         config = read_json(file)
-        for each in (config, config.get(TEXT) or {}):
-            if found := each.get("quantization_config") or each.get("compression_config"):
-                return found
-    for name, method in (("quant_config.json", "awq"), ("quantize_config.json", "gptq")):
-        if (file := folder / name).exists():
-            return {"quant_method": method, **read_json(file)}
-    return None
+        for part in (config, config.get(TEXT) or {}):
+            for key in ("quantization_config", "compression_config"):
+                stated = stated or part.get(key) or {}
+    if not isinstance(stated, dict):
+        raise UnsupportedModel(f"{folder}/config.json: {stated!r:.50} is no quantization_config")
+    for name, method in QUANTIZATION_FILES.items():
+        if stated.get("quant_method", method) != method or not (folder / name).exists():
+            continue
+        beside = {"quant_method": method, **read_json(folder / name)}
+        for key in AGREED_KEYS:
+            values = [str(part[key]).lower() for part in (stated, beside) if key in part]
+            if len(set(values)) > 1:
+                raise UnsupportedModel(
+                    f"{folder}: {key} is {values[0]} in config.json, but {values[1]} in {name}: "
+                    "correct one of them"
+                )
+        stated = beside | stated
+    return stated or None
+
+
+def quantization_accounts(folder: Path | str) -> Iterator[Account]:
+    """Yield the accounts of a quantization config and its groups, if servd reads its method. A null
+    is the default there.
+    """
+    stated = quantization_of(folder) or {}
+    table = f"quantization.{str(stated.get('quant_method')).replace('-', '_')}"
+    if table not in read_tables():
+        return
+    parts: dict[str, tuple[Any, tuple[str, ...]]] = {"": (stated, ("quantization", table))}
+    groups = stated.get("config_groups")
+    for name, group in groups.items() if isinstance(groups, dict) else ():
+        if isinstance(group, dict):
+            parts[f": {name}"] = (group, (f"{table}.group",))
+            parts[f": {name}.weights"] = (group.get("weights") or {}, (f"{table}.weights",))
+    for name, (part, tables) in parts.items():
+        yield account_for(f"quantization_config{name}", without_nulls(part), *tables)
 
 
 def quant_method_of(folder: str, quantization: str | None) -> str | None:
@@ -545,43 +571,3 @@ def read_generation_defaults(
     if "max_new_tokens" in defaults:
         defaults["max_tokens"] = defaults.pop("max_new_tokens")
     return defaults
-
-
-def find_tokenizer(folder: str, trust_remote_code: bool = False) -> Path:
-    """Return the tokenizer.json of a model folder, or a file converted once from its slow tokenizer
-    or GGUF file. Raises ModelNotFound if there is no tokenizer, or it cannot be converted.
-    """
-    file = Path(folder) / "tokenizer.json"
-    if file.exists():
-        return file
-    if file.with_name(gguf.WEIGHTS).is_symlink():
-        return gguf_tokenizer.write_tokenizer(Path(folder))
-    return _convert_tokenizer(Path(folder), trust_remote_code)
-
-
-def _convert_tokenizer(folder: Path, trust_remote_code: bool) -> Path:
-    """Return a tokenizer.json converted from the slow tokenizer in `folder`, in a cache that all
-    servers share. A separate process converts it, because importing transformers takes seconds and
-    hundreds of megabytes.
-    """
-    source = next((folder / name for name in CONVERTIBLE if (folder / name).exists()), None)
-    if source is None and not trust_remote_code:
-        raise ModelNotFound(
-            f"{folder} has no tokenizer.json, and no tokenizer that servd can convert"
-        )
-
-    def convert(made: Path) -> None:
-        module = "servd.worker.loading.convert_tokenizer"
-        command = [sys.executable, "-m", module, str(folder), str(made)]
-        if trust_remote_code:
-            command.append("--trust-remote-code")
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode or not (made / "tokenizer.json").exists():
-            reason = (done.stderr.strip() or "no reason given").splitlines()[-1]
-            raise ModelNotFound(
-                f"{folder} has no tokenizer.json, and its tokenizer cannot be converted: {reason}"
-            )
-
-    stamp = (source or folder).stat().st_mtime_ns
-    target = make_cached_folder("tokenizers", f"{folder.resolve()} {stamp}", convert)
-    return target / "tokenizer.json"

@@ -24,9 +24,9 @@ from servd.base.errors import ConfigError, ModelNotFound
 from servd.base.sizes import format_bytes
 from servd.checkpoint import hf, pooling
 from servd.checkpoint.account import FLAG, Account
-from servd.checkpoint.accounts import accounts_of
 from servd.config import Config
 from servd.config.resolve import look_at_machine
+from servd.launch.accounts import accounts_of
 from servd.terminal import engine_flags
 
 WORKER = "servd.worker"
@@ -168,7 +168,7 @@ def check_model(config: Config) -> Iterator[Finding]:
         config, spec, _ = launch.find_and_resolve(config.replace(allow_unknown_keys=True))
         layers = f"{spec.num_layers} layers of {spec.hidden_size}"
         yield Finding(name, "ok", f"{config.model.model}: {spec.model_type}, {layers}")
-        for account in accounts_of(spec, config.model.model_impl):
+        for account in accounts_of(config, spec):
             yield show_account(account, "warning" if is_allowed else "failed")
         name = "tokenizer"
         tokenizer = Tokenizer.of_model(config, spec)

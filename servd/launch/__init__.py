@@ -11,11 +11,11 @@ import msgspec
 from servd.base import log, plugins
 from servd.base.errors import ConfigError, UnsupportedModel
 from servd.checkpoint import account, hf
-from servd.checkpoint.accounts import accounts_of
 from servd.config import Config
 from servd.config.resolve import Decision, decide, look_at_machine
 from servd.core.client import identity
 from servd.core.executor import EXECUTORS
+from servd.launch.accounts import accounts_of
 from servd.launch.process_tree import ProcessTree, check_access, url_of
 from servd.launch.sockets import (
     check_engine,
@@ -109,7 +109,7 @@ def find_and_resolve(config: Config) -> tuple[Config, hf.ModelSpec, dict[str, De
     config, decided = decide(config, spec, look_at_machine())
     model = config.model
     hf.read_generation_defaults(spec, model.generation_config, model.override_generation_config)
-    account.check(accounts_of(spec, config.model.model_impl), config.model.allow_unknown_keys)
+    account.check(accounts_of(config, spec), config.model.allow_unknown_keys)
     return config, spec, decided
 
 

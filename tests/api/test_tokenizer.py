@@ -230,6 +230,16 @@ def test_a_slow_tokenizer_is_converted_once(tmp_path: Path, monkeypatch):
         assert tokenizer.encode("a dog") == LLAMA2.encode("a dog")
     assert (tmp_path / "runs").read_text() == "run\n"
     assert not list(model.glob("tokenizer.json"))  # model folders may be read-only
+    (model / "tokenizer_config.json").write_text('{"eos_token": "</s>", "add_bos_token": false}')
+    Tokenizer.load(str(model))
+    (model / "added_tokens.json").write_text("{}")
+    Tokenizer.load(str(model))
+    (model / "added_tokens.json").unlink()
+    Tokenizer.load(str(model))
+    Tokenizer.load(str(model), trust_remote_code=True)
+    (model / "tokenizer.model").write_text("changed")
+    Tokenizer.load(str(model))
+    assert (tmp_path / "runs").read_text() == 5 * "run\n"
 
 
 def test_a_failed_conversion_names_the_reason(tmp_path: Path, monkeypatch):

@@ -12,7 +12,7 @@ gguf = pytest.importorskip("gguf")
 from servd.base.errors import ModelNotFound, UnsupportedModel  # noqa: E402
 from servd.checkpoint import gguf as servd_gguf  # noqa: E402
 from servd.checkpoint import hf  # noqa: E402
-from servd.checkpoint.gguf import ARCHITECTURES  # noqa: E402
+from servd.checkpoint.gguf import ARCHITECTURES, gguf_accounts  # noqa: E402
 from servd.worker.quantization import gguf as worker_gguf  # noqa: E402
 from tests import gguf_files  # noqa: E402
 from tests.gguf_files import Quant, write_model  # noqa: E402
@@ -109,6 +109,127 @@ def test_every_architecture_has_a_case():
 def test_logits_and_tokens_are_those_of_the_original(written, case: str):
     folder, file = written(case)
     compare(file, folder)
+    assert not unknown_keys(file)
+
+
+def unknown_keys(file: Path) -> list[str]:
+    return [key for account in gguf_accounts(hf.find_model(str(file))) for key in account.unknown]
+
+
+LINEAR = {"rope_type": "linear", "factor": 3.0, "rope_theta": 1e4}
+UNSCALED = {"rope_type": "default", "rope_theta": 1e4}
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({"factor": 3.0}, LINEAR),
+        ({"type": "linear", "factor": 3.0}, LINEAR),
+        ({"type": "linear"}, UNSCALED),
+        ({"type": "none", "factor": 3.0}, UNSCALED),
+        ({"factor": 0.0}, UNSCALED),
+        ({"../scale_linear": 3.0}, LINEAR),
+        ({"../scale_linear": 3.0, "type": "linear"}, LINEAR),
+        ({"../scale_linear": 5.0, "factor": 3.0}, LINEAR),
+        ({"yarn_ext_factor": -1.0, "attn_factor": 1.0}, UNSCALED),
+    ],
+    ids=str,
+)
+def test_positions_are_scaled_as_in_llama_cpp(written, monkeypatch, changed, expected):
+    _, file = written("llama")
+    names = {f"llama.rope.scaling.{key}".replace("scaling.../", ""): key for key in changed}
+    change_all(monkeypatch, {name: changed[key] for name, key in names.items()})
+    assert hf.read_config(hf.find_model(str(file)))["rope_parameters"] == expected
+
+
+def test_a_scale_without_a_type_is_linear(written, monkeypatch):
+    folder, file = written("llama, linear")
+    change(monkeypatch, "llama.rope.scaling.type", None)
+    compare(file, folder)
+
+
+@pytest.mark.parametrize(
+    ("case", "key", "value"),
+    [
+        ("llama", "llama.rope.scaling.attn_factor", 1.2),
+        ("llama", "llama.rope.scaling.yarn_attn_factor", 1.2),
+        ("llama", "llama.rope.scaling.yarn_ext_factor", 1.0),
+        ("llama, linear", "llama.rope.scaling.attn_factor", 0.0),
+        ("llama, yarn", "llama.rope.scaling.yarn_ext_factor", 0.0),
+        ("llama, yarn", "llama.rope.scaling.attn_factor", 1.2),
+        ("phi3, long contexts", "phi3.rope.scaling.factor", 2.0),
+        ("phi3, long contexts", "phi3.rope.scale_linear", 2.0),
+    ],
+)
+def test_scales_that_servd_does_not_compute_are_refused(written, monkeypatch, case, key, value):
+    _, file = written(case)
+    change(monkeypatch, key, value)
+    with pytest.raises(UnsupportedModel, match=r"rope\.scaling\."):
+        hf.find_model(str(file))
+
+
+@pytest.mark.parametrize(
+    ("case", "key", "value"),
+    [
+        ("llama", "llama.attention.causal", False),
+        ("llama", "llama.pooling_type", 1),
+        ("llama", "llama.attention.scale", 0.5),
+        ("llama", "llama.rope.dimension_sections", [4, 2, 2]),
+        ("llama", "llama.logit_scale", 0.5),
+        ("llama", "llama.rope.freq_base_swa", 1e4),
+        ("llama", "llama.nextn_predict_layers", 1),
+        ("llama", "llama.rope.scaling.yarn_log_multiplier", 0.1),
+        ("llama", "llama.final_logit_softcapping", 30.0),
+        ("llama", "general.sampling.mirostat", 2),
+        ("llama, experts", "llama.expert_weights_scale", 2.5),
+        ("qwen3moe", "qwen3moe.expert_gating_func", 2),
+        ("gemma2", "gemma2.attention.sliding_window_pattern", 3),
+        ("gpt-oss", "gpt-oss.rope.freq_base_swa", 1e5),
+    ],
+)
+def test_metadata_that_could_change_answers_is_unknown(written, monkeypatch, case, key, value):
+    _, file = written(case)
+    change(monkeypatch, key, value)
+    assert unknown_keys(file) == [key.removeprefix(f"{case.partition(',')[0]}.")]
+
+
+def test_metadata_without_effect_is_known(written, monkeypatch):
+    _, file = written("llama")
+    values = {
+        "llama.attention.causal": True,
+        "llama.pooling_type": 3,
+        "general.quantized_by": "somebody",
+        "general.base_model.0.name": "x",
+        "tokenizer.ggml.fim_pre_token_id": 3,
+        "quantize.imatrix.file": "x",
+        "tokenizer.chat_template.tool_use": "x" * 1000,
+    }
+    change_all(monkeypatch, values)
+    assert not unknown_keys(file)
+    assert (hf.find_model(str(file)) / "metadata.json").stat().st_size < 4000
+
+
+def test_sampling_parameters_are_the_files(written, monkeypatch):
+    _, file = written("llama")
+    values = {"temp": 0.6, "top_k": 20, "penalty_repeat": 1.1}
+    change_all(monkeypatch, {f"general.sampling.{key}": value for key, value in values.items()})
+    spec = hf.read_spec(hf.find_model(str(file)))
+    expected = {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1}
+    assert hf.read_generation_defaults(spec, "auto") == expected
+
+
+@pytest.mark.parametrize("name", ["eos", "eot", "eom", "bos", "unknown"])
+def test_ids_beyond_the_tokens_are_refused_by_name(written, monkeypatch, name: str):
+    _, file = written("llama")
+    change(monkeypatch, f"tokenizer.ggml.{name}_token_id", 1 << 20)
+    with pytest.raises(ModelNotFound, match=f"{name}_token_id is {1 << 20}, of"):
+        hf.find_model(str(file))
+
+
+def test_a_padding_beyond_the_tokens_is_dropped(written, monkeypatch):
+    _, file = written("llama")
+    change(monkeypatch, "tokenizer.ggml.padding_token_id", (1 << 32) - 1)
+    assert "pad_token" not in hf.read_json(hf.find_model(str(file)) / "tokenizer_config.json")
 
 
 def test_experts_may_be_tensors_of_their_own(written):
@@ -148,7 +269,7 @@ def test_blocks_are_the_numbers_that_gguf_dequantizes(written, tmp_path, case, q
 def test_what_would_be_computed_wrongly_is_refused(written, monkeypatch):
     _, file = written("llama 3.1")
     for key, value, message in (
-        ("llama.rope.scaling.type", "linear", "rope_freqs.weight beside rope scaling 'linear'"),
+        ("llama.rope.scaling.factor", 2.0, "rope_freqs.weight beside rope scaling 'linear'"),
         ("llama.rope.scaling.type", "su", "rope scaling 'su'"),
         ("llama.rope.dimension_count", 8, "partial_rotary_factor 0.5 is not supported"),
     ):
@@ -194,14 +315,18 @@ def test_heads_that_do_not_divide_the_rows_are_refused(written, monkeypatch):
 
 
 def change(monkeypatch: pytest.MonkeyPatch, key: str, value: Any) -> None:
+    change_all(monkeypatch, {key: value})
+
+
+def change_all(monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any]) -> None:
     """Change a file's metadata while it is read, and forget what was made of the file before."""
     open_file = ORIGINAL_OPEN
 
     def open_changed(path: Path, **options: Any) -> Any:
         reader, values = open_file(path, **options)
-        values |= {key: value}
+        values |= changed
         return reader, {name: each for name, each in values.items() if each is not None}
 
     monkeypatch.setattr(servd_gguf, "open_file", open_changed)
     monkeypatch.setattr(worker_gguf, "open_file", open_changed)
-    monkeypatch.setenv("XDG_CACHE_HOME", f"{os.environ['XDG_CACHE_HOME']}{abs(hash(str(value)))}")
+    monkeypatch.setenv("XDG_CACHE_HOME", f"{os.environ['XDG_CACHE_HOME']}{abs(hash(str(changed)))}")

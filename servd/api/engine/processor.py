@@ -85,10 +85,9 @@ class Processor:
             spec, model.generation_config, model.override_generation_config
         )
         self.default_max_tokens: int | None = self.default_params.pop("max_tokens", None)
-        self._eos_token_ids = [*spec.eos_token_ids]
-        eos = tokenizer.eos_token_id
-        if eos is not None and eos < spec.vocab_size and eos not in self._eos_token_ids:
-            self._eos_token_ids.append(eos)
+        eos = dict.fromkeys((*spec.eos_token_ids, tokenizer.eos_token_id))
+        # A token that a file of the tokenizer adds may have no row in the model.
+        self._eos_token_ids = [i for i in eos if i is not None and i < spec.vocab_size]
         self.grammars = GrammarChecker(config, spec)
         self._ordinal = itertools.count()  # of requests without a seed; `next` is safe in threads
 

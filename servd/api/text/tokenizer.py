@@ -15,7 +15,8 @@ from typing import Any
 import tokenizers
 
 from servd.base.errors import InvalidRequest, ModelNotFound
-from servd.checkpoint.hf import ModelSpec, find_model, find_tokenizer, read_json
+from servd.checkpoint.hf import ModelSpec, find_model
+from servd.checkpoint.tokenizer_files import find_tokenizer, read_tokenizer_config
 from servd.config import Config
 
 MAX_HELD_CHARS = 4096  # encoded in about a millisecond
@@ -63,19 +64,18 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: str, trust_remote_code: bool = False) -> Tokenizer:
-        """Read tokenizer.json and tokenizer_config.json. Without tokenizer.json, convert the files
-        of the slow tokenizer, once. Raise ModelNotFound if the tokenizer is missing or broken.
+        """Read a tokenizer's files; see `find_tokenizer` for what is converted. Raise ModelNotFound
+        if the tokenizer is missing or broken.
         """
         file = find_tokenizer(folder, trust_remote_code)
         try:
             backend = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the Rust library raises bare Exception
             raise ModelNotFound(f"{file} cannot be read: {error}") from None
-        config: dict[str, Any] = {}
-        for name in ("special_tokens_map.json", "tokenizer_config.json"):
-            for place in (file.parent, Path(folder)):
-                if (place / name).exists():
-                    config |= read_json(place / name)
+        config = read_tokenizer_config(Path(folder))
+        if file.parent != Path(folder):  # what a conversion made of the folder's tokens
+            config |= read_tokenizer_config(file.parent)
+        backend.encode_special_tokens = config.get("split_special_tokens", False)
         return cls(backend, config, folder)
 
     @classmethod

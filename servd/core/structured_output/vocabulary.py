@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from servd.checkpoint.hf import ModelSpec, find_model, find_tokenizer
+from servd.checkpoint.hf import ModelSpec, find_model
+from servd.checkpoint.tokenizer_files import find_tokenizer
 from servd.config import Config
 
 if TYPE_CHECKING:

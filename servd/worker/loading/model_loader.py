@@ -51,7 +51,7 @@ IN_LAYER = re.compile(r"\.(\d+)\.(.+)")
 BAD_VALUES = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, AssertionError)
 MAX_NAMED = 8  # parameters in an error message
 # Scales of a calibrated checkpoint are beside the projections or below one of them.
-KV_SCALE = re.compile(r"(.+?)\.(?:attn\.|[kv]_proj\.)?([kv])_scale")
+KV_SCALE = re.compile(r"(.+?)\.(?:attn\.|[qkv]_proj\.)?(q|k|v|prob)_scale")
 
 
 class Model(Loadable, Protocol):
@@ -291,7 +291,7 @@ def _quantized(files: list[Path], weight: Tensor) -> NamedTensors:
 def _load_kv_scale(
     model: Loadable, attentions: dict[str, Attention], name: str, tensor: Tensor
 ) -> bool:
-    """Load the tensor if it is an attention layer's scale of keys or values; return whether it is.
+    """Load the tensor if it is an attention layer's scale; return whether it is one.
     Raises ValueError if it is not one positive number.
     """
     if not (found := KV_SCALE.fullmatch(name)):
@@ -300,6 +300,8 @@ def _load_kv_scale(
     attention = attentions.get(layer) or attentions.get(model.base_prefix + layer)
     if attention is None:
         return False
+    if found[2] not in "kv":  # queries and probabilities are not rounded
+        return True
     if tensor.numel() != 1:
         raise ValueError(
             f"shape {list(tensor.shape)}, expected one number: only scales of whole layers are "

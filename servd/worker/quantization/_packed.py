@@ -16,6 +16,7 @@ from servd.worker.quantization._files import names_in
 Module = dict[str, Tensor]
 """Tensors of a module by their last name: "qweight", "scales", "weight.absmax"."""
 
+SCALES = ("scales", "weight_scale", "weight_scale_inv")
 UNSIGNED = tuple(map(float, range(16)))
 
 
@@ -52,6 +53,10 @@ def read_modules(
 def _decoded(
     name: str, module: Module, decode: Callable[[str, Module], Quantized | None]
 ) -> Quantized | None:
+    for leaf in SCALES:
+        if leaf in module and not module[leaf].is_floating_point():
+            dtype = str(module[leaf].dtype)[6:]
+            raise UnsupportedModel(f"layer {name} has {leaf} of {dtype}, expected floats")
     try:
         weight = decode(name, module)
     except UnsupportedModel:
@@ -64,6 +69,22 @@ def _decoded(
         if not all(bool(each.float().isfinite().all()) for each in factors if each is not None):
             raise UnsupportedModel(f"layer {name} has a scale that is not a finite number")
     return weight
+
+
+def stated_layout(
+    method: str, config: dict[str, Any], keys: Sequence[str], supported: Sequence[str]
+) -> str:
+    """Return the layout that a config states under some of these keys, or else the first supported
+    one. Raises UnsupportedModel if the keys disagree, or the layout is not supported.
+    """
+    layouts = {str(config[key]).lower() for key in keys if config.get(key)} or {supported[0]}
+    layout = min(layouts)
+    if len(layouts) > 1 or layout not in supported:
+        raise UnsupportedModel(
+            f"{' or '.join(keys)} {', '.join(sorted(layouts))} of {method} is not supported, only "
+            f"{' or '.join(supported)}: convert the checkpoint"
+        )
+    return layout
 
 
 def take(name: str, module: Module, device: torch.device, *leaves: str) -> list[Tensor]:

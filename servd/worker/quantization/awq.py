@@ -9,19 +9,25 @@ from torch import Tensor
 
 from servd.base.errors import UnsupportedModel
 from servd.worker.layers.quantized import NamedTensors, Quantized
-from servd.worker.quantization._packed import Module, affine, read_modules, take, unpack
+from servd.worker.quantization._packed import (
+    Module,
+    affine,
+    read_modules,
+    stated_layout,
+    take,
+    unpack,
+)
 
 ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # places of 8 columns' codes in a word
 
 
 def read(files: list[Path], config: dict[str, Any], device: torch.device) -> NamedTensors:
     """Yield a checkpoint's tensors. Raises UnsupportedModel unless codes are 4-bit "gemm"."""
-    layout = str(config.get("version", "gemm")).lower()
+    stated_layout("AWQ", config, ("version", "format"), ("gemm",))
     bits = config.get("bits", config.get("w_bit", 4))
-    if layout != "gemm" or bits != 4:
+    if bits != 4:
         raise UnsupportedModel(
-            f"AWQ of {bits} bits in the layout {layout!r} is not supported, only 4 bits in gemm: "
-            "convert the checkpoint"
+            f"AWQ of {bits} bits is not supported, only 4: convert the checkpoint"
         )
     return read_modules(files, partial(_weight, device))
 

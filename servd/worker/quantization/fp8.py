@@ -98,7 +98,7 @@ def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def read(files: list[Path], config: dict[str, Any], device: torch.device) -> NamedTensors:
     """Yield a checkpoint's tensors. Activations are not rounded."""
-    block = config.get("weight_block_size")
+    block = config.get("weight_block_size", [128, 128])
     return read_modules(files, functools.partial(_weight, block, device))
 
 
@@ -118,5 +118,6 @@ def _weight(
             "is supported"
         )
     scale = module.pop(leaf).to(device)
-    module.pop("input_scale", None)
+    for unused in ("input_scale", "activation_scale"):
+        module.pop(unused, None)
     return floats(name, codes, scale, block if leaf == "weight_scale_inv" else None)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from servd.base.errors import UnsupportedModel
 from servd.worker.layers.quantized import NamedTensors, Quantized
@@ -13,6 +14,7 @@ from servd.worker.quantization._packed import (
     affine,
     read_modules,
     side_by_side,
+    stated_layout,
     take,
     unpack,
 )
@@ -26,17 +28,12 @@ def read(files: list[Path], config: dict[str, Any], device: torch.device) -> Nam
     """Yield a checkpoint's tensors. Shapes, not `dynamic`, show the bits and groups of each layer.
     Raises UnsupportedModel for layouts other than AutoGPTQ's and GPTQModel's.
     """
-    layout = config.get("checkpoint_format") or "gptq"
-    if layout not in ("gptq", "gptq_v2") or config.get("is_marlin_format"):
-        raise UnsupportedModel(
-            f"checkpoint_format {layout!r} of GPTQ is not supported, only gptq and gptq_v2: "
-            "convert the checkpoint"
-        )
-    return read_modules(files, partial(_weight, config, device, layout == "gptq"))
+    layout = stated_layout("GPTQ", config, ("checkpoint_format", "format"), ("gptq", "gptq_v2"))
+    return read_modules(files, partial(_weight, config, device, layout))
 
 
 def _weight(
-    config: dict[str, Any], device: torch.device, is_version_1: bool, name: str, module: Module
+    config: dict[str, Any], device: torch.device, layout: str, name: str, module: Module
 ) -> Quantized | None:
     """Return the weight from `qweight` int32 [in / codes of a word, out], `qzeros` int32 [groups,
     out / codes of a word], `scales` [groups, out] and the optional `g_idx` int32 [in].
@@ -57,7 +54,9 @@ def _weight(
     # A group size from `dynamic` divides the columns.
     if stated <= 0 or -(-size // stated) != num_groups:
         stated = -(-size // num_groups)
-    if is_version_1:
+    if config.get("sym", True) and not zeros.is_meta:
+        layout = _layout_of(name, zeros, bits, layout)
+    if layout == "gptq":
         zeros = zeros + MISSING[bits]
     weight = affine(
         name,
@@ -72,3 +71,19 @@ def _weight(
     if group_of is None or (device.type == "meta" and not config.get("desc_act")):
         return weight
     return side_by_side(name, weight, group_of.to(device))
+
+
+def _layout_of(name: str, zeros: Tensor, bits: int, stated: str) -> str:
+    """Return the layout that the zero points of a symmetric layer show: all are half of the range,
+    which published files with version 2 store under the name of version 1, too.
+    """
+    stored = unpack(zeros, bits)
+    middle = 1 << bits - 1
+    if bool((stored == middle).all()):
+        return "gptq_v2"
+    if stated == "gptq_v2" and bool((stored == middle - 1).all()):
+        raise UnsupportedModel(
+            f"layer {name} has zero points of gptq, but checkpoint_format or format is gptq_v2: "
+            "correct the quantization_config"
+        )
+    return stated

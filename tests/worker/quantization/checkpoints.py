@@ -25,7 +25,10 @@ PROMPTS = ([5, 17, 99, 200, 31, 8, 44, 3], [1], list(range(40, 75)))
 
 
 def write(
-    folder: Path, to: Path, config: dict[str, Any], make: Callable[[str, Tensor], Made | None]
+    folder: Path,
+    to: Path,
+    config: dict[str, Any] | None,
+    make: Callable[[str, Tensor], Made | None],
 ) -> dict[str, Tensor]:
     """Write one like `folder`, projections by `make`. Returns what all weights stand for."""
     to.mkdir(exist_ok=True)
@@ -33,7 +36,8 @@ def write(
         if file.suffix != ".safetensors":
             (to / file.name).write_bytes(file.read_bytes())
     stated = json.loads((folder / "config.json").read_text())
-    (to / "config.json").write_text(json.dumps(stated | {"quantization_config": config}))
+    stated |= {"quantization_config": config} if config else {}
+    (to / "config.json").write_text(json.dumps(stated))
     written, meant = {}, load_file(folder / "model.safetensors")
     for name, tensor in list(meant.items()):
         stem = name.removesuffix(".weight")

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from servd.base.errors import UnsupportedModel
+from servd.checkpoint.hf import quantization_accounts
 from servd.worker.layers.quantized import Quantized
 from servd.worker.ops import native
 from tests.worker.cpu_kernels import forced
@@ -177,6 +178,63 @@ def test_fp8_is_what_it_stands_for(model: str, tmp_path: Path, block: int, reque
     check(tmp_path, folder, write(folder, tmp_path, config, partial(fp8, block=block)))
 
 
+@pytest.mark.parametrize(
+    ("block", "config", "leaves"),
+    [
+        (0, {"weight_block_size": None}, {".weight_scale": ".weight_scale_inv"}),
+        (0, {}, {".weight_scale": ".weight_scale_inv", ".input_scale": ".activation_scale"}),
+        (0, {}, {".input_scale": ".activation_scale"}),
+        (128, {"scale_fmt": "float"}, {}),
+    ],
+)
+def test_other_names_of_the_scales_of_fp8(tiny_llama, tmp_path, block: int, config, leaves):
+    """As Mistral's files have them, and blocks of transformers' default size."""
+
+    def renamed(name: str, weight: Tensor) -> Made:
+        made, meant = fp8(name, weight, block=block)
+        return {leaves.get(leaf, leaf): tensor for leaf, tensor in made.items()}, meant
+
+    meant = write(tiny_llama, tmp_path, {"quant_method": "fp8", **config}, renamed)
+    for name, tensor in read(tmp_path).items():
+        got = tensor.dequantize() if isinstance(tensor, Quantized) else tensor
+        assert torch.equal(got, meant[name]), name
+
+
+ROWS = "fp8 channel"
+BLOCKS = "fp8 block"
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [
+        {ROWS: ["re:.*self_attn.*"], BLOCKS: ["re:.*mlp.*"]},
+        {BLOCKS: ["re:.*mlp.*"], ROWS: ["re:.*self_attn.*"]},
+        {BLOCKS: ["Linear"], ROWS: ["re:.*self_attn.*"]},
+        {ROWS: ["re:.*self_attn.*"], BLOCKS: ["Linear"]},
+        {ROWS: ["Linear"], BLOCKS: [r"re:.*(gate|up|down)_proj$"]},
+        {
+            ROWS: ["re:.*_proj"],
+            BLOCKS: [f"model.layers.{i}.mlp.{n}_proj" for i in range(9) for n in ("up", "gate")]
+            + [f"model.layers.{i}.mlp.down_proj" for i in range(9)],
+        },
+    ],
+    ids=str,
+)
+def test_the_scheme_of_a_layer_is_that_of_its_most_exact_target(tiny_llama, tmp_path, targets):
+    def by_part(name: str, weight: Tensor) -> Made:
+        return make(BLOCKS if ".mlp." in name else ROWS, name, weight)
+
+    groups = {
+        scheme: {"targets": names, "weights": SCHEMES[scheme][1]}
+        for scheme, names in targets.items()
+    }
+    config = config_of(ROWS) | {"config_groups": groups, "ignore": ["re:.*lm_head"]}
+    meant = write(tiny_llama, tmp_path, config, by_part)
+    for name, tensor in read(tmp_path).items():
+        got = tensor.dequantize() if isinstance(tensor, Quantized) else tensor
+        assert torch.equal(got, meant[name]), name
+
+
 @pytest.mark.parametrize("shard_dim", [0, 1])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_ranks_take_slices(tiny_llama: Path, tmp_path: Path, scheme: str, shard_dim: int):
@@ -204,6 +262,7 @@ UP = "layer model.layers.0.mlp.up_proj has "
         ("w8a8", {}, {"weight": torch.ones(128, 64)}, UP + "a weight_scale and weights of float32"),
         ("w8a8", {}, {"weight_global_scale": torch.ones(1)}, "'model.*up_proj.weight_global_sc"),
         ("fp8 block", {}, {"weight": NOT_A_NUMBER}, UP + "a weight that is not a number"),
+        ("fp8 tensor", {}, {"weight_scale": torch.tensor(3).byte()}, UP + "weight_scale of uint8"),
         ("fp8 tensor", {"quant_method": "fp8"}, {"weight": torch.ones(128, 64)}, UP + "a wei"),
     ],
 )
@@ -214,3 +273,33 @@ def test_what_is_not_known_is_refused_by_name(
     change_layer(tmp_path, change)
     with pytest.raises(UnsupportedModel, match=message):
         Driver(config_for(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("config", "unknown"),
+    [
+        ({"quant_method": "gptq", "bits": 4, "sym": True, "damp_percent": 0.1}, []),
+        ({"quant_method": "gptq", "bits": 4, "rotation": "hadamard"}, ["rotation"]),
+        ({"quant_method": "gptq", "pack_dtype": "int64"}, ["pack_dtype"]),
+        ({"quant_method": "gptq", "is_marlin_format": True}, ["is_marlin_format"]),
+        ({"quant_method": "awq", "bits": 4, "version": "gemm", "zero_point": True}, []),
+        ({"quant_method": "awq", "backend": "llm-awq"}, ["backend"]),
+        ({"quant_method": "awq", "backend": None}, []),
+        ({"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}, []),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, ["fmt"]),
+        ({"quant_method": "fp8", "expert_dtype": "fp4"}, ["expert_dtype"]),
+        (config_of("w4a16"), []),
+        (config_of("w4a16") | {"rotate": 1}, ["rotate"]),
+        (config_of("w8a8") | {"config_groups": {"g": {"weights": {"type": "codebook"}}}}, ["type"]),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True, "llm_int8_threshold": 6.0}, []),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, ["load_in_8bit"]),
+        ({"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, []),
+        ({"quant_method": "mxfp4", "group_size": 16}, ["group_size"]),
+        ({"quant_method": "spqr", "beta1": 16}, []),  # refused as a method
+    ],
+    ids=str,
+)
+def test_keys_that_could_change_weights_are_used_or_unknown(tmp_path, config, unknown):
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
+    accounts = list(quantization_accounts(tmp_path))
+    assert [key for account in accounts for key in account.unknown] == unknown

@@ -246,12 +246,20 @@ def test_scales_are_of_no_effect_on_a_wider_cache(tiny_llama: Path, with_tensors
     assert torch.equal(logits_of(folder, "auto"), logits_of(tiny_llama, "auto"))
 
 
+@pytest.mark.parametrize("name", ["q_scale", "prob_scale", "attn.q_scale", "q_proj.q_scale"])
+def test_scales_of_what_is_not_rounded_are_of_no_effect(tiny_llama, with_tensors, name: str):
+    scale = {f"model.layers.0.self_attn.{name}": torch.tensor(0.3)}
+    folder = with_tensors(lambda tensors: tensors.update(scale))
+    assert torch.equal(logits_of(folder, "fp8"), logits_of(tiny_llama, "fp8"))
+
+
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
     [
         ("self_attn.k_scale", [0.5, 0.5], r"k_scale has shape \[2\], expected one number"),
         ("self_attn.k_scale", [0.0], "has the value 0.0, expected a positive number"),
         ("mlp.k_scale", [0.5], "a tensor 'model.layers.0.mlp.k_scale'"),
+        ("mlp.q_scale", [0.5], "a tensor 'model.layers.0.mlp.q_scale'"),
     ],
 )
 def test_other_scales_are_refused(with_tensors, name: str, value: list[float], reason: str):

@@ -1,5 +1,6 @@
 """GPTQ and AWQ checkpoints as their quantizers write them: weights, tokens, ranks, refusals."""
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from servd.base.errors import UnsupportedModel
+from servd.checkpoint.hf import quantization_of
 from servd.worker.device.parallel import Parallel
 from servd.worker.layers._matrix import Matrix
 from servd.worker.layers.quantized import Quantized
@@ -134,6 +136,51 @@ def test_gptq_of_llama_may_differ_from_layer_to_layer(tiny_llama: Path, tmp_path
 
 
 @pytest.mark.parametrize(
+    ("stated", "beside", "options"),
+    [
+        ({"format": "gptq_v2"}, None, {"sym": False}),
+        ({"format": "gptq_v2"}, None, {}),
+        ({"checkpoint_format": "gptq"}, None, {}),
+        ({"checkpoint_format": "gptq"}, None, {"bits": 8}),
+        ({}, {"checkpoint_format": "gptq_v2"}, {"sym": False}),
+        ({}, {"format": "GPTQ_V2", "checkpoint_format": "gptq_v2"}, {"sym": False}),
+        (None, {"format": "gptq_v2"}, {"sym": False, "bits": 8}),
+    ],
+    ids=str,
+)
+def test_zero_points_of_version_2_under_any_label(
+    tiny_llama: Path, tmp_path: Path, stated, beside, options
+):
+    common = {"bits": 4, "group_size": 32, "sym": True, **options}
+    config = None if stated is None else {"quant_method": "gptq", **common, **stated}
+    make = partial(gptq, version=2, **options)
+    meant = write(tiny_llama, tmp_path, config, make)
+    if beside is not None:
+        (tmp_path / "quantize_config.json").write_text(json.dumps(common | beside))
+    for name, tensor in read(tmp_path).items():
+        got = tensor.dequantize() if isinstance(tensor, Quantized) else tensor
+        assert torch.equal(got, meant[name]), name
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "beside"),
+    [
+        (gptq_config(version=1), "quantize_config.json", {"checkpoint_format": "gptq_v2"}),
+        (gptq_config(format="gptq"), "quantize_config.json", {"format": "gptq_v2"}),
+        (gptq_config(sym=True), "quantize_config.json", {"sym": False}),
+        (gptq_config(group_size=32), "quantize_config.json", {"group_size": 128}),
+        ({"quant_method": "awq", "version": "gemm"}, "quant_config.json", {"version": "GEMV"}),
+        ({"quant_method": "awq", "bits": 4}, "quant_config.json", {"bits": 8}),
+    ],
+)
+def test_files_that_disagree_are_refused(tmp_path: Path, config, name: str, beside):
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
+    (tmp_path / name).write_text(json.dumps(beside))
+    with pytest.raises(UnsupportedModel, match=f"{next(iter(beside))} is .* in {name}"):
+        quantization_of(tmp_path)
+
+
+@pytest.mark.parametrize(
     ("model", "group_size", "config"),
     [
         ("tiny_llama", 32, {"bits": 4, "group_size": 32, "version": "gemm"}),
@@ -179,8 +226,12 @@ def test_ranks_cannot_share_scattered_groups(tiny_llama: Path, tmp_path: Path):
 @pytest.mark.parametrize(
     ("config", "change", "message"),
     [
-        ({"checkpoint_format": "marlin"}, {}, "checkpoint_format 'marlin' of GPTQ is not"),
-        ({"quant_method": "awq", "version": "gemv"}, {}, "4 bits in the layout 'gemv'"),
+        ({"checkpoint_format": "marlin"}, {}, "checkpoint_format or format marlin of GPTQ is not"),
+        ({"format": "gptq_v2"}, {}, "format gptq, gptq_v2 of GPTQ is not"),
+        ({"format": "bitblas"}, {}, "format bitblas, gptq of GPTQ is not"),
+        ({"checkpoint_format": "gptq_v2"}, {}, "has zero points of gptq, but checkpoint_format"),
+        ({"quant_method": "awq", "version": "gemv"}, {}, "version or format gemv of AWQ"),
+        ({"quant_method": "awq", "format": "gemv"}, {}, "version or format gemv of AWQ"),
         ({"quant_method": "awq", "bits": 8}, {}, "AWQ of 8 bits"),
         ({}, {"scales": None}, "layer model.layers.0.mlp.up_proj has no scales beside its qweight"),
         ({}, {"scales": torch.ones(64)}, r"up_proj has scales of shape \[64\], expected a matrix"),

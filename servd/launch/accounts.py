@@ -1,20 +1,29 @@
-"""The accounts of all files of a model: see account.py."""
+"""The accounts of all files of a model: see servd/checkpoint/account.py."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from servd.checkpoint import gguf, hf, pooling
 from servd.checkpoint.account import Account, account_for
-from servd.checkpoint.hf import ModelSpec
 from servd.checkpoint.overrides import ROPE
+from servd.checkpoint.tokenizer_files import tokenizer_accounts
+from servd.config import Config
 
 
-def accounts_of(spec: ModelSpec, implementation: str) -> Iterator[Account]:
-    """Yield the accounts of a model's files. `implementation`: --model-impl; transformers reads all
-    of config.json itself.
+def accounts_of(config: Config, spec: hf.ModelSpec) -> Iterator[Account]:
+    """Yield the accounts of a model's files, with resolved options. A class of transformers reads
+    all of config.json itself.
     """
-    if implementation == "servd" and spec.folder:
+    if not spec.folder:  # the fake model
+        return
+    if config.model.model_impl == "servd":
         yield account_for("config.json", spec.config, "config", f"config.{spec.model_type}")
         yield from _rotations(spec.config)
+    yield from hf.quantization_accounts(spec.folder)
+    yield from gguf.gguf_accounts(spec.folder)
+    yield from tokenizer_accounts(config.model.tokenizer or spec.folder)
+    yield from hf.generation_accounts(spec, config.model.generation_config)
+    yield from pooling.accounts(spec)
 
 
 def _rotations(config: Mapping[str, Any]) -> Iterator[Account]:

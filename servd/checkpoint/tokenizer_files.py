@@ -1,0 +1,197 @@
+"""The files of a tokenizer: finds tokenizer.json, or makes it once where other files add tokens or
+it is missing. Tokens are those of transformers 5, whose precedence `read_tokenizer_config` has.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from servd.base.errors import ModelNotFound
+from servd.checkpoint import gguf, gguf_tokenizer
+from servd.checkpoint.account import Account, account_for
+from servd.checkpoint.cached_folder import make_cached_folder
+from servd.checkpoint.hf import read_json
+
+if TYPE_CHECKING:
+    from tokenizers import AddedToken
+
+CONFIG = "tokenizer_config.json"
+SPECIAL = "special_tokens_map.json"
+ADDED = "added_tokens.json"
+EXTRA = ("extra_special_tokens", "additional_special_tokens")  # the first wins
+NAMED = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+# Any of these can be converted to tokenizer.json by transformers.
+PIECES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
+CONVERTIBLE = (*PIECES, "vocab.json", "vocab.txt", "tekken.json")
+# Their tokenizer_config.json does not change what tokenizer.json says.
+GENERIC_CLASSES = (None, "PreTrainedTokenizer", "PreTrainedTokenizerFast", "TokenizersBackend")
+AGREED = {
+    "add_prefix_space": "add_prefix_space",
+    "do_lower_case": "lowercase",
+    "strip_accents": "strip_accents",
+    "tokenize_chinese_chars": "handle_chinese_chars",
+}
+INPUTS = ("*.json", "*.model", "*.txt", "*.tiktoken", "*.py")
+
+
+def find_tokenizer(folder: str, trust_remote_code: bool = False) -> Path:
+    """Return the tokenizer.json of a model folder, or a file made once: from its slow tokenizer or
+    GGUF file, or with the tokens that other files add. Raises ModelNotFound if there is no
+    tokenizer, or it cannot be made.
+    """
+    file = Path(folder) / "tokenizer.json"
+    if file.with_name(gguf.WEIGHTS).is_symlink():
+        return file if file.exists() else gguf_tokenizer.write_tokenizer(Path(folder))
+    if not file.exists():
+        return _convert_tokenizer(Path(folder), trust_remote_code)
+    try:
+        tokens = _tokens_to_add(file)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ModelNotFound(f"{folder}: its added tokens cannot be read: {error}") from None
+    return _make_file(file.parent, partial(_add_tokens, file, tokens)) if tokens else file
+
+
+def read_tokenizer_config(folder: Path) -> dict[str, Any]:
+    """Return tokenizer_config.json and special_tokens_map.json, which wins, but is not read beside
+    added_tokens_decoder.
+    """
+    config = _read(folder / CONFIG)
+    if config.get(EXTRA[1]) and not config.get(EXTRA[0]):
+        config[EXTRA[0]] = config.pop(EXTRA[1])
+    if "added_tokens_decoder" in config:
+        return config
+    special = _read(folder / SPECIAL)
+    stated = config.get(EXTRA[0]) or []
+    if isinstance(stated, list) and isinstance(extra := special.get(EXTRA[0]), list):
+        special[EXTRA[0]] = stated + [token for token in extra if token not in stated]
+    return config | special
+
+
+def tokenizer_accounts(folder: Path | str) -> Iterator[Account]:
+    """Yield the accounts of the files that state a tokenizer's tokens."""
+    folder = Path(folder)
+    table = "tokenizer.json" if (folder / "tokenizer.json").exists() else "tokenizer.slow"
+    for name in (CONFIG, SPECIAL):
+        if values := _read(folder / name):
+            yield account_for(name, values, "tokenizer", table)
+    config = _read(folder / CONFIG)
+    if table == "tokenizer.json" and config.get("tokenizer_class") not in GENERIC_CLASSES:
+        head = (folder / "tokenizer.json").read_text(encoding="utf8").partition('"model"')[0]
+        contrary: dict[str, Any] = {}
+        for key, leaf in AGREED.items():
+            made = re.search(rf'"{leaf}":\s*(\w+)', head)
+            if made and config.get(key) is not None and made[1] != json.dumps(config[key]):
+                contrary[key] = config[key]
+        yield Account(f"{CONFIG}, contrary to tokenizer.json,", unknown=contrary)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    return read_json(file) if file.exists() else {}
+
+
+def _tokens_to_add(file: Path) -> list[AddedToken]:
+    """Return the tokens that tokenizer.json lacks, or has with other flags, in their order."""
+    from tokenizers import AddedToken
+
+    config = read_tokenizer_config(file.parent)
+    named = {key: token for key in NAMED if (token := _as_token(config.get(key)))}
+    extra = config.get(EXTRA[0], config.get(EXTRA[1])) or []
+    others = [config[key] for key in config if key.endswith("_token") and key not in NAMED]
+    if isinstance(extra, dict):
+        others += extra.values()
+        extra = []
+    for token in filter(None, map(_as_token, others)):
+        named.setdefault(token.content, token)
+    extra = [*filter(None, map(_as_token, extra))]
+
+    text = file.read_text(encoding="utf8")
+    start = text.find("[", text.find('"added_tokens"'))
+    listed = json.JSONDecoder().raw_decode(text, start)[0] if '"added_tokens"' in text else []
+    present = {token.pop("id"): AddedToken(**token) for token in listed}
+    if (decoder := config.get("added_tokens_decoder")) is not None:
+        stated = {int(number): AddedToken(**token) for number, token in decoder.items()}
+    else:
+        specials = {token.content for token in (*named.values(), *extra)}
+        stated = {
+            number: AddedToken(token, special=token in specials, normalized=token not in specials)
+            for token, number in _read(file.with_name(ADDED)).items()
+        }
+        stated |= present
+    tokens = [stated[number] for number in sorted(stated)]
+    known = {token.content for token in (*present.values(), *tokens)}
+    for token in (*named.values(), *extra):
+        if token.content not in known:
+            known.add(token.content)
+            tokens.append(token)
+    names = {token.content for token in named.values()}
+    for token in tokens:
+        token.special = token.special or token.content in names
+    same = {repr(token) for token in (AddedToken(**token) for token in listed)}
+    return [token for token in tokens if repr(token) not in same]
+
+
+def _as_token(value: Any) -> AddedToken | None:
+    """Return a special token from a text or from flags; None if it is neither."""
+    from tokenizers import AddedToken
+
+    if isinstance(value, str):
+        return AddedToken(value, special=True)
+    if not isinstance(value, dict):
+        return None
+    token = AddedToken(**{key: value[key] for key in value if key != "__type"})
+    token.special = True
+    return token
+
+
+def _add_tokens(file: Path, tokens: list[AddedToken], made: Path) -> None:
+    from tokenizers import Tokenizer
+
+    try:
+        backend = Tokenizer.from_file(str(file))
+    except Exception as error:  # the Rust library raises bare Exception
+        raise ModelNotFound(f"{file} cannot be read: {error}") from None
+    backend.add_tokens(tokens)
+    made.mkdir()
+    backend.save(str(made / file.name), pretty=False)
+
+
+def _convert_tokenizer(folder: Path, trust_remote_code: bool) -> Path:
+    """Return a tokenizer.json converted from the slow tokenizer in `folder`. A separate process
+    converts it, because importing transformers takes seconds and hundreds of megabytes.
+    """
+    if not (trust_remote_code or any((folder / name).exists() for name in CONVERTIBLE)):
+        raise ModelNotFound(
+            f"{folder} has no tokenizer.json, and no tokenizer that servd can convert"
+        )
+
+    def convert(made: Path) -> None:
+        module = "servd.worker.loading.convert_tokenizer"
+        command = [sys.executable, "-m", module, str(folder), str(made)]
+        if trust_remote_code:
+            command.append("--trust-remote-code")
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode or not (made / "tokenizer.json").exists():
+            reason = (done.stderr.strip() or "no reason given").splitlines()[-1]
+            raise ModelNotFound(
+                f"{folder} has no tokenizer.json, and its tokenizer cannot be converted: {reason}"
+            )
+
+    return _make_file(folder, convert, f"{version('transformers')} {trust_remote_code}")
+
+
+def _make_file(folder: Path, make: Callable[[Path], None], state: str = "") -> Path:
+    """Return a tokenizer.json that `make` writes to a folder in a cache of all servers, until one
+    of the files that it may be made from changes.
+    """
+    files = sorted({file for pattern in INPUTS for file in folder.glob(pattern)})
+    stats = [(file.name, file.stat()) for file in files]
+    state += "".join(f" {name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in stats)
+    return make_cached_folder("tokenizers", f"{folder.resolve()} {state}", make) / "tokenizer.json"
