@@ -162,15 +162,13 @@ async def test_a_poison_ends_with_500_and_the_others_go_on(num_others: int, num_
     async with serve() as served:
         recovery = served.async_llm.engines[0].recovery
         running = served.async_llm.engines[0].running
-        core = served.engine.core
+        served.engine.may_step.clear()
         tasks = []
         for i in range(num_others + 1):
             body = {**PROMPT, "max_tokens": 40, "seed": i}
             tasks.append(asyncio.create_task(served.http.post("/v1/completions", json=body)))
             await until(lambda: len(running) == len(tasks))
         poison = [*running][-1]
-        core = served.engine.core
-        served.engine.may_step.clear()
         num_deaths = 0
         while poison in running and num_deaths < 5:
             core = served.engine.core
