@@ -376,8 +376,9 @@ def test_classes_of_models_are_at_most_two_deep():
 # Lines of Python in servd/: 58,223, and 3,067 for what real clients, peers' tests and public bug
 # reports asked for: messages that templates refuse and special tokens (771), calls that are not
 # quite JSON (519), hosts, scopes and logs (760), grammars (340), bodies and fields (560), answers
-# that nobody reads (110).
-MAX_LINES = 61_290
+# that nobody reads (110). What files of models say, which is used or refused by name: the account
+# (230), weights, heads and rotations (245), tokenizers and GGUF (280), adapters and vectors (220).
+MAX_LINES = 62_267
 
 
 def test_the_package_stays_small():
