@@ -201,6 +201,19 @@ def test_architectures_that_name_another_class(copy, name: str):
         answer_of_servd(copy("llama", architectures=[name]))
 
 
+@pytest.mark.parametrize("number", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize(
+    ("model_type", "name"), [("qwen3", "model.norm.weight"), ("gpt2", "transformer.h.1.ln_1.bias")]
+)
+def test_a_vector_that_is_not_finite_is_refused(copy, model_type: str, name: str, number: float):
+    folder = copy(model_type)
+    tensors = load_file(folder / WHOLE)
+    tensors[name][3] = number
+    save_file(tensors, folder / WHOLE)
+    with pytest.raises(ConfigError, match=name.rpartition(".1.")[2]):
+        answer_of_servd(folder)
+
+
 def test_a_class_of_another_family_is_refused(copy):
     with pytest.raises(ConfigError, match="LlamaForCausalLM"):
         answer_of_servd(copy("mistral", architectures=["LlamaForCausalLM"]))

@@ -177,6 +177,7 @@ def load_weights(
             ):
                 target, part = _target(model, weights, renamed)
                 if target is not None:
+                    _check_finite(tensor)
                     target.load(tensor, part, copy)
                     names.add(renamed)
                     if isinstance(target, Matrix) and not target.missing:
@@ -192,6 +193,15 @@ def load_weights(
     if make.importance:
         _check_importance(make.importance.keys(), names, plain)
     _check_complete(folder, weights)
+
+
+def _check_finite(tensor: Tensor | Quantized) -> None:
+    """Raise ValueError if a vector has a number that is not finite. To look at matrices would take
+    a tenth of loading: requests that meet such a number say so.
+    """
+    is_vector = isinstance(tensor, Tensor) and tensor.dim() == 1 and tensor.is_floating_point()
+    if is_vector and not tensor.is_meta and not bool(tensor.float().isfinite().all()):
+        raise ValueError("a number that is not finite")
 
 
 def _check_complete(folder: str, weights: dict[str, Weight]) -> None:
