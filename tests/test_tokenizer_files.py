@@ -71,6 +71,10 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
         SPECIAL: {"extra_special_tokens": ["<x>", unflagged("<y>", lstrip=True)]},
     },
     "extra, named": {CONFIG: {"extra_special_tokens": {"image_token": "<image>", "z": "<z>"}}},
+    "specific": {CONFIG: {"model_specific_special_tokens": {"image_token": "<image>"}}},
+    "specific, named": {
+        CONFIG: {"model_specific_special_tokens": {"z": "<z>"}, "image_token": "<image>"}
+    },
     "extra of map, named": {SPECIAL: {"extra_special_tokens": {"image_token": "<image>"}}},
     "named": {CONFIG: {"image_token": "<image>", "pad_token": typed("[PAD]", lstrip=True)}},
     "map": {SPECIAL: {"pad_token": "[PAD]", "eos_token": unflagged("<x>", lstrip=True)}},

@@ -241,14 +241,14 @@ def quantization_accounts(folder: Path | str) -> Iterator[Account]:
     table = f"quantization.{str(stated.get('quant_method')).replace('-', '_')}"
     if table not in read_tables():
         return
-    parts: dict[str, tuple[Any, tuple[str, ...]]] = {"": (stated, ("quantization", table))}
+    name = "quantization_config"
+    yield account_for(name, without_nulls(stated), "quantization", table)
     groups = stated.get("config_groups")
-    for name, group in groups.items() if isinstance(groups, dict) else ():
+    for key, group in groups.items() if isinstance(groups, dict) else ():
         if isinstance(group, dict):
-            parts[f": {name}"] = (group, (f"{table}.group",))
-            parts[f": {name}.weights"] = (group.get("weights") or {}, (f"{table}.weights",))
-    for name, (part, tables) in parts.items():
-        yield account_for(f"quantization_config{name}", without_nulls(part), *tables)
+            yield account_for(f"{name}: {key}", without_nulls(group), f"{table}.group")
+            weights = without_nulls(group.get("weights") or {})
+            yield account_for(f"{name}: {key}.weights", weights, f"{table}.weights")
 
 
 def quant_method_of(folder: str, quantization: str | None) -> str | None:
@@ -558,16 +558,16 @@ def read_generation_defaults(
     generation = _read_generation(spec, source)
     known = {key: generation[key] for key in _Generation.__struct_fields__ if key in generation}
     try:
-        stated = msgspec.structs.asdict(msgspec.convert(known, _Generation))
+        stated = msgspec.convert(known, _Generation)
     except msgspec.ValidationError as error:
         raise ConfigError(
             f"generation_config.json: {error}: correct it, or use --generation-config vllm"
         ) from None
-    if stated.pop("do_sample") is False:
-        stated["temperature"] = 0.0  # as in transformers, whatever temperature is beside it
-    chosen = {} if override is None else msgspec.structs.asdict(override)
-    stated |= {key: value for key, value in chosen.items() if value is not None}
-    defaults = {key: value for key, value in stated.items() if value is not None}
+    defaults = without_nulls(msgspec.structs.asdict(stated))
+    if defaults.pop("do_sample", True) is False:
+        defaults["temperature"] = 0.0  # as in transformers, whatever temperature is beside it
+    if override is not None:
+        defaults |= without_nulls(msgspec.structs.asdict(override))
     if "max_new_tokens" in defaults:
         defaults["max_tokens"] = defaults.pop("max_new_tokens")
     return defaults

@@ -242,9 +242,9 @@ def accounts(spec: ModelSpec) -> Iterator[Account]:
         (_limits_file(folder), "sentence_bert"),
         (folder / TEXTS, "config_sentence_transformers"),
     ):
-        if spec.folder and file.exists():
+        if file.exists():
             yield account_for(file.name, without_nulls(_load(file)), table)
-    if spec.folder and (folder / MODULES).exists():
+    if (folder / MODULES).exists():
         entries = _load(folder / MODULES)
         for (kind, place), entry in zip(_modules(folder), entries, strict=True):
             yield account_for(f"modules.json: {kind}", entry, "modules")
