@@ -18,7 +18,7 @@ from servd.base.errors import ModelNotFound
 from servd.checkpoint import gguf, gguf_tokenizer
 from servd.checkpoint.account import Account, account_for
 from servd.checkpoint.cached_folder import make_cached_folder
-from servd.checkpoint.hf import read_json
+from servd.checkpoint.hf import ModelSpec, find_model, read_json
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken
@@ -42,6 +42,11 @@ AGREED = {
 MODEL = '"model":'  # the key of tokenizer.json
 PIECE = 1 << 20  # characters of a file that are read at once
 INPUTS = ("*.json", "*.model", "*.txt", "*.tiktoken", "*.py")
+
+
+def tokenizer_folder(spec: ModelSpec, tokenizer: str | None, download_dir: str | None) -> str:
+    """Return the folder of --tokenizer, which may be on the hub, or else the model's own."""
+    return str(find_model(tokenizer, download_dir=download_dir)) if tokenizer else spec.folder
 
 
 def find_tokenizer(folder: str, trust_remote_code: bool = False) -> Path:
@@ -92,7 +97,8 @@ def tokenizer_accounts(folder: Path | str) -> Iterator[Account]:
             made = re.search(rf'"{leaf}":\s*(\w+)', head)
             if made and config.get(key) is not None and made[1] != json.dumps(config[key]):
                 contrary[key] = config[key]
-        yield Account(f"{CONFIG}, contrary to tokenizer.json,", unknown=contrary)
+        if contrary:
+            yield Account(f"{CONFIG}, contrary to tokenizer.json,", unknown=contrary)
 
 
 def _read(file: Path) -> dict[str, Any]:
