@@ -181,12 +181,10 @@ class AdapterFiles:
             patterns = [patterns] if isinstance(patterns, str) else patterns
             if not all(re.fullmatch(r"\w+", pattern) for pattern in patterns):
                 raise self._error(f"layers_pattern {patterns} are not plain names")
-            forms = [rf"(?:^|.*?\.){pattern}\.(\d+)\." for pattern in patterns]
-            for module in [*targets]:
-                matches = (re.match(form, module) for form in forms or [r".*?\.[^.]*\.(\d+)\."])
-                number = next((int(match[1]) for match in matches if match), None)
-                if number not in numbers:
-                    targets.remove(module)
+            forms = [rf"(?:^|.*?\.){pattern}\." for pattern in patterns] or [r".*?\.[^.]*\."]
+            form = re.compile(rf"(?:{'|'.join(forms)})(\d+)\.")
+            matches = {module: form.match(module) for module in targets}
+            targets = {key for key, match in matches.items() if match and int(match[1]) in numbers}
         return targets - excluded
 
     def _named(self, key: str, modules: Iterable[str]) -> set[str]:

@@ -45,7 +45,7 @@ PURPOSES = {
 }
 
 
-PACKAGE = "sentence_transformers."
+PACKAGE = re.compile(r"^sentence_transformers\.(.*\.)?")
 ORDER = re.compile("Transformer Pooling( Dense)*( Normalize)?")
 MODULES = "modules.json"
 TEXTS = "config_sentence_transformers.json"
@@ -261,13 +261,7 @@ def _modules(folder: Path) -> list[tuple[str, Path]]:
         modules = msgspec.convert(_load(folder / MODULES), list[_Module])
     except msgspec.ValidationError as error:
         raise UnsupportedModel(f"{folder}/modules.json: {error}") from None
-    named = []
-    for module in modules:
-        kind = module.type
-        if kind.startswith(PACKAGE):
-            kind = kind.rpartition(".")[2]
-        named.append((kind, folder / module.path))
-    return named
+    return [(PACKAGE.sub("", module.type), folder / module.path) for module in modules]
 
 
 def _is_reranker(folder: Path) -> bool:
