@@ -188,7 +188,8 @@ def read_spec(folder: Path | str, overrides: dict[str, Any] | None = None) -> Mo
 
 def _read_eos(folder: Path, eos: Any, vocab_size: int) -> list[int]:
     """Return the tokens that end an answer, without those that the model cannot write."""
-    token_ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    token_ids = [] if eos is None else eos
+    token_ids = token_ids if isinstance(token_ids, list) else [token_ids]
     if not all(type(token_id) is int and token_id >= 0 for token_id in token_ids):
         raise UnsupportedModel(
             f"{folder}: eos_token_id {eos!r:.50} is not the number of a token, or a list of them: "
