@@ -85,6 +85,13 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
     "eos of map is not special": {SPECIAL: {"eos_token": "<think>"}},
     "split": {CONFIG: {"split_special_tokens": True, "pad_token": "[PAD]"}},
     "bos and eos": {CONFIG: {"add_bos_token": True, "add_eos_token": True, "bos_token": "</s>"}},
+    "ignored": {
+        CONFIG: {
+            **{"eos_token": "<end>", "eos_token_id": 5, "pad_token_id": 6, "fast": False},
+            **{"max_seq_length": 2, "return_tensors": "pt", "pretokenize_regex": " ?"},
+            **{"clean_text": True, "wordpieces_prefix": "##", "tool_parser_type": "x"},
+        }
+    },
     "nulls": {CONFIG: {"eos_token": None, "additional_special_tokens": None}, SPECIAL: {}},
 }
 

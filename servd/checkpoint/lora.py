@@ -35,7 +35,6 @@ MAX_HEADER = 1 << 24
 MAX_NAME = 256  # characters of a tensor's name
 PATTERN_SECONDS = 2.0  # for the patterns of a key and all modules
 MAX_SHOWN = 3  # names of modules in the log
-FLOATS = ("F32", "BF16", "F16")
 SIZES = {"F32": 4, "BF16": 2, "F16": 2}  # bytes of a number
 # The last bytes of infinite numbers and NaN, whose exponent has all bits set.
 WIDE = re.compile(rb"(?=[\x80-\xff][\x7f\xff])")
@@ -114,7 +113,7 @@ class AdapterFiles:
                 raise self._error(f"tensor {tensor[:80]} is not of a linear layer: {HINT}")
             pairs.setdefault(found[1], {})[found[2]] = tensor
             shape = info["shape"]
-            if info["dtype"] not in FLOATS or len(shape) != 2 or min(shape) < 1:
+            if info["dtype"] not in SIZES or len(shape) != 2 or min(shape) < 1:
                 raise self._error(f"tensor {tensor} is {info['dtype']} {shape}, expected a matrix")
             self.shapes[tensor] = shape[0], shape[1]
             begin, end = info["data_offsets"]

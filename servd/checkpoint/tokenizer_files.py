@@ -125,7 +125,8 @@ def _tokens_to_add(file: Path) -> list[AddedToken]:
     if isinstance(extra, dict):
         others += extra.values()
         extra = []
-    others = others or [*(config.get("model_specific_special_tokens") or {}).values()]
+    if not any(others):
+        others = [*(config.get("model_specific_special_tokens") or {}).values()]
     for token in filter(None, map(_as_token, others)):
         named.setdefault(token.content, token)
     extra = [*filter(None, map(_as_token, extra))]
