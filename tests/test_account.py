@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from servd.base.errors import UnsupportedModel
+from servd.checkpoint.account import account_for
 from servd.checkpoint.hf import DEMO_FOLDER, read_spec
 from servd.config import Config
 from servd.launch import find_and_resolve
@@ -66,7 +67,55 @@ def test_keys_without_effect_pass(folder: Path, keys: dict[str, Any]):
     start(folder)
 
 
-def test_unknown_keys_are_allowed_on_demand_and_logged(folder: Path, caplog):
+# Keys of published files that servd does not use: DeepSeek-R1-0528-Qwen3-8B, Gemma 2, Llama 2,
+# Pixtral, Qwen3-Coder, Qwen3.5, SmolLM3, SmolVLM, Snowflake Arctic, files of AutoRound and
+# GPTQModel.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "config config.bert": {"eos_token_ids": 0, "is_decoder": False, "matryoshka_dimensions": [256]},
+    "config config.gemma2": {"sliding_window_size": 4096},
+    "config config.llama": {"do_sample": True, "is_decoder": True, "max_length": 4096}
+    | {"neftune_noise_alpha": 0.0, "pixel_shuffle_factor": 4, "qk_layer_norms": False},
+    "config config.mistral": {"is_composition": True},
+    "config config.qwen3_5_text": {"mlp_only_layers": [], "mtp_num_hidden_layers": 1},
+    "config config.qwen3_moe": {
+        "qkv_bias": False,
+        "shared_expert_intermediate_size": 0,
+        "use_qk_norm": True,
+    },
+    "rotation": {"attn_factor": 0.8782488562869419},
+    "quantization quantization.awq": {"checkpoint_format": "gemm", "format": "gemm"},
+    "quantization quantization.gptq": {"act_bits": 16, "act_sym": True, "amp": True, "train_bs": 8},
+    "tokenizer tokenizer.json": {
+        "fast": False,
+        "model_specific_special_tokens": {},
+        "pad_token_id": 0,
+        "pretokenize_regex": " ?",
+    },
+}
+
+
+@pytest.mark.parametrize("tables", PUBLISHED)
+def test_keys_of_published_files_pass(tables: str):
+    assert not account_for("a file", PUBLISHED[tables], *tables.split()).unknown
+
+
+@pytest.mark.parametrize(
+    ("tables", "key", "value"),
+    [
+        ("config config.bert", "is_decoder", True),
+        ("config config.llama", "qkv_bias", True),
+        ("config config.llama", "use_qk_norm", True),
+        ("config config.qwen3_moe", "shared_expert_intermediate_size", 64),
+        ("quantization quantization.gptq", "act_bits", 8),
+    ],
+)
+def test_other_values_of_such_keys_do_not_pass(tables: str, key: str, value: Any):
+    assert account_for("a file", {key: value}, *tables.split()).unknown
+
+
+def test_unknown_keys_are_allowed_on_demand_and_logged(
+    folder: Path, caplog: pytest.LogCaptureFixture
+):
     change(folder, attention_scale=0.5)
     with caplog.at_level(logging.WARNING, "servd"):
         start(folder, allow_unknown_keys=True)

@@ -113,6 +113,13 @@ def test_nonsense_in_a_config_is_refused_by_its_key(tmp_path, key, value):
         read_spec(tmp_path)
 
 
+def test_heads_share_the_hidden_size_unless_attention_is_latent(tmp_path):
+    config = GPT2 | {"model_type": "glm4_moe_lite", "n_embd": 2048, "n_head": 20}
+    with pytest.raises(UnsupportedModel, match="hidden_size 2048"):
+        read_spec(write(tmp_path, "config.json", config))
+    read_spec(write(tmp_path, "config.json", config | {"kv_lora_rank": 512}))  # GLM-4.7-Flash
+
+
 @pytest.mark.parametrize(
     "key", ["model_type", "vocab_size", "n_embd", "n_layer", "n_head", "n_positions"]
 )

@@ -71,6 +71,10 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
         SPECIAL: {"extra_special_tokens": ["<x>", unflagged("<y>", lstrip=True)]},
     },
     "extra, named": {CONFIG: {"extra_special_tokens": {"image_token": "<image>", "z": "<z>"}}},
+    "specific": {CONFIG: {"model_specific_special_tokens": {"image_token": "<image>"}}},
+    "specific, named": {
+        CONFIG: {"model_specific_special_tokens": {"z": "<z>"}, "image_token": "<image>"}
+    },
     "extra of map, named": {SPECIAL: {"extra_special_tokens": {"image_token": "<image>"}}},
     "named": {CONFIG: {"image_token": "<image>", "pad_token": typed("[PAD]", lstrip=True)}},
     "map": {SPECIAL: {"pad_token": "[PAD]", "eos_token": unflagged("<x>", lstrip=True)}},
@@ -81,6 +85,13 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
     "eos of map is not special": {SPECIAL: {"eos_token": "<think>"}},
     "split": {CONFIG: {"split_special_tokens": True, "pad_token": "[PAD]"}},
     "bos and eos": {CONFIG: {"add_bos_token": True, "add_eos_token": True, "bos_token": "</s>"}},
+    "ignored": {
+        CONFIG: {
+            **{"eos_token": "<end>", "eos_token_id": 5, "pad_token_id": 6, "fast": False},
+            **{"max_seq_length": 2, "return_tensors": "pt", "pretokenize_regex": " ?"},
+            **{"clean_text": True, "wordpieces_prefix": "##", "tool_parser_type": "x"},
+        }
+    },
     "nulls": {CONFIG: {"eos_token": None, "additional_special_tokens": None}, SPECIAL: {}},
 }
 

@@ -18,8 +18,6 @@ from servd.base.errors import UnsupportedModel
 log = logging.getLogger("servd.checkpoint")
 
 FLAG = "--allow-unknown-keys"
-IS_NULL = "it is null"
-ONLY = "the value that servd computes"
 MAX_NAMED = 16  # keys in an error message
 SEVERAL_TYPES = ("eos_token_id",)  # a number or a list
 # Keys with a default for which null means none, or the value that follows from other keys.
@@ -76,18 +74,13 @@ def account_for(file: str, values: Mapping[str, Any], *tables: str) -> Account:
     """
     there_are = read_tables()
     known = [there_are[name] for name in reversed(tables) if name in there_are]
-    used: list[str] = []
-    without_effect: dict[str, str] = {}
-    unknown: dict[str, Any] = {}
-    for key, value in values.items():
-        reason = _reason(known, key, value)
-        if reason is None:
-            unknown[key] = value
-        elif reason:
-            without_effect[key] = reason
-        else:
-            used.append(key)
-    return Account(file, used, without_effect, unknown)
+    reasons = {key: _reason(known, key, value) for key, value in values.items()}
+    return Account(
+        file,
+        used=[key for key, reason in reasons.items() if reason == ""],
+        without_effect={key: reason for key, reason in reasons.items() if reason},
+        unknown={key: values[key] for key, reason in reasons.items() if reason is None},
+    )
 
 
 def without_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -139,13 +132,13 @@ def _reason(tables: list[Table], key: str, value: Any) -> str | None:
     for table in tables:
         if key in table.only:
             values = [None, *table.only[key]] if False in table.only[key] else table.only[key]
-            return ONLY if value in values else None
+            return "the value that servd computes" if value in values else None
         if _is_among(key, table.used):
             return ""
         for reason, keys in table.without_effect.items():
             if _is_among(key, keys):
                 return reason
-    return IS_NULL if value is None else None
+    return "it is null" if value is None else None
 
 
 def _is_among(key: str, patterns: list[str]) -> bool:

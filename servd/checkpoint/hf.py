@@ -118,14 +118,17 @@ def read_spec(folder: Path | str, overrides: dict[str, Any] | None = None) -> Mo
     generation_file = folder / "generation_config.json"
     generation = read_json(generation_file) if generation_file.exists() else {}
 
+    def wrong(why: str) -> UnsupportedModel:
+        return UnsupportedModel(f"{folder}/config.json: {why}")
+
     def first(*names: str, default: Any = None) -> Any:
         for name in names:
             if config.get(name) is not None:
                 return config[name]
         if default is None:
             why = NO_ATTENTION * (names[0] == "num_attention_heads")
-            raise UnsupportedModel(
-                f"{folder}/config.json has none of: {', '.join(names)}; {why}"
+            raise wrong(
+                f"it has none of: {', '.join(names)}; {why}"
                 "docs/reference/models.md lists what servd runs"
             )
         return default
@@ -133,7 +136,7 @@ def read_spec(folder: Path | str, overrides: dict[str, Any] | None = None) -> Mo
     def size(*names: str, default: int | None = None) -> int:
         value = first(*names, default=default)
         if type(value) is not int or not 0 < value <= MAX_SIZE:
-            raise UnsupportedModel(f"{folder}/config.json: {names[0]} {value!r:.50} is not a size")
+            raise wrong(f"{names[0]} {value!r:.50} is not a size")
         return value
 
     # GPT-2 has n_embd, n_layer, n_head, n_positions instead of hidden_size and so on.
@@ -148,23 +151,21 @@ def read_spec(folder: Path | str, overrides: dict[str, Any] | None = None) -> Mo
     hidden_size = size("hidden_size", "n_embd", "d_model", "embed_dim", "dim")
     model_type = first("model_type")
     if not isinstance(model_type, str):
-        raise UnsupportedModel(f"{folder}/config.json: model_type {model_type!r:.50} is no name")
+        raise wrong(f"model_type {model_type!r:.50} is no name")
     architectures = first("architectures", default=[""])
     if not isinstance(architectures, list) or not all(isinstance(a, str) for a in architectures):
-        raise UnsupportedModel(f"{folder}/config.json: architectures must be a list of names")
+        raise wrong("architectures must be a list of names")
     vocab_size = size("vocab_size")
     eos = generation.get("eos_token_id", config.get("eos_token_id"))
     head_dim = size("head_dim", default=hidden_size // num_heads or 1)
-    if config.get("head_dim") is None and hidden_size % num_heads:
-        raise UnsupportedModel(
-            f"{folder}/config.json: hidden_size {hidden_size} is no multiple of {num_heads} heads"
-        )
+    # Multi-head latent attention has sizes of its own.
+    is_divided = not (config.get("head_dim") or config.get("kv_lora_rank"))
+    if is_divided and hidden_size % num_heads:
+        raise wrong(f"hidden_size {hidden_size} is no multiple of {num_heads} heads")
     num_layers = size("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
     types = config.get("layer_types")
     if types is not None and not (isinstance(types, list) and len(types) == num_layers):
-        raise UnsupportedModel(
-            f"{folder}/config.json: layer_types {types!r:.50} is no list of {num_layers} types"
-        )
+        raise wrong(f"layer_types {types!r:.50} is no list of {num_layers} types")
     return ModelSpec(
         folder=str(folder),
         model_type=model_type,
@@ -187,21 +188,16 @@ def read_spec(folder: Path | str, overrides: dict[str, Any] | None = None) -> Mo
 
 def _read_eos(folder: Path, eos: Any, vocab_size: int) -> list[int]:
     """Return the tokens that end an answer, without those that the model cannot write."""
-    token_ids = eos if isinstance(eos, list) else [eos]
-    if eos is None:
-        token_ids = []
+    token_ids = [] if eos is None else eos
+    token_ids = token_ids if isinstance(token_ids, list) else [token_ids]
     if not all(type(token_id) is int and token_id >= 0 for token_id in token_ids):
         raise UnsupportedModel(
             f"{folder}: eos_token_id {eos!r:.50} is not the number of a token, or a list of them: "
             "correct it in generation_config.json and config.json"
         )
     if beyond := [token_id for token_id in token_ids if token_id >= vocab_size]:
-        log.warning(
-            "%s: eos_token_id %s is ignored: it is beyond the vocabulary of %d tokens",
-            folder,
-            beyond,
-            vocab_size,
-        )
+        words = "%s: eos_token_id %s is ignored: it is beyond the vocabulary of %d tokens"
+        log.warning(words, folder, beyond, vocab_size)
     return [token_id for token_id in token_ids if token_id < vocab_size]
 
 
@@ -241,14 +237,14 @@ def quantization_accounts(folder: Path | str) -> Iterator[Account]:
     table = f"quantization.{str(stated.get('quant_method')).replace('-', '_')}"
     if table not in read_tables():
         return
-    parts: dict[str, tuple[Any, tuple[str, ...]]] = {"": (stated, ("quantization", table))}
+    name = "quantization_config"
+    yield account_for(name, without_nulls(stated), "quantization", table)
     groups = stated.get("config_groups")
-    for name, group in groups.items() if isinstance(groups, dict) else ():
+    for key, group in groups.items() if isinstance(groups, dict) else ():
         if isinstance(group, dict):
-            parts[f": {name}"] = (group, (f"{table}.group",))
-            parts[f": {name}.weights"] = (group.get("weights") or {}, (f"{table}.weights",))
-    for name, (part, tables) in parts.items():
-        yield account_for(f"quantization_config{name}", without_nulls(part), *tables)
+            yield account_for(f"{name}: {key}", without_nulls(group), f"{table}.group")
+            weights = without_nulls(group.get("weights") or {})
+            yield account_for(f"{name}: {key}.weights", weights, f"{table}.weights")
 
 
 def quant_method_of(folder: str, quantization: str | None) -> str | None:
@@ -468,6 +464,7 @@ def _hub_errors(model: str) -> Iterator[None]:
 
 
 def index_of(folder: Path, suffix: str = ".safetensors") -> Path:
+    """Return the place of the index of a folder's weight files."""
     return folder / f"{'pytorch_model' if suffix == '.bin' else 'model'}{suffix}.index.json"
 
 
@@ -558,16 +555,16 @@ def read_generation_defaults(
     generation = _read_generation(spec, source)
     known = {key: generation[key] for key in _Generation.__struct_fields__ if key in generation}
     try:
-        stated = msgspec.structs.asdict(msgspec.convert(known, _Generation))
+        stated = msgspec.convert(known, _Generation)
     except msgspec.ValidationError as error:
         raise ConfigError(
             f"generation_config.json: {error}: correct it, or use --generation-config vllm"
         ) from None
-    if stated.pop("do_sample") is False:
-        stated["temperature"] = 0.0  # as in transformers, whatever temperature is beside it
-    chosen = {} if override is None else msgspec.structs.asdict(override)
-    stated |= {key: value for key, value in chosen.items() if value is not None}
-    defaults = {key: value for key, value in stated.items() if value is not None}
+    defaults = without_nulls(msgspec.structs.asdict(stated))
+    if defaults.pop("do_sample", True) is False:
+        defaults["temperature"] = 0.0  # as in transformers, whatever temperature is beside it
+    if override is not None:
+        defaults |= without_nulls(msgspec.structs.asdict(override))
     if "max_new_tokens" in defaults:
         defaults["max_tokens"] = defaults.pop("max_new_tokens")
     return defaults

@@ -35,7 +35,6 @@ MAX_HEADER = 1 << 24
 MAX_NAME = 256  # characters of a tensor's name
 PATTERN_SECONDS = 2.0  # for the patterns of a key and all modules
 MAX_SHOWN = 3  # names of modules in the log
-FLOATS = ("F32", "BF16", "F16")
 SIZES = {"F32": 4, "BF16": 2, "F16": 2}  # bytes of a number
 # The last bytes of infinite numbers and NaN, whose exponent has all bits set.
 WIDE = re.compile(rb"(?=[\x80-\xff][\x7f\xff])")
@@ -114,7 +113,7 @@ class AdapterFiles:
                 raise self._error(f"tensor {tensor[:80]} is not of a linear layer: {HINT}")
             pairs.setdefault(found[1], {})[found[2]] = tensor
             shape = info["shape"]
-            if info["dtype"] not in FLOATS or len(shape) != 2 or min(shape) < 1:
+            if info["dtype"] not in SIZES or len(shape) != 2 or min(shape) < 1:
                 raise self._error(f"tensor {tensor} is {info['dtype']} {shape}, expected a matrix")
             self.shapes[tensor] = shape[0], shape[1]
             begin, end = info["data_offsets"]
@@ -181,12 +180,10 @@ class AdapterFiles:
             patterns = [patterns] if isinstance(patterns, str) else patterns
             if not all(re.fullmatch(r"\w+", pattern) for pattern in patterns):
                 raise self._error(f"layers_pattern {patterns} are not plain names")
-            forms = [rf"(?:^|.*?\.){pattern}\.(\d+)\." for pattern in patterns]
-            for module in [*targets]:
-                matches = (re.match(form, module) for form in forms or [r".*?\.[^.]*\.(\d+)\."])
-                number = next((int(match[1]) for match in matches if match), None)
-                if number not in numbers:
-                    targets.remove(module)
+            forms = [rf"(?:^|.*?\.){pattern}\." for pattern in patterns] or [r".*?\.[^.]*\."]
+            form = re.compile(rf"(?:{'|'.join(forms)})(\d+)\.")
+            matches = {module: form.match(module) for module in targets}
+            targets = {key for key, match in matches.items() if match and int(match[1]) in numbers}
         return targets - excluded
 
     def _named(self, key: str, modules: Iterable[str]) -> set[str]:

@@ -45,7 +45,7 @@ PURPOSES = {
 }
 
 
-PACKAGE = "sentence_transformers."
+PACKAGE = re.compile(r"^sentence_transformers\.(.*\.)?")
 ORDER = re.compile("Transformer Pooling( Dense)*( Normalize)?")
 MODULES = "modules.json"
 TEXTS = "config_sentence_transformers.json"
@@ -242,9 +242,9 @@ def accounts(spec: ModelSpec) -> Iterator[Account]:
         (_limits_file(folder), "sentence_bert"),
         (folder / TEXTS, "config_sentence_transformers"),
     ):
-        if spec.folder and file.exists():
+        if file.exists():
             yield account_for(file.name, without_nulls(_load(file)), table)
-    if spec.folder and (folder / MODULES).exists():
+    if (folder / MODULES).exists():
         entries = _load(folder / MODULES)
         for (kind, place), entry in zip(_modules(folder), entries, strict=True):
             yield account_for(f"modules.json: {kind}", entry, "modules")
@@ -261,13 +261,7 @@ def _modules(folder: Path) -> list[tuple[str, Path]]:
         modules = msgspec.convert(_load(folder / MODULES), list[_Module])
     except msgspec.ValidationError as error:
         raise UnsupportedModel(f"{folder}/modules.json: {error}") from None
-    named = []
-    for module in modules:
-        kind = module.type
-        if kind.startswith(PACKAGE):
-            kind = kind.rpartition(".")[2]
-        named.append((kind, folder / module.path))
-    return named
+    return [(PACKAGE.sub("", module.type), folder / module.path) for module in modules]
 
 
 def _is_reranker(folder: Path) -> bool:

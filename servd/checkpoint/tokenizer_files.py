@@ -18,7 +18,7 @@ from servd.base.errors import ModelNotFound
 from servd.checkpoint import gguf, gguf_tokenizer
 from servd.checkpoint.account import Account, account_for
 from servd.checkpoint.cached_folder import make_cached_folder
-from servd.checkpoint.hf import read_json
+from servd.checkpoint.hf import ModelSpec, find_model, read_json
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken
@@ -39,7 +39,14 @@ AGREED = {
     "strip_accents": "strip_accents",
     "tokenize_chinese_chars": "handle_chinese_chars",
 }
+MODEL = '"model":'  # the key of tokenizer.json
+PIECE = 1 << 20  # characters of a file that are read at once
 INPUTS = ("*.json", "*.model", "*.txt", "*.tiktoken", "*.py")
+
+
+def tokenizer_folder(spec: ModelSpec, tokenizer: str | None, download_dir: str | None) -> str:
+    """Return the folder of --tokenizer, which may be on the hub, or else the model's own."""
+    return str(find_model(tokenizer, download_dir=download_dir)) if tokenizer else spec.folder
 
 
 def find_tokenizer(folder: str, trust_remote_code: bool = False) -> Path:
@@ -84,17 +91,27 @@ def tokenizer_accounts(folder: Path | str) -> Iterator[Account]:
             yield account_for(name, values, "tokenizer", table)
     config = _read(folder / CONFIG)
     if table == "tokenizer.json" and config.get("tokenizer_class") not in GENERIC_CLASSES:
-        head = (folder / "tokenizer.json").read_text(encoding="utf8").partition('"model"')[0]
+        head = _head(folder / "tokenizer.json")
         contrary: dict[str, Any] = {}
         for key, leaf in AGREED.items():
             made = re.search(rf'"{leaf}":\s*(\w+)', head)
             if made and config.get(key) is not None and made[1] != json.dumps(config[key]):
                 contrary[key] = config[key]
-        yield Account(f"{CONFIG}, contrary to tokenizer.json,", unknown=contrary)
+        if contrary:
+            yield Account(f"{CONFIG}, contrary to tokenizer.json,", unknown=contrary)
 
 
 def _read(file: Path) -> dict[str, Any]:
     return read_json(file) if file.exists() else {}
+
+
+def _head(file: Path) -> str:
+    """Return what tokenizer.json has before its vocabulary, which is most of it."""
+    text = ""
+    with file.open(encoding="utf8") as stream:
+        while MODEL not in text and (piece := stream.read(PIECE)):
+            text += piece
+    return text.partition(MODEL)[0]
 
 
 def _tokens_to_add(file: Path) -> list[AddedToken]:
@@ -108,13 +125,14 @@ def _tokens_to_add(file: Path) -> list[AddedToken]:
     if isinstance(extra, dict):
         others += extra.values()
         extra = []
+    if not any(others):
+        others = [*(config.get("model_specific_special_tokens") or {}).values()]
     for token in filter(None, map(_as_token, others)):
         named.setdefault(token.content, token)
     extra = [*filter(None, map(_as_token, extra))]
 
-    text = file.read_text(encoding="utf8")
-    start = text.find("[", text.find('"added_tokens"'))
-    listed = json.JSONDecoder().raw_decode(text, start)[0] if '"added_tokens"' in text else []
+    _, is_there, rest = _head(file).partition('"added_tokens"')
+    listed = json.JSONDecoder().raw_decode(rest.lstrip(": \n"))[0] if is_there else []
     present = {token.pop("id"): AddedToken(**token) for token in listed}
     if (decoder := config.get("added_tokens_decoder")) is not None:
         stated = {int(number): AddedToken(**token) for number, token in decoder.items()}

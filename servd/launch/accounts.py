@@ -6,7 +6,7 @@ from typing import Any
 from servd.checkpoint import gguf, hf, pooling
 from servd.checkpoint.account import Account, account_for
 from servd.checkpoint.overrides import ROPE
-from servd.checkpoint.tokenizer_files import tokenizer_accounts
+from servd.checkpoint.tokenizer_files import tokenizer_accounts, tokenizer_folder
 from servd.config import Config
 
 
@@ -21,8 +21,9 @@ def accounts_of(config: Config, spec: hf.ModelSpec) -> Iterator[Account]:
         yield from _rotations(spec.config)
     yield from hf.quantization_accounts(spec.folder)
     yield from gguf.gguf_accounts(spec.folder)
-    yield from tokenizer_accounts(config.model.tokenizer or spec.folder)
-    yield from hf.generation_accounts(spec, config.model.generation_config)
+    model = config.model
+    yield from tokenizer_accounts(tokenizer_folder(spec, model.tokenizer, model.download_dir))
+    yield from hf.generation_accounts(spec, model.generation_config)
     yield from pooling.accounts(spec)
 
 

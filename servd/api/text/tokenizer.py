@@ -15,8 +15,8 @@ from typing import Any
 import tokenizers
 
 from servd.base.errors import InvalidRequest, ModelNotFound
-from servd.checkpoint.hf import ModelSpec, find_model
-from servd.checkpoint.tokenizer_files import find_tokenizer, read_tokenizer_config
+from servd.checkpoint.hf import ModelSpec
+from servd.checkpoint.tokenizer_files import find_tokenizer, read_tokenizer_config, tokenizer_folder
 from servd.config import Config
 
 MAX_HELD_CHARS = 4096  # encoded in about a millisecond
@@ -57,10 +57,9 @@ class Tokenizer:
     @classmethod
     def of_model(cls, config: Config, spec: ModelSpec) -> Tokenizer:
         """Return the tokenizer: --tokenizer, the model's own, or bytes for the fake model."""
-        if config.model.tokenizer is not None:
-            folder = str(find_model(config.model.tokenizer, download_dir=config.model.download_dir))
-            return cls.load(folder, config.model.trust_remote_code)
-        return cls.load(spec.folder, config.model.trust_remote_code) if spec.folder else cls.bytes()
+        model = config.model
+        folder = tokenizer_folder(spec, model.tokenizer, model.download_dir)
+        return cls.load(folder, model.trust_remote_code) if folder else cls.bytes()
 
     @classmethod
     def load(cls, folder: str, trust_remote_code: bool = False) -> Tokenizer:

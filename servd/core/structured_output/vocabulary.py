@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from servd.checkpoint.hf import ModelSpec, find_model
-from servd.checkpoint.tokenizer_files import find_tokenizer
+from servd.checkpoint.hf import ModelSpec
+from servd.checkpoint.tokenizer_files import find_tokenizer, tokenizer_folder
 from servd.config import Config
 
 if TYPE_CHECKING:
@@ -20,9 +20,7 @@ def load_vocabulary(config: Config, spec: ModelSpec) -> LLTokenizer:
     from llguidance import LLTokenizer, TokenizerWrapper  # here: only grammars need it
 
     model = config.model
-    folder = spec.folder
-    if model.tokenizer:
-        folder = str(find_model(model.tokenizer, download_dir=model.download_dir))
+    folder = tokenizer_folder(spec, model.tokenizer, model.download_dir)
     if not folder:
         return LLTokenizer(TokenizerWrapper(ByteVocabulary(spec.eos_token_ids[0])))
     file = str(find_tokenizer(folder, model.trust_remote_code))

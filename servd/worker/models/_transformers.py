@@ -228,6 +228,7 @@ def build(spec: ModelSpec) -> Any:
 
 
 def refuse_encoders(config: Any, spec: ModelSpec) -> None:
+    """Raise UnsupportedModel for a model whose tokens see later ones."""
     if config.is_encoder_decoder:
         raise UnsupportedModel("encoder-decoders are not supported")
     is_causal = spec.architecture.endswith(("CausalLM", "HeadModel"))

@@ -23,7 +23,7 @@ ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # places of 8 columns' codes in a word
 
 def read(files: list[Path], config: dict[str, Any], device: torch.device) -> NamedTensors:
     """Yield a checkpoint's tensors. Raises UnsupportedModel unless codes are 4-bit "gemm"."""
-    stated_layout("AWQ", config, ("version", "format"), ("gemm",))
+    stated_layout("AWQ", config, ("version", "format", "checkpoint_format"), ("gemm",))
     bits = config.get("bits", config.get("w_bit", 4))
     if bits != 4:
         raise UnsupportedModel(

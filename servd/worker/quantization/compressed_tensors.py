@@ -4,7 +4,6 @@ Activations are not rounded to 8 bits, which is faster on other devices but less
 """
 
 import re
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -58,16 +57,11 @@ def _scheme_of(groups: list[dict[str, Any]], name: str) -> dict[str, Any]:
     """Return the weight scheme of the group with the layer's name, else with a pattern of it, else
     with its class, else of the first group. It is needed only where tensors do not show it.
     """
-    kinds: tuple[Callable[[str], bool], ...] = (
-        lambda target: target == name,
-        lambda target: target.startswith("re:") and re.match(target[3:], name) is not None,
-        lambda target: target == "Linear",
-    )
     schemes = {target: group["weights"] for group in groups for target in group["targets"]}
-    for is_target in kinds:
-        for target in sorted(schemes):
-            if is_target(target):
-                return schemes[target]
+    patterns = [x for x in sorted(schemes) if x.startswith("re:") and re.match(x[3:], name)]
+    for target in (name, *patterns, "Linear"):
+        if target in schemes:
+            return schemes[target]
     return groups[0]["weights"] if groups else {}
 
 

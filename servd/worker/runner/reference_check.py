@@ -173,6 +173,7 @@ def _cached(spec: ModelSpec, load_format: str, length: int) -> Path:
         *weight_files(folder, load_format),
         *sorted(folder.glob("*.json")),
         *sorted(folder.glob("*/*.json")),
+        *sorted(folder.glob("*/*.safetensors")),  # of Dense
     ]
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     key = repr((str(folder.resolve()), stats, servd.__version__, length))
