@@ -80,8 +80,9 @@ def stated_layout(
     layouts = {str(config[key]).lower() for key in keys if config.get(key)} or {supported[0]}
     layout = min(layouts)
     if len(layouts) > 1 or layout not in supported:
+        names = f"{', '.join(keys[:-1])} or {keys[-1]}"
         raise UnsupportedModel(
-            f"{' or '.join(keys)} {', '.join(sorted(layouts))} of {method} is not supported, only "
+            f"{names} {', '.join(sorted(layouts))} of {method} is not supported, only "
             f"{' or '.join(supported)}: convert the checkpoint"
         )
     return layout

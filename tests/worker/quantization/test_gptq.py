@@ -223,6 +223,9 @@ def test_ranks_cannot_share_scattered_groups(tiny_llama: Path, tmp_path: Path):
         Matrix(weight.shape, Parallel(0, 2), shard_dim=1).load(weight)
 
 
+AWQ = {"quant_method": "awq", "checkpoint_format": "gemm"}
+
+
 @pytest.mark.parametrize(
     ("config", "change", "message"),
     [
@@ -230,9 +233,10 @@ def test_ranks_cannot_share_scattered_groups(tiny_llama: Path, tmp_path: Path):
         ({"format": "gptq_v2"}, {}, "format gptq, gptq_v2 of GPTQ is not"),
         ({"format": "bitblas"}, {}, "format bitblas, gptq of GPTQ is not"),
         ({"checkpoint_format": "gptq_v2"}, {}, "has zero points of gptq, but checkpoint_format"),
-        ({"quant_method": "awq", "version": "gemv"}, {}, "version or format gemv of AWQ"),
-        ({"quant_method": "awq", "format": "gemv"}, {}, "version or format gemv of AWQ"),
-        ({"quant_method": "awq", "bits": 8}, {}, "AWQ of 8 bits"),
+        (AWQ | {"version": "gemv"}, {}, "version, .* gemm, gemv of AWQ"),
+        (AWQ | {"format": "gemv"}, {}, "format .* gemm, gemv of AWQ"),
+        (AWQ | {"checkpoint_format": "gemv"}, {}, "checkpoint_format gemv of AWQ"),
+        (AWQ | {"bits": 8}, {}, "AWQ of 8 bits"),
         ({}, {"scales": None}, "layer model.layers.0.mlp.up_proj has no scales beside its qweight"),
         ({}, {"scales": torch.ones(64)}, r"up_proj has scales of shape \[64\], expected a matrix"),
         ({}, {"scales": torch.ones(3, 128)}, r"up_proj has zero points \[128, 2\] for a matrix of"),
