@@ -3,7 +3,7 @@ not understand, which could change answers and are refused by name. account.toml
 """
 
 import logging
-import math
+import sys
 import tomllib
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
@@ -32,6 +32,7 @@ NULLABLE = (
     "topk_group",
 )
 MAX_SHOWN = 40  # characters of a value
+MAX_FLOAT = sys.float_info.max
 
 
 class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -123,7 +124,7 @@ def _is_like(value: Any, default: Any, key: str) -> bool:
     if key in SEVERAL_TYPES:
         return True
     if type(default) in (int, float):
-        return type(value) in (int, float) and math.isfinite(value)
+        return type(value) in (int, float) and -MAX_FLOAT <= value <= MAX_FLOAT
     return type(value) is type(default)
 
 

@@ -93,6 +93,8 @@ def read_json(path: Path) -> dict[str, Any]:
             f"{path.parent} has no {path.name}; is it a Hugging Face model folder? Name a GGUF "
             "file itself"
         ) from None
+    except OSError as error:
+        raise ModelNotFound(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise ModelNotFound(f"{path} is not valid JSON: {error}") from None
     if not isinstance(value, dict):
@@ -104,7 +106,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Return config.json of a text model, or of the text part of a multimodal model."""
     config = read_json(folder / "config.json")
     # Draft heads in *speculators* format keep a decoder's keys in transformer_layer_config.
-    config = config.get("transformer_layer_config", {}) | config
+    layer = config.get("transformer_layer_config")
+    config = (layer if isinstance(layer, dict) else {}) | config
     return reach(with_defaults(text_of(as_today(config))))
 
 
@@ -209,7 +212,8 @@ def quantization_of(folder: Path | str) -> dict[str, Any] | None:
     stated: dict[str, Any] = {}
     if (file := folder / "config.json").exists():
         config = read_json(file)
-        for part in (config, config.get(TEXT) or {}):
+        text = config.get(TEXT)
+        for part in (config, text if isinstance(text, dict) else {}):
             for key in ("quantization_config", "compression_config"):
                 stated = stated or part.get(key) or {}
     if not isinstance(stated, dict):
@@ -243,8 +247,10 @@ def quantization_accounts(folder: Path | str) -> Iterator[Account]:
     for key, group in groups.items() if isinstance(groups, dict) else ():
         if isinstance(group, dict):
             yield account_for(f"{name}: {key}", without_nulls(group), f"{table}.group")
-            weights = without_nulls(group.get("weights") or {})
-            yield account_for(f"{name}: {key}.weights", weights, f"{table}.weights")
+            weights = group.get("weights") or {}
+            if not isinstance(weights, dict):
+                raise UnsupportedModel(f"{name}: {key}.weights {weights!r:.50} is no object")
+            yield account_for(f"{name}: {key}.weights", without_nulls(weights), f"{table}.weights")
 
 
 def quant_method_of(folder: str, quantization: str | None) -> str | None:
@@ -475,7 +481,14 @@ def read_index(index: Path) -> dict[str, str]:
     places = read_json(index).get("weight_map", {}) if index.exists() else {}
     if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
         raise ModelNotFound(f"{index}: weight_map does not map tensors to files")
+    if outside := [name for name in {*places.values()} if leads_out(name)]:
+        raise ModelNotFound(f"{index}: {outside[0]:.80} is not in the folder: copy it there")
     return places
+
+
+def leads_out(name: str) -> bool:
+    """Return whether a name in a model's file stands for a path outside of its folder."""
+    return name.startswith("/") or ".." in name.split("/")
 
 
 def weight_files(folder: Path | str, load_format: str = "auto") -> list[Path]:
@@ -556,7 +569,7 @@ def read_generation_defaults(
     known = {key: generation[key] for key in _Generation.__struct_fields__ if key in generation}
     try:
         stated = msgspec.convert(known, _Generation)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:
         raise ConfigError(
             f"generation_config.json: {error}: correct it, or use --generation-config vllm"
         ) from None

@@ -14,13 +14,14 @@ import msgspec
 from servd.base.errors import InvalidRequest, ModelNotFound, UnsupportedModel
 from servd.checkpoint.account import Account, account_for, without_nulls
 from servd.checkpoint.facts import read_page
-from servd.checkpoint.hf import ModelSpec
+from servd.checkpoint.hf import ModelSpec, leads_out
 from servd.messages.params import PoolingParams
 
 # The values of model_type that servd has files for.
 ENCODERS = frozenset({"bert", "gte", "modernbert", "roberta", "xlm-roberta"})
 # A bit that workers set in the token ids of the second of two texts.
 SECOND_TEXT = 1 << 30
+MAX_LABELS = 1 << 20
 ACTIVATIONS = {"regression": "identity", "multi_label_classification": "sigmoid"}  # by problem
 Mode = Literal["last", "mean", "cls"]
 MODES: dict[str, Mode] = {
@@ -211,7 +212,7 @@ def read(spec: ModelSpec) -> PoolingSpec:
             "Pooling, Dense and Normalize in this order, or Transformer and LogitScore. Without "
             "Pooling, as in ColBERT models, a text has no vector of its own"
         )
-    if (modules[0][1] / "config.json").exists() and modules[0][1] != folder:
+    if modules[0][1] != folder and (modules[0][1] / "config.json").exists():
         raise UnsupportedModel(
             f"{folder}/modules.json: the model is in {modules[0][1]}: serve that"
         )
@@ -261,6 +262,9 @@ def _modules(folder: Path) -> list[tuple[str, Path]]:
         modules = msgspec.convert(_load(folder / MODULES), list[_Module])
     except msgspec.ValidationError as error:
         raise UnsupportedModel(f"{folder}/modules.json: {error}") from None
+    for module in modules:
+        if leads_out(module.path):
+            raise UnsupportedModel(f"{folder}/modules.json: {module.path:.80} is not in the folder")
     return [(PACKAGE.sub("", module.type), folder / module.path) for module in modules]
 
 
@@ -296,8 +300,16 @@ def _of_logits(spec: ModelSpec, folder: Path, place: Path) -> PoolingSpec:
 
 
 def num_labels(config: dict[str, Any]) -> int:
-    """Return the number of outputs of a classification head, counted like transformers."""
-    return config.get("num_labels") or len(config.get("id2label") or {}) or 2
+    """Return the number of outputs of a classification head, counted like transformers. Raises
+    UnsupportedModel if config.json states none.
+    """
+    names = config.get("id2label") or {}
+    if not isinstance(names, dict):
+        raise UnsupportedModel(f"config.json: id2label {names!r:.40} is no table of labels")
+    count = config.get("num_labels") or len(names) or 2
+    if type(count) is not int or not 0 < count <= MAX_LABELS:
+        raise UnsupportedModel(f"config.json: num_labels {count!r:.40} is no number of labels")
+    return count
 
 
 def _sigmoid(x: float) -> float:
@@ -311,7 +323,9 @@ def _load(path: Path, default: Any = None) -> Any:
         if default is not None:
             return default
         raise ModelNotFound(f"{path} is missing, but modules.json lists it") from None
-    except ValueError as error:
+    except OSError as error:
+        raise ModelNotFound(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
         raise ModelNotFound(f"{path} is not valid JSON: {error}") from None
     if not isinstance(value, list if path.name == MODULES else dict):
         raise ModelNotFound(f"{path} holds a JSON {type(value).__name__}")
@@ -346,6 +360,8 @@ def _labels(config: dict[str, Any]) -> dict[str, Any]:
     names = config.get("id2label") or {}
     count = num_labels(config)
     chosen = config.get("sentence_transformers") or {}
+    if not isinstance(chosen, dict):
+        raise UnsupportedModel(f"config.json: sentence_transformers {chosen!r:.40} is no table")
     path = chosen.get("activation_fn") or config.get("sbert_ce_default_activation_function")
     name = str(path or "Sigmoid").rpartition(".")[2]
     if name not in ("Sigmoid", "Identity"):
@@ -372,13 +388,13 @@ def _texts(spec: ModelSpec, folder: Path) -> dict[str, Any]:
         raise UnsupportedModel(f"{_limits_file(folder)}: max_seq_length {limit!r} is no length")
     try:
         prompts = msgspec.convert(texts.get("prompts") or {}, dict[str, str])
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:
         raise UnsupportedModel(f"{folder}/{TEXTS}: prompts: {error}") from None
     default = texts.get("default_prompt_name")
     if default is not None and str(default) not in prompts:
         raise UnsupportedModel(f"{folder}/{TEXTS}: default_prompt_name {default!r} is no prompt")
     return {
-        "max_tokens": min(int(limit), positions),
+        "max_tokens": int(min(limit, positions)),  # infinity, too, is a limit
         "prompts": prompts,
         "default_prompt": default,
         "has_token_types": spec.model_type in ("bert", "gte")

@@ -61,7 +61,7 @@ def find_tokenizer(folder: str, trust_remote_code: bool = False) -> Path:
         return _convert_tokenizer(Path(folder), trust_remote_code)
     try:
         tokens = _tokens_to_add(file)
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError, LookupError, RecursionError) as error:
         raise ModelNotFound(f"{folder}: its added tokens cannot be read: {error}") from None
     return _make_file(file.parent, partial(_add_tokens, file, tokens)) if tokens else file
 
@@ -121,6 +121,8 @@ def _tokens_to_add(file: Path) -> list[AddedToken]:
     config = read_tokenizer_config(file.parent)
     named = {key: token for key in NAMED if (token := _as_token(config.get(key)))}
     extra = config.get(EXTRA[0], config.get(EXTRA[1])) or []
+    if not isinstance(extra, (list, dict)):
+        raise TypeError(f"{EXTRA[0]} {extra!r:.40} is no list of tokens")
     others = [config[key] for key in config if key.endswith("_token") and key not in NAMED]
     if isinstance(extra, dict):
         others += extra.values()

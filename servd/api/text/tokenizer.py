@@ -74,7 +74,12 @@ class Tokenizer:
         config = read_tokenizer_config(Path(folder))
         if file.parent != Path(folder):  # what a conversion made of the folder's tokens
             config |= read_tokenizer_config(file.parent)
-        backend.encode_special_tokens = config.get("split_special_tokens", False)
+        splits = config.get("split_special_tokens") or False
+        if not isinstance(splits, bool):
+            raise ModelNotFound(
+                f"{folder}: split_special_tokens {splits!r:.40} is not true or false"
+            )
+        backend.encode_special_tokens = splits
         return cls(backend, config, folder)
 
     @classmethod
