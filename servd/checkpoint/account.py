@@ -58,6 +58,11 @@ class Account(msgspec.Struct, frozen=True):
     used: list[str] = []
     without_effect: dict[str, str] = {}  # key -> reason
     unknown: dict[str, Any] = {}  # key -> value
+    remedy: str = "remove them"
+
+    @property
+    def advice(self) -> str:
+        return f"{self.remedy}, or add {FLAG} to ignore them"
 
     @property
     def in_words(self) -> str:
@@ -97,8 +102,7 @@ def check(accounts: Iterable[Account], allow_unknown_keys: bool = False) -> None
         refusal = f"{account.file} has keys that servd does not understand: {account.in_words}"
         if not allow_unknown_keys:
             raise UnsupportedModel(
-                f"{refusal}. They could change the model's answers: remove them, leave the model "
-                f"to transformers (--model-impl transformers), or add {FLAG} to ignore them"
+                f"{refusal}. They could change the model's answers: {account.advice}"
             )
         log.warning("%s; they are ignored (%s)", refusal, FLAG)
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 from servd.base.errors import ModelNotFound
@@ -86,10 +87,10 @@ def tokenizer_accounts(folder: Path | str) -> Iterator[Account]:
     """Yield the accounts of the files that state a tokenizer's tokens."""
     folder = Path(folder)
     table = "tokenizer.json" if (folder / "tokenizer.json").exists() else "tokenizer.slow"
-    for name in (CONFIG, SPECIAL):
-        if values := _read(folder / name):
-            yield account_for(name, values, "tokenizer", table)
     config = _read(folder / CONFIG)
+    for name, values in ((CONFIG, config), (SPECIAL, _read(folder / SPECIAL))):
+        if values:
+            yield account_for(name, values, "tokenizer", table)
     if table == "tokenizer.json" and config.get("tokenizer_class") not in GENERIC_CLASSES:
         head = _head(folder / "tokenizer.json")
         contrary: dict[str, Any] = {}
@@ -119,6 +120,9 @@ def _tokens_to_add(file: Path) -> list[AddedToken]:
     from tokenizers import AddedToken
 
     config = read_tokenizer_config(file.parent)
+    for key in NAMED:
+        if not isinstance(config.get(key), (str, dict, NoneType)):
+            raise TypeError(f"{key} {config[key]!r:.40} is no token")
     named = {key: token for key in NAMED if (token := _as_token(config.get(key)))}
     extra = config.get(EXTRA[0], config.get(EXTRA[1])) or []
     if not isinstance(extra, (list, dict)):

@@ -23,7 +23,7 @@ from servd.base import log, plugins
 from servd.base.errors import ConfigError, ModelNotFound
 from servd.base.sizes import format_bytes
 from servd.checkpoint import hf, pooling
-from servd.checkpoint.account import FLAG, Account
+from servd.checkpoint.account import Account
 from servd.config import Config
 from servd.config.resolve import look_at_machine
 from servd.launch.accounts import accounts_of
@@ -191,7 +191,7 @@ def show_account(account: Account, otherwise: Status) -> Finding:
     text = f"used are {', '.join(account.used) or 'no keys'}"
     if ignored:
         text += f"; without effect are {', '.join(ignored)}"
-    hint = f"not understood are {account.in_words}: remove them, or add {FLAG}"
+    hint = f"not understood are {account.in_words}: {account.advice}"
     return judge(not account.unknown, account.file, text, hint, otherwise)
 
 

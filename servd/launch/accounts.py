@@ -3,11 +3,15 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from msgspec.structs import replace
+
 from servd.checkpoint import gguf, hf, pooling
 from servd.checkpoint.account import Account, account_for
 from servd.checkpoint.overrides import ROPE
 from servd.checkpoint.tokenizer_files import tokenizer_accounts, tokenizer_folder
 from servd.config import Config
+
+BY_TRANSFORMERS = "remove them, leave the model to transformers (--model-impl transformers)"
 
 
 def accounts_of(config: Config, spec: hf.ModelSpec) -> Iterator[Account]:
@@ -17,13 +21,15 @@ def accounts_of(config: Config, spec: hf.ModelSpec) -> Iterator[Account]:
     if not spec.folder:  # the fake model
         return
     if config.model.model_impl == "servd":
-        yield account_for("config.json", spec.config, "config", f"config.{spec.model_type}")
-        yield from _rotations(spec.config)
+        account = account_for("config.json", spec.config, "config", f"config.{spec.model_type}")
+        for part in (account, *_rotations(spec.config)):
+            yield part if pooling.is_encoder(spec) else replace(part, remedy=BY_TRANSFORMERS)
     yield from hf.quantization_accounts(spec.folder)
     yield from gguf.gguf_accounts(spec.folder)
     model = config.model
     yield from tokenizer_accounts(tokenizer_folder(spec, model.tokenizer, model.download_dir))
-    yield from hf.generation_accounts(spec, model.generation_config)
+    for account in hf.generation_accounts(spec, model.generation_config):
+        yield replace(account, remedy="remove them, or use --generation-config vllm")
     yield from pooling.accounts(spec)
 
 

@@ -300,6 +300,13 @@ def tolerance_of(model_type: str) -> float:
     return 4e-4 if has_delta_rule else 1e-4
 
 
+def make_any(folder: Path, model_type: str) -> Path:
+    """Write the checkpoint of a family's first case, a decoder or an encoder."""
+    kind = "AutoModel" if model_type in ENCODERS else "AutoModelForCausalLM"
+    options = next(iter((CASES | ENCODERS)[model_type].values()))
+    return make_checkpoint(folder, model_type, options, kind)
+
+
 def make_checkpoint(
     folder: Path, model_type: str, options: dict[str, Any], kind: str = "AutoModelForCausalLM"
 ) -> Path:

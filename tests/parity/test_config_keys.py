@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import transformers
 
-from tests.parity.families import CASES, ENCODERS, make_checkpoint
+from tests.parity.families import CASES, ENCODERS, make_any
 from tests.parity.oracle import compare
 
 # Keys that classes do not declare and that some models read all the same.
@@ -69,18 +69,16 @@ def changes(model_type: str, stated: dict[str, Any]) -> Iterator[tuple[str, dict
             yield f"without {key}", {name: stated[name] for name in stated if name != key}
 
 
-ALL = CASES | ENCODERS
 QUICK = ("bert", "llama")
 FAMILIES = [
-    pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in sorted(ALL)
+    pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
+    for name in sorted(CASES | ENCODERS)
 ]
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_a_key_is_followed_as_transformers_does_or_refused(tmp_path: Path, model_type: str):
-    kind = "AutoModel" if model_type in ENCODERS else "AutoModelForCausalLM"
-    options = next(iter(ALL[model_type].values()))
-    folder = make_checkpoint(tmp_path, model_type, options, kind)
+    folder = make_any(tmp_path, model_type)
     declared = {*transformers.CONFIG_MAPPING[model_type]().to_dict(), "head_dim"}
     written = json.loads((folder / "config.json").read_text())
     stated = {key: value for key, value in written.items() if key in declared}

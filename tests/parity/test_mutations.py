@@ -14,7 +14,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from tests.parity.families import CASES, ENCODERS, make_checkpoint
+from tests.parity.families import make_any
 from tests.parity.oracle import compare
 
 NUM_MUTATIONS = 1000
@@ -167,25 +167,25 @@ def truncate_file(folder: Path, draw: random.Random) -> str:
 # ---- tensors ----
 
 
-def rename_tensor(folder: Path, draw: random.Random) -> str:
-    tensors = load_file(folder / WEIGHTS)
+def choose_tensor(tensors: Tensors, draw: random.Random, others: tuple[str, ...]) -> list[str]:
+    """Return a tensor's name, and another: with fewer or more prefixes, or one of `others`."""
     name = draw.choice(sorted(tensors))
     short = name.removeprefix("model.").removeprefix("transformer.")
-    renamed = draw.choice(
-        (short, f"model.{name}", f"vision_tower.{short}", f"language_model.{name}", f"{name}_old")
-    )
-    tensors[renamed] = tensors.pop(name)
+    prefixes = ("", "model.model.", "vision_tower.", "language_model.model.", "module.")
+    return [name, draw.choice((*(f"{prefix}{short}" for prefix in prefixes), *others))]
+
+
+def rename_tensor(folder: Path, draw: random.Random) -> str:
+    tensors = load_file(folder / WEIGHTS)
+    name, other = choose_tensor(tensors, draw, ("model.old.weight",))
+    tensors[other] = tensors.pop(name)
     save(folder, tensors)
-    return f"{name} to {renamed}"
+    return f"{name} to {other}"
 
 
 def double_tensor(folder: Path, draw: random.Random) -> str:
     tensors = load_file(folder / WEIGHTS)
-    name = draw.choice(sorted(tensors))
-    short = name.removeprefix("model.").removeprefix("transformer.")
-    other = draw.choice(
-        (short, f"model.{name}", f"module.{name}", "lm_head.weight", "score.weight")
-    )
+    name, other = choose_tensor(tensors, draw, ("lm_head.weight", "score.weight"))
     tensors[other] = tensors[name] + 0.3 * torch.randn_like(tensors[name])
     save(folder, tensors)
     return f"{name} as {other}"
@@ -241,12 +241,7 @@ def wrongs(folders: dict[str, Path], place: Path, seeds: range) -> dict[str, str
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """model_type -> a valid folder."""
     made = tmp_path_factory.mktemp("valid")
-    folders: dict[str, Path] = {}
-    for name in BASES:
-        kind = "AutoModel" if name in ENCODERS else "AutoModelForCausalLM"
-        options = next(iter((CASES | ENCODERS)[name].values()))
-        folders[name] = make_checkpoint(made / name, name, options, kind)
-    return folders
+    return {name: make_any(made / name, name) for name in BASES}
 
 
 def test_valid_folders_with_one_change_are_right_or_refused(

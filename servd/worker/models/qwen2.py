@@ -17,16 +17,16 @@ class Qwen2Attention(LlamaAttention):
 
 
 def refuse_mixed_windows(spec: ModelSpec) -> None:
-    """Raise UnsupportedModel if a layer has Qwen's sliding window: from max_window_layers on, or in
-    the layers that layer_types names. With experts, all layers have it.
+    """Raise UnsupportedModel if a layer has Qwen's sliding window: in the layers that layer_types
+    names, or else from max_window_layers on.
     """
     config = spec.config
-    has_experts = spec.model_type == "qwen3_moe"
-    first = 0 if has_experts else config.get("max_window_layers", 0)
-    types = {*(config.get("layer_types") or ())}
-    if config.get("use_sliding_window") and first < spec.num_layers and (has_experts or not types):
-        types.add("sliding_attention")
-    if others := types - {FULL}:
+    types = config.get("layer_types")
+    if types is None:
+        has_windows = config.get("use_sliding_window")
+        has_windows = has_windows and config.get("max_window_layers", 0) < spec.num_layers
+        types = ["sliding_attention"] if has_windows else []
+    if others := {*types} - {FULL}:
         kinds = ", ".join(map(str, others))
         raise UnsupportedModel(f"{kinds} in some of the layers (layer_types) is not supported")
 

@@ -57,7 +57,7 @@ def _scheme_of(groups: list[dict[str, Any]], name: str) -> dict[str, Any]:
     """Return the weight scheme of the group with the layer's name, else with a pattern of it, else
     with its class, else of the first group. It is needed only where tensors do not show it.
     """
-    schemes = {target: group["weights"] for group in groups for target in group["targets"]}
+    schemes = {target: group["weights"] for group in groups for target in group.get("targets", ())}
     patterns = [x for x in sorted(schemes) if x.startswith("re:") and re.match(x[3:], name)]
     for target in (name, *patterns, "Linear"):
         if target in schemes:
