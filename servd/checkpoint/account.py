@@ -39,7 +39,7 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What servd knows about the keys of a file. A name may be a pattern, such as `_*`."""
 
     used: list[str] = []
-    only: dict[str, list[Any]] = {}  # key -> its values with which answers are right
+    only: dict[str, list[Any]] = {}  # key -> the values, of it or of its items, that servd computes
     without_effect: dict[str, list[str]] = {}  # reason -> keys
     defaults: dict[str, Any] = {}  # of transformers, for keys that a file leaves out
 
@@ -135,15 +135,24 @@ def _is_like(value: Any, default: Any, key: str) -> bool:
 def _reason(tables: list[Table], key: str, value: Any) -> str | None:
     """Return why a key has no effect; "" if it is used; None if it is unknown."""
     for table in tables:
-        if key in table.only:
-            values = [None, *table.only[key]] if False in table.only[key] else table.only[key]
-            return "the value that servd computes" if value in values else None
+        is_default = value is None and key in table.used
+        if key in table.only and not is_default and not _is_one_of(value, table.only[key]):
+            return None
         if _is_among(key, table.used):
             return ""
         for reason, keys in table.without_effect.items():
             if _is_among(key, keys):
                 return reason
+        if key in table.only:
+            return "the value that servd computes"
     return "it is null" if value is None else None
+
+
+def _is_one_of(value: Any, values: list[Any]) -> bool:
+    """Return whether a value, or each item of a list, is among values; a null is like false."""
+    if value is None:
+        return False in values
+    return value in values or (isinstance(value, list) and all(item in values for item in value))
 
 
 def _is_among(key: str, patterns: list[str]) -> bool:

@@ -147,7 +147,7 @@ class AdapterFiles:
             if (part := LANGUAGE_MODEL.fullmatch(module)) is None:
                 if layer_of(module) is None:
                     raise self._error(f"{module} is not part of a layer: leave it out")
-                raise self._error(f"{module} is no layer of the language model: leave it out")
+                raise self._error(f"{module} is no layer of the language model: train that only")
             layer = part[1]
             if layer in self.modules:
                 raise self._error(f"two modules are called {layer}")
@@ -260,7 +260,10 @@ class AdapterFiles:
         if isinstance(init, str) and init.lower().startswith(CHANGES_BASE):
             raise self._error(f"init_lora_weights {init!r} changes the model, too: {HINT}")
         if (account := account_for(CONFIG, without_nulls(config), "adapter")).unknown:
-            raise self._error(f"{CONFIG}: servd does not support {account.in_words}: {HINT}")
+            raise self._error(
+                f"{CONFIG}: servd does not support {account.in_words}: remove what does not change "
+                f"answers, or {HINT}"
+            )
         return config
 
     def _read_header(self) -> dict[str, dict[str, Any]]:

@@ -209,8 +209,8 @@ def read(spec: ModelSpec) -> PoolingSpec:
     if not ORDER.fullmatch(order):
         raise UnsupportedModel(
             f"{folder}/modules.json: servd does not run {order or 'no modules'}, only Transformer, "
-            "Pooling, Dense and Normalize in this order, or Transformer and LogitScore. Without "
-            "Pooling, as in ColBERT models, a text has no vector of its own"
+            "Pooling, any number of Dense and at most one Normalize in this order, or Transformer "
+            "and LogitScore. Models without Pooling, such as ColBERT, have no vector of a text"
         )
     if modules[0][1] != folder and (modules[0][1] / "config.json").exists():
         raise UnsupportedModel(

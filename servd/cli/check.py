@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
         findings.append(finding)
         if not arguments.json:
             words = ": ".join(filter(None, (finding.text, finding.hint)))
-            print(f"{finding.status:<9}{finding.name:<15}{log.escape(words)}", flush=True)
+            print(f"{finding.status:<9}{finding.name:<14} {log.escape(words)}", flush=True)
     if arguments.json:
         print(msgspec.json.format(msgspec.json.encode(findings)).decode())
     return int(any(finding.status == "failed" for finding in findings))
@@ -187,12 +187,14 @@ def check_model(config: Config) -> Iterator[Finding]:
 
 def show_account(account: Account, otherwise: Status) -> Finding:
     """Return what servd makes of the keys of a file."""
-    ignored = [f"{key} ({reason})" for key, reason in account.without_effect.items()]
-    text = f"used are {', '.join(account.used) or 'no keys'}"
-    if ignored:
-        text += f"; without effect are {', '.join(ignored)}"
-    hint = f"not understood are {account.in_words}: {account.advice}"
-    return judge(not account.unknown, account.file, text, hint, otherwise)
+    if account.unknown:
+        text = f"not understood: {account.in_words}"
+        return Finding(account.file, otherwise, text, account.advice)
+    text = f"used: {', '.join(account.used) or 'no keys'}"
+    if account.without_effect:
+        ignored = [f"{key} ({reason})" for key, reason in account.without_effect.items()]
+        text += f"; without effect: {', '.join(ignored)}"
+    return Finding(account.file, "ok", text)
 
 
 def check_weights(config: Config, spec: hf.ModelSpec) -> Finding:

@@ -61,7 +61,7 @@ def _find_head(state: tuple[tuple[Path, int], ...], is_tied: bool) -> Head:
         return "as embedding"
     log.warning(
         "config.json ties the output head to the embedding, but the checkpoint has %s with other "
-        "values: servd uses it",
+        "values: servd uses it, as transformers does. Remove it if that is wrong",
         next(iter(heads)),
     )
     return "its own"

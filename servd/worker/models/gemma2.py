@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from servd.base.errors import UnsupportedModel
 from servd.checkpoint.hf import ModelSpec
 from servd.worker.device.parallel import Parallel
 from servd.worker.layers.attention import ForwardContext
@@ -20,11 +19,7 @@ from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM, LlamaLay
 def is_sliding(config: dict[str, Any], layer: int, pattern: int) -> bool:
     """Return whether a layer has a sliding window; by default all but every `pattern`-th."""
     types = config.get("layer_types")
-    if not types:
-        return (layer + 1) % pattern > 0
-    if types[layer] not in ("full_attention", "sliding_attention"):
-        raise UnsupportedModel(f"layer_types: {types[layer]!r} is not supported")
-    return types[layer] == "sliding_attention"
+    return types[layer] == "sliding_attention" if types else (layer + 1) % pattern > 0
 
 
 class Gemma2Attention(LlamaAttention):

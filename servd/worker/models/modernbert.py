@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 import msgspec
 from torch import Tensor, nn
 
-from servd.base.errors import UnsupportedModel
 from servd.checkpoint.hf import ModelSpec
 from servd.checkpoint.pooling import num_labels
 from servd.worker.device.parallel import Parallel
@@ -25,10 +24,7 @@ LOCAL = "sliding_attention"
 
 def layer_types(config: dict[str, Any], num_layers: int) -> list[str]:
     every = config.get("global_attn_every_n_layers", 3)
-    types = config.get("layer_types") or [LOCAL if i % every else FULL for i in range(num_layers)]
-    if others := [kind for kind in types if kind not in (FULL, LOCAL)]:
-        raise UnsupportedModel(f"layer_types: {others[0]!r} is not supported")
-    return types
+    return config.get("layer_types") or [LOCAL if i % every else FULL for i in range(num_layers)]
 
 
 def make_rotary(spec: ModelSpec, layer_type: str) -> Rotary:

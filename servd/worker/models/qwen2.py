@@ -4,7 +4,6 @@ from typing import Any
 
 from servd.base.errors import UnsupportedModel
 from servd.checkpoint.hf import ModelSpec
-from servd.checkpoint.overrides import FULL
 from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM
 
 
@@ -17,18 +16,11 @@ class Qwen2Attention(LlamaAttention):
 
 
 def refuse_mixed_windows(spec: ModelSpec) -> None:
-    """Raise UnsupportedModel if a layer has Qwen's sliding window: in the layers that layer_types
-    names, or else from max_window_layers on.
-    """
+    """Raise UnsupportedModel if layers from max_window_layers on have Qwen's sliding window."""
     config = spec.config
-    types = config.get("layer_types")
-    if types is None:
-        has_windows = config.get("use_sliding_window")
-        has_windows = has_windows and config.get("max_window_layers", 0) < spec.num_layers
-        types = ["sliding_attention"] if has_windows else []
-    if others := {*types} - {FULL}:
-        kinds = ", ".join(map(str, others))
-        raise UnsupportedModel(f"{kinds} in some of the layers (layer_types) is not supported")
+    has_window = config.get("use_sliding_window") and not config.get("layer_types")
+    if has_window and config.get("max_window_layers", 0) < spec.num_layers:
+        raise UnsupportedModel("a sliding window in some of the layers is not supported")
 
 
 class Qwen2ForCausalLM(LlamaForCausalLM):
