@@ -257,15 +257,18 @@ async def test_rejected_drafts(slow_steps, monkeypatch):
 
 
 async def test_a_client_that_does_not_read(clock, monkeypatch):
-    waiting: list[TimedFlow] = []
+    generated = asyncio.Event()
+    late: list[TimedFlow] = []
     drain = TimedFlow.drain
 
-    async def watched_drain(flow: TimedFlow) -> None:
-        if flow.write_paused:
-            waiting.append(flow)
+    async def slow_drain(flow: TimedFlow) -> None:
+        if flow.write_paused and generated.is_set() and not late:
+            late.append(flow)
+            # Runs while this drain waits: to end, it needs a later turn of the loop.
+            asyncio.get_running_loop().call_soon(clock.sleep, 3.0)
         await drain(flow)
 
-    monkeypatch.setattr(TimedFlow, "drain", watched_drain)
+    monkeypatch.setattr(TimedFlow, "drain", slow_drain)
     async with serve() as served, listening(served.app, send_buffer=4096) as url:
         body = json.dumps({"prompt": "a", "max_tokens": 300, "stream": True, "logprobs": 20})
         head = (
@@ -278,12 +281,12 @@ async def test_a_client_that_does_not_read(clock, monkeypatch):
             client.sendall((head + body).encode())
             await until(lambda: served.async_llm.num_unfinished)
             running = served.async_llm.requests
-            await until(lambda: running and not any(each.is_open for each in running.values()))
-            await until(lambda: waiting)
-            clock.sleep(3.0)
+            await until(lambda: running and not any(state.is_open for state in running.values()))
+            generated.set()
             loop = asyncio.get_running_loop()
             while await loop.run_in_executor(None, client.recv, 65536):
                 pass
         await until(lambda: not served.async_llm.requests)
+        assert late
         (own,) = served.async_llm.tracer.recent
         assert (await phases_of(served, own))[0] == "slow_reader"

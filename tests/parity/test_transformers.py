@@ -10,8 +10,9 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from servd.base.errors import UnsupportedModel
+from servd.base.errors import ConfigError, UnsupportedModel
 from servd.checkpoint import hf
+from servd.launch import find_and_resolve
 from servd.worker.device.parallel import Parallel
 from servd.worker.layers.attention import attention_layers
 from servd.worker.loading.model_loader import build_model
@@ -230,8 +231,8 @@ def test_what_servds_file_does_not_do_may_run_through_transformers(tmp_path: Pat
     config |= {"use_sliding_window": True, "sliding_window": 7}
     config["layer_types"][0] = "sliding_attention"
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedModel, match="some of the layers .*: try --model-impl transf"):
-        Driver(config_for(folder))
+    with pytest.raises(ConfigError, match="layer_types.*--model-impl transformers"):
+        find_and_resolve(config_for(folder, max_model_len=64))
     check(folder)
 
 
