@@ -47,19 +47,18 @@ def of_api_server() -> Replaced:
     from servd.api.observability.metrics import Metrics
     from servd.api.observability.tracer import Tracer
     from servd.api.request.choice import Choice
-    from servd.api.request.request_state import RequestState, Timeline
+    from servd.api.request.timeline import Timeline
 
     def count(metrics: Metrics, choice: Choice, num_tokens: int, now_ns: int) -> None:
         choice.num_tokens += num_tokens
 
-    def forget(tracer: Tracer, state: RequestState, *_: object) -> Timeline:
-        tracer.requests.pop(state.request_id, None)
-        return Timeline(state.request_id)
+    def forget(tracer: Tracer, timeline: Timeline, *_: object) -> None:
+        tracer.running.pop(timeline.request_id, None)
 
     return [
         (Metrics, "observe_tokens", count),
         *((Metrics, f"observe_{what}", nothing) for what in COUNTED),
-        (Tracer, "finish_request", forget),
+        (Tracer, "finish", forget),
         (middleware, "server_timing", lambda prompts: ""),
     ]
 

@@ -47,7 +47,7 @@ PLUGINS = {
 READS_BODIES = (
     "servd/api/context.py",
     "servd/api/protocol/",
-    "servd/api/builders/",
+    "servd/api/serving/",
     "servd/api/routes/",
 )
 

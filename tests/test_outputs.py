@@ -3,8 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from servd.api.request.request_output import RequestOutput
 from servd.messages.engine import FinishReason, TokenLogprobs
-from servd.messages.outputs import CompletionOutput, RequestOutput
+from servd.messages.outputs import CompletionOutput
 
 steps = st.lists(
     st.tuples(st.text(max_size=4), st.lists(st.integers(0, 99), max_size=3)), min_size=1, max_size=6

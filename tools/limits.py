@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from servd.api.batches import runner as batch_runner
 from servd.api.batches import store as batch_store
-from servd.api.builders import events
 from servd.api.engine import grammar_checker
 from servd.api.http import http_protocol, inflated, middleware
 from servd.api.output import json_reader
 from servd.api.protocol import batch_file as batch
 from servd.api.protocol import completions, decisions, validation
-from servd.api.request import delta_stream
+from servd.api.request import output_collector
 from servd.api.responses import response_store
-from servd.api.routes import files, pooling
+from servd.api.routes import files
+from servd.api.serving import events, pooling
 from servd.api.text import chat_template
 from servd.base import bounds
 from servd.config import SchedulerConfig, ServerConfig
@@ -169,8 +169,8 @@ def tables() -> dict[str, list[Row]]:
         "Answers": [
             (
                 "log-probabilities in one answer; in a stream, those that the client has not read",
-                f"{delta_stream.MAX_LOGPROBS_HELD:,}; `/v1/responses` "
-                f"{events.EventBuilder.max_logprobs:,}",
+                f"{output_collector.MAX_LOGPROBS_HELD:,}; `/v1/responses` "
+                f"{events.EventFormatter.max_logprobs:,}",
                 "400",
             ),
             ("numbers in the vectors of one answer", f"{pooling.MAX_NUMBERS:,}", "400"),

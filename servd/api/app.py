@@ -37,6 +37,17 @@ from servd.api.protocol.errors import error_reply
 from servd.api.protocol.validation import explain_parameters
 from servd.api.responses.response_store import ResponseStores
 from servd.api.routes import load_routers
+from servd.api.serving.chat import OpenAIServingChat
+from servd.api.serving.completion import OpenAIServingCompletion
+from servd.api.serving.decisions import ServingDecisions
+from servd.api.serving.embedding import OpenAIServingEmbedding
+from servd.api.serving.messages import AnthropicServingMessages
+from servd.api.serving.ollama import OllamaServing
+from servd.api.serving.pooling import ServingPooling
+from servd.api.serving.responses import OpenAIServingResponses
+from servd.api.serving.score import OpenAIServingScore
+from servd.api.serving.serving import OpenAIServing
+from servd.api.serving.tokenization import OpenAIServingTokenization
 from servd.base import log
 from servd.base.errors import NotFound, ServdError
 from servd.checkpoint.adapter_store import AdapterStore
@@ -101,7 +112,7 @@ def create_app(
     app = assemble(middleware, routes)
     model = config.model.model
     name = config.model.served_model_name[0]
-    app.state.context = Context(
+    context = Context(
         config=config,
         async_llm=async_llm,
         root=name if model is None or os.path.exists(model) else model,
@@ -116,7 +127,24 @@ def create_app(
         ignored_fields=IgnoredFields(metrics.families.ignored_fields.inc),
         adapters=None if store is None else Adapters(config.lora, async_llm, store),
     )
+    app.state.context = context
+    for name, serving_class in SERVING.items():
+        setattr(app.state, name, serving_class(context))
     return app
+
+
+SERVING: dict[str, type[OpenAIServing]] = {
+    "serving_chat": OpenAIServingChat,
+    "serving_completion": OpenAIServingCompletion,
+    "serving_decisions": ServingDecisions,
+    "serving_embedding": OpenAIServingEmbedding,
+    "serving_messages": AnthropicServingMessages,
+    "serving_ollama": OllamaServing,
+    "serving_pooling": ServingPooling,
+    "serving_responses": OpenAIServingResponses,
+    "serving_score": OpenAIServingScore,
+    "serving_tokenization": OpenAIServingTokenization,
+}
 
 
 def _batches(config: Config, app: FastAPI, keys: Keys, async_llm: AsyncLLM) -> BatchRunner | None:

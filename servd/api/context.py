@@ -9,13 +9,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from servd.api.batches.runner import BatchRunner
+from servd.api.batches.store import Shelf
+from servd.api.call import call_of
 from servd.api.engine.adapters import Adapters
 from servd.api.engine.async_llm import AsyncLLM
 from servd.api.engine.peers import PeerServers
 from servd.api.keys import Keys
 from servd.api.observability.ignored_fields import IgnoredFields
 from servd.api.responses.response_store import ResponseStores
-from servd.base.errors import UnknownModel
+from servd.base.errors import NotFound, UnknownModel
 from servd.config import Config
 from servd.messages.adapter import Adapter
 
@@ -69,3 +71,11 @@ def json_response(
     value: Any, status: int = 200, headers: Mapping[str, str] | None = None
 ) -> Response:
     return Response(msgspec.json.encode(value), status, headers, media_type="application/json")
+
+
+def shelf_of(request: Request) -> Shelf:
+    """Return the files and batches of the request's key. Raise NotFound without --batch-dir."""
+    batches = context_of(request).batches
+    if batches is None:
+        raise NotFound("files and batches are off: start the server with --batch-dir")
+    return batches.store.of(call_of(request).owner)

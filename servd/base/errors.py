@@ -103,6 +103,12 @@ class DeadlineExceeded(RequestError):
     default_code = "deadline_exceeded"
     headers: Mapping[str, str] = {"x-should-retry": "false"}  # by default OpenAI's SDKs retry
 
+    def __init__(self) -> None:
+        super().__init__(
+            "the deadline of the request passed before its answer was whole: ask for less, or "
+            "raise `timeout`"
+        )
+
 
 class Overloaded(RequestError):
     """429: the queue is too long to admit the request. `retry_after` is in seconds."""

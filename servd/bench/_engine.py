@@ -4,9 +4,9 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
+from servd.api.request.request_output import RequestOutput
 from servd.bench import _data, _report
 from servd.bench._data import Prompt
-from servd.messages.outputs import RequestOutput
 from servd.messages.params import SamplingParams
 from servd.offline.llm import LLM
 from servd.terminal import engine_flags

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from servd.api.builders.run_manifest import RepeatablePrompt, RunManifest, make_manifest
+from servd.api.serving.run_manifest import RepeatablePrompt, RunManifest, make_manifest
 from servd.base.errors import ConfigError
 from servd.config import Config
 from servd.messages.params import SamplingParams

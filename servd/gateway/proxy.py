@@ -26,11 +26,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from servd.api import console
 from servd.api.app import assemble, cross_origin
-from servd.api.call import call_of, check_content_type
+from servd.api.call import call_of
 from servd.api.connection import while_connected
 from servd.api.context import json_response
 from servd.api.engine.description import describe_folder
 from servd.api.http.auth import OPEN_PATHS, ApiKeyAuth, ScopedRoute
+from servd.api.http.json_body import check_content_type
 from servd.api.http.middleware import SINCE, RequestContext
 from servd.api.http.pages import Pages
 from servd.api.keys import Keys
@@ -40,6 +41,7 @@ from servd.api.request.fair_loop import FairLoop
 from servd.api.routes import load_routers
 from servd.api.routes.compat import ollama
 from servd.api.routes.sleep import SleepState, check_level
+from servd.api.serving.ollama import Lines, unloaded
 from servd.base import log
 from servd.base.errors import (
     ConfigError,
@@ -204,7 +206,7 @@ class Gateway:
             except ServdError as error:
                 yield _line({"error": str(error)})
 
-        return StreamingResponse(encode(), media_type=ollama.Lines.media_type)
+        return StreamingResponse(encode(), media_type=Lines.media_type)
 
     async def _pull(self, name: str | None) -> AsyncGenerator[dict[str, Any]]:
         try:
@@ -272,7 +274,7 @@ class Gateway:
             inputs = [bytes(fields.get(name, b"")) for name in OLLAMA_INPUTS.get(path, ())]
             if seconds == 0 and inputs and EMPTY.issuperset(inputs):
                 await self.servers.sleep(server)
-                return json_response(ollama.unloaded(server.name, path == "/api/chat"))
+                return json_response(unloaded(server.name, path == "/api/chat"))
 
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
             async with while_connected(receive):

@@ -1,4 +1,4 @@
-"""The outputs of a request: CompletionOutput (a choice or a delta) and RequestOutput."""
+"""CompletionOutput: one choice of a request, or a delta of it."""
 
 from __future__ import annotations
 
@@ -48,17 +48,3 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
         self.prompt_logprobs = self.prompt_logprobs or later.prompt_logprobs
         self.pooled = self.pooled or later.pooled
         self.drafts.extend(later.drafts)
-
-
-class RequestOutput(msgspec.Struct, kw_only=True):
-    """The output of a request so far: its prompt and its `n` choices in order."""
-
-    request_id: str
-    prompt: str | None  # None if the prompt was given as token ids
-    prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
-
-    @property
-    def finished(self) -> bool:
-        """Whether all choices have finished."""
-        return all(output.finish_reason is not None for output in self.outputs)

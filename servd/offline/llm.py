@@ -9,12 +9,13 @@ from typing import Any
 from tqdm import tqdm
 
 from servd.api.engine.beam_search import BeamSearch
+from servd.api.request.request_output import RequestOutput
 from servd.api.text.prompt import Chat, Pair, Prompt, SharedText, ToolOptions
 from servd.base import bounds
 from servd.base.errors import EngineError, InvalidRequest
 from servd.config import Config
 from servd.messages.adapter import LoRARequest
-from servd.messages.outputs import RequestOutput, unpack_vector
+from servd.messages.outputs import unpack_vector
 from servd.messages.params import CLASSIFY, BeamSearchParams, PoolingParams, SamplingParams
 from servd.offline.llm_engine import LLMEngine, Params, TextOrIds
 from servd.offline.metrics import Metric
@@ -197,13 +198,10 @@ class LLM:
         )
         searches = [
             BeamSearch(
-                self.engine.prepare(
-                    Prompt(content=prompt, request_id=str(next(self.request_ids))),
-                    sampling,
-                    lora_request,
+                self.engine.process_inputs(
+                    str(next(self.request_ids)), Prompt(content=prompt), sampling, lora_request
                 ),
-                params.length_penalty,
-                params.early_stopping,
+                params,
             )
             for prompt in listed(prompts)
         ]
@@ -216,9 +214,9 @@ class LLM:
         tokenizer = self.engine.processor.tokenizer
         return [
             RequestOutput(
-                request_id=search.prepared.request.request_id,
-                prompt=search.prepared.prompt,
-                prompt_token_ids=search.prepared.prompt_token_ids,
+                request_id=search.request.request_id,
+                prompt=search.inputs.prompt,
+                prompt_token_ids=search.request.prompt_token_ids,
                 outputs=search.answers(tokenizer),
             )
             for search in searches
@@ -227,12 +225,12 @@ class LLM:
     def _advance(self, searches: Sequence[BeamSearch]) -> None:
         """Extend every beam of every search by one token."""
         steps = [search.requests() for search in searches]
-        for prepared in itertools.chain(*steps):
-            self.engine.send(prepared)
+        for inputs in itertools.chain(*steps):
+            self.engine.send(inputs, is_part=True)
         done = {output.request_id: output.outputs[0] for output in self._finished()}
         for search, step in zip(searches, steps, strict=True):
-            found = [done[prepared.request.request_id].logprobs or [] for prepared in step]
-            search.advance([likely for (likely,) in found])
+            logprobs = [done[inputs.request.request_id].logprobs or [] for inputs in step]
+            search.advance([position for (position,) in logprobs])
 
     def get_metrics(self) -> list[Metric]:
         """Return the engine's metrics, with the names of /metrics and the classes of vLLM."""

@@ -18,12 +18,13 @@ from servd import launch
 from servd.api.engine.grammar_checker import GrammarChecker
 from servd.api.engine.output_processor import OutputProcessor
 from servd.api.engine.processor import Processor
-from servd.api.request.request_state import RequestState, find_choice
+from servd.api.request.request_output import RequestOutput
+from servd.api.request.request_state import ProcessedInputs, RequestState, find_choice
+from servd.api.request.timeline import Timeline
 from servd.api.text.prompt import Pair, Prompt
 from servd.api.text.tokenizer import Tokenizer
 from servd.base.errors import ConfigError, EngineDead, InvalidRequest
 from servd.base.private_dir import private_dir
-from servd.base.tracing import now_ns
 from servd.checkpoint.adapter_store import AdapterStore
 from servd.checkpoint.hf import ModelSpec
 from servd.config import Config
@@ -51,7 +52,7 @@ from servd.messages.engine import (
     WakeUp,
     WorkerReady,
 )
-from servd.messages.outputs import CompletionOutput, RequestOutput
+from servd.messages.outputs import CompletionOutput
 from servd.messages.params import PoolingParams, SamplingParams
 from servd.messages.stats import SchedulerStats
 from servd.offline.metrics import OfflineMetrics
@@ -83,6 +84,7 @@ class LLMEngine:
         self.processor = Processor(config, spec, tokenizer, config.model.max_model_len)
         self.output_processor = OutputProcessor(tokenizer)
         self.requests: dict[str, RequestState] = {}
+        self.outputs: dict[str, RequestOutput] = {}
         with LoadingBar(use_tqdm) as progress:
             port = SeparateProcess if separate_process else InProcess
             self.port: Port = port(config, spec, progress)
@@ -110,33 +112,40 @@ class LLMEngine:
         Raises:
             InvalidRequest: the prompt, parameters or adapter are not valid, or the id is in use.
         """
-        whole = Prompt(content=prompt, request_id=request_id, add_special_tokens=add_special_tokens)
-        state = self.prepare(whole, params, lora_request)
+        text = Prompt(content=prompt, add_special_tokens=add_special_tokens)
+        inputs = self.process_inputs(request_id, text, params, lora_request)
         # Choices have their own ids, which another request may have.
-        taken = any(find_choice(self.requests, each) for each in state.request.choice_ids)
-        if request_id in self.requests or taken:
+        engine_ids = inputs.request.choice_ids
+        is_running = any(find_choice(self.requests, engine_id) for engine_id in engine_ids)
+        if request_id in self.requests or is_running:
             raise InvalidRequest(
                 f"a request with the id {request_id!r} is unfinished", param="request_id"
             )
-        self.processor.check_structured_output(state)
-        self.send(state)
+        self.processor.check_structured_output(inputs)
+        self.send(inputs)
 
-    def prepare(self, prompt: Prompt, params: Params, adapter: LoRARequest | None) -> RequestState:
-        """Validate a request and return its state, without queueing the request."""
+    def process_inputs(
+        self, request_id: str, prompt: Prompt, params: Params, adapter: LoRARequest | None
+    ) -> ProcessedInputs:
+        """Validate a request, without queueing it."""
         options = RequestOptions(adapter=adapter and self._load(adapter))
-        return self.processor.process(prompt, params, options)
+        return self.processor.process_inputs(request_id, prompt, params, options)
 
-    def send(self, state: RequestState) -> None:
-        """Queue a request that `prepare` returned."""
-        state.start(now_ns())
-        state.output = RequestOutput(
-            request_id=state.request_id,
-            prompt=state.prompt,
-            prompt_token_ids=state.prompt_token_ids,
-            outputs=[CompletionOutput(index=i) for i in range(state.params.n)],
+    def send(self, inputs: ProcessedInputs, is_part: bool = False) -> None:
+        """Queue a request that `process_inputs` returned. The metrics do not count a part of a beam
+        search.
+        """
+        request = inputs.request
+        timeline = Timeline(request.request_id)
+        state = self.output_processor.add_request(inputs, timeline, is_part=is_part)
+        self.requests[request.request_id] = state
+        self.outputs[request.request_id] = RequestOutput(
+            request_id=request.request_id,
+            prompt=inputs.prompt,
+            prompt_token_ids=request.prompt_token_ids,
+            outputs=[CompletionOutput(index=i) for i in range(inputs.params.n)],
         )
-        self.requests[state.request_id] = state
-        self.port.send(state.request)
+        self.port.send(request)
 
     def _load(self, asked: LoRARequest) -> Adapter:
         """Return an adapter; load it unless the same path is loaded under this name."""
@@ -165,22 +174,23 @@ class LLMEngine:
         progressed: dict[str, RequestOutput] = {}
         outputs, stats = self.port.receive()
         self.metrics.take(outputs, stats, self.requests)
-        for state, delta, stopped in self.output_processor.process(outputs, self.requests):
+        for state, delta, stopped in self.output_processor.process_outputs(outputs, self.requests):
             if stopped:  # ended by a stop string, which only this side knows about
                 self.port.send(AbortRequests(stopped))
-            assert state.output is not None
-            state.output.outputs[delta.index].add(delta)
-            progressed[state.request_id] = state.output
+            output = self.outputs[state.request_id]
+            output.outputs[delta.index].add(delta)
+            progressed[state.request_id] = output
             self.metrics.observe(state, delta)
         for request_id, output in progressed.items():
             if output.finished:
-                del self.requests[request_id]
+                del self.requests[request_id], self.outputs[request_id]
         return list(progressed.values())
 
     def abort_request(self, request_ids: Sequence[str]) -> None:
         """Abort requests; ignore unknown ids."""
         for request_id in request_ids:
             if (state := self.requests.pop(request_id, None)) is not None:
+                del self.outputs[request_id]
                 self.port.send(AbortRequests(state.open_engine_ids()))
 
     def reset_prefix_cache(self) -> None:

@@ -67,7 +67,7 @@ class OfflineMetrics:
                 choice.add_report(output)
 
     def observe(self, state: RequestState, delta: CompletionOutput) -> None:
-        if not state.is_counted:
+        if state.is_part:
             return
         choice = state.choices[delta.index]
         now = now_ns()

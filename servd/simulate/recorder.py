@@ -10,7 +10,8 @@ from pathlib import Path
 
 import msgspec
 
-from servd.api.request.request_state import Observer, RequestState
+from servd.api.request.observer import Observer
+from servd.api.request.request_state import RequestState
 from servd.base.errors import ConfigError
 from servd.base.tracing import StepRecord
 from servd.config import Config, options_by_name

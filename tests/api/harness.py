@@ -22,6 +22,8 @@ from servd.api.engine.processor import Processor
 from servd.api.http.http_protocol import Connections, settings
 from servd.api.observability.metrics import Metrics
 from servd.api.observability.tracer import Tracer
+from servd.api.request.request_state import ProcessedInputs, RequestState
+from servd.api.request.timeline import Timeline
 from servd.api.text.tokenizer import Tokenizer
 from servd.base import tracing
 from servd.checkpoint.adapter_store import AdapterStore
@@ -42,6 +44,7 @@ from servd.messages.engine import (
     ToEngine,
     WakeUp,
 )
+from servd.messages.params import SamplingParams
 from tests.fake_tokens import expected_tokens
 from tests.limits import WAIT_SECONDS
 
@@ -334,3 +337,11 @@ def chat_prompt(text: str) -> str:
 def user(text: str) -> list[dict[str, Any]]:
     """Messages with one user message."""
     return [{"role": "user", "content": text}]
+
+
+def make_state(request_id: str, timeline: Timeline | None = None) -> RequestState:
+    """Return the state of a prompt of three tokens."""
+    request = EngineCoreRequest(request_id, [1, 2, 3], SamplingParams())
+    inputs = ProcessedInputs(request, SamplingParams())
+    outputs = OutputProcessor(Tokenizer.bytes())
+    return outputs.add_request(inputs, timeline or Timeline(request_id))

@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 from collections import deque
+from collections.abc import AsyncGenerator
 
 import pytest
 
@@ -16,13 +17,13 @@ from servd.api.engine.output_processor import OutputProcessor
 from servd.api.engine.processor import Processor
 from servd.api.observability.metrics import Metrics
 from servd.api.observability.tracer import Tracer
-from servd.api.request.request_state import RequestState
+from servd.api.request.request_output import RequestOutput
 from servd.api.text.prompt import Prompt
 from servd.api.text.tokenizer import Tokenizer
 from servd.base.errors import EngineDead, EngineError, InvalidRequest, Overloaded, ShuttingDown
 from servd.base.tracing import Mark, now_ns
 from servd.checkpoint.hf import FAKE_SPEC
-from servd.config import Config
+from servd.config import Config, SchedulerConfig
 from servd.messages.engine import (
     AbortRequests,
     EngineCoreOutput,
@@ -37,6 +38,7 @@ from servd.messages.params import SamplingParams, StructuredOutput
 from servd.messages.stats import SchedulerStats
 from tests.limits import WAIT_SECONDS
 
+Outputs = AsyncGenerator[RequestOutput, None]
 READY = EngineReady(
     WorkerReady("cpu", "float32", "none", 8, 0, 0), max_model_len=1000, block_size=16
 )
@@ -95,13 +97,20 @@ async def llm():
     os.close(client.event)
 
 
-def prepare(llm: AsyncLLM, request_id: str = "r", **params) -> RequestState:
-    prompt = Prompt(content="prompt", request_id=request_id)
-    return llm.processor.process(prompt, SamplingParams(temperature=0, **params))
+def generate(llm: AsyncLLM, request_id: str = "r", in_pieces: bool = True, **params) -> Outputs:
+    sampling = SamplingParams(temperature=0, **params)
+    return llm.generate(Prompt(content="prompt"), sampling, request_id, in_pieces=in_pieces)
 
 
-async def collect(stream) -> list[CompletionOutput]:
-    return [delta async for delta in stream]
+async def next_delta(outputs: Outputs) -> CompletionOutput:
+    while not (output := await anext(outputs)).outputs:  # it is admitted and processed
+        pass
+    [delta] = output.outputs
+    return delta
+
+
+async def collect(outputs: Outputs) -> list[CompletionOutput]:
+    return [delta async for output in outputs for delta in output.outputs]
 
 
 async def settle() -> None:
@@ -110,14 +119,14 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def start(llm: AsyncLLM, prepared: RequestState) -> asyncio.Task:
-    task = asyncio.create_task(collect(llm.generate([prepared])))
+async def start(outputs: Outputs) -> asyncio.Task:
+    task = asyncio.create_task(collect(outputs))
     await settle()
     return task
 
 
 async def test_who_wants_an_answer_whole_is_woken_by_its_end(llm):
-    task = asyncio.create_task(collect(llm.generate([prepare(llm)], in_pieces=False)))
+    task = asyncio.create_task(collect(generate(llm, in_pieces=False)))
     await settle()
     for text, finish in (("Hello", None), (" wor", None), ("ld", FinishReason.LENGTH)):
         llm.engines[0].client.answer(text, finish)
@@ -127,8 +136,8 @@ async def test_who_wants_an_answer_whole_is_woken_by_its_end(llm):
 
 
 async def test_deltas_that_wait_are_merged(llm):
-    stream = llm.generate([prepare(llm, n=2)])
-    first = asyncio.ensure_future(anext(stream))
+    stream = generate(llm, n=2)
+    first = asyncio.ensure_future(next_delta(stream))
     await settle()
     llm.engines[0].client.answer("a", request_id="r_0")
     assert (await first).text == "a"
@@ -146,7 +155,7 @@ async def test_deltas_that_wait_are_merged(llm):
 
 
 async def test_cancelling_before_the_first_token_aborts(llm, caplog):
-    task = await start(llm, prepare(llm, n=2))
+    task = await start(generate(llm, n=2))
     with caplog.at_level(logging.DEBUG, logger="servd.api"):
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -159,8 +168,8 @@ async def test_cancelling_before_the_first_token_aborts(llm, caplog):
 
 
 async def test_closing_the_stream_aborts_only_what_runs(llm):
-    stream = llm.generate([prepare(llm, n=2)])
-    first = asyncio.ensure_future(anext(stream))
+    stream = generate(llm, n=2)
+    first = asyncio.ensure_future(next_delta(stream))
     await settle()
     llm.engines[0].client.answer("a", FinishReason.LENGTH, "r_0")
     await first
@@ -169,7 +178,7 @@ async def test_closing_the_stream_aborts_only_what_runs(llm):
 
 
 async def test_closing_aborts_what_runs_though_nobody_takes_its_end(llm):
-    reading = asyncio.ensure_future(anext(llm.generate([prepare(llm)])))
+    reading = asyncio.ensure_future(next_delta(generate(llm)))
     await settle()
     llm.close()
     assert llm.engines[0].client.aborted() == ["r"]
@@ -178,13 +187,13 @@ async def test_closing_aborts_what_runs_though_nobody_takes_its_end(llm):
 
 
 async def test_a_stream_that_is_never_read_sends_nothing(llm):
-    stream = llm.generate([prepare(llm)])
+    stream = generate(llm)
     await stream.aclose()
     assert llm.engines[0].client.sent == []
 
 
 async def test_a_stop_string_aborts_in_the_engine(llm):
-    task = await start(llm, prepare(llm, stop=["STOP"]))
+    task = await start(generate(llm, stop=["STOP"]))
     llm.engines[0].client.answer("a STO")
     await settle()
     assert llm.engines[0].client.aborted() == []
@@ -196,8 +205,8 @@ async def test_a_stop_string_aborts_in_the_engine(llm):
 
 
 async def test_an_error_of_one_request(llm):
-    task = await start(llm, prepare(llm, n=2))
-    other = await start(llm, prepare(llm, "other"))
+    task = await start(generate(llm, n=2))
+    other = await start(generate(llm, "other"))
     llm.engines[0].client.answer("", FinishReason.ERROR, "r_0", error="the grammar broke")
     with pytest.raises(EngineError, match="the grammar broke") as error:
         await task
@@ -209,15 +218,15 @@ async def test_an_error_of_one_request(llm):
 
 async def test_a_fault_of_the_server_ends_all_requests_and_later_ones_are_served(llm, monkeypatch):
     """What was received together with the message that could not be taken will not come again."""
-    tasks = [await start(llm, prepare(llm, name)) for name in "ab"]
+    tasks = [await start(generate(llm, name)) for name in "ab"]
     with monkeypatch.context() as patch:
-        patch.setattr(llm.output_processor, "process", lambda outputs: 1 / 0)
+        patch.setattr(llm.output_processor, "process_outputs", lambda outputs: 1 / 0)
         llm.engines[0].client.answer("lost", request_id="a")
         for task in tasks:
             with pytest.raises(EngineError, match="see the log"):
                 await asyncio.wait_for(task, WAIT_SECONDS)
     assert sorted(llm.engines[0].client.aborted()) == ["a", "b"]
-    later = await start(llm, prepare(llm, "c"))
+    later = await start(generate(llm, "c"))
     llm.engines[0].client.answer("fine", FinishReason.LENGTH, "c")
     assert (await later)[0].text == "fine"
 
@@ -225,8 +234,8 @@ async def test_a_fault_of_the_server_ends_all_requests_and_later_ones_are_served
 async def test_an_observer_that_fails_keeps_nothing_running(llm, monkeypatch, caplog):
     monkeypatch.setattr(Tracer, "stepped", lambda *_: 1 / 0)
     monkeypatch.setattr(Tracer, "ended", lambda *_: 1 / 0)
-    first = await start(llm, prepare(llm, "a"))
-    second = await start(llm, prepare(llm, "b"))
+    first = await start(generate(llm, "a"))
+    second = await start(generate(llm, "b"))
     llm.engines[0].client.answer("fine", FinishReason.LENGTH, "a")
     assert (await first)[0].text == "fine"
     second.cancel()
@@ -238,18 +247,18 @@ async def test_an_observer_that_fails_keeps_nothing_running(llm, monkeypatch, ca
 
 
 async def test_text_before_the_death_is_delivered(llm):
-    stream = llm.generate([prepare(llm)])
-    first = asyncio.ensure_future(anext(stream))
+    stream = generate(llm)
+    first = asyncio.ensure_future(next_delta(stream))
     await settle()
     last = EngineCoreOutputs([EngineCoreOutput("r", [97])])
     llm.engines[0].client.push(last, EngineDeadMessage("gone"))
     assert (await first).text == "a"
     with pytest.raises(EngineDead):
-        await anext(stream)
+        await next_delta(stream)
 
 
 async def test_fail_ends_open_requests_while_the_engine_lives(llm):
-    task = await start(llm, prepare(llm))
+    task = await start(generate(llm))
     llm.fail(ShuttingDown("the server is shutting down"))
     with pytest.raises(ShuttingDown):
         await task
@@ -257,24 +266,26 @@ async def test_fail_ends_open_requests_while_the_engine_lives(llm):
 
 
 async def test_a_request_is_admitted_with_all_its_prompts_or_not_at_all(llm):
-    with llm.admit(2):
-        with pytest.raises(Overloaded, match="2 requests are unfinished and this one adds 2,"):
-            with llm.admit(2):
-                pass
-        assert llm.num_unfinished == 2
+    def generate_many(num_prompts: int, request_id: str) -> Outputs:
+        prompts = [Prompt(content="prompt")] * num_prompts
+        return llm.generate(prompts, SamplingParams(), request_id)
+
+    first = generate_many(2, "r")
+    assert (await anext(first)).request_id == "r-0"
+    with pytest.raises(Overloaded, match="2 requests are unfinished and this one adds 2,"):
+        await anext(generate_many(2, "s"))
+    assert llm.num_unfinished == 2
     # One that could never be admitted is not told to come back later.
-    with pytest.raises(InvalidRequest, match="4 prompts, the most at once is 3"), llm.admit(4):
-        pass
-    with pytest.raises(ZeroDivisionError), llm.admit(3):
-        assert llm.num_unfinished == 3
-        1 / 0  # noqa: B018
+    with pytest.raises(InvalidRequest, match="4 prompts, the most at once is 3"):
+        await anext(generate_many(4, "s"))
+    await first.aclose()
     assert llm.num_unfinished == 0
 
 
 async def test_a_request_id_in_use(llm):
-    await start(llm, prepare(llm))
+    await start(generate(llm))
     with pytest.raises(InvalidRequest, match="'r'"):
-        await anext(llm.generate([prepare(llm)]))
+        await next_delta(generate(llm))
     assert llm.engines[0].client.aborted() == []
 
 
@@ -289,8 +300,9 @@ async def test_long_prompts_do_not_hold_up_the_loop(llm, monkeypatch):
     monkeypatch.setattr(llm.processor.tokenizer, "encode", spy)
     monkeypatch.setattr(llm.processor, "max_model_len", 10**6)
     for size in (10, module.MAX_INLINE + 1):
-        (prepared,) = await llm.prepare([Prompt(content="x" * size)], SamplingParams())
-        assert len(prepared.prompt_token_ids) == size
+        outputs = llm.generate(Prompt(content="x" * size), SamplingParams(), "r")
+        assert len((await anext(outputs)).prompt_token_ids) == size
+        await outputs.aclose()
     assert threads[0] == "MainThread" and threads[1].startswith("prepare")
 
 
@@ -303,12 +315,17 @@ async def test_new_structured_outputs_do_not_hold_up_long_prompts(llm, monkeypat
 
     monkeypatch.setattr(llm.processor.grammars, "check", check)
     params = SamplingParams(structured_output=StructuredOutput("regex", "[a-z]"))
-    tasks = [asyncio.create_task(llm.prepare([Prompt(content="a")], params)) for _ in range(4)]
+    monkeypatch.setattr(llm.admission, "config", SchedulerConfig())
+    streams = [llm.generate(Prompt(content="a"), params, f"r{i}") for i in range(4)]
+    tasks = [asyncio.ensure_future(anext(stream)) for stream in streams]
+    await settle()
     long = Prompt(content="x" * (module.MAX_INLINE + 1))
     with pytest.raises(InvalidRequest, match="maximum context length"):
-        await asyncio.wait_for(llm.prepare([long], SamplingParams()), 60)
+        await asyncio.wait_for(anext(llm.generate(long, SamplingParams(), "long")), 60)
     go_on.set()
     await asyncio.gather(*tasks)
+    for stream in streams:
+        await stream.aclose()
     assert len(threads) == 4 and all(name.startswith("grammar") for name in threads)
 
 
@@ -339,16 +356,21 @@ async def test_messages_are_taken_for_a_limited_time(llm, monkeypatch, read_ns, 
 async def test_many_prompts_are_prepared_in_a_thread(llm, monkeypatch, num_prompts, length, params):
     """Each takes a while, whatever its length, and all that the parameters take."""
     threads = set()
-    process = llm.processor.process
+    process_inputs = llm.processor.process_inputs
 
     def record(*args):
         threads.add(threading.current_thread())
-        return process(*args)
+        return process_inputs(*args)
 
-    monkeypatch.setattr(llm.processor, "process", record)
-    prompts = [Prompt(content="a" * length, request_id=f"r{i}") for i in range(num_prompts)]
-    await llm.prepare(prompts[:1], SamplingParams())
+    monkeypatch.setattr(llm.processor, "process_inputs", record)
+    monkeypatch.setattr(llm.admission, "config", SchedulerConfig())
+    prompts = [Prompt(content="a" * length) for _ in range(num_prompts)]
+    outputs = llm.generate(prompts[:1], SamplingParams(), "r")
+    await anext(outputs)
+    await outputs.aclose()
     assert threads == {threading.current_thread()}
     threads.clear()
-    await llm.prepare(prompts, SamplingParams(**params))
+    outputs = llm.generate(prompts, SamplingParams(**params), "r")
+    await anext(outputs)
+    await outputs.aclose()
     assert threading.current_thread() not in threads

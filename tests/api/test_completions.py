@@ -8,8 +8,8 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from servd.api.builders.logprobs import TokenTexts
 from servd.api.engine.processor import Processor
+from servd.api.serving.logprobs import TokenTexts
 from servd.api.text.fill_in_middle import FillInMiddle
 from servd.api.text.prompt import Prompt
 from servd.api.text.tokenizer import Tokenizer
@@ -280,12 +280,14 @@ def test_stop_tokens_of_the_model_count_in_the_limit_of_stop_token_ids():
     tokenizer = tokenizer_with(*FAMILIES["qwen"])
     spec = msgspec.structs.replace(FAKE_SPEC, vocab_size=2048)
     processor = Processor(Config(), spec, tokenizer, 1000)
-    prompt = Prompt(content="a", suffix="b", request_id="r")
+    prompt = Prompt(content="a", suffix="b")
     params = SamplingParams(stop_token_ids=[1] * (MAX_STOP_TOKEN_IDS - 1))
-    prepared = processor.process(prompt, params)
+    prepared = processor.process_inputs("r", prompt, params)
     assert prepared.params.stop_token_ids[-1] == tokenizer.token_id("<|endoftext|>")
     with pytest.raises(InvalidRequest) as refusal:
-        processor.process(prompt, SamplingParams(stop_token_ids=[1] * MAX_STOP_TOKEN_IDS))
+        processor.process_inputs(
+            "r", prompt, SamplingParams(stop_token_ids=[1] * MAX_STOP_TOKEN_IDS)
+        )
     assert refusal.value.param == "stop_token_ids"
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from servd.api.builders.decisions import branches
+from servd.api.serving.decisions import branches
 from tests.api.harness import serve
 
 CHOICES = [{"value": "red"}, {"value": "rose", "description": "a pale red"}, {"value": "blue"}]

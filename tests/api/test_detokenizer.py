@@ -8,7 +8,8 @@ from tokenizers import decoders, models, normalizers
 
 from servd.api.engine.output_processor import OutputProcessor
 from servd.api.engine.processor import Processor
-from servd.api.request.request_state import RequestState, find_choice
+from servd.api.request.request_state import ProcessedInputs, find_choice
+from servd.api.request.timeline import Timeline
 from servd.api.text.detokenizer import Detokenizer
 from servd.api.text.prompt import Prompt
 from servd.api.text.tokenizer import Tokenizer
@@ -135,22 +136,21 @@ PROCESSOR = Processor(Config(), FAKE_SPEC, TOKENIZER, 1000)
 EOS = 256
 
 
-def prepare(request_id: str = "r", **params) -> RequestState:
-    prompt = Prompt(content="prompt", request_id=request_id)
-    return PROCESSOR.process(prompt, SamplingParams(temperature=0, **params))
+def prepare(request_id: str = "r", **params) -> ProcessedInputs:
+    sampling = SamplingParams(temperature=0, **params)
+    return PROCESSOR.process_inputs(request_id, Prompt(content="prompt"), sampling)
 
 
 class Running:
     """Requests, as AsyncLLM has them, and their OutputProcessor."""
 
-    def __init__(self, *requests: RequestState) -> None:
-        self.requests = {request.request_id: request for request in requests}
+    def __init__(self, *requests: ProcessedInputs) -> None:
         self.processor = OutputProcessor(TOKENIZER)
-        for request in requests:
-            request.start(0)
+        states = [self.processor.add_request(inputs, Timeline("t")) for inputs in requests]
+        self.requests = {state.request_id: state for state in states}
 
     def process(self, outputs: list[EngineCoreOutput]):
-        return self.processor.process(outputs, self.requests)
+        return self.processor.process_outputs(outputs, self.requests)
 
 
 def out(

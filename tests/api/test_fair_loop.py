@@ -78,8 +78,8 @@ async def test_long_work_is_done_in_pieces_whether_or_not_somebody_waits() -> No
             seen.append(len(done))
             await asyncio.sleep(0)
 
-    awaited = loop.each("A", range(20), work)
-    loop.each("B", range(20, 40), work)
+    awaited = loop.call_for_all("A", range(20), work)
+    loop.call_for_all("B", range(20, 40), work)
     await asyncio.wait_for(look(), WAIT_SECONDS)
     await awaited
     assert sorted(done) == [*range(40)]
@@ -94,10 +94,10 @@ async def test_work_that_is_cancelled_or_fails_stops() -> None:
         done.append(10 // item)
         time.sleep(PIECE_NS / 1e9)
 
-    waiting = loop.each("A", range(1, 100), work)
+    waiting = loop.call_for_all("A", range(1, 100), work)
     waiting.cancel()
     with pytest.raises(ZeroDivisionError):
-        await asyncio.wait_for(loop.each("B", [2, 1, 0, 1], work), 30)
+        await asyncio.wait_for(loop.call_for_all("B", [2, 1, 0, 1], work), 30)
     await loop.turn("A")
     await asyncio.sleep(0)
     assert done == [10, 5, 10]

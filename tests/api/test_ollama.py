@@ -7,7 +7,7 @@ from typing import Any
 import ollama
 import pytest
 
-from servd.api.routes.compat.ollama import chat_messages
+from servd.api.protocol.ollama import chat_messages
 from servd.checkpoint.hf import find_model, read_spec
 from servd.checkpoint.pooling import PoolingSpec
 from tests.api.harness import CITY, MODEL, WEATHER_SCRIPT, Served, output_text, serve, user

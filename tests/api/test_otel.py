@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 from servd.api.observability.otel import SpanExporter
-from servd.api.request.request_state import Timeline
+from servd.api.request.timeline import Timeline
 from servd.base.errors import ConfigError
 from servd.checkpoint.hf import FAKE_SPEC
 from servd.config import Config

@@ -28,7 +28,7 @@ def make(
 
 
 def asked(content: str | list[int] | Chat, **fields) -> Prompt:
-    return Prompt(content=content, request_id="r", **fields)
+    return Prompt(content=content, **fields)
 
 
 def with_generation(**generation) -> ModelSpec:
@@ -37,10 +37,12 @@ def with_generation(**generation) -> ModelSpec:
 
 def test_eos_of_the_tokenizer_counts_too():
     spec = msgspec.structs.replace(FAKE_SPEC, eos_token_ids=[7])
-    request = make(spec=spec).process(asked("hi"), SamplingParams()).request
+    request = make(spec=spec).process_inputs("r", asked("hi"), SamplingParams()).request
     assert sorted(request.eos_token_ids) == [7, 256]
     spec = msgspec.structs.replace(FAKE_SPEC, eos_token_ids=[7], vocab_size=200)
-    assert make(spec=spec).process(asked([1]), SamplingParams()).request.eos_token_ids == [7]
+    assert make(spec=spec).process_inputs(
+        "r", asked([1]), SamplingParams()
+    ).request.eos_token_ids == [7]
 
 
 @pytest.mark.parametrize(
@@ -51,7 +53,9 @@ def test_max_tokens(max_tokens: int | None, default: int | None, expected: int):
     spec = with_generation(**{"max_new_tokens": default} if default else {})
     processor = make(100, spec)
     assert "max_tokens" not in processor.default_params
-    prepared = processor.process(asked([1, 2, 3]), SamplingParams(max_tokens=max_tokens))
+    prepared = processor.process_inputs(
+        "r", asked([1, 2, 3]), SamplingParams(max_tokens=max_tokens)
+    )
     assert prepared.params.max_tokens == prepared.request.params.max_tokens == expected
 
 
@@ -68,23 +72,25 @@ def test_a_text_that_cannot_fit_is_not_tokenised(monkeypatch: pytest.MonkeyPatch
     longest = processor.tokenizer.longest_token
     # As many characters as 100 of the longest tokens: only the tokenizer can tell.
     with pytest.raises(ContextTooLong, match="you requested"):
-        processor.process(asked("x" * 100 * longest), SamplingParams(max_tokens=1))
+        processor.process_inputs("r", asked("x" * 100 * longest), SamplingParams(max_tokens=1))
     monkeypatch.setattr(processor.tokenizer, "encode", None)
     with pytest.raises(ContextTooLong, match="characters") as error:
-        processor.process(asked("x" * (100 * longest + 1)), SamplingParams(max_tokens=1))
+        processor.process_inputs(
+            "r", asked("x" * (100 * longest + 1)), SamplingParams(max_tokens=1)
+        )
     assert error.value.code == "context_length_exceeded"
 
 
 def test_only_the_server_itself_gets_more_log_probabilities_than_the_limit():
-    make().process(asked("a"), SamplingParams(logprobs=MAX_LOGPROBS))
+    make().process_inputs("r", asked("a"), SamplingParams(logprobs=MAX_LOGPROBS))
     with pytest.raises(InvalidRequest, match=f"logprobs must be at most {MAX_LOGPROBS}"):
-        make().process(asked("a"), SamplingParams(logprobs=MAX_LOGPROBS + 1))
+        make().process_inputs("r", asked("a"), SamplingParams(logprobs=MAX_LOGPROBS + 1))
     for most, allowed in ((5, 5), (50, 50), (-1, 512)):
         processor = make(max_logprobs=most)
         for name in ("logprobs", "prompt_logprobs"):
-            processor.process(asked("a"), SamplingParams(**{name: allowed}))
+            processor.process_inputs("r", asked("a"), SamplingParams(**{name: allowed}))
             with pytest.raises(InvalidRequest, match=f"^{name} must be .* {allowed}[, ]"):
-                processor.process(asked("a"), SamplingParams(**{name: allowed + 1}))
+                processor.process_inputs("r", asked("a"), SamplingParams(**{name: allowed + 1}))
 
 
 def test_not_even_a_text_that_need_not_fit_is_tokenised_at_any_length(monkeypatch):
@@ -93,7 +99,7 @@ def test_not_even_a_text_that_need_not_fit_is_tokenised_at_any_length(monkeypatc
     prompt, options = asked("x" * (MAX_CHARS + 1)), RequestOptions(truncate_prompt_tokens=1)
     for tokenise in (
         lambda: processor.tokenize(prompt),
-        lambda: processor.process(prompt, SamplingParams(max_tokens=1), options),
+        lambda: processor.process_inputs("r", prompt, SamplingParams(max_tokens=1), options),
     ):
         with pytest.raises(InvalidRequest, match=f"the most per request is {MAX_CHARS}"):
             tokenise()
@@ -103,29 +109,38 @@ def test_not_even_a_text_that_need_not_fit_is_tokenised_at_any_length(monkeypatc
 def test_a_prompt_leaves_room_for_one_token(num_prompt: int, fits: bool):
     params = SamplingParams(max_tokens=None)
     if fits:
-        prepared = make(100).process(asked([1] * num_prompt), params)
+        prepared = make(100).process_inputs("r", asked([1] * num_prompt), params)
         assert prepared.params.max_tokens == 100 - num_prompt
     else:
         with pytest.raises(ContextTooLong):
-            make(100).process(asked([1] * num_prompt), params)
+            make(100).process_inputs("r", asked([1] * num_prompt), params)
 
 
 def test_a_prompt_without_output_may_fill_the_context():
     params = SamplingParams(max_tokens=0)
-    assert len(make(100).process(asked([1] * 100), params).prompt_token_ids) == 100
+    assert (
+        len(make(100).process_inputs("r", asked([1] * 100), params).request.prompt_token_ids) == 100
+    )
     options = RequestOptions(truncate_prompt_tokens=-1)
-    prepared = make(100).process(asked([1] * 300), params, options)
-    assert len(prepared.prompt_token_ids) == 100
-    assert len(make(100).process(asked([1] * 100), PoolingParams()).prompt_token_ids) == 100
+    prepared = make(100).process_inputs("r", asked([1] * 300), params, options)
+    assert len(prepared.request.prompt_token_ids) == 100
+    assert (
+        len(
+            make(100)
+            .process_inputs("r", asked([1] * 100), PoolingParams())
+            .request.prompt_token_ids
+        )
+        == 100
+    )
     with pytest.raises(ContextTooLong, match=r"the prompt has 101\. Shorten it, or set trunc"):
-        make(100).process(asked([1] * 101), params)
+        make(100).process_inputs("r", asked([1] * 101), params)
 
 
 @given(n=st.integers(2, 8), seed=st.integers(-INT64_MAX - 1, INT64_MAX))
 def test_choices_have_successive_seeds_and_nothing_about_text(n: int, seed: int):
     about_text = {"stop": ["x"], "include_stop_str_in_output": True, "skip_special_tokens": False}
     params = SamplingParams(n=n, seed=seed, top_k=5, **about_text)
-    prepared = make().process(asked("hi"), params)
+    prepared = make().process_inputs("r", asked("hi"), params)
     assert prepared.request.choice_ids == [f"r_{i}" for i in range(n)]
     choices = prepared.request.choices()
     assert [request.request_id for request in choices] == prepared.request.choice_ids
@@ -139,7 +154,10 @@ def test_choices_have_successive_seeds_and_nothing_about_text(n: int, seed: int)
 def test_seeds_differ_by_request_and_server_and_repeat_over_runs():
     def seeds(client: int, **options) -> list[int | None]:
         processor = make(client=client, **options)
-        return [processor.process(asked("hi"), SamplingParams()).params.seed for _ in range(50)]
+        return [
+            processor.process_inputs("r", asked("hi"), SamplingParams()).params.seed
+            for _ in range(50)
+        ]
 
     assert seeds(0) == seeds(0)
     all_seeds = seeds(0) + seeds(1) + seeds(0, seed=1)
@@ -147,7 +165,9 @@ def test_seeds_differ_by_request_and_server_and_repeat_over_runs():
 
 
 def test_greedy_needs_no_seed():
-    assert make().process(asked("hi"), SamplingParams(temperature=0)).params.seed is None
+    assert (
+        make().process_inputs("r", asked("hi"), SamplingParams(temperature=0)).params.seed is None
+    )
 
 
 def test_a_text_for_an_encoder_is_cut_between_its_special_tokens():
@@ -162,7 +182,9 @@ def test_a_text_for_an_encoder_is_cut_between_its_special_tokens():
 
     def kept(options: RequestOptions = NO_OPTIONS, **fields) -> str:
         prompt = asked("a b c d e f", **fields)
-        token_ids = processor.process(prompt, PoolingParams(), options).prompt_token_ids
+        token_ids = processor.process_inputs(
+            "r", prompt, PoolingParams(), options
+        ).request.prompt_token_ids
         return "".join(backend.id_to_token(i) for i in token_ids)
 
     assert kept() == "[CLS]abcdef[SEP]"
@@ -170,8 +192,8 @@ def test_a_text_for_an_encoder_is_cut_between_its_special_tokens():
     assert kept(keep_first=5) == "[CLS]abc[SEP]"
     assert kept(keep_last=5) == "[CLS]def[SEP]"
     first = RequestOptions(truncate_prompt_tokens=2, truncation_side="right")
-    prepared = processor.process(asked([2, 3, 1, 1]), PoolingParams(), first)
-    assert prepared.prompt_token_ids == [2, 3]  # token ids are cut as they are
+    prepared = processor.process_inputs("r", asked([2, 3, 1, 1]), PoolingParams(), first)
+    assert prepared.request.prompt_token_ids == [2, 3]  # token ids are cut as they are
     processor.pooling = PoolingSpec(size=processor.spec.hidden_size)
     assert kept(RequestOptions(truncate_prompt_tokens=4)) == "def[SEP]"
 
@@ -181,8 +203,8 @@ def test_a_text_for_an_encoder_is_cut_between_its_special_tokens():
 def test_the_side_of_truncation(content, side, wanted):
     options = RequestOptions(truncate_prompt_tokens=3, truncation_side=side)
     for params in (PoolingParams(), SamplingParams(max_tokens=2)):
-        prepared = make().process(asked(content), params, options)
-        assert bytes(prepared.prompt_token_ids).decode() == wanted
+        prepared = make().process_inputs("r", asked(content), params, options)
+        assert bytes(prepared.request.prompt_token_ids).decode() == wanted
         assert prepared.request.options == NO_OPTIONS
 
 
@@ -208,10 +230,10 @@ def test_the_tokens_of_a_prompt_are_not_overestimated(content, keep, keep_first,
     fewest = processor.fewest_tokens(prompt, keep)
     try:
         options = RequestOptions(truncate_prompt_tokens=keep)
-        prepared = processor.process(prompt, PoolingParams(), options)
+        prepared = processor.process_inputs("r", prompt, PoolingParams(), options)
     except InvalidRequest:  # empty, or not Unicode
         return
-    assert fewest <= len(prepared.prompt_token_ids)
+    assert fewest <= len(prepared.request.prompt_token_ids)
 
 
 def test_a_word_that_a_vocabulary_lacks_counts_as_no_token():
@@ -222,7 +244,10 @@ def test_a_word_that_a_vocabulary_lacks_counts_as_no_token():
     processor.tokenizer = Tokenizer(backend, {}, "")
     for text in ("a" * 5000, "a" + " " * 5000):
         prompt = asked(text)
-        assert len(processor.process(prompt, PoolingParams()).prompt_token_ids) == 1
+        assert (
+            len(processor.process_inputs("r", prompt, PoolingParams()).request.prompt_token_ids)
+            == 1
+        )
         assert processor.fewest_tokens(prompt, None) <= 1
 
 

@@ -7,15 +7,23 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from servd.api.builders.builder import ResponseBuilder
-from servd.api.builders.events import EventBuilder
-from servd.api.request.delta_stream import MAX_LOGPROBS_HELD, DeltaStream
 from servd.api.request.fair_loop import FairLoop
+from servd.api.request.output_collector import MAX_LOGPROBS_HELD, RequestOutputCollector
+from servd.api.serving.events import EventFormatter
+from servd.api.serving.formatter import ResponseFormatter
 from servd.base.errors import InvalidRequest
 from servd.checkpoint.hf import FAKE_SPEC
 from servd.messages.engine import TokenLogprobs
 from servd.messages.outputs import CompletionOutput
-from tests.api.harness import chat_prompt, events, named_events, output_text, serve, user
+from tests.api.harness import (
+    chat_prompt,
+    events,
+    make_state,
+    named_events,
+    output_text,
+    serve,
+    user,
+)
 from tests.api.test_errors import check
 
 CHAT = "/v1/chat/completions"
@@ -178,20 +186,20 @@ async def test_more_than_an_answer_may_have_is_refused_at_once(path, body, numbe
 async def test_the_limit_counts_prompts_choices_tokens_and_candidates(http, monkeypatch):
     body = {"prompt": ["ab", "c"], "n": 3, "max_tokens": 5, "logprobs": 1, "prompt_logprobs": 2}
     exactly = 2 * 3 * 5 * (1 + 1) + 3 * (2 + 1) * (1 + 2)
-    monkeypatch.setattr(ResponseBuilder, "max_logprobs", exactly)
+    monkeypatch.setattr(ResponseFormatter, "max_logprobs", exactly)
     assert (await http.post(COMPLETIONS, json=body)).status_code == 200
-    monkeypatch.setattr(ResponseBuilder, "max_logprobs", exactly - 1)
+    monkeypatch.setattr(ResponseFormatter, "max_logprobs", exactly - 1)
     message = check(await http.post(COMPLETIONS, json=body), 400, "n")
     assert "(27 of prompts and 2 for each of 30 output tokens)" in message
     del body["prompt_logprobs"]
     body["stream"] = True
-    monkeypatch.setattr(ResponseBuilder, "max_logprobs", 1)
+    monkeypatch.setattr(ResponseFormatter, "max_logprobs", 1)
     assert len(events((await http.post(COMPLETIONS, json=body)).text)) > 6
 
 
 @pytest.mark.parametrize("stop_at", [20, None])
 async def test_without_max_tokens_only_a_long_answer_fails(served, monkeypatch, stop_at):
-    monkeypatch.setattr(ResponseBuilder, "max_logprobs", 300)
+    monkeypatch.setattr(ResponseFormatter, "max_logprobs", 300)
     body = {"messages": user("a"), "logprobs": True, "top_logprobs": 4, "n": 2}
     whole = await served.http.post(CHAT, json=body | {"max_tokens": 20})
     if stop_at is not None:
@@ -205,7 +213,7 @@ async def test_without_max_tokens_only_a_long_answer_fails(served, monkeypatch, 
 
 
 async def test_a_response_is_bounded_as_a_stream_too(http, monkeypatch):
-    monkeypatch.setattr(EventBuilder, "max_logprobs", 39)
+    monkeypatch.setattr(EventFormatter, "max_logprobs", 39)
     body = {"input": "a", "top_logprobs": 3, "stream": True}
     check(await http.post(RESPONSES, json=body | {"max_output_tokens": 10}), 400, "top_logprobs")
     stream = named_events((await http.post(RESPONSES, json=body)).text)
@@ -230,19 +238,21 @@ async def test_a_response_with_log_probabilities_can_be_answered(http):
 
 
 async def test_what_a_slow_reader_leaves_is_bounded():
-    stream = DeltaStream(FairLoop(), "")
+    collector = RequestOutputCollector(FairLoop(), "")
+    state = make_state("r")
     for _ in range(MAX_LOGPROBS_HELD // 2000):
         row = [TokenLogprobs(list(range(20)), [-1.0] * 20, 1) for _ in range(100)]
         for index in range(12):  # the consumer takes 8 of them
-            stream.put(CompletionOutput(index=index, token_ids=[1] * 100, logprobs=row[:]))
-        if stream._failure is not None:
+            delta = CompletionOutput(index=index, token_ids=[1] * 100, logprobs=row[:])
+            collector.put(state, delta)
+        if collector._failure is not None:
             break
         for _ in range(2):
-            [*await stream.next_deltas()]
-    assert stream._failure is None and stream._num_logprobs == 0
+            [*await collector.get()]
+    assert collector._failure is None and collector._num_logprobs == 0
     for _ in range(MAX_LOGPROBS_HELD // 2000 + 1):
-        stream.put(CompletionOutput(index=0, token_ids=[1] * 100, logprobs=row[:]))
-    (left,) = await stream.next_deltas()
-    assert len(left.logprobs or ()) * 20 == MAX_LOGPROBS_HELD
+        collector.put(state, CompletionOutput(index=0, token_ids=[1] * 100, logprobs=row[:]))
+    [(_, delta)] = await collector.get()
+    assert len(delta.logprobs or ()) * 20 == MAX_LOGPROBS_HELD
     with pytest.raises(InvalidRequest, match="read the stream faster"):
-        await stream.next_deltas()
+        await collector.get()

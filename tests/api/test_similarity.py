@@ -10,9 +10,9 @@ from functools import partial
 import pytest
 import torch
 
-from servd.api.builders.embedding import as_base64
 from servd.api.engine.async_llm import MAX_INLINE
 from servd.api.protocol.embeddings import VectorRequest
+from servd.api.serving.embedding import as_base64
 from servd.checkpoint.pooling import PoolingSpec
 from servd.core.executor.fake import next_state, vector
 from servd.messages.outputs import pack_vector

@@ -20,16 +20,17 @@ from servd.api.observability.rendering import (
 from servd.api.observability.tracer import MAX_SLOWEST, MAX_STEPS, Snapshot, Tracer
 from servd.api.protocol.requests import TimelineStep
 from servd.api.request import request_state
-from servd.api.request.request_state import RequestState, Timeline
+from servd.api.request.timeline import Timeline
 from servd.base.tracing import STAGES, Mark, StepRecord
+from tests.api.harness import make_state
 from tests.api.test_latency import MARKS, MS, STEPS
 from tests.api.test_latency import steps_of as random_steps
 from tests.limits import WAIT_SECONDS
 
 
-def open_request(tracer: Tracer, request_id: str, owner: str = "") -> RequestState:
-    state = RequestState(request_id=request_id, owner=owner, route="/v1/completions")
-    return tracer.requests.setdefault(request_id, state)
+def open_request(tracer: Tracer, request_id: str, owner: str = "") -> Timeline:
+    timeline = Timeline(request_id=request_id, owner=owner, route="/v1/completions")
+    return tracer.running.setdefault(request_id, timeline)
 
 
 def mark(tracer: Tracer, request_id: str, stage: str, at_ns: int) -> None:
@@ -37,7 +38,9 @@ def mark(tracer: Tracer, request_id: str, stage: str, at_ns: int) -> None:
 
 
 def finish(tracer: Tracer, request_id: str, marks: Iterable[Mark] = ()) -> Timeline:
-    return tracer.finish_request(open_request(tracer, request_id), marks)
+    timeline = open_request(tracer, request_id)
+    tracer.finish(timeline, marks)
+    return timeline
 
 
 @given(
@@ -60,7 +63,7 @@ def test_the_most_recent_and_the_slowest_finished_requests_are_kept():
         mark(tracer, str(i), "received", 1)
         mark(tracer, str(i), "done", 10**9 if i == 7 else 10 + i)
         finish(tracer, str(i))
-    assert len(tracer.recent) == 3 and tracer.requests == {}
+    assert len(tracer.recent) == 3 and tracer.running == {}
     assert [t.request_id for t in tracer.list_requests("")[:2]] == ["99", "98"]
     assert [t.request_id for t in tracer.list_slowest("")[:3]] == ["7", "99", "98"]
     slowest = {"7", *map(str, range(101 - MAX_SLOWEST, 100))}
@@ -74,7 +77,7 @@ def test_requests_with_many_marks_and_tokens_are_bounded_by_these(monkeypatch):
     for i in range(200):
         for number in range(11 if i % 2 else 10):
             mark(tracer, str(i), "sent", number + 1)
-        tracer.requests[str(i)].tokens = array("I", range(200))
+        tracer.running[str(i)].tokens = array("I", range(200))
         finish(tracer, str(i))
     assert len(tracer.recent) == 10
     assert {int(i) % 2 for i in tracer.slowest} == {0}
@@ -140,7 +143,7 @@ def test_a_request_that_moved_is_explained_by_the_steps_of_both_engines(monkeypa
         tracer.stepped(steps(0, 1000), None, engine)
     mark(tracer, "r", "received", 4000)
     monkeypatch.setattr(request_state, "now_ns", lambda: 5000)
-    tracer.requests["r"].move(1, 0)
+    make_state("r", tracer.running["r"]).move_to(1, 0)
     mark(tracer, "r", "done", 6000)
     [snapshot] = tracer.take_snapshots([finish(tracer, "r")])
     own = [(step.engine, step.step) for step in snapshot.own_steps() if step.started_ns >= 4000]

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from servd.api.protocol import anthropic, response_items
-from servd.api.routes.compat import ollama
+from servd.api.protocol import anthropic, ollama, response_items
 from tests.proportion import assert_in_proportion
 
 TEXT = "\U0001f600" + "x" * 60  # four bytes a character

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from servd.api.engine.beam_search import BeamSearch
-from servd.api.request.request_state import RequestState
+from servd.api.request.request_state import ProcessedInputs
 from servd.messages.engine import EngineCoreRequest, TokenLogprobs
-from servd.messages.params import SamplingParams
+from servd.messages.params import BeamSearchParams, SamplingParams
 from tests.parity.families import logits_of, reference
 
 MAX_TOKENS = 10
@@ -19,8 +19,13 @@ def search(folder, prompt, num_beams, eos, length_penalty, early_stopping) -> Be
     """Run BeamSearch with transformers as the engine."""
     params = SamplingParams(n=num_beams, max_tokens=MAX_TOKENS)
     request = EngineCoreRequest("r", prompt, params, eos_token_ids=eos)
-    prepared = RequestState(request_id=request.request_id, params=params, request=request)
-    beams = BeamSearch(prepared, length_penalty, early_stopping)
+    scoring = BeamSearchParams(
+        beam_width=num_beams,
+        max_tokens=MAX_TOKENS,
+        length_penalty=length_penalty,
+        early_stopping=early_stopping,
+    )
+    beams = BeamSearch(ProcessedInputs(request, params), scoring)
     while beams.running:
         likely = []
         for beam in beams.running:

@@ -12,8 +12,8 @@ import msgspec
 import pytest
 
 from servd import cli
-from servd.api.builders import run_manifest
-from servd.api.builders.run_manifest import (
+from servd.api.serving import run_manifest
+from servd.api.serving.run_manifest import (
     RepeatablePrompt,
     RunManifest,
     hash_weights,

@@ -10,8 +10,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+from servd.api.request.request_output import RequestOutput
 from servd.api.text.prompt import Chat, ToolOptions
-from servd.messages.outputs import RequestOutput
 from servd.messages.params import SamplingParams
 from servd.offline.llm_engine import LLMEngine
 

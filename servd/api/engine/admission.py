@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from servd.api.observability.metrics import Metrics
+from servd.api.request.timeline import Timeline
 from servd.base.errors import InvalidRequest, Overloaded, RateLimited, RequestError, Unavailable
 from servd.config import SchedulerConfig
 from servd.config.keys import Key
@@ -42,6 +43,7 @@ class Admitted:
     num_prompts: int
     num_tokens: int = 0
     headers: dict[str, str] = field(default_factory=dict)  # for its response
+    timelines: list[Timeline] = field(default_factory=list)  # of its prompts
 
     def count_tokens(self, num_tokens: int) -> None:
         """Set the number of tokens of the request's prompts. Raise InvalidRequest if they exceed

@@ -3,13 +3,14 @@
 import asyncio
 import logging
 import math
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import ExitStack, aclosing, contextmanager
 from dataclasses import InitVar, dataclass
 from functools import partial
-from itertools import repeat
 from typing import TypeVar
 
+from servd.api.call import Call
+from servd.api.engine import beam_search
 from servd.api.engine.admission import Admission, Admitted
 from servd.api.engine.engine_client import EngineClient
 from servd.api.engine.fair_threads import FairThreads
@@ -20,9 +21,12 @@ from servd.api.engine.progress import Progress, combine
 from servd.api.observability.metrics import Metrics
 from servd.api.observability.request_log import RequestLog
 from servd.api.observability.tracer import Tracer
-from servd.api.request.delta_stream import DeltaStream
 from servd.api.request.fair_loop import FairLoop
-from servd.api.request.request_state import Observer, Observers, RequestState
+from servd.api.request.observer import Observer, Observers
+from servd.api.request.output_collector import RequestOutputCollector
+from servd.api.request.request_output import RequestOutput
+from servd.api.request.request_state import ProcessedInputs, RequestState, make_output
+from servd.api.request.timeline import Timeline
 from servd.api.text.prompt import Prompt
 from servd.base import plugins
 from servd.base.errors import (
@@ -38,7 +42,6 @@ from servd.base.log import current_request
 from servd.base.tracing import Mark, now_ns
 from servd.checkpoint.hf import ModelSpec
 from servd.config import Config
-from servd.config.keys import ANYONE, Key
 from servd.core.client import EngineCoreClient
 from servd.messages.engine import EngineDead as EngineDeadMessage
 from servd.messages.engine import (
@@ -48,8 +51,7 @@ from servd.messages.engine import (
     RequestOptions,
     ResetPrefixCache,
 )
-from servd.messages.outputs import CompletionOutput
-from servd.messages.params import PoolingParams, SamplingParams
+from servd.messages.params import BeamSearchParams, PoolingParams, SamplingParams
 
 log = logging.getLogger("servd.api")
 
@@ -62,10 +64,6 @@ LONG = 256 * 1024  # the same unit: such work leaves a thread to shorter work
 PROMPT_SIZE = 200  # fixed cost of a prompt, in the same unit
 NUM_THREADS = 3
 NUM_GRAMMAR_THREADS = 32  # they mostly wait for the process that checks grammars
-DEADLINE_PASSED = (
-    "the deadline of the request passed before its answer was whole: ask for less, or raise "
-    "`timeout`"
-)
 
 
 @dataclass(eq=False)
@@ -75,8 +73,7 @@ class AsyncLLM:
 
     Attributes:
         engines: the --data-parallel-size engines, by rank.
-        requests: running prompts by id, in order of arrival. A client's prompt stays until its
-            response is written, any other prompt until its last token.
+        requests: the prompts that engines compute by id, in order of arrival.
         observer: one observer that calls all others.
         admission: limits on unfinished requests.
         loop: shares the event loop fairly among owners.
@@ -88,14 +85,14 @@ class AsyncLLM:
     clients: InitVar[Sequence[EngineCoreClient]]  # the channels to the engines
     processor: Processor  # prompt -> EngineCoreRequest
     output_processor: OutputProcessor  # EngineCoreOutput -> text
-    tracer: Tracer  # the middleware calls its `finish_request`
+    tracer: Tracer  # the middleware calls its `finish`
     metrics: Metrics
     load_balancer: LoadBalancer | None = None  # chooses among several engines
 
     def __post_init__(self, clients: Sequence[EngineCoreClient]) -> None:
         config = self.config
         metrics = self.metrics
-        self.requests = self.tracer.requests
+        self.requests: dict[str, RequestState] = {}
         observers: list[Observer] = [self.tracer, metrics]
         observability = config.observability
         if observability.record_trace is not None:
@@ -162,20 +159,16 @@ class AsyncLLM:
         """The number of admitted prompts that have not ended, including prompts in preparation."""
         return self.admission.prompts.total()
 
+    @contextmanager
     def admit(
-        self,
-        num_prompts: int = 1,
-        key: Key = ANYONE,
-        owner: str = "",
-        priority_class: int = 0,
-        timeout: float = math.inf,
-    ) -> AbstractContextManager[Admitted]:
-        """Admit a request with all its prompts, for the duration of the `with` block, before any
-        other work for it.
+        self, call: Call, options: RequestOptions, request_ids: Sequence[str]
+    ) -> Iterator[Admitted]:
+        """Admit a request for the duration of the `with` block, before any other work for it. Open
+        the timelines of its prompts, which have these ids.
 
         Raises:
             Unavailable: the model is still loading.
-            EngineDead: the engine is dead.
+            EngineDeadError: the engine is dead.
             RequestError: see `Admission.enter`.
         """
         match self.status:
@@ -188,132 +181,231 @@ class AsyncLLM:
                 )
                 raise self.admission.refuse("loading", error)
         num_waiting = sum(engine.stats.num_waiting for engine in self.engines)
-        return self.admission.enter(key, owner, num_prompts, num_waiting, priority_class, timeout)
-
-    async def prepare(
-        self,
-        prompts: Sequence[Prompt],
-        params: SamplingParams | PoolingParams,
-        options: RequestOptions = NO_OPTIONS,
-        deadline: float | None = None,
-        admitted: Admitted | None = None,
-    ) -> list[RequestState]:
-        """Call `Processor.process` for all prompts of a request, in a thread if they are long.
-        Check new structured outputs in another thread, because a check may take seconds.
-
-        Args:
-            prompts: share the same parameters and options.
-            params: see `Processor.process`.
-            options: see `Processor.process`.
-            deadline: on the clock of the event loop.
-            admitted: counts the tokens: first a lower bound, then the real number.
-
-        Raises:
-            InvalidRequest: see `Processor.process`, `Processor.check_structured_output` and
-                `Admitted.count_tokens`.
-            Overloaded: see `Processor.check_structured_output` and `Admitted.count_tokens`.
-            DeadlineExceeded: the deadline has passed.
-        """
-        processor = self.processor
-        owner = options.owner
-        each = PROMPT_SIZE
-        if isinstance(params, SamplingParams):  # processed with every prompt
-            each += sum(map(len, params.bad_words)) + len(params.allowed_token_ids or ())
-        size = sum(each + prompt.num_chars for prompt in prompts)
-        try:
-            async with asyncio.timeout_at(deadline):
-                if admitted is not None:
-                    keep = options.truncate_prompt_tokens
-                    fewest = await self.run_in_thread(
-                        owner, size, lambda: sum(processor.fewest_tokens(p, keep) for p in prompts)
-                    )
-                    admitted.count_tokens(fewest)
-                opened = [self.requests.get(prompt.request_id) for prompt in prompts]
-                process = map(processor.process, prompts, repeat(params), repeat(options), opened)
-                prepared = await self.run_in_thread(owner, size, lambda: [*process])
-                if admitted is not None:
-                    admitted.count_tokens(sum(len(one.prompt_token_ids) for one in prepared))
-                for one in prepared:
-                    output = one.params.structured_output
-                    if output is not None and not processor.grammars.knows(output):
-                        check = partial(processor.check_structured_output, one)
-                        await self._grammar_threads.run(owner, check)
-                        one.marks.append(Mark("checked", now_ns()))
-        except TimeoutError:
-            raise DeadlineExceeded(DEADLINE_PASSED) from None
-        return prepared
+        timeout = math.inf
+        if call.deadline is not None:
+            timeout = max(call.deadline - asyncio.get_running_loop().time(), 0)
+        with self.admission.enter(
+            call.key, call.client, len(request_ids), num_waiting, options.priority_class, timeout
+        ) as admitted:
+            call.headers = admitted.headers
+            admitted.timelines = [call.open_timeline(request_id) for request_id in request_ids]
+            if call.route:
+                self.tracer.running.update(zip(request_ids, admitted.timelines, strict=True))
+            yield admitted
 
     async def generate(
         self,
-        prepared: Sequence[RequestState],
-        deadline: float | None = None,
+        prompt: Prompt | Sequence[Prompt] | Sequence[ProcessedInputs],
+        params: SamplingParams | PoolingParams,
+        request_id: str,
+        options: RequestOptions = NO_OPTIONS,
+        *,
+        call: Call | None = None,
+        parent: Timeline | None = None,
+        beams: BeamSearchParams | None = None,
         in_pieces: bool = True,
-    ) -> AsyncGenerator[CompletionOutput, None]:
-        """Run the prompts of an admitted request.
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Run a request: admit it, process its prompts, start them, and abort what is unfinished
+        when the generator is closed.
 
         Args:
-            prepared: the result of `prepare`. All have the same number of choices, `n`.
-            deadline: on the clock of the event loop.
+            prompt: one or several, with the same parameters and options. Parts of a request may be
+                processed already.
+            params: see `Processor.process_inputs`.
+            request_id: of the only prompt. Of several, each id ends with the prompt's index.
+            options: see RequestOptions.
+            call: the client's HTTP request, which gets the timelines and the headers of admission.
+            parent: the timeline of the admitted request of which this is a part. A part is not
+                admitted, nor counted in the metrics.
+            beams: find the most probable continuations, `params.n` of each prompt.
             in_pieces: yield deltas as they arrive. False is cheaper.
 
         Yields:
-            Deltas of all choices until the last choice finishes, with pending deltas merged. Their
-            index is prompt number * n + choice number. Closing the generator aborts the rest.
+            For each prompt an output without choices, once all prompts have been admitted and
+            processed. Then deltas of all choices until the last choice finishes, with pending
+            deltas merged.
 
         Raises:
+            RequestError: see `admit`, `Processor.process_inputs`,
+                `Processor.check_structured_output` and `Admitted.count_tokens`.
+            InvalidRequest: a request with the same id is running.
+            DeadlineExceeded: the call's deadline passed before the last delta.
             EngineError: the engine failed on a prompt.
             EngineDead: the engine is dead.
-            InvalidRequest: a request with the same id is running.
-            DeadlineExceeded: the deadline passed before the last delta.
         """
-        for one in prepared:
-            is_running = one.request_id in self.engines[one.rank].running
-            if is_running or self.requests.get(one.request_id, one) is not one:
+        call = call or Call()
+        prompts = [prompt] if isinstance(prompt, Prompt) else prompt
+        ids = [request_id]
+        if len(prompts) > 1:
+            ids = [f"{request_id}-{index}" for index in range(len(prompts))]
+        if beams is not None:
+            self.processor.check_sums()
+        with ExitStack() as admission:
+            admitted = None
+            if parent is None:
+                admitted = admission.enter_context(self.admit(call, options, ids))
+                timelines = admitted.timelines
+            else:
+                timelines = [parent, *map(Timeline, ids[1:])]
+            inputs = await self._process_inputs(
+                ids, prompts, params, options, call.deadline, admitted
+            )
+            for index, timeline in enumerate(timelines):
+                timeline.marks += inputs[index].marks
+                yield make_output(inputs[index], timeline, index, [])
+            if beams is None:
+                outputs = self._stream(inputs, timelines, call.deadline, in_pieces, parent)
+            else:
+                outputs = beam_search.search(self, inputs, timelines, beams, call.deadline)
+            async with aclosing(outputs):
+                async for output in outputs:
+                    yield output
+
+    async def encode(
+        self,
+        prompts: Sequence[Prompt],
+        params: PoolingParams,
+        request_id: str,
+        options: RequestOptions,
+        *,
+        call: Call,
+        check: Callable[[Sequence[int]], None] = lambda lengths: None,
+    ) -> list[RequestOutput]:
+        """Return the whole output of each prompt, whose `pooled` has its vector. `check` gets the
+        prompts' numbers of tokens before the engine starts, and may raise an error. See `generate`.
+        """
+        outputs = self.generate(prompts, params, request_id, options, call=call)
+        async with aclosing(outputs):
+            encoded = [await anext(outputs) for _ in prompts]
+            check([len(output.prompt_token_ids) for output in encoded])
+            async for output in outputs:
+                encoded[output.index] = output
+        return encoded
+
+    async def process_inputs(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str,
+        options: RequestOptions,
+        call: Call,
+    ) -> ProcessedInputs:
+        """Admit a request and process its prompt, without running it. Raise as `generate`."""
+        with self.admit(call, options, [request_id]) as admitted:
+            [inputs] = await self._process_inputs(
+                [request_id], [prompt], params, options, call.deadline, admitted
+            )
+        call.timelines.clear()  # it took no time of an engine
+        self.tracer.running.pop(request_id, None)
+        return inputs
+
+    async def _process_inputs(
+        self,
+        ids: Sequence[str],
+        prompts: Sequence[Prompt] | Sequence[ProcessedInputs],
+        params: SamplingParams | PoolingParams,
+        options: RequestOptions,
+        deadline: float | None,
+        admitted: Admitted | None,
+    ) -> list[ProcessedInputs]:
+        """Process all prompts of a request, in a thread if they are long. Check new structured
+        outputs in another thread, because a check may take seconds.
+
+        `admitted` counts the tokens: first a lower bound, then the real number.
+        """
+        processor = self.processor
+        owner = options.owner
+        texts = [prompt for prompt in prompts if isinstance(prompt, Prompt)]
+        if len(texts) < len(prompts):
+            return [prompt for prompt in prompts if isinstance(prompt, ProcessedInputs)]
+        prompt_size = PROMPT_SIZE
+        if isinstance(params, SamplingParams):  # processed with every prompt
+            prompt_size += sum(map(len, params.bad_words)) + len(params.allowed_token_ids or ())
+        size = sum(prompt_size + prompt.num_chars for prompt in texts)
+
+        def count_fewest() -> int:
+            limit = options.truncate_prompt_tokens
+            return sum(processor.fewest_tokens(prompt, limit) for prompt in texts)
+
+        def process_all() -> list[ProcessedInputs]:
+            return [
+                processor.process_inputs(name, prompt, params, options)
+                for name, prompt in zip(ids, texts, strict=True)
+            ]
+
+        try:
+            async with asyncio.timeout_at(deadline):
+                if admitted is not None:
+                    admitted.count_tokens(await self.run_in_thread(owner, size, count_fewest))
+                inputs = await self.run_in_thread(owner, size, process_all)
+                if admitted is not None:
+                    num_tokens = sum(len(prompt.request.prompt_token_ids) for prompt in inputs)
+                    admitted.count_tokens(num_tokens)
+                for prompt in inputs:
+                    output = prompt.params.structured_output
+                    if output is not None and not processor.grammars.knows(output):
+                        check = partial(processor.check_structured_output, prompt)
+                        await self._grammar_threads.run(owner, check)
+                        prompt.marks.append(Mark("checked", now_ns()))
+        except TimeoutError:
+            raise DeadlineExceeded() from None
+        return inputs
+
+    async def _stream(
+        self,
+        inputs: Sequence[ProcessedInputs],
+        timelines: Sequence[Timeline],
+        deadline: float | None,
+        in_pieces: bool,
+        parent: Timeline | None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Start the prompts of a request, and yield their deltas. See `generate`."""
+        for prompt in inputs:
+            request_id = prompt.request.request_id
+            if request_id in self.requests:
                 raise InvalidRequest(
-                    f"a request with the id {one.request_id!r} is running", param="request_id"
+                    f"a request with the id {request_id!r} is running", param="request_id"
                 )
-        owner = prepared[0].request.options.owner
-        stream = DeltaStream(self.loop, owner, in_pieces)
+        owner = inputs[0].request.options.owner
+        collector = RequestOutputCollector(self.loop, owner, in_pieces)
         timer = None
         if deadline is not None:  # one timer, and no work per delta
-            error = DeadlineExceeded(DEADLINE_PASSED)
-            timer = asyncio.get_running_loop().call_at(deadline, stream.fail, error)
+            error = DeadlineExceeded()
+            timer = asyncio.get_running_loop().call_at(deadline, collector.fail, error)
+        trace_id = current_request.get().get("trace_id")
+        exemplar = {"trace_id": trace_id} if trace_id else None
+        states = [
+            self.output_processor.add_request(
+                prompt, timelines[index], collector, index, parent is not None, exemplar
+            )
+            for index, prompt in enumerate(inputs)
+        ]
         try:
-            await self.loop.each(owner, prepared, partial(self._start, stream))
-            while stream.num_open:
-                for delta in await stream.next_deltas():
+            await self.loop.call_for_all(owner, states, self._start)
+            while collector.num_open:
+                for state, delta in await collector.get():
                     if delta.finish_reason is FinishReason.ERROR:
                         raise EngineError(delta.error or "the engine failed on this request")
-                    stream.num_open -= delta.finish_reason is not None
-                    yield delta
+                    if delta.finish_reason is not None:
+                        collector.num_open -= 1
+                    yield make_output(state, state.timeline, state.index, [delta])
         finally:
             if timer is not None:
                 timer.cancel()
-            self.loop.each(owner, prepared, self._end)
+            self.loop.call_for_all(owner, states, self._end)
 
-    def _start(self, stream: DeltaStream, state: RequestState) -> None:
+    def _start(self, state: RequestState) -> None:
         if isinstance(self.status, EngineDeadMessage):  # it died since `admit`
             raise EngineDead(f"the engine has ended: {self.status.reason}")
-        state.stream = stream
-        state.first_index = stream.num_open
-        stream.num_open += state.params.n
+        assert state.collector is not None
+        state.collector.num_open += state.params.n
         state.sent_ns = now_ns()
-        if state.part_of and state.first_index == 0:
-            state.whole = self.requests.get(state.part_of)
-        if state.whole is not None:
-            state.whole.marks += state.marks
-        recorded = state.recorded
-        trace_id = current_request.get().get("trace_id")
-        state.start(
-            arrival_ns=recorded.begin_ns, exemplar={"trace_id": trace_id} if trace_id else None
-        )
-        recorded.marks.append(Mark("sent", state.sent_ns))
+        state.timeline.marks.append(Mark("sent", state.sent_ns))
         self.observer.began(state)
         if self.load_balancer is not None:
             state.routed = self.load_balancer.route(state.request, self._open_ranks())
             state.rank = state.routed.rank
-        if not state.route:  # else its call has added it
-            self.requests[state.request_id] = state
+        self.requests[state.request_id] = state
         self.engines[state.rank].send(state)
 
     def _open_ranks(self) -> Sequence[int]:
@@ -328,10 +420,8 @@ class AsyncLLM:
 
     def _end(self, state: RequestState) -> None:
         engine = self.engines[state.rank]
-        if engine.running.get(state.request_id) is not state:  # it has not started
-            return
-        engine.end(state)
-        if not state.route:  # no call ends it
+        if engine.running.get(state.request_id) is state:  # it has started
+            engine.end(state)
             del self.requests[state.request_id]
 
     def _engine_changed(self, engine: EngineClient) -> None:

@@ -4,28 +4,32 @@ Each step sends every beam as a request for one token and its top log-probabilit
 cache holds the tokens that beams share. Scores and stopping criteria match `transformers`.
 """
 
+from __future__ import annotations
+
 import asyncio
 import math
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from servd.api.engine.async_llm import AsyncLLM
 from servd.api.observability.metrics import Metrics
 from servd.api.request.choice import Choice
-from servd.api.request.request_state import RequestState
+from servd.api.request.request_output import RequestOutput
+from servd.api.request.request_state import ProcessedInputs, make_output
+from servd.api.request.timeline import Timeline
 from servd.api.text.detokenizer import Detokenizer
 from servd.api.text.tokenizer import Tokenizer
-from servd.base.errors import EngineError
+from servd.base.errors import DeadlineExceeded, EngineError
 from servd.base.tracing import now_ns
 from servd.messages.engine import FinishReason, TokenLogprobs
 from servd.messages.outputs import CompletionOutput
-from servd.messages.params import MAX_CANDIDATES, SamplingParams
+from servd.messages.params import MAX_CANDIDATES, BeamSearchParams, SamplingParams
 
-EarlyStopping = bool | Literal["never"]
+if TYPE_CHECKING:
+    from servd.api.engine.async_llm import AsyncLLM
 
 
 class Beam(msgspec.Struct, frozen=True):
@@ -37,23 +41,22 @@ class Beam(msgspec.Struct, frozen=True):
 
 @dataclass(eq=False)
 class BeamSearch:
-    """The search for one prompt. `prepared.params.n` is the number of beams and of choices."""
+    """The search for one prompt. `inputs.params.n` is the number of beams and of choices."""
 
     # Only n, max_tokens, ignore_eos, stop_token_ids and the parameters of text apply.
-    prepared: RequestState
-    # A score is the log-probability divided by length ** this: above 0 favours long beams.
-    length_penalty: float
-    # True ends when n continuations have ended; False when no running beam could do better if it
-    # ended now; "never" when none could at any length.
-    early_stopping: EarlyStopping
+    inputs: ProcessedInputs
+    # A score is the log-probability divided by length ** length_penalty: above 0 favours long
+    # beams. With early_stopping, true ends when n continuations have ended; false when no running
+    # beam could do better if it ended now; "never" when none could at any length.
+    params: BeamSearchParams
 
     def __post_init__(self) -> None:
-        prepared = self.prepared
-        params = self.prepared.params
-        assert params.max_tokens is not None
-        self.num_beams = params.n
-        self.max_tokens = params.max_tokens
-        self.ends = frozenset(prepared.request.eos_token_ids).union(params.stop_token_ids)
+        self.request = self.inputs.request
+        assert self.inputs.params.max_tokens is not None
+        self.max_tokens = self.inputs.params.max_tokens
+        self.num_beams = self.inputs.params.n
+        stop_token_ids = self.inputs.params.stop_token_ids
+        self.ends = frozenset(self.request.eos_token_ids).union(stop_token_ids)
         # There are more candidates than end tokens: some beam continues.
         self.num_candidates = min(max(2, 1 + len(self.ends)) * self.num_beams, MAX_CANDIDATES)
         self.running = [Beam([], 0.0)]
@@ -61,33 +64,42 @@ class BeamSearch:
         self.length = 0
         self.num_cached_tokens = 0
 
-    async def run(self, async_llm: AsyncLLM, deadline: float | None) -> list[CompletionOutput]:
+    async def run(
+        self, async_llm: AsyncLLM, timeline: Timeline, deadline: float | None
+    ) -> list[CompletionOutput]:
         """Return the complete choices, best first. Raise the errors of `AsyncLLM.generate`."""
         answers: list[CompletionOutput] = []
         reason = FinishReason.ABORT
-        arrival_ns = self.prepared.begin_ns
         try:
-            while self.running:
-                self.advance(await self._step(async_llm, deadline))
+            async with asyncio.timeout_at(deadline):
+                while self.running:
+                    self.advance(await self._step(async_llm, timeline))
             answers = self.answers(async_llm.processor.tokenizer)
             reason = answers[0].finish_reason or reason
+        except TimeoutError:
+            raise DeadlineExceeded() from None
         except EngineError:
             reason = FinishReason.ERROR
             raise
         finally:
-            self.prepared.choices = self._count(async_llm.metrics, arrival_ns, answers, reason)
+            begin_ns = timeline.begin_ns
+            timeline.choices = self._count(async_llm.metrics, begin_ns, answers, reason)
         return answers
 
-    async def _step(self, async_llm: AsyncLLM, deadline: float | None) -> list[TokenLogprobs]:
+    async def _step(self, async_llm: AsyncLLM, timeline: Timeline) -> list[TokenLogprobs]:
         requests = self.requests()
-        likely: dict[int, TokenLogprobs] = {}
-        async with aclosing(async_llm.generate(requests, deadline)) as outputs:
-            async for output in outputs:
-                assert output.logprobs is not None
-                likely[output.index] = output.logprobs[0]
-                if self.length == output.index == 0:
-                    self.num_cached_tokens = output.num_cached_tokens
-        return [likely[index] for index in range(len(requests))]
+        logprobs: dict[int, TokenLogprobs] = {}
+        parts = async_llm.generate(
+            requests, requests[0].params, self.request.request_id, parent=timeline
+        )
+        async with aclosing(parts):
+            async for part in parts:
+                for output in part.outputs:
+                    assert output.logprobs is not None
+                    logprobs[part.index] = output.logprobs[0]
+                    if self.length == 0:
+                        self.num_cached_tokens = output.num_cached_tokens
+        return [logprobs[index] for index in range(len(requests))]
 
     def _count(
         self,
@@ -97,20 +109,32 @@ class BeamSearch:
         reason: FinishReason,
     ) -> list[Choice]:
         """Record the search in the metrics as one request whose tokens all arrive at once."""
-        num_prompt_tokens = len(self.prepared.prompt_token_ids)
+        num_prompt_tokens = len(self.request.prompt_token_ids)
         now = now_ns()
         choices = [
             Choice(arrival_ns, num_prompt_tokens, len(a.token_ids), finish_reason=a.finish_reason)
             for a in answers
         ]
-        whole = Choice(arrival_ns, num_prompt_tokens, finish_reason=reason)
-        metrics.observe_tokens(whole, sum(choice.num_tokens for choice in choices), now)
-        metrics.observe_finished(whole, reason, now)
-        metrics.observe_request(self.prepared.params, choices or [whole])
-        return choices or [whole]
+        search = Choice(arrival_ns, num_prompt_tokens, finish_reason=reason)
+        metrics.observe_tokens(search, sum(choice.num_tokens for choice in choices), now)
+        metrics.observe_finished(search, reason, now)
+        metrics.observe_request(self.inputs.params, choices or [search])
+        return choices or [search]
 
-    def requests(self) -> list[RequestState]:
-        return [self._request(index) for index in range(len(self.running))]
+    def requests(self) -> list[ProcessedInputs]:
+        """Return a request for the next token of each running beam."""
+        params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=self.num_candidates)
+        requests: list[ProcessedInputs] = []
+        for index, beam in enumerate(self.running):
+            request = msgspec.structs.replace(
+                self.request,
+                request_id=f"{self.request.request_id}/{self.length}-{index}",
+                prompt_token_ids=self.request.prompt_token_ids + beam.token_ids,
+                params=params,
+                eos_token_ids=[],
+            )
+            requests.append(ProcessedInputs(request, params))
+        return requests
 
     def answers(self, tokenizer: Tokenizer) -> list[CompletionOutput]:
         return [self._answer(tokenizer, i, beam) for i, beam in enumerate(self.finished)]
@@ -129,7 +153,7 @@ class BeamSearch:
         # Lower-ranked candidates only refill the running beams; they may not finish.
         for beam in candidates[: self.num_beams]:
             if is_last or beam.token_ids[-1] in self.ends:
-                score = beam.logprob / self.length**self.length_penalty
+                score = beam.logprob / self.length**self.params.length_penalty
                 self.finished.append(msgspec.structs.replace(beam, score=score))
         self.finished.sort(key=lambda beam: -beam.score)
         del self.finished[self.num_beams :]
@@ -140,36 +164,21 @@ class BeamSearch:
     def _may_improve(self, running: list[Beam]) -> bool:
         if len(self.finished) < self.num_beams:
             return True
-        if self.early_stopping is True or not running:
+        params = self.params
+        if params.early_stopping is True or not running:
             return False
-        at_any_length = self.early_stopping == "never" and self.length_penalty > 0
+        at_any_length = params.early_stopping == "never" and params.length_penalty > 0
         length = self.max_tokens if at_any_length else self.length
-        return running[0].logprob / length**self.length_penalty > self.finished[-1].score
-
-    def _request(self, index: int) -> RequestState:
-        params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=self.num_candidates)
-        request = msgspec.structs.replace(
-            self.prepared.request,
-            request_id=f"{self.prepared.request_id}/{self.length}-{index}",
-            prompt_token_ids=self.prepared.prompt_token_ids + self.running[index].token_ids,
-            params=params,
-            eos_token_ids=[],
-        )
-        return RequestState(
-            request_id=request.request_id,
-            params=params,
-            request=request,
-            part_of=self.prepared.request_id,
-        )
+        return running[0].logprob / length**params.length_penalty > self.finished[-1].score
 
     def _answer(self, tokenizer: Tokenizer, index: int, beam: Beam) -> CompletionOutput:
-        params = self.prepared.params
-        detokenizer = Detokenizer(tokenizer, params, self.prepared.prompt_token_ids)
+        params = self.inputs.params
+        detokenizer = Detokenizer(tokenizer, params, self.request.prompt_token_ids)
         last = beam.token_ids[-1]
         has_ended = last in self.ends
         hides_last = has_ended and not params.include_stop_str_in_output
         text = detokenizer.push(beam.token_ids[:-1] if hides_last else beam.token_ids)
-        is_stop_token = has_ended and last not in self.prepared.request.eos_token_ids
+        is_stop_token = has_ended and last not in self.request.eos_token_ids
         return CompletionOutput(
             index=index,
             text=text + detokenizer.flush(),
@@ -182,19 +191,19 @@ class BeamSearch:
 
 async def search(
     async_llm: AsyncLLM,
-    prepared: Sequence[RequestState],
-    length_penalty: float,
-    early_stopping: EarlyStopping,
+    inputs: Sequence[ProcessedInputs],
+    timelines: Sequence[Timeline],
+    params: BeamSearchParams,
     deadline: float | None,
-) -> AsyncGenerator[CompletionOutput, None]:
-    """Yield the choices of a beam search for each prompt, in place of `AsyncLLM.generate`."""
-    searches = [BeamSearch(one, length_penalty, early_stopping) for one in prepared]
-    tasks = [asyncio.ensure_future(one.run(async_llm, deadline)) for one in searches]
+) -> AsyncGenerator[RequestOutput, None]:
+    """Yield the choices of a beam search for each prompt. See `AsyncLLM.generate`."""
+    tasks: list[asyncio.Task[list[CompletionOutput]]] = []
+    for prompt, timeline in zip(inputs, timelines, strict=True):
+        run = BeamSearch(prompt, params).run(async_llm, timeline, deadline)
+        tasks.append(asyncio.create_task(run))
     try:
-        for number, answers in enumerate(await asyncio.gather(*tasks)):
-            for answer in answers:
-                answer.index += number * prepared[number].params.n
-                yield answer
+        for index, answers in enumerate(await asyncio.gather(*tasks)):
+            yield make_output(inputs[index], timelines[index], index, answers)
     finally:
         for task in tasks:
             task.cancel()

@@ -19,7 +19,8 @@ from servd.api.engine.recovery import Recovery
 from servd.api.observability.metrics import Metrics
 from servd.api.observability.tracer import Tracer
 from servd.api.request.latency import request_of
-from servd.api.request.request_state import Observer, RequestState, find_choice
+from servd.api.request.observer import Observer
+from servd.api.request.request_state import RequestState, find_choice
 from servd.base.errors import EngineDead, EngineError
 from servd.base.tracing import Mark, now_ns
 from servd.config import Config
@@ -85,8 +86,7 @@ class EngineClient:
         self.num_watched = 0  # running requests whose messages are measured
         self._reading_on: asyncio.AbstractEventLoop | None = None
         self._reading: asyncio.Handle | None = None  # the scheduled continuation of `_receive`
-        # Deltas of the messages read last, made lazily, and the time of that reading.
-        self._received_ns = 0
+        self._received_ns = 0  # when the messages were read whose deltas `_deltas` makes
         self._deltas: Iterator[tuple[RequestState, CompletionOutput, list[str]]] = iter(())
 
     def start(self) -> None:
@@ -122,28 +122,28 @@ class EngineClient:
     def send(self, state: RequestState) -> None:
         """Send a new request to the engine, after the restart if the engine is restarting."""
         self.running[state.request_id] = state
-        recorded = state.recorded
-        recorded.rank = self.rank
-        recorded.cache_number = self.cache_number
+        timeline = state.timeline
+        timeline.rank = self.rank
+        timeline.cache_number = self.cache_number
         if self.is_asleep:
-            recorded.marks.append(Mark("asleep", state.sent_ns))
+            timeline.marks.append(Mark("asleep", state.sent_ns))
         if state.request.options.is_watched:
-            recorded.num_bytes = len(msgspec.msgpack.encode(state.request))
+            timeline.num_bytes = len(msgspec.msgpack.encode(state.request))
             self.num_watched += 1
         if self.recovery.is_restarting:
-            recorded.marks.append(Mark("engine_lost", state.sent_ns))
+            timeline.marks.append(Mark("engine_lost", state.sent_ns))
         else:
             self.client.send(state.request)
 
     def take_over(self, state: RequestState, lost: EngineClient) -> None:
         """Move a request from `lost`, an engine that restarts, to this engine."""
         self.running[state.request_id] = lost.running.pop(state.request_id)
-        state.move(self.rank, self.cache_number)
+        state.move_to(self.rank, self.cache_number)
         if state.request.options.is_watched:
             lost.num_watched -= 1
             self.num_watched += 1
         if self.is_asleep:
-            state.recorded.marks.append(Mark("asleep", now_ns()))
+            state.timeline.marks.append(Mark("asleep", now_ns()))
         self.recovery.send([state])
 
     def end(self, state: RequestState) -> None:
@@ -164,7 +164,8 @@ class EngineClient:
 
     def fail(self, error: EngineError) -> None:
         for state in self.running.values():
-            state.stream.fail(error)
+            assert state.collector is not None
+            state.collector.fail(error)
 
     def open_ids(self) -> set[str]:
         running = self.running.values()
@@ -247,10 +248,10 @@ class EngineClient:
                 self.cache_number += not message.is_asleep
                 for state in self.running.values():
                     state.sent_ns = now_ns()  # no step could start before
-                    state.recorded.cache_number = self.cache_number
+                    state.timeline.cache_number = self.cache_number
                     if changes:
                         stage = "asleep" if message.is_asleep else "awake"
-                        state.recorded.marks.append(Mark(stage, state.sent_ns))
+                        state.timeline.marks.append(Mark(stage, state.sent_ns))
                 if message.is_asleep:
                     self._take_state(EngineCoreOutputs([], SchedulerStats(at_ns=now_ns())))
                 self.metrics.observe_ready(message, self.config)
@@ -305,32 +306,28 @@ class EngineClient:
         for output in outputs:
             if output.marks and (found := find_choice(self.running, output.request_id)):
                 state, choice = found
-                state.recorded.marks += output.marks
+                state.timeline.marks += output.marks
                 choice.add_report(output)
                 if state.routed is not None:
                     state.routed.answer(output.num_cached_tokens)
-        self._deltas = self.outputs.process(outputs, self.running)
+        self._deltas = self.outputs.process_outputs(outputs, self.running)
 
     def _hand_on(self, end: float) -> bool:
-        """Detokenize received outputs until the time `end`, and put the deltas in their streams.
+        """Detokenize received outputs until the time `end`, and collect the deltas of each request.
         Return whether no output is left.
         """
         for state, delta, stopped in self._deltas:
             if stopped:
                 self.client.send(AbortRequests(stopped))
             now = now_ns()
-            choice = state.choices[delta.index]
-            if state.is_counted:
-                self.metrics.observe_tokens(choice, len(delta.token_ids), now)
+            self.observer.received(state, delta, now)
             if delta.finish_reason is not None:
-                if state.is_counted:
-                    self.metrics.observe_finished(choice, delta.finish_reason, now)
-                state.recorded.marks += [
+                state.timeline.marks += [
                     Mark("returned", self._received_ns),
                     Mark("detokenised", now),
                 ]
-            delta.index += state.first_index
-            state.stream.put(delta)
+            assert state.collector is not None
+            state.collector.put(state, delta)
             if now >= end:
                 return False
         if self.recovery.is_trying:

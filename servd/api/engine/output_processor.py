@@ -4,7 +4,9 @@ from collections.abc import Iterator, Mapping
 
 from servd.api.output.output_parser import AnswerFinder
 from servd.api.request.choice import Choice
-from servd.api.request.request_state import RequestState, find_choice
+from servd.api.request.output_collector import RequestOutputCollector
+from servd.api.request.request_state import ProcessedInputs, RequestState, find_choice
+from servd.api.request.timeline import Timeline
 from servd.api.text.detokenizer import Detokenizer
 from servd.api.text.tokenizer import Tokenizer
 from servd.messages.engine import EngineCoreOutput
@@ -17,7 +19,41 @@ class OutputProcessor:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
 
-    def process(
+    def add_request(
+        self,
+        inputs: ProcessedInputs,
+        timeline: Timeline,
+        collector: RequestOutputCollector | None = None,
+        index: int = 0,
+        is_part: bool = False,
+        exemplar: dict[str, str] | None = None,
+    ) -> RequestState:
+        """Return the state of a new request. See RequestState for `index` and `is_part`; `exemplar`
+        is the label of the request's trace, for OpenMetrics.
+        """
+        request = inputs.request
+        begin_ns = timeline.begin_ns
+        num_tokens = len(request.prompt_token_ids)
+        choices = [
+            Choice(begin_ns, num_tokens, index=number, engine_id=engine_id, exemplar=exemplar)
+            for number, engine_id in enumerate(request.choice_ids)
+        ]
+        if not is_part:
+            timeline.choices = choices
+            timeline.params = inputs.params
+        return RequestState(
+            request,
+            inputs.params,
+            inputs.prompt,
+            inputs.expected,
+            timeline,
+            choices,
+            collector,
+            index,
+            is_part,
+        )
+
+    def process_outputs(
         self, outputs: list[EngineCoreOutput], requests: Mapping[str, RequestState]
     ) -> Iterator[tuple[RequestState, CompletionOutput, list[str]]]:
         """Merge the outputs of one or more steps into one delta per choice. Drop the outputs of

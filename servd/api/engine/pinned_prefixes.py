@@ -11,6 +11,7 @@ from servd.api.engine.async_llm import AsyncLLM
 from servd.api.engine.processor import PROMPT_ONLY
 from servd.api.protocol.chat import ChatCompletionRequest
 from servd.api.protocol.validation import parse
+from servd.api.request.timeline import Timeline
 from servd.api.text.prompt import Chat, Prompt
 from servd.base.errors import ConfigError, ServdError
 from servd.messages.engine import RequestOptions
@@ -46,16 +47,17 @@ class PinnedPrefixes:
         request_id = f"pin-{next(self._numbers)}"
         options = msgspec.structs.replace(PINNED, rank=rank)
         try:
-            prompt = Prompt(content=content, request_id=request_id)
-            prepared = await async_llm.prepare([prompt], PROMPT_ONLY, options)
-            prepared[0].part_of = "--pin-prefix"  # not a client's request
-            async with aclosing(async_llm.generate(prepared)) as outputs:
-                async for _ in outputs:
-                    pass
+            parent = Timeline("--pin-prefix")  # not a client's request
+            outputs = async_llm.generate(
+                Prompt(content=content), PROMPT_ONLY, request_id, options, parent=parent
+            )
+            num_tokens = 0
+            async with aclosing(outputs):
+                async for output in outputs:
+                    num_tokens = len(output.prompt_token_ids)
         except ServdError as error:
             log.error("--pin-prefix %s: engine %d cannot keep it: %s", file, rank, error)
         else:
-            num_tokens = len(prepared[0].prompt_token_ids)
             log.info(
                 "--pin-prefix %s: engine %d computed %d tokens and keeps their full blocks",
                 file,

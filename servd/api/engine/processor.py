@@ -14,7 +14,7 @@ from servd.api.engine.grammar_checker import GrammarChecker
 from servd.api.output.call_grammar import parameters_of
 from servd.api.output.model_format import ModelFormat
 from servd.api.output.output_parser import ExpectedOutput
-from servd.api.request.request_state import RequestState
+from servd.api.request.request_state import ProcessedInputs
 from servd.api.text import score_template
 from servd.api.text.chat_template import ChatTemplate
 from servd.api.text.fill_in_middle import FillInMiddle
@@ -79,7 +79,7 @@ class Processor:
         self.fill_in_middle = FillInMiddle.choose(tokenizer, server.fim_template)
         self.model_format = ModelFormat.choose(config, self.chat_template, tokenizer)
         # The model's sampling defaults for fields that a request leaves out; without max_tokens,
-        # for which `process` takes the smaller of the default and the room in the context.
+        # for which `process_inputs` takes the smaller of the default and the room in the context.
         model = config.model
         self.default_params = hf.read_generation_defaults(
             spec, model.generation_config, model.override_generation_config
@@ -91,15 +91,15 @@ class Processor:
         self.grammars = GrammarChecker(config, spec)
         self._ordinal = itertools.count()  # of requests without a seed; `next` is safe in threads
 
-    def process(
+    def process_inputs(
         self,
+        request_id: str,
         prompt: Prompt,
         params: SamplingParams | PoolingParams,
         options: RequestOptions = NO_OPTIONS,
-        state: RequestState | None = None,
-    ) -> RequestState:
-        """Render, tokenise and validate a prompt. Return `state`, or a new state, with the result.
-        The caller must then call `check_structured_output`, which may take seconds.
+    ) -> ProcessedInputs:
+        """Render, tokenise and validate a prompt. The caller must then call
+        `check_structured_output`, which may take seconds.
 
         Raises InvalidRequest, or ContextTooLong if prompt and `max_tokens` together exceed
         `max_model_len`. `max_tokens` None means up to the end of the context.
@@ -140,18 +140,13 @@ class Processor:
             params = msgspec.structs.replace(asked, **NO_TEXT)
         eos_token_ids = [] if asked.ignore_eos else self._eos_token_ids
         request = EngineCoreRequest(
-            prompt.request_id, token_ids, params, self.client, eos_token_ids, options
+            request_id, token_ids, params, self.client, eos_token_ids, options
         )
-        state = state or RequestState(request_id=prompt.request_id)
-        state.prompt = text if isinstance(text, str) and not was_cut else None
-        state.params = asked
-        state.request = request
-        state.expected = expected
-        state.marks += marks
-        return state
+        shown = text if isinstance(text, str) and not was_cut else None
+        return ProcessedInputs(request, asked, shown, expected, marks)
 
     def fewest_tokens(self, prompt: Prompt, keep: int | None) -> int:
-        """Return a lower bound of a prompt's tokens, if `process` accepts the prompt. In chats,
+        """Return a lower bound of the tokens of a prompt that `process_inputs` accepts. In chats,
         only users' messages count: templates may drop others. `keep` is `truncate_prompt_tokens`.
         """
         match prompt.content:
@@ -169,20 +164,20 @@ class Processor:
                 found = 0
         limits = (prompt.keep_first, prompt.keep_last, keep and max(keep, 1))
         known = [limit for limit in limits if limit is not None]
-        return min(found, self.max_model_len, *known)  # `process` refuses more than that
+        return min(found, self.max_model_len, *known)  # `process_inputs` refuses more than that
 
-    def check_structured_output(self, state: RequestState) -> None:
+    def check_structured_output(self, inputs: ProcessedInputs) -> None:
         """Block until `GrammarChecker.check` has checked the grammar of a structured output, if
         any. Raise the errors of that method.
         """
-        output = state.params.structured_output
+        output = inputs.params.structured_output
         if output is None:
             return
-        owner = state.request.options.owner
+        owner = inputs.request.options.owner
         try:
             self.grammars.check(output, owner)
         except InvalidRequest:
-            options = state.expected.tool_options
+            options = inputs.expected.tool_options
             if output.param == "tools" and options is not None:
                 self._check_each_tool(options.forced or options.tools, owner)
             raise
@@ -208,7 +203,7 @@ class Processor:
         content = prompt.content
         if isinstance(content, Chat):
             return self.chat_template.render(content)
-        assert not isinstance(content, Pair), "`process` makes token ids of pairs first"
+        assert not isinstance(content, Pair), "`process_inputs` makes token ids of pairs first"
         if isinstance(content, str):
             content = self.pooling.prompt(prompt.prompt_name) + content
         if not prompt.suffix or not isinstance(content, str):

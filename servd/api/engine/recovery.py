@@ -98,7 +98,7 @@ class Recovery:
     def send(self, states: Iterable[RequestState]) -> None:
         for state in states:
             state.sent_ns = now_ns()
-            state.recorded.marks.append(Mark("sent", state.sent_ns))
+            state.timeline.marks.append(Mark("sent", state.sent_ns))
             outputs = state.open_token_ids()
             self.client.send(msgspec.structs.replace(state.request, output_token_ids=outputs))
 

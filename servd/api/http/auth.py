@@ -14,6 +14,7 @@ from starlette.types import Scope as Connection
 
 from servd.api.keys import CALL, ON_BEHALF_OF, Keys
 from servd.base.errors import Forbidden, InvalidRequest
+from servd.config import Config
 from servd.config.keys import NOBODY, Scope
 
 if TYPE_CHECKING:
@@ -74,7 +75,8 @@ class ScopedRoute(Route):
         if not unknown:
             return
         call: Call = scope[CALL]
-        if self.key_scope == "admin" or call.context.config.server.strict_fields:
+        config: Config = scope["app"].state.context.config
+        if self.key_scope == "admin" or config.server.strict_fields:
             listed = ", ".join(sorted(known)) or "none"
             raise InvalidRequest(
                 f"{self.path} has no query parameter {unknown[0][:64]!r}, only: {listed}",

@@ -33,7 +33,7 @@ from servd.api.observability.tracer import Tracer
 from servd.api.protocol.errors import error_reply
 from servd.api.protocol.validation import REQUEST_ID
 from servd.api.request.fair_loop import FairLoop
-from servd.api.request.request_state import RequestState
+from servd.api.request.timeline import Timeline
 from servd.base.bounds import MAX_TIMEOUT
 from servd.base.errors import InvalidRequest, Overloaded
 from servd.base.log import MODEL, current_request
@@ -79,7 +79,8 @@ class RequestContext:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         headers = Headers(scope=scope)
-        call = scope[CALL] = self._begin(scope, receive, headers)
+        call = self._begin(scope, headers)
+        scope[CALL] = call
         body = Body(self, scope, headers, receive)
         status = 0
         written = False
@@ -96,7 +97,7 @@ class RequestContext:
             )
 
         try:
-            self._check(call, headers)
+            self._check(call, scope, headers)
             await self.app(scope, body.receive, send_on)
         except ClientDisconnect:
             pass  # nobody to answer
@@ -109,25 +110,25 @@ class RequestContext:
             await answer(scope, receive, send_on)
         finally:
             body.release()
-            self._observe(call, status, time.perf_counter() - begin)
+            self._observe(call, scope, status, time.perf_counter() - begin)
             self._end(call, status, written)
 
-    def _check(self, call: Call, headers: Headers) -> None:
+    def _check(self, call: Call, scope: Scope, headers: Headers) -> None:
         """Check the limit of connections, Content-Length, the timeout, and pages of other sites."""
         length = headers.get("content-length", "0")
         if not LENGTH.fullmatch(length):
             shown = length[:32]
             raise InvalidRequest(f"Content-Length must be a number of bytes, got {shown!r}")
-        is_open = call.scope["path"] in OPEN_PATHS
+        is_open = call.route in OPEN_PATHS
         if call.refusal is not None and not is_open:
             if self.metrics is not None:
                 self.metrics.labelled["vllm:admission_rejections", "max_connections"].inc()
             raise call.refusal
-        self.pages.check(call.scope, headers)
+        self.pages.check(scope, headers)
         if (text := headers.get("x-request-timeout")) and not is_open:
             call.timeout = _timeout(text)
 
-    def _begin(self, scope: Scope, receive: Receive, headers: Headers) -> Call:
+    def _begin(self, scope: Scope, headers: Headers) -> Call:
         asked = headers.get("x-request-id", "")
         request_id = unique_id = uuid.uuid4().hex
         if re.fullmatch(REQUEST_ID, asked):
@@ -141,11 +142,11 @@ class RequestContext:
         address = scope["client"][0] if scope.get("client") else ""
         connection = scope.get(CONNECTION) or ConnectionState(deque())
         return Call(
-            scope=scope,
-            receive=receive,
+            route=scope["path"],
             request_id=request_id,
             unique_id=unique_id,
             client=address,
+            address=address,
             span=span,
             since_ns=int(headers.get(SINCE, 0)) if self.is_behind_gateway else 0,
             priority_class=int(ON_BEHALF_OF in scope),
@@ -162,17 +163,16 @@ class RequestContext:
             yield b"x-servd-ignored", list_names(call.ignored).encode()
         if call.span is not None:
             yield b"traceresponse", call.span.traceparent.encode()
-        if call.requests and any(name == b"content-length" for name, _ in start["headers"]):
-            yield b"server-timing", server_timing(call.requests).encode()
+        if call.timelines and any(name == b"content-length" for name, _ in start["headers"]):
+            yield b"server-timing", server_timing(call.timelines).encode()
 
-    def _observe(self, call: Call, status: int, seconds: float) -> None:
-        scope = call.scope
-        path = scope["path"]
+    def _observe(self, call: Call, scope: Scope, status: int, seconds: float) -> None:
+        path = call.route
         is_wanted = self.access_log == "all" or (
             self.access_log == "requests" and path not in MONITORING
         )
         if is_wanted and not call.is_logged:
-            _log_answer(call, status, seconds)
+            _log_answer(call, scope["method"], status, seconds)
         if status and self.metrics is not None:  # else the client left before
             route = scope.get("route")  # none if it was refused before it reached the router
             handler = route.path_format if route else handler_of(path, scope["app"])
@@ -180,9 +180,9 @@ class RequestContext:
 
     def _end(self, call: Call, status: int, written: bool) -> None:
         now = now_ns()
-        if status >= 400 and not call.requests and call.received_ns:  # refused early
-            call.open_request([Mark("received", call.received_ns)], call.unique_id)
-        requests, call.requests = call.requests, []  # an idle connection keeps the call
+        if status >= 400 and not call.timelines and call.received_ns:  # refused early
+            call.open_timeline(call.unique_id)
+        timelines, call.timelines = call.timelines, []  # an idle connection keeps the call
         span, call.span = call.span, None
         marks = list(call.blocked)
         call.blocked.clear()
@@ -190,13 +190,13 @@ class RequestContext:
             marks.append(Mark("written", now))
         marks.append(Mark("done", now))
 
-        def finish(state: RequestState) -> None:
-            outcome = _outcome(state, status, written)
-            timeline = self.tracer.finish_request(state, marks, outcome, status)
+        def finish(timeline: Timeline) -> None:
             if span is not None:
-                span.add_timeline(timeline, state.params)
+                span.add_timeline(timeline)
+            outcome = _outcome(timeline, status, written)
+            self.tracer.finish(timeline, marks, outcome, status)
 
-        done = self.loop.each(call.client, requests, finish)
+        done = self.loop.call_for_all(call.client, timelines, finish)
         if span is not None:
             done.add_done_callback(lambda _: span.end(status or LEFT))
 
@@ -252,7 +252,7 @@ class Body:
         self.num_held = 0
 
 
-def _outcome(state: RequestState, status: int, written: bool) -> str:
+def _outcome(timeline: Timeline, status: int, written: bool) -> str:
     """Return how a request ended for its client; "" if it ended as its generation did."""
     if status >= 500:
         return "error"
@@ -260,7 +260,7 @@ def _outcome(state: RequestState, status: int, written: bool) -> str:
         return "refused"
     if not written:
         return "abort"
-    has_ended = state.generated is not FinishReason.ABORT
+    has_ended = timeline.generated is not FinishReason.ABORT
     return "" if has_ended else "error"  # e.g. a deadline in the middle of a stream
 
 
@@ -272,18 +272,18 @@ def _timeout(text: str) -> float:
     return float(text)
 
 
-def _log_answer(call: Call, status: int, seconds: float) -> None:
+def _log_answer(call: Call, method: str, status: int, seconds: float) -> None:
     """Log a response, without the query of the URL, which may contain a secret."""
-    scope = call.scope
+    timelines = call.timelines
     fields = {
-        "method": scope["method"],
-        "path": quote(scope["path"]),
+        "method": method,
+        "path": quote(call.route),
         "status": status or LEFT,
         "seconds": round(seconds, 6),
-        "num_prompt_tokens": sum(each.num_prompt_tokens for each in call.requests),
-        "num_output_tokens": sum(each.num_output_tokens for each in call.requests),
+        "num_prompt_tokens": sum(timeline.num_prompt_tokens for timeline in timelines),
+        "num_output_tokens": sum(timeline.num_output_tokens for timeline in timelines),
         "key": call.owner,
-        "client": scope["client"][0] if scope.get("client") else "",  # not a Unix socket's
+        "client": call.address,
         "request_id": call.request_id,  # the body may have set the id
     }
     text = "%s %s %d in %.3f s, %d + %d tokens, key %s, client %s, %s"

@@ -1,25 +1,22 @@
 """Route: FastAPI's route with servd's own reading of bodies and additions to OpenAPI.
 
-An endpoint is an ordinary endpoint of FastAPI, with typed parameters. The body is a dependency,
-`Parsed[Model]`, because FastAPI would parse even long bodies on the event loop and phrase errors
-differently. `response_model` takes msgspec structs. `Route` adds bodies, answers, errors and
+An endpoint is an ordinary endpoint of FastAPI, with typed parameters. The body is a dependency; see
+`json_body`. `response_model` takes msgspec structs. `Route` adds bodies, answers, errors and
 headers to the `openapi_extra` and `responses` from which FastAPI makes its document.
 """
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Annotated, Any, TypeVar, cast, get_args, get_type_hints
+from typing import Annotated, Any, cast, get_args, get_type_hints
 
 import msgspec
-from fastapi import APIRouter, Depends, Path
+from fastapi import APIRouter, Path
 from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
-from starlette.requests import Request
 
 import servd
-from servd.api.call import call_of
 from servd.api.http.auth import OPEN_PATHS, ScopedRoute
 from servd.api.http.middleware import MAX_BODY
 from servd.api.protocol.errors import (
@@ -31,19 +28,10 @@ from servd.api.protocol.errors import (
 )
 from servd.api.protocol.validation import RequestBody
 
-T = TypeVar("T")
 Schema = dict[str, Any]
 Responses = dict[int | str, Schema]
 
 
-async def read_parsed(request: Request) -> RequestBody:
-    """Read the body of a request, and return it validated."""
-    route: Route = request.scope["route"]
-    return await call_of(request).read(request, route.kinds[0])
-
-
-# The body, as a model that is read by `read_parsed`.
-Parsed = Annotated[T, Depends(read_parsed)]
 # A part of the path. The router finds no route for an empty part.
 PathPart = Annotated[str, Path(json_schema_extra={"minLength": 1})]
 
@@ -99,8 +87,8 @@ class Methods(set[str]):
 
 
 class Route(ScopedRoute, APIRoute):
-    """The class of all routes. An endpoint returns a Response, and its parameter `body` is a
-    `Parsed` body.
+    """The class of all routes. An endpoint returns a Response, and its parameter `body` is its
+    body; see `json_body`.
 
     `response_model` is the msgspec type of the JSON in a 200, or a tuple of types. `responses` need
     not list the errors that all such routes have.

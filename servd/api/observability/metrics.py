@@ -28,12 +28,14 @@ from servd.api.observability.collectors import (
     WithExemplars,
 )
 from servd.api.request.choice import Choice
-from servd.api.request.request_state import Observer, RequestState
+from servd.api.request.observer import Observer
+from servd.api.request.request_state import RequestState
 from servd.base import compat
 from servd.base.tracing import StepRecord, now_ns
 from servd.config import Config
 from servd.config.kv_layout import KVLayout
 from servd.messages.engine import EngineDead, EngineReady, EngineStatus, FinishReason
+from servd.messages.outputs import CompletionOutput
 from servd.messages.params import SamplingParams
 from servd.messages.stats import SchedulerStats
 
@@ -176,12 +178,21 @@ class Metrics(Observer):
         # Tokens not yet in a counter; prompt tokens as (all, cached, loaded from offload storage).
         self._num_generated = self._num_prompt = self._num_cached = self._num_external = 0
 
+    def received(self, state: RequestState, delta: CompletionOutput, at_ns: int) -> None:
+        if state.is_part:
+            return
+        engine = self.engines[state.rank]
+        choice = state.choices[delta.index]
+        engine.observe_tokens(choice, len(delta.token_ids), at_ns)
+        if delta.finish_reason is not None:
+            engine.observe_finished(choice, delta.finish_reason, at_ns)
+
     def stepped(self, steps: Sequence[StepRecord], stats: SchedulerStats | None, rank: int) -> None:
         if stats is not None:
             self.engines[rank].observe_step(stats)
 
     def ended(self, state: RequestState, status: EngineStatus | EngineReady | EngineDead) -> None:
-        if not state.is_counted:
+        if state.is_part:
             return
         own = self.engines[state.rank]
         num_aborted = len(state.open_engine_ids())

@@ -21,7 +21,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 import servd
 from servd.api.request.latency import Breakdown, Span, break_down
-from servd.api.request.request_state import Timeline
+from servd.api.request.timeline import Timeline
 from servd.base.tracing import now_ns
 from servd.messages.engine import FinishReason
 from servd.messages.params import SamplingParams
@@ -78,10 +78,10 @@ class RequestSpan:
         ids = self._span.get_span_context()
         self.traceparent = f"00-{ids.trace_id:032x}-{ids.span_id:016x}-{ids.trace_flags:02x}"
 
-    def add_timeline(self, timeline: Timeline, params: SamplingParams | None) -> None:
-        """Add the finished timeline of one of the request's prompts."""
+    def add_timeline(self, timeline: Timeline) -> None:
+        """Add the timeline of one of the request's prompts, which is about to be finished."""
         self._timelines.append(timeline)
-        self._params = params
+        self._params = timeline.params
 
     def end(self, status: int = 200) -> None:
         """End and export the span, if the request had a prompt."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from servd.api.protocol.requests import PrefixCache, PrefixDifference
-from servd.api.request.request_state import Timeline
+from servd.api.request.timeline import Timeline
 from servd.base.tracing import first
 from servd.config import CacheConfig
 

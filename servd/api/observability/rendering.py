@@ -9,7 +9,7 @@ from msgspec import UNSET, to_builtins
 from servd.api.observability.tracer import BY_TIME, Snapshot
 from servd.api.protocol import requests as shapes
 from servd.api.request.latency import OWN_WORK, PHASES, Breakdown, break_down, step_times
-from servd.api.request.request_state import Timeline
+from servd.api.request.timeline import Timeline
 from servd.base.tracing import Mark, StepRecord, first, now_ns, unix_time
 
 MAX_NEIGHBOURS = 16

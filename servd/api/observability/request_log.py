@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from msgspec.structs import asdict
 
-from servd.api.request.request_state import Observer, RequestState
+from servd.api.request.observer import Observer
+from servd.api.request.request_state import RequestState
 from servd.messages.params import SamplingParams
 
 log = logging.getLogger("servd.requests")

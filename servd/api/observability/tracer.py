@@ -13,7 +13,9 @@ import msgspec
 
 from servd.api.request.choice import NO_TOKENS
 from servd.api.request.latency import Breakdown, break_down, step_times
-from servd.api.request.request_state import Observer, RequestState, Timeline
+from servd.api.request.observer import Observer
+from servd.api.request.request_state import RequestState
+from servd.api.request.timeline import Timeline
 from servd.base.tracing import Mark, StepRecord, now_ns
 from servd.messages.stats import SchedulerStats
 
@@ -64,7 +66,7 @@ class Tracer(Observer):
 
     def __init__(self, keep: int = MAX_RECENT) -> None:
         self.keep = keep
-        self.requests: dict[str, RequestState] = {}  # the running requests: `AsyncLLM.requests`
+        self.running: dict[str, Timeline] = {}  # requests whose responses are not written yet
         self.recent: OrderedDict[str, Timeline] = OrderedDict()  # finished requests, newest last
         self.slowest: dict[str, Timeline] = {}
         self.steps = defaultdict[int, deque[StepRecord]](partial(deque, maxlen=MAX_STEPS))
@@ -74,10 +76,11 @@ class Tracer(Observer):
         self._thread = ThreadPoolExecutor(1, "latency")
 
     def began(self, state: RequestState) -> None:
-        if state.is_counted:
-            state.tokens = array("I", state.prompt_token_ids)
-            state.salt = state.request.options.cache_keys
-            state.reads_prompt = state.params.prompt_logprobs is not None
+        if not state.is_part:
+            timeline = state.timeline
+            timeline.tokens = array("I", state.prompt_token_ids)
+            timeline.salt = state.request.options.cache_keys
+            timeline.reads_prompt = state.params.prompt_logprobs is not None
 
     def stepped(self, steps: Sequence[StepRecord], stats: SchedulerStats | None, rank: int) -> None:
         for _, end_ns, step, num_extra in step_times(steps):
@@ -95,22 +98,21 @@ class Tracer(Observer):
         steps = self.steps[engine]
         last_ns = steps[-1].collected_ns if steps else 0
         for state in states:
-            marks = state.recorded.marks
+            marks = state.timeline.marks
             marks.append(Mark("engine_lost", max(last_ns, marks[-1].at_ns)))
 
-    def finish_request(
-        self, state: RequestState, marks: Iterable[Mark] = (), outcome: str = "", status: int = 0
-    ) -> Timeline:
-        """Keep and return the timeline of a request whose response has been written. `marks` time
-        the response. The default of `outcome` is how the generation ended.
+    def finish(
+        self, timeline: Timeline, marks: Iterable[Mark] = (), outcome: str = "", status: int = 0
+    ) -> None:
+        """Keep the timeline of a request whose response has been written. `marks` time the
+        response. The default of `outcome` is how the generation ended.
         """
-        self.requests.pop(state.request_id, None)
-        num_kept = len(Timeline.__struct_fields__)  # the first fields of a RequestState
-        timeline = Timeline(*msgspec.structs.astuple(state)[:num_kept])
-        timeline.outcome = outcome or state.generated
+        self.running.pop(timeline.request_id, None)
+        timeline.outcome = outcome or timeline.generated
         timeline.http_status = status
         # Other threads may read the list.
-        timeline.marks = sorted([*state.marks, *marks], key=BY_TIME)
+        timeline.marks = sorted([*timeline.marks, *marks], key=BY_TIME)
+        timeline.params = None
         timeline.is_finished = True
         self.recent[timeline.request_id] = timeline
         self._num_bytes += _num_bytes(timeline)
@@ -120,13 +122,12 @@ class Tracer(Observer):
             oldest.tokens = NO_TOKENS  # `slowest` may keep the timeline
         if timeline.outcome != "refused" and 0 < len(timeline.marks) <= MAX_SLOW_MARKS:
             self._rank(timeline)
-        return timeline
 
     def add_late_marks(self, request_id: str, marks: Iterable[Mark]) -> None:
         """Add what the engine did for an aborted request, which it tells after the abort. Marks
         after the request's end belong to nobody.
         """
-        running = self.requests.get(request_id)
+        running = self.running.get(request_id)
         if running is not None:
             running.marks += marks
             return
@@ -178,7 +179,7 @@ class Tracer(Observer):
     def list_requests(self, owner: str) -> list[Timeline]:
         """Return running and recent requests of `owner`, newest first, then older slow requests."""
         finished = chain(reversed(self.recent.values()), self.slowest.values())
-        newest_first = chain(reversed(self.requests.values()), finished)
+        newest_first = chain(reversed(self.running.values()), finished)
         own = {each.request_id: each for each in newest_first if each.is_shown_to(owner)}
         return [*own.values()]
 

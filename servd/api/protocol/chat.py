@@ -270,9 +270,10 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
             return content
         return "\n".join(part.get("text", "") for part in content)
 
-    def prompt(self, request_id: str) -> Prompt:
-        """Return the conversation as the request's only prompt."""
-        return Prompt(content=self.chat, request_id=request_id, param="messages")
+    @property
+    def prompt(self) -> Prompt:
+        """The conversation, as the request's only prompt."""
+        return Prompt(content=self.chat, param="messages")
 
     @property
     def own_params(self) -> dict[str, Any]:

@@ -91,17 +91,11 @@ class CompletionRequest(GenerationRequest):
             raise wrong_field("echo", "with `logprobs` cannot be streamed: leave out `stream`")
         return self
 
-    def prompts(self, response_id: str) -> list[Prompt]:
-        """Return the prompts. Their ids are derived from the response's id."""
-        is_one = len(self.prompt) == 1
+    @property
+    def prompts(self) -> list[Prompt]:
         return [
-            Prompt(
-                content=content,
-                request_id=response_id if is_one else f"{response_id}-{number}",
-                add_special_tokens=self.add_special_tokens,
-                suffix=self.suffix,
-            )
-            for number, content in enumerate(self.prompt)
+            Prompt(content=content, add_special_tokens=self.add_special_tokens, suffix=self.suffix)
+            for content in self.prompt
         ]
 
     @property

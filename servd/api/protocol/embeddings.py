@@ -78,6 +78,7 @@ class InputRequest(PooledRequest):
         )
         return super().ignored() | (self.model_fields_set & {*idle})
 
+    @property
     def prompts(self) -> list[Prompt]:
         if self.messages is None:
             return [

@@ -25,12 +25,14 @@ from servd.api.protocol.validation import (
     is_neutral,
     wrong_field,
 )
+from servd.base.bounds import INT32_MAX
 from servd.base.errors import InvalidRequest
 from servd.messages.engine import RequestOptions
 from servd.messages.params import (
     MAX_BEAMS,
     MAX_STOP,
     MAX_STOP_LENGTH,
+    BeamSearchParams,
     RepetitionDetection,
     SamplingParams,
 )
@@ -305,6 +307,18 @@ class GenerationRequest(StructuredRequest):
             idle = {*idle, "truncation_side"}
         names = {name for name, value in self.values_of(idle).items() if value is not None}
         return super().ignored() | names | {f"stream_options.{name}" for name in options}
+
+    @property
+    def beams(self) -> BeamSearchParams | None:
+        """The parameters of a beam search, or None for sampling."""
+        if not self.use_beam_search:
+            return None
+        return BeamSearchParams(
+            beam_width=self.n or 1,
+            max_tokens=self.max_tokens or INT32_MAX,
+            length_penalty=1.0 if self.length_penalty is None else self.length_penalty,
+            early_stopping=self.early_stopping or False,
+        )
 
     @property
     def request_options(self) -> RequestOptions:

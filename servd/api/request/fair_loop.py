@@ -10,7 +10,7 @@ from servd.base.tracing import now_ns
 T = TypeVar("T")
 
 MAX_TURNS = 8  # per iteration of the event loop; reading a request takes about a millisecond
-PIECE_NS = 200_000  # duration of one turn of `each`
+PIECE_NS = 200_000  # duration of one turn of `call_for_all`
 
 
 class FairLoop:
@@ -41,7 +41,7 @@ class FairLoop:
             self._waiting.setdefault(client, deque()).append(future)
         return future
 
-    def each(
+    def call_for_all(
         self,
         client: str,
         items: Iterable[T],
@@ -52,14 +52,16 @@ class FairLoop:
         Return a future, `done` if given, for the end of the work. To stop early, cancel the future.
         """
         done = asyncio.get_running_loop().create_future() if done is None else done
-        rest = iter(items)
+        remaining = iter(items)
         end = now_ns() + PIECE_NS
         try:
-            for item in rest if not done.cancelled() else ():
+            for item in remaining if not done.cancelled() else ():
                 work(item)
                 if now_ns() >= end:
                     turn = self.turn(client)
-                    turn.add_done_callback(lambda _: self.each(client, rest, work, done))
+                    turn.add_done_callback(
+                        lambda _: self.call_for_all(client, remaining, work, done)
+                    )
                     return done
         except Exception as error:
             done.set_exception(error)

@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 
 from servd.api.keys import Keys
-from servd.api.protocol.responses import Response
+from servd.api.protocol.responses import Response, ResponsesRequest
 from servd.api.responses.event_log import EventLog
-from servd.base.errors import Overloaded, RequestError
+from servd.base.errors import InvalidRequest, Overloaded, RequestError
 
 MAX_BYTES = 256 * 2**20  # for all keys together, unless MIN_BYTES per key is more
 MIN_BYTES = 32 * 2**20  # per key
@@ -96,6 +96,22 @@ class ResponseStore:
             )
         self._stored.move_to_end(name)
         return self._stored[name]
+
+    def previous_of(self, body: ResponsesRequest) -> Stored | None:
+        """Return the response that a request continues, or None. Raise InvalidRequest if it is not
+        stored or has no output.
+        """
+        param = "previous_response_id"
+        if body.previous_response_id is None:
+            return None
+        stored = self.get(
+            body.previous_response_id, InvalidRequest, param, "previous_response_not_found"
+        )
+        if stored.response.status not in ("completed", "incomplete"):
+            raise InvalidRequest(
+                f"the previous response is {stored.response.status}: it has no output", param=param
+            )
+        return stored
 
     def _name_of(self, request_id: str) -> str | None:
         """Return the id of the newest response to the request with this X-Request-Id, or None."""

@@ -1,13 +1,15 @@
-"""POST /v1/chat/completions: answer conversations."""
+"""POST /v1/chat/completions: answer a conversation."""
+
+from typing import Annotated
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servd.api.builders.chat import ChatBuilder
-from servd.api.call import call_of
-from servd.api.http.route import Parsed, Route, events
+from servd.api.http.json_body import json_body
+from servd.api.http.route import Route, events
 from servd.api.protocol.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest
+from servd.api.serving.chat import OpenAIServingChat
 
 router = APIRouter(route_class=Route)
 
@@ -15,7 +17,9 @@ router = APIRouter(route_class=Route)
 @router.post(
     "/v1/chat/completions", response_model=ChatCompletion, responses=events(ChatCompletionChunk)
 )
-async def create_chat_completion(request: Request, body: Parsed[ChatCompletionRequest]) -> Response:
+async def create_chat_completion(
+    request: Request, body: Annotated[ChatCompletionRequest, json_body(ChatCompletionRequest)]
+) -> Response:
     """Answer a conversation."""
-    response_id = f"chatcmpl-{call_of(request).unique_id}"
-    return await ChatBuilder(request, body, response_id, [body.prompt(response_id)]).respond()
+    serving: OpenAIServingChat = request.app.state.serving_chat
+    return await serving.create_chat_completion(body, request)

@@ -1,20 +1,23 @@
 """POST /v1/completions: complete prompts."""
 
+from typing import Annotated
+
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servd.api.builders.completions import CompletionBuilder
-from servd.api.call import call_of
-from servd.api.http.route import Parsed, Route, events
+from servd.api.http.json_body import json_body
+from servd.api.http.route import Route, events
 from servd.api.protocol.completions import Completion, CompletionRequest
+from servd.api.serving.completion import OpenAIServingCompletion
 
 router = APIRouter(route_class=Route)
 
 
 @router.post("/v1/completions", response_model=Completion, responses=events(Completion))
-async def create_completion(request: Request, body: Parsed[CompletionRequest]) -> Response:
+async def create_completion(
+    request: Request, body: Annotated[CompletionRequest, json_body(CompletionRequest)]
+) -> Response:
     """Complete one or more prompts."""
-    response_id = f"cmpl-{call_of(request).unique_id}"
-    prompts = body.prompts(response_id)
-    return await CompletionBuilder(request, body, response_id, prompts).respond()
+    serving: OpenAIServingCompletion = request.app.state.serving_completion
+    return await serving.create_completion(body, request)

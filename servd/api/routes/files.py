@@ -14,8 +14,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
 from servd.api.batches.store import RETENTION
-from servd.api.call import call_of
-from servd.api.context import json_response
+from servd.api.context import json_response, shelf_of
 from servd.api.http.paging import Page
 from servd.api.http.route import PathPart, Route, refusals, text_content
 from servd.api.protocol.batches import UPLOAD, DeletedFile, FileObject, Files
@@ -38,7 +37,7 @@ MIN_RETENTION = 3600  # seconds that a client may have a file kept, at the least
 )
 async def upload_file(request: Request) -> Response:
     """Upload a file of requests for a batch, up to 200 MiB."""
-    shelf = call_of(request).shelf
+    shelf = shelf_of(request)
     with shelf.uploading():
         async with read_form(request) as form:
             purpose = form.get("purpose")
@@ -114,7 +113,7 @@ class FilesPage(Page):
 @router.get("/v1/files", response_model=Files, responses=refusals(404))
 async def list_files(request: Request, page: Annotated[FilesPage, Query()]) -> Response:
     """List the files of this API key, including results of batches."""
-    shelf = call_of(request).shelf
+    shelf = shelf_of(request)
     files = await asyncio.to_thread(shelf.all, "file-", FileObject)
     chosen = [file for file in files if page.purpose in (None, file.purpose)]
     return json_response(Files(*page.of(chosen, lambda file: file.id)))
@@ -123,7 +122,7 @@ async def list_files(request: Request, page: Annotated[FilesPage, Query()]) -> R
 @router.get("/v1/files/{file_id}", response_model=FileObject)
 async def retrieve_file(request: Request, file_id: PathPart) -> Response:
     """Return the size, purpose and creation time of a file."""
-    return json_response(await asyncio.to_thread(call_of(request).shelf.load, file_id, FileObject))
+    return json_response(await asyncio.to_thread(shelf_of(request).load, file_id, FileObject))
 
 
 @router.get(
@@ -133,7 +132,7 @@ async def retrieve_file(request: Request, file_id: PathPart) -> Response:
 )
 async def file_content(request: Request, file_id: PathPart) -> Response:
     """Download the content of a file."""
-    shelf = call_of(request).shelf
+    shelf = shelf_of(request)
     path = shelf.content(await asyncio.to_thread(shelf.load, file_id, FileObject))
     return FileResponse(path, media_type="application/octet-stream")
 
@@ -141,6 +140,6 @@ async def file_content(request: Request, file_id: PathPart) -> Response:
 @router.delete("/v1/files/{file_id}", response_model=DeletedFile)
 async def delete_file(request: Request, file_id: PathPart) -> Response:
     """Delete a file. A batch that is reading the file continues, but not after a restart."""
-    shelf = call_of(request).shelf
+    shelf = shelf_of(request)
     await asyncio.to_thread(lambda: shelf.delete_file(shelf.load(file_id, FileObject)))
     return json_response(DeletedFile(file_id))

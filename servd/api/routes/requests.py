@@ -9,6 +9,7 @@ from starlette.responses import Response
 from servd.api.call import call_of
 from servd.api.context import context_of, json_response
 from servd.api.engine.peers import CHARS_PER_STEP, FindTimeline, ListRequests, ListSteps
+from servd.api.http.json_body import run_for
 from servd.api.http.route import PathPart, Route
 from servd.api.observability.rendering import render_steps, render_trace
 from servd.api.observability.tracer import MAX_SECONDS, SECOND
@@ -61,7 +62,7 @@ async def list_steps(
     """List the engine's latest steps, and the tokens generated in each of the last seconds."""
     steps, generated = await context_of(request).peers.list_steps(ListSteps(recent))
     size = CHARS_PER_STEP * len(steps)
-    data = await call_of(request).run_in_thread(size, lambda: render_steps(steps, 0))
+    data = await run_for(request, size, lambda: render_steps(steps, 0))
     at_ns = now_ns()
     per_second = [generated[at_ns // SECOND - ago] for ago in range(MAX_SECONDS, 0, -1)]
     return json_response(StepList(data, round(at_ns / 1e6, 3), per_second))

@@ -11,9 +11,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import servd
-from servd.api.builders.run_manifest import find_versions
 from servd.api.context import Context, context_of, json_response
 from servd.api.http.route import Route
+from servd.api.serving.run_manifest import find_versions
 from servd.config import descriptions, flag_of, options_by_name, title_of
 from servd.messages.engine import EngineReady
 

@@ -47,7 +47,6 @@ class Pair(msgspec.Struct, frozen=True):
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     content: str | list[int] | Chat | Pair
-    request_id: str = ""  # unique among those running; may be empty if it is only tokenised
     param: str = "prompt"  # the field of the request that holds it, for errors
     add_special_tokens: bool = True  # e.g. BOS
     may_fill_context: bool = False  # a larger `max_tokens` means up to its end

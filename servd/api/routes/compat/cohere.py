@@ -11,14 +11,15 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servd.api.builders.embedding import Vectors, embed
 from servd.api.call import call_of
-from servd.api.context import context_of
-from servd.api.http.route import Parsed, Route
+from servd.api.http.json_body import json_body
+from servd.api.http.route import Route
 from servd.api.protocol.embeddings import Dimensions
 from servd.api.protocol.score import Texts
 from servd.api.protocol.translation import renamed
 from servd.api.protocol.validation import RequestBody, Whole
+from servd.api.serving.embedding import OpenAIServingEmbedding, Vectors
+from servd.api.serving.serving import respond_with
 from servd.api.text.prompt import Prompt
 from servd.messages.engine import RequestOptions
 from servd.messages.outputs import unpack_vector
@@ -65,24 +66,27 @@ class CohereEmbeddings(msgspec.Struct):
 
 
 @router.post("/v2/embed", response_model=CohereEmbeddings)
-async def create_cohere_embeddings(request: Request, body: Parsed[CohereEmbedRequest]) -> Response:
+async def create_cohere_embeddings(
+    request: Request, body: Annotated[CohereEmbedRequest, json_body(CohereEmbedRequest)]
+) -> Response:
     """Return embeddings in each requested format."""
-    context = context_of(request)
-    max_model_len = context.async_llm.processor.max_model_len
-    limit = min(body.max_tokens or max_model_len, max_model_len)
+    serving: OpenAIServingEmbedding = request.app.state.serving_embedding
+    processor = serving.processor
+    limit = min(body.max_tokens or processor.max_model_len, processor.max_model_len)
     first = limit if body.truncate == "END" else None
     last = limit if body.truncate == "START" else None
-    name = context.async_llm.processor.pooling.name_for(body.input_type)
+    name = processor.pooling.name_for(body.input_type)
     prompts = [
         Prompt(content=text, param="texts", keep_first=first, keep_last=last, prompt_name=name)
         for text in body.texts
     ]
     params = PoolingParams(dimensions=body.output_dimension)
+    options = RequestOptions(body.priority or 0)
     with renamed({"dimensions": "output_dimension"}):
-        vectors = await embed(request, "embd", prompts, params, RequestOptions(body.priority or 0))
+        vectors = await serving.embed(request, "embd", prompts, params, options)
     response_id = f"embd-{call_of(request).unique_id}"
     size = vectors.num_numbers * len(body.embedding_types)
-    return await call_of(request).respond(size, lambda: _answer(response_id, body, vectors))
+    return await respond_with(request, size, lambda: _answer(response_id, body, vectors))
 
 
 def _answer(response_id: str, body: CohereEmbedRequest, vectors: Vectors) -> CohereEmbeddings:

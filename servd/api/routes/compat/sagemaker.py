@@ -10,8 +10,8 @@ from fastapi import APIRouter, Depends
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servd.api.call import call_of
 from servd.api.context import context_of
+from servd.api.http.json_body import read_json_body, run_for
 from servd.api.http.route import Route, events
 from servd.api.protocol.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest
 from servd.api.protocol.classify import Classifications, ClassifyRequest
@@ -43,11 +43,10 @@ router = APIRouter(route_class=Route)
 
 async def read_invocation(request: Request) -> RequestBody:
     """Return the body, parsed for the route to which its fields belong."""
-    call = call_of(request)
     try:
         data = await request.body()
         parse = partial(read_json, data, dict[str, msgspec.Raw])
-        fields = await call.run_in_thread(len(data), parse, is_new=True)
+        fields = await run_for(request, len(data), parse, is_new=True)
         fields = {name: raw for name, raw in fields.items() if bytes(raw).strip() != b"null"}
     except ValueError:
         fields = {"messages": None}  # parsing it as a chat reports the error
@@ -56,7 +55,7 @@ async def read_invocation(request: Request) -> RequestBody:
         if name == "input" and is_classifier:
             kind = CLASSIFY[0]
         if name in fields:
-            return await call.read(request, kind)
+            return await read_json_body(request, kind)
     names = ", ".join(f"`{name}`" for name in BODIES)
     raise InvalidRequest(f"the body must have one of {names}")
 

@@ -1,21 +1,30 @@
-"""DeltaStream: passes the deltas of a request's choices to the task that writes the response."""
+"""RequestOutputCollector: passes the deltas of a request to the task that writes the response."""
+
+from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import TYPE_CHECKING
 
 from servd.api.request.fair_loop import FairLoop
 from servd.base.errors import InvalidRequest, ServdError
 from servd.messages.outputs import CompletionOutput
 
+if TYPE_CHECKING:
+    from servd.api.request.request_state import RequestState
+
 MAX_LOGPROBS_HELD = 1_000_000  # log-probabilities of one request; 70 bytes each, as JSON too
-MAX_TAKEN = 8  # deltas that a consumer gets in one turn; writing one takes some 50 us
+MAX_DELTAS = 8  # that a consumer gets in one turn; writing one takes some 50 us
+
+Delta = tuple["RequestState", CompletionOutput]
 
 
 @dataclass(slots=True)
-class DeltaStream:
-    """A bounded queue of deltas for one consumer, which reads in turns of `loop`.
+class RequestOutputCollector:
+    """A bounded queue of the deltas of all prompts of a request. Its consumer reads in turns of
+    `loop`.
 
     A choice's deltas that wait for a slow consumer are merged, so the queue is bounded. Without
     `in_pieces`, only the last delta of a choice wakes the consumer.
@@ -25,15 +34,15 @@ class DeltaStream:
     owner: str
     in_pieces: bool = True
     num_open: int = 0  # choices that have been started and have not ended
-    _waiting: dict[int, CompletionOutput] = field(default_factory=dict)  # by choice, merged
+    _waiting: dict[tuple[int, int], Delta] = field(default_factory=dict)  # by prompt and choice
     _failure: ServdError | None = None
     _woken: asyncio.Future[None] | None = None  # while the consumer waits
-    _is_rest: bool = False  # the consumer has left deltas in `_waiting`
+    _has_more: bool = False  # the consumer has left deltas in `_waiting`
     _num_logprobs: int = 0  # log-probabilities of output tokens in `_waiting`
 
-    def put(self, delta: CompletionOutput) -> None:
-        """Add a delta. After a failure, drop the delta. Fail the stream if too many
-        log-probabilities wait for the consumer.
+    def put(self, state: RequestState, delta: CompletionOutput) -> None:
+        """Add a delta. After a failure, drop the delta. Fail if too many log-probabilities wait for
+        the consumer.
         """
         if self._failure is not None:  # the failure is raised once no deltas wait
             return
@@ -42,37 +51,39 @@ class DeltaStream:
             if self._num_logprobs > MAX_LOGPROBS_HELD:
                 error = f"{MAX_LOGPROBS_HELD:,} log-probabilities wait for the client, more do not"
                 advice = "read the stream faster, or ask for fewer choices or log-probabilities"
-                return self.fail(InvalidRequest(f"{error}: {advice}", param="logprobs"))
-        earlier = self._waiting.get(delta.index)
+                self.fail(InvalidRequest(f"{error}: {advice}", param="logprobs"))
+                return
+        key = (state.index, delta.index)
+        earlier = self._waiting.get(key)
         if earlier is None:
-            self._waiting[delta.index] = delta
+            self._waiting[key] = (state, delta)
         else:
-            earlier.add(delta)
+            earlier[1].add(delta)
         if self.in_pieces or delta.finish_reason is not None:
             self._wake()
 
     def fail(self, error: ServdError) -> None:
-        """End the stream with an error. Later errors are ignored."""
+        """End with an error. Later errors are ignored."""
         self._failure = self._failure or error
         self._wake()
 
-    async def next_deltas(self) -> Iterable[CompletionOutput]:
+    async def get(self) -> Iterable[Delta]:
         """Wait for the next few deltas and return them. Raise the error once none is left."""
-        if self._is_rest:
+        if self._has_more:
             await self.loop.turn(self.owner)
         elif not self._waiting and self._failure is None:
             self._woken = asyncio.get_running_loop().create_future()
             await self._woken
         if not self._waiting and self._failure is not None:
             raise self._failure
-        self._is_rest = len(self._waiting) > MAX_TAKEN
-        if self._is_rest:
-            taken = [self._waiting.pop(index) for index in [*islice(self._waiting, MAX_TAKEN)]]
-            self._num_logprobs -= sum(map(_num_logprobs, taken))
-            return taken
-        deltas, self._waiting = self._waiting, {}
+        self._has_more = len(self._waiting) > MAX_DELTAS
+        if self._has_more:
+            deltas = [self._waiting.pop(key) for key in [*islice(self._waiting, MAX_DELTAS)]]
+            self._num_logprobs -= sum(_num_logprobs(delta) for _, delta in deltas)
+            return deltas
+        waiting, self._waiting = self._waiting, {}
         self._num_logprobs = 0
-        return deltas.values()
+        return waiting.values()
 
     def _wake(self) -> None:
         woken, self._woken = self._woken, None

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import importlib.metadata
 import platform
 import threading
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from functools import lru_cache
 from pathlib import Path
 
 import msgspec
 
 import servd
+from servd.api.context import Context
+from servd.api.request.request_output import RequestOutput
+from servd.base.errors import EngineDead
 from servd.checkpoint import hf
 from servd.config import Config
-from servd.messages.engine import WorkerReady
+from servd.messages.engine import EngineReady, WorkerReady
 from servd.messages.params import SamplingParams
 
 PACKAGES = ("torch", "tokenizers", "llguidance", "fastapi", "uvicorn")
@@ -75,6 +81,56 @@ def make_manifest(
             weights = hash_weights(spec.folder)
     device = (worker.device, worker.dtype, worker.attention_backend)
     return RunManifest(find_versions(), configuration, weights, *device, prompts)
+
+
+class ManifestRecorder:
+    """Records the outputs of a request, and adds its run manifest to the response."""
+
+    def __init__(self, context: Context, prompts: Sequence[RequestOutput]) -> None:
+        self.context = context
+        self.prompts = [
+            RepeatablePrompt(
+                prompt.prompt_token_ids, prompt.params, 0, [[] for _ in range(prompt.params.n)]
+            )
+            for prompt in prompts
+        ]
+
+    async def watch(
+        self, outputs: AsyncGenerator[RequestOutput, None]
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Yield the same outputs."""
+        async with aclosing(outputs):
+            async for output in outputs:
+                prompt = self.prompts[output.index]
+                for delta in output.outputs:
+                    prompt.token_ids[delta.index] += delta.token_ids
+                    if delta.index == 0:  # later choices find the blocks of the first choice
+                        num_cached = max(prompt.num_cached_tokens, delta.num_cached_tokens)
+                        prompt.num_cached_tokens = num_cached
+                yield output
+
+    async def append_comment(
+        self, frames: AsyncGenerator[bytes, None]
+    ) -> AsyncGenerator[bytes, None]:
+        """Yield the frames of a stream, and the manifest as a comment, which clients skip."""
+        async with aclosing(frames):
+            async for frame in frames:
+                yield frame
+        yield b": receipt " + msgspec.json.encode(await self.make()) + b"\n\n"
+
+    async def append_key(self, body: bytes) -> bytes:
+        """Return the JSON object `body` with the manifest as its last key."""
+        manifest = msgspec.json.encode({"receipt": await self.make()})
+        return body[:-1] + b"," + manifest[1:]
+
+    async def make(self) -> RunManifest:
+        async_llm = self.context.async_llm
+        ready = async_llm.status
+        if not isinstance(ready, EngineReady):  # the engine died after the last token
+            raise EngineDead("the engine has ended")
+        return await asyncio.to_thread(
+            make_manifest, self.context.config, async_llm.spec, ready.worker, self.prompts
+        )
 
 
 def find_versions() -> dict[str, str]:

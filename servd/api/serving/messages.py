@@ -1,53 +1,122 @@
-"""MessageBuilder: builds a Message of content blocks, and its events, from a chat's output."""
+"""AnthropicServingMessages: serves Anthropic's messages."""
+
+from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
 from typing import Any
 
 import msgspec
 from starlette.requests import Request
+from starlette.responses import Response
 
-from servd.api.builders.events import CUT_OFF, Event, EventBuilder
+from servd.api.call import call_of
+from servd.api.context import json_response
+from servd.api.http.json_body import run_for
 from servd.api.output.incremental import Content, Delta, Reasoning, ToolCallArguments, ToolCallStart
 from servd.api.output.json_reader import arguments_object, missing_end
 from servd.api.protocol.anthropic import (
     CHAT_NAMES,
     Block,
+    CountTokensRequest,
     Message,
     MessagesRequest,
     MessageTokensDetails,
     MessageUsage,
     TextBlock,
     ThinkingBlock,
+    TokensCount,
     ToolUseBlock,
 )
 from servd.api.protocol.chat import ChatCompletionRequest
 from servd.api.protocol.errors import ErrorReply
+from servd.api.protocol.translation import renamed
+from servd.api.serving.events import CUT_OFF, Event, EventFormatter
+from servd.api.serving.formatter import ResponseInfo
+from servd.api.serving.serving import OpenAIServing, Outputs
 from servd.messages.outputs import CompletionOutput
+from servd.messages.params import SamplingParams
 
 PING: Event = {"type": "ping"}
 
 
-class MessageBuilder(EventBuilder):
-    """A builder of messages. Only the last content block may be open: a new block closes it."""
+class AnthropicServingMessages(OpenAIServing):
+    """Serves Anthropic's messages; see OpenAIServing."""
 
-    may_fill_context = True
     keep_alive_frame = b'event: ping\ndata: {"type":"ping"}\n\n'
-    names = CHAT_NAMES
-    response: Message
+    stream_end = b""  # the last event marks the end
+
+    async def create_messages(self, body: MessagesRequest, request: Request) -> Response:
+        """Answer a conversation."""
+        call = call_of(request)
+        message_id = f"msg_{call.unique_id}"
+        with renamed(CHAT_NAMES):
+            chat = await self.chat_of(body, request)
+            params = self.sampling_params(chat)
+            options = self.request_options(request, chat.request_options)
+            info = self.response_info(message_id, call, options)
+            formatter = MessageFormatter(info, bool(body.stream), chat, params)
+            prompt = msgspec.structs.replace(chat.prompt, may_fill_context=True)
+            outputs = self.async_llm.generate(prompt, params, message_id, options, call=call)
+            return await self.respond(
+                request,
+                formatter,
+                outputs,
+                self.message_stream_generator,
+                self.message_full_generator,
+                {"request-id": call.request_id},
+            )
+
+    async def count_tokens(self, body: CountTokensRequest, request: Request) -> Response:
+        """Count the tokens of a conversation's prompt."""
+        with renamed(CHAT_NAMES):
+            chat = await self.chat_of(body, request)
+            self.check_params(chat)
+            token_ids = await self.tokenize(request, chat.prompt)
+        headers = {"request-id": call_of(request).request_id}
+        return json_response(TokensCount(len(token_ids)), headers=headers)
+
+    async def chat_of(
+        self, body: MessagesRequest | CountTokensRequest, request: Request
+    ) -> ChatCompletionRequest:
+        size = call_of(request).num_bytes
+        return await run_for(request, size, lambda: body.as_chat(body.chat_fields()))
+
+    async def message_stream_generator(
+        self, formatter: MessageFormatter, outputs: Outputs
+    ) -> AsyncGenerator[bytes, None]:
+        """Yield the events of a stream."""
+        with renamed(CHAT_NAMES):
+            async with aclosing(outputs):
+                async for output in outputs:
+                    if frames := await self.make_frames(formatter, output):
+                        yield frames
+
+    async def message_full_generator(self, formatter: MessageFormatter, outputs: Outputs) -> bytes:
+        """Return the body of a complete message."""
+        async for output in outputs:
+            formatter.add_output(output)
+        return await self.make_body(formatter)
+
+
+class MessageFormatter(EventFormatter):
+    """Formats a message. Only the last content block may be open: a new block closes it."""
+
+    body_so_far: Message
 
     def __init__(
-        self, request: Request, body: MessagesRequest, response_id: str, chat: ChatCompletionRequest
+        self, info: ResponseInfo, stream: bool, chat: ChatCompletionRequest, params: SamplingParams
     ) -> None:
-        super().__init__(request, body, response_id, chat)
+        super().__init__(info, stream, chat, params)
         usage = MessageUsage(0, 0, 0, MessageTokensDetails(0))
-        self.response = Message(id=response_id, model=self.model, content=[], usage=usage)
+        self.body_so_far = Message(id=info.id, model=info.model, content=[], usage=usage)
         self.block: Block | None = None  # the open block
         self.json = ""  # its input so far
 
-    def begin(self) -> Iterator[Event]:
-        self.response.usage = self._usage()
-        yield {"type": "message_start", "message": self.response}
+    def begin_events(self) -> Iterator[Event]:
+        self.body_so_far.usage = self._usage()
+        yield {"type": "message_start", "message": self.body_so_far}
         yield PING
 
     def change(self, delta: Delta) -> Iterator[Event]:
@@ -79,14 +148,14 @@ class MessageBuilder(EventBuilder):
         return self._delta({"type": "input_json_delta", "partial_json": text})
 
     def finish(self, output: CompletionOutput) -> Iterator[Event]:
-        if not self.response.content:
+        if not self.body_so_far.content:
             yield from self._text("")  # clients read the first block
         yield from self._close()
-        answer = self.response
+        answer = self.body_so_far
         answer.usage = self._usage()
         if output.finish_reason in CUT_OFF:
             num_tokens = self.num_prompt_tokens + self.num_output_tokens
-            is_full = num_tokens >= self.async_llm.processor.max_model_len
+            is_full = num_tokens >= self.info.max_model_len
             is_cut = is_full and self.num_output_tokens < (self.params.max_tokens or 0)
             answer.stop_reason = "model_context_window_exceeded" if is_cut else "max_tokens"
         elif self.parser.num_calls and not self.parser.is_in_call:
@@ -114,12 +183,12 @@ class MessageBuilder(EventBuilder):
     def _open(self, block: Block) -> Iterator[Event]:
         yield from self._close()
         self.block = block
-        self.response.content.append(block)
-        index = len(self.response.content) - 1
+        self.body_so_far.content.append(block)
+        index = len(self.body_so_far.content) - 1
         yield {"type": "content_block_start", "index": index, "content_block": block}
 
     def _delta(self, delta: dict[str, Any]) -> Event:
-        index = len(self.response.content) - 1
+        index = len(self.body_so_far.content) - 1
         return {"type": "content_block_delta", "index": index, "delta": delta}
 
     def _close(self) -> Iterator[Event]:
@@ -138,5 +207,5 @@ class MessageBuilder(EventBuilder):
                     missing = json.dumps(self.block.input)
                 if missing:
                     yield self._input(missing)
-        yield {"type": "content_block_stop", "index": len(self.response.content) - 1}
+        yield {"type": "content_block_stop", "index": len(self.body_so_far.content) - 1}
         self.block = None

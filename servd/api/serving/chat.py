@@ -1,10 +1,15 @@
-"""ChatBuilder: builds the response of a chat completion."""
+"""OpenAIServingChat: serves chat completions."""
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 
 from msgspec import UNSET, UnsetType
+from starlette.requests import Request
+from starlette.responses import Response
 
-from servd.api.builders.chunks import ChunkBuilder
+from servd.api.call import call_of
 from servd.api.output.incremental import Content, Delta, Reasoning, ToolCallArguments, ToolCallStart
 from servd.api.protocol.chat import (
     AssistantMessage,
@@ -21,15 +26,70 @@ from servd.api.protocol.chat import (
     MessageToolCall,
 )
 from servd.api.protocol.generation import CompletionTokensDetails, Usage
+from servd.api.serving.formatter import ChoiceFormatter
+from servd.api.serving.serving import OpenAIServing, Outputs
 from servd.messages.engine import FinishReason
 from servd.messages.outputs import CompletionOutput
 
 NOTHING = ChoiceDelta()
 
 
-class ChatBuilder(ChunkBuilder):
+class OpenAIServingChat(OpenAIServing):
+    """Serves chat completions; see OpenAIServing."""
+
     request_type = "chat_completions"
-    asked: ChatCompletionRequest
+
+    async def create_chat_completion(
+        self, body: ChatCompletionRequest, request: Request
+    ) -> Response:
+        """Answer a conversation."""
+        call = call_of(request)
+        response_id = f"chatcmpl-{call.unique_id}"
+        params = self.sampling_params(body)
+        options = self.request_options(request, body.request_options)
+        info = self.response_info(response_id, call, options)
+        formatter = ChatFormatter(info, body, params)
+        outputs = self.async_llm.generate(
+            body.prompt,
+            params,
+            response_id,
+            options,
+            call=call,
+            beams=body.beams,
+            in_pieces=formatter.in_pieces,
+        )
+        return await self.respond(
+            request,
+            formatter,
+            outputs,
+            self.chat_completion_stream_generator,
+            self.chat_completion_full_generator,
+        )
+
+    async def chat_completion_stream_generator(
+        self, formatter: ChatFormatter, outputs: Outputs
+    ) -> AsyncGenerator[bytes, None]:
+        """Yield the frames of a stream of chunks."""
+        async with aclosing(outputs):
+            async for output in outputs:
+                if frames := await self.make_frames(formatter, output):
+                    yield frames
+        if frame := formatter.last_frame():
+            yield frame
+
+    async def chat_completion_full_generator(
+        self, formatter: ChatFormatter, outputs: Outputs
+    ) -> bytes:
+        """Return the body of a complete response."""
+        async for output in outputs:
+            formatter.add_output(output)
+        return await self.make_body(formatter)
+
+
+class ChatFormatter(ChoiceFormatter):
+    """Formats the choices of a chat as messages, or as chunks of them."""
+
+    body: ChatCompletionRequest
 
     def chunks(self, output: CompletionOutput) -> list[ChatCompletionChunk]:
         """Return the chunks of an output. A choice's first chunk has only the role."""
@@ -40,7 +100,7 @@ class ChatBuilder(ChunkBuilder):
         if not self.has_begun[output.index]:
             is_first = not any(self.has_begun)
             self.has_begun[output.index] = True
-            begin = ChoiceDelta(role="assistant", content=self.asked.echoed, refusal=None)
+            begin = ChoiceDelta(role="assistant", content=self.body.echoed, refusal=None)
             usage = self.chunk_usage(len(output.token_ids))
             chunks.append(self._chunk([ChunkChoice(output.index, begin)], usage))
             if is_first:  # it is said once
@@ -52,7 +112,7 @@ class ChatBuilder(ChunkBuilder):
                 logprobs=self.token_texts[output.index].chat_logprobs(output.logprobs),
                 finish_reason=output.finish_reason and self._finish_reason(output),
                 stop_reason=output.stop_reason,
-                token_ids=output.token_ids if self.asked.return_token_ids else UNSET,
+                token_ids=output.token_ids if self.body.return_token_ids else UNSET,
             )
             chunks.append(self._chunk([choice], self.chunk_usage()))
         return chunks
@@ -60,21 +120,21 @@ class ChatBuilder(ChunkBuilder):
     def usage_chunk(self) -> ChatCompletionChunk:
         return self._chunk([], self.usage())
 
-    def whole(self) -> ChatCompletion:
+    def response(self) -> ChatCompletion:
         prompt_token_ids, prompt_text = self._prompt()
         return ChatCompletion(
-            self.id,
+            self.info.id,
             self.created,
-            self.model,
-            self.context.fingerprint,
+            self.info.model,
+            self.info.fingerprint,
             [
                 ChatChoice(
                     choice.index,
-                    _message(self._delta(choice), self.asked.echoed),
+                    _message(self._delta(choice), self.body.echoed),
                     self.token_texts[choice.index].chat_logprobs(choice.logprobs),
                     self._finish_reason(choice),
                     choice.stop_reason,
-                    token_ids=choice.token_ids if self.asked.return_token_ids else UNSET,
+                    token_ids=choice.token_ids if self.body.return_token_ids else UNSET,
                 )
                 for choice in self.choices
             ],
@@ -90,29 +150,29 @@ class ChatBuilder(ChunkBuilder):
     def usage(self) -> Usage:
         """Return the token counts so far, with reasoning tokens if the model reasons."""
         usage = super().usage()
-        if self.async_llm.processor.model_format.reasoning_parser is not None:
+        if self.info.can_reason:
             num_tokens = sum(parser.num_reasoning_tokens for parser in self.parsers.values())
             usage.completion_tokens_details = CompletionTokensDetails(num_tokens)
         return usage
 
     def _prompt(self) -> tuple[list[int] | UnsetType, str | UnsetType]:
         """Return the prompt's token ids and its text, each only if the client asked for it."""
-        prepared = self.prepared[0]
+        prompt = self.prompts[0]
         return (
-            prepared.prompt_token_ids if self.asked.return_token_ids else UNSET,
-            self.prompt_text(prepared) if self.asked.return_prompt_text else UNSET,
+            prompt.prompt_token_ids if self.body.return_token_ids else UNSET,
+            self.prompt_text(prompt) if self.body.return_prompt_text else UNSET,
         )
 
     def _chunk(
         self, choices: list[ChunkChoice], usage: Usage | None | UnsetType
     ) -> ChatCompletionChunk:
         return ChatCompletionChunk(
-            self.id, self.created, self.model, self.context.fingerprint, choices, usage
+            self.info.id, self.created, self.info.model, self.info.fingerprint, choices, usage
         )
 
     def _delta(self, output: CompletionOutput) -> ChoiceDelta:
-        deltas = self.deltas_of(output)
-        if self.asked.include_reasoning is False:
+        deltas = self.parse(output)
+        if self.body.include_reasoning is False:
             deltas = [delta for delta in deltas if not isinstance(delta, Reasoning)]
         if len(deltas) == 1 and isinstance(deltas[0], Content):  # nearly all chunks
             return ChoiceDelta(content=deltas[0].text)
@@ -124,7 +184,7 @@ class ChatBuilder(ChunkBuilder):
             return output.finish_reason
         # A call that a stop string cut cannot be run. OpenAI says "stop" too where the request
         # named the function: the call is all that was asked for.
-        is_stop = parser.is_in_call or self.asked.must_call_one
+        is_stop = parser.is_in_call or self.body.must_call_one
         return FinishReason.STOP if is_stop else "tool_calls"
 
 

@@ -1,0 +1,64 @@
+"""Observer: sees requests begin and end, their tokens and the steps of engines."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from servd.api.request.request_state import RequestState
+from servd.base.tracing import StepRecord
+from servd.messages.engine import EngineDead, EngineReady, EngineStatus
+from servd.messages.outputs import CompletionOutput
+from servd.messages.stats import SchedulerStats
+
+log = logging.getLogger("servd.api")
+
+
+class Observer:
+    """An observer of requests and engine steps. `AsyncLLM.observer` calls all observers."""
+
+    def began(self, state: RequestState) -> None:
+        """Handle a request that is about to be sent. Its engine is not chosen yet."""
+
+    def received(self, state: RequestState, delta: CompletionOutput, at_ns: int) -> None:
+        """Handle new tokens, or the end, of a choice."""
+
+    def stepped(self, steps: Sequence[StepRecord], stats: SchedulerStats | None, rank: int) -> None:
+        """Handle an engine's report of its latest steps."""
+
+    def ended(self, state: RequestState, status: EngineStatus | EngineReady | EngineDead) -> None:
+        """Handle a request's last token or disconnect. `status` is the status of its engine."""
+
+
+class Observers(Observer):
+    """A group of observers. A failing observer delays or fails no request that has begun."""
+
+    def __init__(self, observers: Sequence[Observer]) -> None:
+        self.observers = observers
+        # `received` is called for every token, and most observers do not need it.
+        self.receivers = [
+            observer for observer in observers if type(observer).received is not Observer.received
+        ]
+
+    def began(self, state: RequestState) -> None:
+        for observer in self.observers:
+            observer.began(state)
+
+    def received(self, state: RequestState, delta: CompletionOutput, at_ns: int) -> None:
+        for observer in self.receivers:
+            observer.received(state, delta, at_ns)
+
+    def stepped(self, steps: Sequence[StepRecord], stats: SchedulerStats | None, rank: int) -> None:
+        for observer in self.observers:
+            try:
+                observer.stepped(steps, stats, rank)
+            except Exception:
+                log.exception("%s failed at steps of engine %d", type(observer).__name__, rank)
+
+    def ended(self, state: RequestState, status: EngineStatus | EngineReady | EngineDead) -> None:
+        for observer in self.observers:
+            try:
+                observer.ended(state, status)
+            except Exception:
+                name = type(observer).__name__
+                log.exception("%s failed at the end of %s", name, state.request_id)

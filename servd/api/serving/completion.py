@@ -1,0 +1,149 @@
+"""OpenAIServingCompletion: serves text completions."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+
+from msgspec import UNSET, UnsetType
+from starlette.requests import Request
+from starlette.responses import Response
+
+from servd.api.call import call_of
+from servd.api.protocol.completions import (
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionRequest,
+)
+from servd.api.protocol.generation import Usage
+from servd.api.request.request_output import RequestOutput
+from servd.api.serving.formatter import ChoiceFormatter
+from servd.api.serving.serving import OpenAIServing, Outputs
+from servd.messages.outputs import CompletionOutput
+
+
+class OpenAIServingCompletion(OpenAIServing):
+    """Serves text completions; see OpenAIServing."""
+
+    async def create_completion(self, body: CompletionRequest, request: Request) -> Response:
+        """Complete one or more prompts."""
+        call = call_of(request)
+        response_id = f"cmpl-{call.unique_id}"
+        prompts = body.prompts
+        params = self.sampling_params(body)
+        options = self.request_options(request, body.request_options, len(prompts))
+        info = self.response_info(response_id, call, options)
+        formatter = CompletionFormatter(info, body, params, len(prompts))
+        outputs = self.async_llm.generate(
+            prompts,
+            params,
+            response_id,
+            options,
+            call=call,
+            beams=body.beams,
+            in_pieces=formatter.in_pieces,
+        )
+        return await self.respond(
+            request,
+            formatter,
+            outputs,
+            self.completion_stream_generator,
+            self.completion_full_generator,
+        )
+
+    async def completion_stream_generator(
+        self, formatter: CompletionFormatter, outputs: Outputs
+    ) -> AsyncGenerator[bytes, None]:
+        """Yield the frames of a stream of chunks."""
+        async with aclosing(outputs):
+            async for output in outputs:
+                if frames := await self.make_frames(formatter, output):
+                    yield frames
+        if frame := formatter.last_frame():
+            yield frame
+
+    async def completion_full_generator(
+        self, formatter: CompletionFormatter, outputs: Outputs
+    ) -> bytes:
+        """Return the body of a complete response."""
+        async for output in outputs:
+            formatter.add_output(output)
+        return await self.make_body(formatter)
+
+
+class CompletionFormatter(ChoiceFormatter):
+    """Formats the choices of prompts as texts, or as chunks of them."""
+
+    body: CompletionRequest
+
+    def begin(self, prompts: Sequence[RequestOutput]) -> None:
+        super().begin(prompts)
+        self.num_logprobs = self.body.logprobs
+        self.echo = bool(self.body.echo)
+
+    def chunks(self, output: CompletionOutput) -> list[Completion]:
+        """Return a chunk, or none. A choice's first chunk also has the fields sent only once."""
+        is_first = not self.has_begun[output.index]
+        if not self.has_news(output) and not (is_first and self.echo):
+            return []
+        self.has_begun[output.index] = True
+        return [self._completion([self._choice(output, is_first)], self.chunk_usage())]
+
+    def usage_chunk(self) -> Completion:
+        return self._completion([], self.usage())
+
+    def response(self) -> Completion:
+        choices = self.choices
+        for choice in choices:  # only the first of n scores the prompt
+            choice.prompt_logprobs = choices[choice.index - choice.index % self.n].prompt_logprobs
+        answers = [self._choice(choice, is_first=True) for choice in choices]
+        shown = [self.prompt_logprobs(first) for first in choices[:: self.n]]
+        for answer in answers:
+            answer.prompt_logprobs = shown[answer.index // self.n]
+        response = self._completion(answers, self.usage())
+        response.timings = self.timings()
+        response.metrics = self.metrics()
+        response.kv_transfer_params = self.kv_transfer_params()
+        return response
+
+    def _completion(
+        self, choices: list[CompletionChoice], usage: Usage | None | UnsetType
+    ) -> Completion:
+        return Completion(
+            self.info.id, self.created, self.info.model, self.info.fingerprint, choices, usage
+        )
+
+    def _choice(self, output: CompletionOutput, is_first: bool) -> CompletionChoice:
+        prompt = self.prompts[output.index // self.n]
+        text = output.text
+        if is_first and self.echo:
+            text = self.prompt_text(prompt) + text
+        shows_prompt_ids = is_first and self.body.return_token_ids
+        shows_prompt = is_first and self.body.return_prompt_text
+        return CompletionChoice(
+            output.index,
+            text,
+            self._logprobs(prompt, output),
+            output.finish_reason,
+            output.stop_reason,
+            token_ids=output.token_ids if self.body.return_token_ids else UNSET,
+            prompt_token_ids=prompt.prompt_token_ids if shows_prompt_ids else UNSET,
+            prompt_text=self.prompt_text(prompt) if shows_prompt else UNSET,
+        )
+
+    def _logprobs(
+        self, prompt: RequestOutput, output: CompletionOutput
+    ) -> CompletionLogprobs | None:
+        if self.num_logprobs is None:
+            return None
+        texts = self.token_texts[output.index]
+        if not self.echo:
+            return (
+                texts.completion_logprobs(output.logprobs) if output.logprobs is not None else None
+            )
+        scores = output.prompt_logprobs or []
+        result = texts.echo_logprobs(
+            self.prompt_text(prompt), prompt.prompt_token_ids, scores, self.num_logprobs
+        )
+        return texts.completion_logprobs(output.logprobs or [], result)

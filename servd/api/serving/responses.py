@@ -1,0 +1,486 @@
+"""OpenAIServingResponses: serves Responses of output items, streamed as events."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from bisect import bisect_left, bisect_right
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing
+from itertools import accumulate
+from typing import Any, cast
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response as HTTPResponse
+
+from servd.api.call import call_of
+from servd.api.context import json_response
+from servd.api.http.json_body import run_for
+from servd.api.http.streaming import EventStream
+from servd.api.output.incremental import Content, Delta, Reasoning, ToolCallArguments, ToolCallStart
+from servd.api.protocol.chat import ChatCompletionRequest
+from servd.api.protocol.errors import ErrorBody, ErrorReply, error_reply
+from servd.api.protocol.response_items import sealed
+from servd.api.protocol.responses import (
+    CHAT_NAMES,
+    ENCRYPTED,
+    DeletedResponse,
+    FunctionCallItem,
+    InputTokens,
+    InputTokensDetails,
+    MessageItem,
+    OutputItem,
+    OutputText,
+    OutputTokensDetails,
+    ReasoningItem,
+    ReasoningText,
+    Response,
+    ResponseError,
+    ResponsesRequest,
+    ResponseUsage,
+    Status,
+)
+from servd.api.protocol.translation import renamed
+from servd.api.responses.event_log import EventLog
+from servd.api.responses.response_store import ResponseStore, Stored
+from servd.api.serving.events import CUT_OFF, Event, EventFormatter, encode_events
+from servd.api.serving.formatter import ResponseInfo
+from servd.api.serving.logprobs import TokenTexts
+from servd.api.serving.serving import OpenAIServing, Outputs
+from servd.base.errors import InvalidRequest, NotFound, Overloaded
+from servd.messages.engine import TokenLogprobs
+from servd.messages.outputs import CompletionOutput
+from servd.messages.params import SamplingParams
+
+TEXT_EVENT = {MessageItem: "response.output_text", ReasoningItem: "response.reasoning_text"}
+NO_TOOL: dict[str, Any] = {"description": None, "parameters": None, "strict": None}
+
+
+class OpenAIServingResponses(OpenAIServing):
+    """Serves the Responses API; see OpenAIServing."""
+
+    stream_end = b""  # the last event marks the end
+    request_type = "responses"
+
+    def store(self, request: Request) -> ResponseStore:
+        """Return the stored responses of the request's key."""
+        return self.context.responses[call_of(request).owner]
+
+    async def create_responses(self, body: ResponsesRequest, request: Request) -> HTTPResponse:
+        """Answer a conversation, and store it for the next turn."""
+        call = call_of(request)
+        store = self.store(request)
+        response_id = f"resp_{call.unique_id}"
+        is_stored = body.store is not False and store.max_responses > 0
+        if body.background and not is_stored:
+            raise InvalidRequest("a background response needs `store`: true", param="background")
+        previous = store.previous_of(body)
+        items = _conversation(previous, body)
+        with renamed(CHAT_NAMES):
+            chat = await self._chat_of(body, items, request)
+            params = self.sampling_params(chat)
+            options = self.request_options(request, chat.request_options)
+            info = self.response_info(response_id, call, options)
+            formatter = ResponsesFormatter(info, body, chat, params, is_stored)
+            outputs = self.async_llm.generate(chat.prompt, params, response_id, options, call=call)
+            if body.background:
+                stored = Stored(formatter.body_so_far, items, 0, EventLog())
+                await self._start_in_background(request, formatter, outputs, stored, body, previous)
+                if body.stream:
+                    return self.follow(request, stored, 0)
+                return json_response(formatter.body_so_far)
+
+            def keep() -> None:
+                num_bytes = _num_bytes(formatter.body_so_far, body, previous)
+                store.put(Stored(formatter.body_so_far, items, num_bytes))
+
+            if is_stored:
+                formatter.keep = keep
+            return await self.respond(
+                request,
+                formatter,
+                outputs,
+                self.responses_stream_generator,
+                self.responses_full_generator,
+            )
+
+    async def responses_stream_generator(
+        self, formatter: ResponsesFormatter, outputs: Outputs
+    ) -> AsyncGenerator[bytes, None]:
+        """Yield the events of a stream."""
+        with renamed(CHAT_NAMES):
+            async with aclosing(outputs):
+                async for output in outputs:
+                    if frames := await self.make_frames(formatter, output):
+                        yield frames
+
+    async def responses_full_generator(
+        self, formatter: ResponsesFormatter, outputs: Outputs
+    ) -> bytes:
+        """Return the body of a complete response."""
+        async for output in outputs:
+            formatter.add_output(output)
+        return await self.make_body(formatter)
+
+    async def _start_in_background(
+        self,
+        request: Request,
+        formatter: ResponsesFormatter,
+        outputs: Outputs,
+        stored: Stored,
+        body: ResponsesRequest,
+        previous: Stored | None,
+    ) -> None:
+        """Run a response beyond the end of its call."""
+        call = call_of(request)
+        store = self.store(request)
+        log = stored.log
+        assert log is not None
+
+        def keep() -> None:
+            num_bytes = _num_bytes(stored.response, body, previous) + log.num_bytes
+            store.put(msgspec.structs.replace(stored, num_bytes=num_bytes))
+
+        formatter.begin([await anext(outputs)])
+        try:
+            store.check_room()  # other responses may have started meanwhile
+        except Overloaded:
+            await outputs.aclose()
+            raise
+        [timeline], call.timelines = call.timelines, []  # it is longer than the call
+        span, call.span = call.span, None
+        run = _run_in_background(formatter, outputs, log, call.request_id)
+        stored.task = asyncio.create_task(run)
+
+        def end(_: asyncio.Task[None]) -> None:
+            if stored.response.id in store:  # with its final size, unless evicted or deleted
+                keep()
+            if span is not None:
+                span.add_timeline(timeline)
+            self.async_llm.tracer.finish(timeline)
+            if span is not None:
+                span.end()
+
+        stored.task.add_done_callback(end)
+        for event in formatter.queue():
+            log.append(encode_events([event]))
+        keep()
+        # Let the task begin before a client can cancel it: a task that never ran cleans nothing up.
+        await asyncio.sleep(0)
+
+    async def retrieve_responses(
+        self, response_id: str, stream: bool, starting_after: int | None, request: Request
+    ) -> HTTPResponse:
+        """Return a stored response, or stream the events of a background response."""
+        stored = self.stored(request, response_id)
+        if not stream:
+            return json_response(stored.response)
+        if stored.log is None:
+            raise InvalidRequest(
+                "only a response with `background`: true can be streamed again: leave out `stream`",
+                param="stream",
+            )
+        return self.follow(request, stored, 0 if starting_after is None else starting_after + 1)
+
+    async def cancel_responses(self, response_id: str, request: Request) -> HTTPResponse:
+        """Cancel a background response."""
+        stored = self.stored(request, response_id)
+        if not stored.response.background:
+            raise InvalidRequest(
+                "only a response with `background`: true can be cancelled", param="response_id"
+            )
+        await _cancel(stored)
+        return json_response(stored.response)
+
+    async def delete_responses(self, response_id: str, request: Request) -> HTTPResponse:
+        """Delete a stored response, and cancel it if it is running."""
+        stored = self.stored(request, response_id)
+        await _cancel(stored)
+        self.store(request).pop(stored.response.id)
+        return json_response(DeletedResponse(stored.response.id))
+
+    async def count_input_tokens(self, body: ResponsesRequest, request: Request) -> HTTPResponse:
+        """Count the tokens of a response's prompt."""
+        items = _conversation(self.store(request).previous_of(body), body)
+        with renamed(CHAT_NAMES):
+            chat = await self._chat_of(body, items, request)
+            self.check_params(chat)
+            token_ids = await self.tokenize(request, chat.prompt)
+        return json_response(InputTokens(len(token_ids)))
+
+    def stored(self, request: Request, response_id: str) -> Stored:
+        return self.store(request).get(response_id, NotFound, "response_id")
+
+    def follow(self, request: Request, stored: Stored, start: int) -> EventStream:
+        """Stream the events from number `start` on. A disconnect does not cancel the response."""
+        assert stored.log is not None
+        return EventStream(
+            stored.log.follow(start),
+            request_id=call_of(request).request_id,
+            keep_alive=self.context.keep_alive,
+            headers={},
+            end=self.stream_end,
+        )
+
+    async def _chat_of(
+        self, body: ResponsesRequest, items: list[dict[str, Any]], request: Request
+    ) -> ChatCompletionRequest:
+        # Stored turns come on top of the body.
+        size = call_of(request).num_bytes + 64 * len(items)
+        return await run_for(
+            request, size, lambda: body.as_chat(body.chat_fields(items)), is_new=True
+        )
+
+
+async def _run_in_background(
+    formatter: ResponsesFormatter, outputs: Outputs, log: EventLog, request_id: str
+) -> None:
+    """Generate a response in the background until it finishes or is cancelled."""
+    try:
+        async with aclosing(outputs):
+            async for output in outputs:
+                for delta in formatter.deltas(output):
+                    for event in formatter.events_of(delta):
+                        log.append(encode_events([event]))
+    except asyncio.CancelledError:
+        for event in formatter.cancel():
+            log.append(encode_events([event]))
+        raise
+    except Exception as error:
+        log.append(formatter.error_frame(error_reply(error, request_id)))
+    finally:
+        log.close()
+
+
+async def _cancel(stored: Stored) -> None:
+    if stored.task is not None:
+        stored.task.cancel()
+        await asyncio.wait([stored.task])
+
+
+def _conversation(previous: Stored | None, body: ResponsesRequest) -> list[dict[str, Any]]:
+    turns = cast(list[dict[str, Any]], body.input)
+    return turns if previous is None else [*previous.conversation, *turns]
+
+
+def _num_bytes(response: Response, body: ResponsesRequest, previous: Stored | None) -> int:
+    """Return the size of a response and its conversation, as JSON."""
+    num_bytes = len(msgspec.json.encode([response, body.input]))
+    return num_bytes + (0 if previous is None else previous.num_bytes)
+
+
+class ResponsesFormatter(EventFormatter):
+    """Formats a Response. Only the last output item may be open: a new item closes it. The
+    formatter calls `keep` when the Response is complete, before the client gets the end. With
+    `is_stored`, clients can retrieve the response later.
+    """
+
+    body_so_far: Response
+
+    def __init__(
+        self,
+        info: ResponseInfo,
+        body: ResponsesRequest,
+        chat: ChatCompletionRequest,
+        params: SamplingParams,
+        is_stored: bool,
+    ) -> None:
+        super().__init__(info, bool(body.stream), chat, params)
+        self.body_so_far = _blank(info.id, info.model, body, params, is_stored)
+        self.keep: Callable[[], None] = lambda: None
+        self.item: OutputItem | None = None  # the open item
+        self.token_texts = TokenTexts(info.tokenizer)
+        self.logprobs: list[TokenLogprobs] = []  # tokens whose text is in no event yet
+        self.sequence_number = 0
+        self.seals = ENCRYPTED in (body.include or ())
+
+    def queue(self) -> Iterator[Event]:
+        """Yield the events of a queued response, which clients can already retrieve."""
+        self.body_so_far.status = "queued"
+        yield self._event("response.created", response=self.body_so_far)
+        yield self._event("response.queued", response=self.body_so_far)
+
+    def begin_events(self) -> Iterator[Event]:
+        is_new = self.body_so_far.status == "in_progress"
+        self.body_so_far.status = "in_progress"
+        if is_new:
+            yield self._event("response.created", response=self.body_so_far)
+        yield self._event("response.in_progress", response=self.body_so_far)
+
+    def events_of(self, delta: CompletionOutput) -> Iterator[Event]:
+        self.logprobs += delta.logprobs or ()
+        yield from super().events_of(delta)
+
+    def change(self, delta: Delta) -> Iterator[Event]:
+        match delta:
+            case Content(text=text):
+                yield from self._content(text)
+            case Reasoning(text=text):
+                self._take_logprobs(text)  # only messages have logprobs
+                if not isinstance(self.item, ReasoningItem):
+                    yield from self._open_text(ReasoningItem(self._item_id("rs")), ReasoningText())
+                yield from self._text(text)
+            case ToolCallStart(id=call_id, name=name):
+                yield from self._open(FunctionCallItem(self._item_id("fc"), call_id, name))
+            case ToolCallArguments(text=text):
+                assert isinstance(self.item, FunctionCallItem)
+                self.item.arguments += text
+                self._take_logprobs(text)
+                yield self._item_event("response.function_call_arguments.delta", delta=text)
+
+    def _content(self, text: str) -> Iterator[Event]:
+        if not isinstance(self.item, MessageItem):
+            yield from self._open_text(MessageItem(self._item_id("msg")), OutputText())
+        assert isinstance(self.item, MessageItem)
+        shown = self.token_texts.chat_logprobs(self._take_logprobs(text))
+        logprobs = shown.content if shown else []
+        self.item.content[0].logprobs += logprobs
+        yield from self._text(text, logprobs=logprobs)
+
+    def finish(self, output: CompletionOutput) -> Iterator[Event]:
+        if not self.body_so_far.output:
+            yield from self._content("")  # clients read the first item
+        is_cut = output.finish_reason in CUT_OFF
+        status: Status = "incomplete" if is_cut else "completed"
+        yield from self._close("incomplete" if self.parser.is_in_call else status)
+        self.body_so_far.status = status
+        self.body_so_far.usage = self._usage()
+        if is_cut:
+            self.body_so_far.incomplete_details = {"reason": "max_output_tokens"}
+        else:
+            self.body_so_far.completed_at = int(time.time())
+        self.keep()
+        yield self._event(f"response.{status}", response=self.body_so_far)
+
+    def fail(self, reply: ErrorReply) -> Iterator[Event]:
+        """Yield the failed response, or only an error if no event was sent before."""
+        detail = msgspec.json.decode(reply.body, type=ErrorBody).error
+        self.body_so_far.status = "failed"
+        self.body_so_far.error = ResponseError(detail.message)
+        if self.sequence_number:
+            yield self._event("response.failed", response=self.body_so_far)
+        else:
+            yield self._event("error", code=detail.code, message=detail.message, param=detail.param)
+
+    def cancel(self) -> Iterator[Event]:
+        """Yield a cancelled response's events, ending with `incomplete`: OpenAI has none for it."""
+        yield from self._close("incomplete")
+        self.body_so_far.status = "cancelled"
+        yield self._event("response.incomplete", response=self.body_so_far)
+
+    def _usage(self) -> ResponseUsage:
+        num_input_tokens = self.num_prompt_tokens
+        return ResponseUsage(
+            num_input_tokens,
+            InputTokensDetails(self.num_cached_tokens[0]),
+            self.num_output_tokens,
+            OutputTokensDetails(self.parser.num_reasoning_tokens),
+            num_input_tokens + self.num_output_tokens,
+        )
+
+    def _open_text(
+        self, item: MessageItem | ReasoningItem, part: OutputText | ReasoningText
+    ) -> Iterator[Event]:
+        yield from self._open(item)
+        item.content.append(part)  # type: ignore[arg-type]
+        yield self._item_event("response.content_part.added", content_index=0, part=part)
+
+    def _open(self, item: OutputItem) -> Iterator[Event]:
+        yield from self._close("completed")
+        self.item = item
+        self.body_so_far.output.append(item)
+        index = len(self.body_so_far.output) - 1
+        yield self._event("response.output_item.added", output_index=index, item=item)
+
+    def _text(self, text: str, **more: Any) -> Iterator[Event]:
+        assert isinstance(self.item, MessageItem | ReasoningItem)
+        self.item.content[0].text += text
+        name = TEXT_EVENT[type(self.item)]
+        yield self._item_event(f"{name}.delta", content_index=0, delta=text, **more)
+
+    def _close(self, status: Status) -> Iterator[Event]:
+        match self.item:
+            case None:
+                return
+            case FunctionCallItem(name=name, arguments=arguments):
+                yield self._item_event(
+                    "response.function_call_arguments.done", name=name, arguments=arguments
+                )
+            case MessageItem(content=[part]) | ReasoningItem(content=[part]):
+                more = {"logprobs": part.logprobs} if isinstance(part, OutputText) else {}
+                yield self._item_event(
+                    f"{TEXT_EVENT[type(self.item)]}.done", content_index=0, text=part.text, **more
+                )
+                yield self._item_event("response.content_part.done", content_index=0, part=part)
+        self.item.status = status
+        if self.seals and isinstance(self.item, ReasoningItem):
+            self.item.encrypted_content = sealed(self.item.content[0].text)
+        yield self._event(
+            "response.output_item.done",
+            output_index=len(self.body_so_far.output) - 1,
+            item=self.item,
+        )
+        self.item = None
+
+    def _take_logprobs(self, text: str) -> list[TokenLogprobs]:
+        """Remove and return the logprobs of the tokens of `text`. Drop the logprobs of earlier
+        tokens, such as tags. Keep the logprobs of later tokens, e.g. of a call after a message.
+        """
+        if not self.logprobs:
+            return []
+        tokens = [self.info.tokenizer.token_bytes(each.token_ids[0]) for each in self.logprobs]
+        written = b"".join(tokens)
+        wanted = text.encode()
+        # Search at the end first, as in most streams: a tag may contain a short text, too.
+        first = len(written.removesuffix(wanted))
+        if first == len(written):
+            first = written.find(wanted)
+        if first < 0:  # a parser has written it anew
+            taken, self.logprobs = self.logprobs, []
+            return taken
+        ends = list(accumulate(map(len, tokens)))
+        begin = bisect_right(ends, first)
+        end = bisect_left(ends, first + len(wanted)) + 1 if text else begin
+        taken, self.logprobs = self.logprobs[begin:end], self.logprobs[end:]
+        return taken
+
+    def _item_id(self, kind: str) -> str:
+        return f"{kind}_{self.body_so_far.id.removeprefix('resp_')}_{len(self.body_so_far.output)}"
+
+    def _item_event(self, event: str, /, **fields: Any) -> Event:
+        assert self.item is not None
+        index = len(self.body_so_far.output) - 1
+        return self._event(event, item_id=self.item.id, output_index=index, **fields)
+
+    def _event(self, event: str, /, **fields: Any) -> Event:
+        self.sequence_number += 1
+        return {"type": event, "sequence_number": self.sequence_number - 1, **fields}
+
+
+def _blank(
+    response_id: str, model: str, body: ResponsesRequest, params: SamplingParams, is_stored: bool
+) -> Response:
+    return Response(
+        id=response_id,
+        created_at=int(time.time()),
+        background=bool(body.background),
+        instructions=body.instructions,
+        max_output_tokens=body.max_output_tokens,
+        metadata=body.metadata or {},
+        model=model,
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        previous_response_id=body.previous_response_id,
+        reasoning={"effort": (body.reasoning or {}).get("effort"), "summary": None},
+        store=is_stored,
+        temperature=params.temperature,
+        text={"format": (body.text or {}).get("format") or {"type": "text"}},
+        tool_choice=body.tool_choice or "auto",
+        tools=[
+            NO_TOOL | dict(tool) if tool["type"] == "function" else dict(tool)
+            for tool in body.tools or ()
+        ],
+        top_logprobs=body.top_logprobs or 0,
+        top_p=params.top_p,
+        user=body.user,
+    )
