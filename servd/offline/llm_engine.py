@@ -174,9 +174,14 @@ class LLMEngine:
         progressed: dict[str, RequestOutput] = {}
         outputs, stats = self.port.receive()
         self.metrics.take(outputs, stats, self.requests)
-        for state, delta, stopped in self.output_processor.process_outputs(outputs, self.requests):
-            if stopped:  # ended by a stop string, which only this side knows about
-                self.port.send(AbortRequests(stopped))
+        for step in outputs:
+            running = find_choice(self.requests, step.request_id)
+            if running is None:
+                continue
+            state, choice = running
+            delta = self.output_processor.process_outputs([step], state, choice)
+            if delta.finish_reason is not None and step.finish_reason is None:
+                self.port.send(AbortRequests([step.request_id]))  # a stop string ended it
             output = self.outputs[state.request_id]
             output.outputs[delta.index].add(delta)
             progressed[state.request_id] = output

@@ -220,7 +220,7 @@ async def test_a_fault_of_the_server_ends_all_requests_and_later_ones_are_served
     """What was received together with the message that could not be taken will not come again."""
     tasks = [await start(generate(llm, name)) for name in "ab"]
     with monkeypatch.context() as patch:
-        patch.setattr(llm.output_processor, "process_outputs", lambda outputs: 1 / 0)
+        patch.setattr(llm.output_processor, "process_outputs", lambda *_: 1 / 0)
         llm.engines[0].client.answer("lost", request_id="a")
         for task in tasks:
             with pytest.raises(EngineError, match="see the log"):

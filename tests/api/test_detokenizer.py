@@ -150,7 +150,18 @@ class Running:
         self.requests = {state.request_id: state for state in states}
 
     def process(self, outputs: list[EngineCoreOutput]):
-        return self.processor.process_outputs(outputs, self.requests)
+        """Yield the state, the delta and the ids to abort of each choice, as EngineClient does."""
+        by_choice: dict[str, list[EngineCoreOutput]] = {}
+        for output in outputs:
+            by_choice.setdefault(output.request_id, []).append(output)
+        for engine_id, steps in by_choice.items():
+            running = find_choice(self.requests, engine_id)
+            if running is None:
+                continue
+            state, choice = running
+            delta = self.processor.process_outputs(steps, state, choice)
+            is_stopped = delta.finish_reason is not None and steps[-1].finish_reason is None
+            yield state, delta, [engine_id] if is_stopped else []
 
 
 def out(

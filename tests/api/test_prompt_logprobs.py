@@ -15,15 +15,7 @@ from servd.base.errors import InvalidRequest
 from servd.checkpoint.hf import FAKE_SPEC
 from servd.messages.engine import TokenLogprobs
 from servd.messages.outputs import CompletionOutput
-from tests.api.harness import (
-    chat_prompt,
-    events,
-    make_state,
-    named_events,
-    output_text,
-    serve,
-    user,
-)
+from tests.api.harness import chat_prompt, events, named_events, output_text, serve, user
 from tests.api.test_errors import check
 
 CHAT = "/v1/chat/completions"
@@ -239,19 +231,18 @@ async def test_a_response_with_log_probabilities_can_be_answered(http):
 
 async def test_what_a_slow_reader_leaves_is_bounded():
     collector = RequestOutputCollector(FairLoop(), "")
-    state = make_state("r")
     for _ in range(MAX_LOGPROBS_HELD // 2000):
         row = [TokenLogprobs(list(range(20)), [-1.0] * 20, 1) for _ in range(100)]
         for index in range(12):  # the consumer takes 8 of them
             delta = CompletionOutput(index=index, token_ids=[1] * 100, logprobs=row[:])
-            collector.put(state, delta)
+            collector.put(0, delta)
         if collector._failure is not None:
             break
         for _ in range(2):
             [*await collector.get()]
     assert collector._failure is None and collector._num_logprobs == 0
     for _ in range(MAX_LOGPROBS_HELD // 2000 + 1):
-        collector.put(state, CompletionOutput(index=0, token_ids=[1] * 100, logprobs=row[:]))
+        collector.put(0, CompletionOutput(index=0, token_ids=[1] * 100, logprobs=row[:]))
     [(_, delta)] = await collector.get()
     assert len(delta.logprobs or ()) * 20 == MAX_LOGPROBS_HELD
     with pytest.raises(InvalidRequest, match="read the stream faster"):

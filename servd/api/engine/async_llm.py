@@ -10,8 +10,8 @@ from functools import partial
 from typing import TypeVar
 
 from servd.api.call import Call
-from servd.api.engine import beam_search
 from servd.api.engine.admission import Admission, Admitted
+from servd.api.engine.beam_search import BeamSearch
 from servd.api.engine.engine_client import EngineClient
 from servd.api.engine.fair_threads import FairThreads
 from servd.api.engine.load_balancer import LoadBalancer
@@ -51,6 +51,7 @@ from servd.messages.engine import (
     RequestOptions,
     ResetPrefixCache,
 )
+from servd.messages.outputs import CompletionOutput
 from servd.messages.params import BeamSearchParams, PoolingParams, SamplingParams
 
 log = logging.getLogger("servd.api")
@@ -253,13 +254,27 @@ class AsyncLLM:
             for index, timeline in enumerate(timelines):
                 timeline.marks += inputs[index].marks
                 yield make_output(inputs[index], timeline, index, [])
-            if beams is None:
-                outputs = self._stream(inputs, timelines, call.deadline, in_pieces, parent)
-            else:
-                outputs = beam_search.search(self, inputs, timelines, beams, call.deadline)
-            async with aclosing(outputs):
-                async for output in outputs:
-                    yield output
+            if beams is not None:
+                async with aclosing(self._search(inputs, timelines, beams, call)) as outputs:
+                    async for output in outputs:
+                        yield output
+                return
+            collector = RequestOutputCollector(self.loop, options.owner, in_pieces)
+            collector.fail_at(call.deadline)
+            is_part = parent is not None
+            states = self._make_states(inputs, timelines, collector, is_part)
+            try:
+                await self.loop.call_for_all(options.owner, states, self.add_request)
+                while collector.num_open:
+                    for index, delta in await collector.get():
+                        if delta.finish_reason is FinishReason.ERROR:
+                            raise EngineError(delta.error or "the engine failed on this request")
+                        if delta.finish_reason is not None:
+                            collector.num_open -= 1
+                        yield make_output(inputs[index], timelines[index], index, [delta])
+            finally:
+                collector.close()
+                self.loop.call_for_all(options.owner, states, self.abort)
 
     async def encode(
         self,
@@ -351,50 +366,57 @@ class AsyncLLM:
             raise DeadlineExceeded() from None
         return inputs
 
-    async def _stream(
+    def _make_states(
         self,
         inputs: Sequence[ProcessedInputs],
         timelines: Sequence[Timeline],
-        deadline: float | None,
-        in_pieces: bool,
-        parent: Timeline | None,
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Start the prompts of a request, and yield their deltas. See `generate`."""
-        for prompt in inputs:
+        collector: RequestOutputCollector,
+        is_part: bool,
+    ) -> list[RequestState]:
+        """Return the states of a request's prompts. Raise InvalidRequest if an id is in use."""
+        trace_id = current_request.get().get("trace_id")
+        exemplar = {"trace_id": trace_id} if trace_id else None
+        states: list[RequestState] = []
+        for index, prompt in enumerate(inputs):
             request_id = prompt.request.request_id
             if request_id in self.requests:
                 raise InvalidRequest(
                     f"a request with the id {request_id!r} is running", param="request_id"
                 )
-        owner = inputs[0].request.options.owner
-        collector = RequestOutputCollector(self.loop, owner, in_pieces)
-        timer = None
-        if deadline is not None:  # one timer, and no work per delta
-            error = DeadlineExceeded()
-            timer = asyncio.get_running_loop().call_at(deadline, collector.fail, error)
-        trace_id = current_request.get().get("trace_id")
-        exemplar = {"trace_id": trace_id} if trace_id else None
-        states = [
-            self.output_processor.add_request(
-                prompt, timelines[index], collector, index, parent is not None, exemplar
+            state = self.output_processor.add_request(
+                prompt, timelines[index], collector, index, is_part, exemplar
             )
-            for index, prompt in enumerate(inputs)
-        ]
-        try:
-            await self.loop.call_for_all(owner, states, self._start)
-            while collector.num_open:
-                for state, delta in await collector.get():
-                    if delta.finish_reason is FinishReason.ERROR:
-                        raise EngineError(delta.error or "the engine failed on this request")
-                    if delta.finish_reason is not None:
-                        collector.num_open -= 1
-                    yield make_output(state, state.timeline, state.index, [delta])
-        finally:
-            if timer is not None:
-                timer.cancel()
-            self.loop.call_for_all(owner, states, self._end)
+            states.append(state)
+        return states
 
-    def _start(self, state: RequestState) -> None:
+    async def _search(
+        self,
+        inputs: Sequence[ProcessedInputs],
+        timelines: Sequence[Timeline],
+        beams: BeamSearchParams,
+        call: Call,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Yield the choices of a beam search for each prompt. See `generate`."""
+        tasks: list[asyncio.Task[list[CompletionOutput]]] = []
+        for prompt, timeline in zip(inputs, timelines, strict=True):
+            run = BeamSearch(prompt, beams).run(
+                self.generate, self.processor.tokenizer, self.metrics, timeline
+            )
+            tasks.append(asyncio.create_task(run))
+        try:
+            async with asyncio.timeout_at(call.deadline):
+                answers = await asyncio.gather(*tasks)
+            for index, choices in enumerate(answers):
+                yield make_output(inputs[index], timelines[index], index, choices)
+        except TimeoutError:
+            raise DeadlineExceeded from None
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def add_request(self, state: RequestState) -> None:
+        """Send a prompt to an engine."""
         if isinstance(self.status, EngineDeadMessage):  # it died since `admit`
             raise EngineDead(f"the engine has ended: {self.status.reason}")
         assert state.collector is not None
@@ -418,7 +440,8 @@ class AsyncLLM:
             ready = awake or ready
         return [engine.rank for engine in ready or self.engines]
 
-    def _end(self, state: RequestState) -> None:
+    def abort(self, state: RequestState) -> None:
+        """End a prompt, which may have finished, if it has been sent."""
         engine = self.engines[state.rank]
         if engine.running.get(state.request_id) is state:  # it has started
             engine.end(state)

@@ -6,30 +6,27 @@ cache holds the tokens that beams share. Scores and stopping criteria match `tra
 
 from __future__ import annotations
 
-import asyncio
 import math
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from servd.api.observability.metrics import Metrics
 from servd.api.request.choice import Choice
 from servd.api.request.request_output import RequestOutput
-from servd.api.request.request_state import ProcessedInputs, make_output
+from servd.api.request.request_state import ProcessedInputs
 from servd.api.request.timeline import Timeline
 from servd.api.text.detokenizer import Detokenizer
 from servd.api.text.tokenizer import Tokenizer
-from servd.base.errors import DeadlineExceeded, EngineError
+from servd.base.errors import EngineError
 from servd.base.tracing import now_ns
 from servd.messages.engine import FinishReason, TokenLogprobs
 from servd.messages.outputs import CompletionOutput
 from servd.messages.params import MAX_CANDIDATES, BeamSearchParams, SamplingParams
 
-if TYPE_CHECKING:
-    from servd.api.engine.async_llm import AsyncLLM
+Generate = Callable[..., AsyncGenerator[RequestOutput, None]]
 
 
 class Beam(msgspec.Struct, frozen=True):
@@ -65,33 +62,31 @@ class BeamSearch:
         self.num_cached_tokens = 0
 
     async def run(
-        self, async_llm: AsyncLLM, timeline: Timeline, deadline: float | None
+        self, generate: Generate, tokenizer: Tokenizer, metrics: Metrics, timeline: Timeline
     ) -> list[CompletionOutput]:
-        """Return the complete choices, best first. Raise the errors of `AsyncLLM.generate`."""
+        """Return the complete choices, best first. `generate` is `AsyncLLM.generate`, whose errors
+        are raised.
+        """
         answers: list[CompletionOutput] = []
         reason = FinishReason.ABORT
         try:
-            async with asyncio.timeout_at(deadline):
-                while self.running:
-                    self.advance(await self._step(async_llm, timeline))
-            answers = self.answers(async_llm.processor.tokenizer)
+            while self.running:
+                self.advance(await self._step(generate, timeline))
+            answers = self.answers(tokenizer)
             reason = answers[0].finish_reason or reason
-        except TimeoutError:
-            raise DeadlineExceeded() from None
         except EngineError:
             reason = FinishReason.ERROR
             raise
         finally:
             begin_ns = timeline.begin_ns
-            timeline.choices = self._count(async_llm.metrics, begin_ns, answers, reason)
+            timeline.choices = self._count(metrics, begin_ns, answers, reason)
         return answers
 
-    async def _step(self, async_llm: AsyncLLM, timeline: Timeline) -> list[TokenLogprobs]:
+    async def _step(self, generate: Generate, timeline: Timeline) -> list[TokenLogprobs]:
         requests = self.requests()
         logprobs: dict[int, TokenLogprobs] = {}
-        parts = async_llm.generate(
-            requests, requests[0].params, self.request.request_id, parent=timeline
-        )
+        params = requests[0].params
+        parts = generate(requests, params, self.request.request_id, parent=timeline)
         async with aclosing(parts):
             async for part in parts:
                 for output in part.outputs:
@@ -187,24 +182,3 @@ class BeamSearch:
             stop_reason=last if is_stop_token else None,
             num_cached_tokens=self.num_cached_tokens,
         )
-
-
-async def search(
-    async_llm: AsyncLLM,
-    inputs: Sequence[ProcessedInputs],
-    timelines: Sequence[Timeline],
-    params: BeamSearchParams,
-    deadline: float | None,
-) -> AsyncGenerator[RequestOutput, None]:
-    """Yield the choices of a beam search for each prompt. See `AsyncLLM.generate`."""
-    tasks: list[asyncio.Task[list[CompletionOutput]]] = []
-    for prompt, timeline in zip(inputs, timelines, strict=True):
-        run = BeamSearch(prompt, params).run(async_llm, timeline, deadline)
-        tasks.append(asyncio.create_task(run))
-    try:
-        for index, answers in enumerate(await asyncio.gather(*tasks)):
-            yield make_output(inputs[index], timelines[index], index, answers)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from uuid import uuid4
@@ -39,15 +38,14 @@ from servd.messages.engine import (
     FromEngine,
 )
 from servd.messages.engine import EngineDead as EngineDeadMessage
-from servd.messages.outputs import CompletionOutput
 from servd.messages.stats import SchedulerStats
 
 log = logging.getLogger("servd.api")
 
-# Time for reading messages, and again for detokenizing them, before the event loop continues: an
-# engine faster than this process would block it. Outputs that are read together are merged.
+# Time for reading messages and detokenizing them before the event loop continues: an engine faster
+# than this process would block it. Outputs that are read together are merged.
 MAX_READ_NS = 400_000
-MAX_MESSAGES = 16  # between two readings of the clock
+MAX_MESSAGES = 16  # that are read together
 STEPS_LOOKED_AT = 256  # to predict how long the next step should take
 REQUESTS_LOOKED_AT = 256  # by /health, which needs no key
 
@@ -65,7 +63,7 @@ class EngineClient:
     rank: int  # number of the engine
     config: Config  # resolved
     client: EngineCoreClient  # the channel
-    outputs: OutputProcessor  # EngineCoreOutput -> text
+    output_processor: OutputProcessor  # EngineCoreOutput -> text
     tracer: Tracer  # has the engine's steps
     metrics: Metrics  # of this rank
     observer: Observer
@@ -85,14 +83,15 @@ class EngineClient:
         self.cache_number = 0
         self.num_watched = 0  # running requests whose messages are measured
         self._reading_on: asyncio.AbstractEventLoop | None = None
-        self._reading: asyncio.Handle | None = None  # the scheduled continuation of `_receive`
-        self._received_ns = 0  # when the messages were read whose deltas `_deltas` makes
-        self._deltas: Iterator[tuple[RequestState, CompletionOutput, list[str]]] = iter(())
+        self._reading: asyncio.Handle | None = None  # the next `output_handler`
+        # Outputs that wait to be processed, by the engine's id of the choice, and when they came.
+        self._outputs: dict[str, list[EngineCoreOutput]] = {}
+        self.output_handlerd_ns = 0
 
     def start(self) -> None:
         self._reading_on = asyncio.get_running_loop()
-        self._reading_on.add_reader(self.client.fileno(), self._receive)
-        self._receive()  # the channel is edge-triggered
+        self._reading_on.add_reader(self.client.fileno(), self.output_handler)
+        self.output_handler()  # the channel is edge-triggered
 
     def close(self) -> None:
         """End the running requests and stop receiving. The caller closes the channel."""
@@ -187,43 +186,50 @@ class EngineClient:
             found.warning = self.status.worker.warning
         return found
 
-    def _receive(self) -> None:
+    def output_handler(self) -> None:
+        """Read the engine's messages, and pass their deltas to the collectors. After MAX_READ_NS,
+        continue in the next iteration of the event loop.
+        """
         if self._reading_on is None:  # closed meanwhile
             return
         if self._reading is not None:
             self._reading.cancel()  # at most one call per iteration of the event loop
-        end = now_ns() + MAX_READ_NS
+            self._reading = None
+        end_ns = now_ns() + MAX_READ_NS
+        may_have_more = True
         try:
-            is_over = self._hand_on(end) and self._take_messages(end) and self._hand_on(end)
+            while may_have_more:
+                if self._outputs:
+                    self._process_next_outputs()
+                else:
+                    may_have_more = self._read_messages()
+                if now_ns() >= end_ns:
+                    break
         except Exception:
             # The messages read with it are lost, so requests would wait for ever.
             log.exception("cannot process messages of the engine")
+            self._outputs.clear()
             self.fail(EngineError("an answer of the engine could not be read: see the log"))
-            is_over = False
-        self._reading = None
-        if not is_over and self._reading_on is not None:  # the channel is edge-triggered
-            self._reading = self._reading_on.call_soon(self._receive)
+            may_have_more = True
+        if may_have_more and self._reading_on is not None:  # the channel is edge-triggered
+            self._reading = self._reading_on.call_soon(self.output_handler)
 
-    def _take_messages(self, end: int) -> bool:
-        """Process messages until the time `end`, merging outputs. Return whether none is left."""
-        outputs: list[EngineCoreOutput] = []
-        while messages := self.client.drain(MAX_MESSAGES):
-            for message in messages:
-                if getattr(message, "generation", current := self.client.generation) < current:
-                    continue  # a message from an engine that has died
-                if isinstance(message, EngineCoreOutputs):
-                    outputs += message.all_outputs
-                    self._take_state(message)
-                else:
-                    self._take_outputs(outputs)
-                    self._hand_on(math.inf)
-                    outputs = []
-                    self._take_status(message)
-            if now_ns() >= end:
-                break
-        self._take_outputs(outputs)
+    def _read_messages(self) -> bool:
+        """Read a few messages, merging outputs. Return whether there were any."""
+        messages = self.client.drain(MAX_MESSAGES)
+        for message in messages:
+            if getattr(message, "generation", self.client.generation) < self.client.generation:
+                continue  # a message from an engine that has died
+            if isinstance(message, EngineCoreOutputs):
+                self._take_state(message)
+                self._take_outputs(message.all_outputs)
+            else:
+                self._process_all_outputs()
+                self._take_status(message)
+        if self.recovery.is_trying and not self._outputs:
+            self.recovery.try_next()
         self.on_report()
-        return not messages
+        return bool(messages)
 
     def _take_status(self, message: FromEngine) -> None:
         # The parent prints why an engine did not start: that line stays the last one.
@@ -287,7 +293,7 @@ class EngineClient:
             ]
         self._take_state(EngineCoreOutputs([], SchedulerStats(at_ns=now_ns())))
         self._take_outputs(outputs)
-        self._hand_on(math.inf)
+        self._process_all_outputs()
         self.on_change(self)
 
     def _take_state(self, message: EngineCoreOutputs) -> None:
@@ -301,35 +307,44 @@ class EngineClient:
         for engine_id, marks in message.aborted.items():
             self.tracer.add_late_marks(request_of(engine_id), marks)
 
-    def _take_outputs(self, outputs: list[EngineCoreOutput]) -> None:
-        self._received_ns = now_ns()
+    def _take_outputs(self, outputs: Sequence[EngineCoreOutput]) -> None:
+        """Merge outputs with those that wait to be processed, by choice."""
+        self.output_handlerd_ns = now_ns()
         for output in outputs:
-            if output.marks and (found := find_choice(self.running, output.request_id)):
-                state, choice = found
+            self._outputs.setdefault(output.request_id, []).append(output)
+            if not output.marks:
+                continue
+            running = find_choice(self.running, output.request_id)
+            if running is not None:
+                state, choice = running
                 state.timeline.marks += output.marks
                 choice.add_report(output)
                 if state.routed is not None:
                     state.routed.answer(output.num_cached_tokens)
-        self._deltas = self.outputs.process_outputs(outputs, self.running)
 
-    def _hand_on(self, end: float) -> bool:
-        """Detokenize received outputs until the time `end`, and collect the deltas of each request.
-        Return whether no output is left.
-        """
-        for state, delta, stopped in self._deltas:
-            if stopped:
-                self.client.send(AbortRequests(stopped))
-            now = now_ns()
-            self.observer.received(state, delta, now)
-            if delta.finish_reason is not None:
-                state.timeline.marks += [
-                    Mark("returned", self._received_ns),
-                    Mark("detokenised", now),
-                ]
-            assert state.collector is not None
-            state.collector.put(state, delta)
-            if now >= end:
-                return False
-        if self.recovery.is_trying:
+    def _process_all_outputs(self) -> None:
+        while self._outputs:
+            self._process_next_outputs()
+
+    def _process_next_outputs(self) -> None:
+        """Detokenize the oldest outputs, and put the delta in the request's collector."""
+        engine_id = next(iter(self._outputs))
+        outputs = self._outputs.pop(engine_id)
+        running = find_choice(self.running, engine_id)
+        if running is None:  # aborted
+            return
+        state, choice = running
+        delta = self.output_processor.process_outputs(outputs, state, choice)
+        if delta.finish_reason is not None and outputs[-1].finish_reason is None:
+            self.client.send(AbortRequests([engine_id]))  # the engine knows no stop strings
+        now = now_ns()
+        self.observer.received(state, delta, now)
+        if delta.finish_reason is not None:
+            state.timeline.marks += [
+                Mark("returned", self.output_handlerd_ns),
+                Mark("detokenised", now),
+            ]
+        assert state.collector is not None
+        state.collector.put(state.index, delta)
+        if self.recovery.is_trying and not self._outputs:
             self.recovery.try_next()
-        return True

@@ -1,11 +1,11 @@
 """OutputProcessor: turns engine outputs into text, and finds stop strings."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Sequence
 
 from servd.api.output.output_parser import AnswerFinder
 from servd.api.request.choice import Choice
 from servd.api.request.output_collector import RequestOutputCollector
-from servd.api.request.request_state import ProcessedInputs, RequestState, find_choice
+from servd.api.request.request_state import ProcessedInputs, RequestState
 from servd.api.request.timeline import Timeline
 from servd.api.text.detokenizer import Detokenizer
 from servd.api.text.tokenizer import Tokenizer
@@ -54,27 +54,13 @@ class OutputProcessor:
         )
 
     def process_outputs(
-        self, outputs: list[EngineCoreOutput], requests: Mapping[str, RequestState]
-    ) -> Iterator[tuple[RequestState, CompletionOutput, list[str]]]:
-        """Merge the outputs of one or more steps into one delta per choice. Drop the outputs of
-        aborted requests.
-
-        Yield a request, its delta, and the engine ids to abort: the id of the choice if a stop
-        string ended it, because the engine does not know stop strings.
+        self, outputs: Sequence[EngineCoreOutput], state: RequestState, choice: Choice
+    ) -> CompletionOutput:
+        """Return the merged delta of a choice's outputs of one or more steps. If it ends and the
+        last output does not, a stop string ended it: the caller then aborts it in the engine.
         """
-        by_choice: dict[str, list[EngineCoreOutput]] = {}
-        for output in outputs:
-            by_choice.setdefault(output.request_id, []).append(output)
-        for engine_id, steps in by_choice.items():
-            found = find_choice(requests, engine_id)
-            if found is None:
-                continue
-            state, choice = found
-            detokenizer = choice.detokenizer or self._make_detokenizer(state, choice)
-            shows_stop_token = state.params.include_stop_str_in_output
-            delta = choice.advance(steps, detokenizer, shows_stop_token)
-            is_stopped = delta.finish_reason is not None and steps[-1].finish_reason is None
-            yield state, delta, [engine_id] if is_stopped else []
+        detokenizer = choice.detokenizer or self._make_detokenizer(state, choice)
+        return choice.advance(outputs, detokenizer, state.params.include_stop_str_in_output)
 
     def _make_detokenizer(self, state: RequestState, choice: Choice) -> Detokenizer:
         reasoning = state.expected.make_reasoning_parser() if state.params.stop else None

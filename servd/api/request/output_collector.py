@@ -6,19 +6,15 @@ import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING
 
 from servd.api.request.fair_loop import FairLoop
-from servd.base.errors import InvalidRequest, ServdError
+from servd.base.errors import DeadlineExceeded, InvalidRequest, ServdError
 from servd.messages.outputs import CompletionOutput
-
-if TYPE_CHECKING:
-    from servd.api.request.request_state import RequestState
 
 MAX_LOGPROBS_HELD = 1_000_000  # log-probabilities of one request; 70 bytes each, as JSON too
 MAX_DELTAS = 8  # that a consumer gets in one turn; writing one takes some 50 us
 
-Delta = tuple["RequestState", CompletionOutput]
+Delta = tuple[int, CompletionOutput]  # the index of the prompt, and the delta of a choice
 
 
 @dataclass(slots=True)
@@ -37,12 +33,13 @@ class RequestOutputCollector:
     _waiting: dict[tuple[int, int], Delta] = field(default_factory=dict)  # by prompt and choice
     _failure: ServdError | None = None
     _woken: asyncio.Future[None] | None = None  # while the consumer waits
+    _timer: asyncio.TimerHandle | None = None
     _has_more: bool = False  # the consumer has left deltas in `_waiting`
     _num_logprobs: int = 0  # log-probabilities of output tokens in `_waiting`
 
-    def put(self, state: RequestState, delta: CompletionOutput) -> None:
-        """Add a delta. After a failure, drop the delta. Fail if too many log-probabilities wait for
-        the consumer.
+    def put(self, index: int, delta: CompletionOutput) -> None:
+        """Add a delta of a choice of the prompt `index`. After a failure, drop the delta. Fail if
+        too many log-probabilities wait for the consumer.
         """
         if self._failure is not None:  # the failure is raised once no deltas wait
             return
@@ -53,10 +50,10 @@ class RequestOutputCollector:
                 advice = "read the stream faster, or ask for fewer choices or log-probabilities"
                 self.fail(InvalidRequest(f"{error}: {advice}", param="logprobs"))
                 return
-        key = (state.index, delta.index)
+        key = (index, delta.index)
         earlier = self._waiting.get(key)
         if earlier is None:
-            self._waiting[key] = (state, delta)
+            self._waiting[key] = (index, delta)
         else:
             earlier[1].add(delta)
         if self.in_pieces or delta.finish_reason is not None:
@@ -66,6 +63,16 @@ class RequestOutputCollector:
         """End with an error. Later errors are ignored."""
         self._failure = self._failure or error
         self._wake()
+
+    def fail_at(self, deadline: float | None) -> None:
+        """End with DeadlineExceeded at a time of the event loop: one timer, no work per delta."""
+        if deadline is not None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_at(deadline, self.fail, DeadlineExceeded())
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
 
     async def get(self) -> Iterable[Delta]:
         """Wait for the next few deltas and return them. Raise the error once none is left."""

@@ -112,20 +112,17 @@ class RequestState:
 
 
 def make_output(
-    source: ProcessedInputs | RequestState,
-    timeline: Timeline,
-    index: int,
-    outputs: list[CompletionOutput],
+    inputs: ProcessedInputs, timeline: Timeline, index: int, outputs: list[CompletionOutput]
 ) -> RequestOutput:
     """Return an output of the prompt `index` of a request."""
     return RequestOutput(
-        request_id=source.request.request_id,
-        prompt=source.prompt,
-        prompt_token_ids=source.request.prompt_token_ids,
+        request_id=inputs.request.request_id,
+        prompt=inputs.prompt,
+        prompt_token_ids=inputs.request.prompt_token_ids,
         outputs=outputs,
         index=index,
-        params=source.params,
-        expected=source.expected,
+        params=inputs.params,
+        expected=inputs.expected,
         timeline=timeline,
     )
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import Sequence
 
 from msgspec import UNSET, UnsetType
 from starlette.requests import Request
@@ -27,7 +26,7 @@ from servd.api.protocol.chat import (
 )
 from servd.api.protocol.generation import CompletionTokensDetails, Usage
 from servd.api.serving.formatter import ChoiceFormatter
-from servd.api.serving.serving import OpenAIServing, Outputs
+from servd.api.serving.serving import OpenAIServing
 from servd.messages.engine import FinishReason
 from servd.messages.outputs import CompletionOutput
 
@@ -58,32 +57,7 @@ class OpenAIServingChat(OpenAIServing):
             beams=body.beams,
             in_pieces=formatter.in_pieces,
         )
-        return await self.respond(
-            request,
-            formatter,
-            outputs,
-            self.chat_completion_stream_generator,
-            self.chat_completion_full_generator,
-        )
-
-    async def chat_completion_stream_generator(
-        self, formatter: ChatFormatter, outputs: Outputs
-    ) -> AsyncGenerator[bytes, None]:
-        """Yield the frames of a stream of chunks."""
-        async with aclosing(outputs):
-            async for output in outputs:
-                if frames := await self.make_frames(formatter, output):
-                    yield frames
-        if frame := formatter.last_frame():
-            yield frame
-
-    async def chat_completion_full_generator(
-        self, formatter: ChatFormatter, outputs: Outputs
-    ) -> bytes:
-        """Return the body of a complete response."""
-        async for output in outputs:
-            formatter.add_output(output)
-        return await self.make_body(formatter)
+        return await self.respond(request, formatter, outputs)
 
 
 class ChatFormatter(ChoiceFormatter):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import Sequence
 
 from msgspec import UNSET, UnsetType
 from starlette.requests import Request
@@ -19,7 +18,7 @@ from servd.api.protocol.completions import (
 from servd.api.protocol.generation import Usage
 from servd.api.request.request_output import RequestOutput
 from servd.api.serving.formatter import ChoiceFormatter
-from servd.api.serving.serving import OpenAIServing, Outputs
+from servd.api.serving.serving import OpenAIServing
 from servd.messages.outputs import CompletionOutput
 
 
@@ -44,32 +43,7 @@ class OpenAIServingCompletion(OpenAIServing):
             beams=body.beams,
             in_pieces=formatter.in_pieces,
         )
-        return await self.respond(
-            request,
-            formatter,
-            outputs,
-            self.completion_stream_generator,
-            self.completion_full_generator,
-        )
-
-    async def completion_stream_generator(
-        self, formatter: CompletionFormatter, outputs: Outputs
-    ) -> AsyncGenerator[bytes, None]:
-        """Yield the frames of a stream of chunks."""
-        async with aclosing(outputs):
-            async for output in outputs:
-                if frames := await self.make_frames(formatter, output):
-                    yield frames
-        if frame := formatter.last_frame():
-            yield frame
-
-    async def completion_full_generator(
-        self, formatter: CompletionFormatter, outputs: Outputs
-    ) -> bytes:
-        """Return the body of a complete response."""
-        async for output in outputs:
-            formatter.add_output(output)
-        return await self.make_body(formatter)
+        return await self.respond(request, formatter, outputs)
 
 
 class CompletionFormatter(ChoiceFormatter):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -34,7 +33,7 @@ from servd.api.protocol.errors import ErrorReply
 from servd.api.protocol.translation import renamed
 from servd.api.serving.events import CUT_OFF, Event, EventFormatter
 from servd.api.serving.formatter import ResponseInfo
-from servd.api.serving.serving import OpenAIServing, Outputs
+from servd.api.serving.serving import OpenAIServing
 from servd.messages.outputs import CompletionOutput
 from servd.messages.params import SamplingParams
 
@@ -46,6 +45,7 @@ class AnthropicServingMessages(OpenAIServing):
 
     keep_alive_frame = b'event: ping\ndata: {"type":"ping"}\n\n'
     stream_end = b""  # the last event marks the end
+    field_names = CHAT_NAMES
 
     async def create_messages(self, body: MessagesRequest, request: Request) -> Response:
         """Answer a conversation."""
@@ -59,14 +59,8 @@ class AnthropicServingMessages(OpenAIServing):
             formatter = MessageFormatter(info, bool(body.stream), chat, params)
             prompt = msgspec.structs.replace(chat.prompt, may_fill_context=True)
             outputs = self.async_llm.generate(prompt, params, message_id, options, call=call)
-            return await self.respond(
-                request,
-                formatter,
-                outputs,
-                self.message_stream_generator,
-                self.message_full_generator,
-                {"request-id": call.request_id},
-            )
+            headers = {"request-id": call.request_id}
+            return await self.respond(request, formatter, outputs, headers)
 
     async def count_tokens(self, body: CountTokensRequest, request: Request) -> Response:
         """Count the tokens of a conversation's prompt."""
@@ -82,22 +76,6 @@ class AnthropicServingMessages(OpenAIServing):
     ) -> ChatCompletionRequest:
         size = call_of(request).num_bytes
         return await run_for(request, size, lambda: body.as_chat(body.chat_fields()))
-
-    async def message_stream_generator(
-        self, formatter: MessageFormatter, outputs: Outputs
-    ) -> AsyncGenerator[bytes, None]:
-        """Yield the events of a stream."""
-        with renamed(CHAT_NAMES):
-            async with aclosing(outputs):
-                async for output in outputs:
-                    if frames := await self.make_frames(formatter, output):
-                        yield frames
-
-    async def message_full_generator(self, formatter: MessageFormatter, outputs: Outputs) -> bytes:
-        """Return the body of a complete message."""
-        async for output in outputs:
-            formatter.add_output(output)
-        return await self.make_body(formatter)
 
 
 class MessageFormatter(EventFormatter):

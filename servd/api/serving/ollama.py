@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
-from contextlib import aclosing
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -33,7 +32,7 @@ from servd.api.serving.embedding import OpenAIServingEmbedding, Vectors
 from servd.api.serving.events import Event, EventFormatter
 from servd.api.serving.formatter import ResponseInfo
 from servd.api.serving.logprobs import TokenTexts
-from servd.api.serving.serving import Outputs, respond_with
+from servd.api.serving.serving import respond_with
 from servd.api.text.prompt import Prompt
 from servd.base.errors import InvalidRequest
 from servd.messages.engine import FinishReason, RequestOptions
@@ -55,6 +54,7 @@ class OllamaServing(OpenAIServingEmbedding):
 
     keep_alive_frame = b""  # clients parse every line
     stream_end = b""
+    field_names = NAMES
     stream_class = Lines
 
     async def create_chat(self, body: OllamaChatRequest, request: Request) -> Response:
@@ -105,25 +105,7 @@ class OllamaServing(OpenAIServingEmbedding):
         formatter = OllamaFormatter(info, body, chat, params)
         prompt = msgspec.structs.replace(prompt, may_fill_context=True)
         outputs = self.async_llm.generate(prompt, params, request_id, options, call=call)
-        return await self.respond(
-            request, formatter, outputs, self.stream_generator, self.full_generator
-        )
-
-    async def stream_generator(
-        self, formatter: OllamaFormatter, outputs: Outputs
-    ) -> AsyncGenerator[bytes, None]:
-        """Yield the lines of a stream."""
-        with renamed(NAMES):
-            async with aclosing(outputs):
-                async for output in outputs:
-                    if lines := await self.make_frames(formatter, output):
-                        yield lines
-
-    async def full_generator(self, formatter: OllamaFormatter, outputs: Outputs) -> bytes:
-        """Return the body of a complete response."""
-        async for output in outputs:
-            formatter.add_output(output)
-        return await self.make_body(formatter)
+        return await self.respond(request, formatter, outputs)
 
     async def create_embeddings(self, body: OllamaEmbedRequest, request: Request) -> Response:
         """Return the embeddings of texts."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from bisect import bisect_left, bisect_right
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import aclosing
 from itertools import accumulate
 from typing import Any, cast
@@ -61,6 +61,7 @@ class OpenAIServingResponses(OpenAIServing):
     """Serves the Responses API; see OpenAIServing."""
 
     stream_end = b""  # the last event marks the end
+    field_names = CHAT_NAMES
     request_type = "responses"
 
     def store(self, request: Request) -> ResponseStore:
@@ -97,31 +98,7 @@ class OpenAIServingResponses(OpenAIServing):
 
             if is_stored:
                 formatter.keep = keep
-            return await self.respond(
-                request,
-                formatter,
-                outputs,
-                self.responses_stream_generator,
-                self.responses_full_generator,
-            )
-
-    async def responses_stream_generator(
-        self, formatter: ResponsesFormatter, outputs: Outputs
-    ) -> AsyncGenerator[bytes, None]:
-        """Yield the events of a stream."""
-        with renamed(CHAT_NAMES):
-            async with aclosing(outputs):
-                async for output in outputs:
-                    if frames := await self.make_frames(formatter, output):
-                        yield frames
-
-    async def responses_full_generator(
-        self, formatter: ResponsesFormatter, outputs: Outputs
-    ) -> bytes:
-        """Return the body of a complete response."""
-        async for output in outputs:
-            formatter.add_output(output)
-        return await self.make_body(formatter)
+            return await self.respond(request, formatter, outputs)
 
     async def _start_in_background(
         self,

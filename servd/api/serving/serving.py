@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import msgspec
 from starlette.datastructures import Headers
@@ -22,6 +22,7 @@ from servd.api.http.streaming import DONE, KEEP_ALIVE, EventStream
 from servd.api.output.output_parser import OutputParser
 from servd.api.protocol.chat import ChatCompletionRequest
 from servd.api.protocol.generation import GenerationRequest
+from servd.api.protocol.translation import renamed
 from servd.api.request.request_output import RequestOutput
 from servd.api.serving.formatter import ResponseFormatter, ResponseInfo
 from servd.api.serving.run_manifest import ManifestRecorder
@@ -29,8 +30,6 @@ from servd.api.text.prompt import Prompt
 from servd.base.errors import Forbidden, InvalidRequest
 from servd.messages.engine import RequestOptions
 from servd.messages.params import SamplingParams
-
-FormatterType = TypeVar("FormatterType", bound=ResponseFormatter)
 
 Outputs = AsyncGenerator[RequestOutput, None]
 
@@ -44,6 +43,8 @@ class OpenAIServing:
     stream_end: ClassVar[bytes] = DONE  # sent after a stream's last frame
     stream_class: ClassVar[type[EventStream]] = EventStream
     request_type: ClassVar[str] = "other"  # for the metrics
+    # Chat fields -> the fields of this API, for errors.
+    field_names: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, context: Context) -> None:
         self.context = context
@@ -135,10 +136,8 @@ class OpenAIServing:
     async def respond(
         self,
         request: Request,
-        formatter: FormatterType,
+        formatter: ResponseFormatter,
         outputs: Outputs,
-        stream_generator: Callable[[FormatterType, Outputs], AsyncGenerator[bytes, None]],
-        full_generator: Callable[[FormatterType, Outputs], Awaitable[bytes]],
         headers: Mapping[str, str] | None = None,
     ) -> Response:
         """Return the stream, or the complete response, when the request has been admitted and its
@@ -157,7 +156,7 @@ class OpenAIServing:
             manifest = ManifestRecorder(self.context, formatter.prompts)
             outputs = manifest.watch(outputs)
         if formatter.stream:
-            frames = stream_generator(formatter, outputs)
+            frames = self.stream_generator(formatter, outputs)
             return self.stream_class(
                 frames if manifest is None else manifest.append_comment(frames),
                 request_id=call.request_id,
@@ -168,10 +167,29 @@ class OpenAIServing:
                 error_frame=formatter.error_frame,
             )
         async with while_connected(request.receive), aclosing(outputs):
-            content = await full_generator(formatter, outputs)
+            content = await self.full_generator(formatter, outputs)
             if manifest is not None:
                 content = await manifest.append_key(content)
         return Response(content, headers=headers, media_type="application/json")
+
+    async def stream_generator(
+        self, formatter: ResponseFormatter, outputs: Outputs
+    ) -> AsyncGenerator[bytes, None]:
+        """Yield the frames of a stream."""
+        with renamed(self.field_names):
+            async with aclosing(outputs):
+                async for output in outputs:
+                    if frames := await self.make_frames(formatter, output):
+                        yield frames
+            if frame := formatter.last_frame():
+                yield frame
+
+    async def full_generator(self, formatter: ResponseFormatter, outputs: Outputs) -> bytes:
+        """Return the body of a complete response, made in a thread if it is large."""
+        async for output in outputs:
+            formatter.add_output(output)
+        make_body = formatter.encode_response
+        return await self.async_llm.run_in_thread(formatter.owner, formatter.size, make_body)
 
     async def make_frames(self, formatter: ResponseFormatter, output: RequestOutput) -> bytes:
         """Return the frames of an output, made in a thread if it is large: of what arrived while
@@ -182,11 +200,6 @@ class OpenAIServing:
             return formatter.frames(output)
         work = partial(formatter.frames, output)
         return await self.async_llm.run_in_thread(formatter.owner, size, work)
-
-    async def make_body(self, formatter: ResponseFormatter) -> bytes:
-        """Return the complete body, made in a thread if it is large."""
-        work = formatter.encode_response
-        return await self.async_llm.run_in_thread(formatter.owner, formatter.size, work)
 
     def count_parser(self, parser: OutputParser, is_streamed: bool) -> None:
         """Count an output in which tool calls were looked for, in the metrics."""
