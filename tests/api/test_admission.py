@@ -12,12 +12,14 @@ from typing import Any
 import httpx
 import pytest
 
-from servd.api import call
+from servd.api.call import Call
 from servd.api.engine.admission import Admission
+from servd.api.http import json_body
 from servd.api.observability.metrics import Metrics
 from servd.base.errors import InvalidRequest, Overloaded, RateLimited, Unavailable
 from servd.config import Config
 from servd.config.keys import ANYONE, Key, hash_key
+from servd.messages.engine import RequestOptions
 from tests.api.harness import Served, requests_sent, serve, until, user
 from tests.api.hostile import VALID
 
@@ -146,7 +148,7 @@ LONG = "word " * 800  # a little less than the context has
 async def test_many_prompts_are_refused_before_they_are_tokenised(path, body, monkeypatch):
     async with serve(max_waiting_tokens=200_000) as served:
         processed = []
-        monkeypatch.setattr(served.async_llm.processor, "process", processed.append)
+        monkeypatch.setattr(served.async_llm.processor, "process_inputs", processed.append)
         answer = await served.http.post(path, json=body)
         assert answer.status_code == 400 and "--max-waiting-tokens" in answer.text
         assert not processed and not served.async_llm.admission.tokens
@@ -325,7 +327,7 @@ async def test_a_draining_server_finishes_open_requests_and_admits_none(served: 
     assert refused.status_code == 503 and 1 <= int(refused.headers["retry-after"]) <= 50
     served.engine.may_step.set()
     assert (await asking).status_code == 200
-    with pytest.raises(Unavailable), served.async_llm.admit():
+    with pytest.raises(Unavailable), served.async_llm.admit(Call(), RequestOptions(), ["r"]):
         pass
     counter = served.async_llm.metrics.labelled["vllm:admission_rejections", "draining"]
     assert counter._value.get() == 2
@@ -339,13 +341,13 @@ LONG_BODY = {"input": [{"role": "user", "content": "x" * 8192}]}
 def count_parses(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The sizes of the bodies that a thread has begun to parse."""
     begun: list[int] = []
-    parse = call.parse
+    parse = json_body.parse
 
     def counting(kind: type[Any], data: bytes, max_values: int) -> Any:
         begun.append(len(data))
         return parse(kind, data, max_values)
 
-    monkeypatch.setattr(call, "parse", counting)
+    monkeypatch.setattr(json_body, "parse", counting)
     return begun
 
 

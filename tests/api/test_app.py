@@ -67,10 +67,10 @@ async def test_an_oversized_chunked_body_is_refused_while_it_arrives(http):
 
 
 async def test_an_internal_error_reveals_only_the_request_id(served: Served, monkeypatch, caplog):
-    async def prepare(*args, **kwargs):
+    async def fail(*args, **kwargs):
         raise RuntimeError("secret detail")
 
-    monkeypatch.setattr(served.async_llm, "prepare", prepare)
+    monkeypatch.setattr(served.async_llm, "_process_inputs", fail)
     with caplog.at_level(logging.ERROR, "servd"):
         answer = await served.http.post("/v1/completions", json={"prompt": "a"})
     assert answer.status_code == 500

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from pydantic import ValidationError
 
+from servd.api.call import Call
 from servd.api.engine.async_llm import MAX_INLINE
 from servd.api.protocol.anthropic import MessagesRequest
 from servd.api.protocol.chat import ChatCompletionRequest
@@ -29,6 +30,7 @@ from servd.messages.engine import (
     EngineCoreRequest,
     EngineStatus,
     FinishReason,
+    RequestOptions,
     ToEngine,
 )
 from servd.messages.params import (
@@ -419,7 +421,7 @@ def rejections(served: Served) -> dict[str, float]:
 async def test_a_full_server():
     body = {"prompt": ["a", "b", "c"], "stream": True}
     async with serve(max_waiting_requests=3) as served:
-        with served.async_llm.admit():
+        with served.async_llm.admit(Call(), RequestOptions(), ["r"]):
             answer = await served.http.post(COMPLETIONS, json=body)
             check(answer, 429, code="overloaded")
             assert "retry-after" in answer.headers

@@ -186,6 +186,6 @@ def test_a_request_that_is_cut_off_after_the_last_export_leaves_quietly(exporter
     spans = SpanExporter(SimpleSpanProcessor(exporter))
     span = spans.begin_span({})
     spans.close()
-    span.add_timeline(Timeline("x"), None)
+    span.add_timeline(Timeline("x"))
     span.end()
     assert not exporter.get_finished_spans()

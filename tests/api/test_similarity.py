@@ -138,7 +138,7 @@ async def test_a_vector_for_every_token(http, asked):
 
 
 async def test_an_answer_of_too_many_numbers(http, monkeypatch):
-    monkeypatch.setattr("servd.api.routes.pooling.MAX_NUMBERS", 10 * SIZE)
+    monkeypatch.setattr("servd.api.serving.pooling.MAX_NUMBERS", 10 * SIZE)
     body = {"input": ["x" * 5, "y" * 6], "pooling": "all"}
     check(await http.post("/pooling", json=body), 400, "input")
     for body in ({"input": ["x" * 5, "y" * 5], "pooling": "all"}, {"input": ["x" * 500]}):
