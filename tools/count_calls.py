@@ -61,7 +61,7 @@ async def count() -> list[str]:
             profile.is_over = True
             send(message)
 
-        served.engine.send = last_send  # type: ignore[method-assign]
+        served.engine.send = last_send
         threading.setprofile_all_threads(profile) if sys.version_info >= (3, 12) else (
             threading.setprofile(profile)
         )
