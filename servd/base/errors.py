@@ -95,6 +95,12 @@ class UnknownModel(NotFound):
     default_code = "model_not_found"
 
 
+DEADLINE_PASSED = (
+    "the deadline of the request passed before its answer was whole: ask for less, or raise "
+    "`timeout`"
+)
+
+
 class DeadlineExceeded(RequestError):
     """504: the deadline of the request (`timeout`) passed before it was answered."""
 
@@ -103,11 +109,8 @@ class DeadlineExceeded(RequestError):
     default_code = "deadline_exceeded"
     headers: Mapping[str, str] = {"x-should-retry": "false"}  # by default OpenAI's SDKs retry
 
-    def __init__(self) -> None:
-        super().__init__(
-            "the deadline of the request passed before its answer was whole: ask for less, or "
-            "raise `timeout`"
-        )
+    def __init__(self, message: str = DEADLINE_PASSED) -> None:
+        super().__init__(message)
 
 
 class Overloaded(RequestError):
