@@ -170,8 +170,8 @@ class Reference:
             **options,
         )
         port = llm.engine.port
-        assert isinstance(port, InProcess) and isinstance(port.executor, UniProcExecutor)
-        runner = port.executor.worker.runner
+        assert isinstance(port, InProcess) and isinstance(port.engine.executor, UniProcExecutor)
+        runner = port.engine.executor.worker.runner
         is_first = self.logprobs is None
         if self.logprobs is None:
             shape = (len(self.rows), NUM_SCORED, runner.spec.vocab_size)

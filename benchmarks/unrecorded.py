@@ -78,9 +78,9 @@ def serve(
     A function each states what is replaced in it, so that no process imports another's room.
     """
     if PARENT_DIR in os.environ:  # which only engines get
-        from servd.core import engine_core_proc
+        from servd.core.engine_core_proc import EngineCoreProc
 
-        main(of_engine(), engine_core_proc.main)
+        main(of_engine(), EngineCoreProc.run_engine_core)
     elif len(sys.argv) > 1:
         engine_supervisor.ENGINE_MODULE = process_tree.API_MODULE = module
         sys.exit(cli.main())

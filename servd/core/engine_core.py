@@ -8,7 +8,7 @@ from servd.base.tracing import Clock, StepRecord, now_ns
 from servd.checkpoint.hf import ModelSpec
 from servd.config import Config
 from servd.config.kv_layout import KVLayout
-from servd.core.executor import Executor, PendingOutput
+from servd.core.executor import Executor, PendingOutput, start_executor
 from servd.core.kv_cache.connector import KVConnector
 from servd.core.kv_cache.manager import KVCacheManager
 from servd.core.request import OutputEnd
@@ -72,14 +72,27 @@ class EngineCore:
         self.on_scheduled: Callable[[StepRecord], None] = lambda record: None
         self.on_wait: Callable[[], None] = lambda: None  # called when no request can be computed
 
-    def forget_workers(self) -> None:
-        """Discard the state of the workers: KV cache and rows. No step may be in flight."""
+    def sleep(self) -> None:
+        """Free weights and KV cache. No step may be in flight."""
+        self.is_asleep = True
+        self.executor.shutdown()
         self.scheduler.forget_workers()
         self.grammars.forget_rows()
 
+    def wake_up(self) -> None:
+        """Load the model again, with as many blocks as before, whatever memory is free now."""
+        num_blocks = self.worker.num_blocks
+        memory = num_blocks * self.worker.kv_bytes_per_block
+        config = self.config.replace(kv_cache_memory=memory)
+        executor, worker = start_executor(config, self.spec, lambda phase, fraction: None)
+        assert worker.num_blocks == num_blocks, worker
+        self.connect(executor, worker)
+
     def connect(self, executor: Executor, worker: WorkerReady) -> None:
-        """Use `executor` from now on: the first one, or a replacement after `forget_workers`."""
+        """Use `executor` from now on: the first one, or a replacement after `sleep`."""
         self.executor = executor
+        self.worker = worker
+        self.is_asleep = False
         connector = KVConnector()
         if self.config.cache.has_connector:
             from servd.core.kv_cache.connector.offload import make_connector  # it needs zmq

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import queue
 import shutil
@@ -29,8 +28,8 @@ from servd.checkpoint.hf import ModelSpec
 from servd.config import Config
 from servd.core.client import EngineCoreClient, identity
 from servd.core.engine_core import EngineCore
-from servd.core.engine_core_proc import start_executor
-from servd.core.executor import Executor
+from servd.core.engine_core_proc import release_memory
+from servd.core.executor import start_executor
 from servd.core.structured_output.manager import Compiled
 from servd.ipc.start_messages import StartEngine
 from servd.launch.engine_supervisor import EngineProcess
@@ -235,11 +234,8 @@ class InProcess:
     client = 0
 
     def __init__(self, config: Config, spec: ModelSpec, progress: LoadingBar) -> None:
-        self.config = config
-        self.spec = spec
-        self.executor: Executor | None  # None while asleep
-        self.executor, self.worker = start_executor(config, spec, progress)
-        self.engine = EngineCore(config, spec, self.executor, self.worker)
+        executor, self.worker = start_executor(config, spec, progress)
+        self.engine = EngineCore(config, spec, executor, self.worker)
         self.compiled: queue.SimpleQueue[Compiled] = queue.SimpleQueue()
         self.engine.grammars.on_compiled = self.compiled.put
         self.max_model_len = self.engine.scheduler.max_model_len
@@ -252,18 +248,13 @@ class InProcess:
 
     def sleep(self, is_asleep: bool) -> None:
         """Free the model's memory, or load it again."""
-        if is_asleep and self.executor is not None:
+        if is_asleep and not self.engine.is_asleep:
             self._end_steps()
-            self.executor.shutdown()
-            self.executor = None
-            self.engine.forget_workers()
+            self.engine.sleep()
             gc.collect()
-            ctypes.CDLL(None).malloc_trim(0)  # glibc would keep most of it
-        elif not is_asleep and self.executor is None:
-            memory = self.worker.num_blocks * self.worker.kv_bytes_per_block  # as much as before
-            config = self.config.replace(kv_cache_memory=memory)
-            self.executor, worker = start_executor(config, self.spec, lambda phase, fraction: None)
-            self.engine.connect(self.executor, worker)
+            release_memory()
+        elif not is_asleep and self.engine.is_asleep:
+            self.engine.wake_up()
 
     def receive(self) -> Received:
         """Run one step and return its outputs. If every request waits for a grammar, wait first."""
@@ -276,10 +267,10 @@ class InProcess:
 
     def close(self) -> None:
         """Save the KV blocks of finished requests, and stop the workers. Call this before exit."""
-        if self.executor is not None:
+        if not self.engine.is_asleep:
             with contextlib.suppress(RuntimeError):
                 self._end_steps()
-            self.executor.shutdown()
+            self.engine.executor.shutdown()
         self.engine.scheduler.kv_cache.close()
 
     def _end_steps(self) -> None:

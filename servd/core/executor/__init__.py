@@ -4,6 +4,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import ClassVar, Protocol
 
+from servd.base import plugins
+from servd.checkpoint import hf
 from servd.checkpoint.hf import ModelSpec
 from servd.config import Config
 from servd.messages.engine import GrammarBitmask, ModelRunnerOutput, SchedulerOutput, WorkerReady
@@ -60,3 +62,29 @@ class Executor(ABC):
     @abstractmethod
     def shutdown(self) -> None:
         """Stop the workers. May be called more than once."""
+
+
+def load_executor(name: str) -> type[Executor]:
+    executor_class: type[Executor] = plugins.load(EXECUTORS, name, "Executor")
+    return executor_class
+
+
+def start_executor(
+    config: Config, spec: ModelSpec, progress: Progress
+) -> tuple[Executor, WorkerReady]:
+    """Return the configured executor with a loaded model, whose weights it downloads if needed.
+    Raises ConfigError if the weights cannot be downloaded or the model cannot be loaded here.
+    """
+    model = config.model
+    assert config.parallel.executor is not None
+    executor_class = load_executor(config.parallel.executor)
+    if executor_class.needs_weights and model.load_format != "dummy":
+        progress("finding weights", 0.0)
+        assert model.model is not None
+        hf.download_weights(model.model, model.revision, model.download_dir, model.load_format)
+    executor = executor_class(config, spec, progress)
+    try:
+        return executor, executor.start()
+    except BaseException:
+        executor.shutdown()
+        raise

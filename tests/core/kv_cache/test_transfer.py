@@ -384,7 +384,7 @@ def test_a_request_that_is_aborted_while_it_waits_leaves_nothing(fleet):
 
 def test_an_engine_that_slept_listens_again(fleet):
     one = fleet.engine("kv_producer")
-    one.forget_workers()
+    one.sleep()
     executor = AuditedExecutor(one.config, FAKE_SPEC, lambda phase, fraction: None)
     one.connect(executor, executor.start())
     other = fleet.engine("kv_consumer")
