@@ -28,7 +28,7 @@ class Clocked(AuditedExecutor):
 
     def execute_model(self, scheduled: SchedulerOutput) -> None:
         self.steps.append(scheduled)
-        self.now += STEP + TOKEN * scheduled.num_tokens
+        self.now += STEP + TOKEN * scheduled.total_num_scheduled_tokens
 
     def sample_tokens(self, bitmask=None) -> Done:
         step = self.steps[-1]
@@ -378,6 +378,5 @@ def test_a_policy_forgets_those_that_leave(policy):
     queue = engine.scheduler.waiting
     assert len(queue) == 0
     if policy != "fcfs":
-        assert not queue._num_waiting and not queue._sorted and not queue._bypasses
-        assert not queue._heaps and not queue._running
+        assert not queue._groups and not queue._sorted and not queue._running
         assert not any(owner.waiting for owner in queue._owners.values())
