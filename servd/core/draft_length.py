@@ -103,7 +103,7 @@ class DraftLengthController(Struct, dict=True):
 
     def time(self, scheduled: list[ScheduledRequest], seconds: float, num_others: int = 0) -> None:
         """Update the times from a step without prompts. `num_others`: rows not in `scheduled`."""
-        num_tokens = num_others + sum(item.num_tokens for item in scheduled)
+        num_tokens = num_others + sum(item.num_scheduled_tokens for item in scheduled)
         num_decoded = num_others + sum(1 + item.num_drafts for item in scheduled)
         kind = self.drafting if any(item.max_new_drafts for item in scheduled) else self.plain
         is_known = num_tokens in self.sizes and kind is self.last_kind

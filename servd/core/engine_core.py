@@ -1,5 +1,6 @@
 """EngineCore: the step loop, and the handling of clients' messages."""
 
+import ctypes
 import logging
 from collections import deque
 from collections.abc import Callable
@@ -78,6 +79,7 @@ class EngineCore:
         self.executor.shutdown()
         self.scheduler.forget_workers()
         self.grammars.forget_rows()
+        release_memory()
 
     def wake_up(self) -> None:
         """Load the model again, with as many blocks as before, whatever memory is free now."""
@@ -158,11 +160,13 @@ class EngineCore:
             grammars.begin_step(scheduled)
             while grammars.awaits_tokens:
                 self._collect_outputs()
-            self.in_flight.append(self.executor.sample_tokens(grammars.bitmask()))
-        # With nothing but background requests one step less is in flight, so that a new request
-        # starts a step earlier; but no pipeline stage may idle.
-        num_stages = self.config.parallel.pipeline_parallel_size
-        depth = max(self.depth - self.scheduler.is_background, num_stages)
+            grammar_output = grammars.get_grammar_bitmask()
+            self.in_flight.append(self.executor.sample_tokens(grammar_output))
+        depth = self.depth
+        if self.scheduler.is_background:
+            # One step less is in flight, so that a new request starts a step earlier; but no
+            # pipeline stage may idle.
+            depth = max(depth - 1, self.config.parallel.pipeline_parallel_size)
         if self.in_flight and (scheduled is None or len(self.in_flight) >= depth):
             self._collect_outputs()
         elif scheduled is None and self.scheduler.kv_cache.connector.wait():
@@ -176,3 +180,9 @@ class EngineCore:
             if row not in ends or ends[row].num_tokens > num_tokens:
                 ends[row] = OutputEnd(num_tokens, NO_TOKEN_ALLOWED)
         self.scheduler.update_from_output(result, ends)
+
+
+def release_memory() -> None:
+    """Return freed memory to the system. glibc would keep most of it."""
+    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)

@@ -1,7 +1,6 @@
 """EngineCoreProc: the engine process, with an input thread, an output thread and a busy loop."""
 
 import contextlib
-import ctypes
 import gc
 import logging
 import os
@@ -22,7 +21,7 @@ from servd.base.errors import ConfigError, EngineError
 from servd.base.tracing import FIRST_STEP, OVERDUE_FACTOR, Pace, StepRecord
 from servd.core.audit import audit
 from servd.core.client import engine_address, identity
-from servd.core.engine_core import EngineCore
+from servd.core.engine_core import EngineCore, release_memory
 from servd.core.executor import Executor, load_executor, start_executor
 from servd.core.stats_line import StatsLine
 from servd.core.structured_output.manager import Compiled
@@ -40,8 +39,8 @@ from servd.messages.engine import (
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
-    EngineDead,
     EngineFailed,
+    EngineGone,
     EngineReady,
     EngineStatus,
     FinishReason,
@@ -167,7 +166,7 @@ class EngineCoreProc:
         self.engine = EngineCore(config, self.start.spec, self.executor, worker)
         self.engine.grammars.on_compiled = self.input_queue.put
         self.engine.on_scheduled = self.begin_step
-        self.engine.on_wait = self.heartbeat.rest
+        self.engine.on_wait = self.heartbeat.pause
         self.clock.enter("ready")
         self.ready = EngineReady(
             worker,
@@ -210,7 +209,7 @@ class EngineCoreProc:
     def _process_input_queue(self) -> None:
         """Handle the messages that arrived. Blocks while there is nothing to compute."""
         while not self.engine.has_work or not self.input_queue.empty():
-            self.heartbeat.rest()
+            self.heartbeat.pause()
             message = self._next_input()
             self.heartbeat.work(FIRST_STEP)
             self._handle_input(message)
@@ -270,7 +269,6 @@ class EngineCoreProc:
         if self.engine.is_asleep:
             return
         self.engine.sleep()
-        release_memory()
         logger.info("asleep: weights and KV cache are freed")
         self._report_asleep(True)
         gc.unfreeze()
@@ -281,7 +279,7 @@ class EngineCoreProc:
         """Load the model again if the engine sleeps. Messages wait meanwhile."""
         if not self.engine.is_asleep:
             return
-        self.heartbeat.rest()  # loading may take as long as it did at first
+        self.heartbeat.pause()  # loading may take as long as it did at first
         self.heartbeat.sleep(False)
         started_at = time.monotonic()
         self.engine.wake_up()
@@ -380,14 +378,14 @@ class EngineCoreProc:
             self.hub_outbox.close()
 
     def _accept(self, client: Attach, outbox: Outbox | HubClient) -> bool:
-        """Return whether a client has the engine's version and model; else send EngineDead."""
+        """Return whether a client has the engine's version and model; else send EngineGone."""
         expected = self.start.identity or identity(self.start.config, self.start.spec)
         if client.identity == expected:
             self.outboxes[client.client] = outbox
             return True
         reason = f"the engine is {expected}, not {client.identity or 'of that version'}"
         with contextlib.suppress(ConnectionError):
-            outbox.send(EngineDead(reason))
+            outbox.send(EngineGone(reason))
         outbox.close()
         return False
 
@@ -399,12 +397,6 @@ class EngineCoreProc:
             if outbox := self.outboxes.pop(client, None):
                 outbox.close()
             self.input_queue.put(ClientGone(client))
-
-
-def release_memory() -> None:
-    """Return freed memory to the system. glibc would keep most of it."""
-    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
-        libc.malloc_trim(0)
 
 
 def rejection(unreadable: UnreadableMessage) -> tuple[int, EngineCoreOutputs] | None:

@@ -179,7 +179,7 @@ def _descendants(pid: int) -> list[int]:
     except OSError:  # it has ended meanwhile
         return []
     children = [int(child) for child in text.split()]
-    return [*children, *(each for child in children for each in _descendants(child))]
+    return [*children, *(descendant for child in children for descendant in _descendants(child))]
 
 
 def import_ahead(module: str, niceness: int = 0) -> None:

@@ -46,10 +46,10 @@ class AuditedExecutor(FakeExecutor):
         self.steps.append(scheduled)
         config = self.config.scheduler
         slots = [item.slot for item in scheduled.rows]
-        assert slots or scheduled.copies is not None
+        assert slots or scheduled.swaps is not None
         assert len(set(slots)) == len(slots) <= config.max_num_seqs
-        assert all(item.num_tokens > 0 for item in scheduled.rows)
-        assert scheduled.num_tokens <= config.max_num_batched_tokens
+        assert all(item.num_scheduled_tokens > 0 for item in scheduled.rows)
+        assert scheduled.total_num_scheduled_tokens <= config.max_num_batched_tokens
         for new in scheduled.new_requests:
             assert new.slot in slots
             num_blocks = len(new.block_ids) // len(self.windows)

@@ -29,7 +29,7 @@ from servd.messages.engine import (
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
-    EngineDead,
+    EngineGone,
     EngineReady,
     EngineStatus,
     FinishReason,
@@ -94,7 +94,7 @@ def test_a_client_of_another_model_or_version_is_refused(other: str):
         proc.output_queue.put((None, EngineStatus("loading")))
         proc.attach(Attach(1, inbox.at, other))
         answer = inbox.recv(30)
-        assert isinstance(answer, EngineDead) and other in answer.reason
+        assert isinstance(answer, EngineGone) and other in answer.reason
         proc.output_queue.put((None, EngineStatus("loading more")))
         assert inbox.recv(0.2) is None
     finally:

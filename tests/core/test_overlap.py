@@ -268,7 +268,7 @@ def test_a_preempted_request_has_no_drafts_until_it_samples_again(depth):
     log = generate(engine, *(make_request(str(i), list(range(i, i + 6)), 54) for i in range(5)))
     assert log.total("num_preemptions") > 0
     rows = [item for step in engine.executor.steps for item in step.rows if item.num_drafts]
-    assert rows and all(item.num_tokens == item.num_drafts + 1 for item in rows)
+    assert rows and all(item.num_scheduled_tokens == item.num_drafts + 1 for item in rows)
 
 
 def test_a_first_output_of_several_tokens_marks_the_first():

@@ -14,9 +14,10 @@ import pytest
 from servd import launch
 from servd.base.private_dir import private_dir
 from servd.config import Config
+from servd.core.client import EngineProcess
 from servd.ipc.child import STANDBY_NICE, Child
 from servd.launch import engine_supervisor as module
-from servd.launch.engine_supervisor import EngineProcess, EngineSupervisor, devices_of
+from servd.launch.engine_supervisor import EngineSupervisor, devices_of
 from tests.limits import WAIT_SECONDS
 
 

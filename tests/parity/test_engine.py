@@ -108,7 +108,7 @@ def test_hits_around_the_edge_of_a_window(checkpoints, monkeypatch, model_type: 
     for length in (20, 21, 23):
         run(str(length), [*prompt[:length], 7, length], 20)
     request = Request.from_message(EngineCoreRequest("", prompt, SamplingParams()), (0, 0, 0), 64)
-    cache.match_prefix(request)
+    cache.get_computed_blocks(request)
     group = cache.windows.index(7)
     # Of a prefix of 28 tokens the window reads the blocks from 20 on, of one of 24 from 16 on.
     lost = cache.pool.find(of_group(request.block_hashes[6], group))

@@ -25,7 +25,7 @@ from servd.api.protocol.generation import GenerationRequest
 from servd.api.request.delta_stream import MAX_LOGPROBS_HELD
 from servd.api.request.request_state import RequestState
 from servd.api.text.prompt import Prompt
-from servd.base.errors import EngineDead, InvalidRequest
+from servd.base.errors import EngineDeadError, InvalidRequest
 from servd.messages.engine import EngineReady
 from servd.messages.outputs import CompletionOutput
 
@@ -241,7 +241,7 @@ class ResponseBuilder(ABC):
         ]
         ready = self.async_llm.status
         if not isinstance(ready, EngineReady):  # the engine died after the last token
-            raise EngineDead("the engine has ended")
+            raise EngineDeadError("the engine has ended")
         config = self.context.config
         spec = self.async_llm.spec
         return await asyncio.to_thread(make_manifest, config, spec, ready.worker, prompts)

@@ -17,7 +17,7 @@ from servd.api.request.latency import Breakdown
 from servd.base.tracing import Mark, StepRecord, first, now_ns
 from servd.messages.engine import (
     EngineCoreRequest,
-    EngineDead,
+    EngineGone,
     EngineReady,
     EngineStatus,
     FinishReason,
@@ -205,7 +205,7 @@ class Observer:
     def stepped(self, steps: Sequence[StepRecord], stats: SchedulerStats | None, rank: int) -> None:
         """Handle an engine's report of its latest steps."""
 
-    def ended(self, state: RequestState, status: EngineStatus | EngineReady | EngineDead) -> None:
+    def ended(self, state: RequestState, status: EngineStatus | EngineReady | EngineGone) -> None:
         """Handle a request's last token or disconnect. `status` is the status of its engine."""
 
 
@@ -226,7 +226,7 @@ class Observers(Observer):
             except Exception:
                 log.exception("%s failed at steps of engine %d", type(observer).__name__, rank)
 
-    def ended(self, state: RequestState, status: EngineStatus | EngineReady | EngineDead) -> None:
+    def ended(self, state: RequestState, status: EngineStatus | EngineReady | EngineGone) -> None:
         for observer in self.observers:
             try:
                 observer.ended(state, status)

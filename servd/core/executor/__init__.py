@@ -8,7 +8,7 @@ from servd.base import plugins
 from servd.checkpoint import hf
 from servd.checkpoint.hf import ModelSpec
 from servd.config import Config
-from servd.messages.engine import GrammarBitmask, ModelRunnerOutput, SchedulerOutput, WorkerReady
+from servd.messages.engine import GrammarOutput, ModelRunnerOutput, SchedulerOutput, WorkerReady
 
 EXECUTORS = __name__  # the package, for servd.base.plugins
 
@@ -56,7 +56,7 @@ class Executor(ABC):
         """Launch the forward pass of a step. Returns at once if the device allows it."""
 
     @abstractmethod
-    def sample_tokens(self, bitmask: GrammarBitmask | None = None) -> PendingOutput:
+    def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> PendingOutput:
         """Launch sampling for the step that `execute_model` launched last; return its output."""
 
     @abstractmethod

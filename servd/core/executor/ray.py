@@ -169,7 +169,7 @@ class RayExecutor(MultiProcExecutor):
             for i in range(count)
         ]
         actor = ray.remote(**options)(WorkerActor)
-        self.actors = [actor.options(scheduling_strategy=each).remote() for each in bundles]
+        self.actors = [actor.options(scheduling_strategy=bundle).remote() for bundle in bundles]
         table = groups.placement_group_table(self.group)["bundles_to_node_id"]
         return [table[rank] for rank in range(count)]
 

@@ -9,7 +9,7 @@ import pytest
 
 from servd import launch
 from servd.base import plugins
-from servd.base.errors import ConfigError, EngineDead
+from servd.base.errors import ConfigError, EngineDeadError
 from servd.checkpoint.hf import FAKE_SPEC
 from servd.config import Config
 from servd.core.engine_core import EngineCore
@@ -142,7 +142,7 @@ def test_a_failing_step_says_why(start, failure, reason):
     executor, ready, _ = start("multiproc", model=failure)
     engine = EngineCore(executor.config, FAKE_SPEC, executor, ready)
     engine.handle(make_request("a", [1]))
-    with pytest.raises(EngineDead, match=reason):
+    with pytest.raises(EngineDeadError, match=reason):
         engine.step()
 
 

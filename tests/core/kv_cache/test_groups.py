@@ -33,7 +33,9 @@ LAYOUTS = [(None, 6), (6,), (None, 9, 3, 9), (2, None), (5, 12)]
 def probe(engine, prompt: list[int]) -> list[int]:
     """What a prompt, followed by one more token, would find now."""
     message = make_request("probe", [*prompt, 0])
-    return engine.scheduler.kv_cache.match_prefix(Request.from_message(message, (0, 0, 0), 64))
+    return engine.scheduler.kv_cache.get_computed_blocks(
+        Request.from_message(message, (0, 0, 0), 64)
+    )
 
 
 def test_a_long_request_owns_what_its_layers_read():
@@ -62,7 +64,7 @@ def test_a_prefix_is_cached_if_every_token_is_that_the_next_one_reads(windows, d
     generate(engine, make_request("a", PROMPT, 2))
     cache, num_groups = engine.scheduler.kv_cache, len(windows)
     [request] = [Request.from_message(make_request("b", PROMPT), (0, 0, 0), 64)]
-    cache.match_prefix(request)
+    cache.get_computed_blocks(request)
     everything = {
         (at, group): cache.pool.find(of_group(each, group))
         for at, each in enumerate(request.block_hashes)
@@ -104,7 +106,7 @@ def test_a_failed_request_takes_nothing_with_it_that_it_has_not_computed(windows
     generate(engine, make_request("a", PROMPT, 2))
     cache = engine.scheduler.kv_cache
     request = Request.from_message(make_request("b", PROMPT), (0, 0, 0), 64)
-    cache.match_prefix(request)
+    cache.get_computed_blocks(request)
     first = [cache.pool.find(of_group(request.block_hashes[0], i)) for i in range(len(windows))]
     cache.pool.forget(block for block in first if block is not None)
     engine.handle(make_request("b", PROMPT))

@@ -83,10 +83,11 @@ def test_a_crowd_gets_its_tokens_with_a_cache_too_small_for_it(depth, slots, dra
     assert log.total("num_preemptions") > 0
     assert slots == 3 or log.total("external_prefix_cache_hits") > 0
     assert connector_of(engine).host.num_hits > 0
-    steps = [each for each in engine.executor.steps if each.step >= 0 and each.copies]
-    made = [copy for step in steps for copy in step.copies.copies]
-    for to_device, name in ((True, "num_bytes_loaded"), (False, "num_bytes_stored")):
-        assert log.total(name) == 32 * sum(each.to_device == to_device for each in made) > 0
+    swaps = [step.swaps for step in engine.executor.steps if step.step >= 0 and step.swaps]
+    num_in = sum(len(each.blocks_to_swap_in) for each in swaps)
+    num_out = sum(len(each.blocks_to_swap_out) for each in swaps)
+    assert log.total("num_bytes_loaded") == 32 * num_in > 0
+    assert log.total("num_bytes_stored") == 32 * num_out > 0
     assert (log.total("num_stores_skipped") > 0) == (slots == 3)
 
 
@@ -100,7 +101,7 @@ def test_a_request_that_had_to_yield_computes_only_its_last_block_again():
         for request in requests:
             assert log.token_ids(request.request_id) == solo(request)
         assert log.total("num_preemptions") > 0
-        counts[size] = sum(step.num_tokens for step in engine.executor.steps)
+        counts[size] = sum(step.total_num_scheduled_tokens for step in engine.executor.steps)
         reports = [each.stats.num_swapped for each in log.by_client[0]]
         assert (max(reports) > 0) == bool(size) and reports[-1] == 0
         marks = [m.stage for name in "ab" for each in log.outputs[name] for m in each.marks]
@@ -350,7 +351,8 @@ class VoidExecutor(AuditedExecutor):
                 self.num_void -= 1
                 output.errors = output.errors | {i: "NaN"}
                 row = self.rows[item.slot]
-                for at in range(row.num_computed_tokens - item.num_tokens, row.num_computed_tokens):
+                end = row.num_computed_tokens
+                for at in range(end - item.num_scheduled_tokens, end):
                     self.cache[self._position(row, at)] = 0
         return output
 
@@ -434,7 +436,9 @@ def test_a_block_whose_file_was_deleted_is_written_again(tmp_path):
     hashes = [bytes([i]) * 32 for i in range(11)]
     for block_hash in hashes:
         disk.write(block_hash, memoryview(bytearray(32)))
-    assert [each in disk.known for each in hashes] == [disk.may_have(each) for each in hashes]
+    assert [each in disk.known_hashes for each in hashes] == [
+        disk.may_have(each) for each in hashes
+    ]
     assert not all(map(disk.may_have, hashes))
 
 

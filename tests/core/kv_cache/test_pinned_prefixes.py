@@ -120,7 +120,7 @@ def test_what_stays_of_a_prompt_is_found_where_layers_have_windows(windows, shar
 
     def found(num_tokens: int) -> int:
         message = make_request("b", [*PROMPT[:num_tokens], *[199] * 8])
-        blocks = cache.match_prefix(Request.from_message(message, (0, 0, 0), 64))
+        blocks = cache.get_computed_blocks(Request.from_message(message, (0, 0, 0), 64))
         return len(blocks) // len(windows) * 4
 
     for retention in (60.0, 90.0, 30.0):  # who asks again takes no room from itself
