@@ -21,7 +21,7 @@ from servd.config import Config
 from servd.config.resolve import look_at_machine, resolve
 from servd.core.engine_core import EngineCore
 from servd.core.executor import PendingOutput
-from servd.core.executor.uniproc import Executor
+from servd.core.executor.uniproc import UniProcExecutor
 from servd.messages.engine import (
     EngineCoreRequest,
     GrammarOutput,
@@ -99,7 +99,7 @@ class Bench:
             options = {"model": folder, "load_format": "dummy", "device": device} | options
             self.config = resolve(Config.load(options), self.spec, look_at_machine())
         self.device = torch.device(device)
-        executor = Executor(self.config, self.spec, lambda phase, fraction: None)
+        executor = UniProcExecutor(self.config, self.spec, lambda phase, fraction: None)
         self.ready = executor.start()
         self.worker: Any = executor.worker
         self.executor = TimedExecutor(executor)

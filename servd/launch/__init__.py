@@ -15,7 +15,7 @@ from servd.checkpoint import account, hf
 from servd.config import Config
 from servd.config.resolve import Decision, decide, look_at_machine
 from servd.core.client import identity
-from servd.core.executor import EXECUTORS
+from servd.core.executor import load_executor
 from servd.launch.accounts import accounts_of
 from servd.launch.api_servers import url_of
 from servd.launch.process_tree import ProcessTree, check_access
@@ -112,7 +112,7 @@ def find_and_resolve(config: Config) -> tuple[Config, hf.ModelSpec, dict[str, De
     ConfigError if the model does not exist, its architecture is not supported, or options conflict.
     """
     # "auto" becomes an executor that needs weights, like uniproc.
-    executor = plugins.load(EXECUTORS, config.parallel.executor or "uniproc", "Executor")
+    executor = load_executor(config.parallel.executor or "uniproc")
     if config.model.model is None and not executor.needs_weights:
         spec = hf.FAKE_SPEC
     else:

@@ -1,4 +1,4 @@
-"""Executors run workers. Each file has a `class Executor`; `--executor` takes the file's name."""
+"""Executors run workers. Each file has one subclass of Executor; `--executor` takes its name."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -65,8 +65,7 @@ class Executor(ABC):
 
 
 def load_executor(name: str) -> type[Executor]:
-    executor_class: type[Executor] = plugins.load(EXECUTORS, name, "Executor")
-    return executor_class
+    return plugins.load_class(EXECUTORS, name, Executor)
 
 
 def start_executor(
