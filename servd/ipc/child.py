@@ -88,7 +88,8 @@ class Child:
     def post(self, message: msgspec.Struct) -> None:
         """Send a message from a thread, because a stopped child may never read."""
         if self._posted is None:
-            posted = self._posted = SimpleQueue()
+            posted = SimpleQueue()
+            self._posted = posted
 
             def send() -> None:
                 while self.send(posted.get()):

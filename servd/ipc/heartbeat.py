@@ -93,7 +93,11 @@ class Watchdog:
 
     def __post_init__(self) -> None:
         self.last_reading = (0.0, 0.0)
-        self.without_beat = self.without_step = self.stopped = self.ready = 0
+        # Readings, in a row, with this finding; readings of a process that is ready.
+        self.without_beat = 0
+        self.without_step = 0
+        self.stopped = 0
+        self.ready = 0
 
     @property
     def seconds_ready(self) -> float:
@@ -109,7 +113,8 @@ class Watchdog:
         self.without_beat = self.without_beat + 1 if beat == self.last_reading[0] else 0
         self.without_step = self.without_step + 1 if step == self.last_reading[1] and limit else 0
         self.last_reading = beat, step
-        self.ready += self.heartbeat.is_ready
+        if self.heartbeat.is_ready:
+            self.ready += 1
         self.stopped = self.stopped + 1 if self.is_stopped() else 0
         if self.stopped * self.interval >= STOPPED_TIMEOUT:
             return "a signal has stopped it (SIGSTOP)"

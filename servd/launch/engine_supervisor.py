@@ -84,7 +84,8 @@ class EngineSupervisor:
 
     def __post_init__(self) -> None:
         config = self.config
-        self.rank = rank = config.parallel.first_rank + self.place
+        rank = config.parallel.first_rank + self.place
+        self.rank = rank
         if rank and (events := config.cache.kv_events_config):
             config = config.replace(kv_events_config=events.of_rank(rank))
         if rank and (transfer := config.cache.kv_transfer_config):
@@ -93,7 +94,8 @@ class EngineSupervisor:
         is_one = config.parallel.data_parallel_size == 1 and not rank
         self.name = "engine" if is_one else f"engine-{rank}"  # in the log
         self.label = "the engine" if is_one else f"engine {rank}"
-        self.first = self.number = 0
+        self.first = 0
+        self.number = 0  # of restarts
         self.was_asleep = False  # whether the last engine was asleep
         self.child: EngineProcess | None = None
         # A process for the next start that has imported torch, which is half of the time.
@@ -178,10 +180,6 @@ class EngineSupervisor:
         if self.child is None:
             self.first = number
         self.number = number
-
-    def discard(self, timeout: float) -> None:
-        self.stop(timeout)
-        self.child = self.standby = None
 
     @property
     def was_ready(self) -> bool:

@@ -104,7 +104,8 @@ class RayEngine(EngineProcess):
         self.ray = library()
         self.ended: Ended | None = None
         self.heartbeat = self  # the supervisor reads its fields here
-        self.is_ready = self.is_asleep = False
+        self.is_ready = False
+        self.is_asleep = False
         count = float(config.parallel.num_workers)
         kind = resource_of(config)
         options = {"num_cpus": count if kind == "CPU" else 0.0}

@@ -50,7 +50,8 @@ class Drafts:
             block_ids = []
             num_drafts = 0
         scheduled.new_block_ids += block_ids
-        scheduled.max_new_drafts = request.num_drafts = num_drafts
+        scheduled.max_new_drafts = num_drafts
+        request.num_drafts = num_drafts
 
     def settle(
         self,

@@ -76,7 +76,8 @@ class Scheduler:
         self.long_prompt = config.long_prefill_token_threshold or self.max_num_batched_tokens // 2
         self.chunks_prompts = config.enable_chunked_prefill
         if not self.chunks_prompts:  # a prompt needs a whole step's budget at once
-            self.max_background_tokens = self.long_prompt = self.max_num_batched_tokens
+            self.max_background_tokens = self.max_num_batched_tokens
+            self.long_prompt = self.max_num_batched_tokens
         policy = plugins.load(QUEUES, config.scheduling_policy, "WaitingQueue")
         self.waiting: WaitingQueue = policy(self.long_prompt, max_adapters, clock)
         self.free_slots = list(range(config.max_num_seqs - 1, -1, -1))

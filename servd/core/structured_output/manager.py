@@ -133,7 +133,8 @@ class Row:
             num_tokens > MAX_TOKENS_AGAIN
             or self.num_renewals > MAX_RENEWALS + num_tokens // TOKENS_PER_RENEWAL
         ):
-            return self.fail(error)
+            self.fail(error)
+            return
         try:
             assert self.grammar is not None
             self.grammar = self.replace(self.grammar)
