@@ -70,9 +70,9 @@ class AuditedExecutor(FakeExecutor):
 
     def _audit(self, row, free: set[int]) -> None:
         num_tokens, num_blocks = row.num_computed_tokens + len(row.drafts), len(row.block_ids)
-        least = -(-num_tokens // self.block_size) * len(self.windows)
-        assert num_blocks >= least and num_blocks % len(self.windows) == 0
-        assert num_blocks == least or self.config.model.speculative_config
+        min_blocks = -(-num_tokens // self.block_size) * len(self.windows)
+        assert num_blocks >= min_blocks and num_blocks % len(self.windows) == 0
+        assert num_blocks == min_blocks or self.config.model.speculative_config
         state, first = 0, self.firsts[id(row)]
         for i in range(row.num_computed_tokens):
             state = next_state(state, row.token_ids[i])
@@ -94,8 +94,8 @@ class AuditedExecutor(FakeExecutor):
     def _copy(self, row, tokens: range) -> None:
         """What the first group keeps of tokens, to the other groups."""
         for i in tokens if len(self.windows) > 1 else ():
-            place, *others = self._places(row, i)
-            for other in others:
+            place, *reads = self._places(row, i)
+            for other in reads:
                 self.cache[other] = self.cache[place]
 
     def _places(self, row, token: int) -> list[int]:

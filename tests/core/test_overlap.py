@@ -163,7 +163,7 @@ def outputs(log: Log, request_id: str) -> list[Any]:
     for output in log.outputs[request_id]:
         assert output.logprobs is None or len(output.logprobs) == len(output.new_token_ids)
         logprobs = output.logprobs or [None] * len(output.new_token_ids)
-        tokens += [(*each, None) for each in zip(output.new_token_ids, logprobs, strict=True)]
+        tokens += [(*pair, None) for pair in zip(output.new_token_ids, logprobs, strict=True)]
         if output.finish_reason is not None:
             tokens.append((output.finish_reason, output.stop_reason, output.ended_by_grammar))
     return tokens
@@ -217,10 +217,10 @@ def test_each_of_these_happens_and_changes_no_output(
     arrivals = [Arrival(i // 2, TEXT[i : i + 9], 27, **fields) for i in range(6)]
     log = serve(arrivals, depth, SlowExecutor, num_blocks, max_drafts)
     assert happened(log)
-    for i, each in enumerate(arrivals):
+    for i, arrival in enumerate(arrivals):
         got = outputs(log, str(i))
-        assert got == alone(each)[: len(got)]
-        assert each.abort_after or log.finished(str(i))
+        assert got == alone(arrival)[: len(got)]
+        assert arrival.abort_after or log.finished(str(i))
 
 
 @pytest.mark.parametrize(

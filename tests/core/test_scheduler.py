@@ -235,10 +235,10 @@ def test_an_abort_at_any_moment_frees_everything_and_disturbs_nobody(depth, num_
         engine.handle(request)
     for _ in range(num_steps):
         log.step(engine)
-    seen = len(log.outputs["a"])
+    num_outputs = len(log.outputs["a"])
     engine.handle(AbortRequests(["a", "waits", "unknown"]))
     log.run(engine)
-    assert len(log.outputs["a"]) == seen and not log.finished("a")
+    assert len(log.outputs["a"]) == num_outputs and not log.finished("a")
     assert log.token_ids("stays") == solo(stays)
 
 

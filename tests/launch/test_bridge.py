@@ -36,8 +36,8 @@ def test_an_engine_elsewhere_seems_to_be_here(bridge: Bridge, tmp_path: Path):
     assert answers.recv(WAIT_SECONDS) == EngineGone("hello")
     bridge.detach(7, client_at)
     assert inbox.recv(WAIT_SECONDS) == Detach(7)
-    for each in (inbox, outbox, requests, answers):
-        each.close()
+    for socket in (inbox, outbox, requests, answers):
+        socket.close()
 
 
 def test_an_engine_that_has_ended_is_not_lost_as_well(bridge: Bridge, tmp_path: Path):

@@ -111,16 +111,16 @@ def test_requests_are_told_in_a_drain_that_no_engine_will_come(tree):
     engine = SimpleNamespace(exit_code=-9)
     tree.api_servers.processes, tree.folders = [server], ["here", "there"]
     tree.core_engines = CoreEngineProcManager([SimpleNamespace(child=engine)], None)
-    told = []
+    messages = []
 
     def tell(folder: str, message: EngineGone) -> None:
-        told.append((folder, message.reason))
+        messages.append((folder, message.reason))
         server.exit_code = 0
 
     tree.api_servers.notify = tell
     tree.events.put(engine)
     tree.wait_for_api_servers(30, lambda engine: "it died too often")
-    assert told == [("here", "it died too often"), ("there", "it died too often")]
+    assert messages == [("here", "it died too often"), ("there", "it died too often")]
 
 
 def test_who_has_ended_in_a_drain_is_not_hung(tree, monkeypatch):
@@ -171,7 +171,7 @@ def test_a_file_of_no_valid_keys_does_not_replace_the_keys(tree, reader, tmp_pat
 
 def test_adapters_are_read_again(tmp_path: Path, caplog):
     def entries(**seeds: int) -> list[str]:
-        return [f"{name}={write_adapter(tmp_path / name, each)}" for name, each in seeds.items()]
+        return [f"{name}={write_adapter(tmp_path / name, seed)}" for name, seed in seeds.items()]
 
     reader = Reader()
     reader.options = {"enable_lora": True, "max_lora_rank": 8}
@@ -179,19 +179,19 @@ def test_adapters_are_read_again(tmp_path: Path, caplog):
     store = AdapterStore.beside(tree.ipc_dir)
     tree.load_adapters(entries(a=1, b=2))
     store.load("c", str(write_adapter(tmp_path / "other", 3)), 8, {})  # by a route
-    before = {name: each.digest for name, each in store.named().items()}
+    before = {name: adapter.digest for name, adapter in store.named().items()}
 
     reader.options["lora_modules"] = entries(a=4, d=5)
     tree.reload()
-    after = {name: each.digest for name, each in store.named().items()}
+    after = {name: adapter.digest for name, adapter in store.named().items()}
     assert after.keys() == {"a", "c", "d"}
     assert after["a"] != before["a"] and after["c"] == before["c"]
-    assert [each.partition("=")[0] for each in tree.config.lora.lora_modules] == ["a", "d"]
+    assert [entry.partition("=")[0] for entry in tree.config.lora.lora_modules] == ["a", "d"]
 
     reader.options["lora_modules"] = [*entries(a=6), f"e={tmp_path / 'nowhere'}"]
     tree.reload()
     assert "nothing changed" in caplog.text
-    assert {name: each.digest for name, each in store.named().items()} == after
+    assert {name: adapter.digest for name, adapter in store.named().items()} == after
 
 
 def test_an_api_server_whose_loop_stands_still_is_killed_and_one_that_works_is_not(
