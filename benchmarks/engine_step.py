@@ -10,10 +10,10 @@ import msgspec
 
 from servd.base.tracing import now_ns
 from servd.bench import _data, _engine, _report
+from servd.core.client import InprocClient
 from servd.core.engine_core import EngineCore
 from servd.messages.engine import EngineCoreOutputs
 from servd.messages.params import SamplingParams
-from servd.offline.llm_engine import InProcess
 
 PHASES = ("schedule", "prepare", "forward", "sample", "update", "ipc")
 
@@ -24,8 +24,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     llm = _engine.make_llm(arguments)
-    assert isinstance(llm.engine.port, InProcess)
-    engine = llm.engine.port.engine
+    assert isinstance(llm.engine.engine_core, InprocClient)
+    engine = llm.engine.engine_core.engine
     prompts = _data.make_prompts(arguments, more=1)
     _engine.generate(llm, prompts[:1])
     for i, prompt in enumerate(prompts[1:]):

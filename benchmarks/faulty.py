@@ -12,7 +12,7 @@ from typing import Any
 from servd.core.executor import PendingOutput
 from servd.core.executor.fake import FakeExecutor
 from servd.core.executor.uniproc import UniProcExecutor
-from servd.messages.engine import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
+from servd.messages.engine import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 
 FOLDER = "SERVD_FAULTS"
 STEP_SECONDS = 0.01  # of the fake executor
@@ -93,10 +93,10 @@ class Fake(FakeExecutor):
         self.is_wrong = bool(name)
         super().execute_model(scheduled)
 
-    def sample_tokens(self, bitmask: GrammarBitmask | None = None) -> PendingOutput:
+    def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> PendingOutput:
         """With the error that a worker reports of one request."""
         self.is_wrong, is_wrong = False, self.is_wrong
-        pending = super().sample_tokens(bitmask)
+        pending = super().sample_tokens(grammar_output)
         return Wrong(pending) if is_wrong else pending
 
 

@@ -30,8 +30,8 @@ from torch import Tensor
 from servd import LLM, SamplingParams
 from servd.base.errors import ServdError
 from servd.cli.quantize import ROW, read_rows
+from servd.core.client import InprocClient
 from servd.core.executor.uniproc import UniProcExecutor
-from servd.offline.llm_engine import InProcess
 from servd.worker.output_heads import prompt_logprobs
 from servd.worker.quantization.int4 import GROUP_SIZE
 from servd.worker.runner.model_runner import ModelRunner
@@ -169,9 +169,10 @@ class Reference:
             kv_cache_memory="256MiB",
             **options,
         )
-        port = llm.engine.port
-        assert isinstance(port, InProcess) and isinstance(port.executor, UniProcExecutor)
-        runner = port.executor.worker.runner
+        client = llm.engine.engine_core
+        assert isinstance(client, InprocClient)
+        assert isinstance(client.engine.executor, UniProcExecutor)
+        runner = client.engine.executor.worker.runner
         is_first = self.logprobs is None
         if self.logprobs is None:
             shape = (len(self.rows), NUM_SCORED, runner.spec.vocab_size)

@@ -12,7 +12,8 @@ from typing import Any
 from servd import cli
 from servd.base.private_dir import PARENT_DIR
 from servd.base.tracing import StepRecord
-from servd.launch import engine_supervisor, process_tree
+from servd.core import client
+from servd.launch import api_servers
 
 Replaced = list[tuple[Any, str, Any]]  # owner, name, what is there instead
 
@@ -77,11 +78,11 @@ def serve(
     A function each states what is replaced in it, so that no process imports another's room.
     """
     if PARENT_DIR in os.environ:  # which only engines get
-        from servd.core import engine_core_proc
+        from servd.core.engine_core_proc import EngineCoreProc
 
-        main(of_engine(), engine_core_proc.main)
+        main(of_engine(), EngineCoreProc.run_engine_core)
     elif len(sys.argv) > 1:
-        engine_supervisor.ENGINE_MODULE = process_tree.API_MODULE = module
+        client.ENGINE_MODULE = api_servers.API_MODULE = module
         sys.exit(cli.main())
     else:
         from servd.api import server

@@ -34,7 +34,7 @@ PLUGINS = {
     "servd/api/output/tool_parsers": "Parser",
     "servd/cli": "add_options",
     "servd/bench": "run",
-    "servd/core/executor": "Executor",
+    "servd/core/executor": r"\w+Executor",
     "servd/core/queues": "WaitingQueue",
     "servd/worker/attention": "Backend",
     "servd/worker/models": r"\w+(ForCausalLM|LMHeadModel|ForMaskedLM)",

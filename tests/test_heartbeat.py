@@ -43,7 +43,7 @@ def test_a_step_is_hung_only_beyond_its_own_limit():
     heartbeat.work(10.0)  # the next one
     assert looks(watch, 11) == [None] * 11
     assert watch.look() == "a step has taken 11 s, more than 10 s"
-    heartbeat.rest()
+    heartbeat.pause()
     assert not any(looks(watch, 100)), "an idle engine takes no steps"
 
 

@@ -10,7 +10,7 @@ import zmq
 from servd.ipc.channels import UnreadableMessage
 from servd.ipc.hub import Hub, HubInbox, HubOutbox, HubReceiver, HubSender
 from servd.ipc.start_messages import Uplink
-from servd.messages.engine import AbortRequests, EngineDead, FromEngine, ResetPrefixCache, ToEngine
+from servd.messages.engine import AbortRequests, EngineGone, FromEngine, ResetPrefixCache, ToEngine
 from tests.limits import WAIT_SECONDS
 
 
@@ -48,18 +48,18 @@ def test_messages_pass_in_order_also_those_that_came_before_their_receiver(hub):
     def process() -> None:
         inbox: HubInbox = HubInbox(hub.uplink("engine-1"), ToEngine)
         outbox = HubOutbox(hub.uplink("engine-1"))
-        outbox.send("client", EngineDead("hello"))
+        outbox.send("client", EngineGone("hello"))
         arrived.extend(inbox.recv() for _ in sent)
-        outbox.send("client", EngineDead("bye"))
+        outbox.send("client", EngineGone("bye"))
         inbox.close()
         outbox.close()
 
     thread = threading.Thread(target=process)
     thread.start()
-    assert receive(receiver, 1) == [EngineDead("hello")]
+    assert receive(receiver, 1) == [EngineGone("hello")]
     for message in sent[10:]:
         sender.send(message)
-    assert receive(receiver, 1) == [EngineDead("bye")]
+    assert receive(receiver, 1) == [EngineGone("bye")]
     thread.join()
     assert arrived == sent
 
@@ -79,13 +79,13 @@ def test_another_token_lets_nobody_in(hub):
     stranger = Uplink(hub.listener.at, "0" * 64, "engine-1")
     inbox: HubInbox = HubInbox(stranger, ToEngine)
     outbox = HubOutbox(stranger)
-    outbox.send("client", EngineDead("from a stranger"))
+    outbox.send("client", EngineGone("from a stranger"))
     plain = zmq.Context.instance().socket(zmq.DEALER)
     plain.connect(hub.listener.at)
-    plain.send(msgspec.msgpack.encode(EngineDead("from a stranger")))
+    plain.send(msgspec.msgpack.encode(EngineGone("from a stranger")))
     hub.send("engine-1", ResetPrefixCache())
     known = HubOutbox(hub.uplink("engine-2"))
-    known.send("client", EngineDead("from one of us"))
+    known.send("client", EngineGone("from one of us"))
     found: list = []
     while not found:
         found = hub.drain()
@@ -100,7 +100,7 @@ def test_another_token_lets_nobody_in(hub):
 
 def test_what_cannot_be_read_fails_alone(hub):
     inbox: HubInbox = HubInbox(hub.uplink("engine-1"), ToEngine)
-    hub.send("engine-1", EngineDead("not to an engine"))
+    hub.send("engine-1", EngineGone("not to an engine"))
     hub.send("engine-1", ResetPrefixCache())
     while not hub.peers:
         hub.drain()

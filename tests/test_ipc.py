@@ -15,7 +15,7 @@ import zmq
 from servd.base.errors import ConfigError
 from servd.base.private_dir import private_dir
 from servd.ipc import channels as ipc
-from servd.messages.engine import AbortRequests, Attach, EngineDead, ResetPrefixCache, ToEngine
+from servd.messages.engine import AbortRequests, Attach, EngineGone, ResetPrefixCache, ToEngine
 from tests.limits import WAIT_SECONDS
 
 
@@ -108,7 +108,7 @@ async def test_an_event_loop_misses_nothing_on_the_edge_triggered_descriptor(at,
 
 
 def test_drain_keeps_what_came_before_an_unreadable_message(inbox, outbox):
-    for message in (AbortRequests(["before"]), EngineDead("no request"), AbortRequests(["after"])):
+    for message in (AbortRequests(["before"]), EngineGone("no request"), AbortRequests(["after"])):
         outbox.send(message)
     time.sleep(0.05)  # most often enough for all three
 

@@ -173,7 +173,7 @@ def test_a_script_need_not_close_its_engine():
 from servd import LLM, SamplingParams
 llm = LLM(executor="fake", separate_process=True, use_tqdm=False)
 [output] = llm.generate("a", SamplingParams(max_tokens=3))
-print(len(output.outputs[0].token_ids), llm.engine.port.child.process.pid)
+print(len(output.outputs[0].token_ids), llm.engine.engine_core.child.process.pid)
 """
     done = subprocess.run(
         [sys.executable, "-c", script],

@@ -24,8 +24,9 @@ def test_deltas_add_up_to_the_whole(parts, with_logprobs):
     assert whole.token_ids == [t for _, token_ids in parts for t in token_ids]
     if with_logprobs:
         assert [entry.token_ids[0] for entry in whole.logprobs or []] == whole.token_ids
+        assert whole.cumulative_logprob == -len(whole.token_ids)
     else:
-        assert whole.logprobs is None
+        assert whole.logprobs is None and whole.cumulative_logprob is None
     assert (whole.finish_reason, whole.stop_reason) == (FinishReason.STOP, "x")
 
 

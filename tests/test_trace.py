@@ -49,16 +49,16 @@ def test_the_way_of_a_request(capsys, options, told):
         "ChatTemplate.render",
         "Tokenizer.encode",
         "AsyncLLM.generate",
-        "EngineCoreClient.send",
-        "EngineCoreProc.receive",
-        "EngineCoreProc.busy_loop",
+        "AsyncMPClient.send",
+        "EngineCoreProc.process_input_sockets",
+        "EngineCoreProc.run_busy_loop",
         "EngineCore.step",
         "Scheduler.schedule",
         "ModelRunner.execute_model",
         "ModelRunner.forward",
         "ModelRunner.sample_tokens",
         "Outbox.send",
-        "EngineCoreClient.drain",
+        "AsyncMPClient.drain",
         "OutputProcessor.process",
     ]
     places = [names.index(name) for name in way]
@@ -95,7 +95,7 @@ async def test_a_running_server_is_asked(raw):
     ]
     was = msgspec.structs.replace(sent, block_hashes=[], marks=[])  # the engine fills them in
     size = len(msgspec.msgpack.encode(was))
-    assert named(calls, "EngineCoreClient.send")[0].text == f"EngineCoreRequest, {size} bytes"
+    assert named(calls, "AsyncMPClient.send")[0].text == f"EngineCoreRequest, {size} bytes"
     told = [call.text for call in named(calls, "Outbox.send")]
     assert told == [f"EngineCoreOutputs, {each} bytes" for each in sizes] and len(told) == 3
     [first, *_] = named(calls, "EngineCore.step")

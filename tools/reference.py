@@ -60,7 +60,7 @@ REMEDIES: dict[str, str] = {
     "RateLimited": "Wait for `Retry-After` seconds, or raise the key's limit.",
     "Unavailable": "Wait for `Retry-After` seconds. `GET /health` shows the progress of loading.",
     "EngineError": "Read the server's log: it has the details under the request's id.",
-    "EngineDead": "Retry. servd restarts the engine; the log says why it died.",
+    "EngineDeadError": "Retry. servd restarts the engine; the log says why it died.",
     "ShuttingDown": "Send the request to another server, or again after the restart.",
 }
 

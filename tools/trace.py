@@ -183,7 +183,7 @@ def of_timeline(
             if way := WAYS[process.name].get(mark["stage"]):
                 process.add(way, mark["took_ms"] / 1000, notes.get(mark["stage"], ""))
     steps = [*_steps(timeline, sampled, runner, model)]
-    processes[1].calls.append(Call("EngineCoreProc.busy_loop", calls=steps))
+    processes[1].calls.append(Call("EngineCoreProc.run_busy_loop", calls=steps))
     phases = [Call(p["phase"], p["ms"] / 1000, p["meaning"]) for p in timeline["phases"] if p["ms"]]
     whole = Call(timeline["id"], timeline["wall_ms"] / 1000, timeline["explanation"], phases)
     return [*processes, whole]

@@ -81,7 +81,7 @@ LLAMA_SERVER_PATHS = {
 }
 
 
-def create_app(
+def build_app(
     config: Config,
     async_llm: AsyncLLM,
     *,

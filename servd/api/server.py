@@ -23,7 +23,7 @@ import msgspec
 import uvicorn
 import uvloop
 
-from servd.api.app import create_app
+from servd.api.app import build_app
 from servd.api.context import Context
 from servd.api.engine.async_llm import AsyncLLM
 from servd.api.engine.load_balancer import LoadBalancer
@@ -41,11 +41,11 @@ from servd.checkpoint import pooling
 from servd.checkpoint.adapter_store import AdapterStore
 from servd.config import Config, ObservabilityConfig, ServerConfig
 from servd.config.keys import load_certificates, tls_context
-from servd.core.client import EngineCoreClient, engine_dir, identity
+from servd.core.client import AsyncMPClient, engine_dir, identity
 from servd.ipc.child import read_start
 from servd.ipc.heartbeat import Heartbeat
 from servd.ipc.start_messages import ENGINE_IS_DEAD, StartAPIServer
-from servd.messages.engine import EngineDead, EngineStatus
+from servd.messages.engine import EngineGone, EngineStatus
 
 if TYPE_CHECKING:
     from servd.api.observability.otel import SpanExporter
@@ -150,7 +150,7 @@ class Server(uvicorn.Server):
                 tell_systemd("READY=1")
         if self.admission.drained_at is not None and self.admission.hands_over:
             self.leave_port()
-        is_over = isinstance(self.async_llm.status, EngineDead) or self.has_drained()
+        is_over = isinstance(self.async_llm.status, EngineGone) or self.has_drained()
         return await super().on_tick(counter) or is_over
 
     def has_drained(self) -> bool:
@@ -184,7 +184,7 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop accepting connections, and fail the requests that are still open."""
-        if not isinstance(self.async_llm.status, EngineDead):  # else requests failed already
+        if not isinstance(self.async_llm.status, EngineGone):  # else requests failed already
             reason = "received a second signal to stop" if self.force_exit else "is shutting down"
             self.async_llm.fail(ShuttingDown(f"the server {reason}"))
         await super().shutdown(sockets)
@@ -259,7 +259,7 @@ async def serve(start: StartAPIServer) -> int:
     listener = socket.socket(fileno=start.listener)
     own = identity(config, spec)
     clients = [
-        EngineCoreClient(engine_dir(start.ipc_dir, rank), start.client, own, generation)
+        AsyncMPClient(engine_dir(start.ipc_dir, rank), start.client, own, generation)
         for rank, generation in enumerate(start.generations)
     ]
     tokenizer = Tokenizer.of_model(config, spec)
@@ -284,7 +284,7 @@ async def serve(start: StartAPIServer) -> int:
     async_llm.start()
     store = AdapterStore.beside(start.ipc_dir) if config.lora.enable_lora else None
     spans = span_exporter(config.observability)
-    app = create_app(config, async_llm, reasons=start.reasons, store=store, spans=spans)
+    app = build_app(config, async_llm, reasons=start.reasons, store=store, spans=spans)
     work = [asyncio.create_task(each) for each in background(app.state.context)]
     connections = Connections(within_file_limit(config.server), partial(count_refusal, app))
     options = settings(
@@ -314,7 +314,7 @@ async def serve(start: StartAPIServer) -> int:
         client.close()
     if spans is not None:
         spans.close()
-    return ENGINE_IS_DEAD if isinstance(async_llm.status, EngineDead) else 0
+    return ENGINE_IS_DEAD if isinstance(async_llm.status, EngineGone) else 0
 
 
 def main() -> None:

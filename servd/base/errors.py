@@ -13,7 +13,7 @@ ServdError
 │       ├── RateLimited          429: its API key has reached a limit
 │       └── Unavailable          503: the server is loading or shutting down
 ├── EngineError                  the server is at fault: 500
-│   ├── EngineDead               503: the engine process died
+│   ├── EngineDeadError          503: the engine process died
 │   └── ShuttingDown             503, code shutting_down: the server ends before the answer does
 └── ConfigError                  a flag, a file or the machine: one line on stderr, exit code 2
     ├── ModelNotFound
@@ -143,7 +143,7 @@ class EngineError(ServdError):
     """500: the engine failed on this request. The client is not at fault."""
 
 
-class EngineDead(EngineError):
+class EngineDeadError(EngineError):
     """503: the engine process died. Every open request ends with this error."""
 
 

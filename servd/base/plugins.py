@@ -5,9 +5,11 @@ import importlib
 import importlib.util
 import pkgutil
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from servd.base.errors import ConfigError
+
+T = TypeVar("T")
 
 
 @functools.cache  # called often while an application is created
@@ -54,3 +56,19 @@ def load(package: str, name: str, attribute: str) -> Any:
         return getattr(found, attribute)
     check(package.rpartition(".")[2], package, name)
     return getattr(importlib.import_module(f"{package}.{name.replace('-', '_')}"), attribute)
+
+
+def load_class(package: str, name: str, base: type[T]) -> type[T]:
+    """Return the only subclass of `base` in the module `name`, or what a `name` like
+    "package.module:Attribute" refers to. Raises ConfigError as `load` does.
+    """
+    if ":" in name:
+        return load(package, name, "")
+    members = load(package, name, "__dict__")
+    classes = [member for member in members.values() if isinstance(member, type)]
+    [plugin] = [
+        member
+        for member in classes
+        if issubclass(member, base) and member.__module__ == members["__name__"]
+    ]
+    return plugin

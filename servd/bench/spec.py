@@ -12,9 +12,9 @@ from servd.base.errors import EngineError
 from servd.bench import _data, _engine
 from servd.bench._data import Prompt
 from servd.config.speculative import read_keys, readers
+from servd.core.client import InprocClient
 from servd.offline import metrics as offline_metrics
 from servd.offline.llm import LLM
-from servd.offline.llm_engine import InProcess
 from servd.terminal import engine_flags
 from servd.terminal.output import format_row, write_json
 
@@ -111,8 +111,8 @@ def measure(
 
 def count_drafts(llm: LLM) -> Counter[str]:
     """Return the counts so far: drafts, draft tokens, accepted tokens and all steps."""
-    assert isinstance(llm.engine.port, InProcess)
-    found = Counter({"steps": llm.engine.port.engine.scheduler.report(0).step})
+    assert isinstance(llm.engine.engine_core, InprocClient)
+    found = Counter({"steps": llm.engine.engine_core.engine.scheduler.report(0).step})
     for each in llm.get_metrics():
         if isinstance(each, offline_metrics.Counter) and each.name.startswith(COUNTED):
             found[each.name.removeprefix(COUNTED)] = each.value

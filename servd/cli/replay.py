@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = Config.load(options)  # a wrong option is named before anything is loaded
     llm = LLM(config.model.model, **{k: v for k, v in options.items() if k != "model"})
     processor = llm.engine.processor
-    now = make_manifest(processor.config, processor.spec, llm.engine.port.worker, [])
+    now = make_manifest(processor.config, processor.spec, llm.engine.engine_core.worker, [])
     try:
         for line in manifest.find_differences(now):
             print(f"not the same: {line}")

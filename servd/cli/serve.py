@@ -23,4 +23,4 @@ def run(arguments: argparse.Namespace) -> int:
             "--api-key: every user of this machine can read a command line; give the key in "
             "$SERVD_API_KEY or --config, or its hash in --api-key-file"
         )
-    return servd.launch.serve(lambda: Config.load(engine_flags.load_options(arguments)))
+    return servd.launch.run_server(lambda: Config.load(engine_flags.load_options(arguments)))

@@ -18,11 +18,11 @@ def problems(engine: EngineCore) -> list[str]:
     requests = scheduler.requests.values()
     pinned = Counter(scheduler.kv_cache.prefix_cache.pinned.blocks)
     owned = pinned + Counter(
-        block for each in requests for block in each.block_ids if block != NO_BLOCK
+        block for request in requests for block in request.block_ids if block != NO_BLOCK
     )
     wrong = [b for b in range(pool.num_blocks) if pool.ref_counts[b] != owned[b]]
     slots = sorted([*scheduler.free_slots, *(request.slot for request in scheduler.running)])
-    found = {
+    checks = {
         f"blocks {wrong[:8]} have {[pool.ref_counts[b] for b in wrong[:8]]} references, the "
         f"requests and pinned prefixes have {[owned[b] for b in wrong[:8]]}": not wrong,
         f"{pool.num_free} of {pool.num_blocks} blocks are free, {len(owned)} are owned": (
@@ -42,7 +42,7 @@ def problems(engine: EngineCore) -> list[str]:
         or scheduler.has_work
         or not (engine.in_flight or len(owned) > len(pinned)),
     }
-    violated = [problem for problem, is_well in found.items() if not is_well]
+    violated = [problem for problem, is_well in checks.items() if not is_well]
     return violated + scheduler.kv_cache.connector.find_problems()
 
 
@@ -53,5 +53,5 @@ def audit(message: Audit, engine: EngineCore) -> list[EngineCoreOutputs | Engine
     stats = engine.scheduler.report(engine.grammars.num_waiting)
     requests = [*engine.scheduler.requests.values(), *engine.grammars.waiting()]
     mine = [request.request_id for request in requests if request.client == message.client]
-    found = EngineAudit(message.number, problems(engine), mine, len(requests))
-    return [EngineCoreOutputs([], stats), found]
+    result = EngineAudit(message.number, problems(engine), mine, len(requests))
+    return [EngineCoreOutputs([], stats), result]

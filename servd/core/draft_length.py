@@ -25,11 +25,13 @@ class Acceptance(Struct):
     num_tried: float = 2.0  # weight of the estimate: a guess counts for two drafts
     hit_rate: float = FIRST_CHANCE  # chance that the workers find drafts for it
 
-    def count(self, drafts: int, kept: int, asked: int, found: int) -> None:
-        num_tried = min(kept + 1, drafts)  # after a rejected draft, no draft is tried
+    def count(self, num_drafts: int, num_kept: int, max_drafts: int, num_found: int) -> None:
+        """Count a step that verified `num_drafts`, and looked for `max_drafts` new ones."""
+        num_tried = min(num_kept + 1, num_drafts)  # after a rejected draft, no draft is tried
         self.num_tried = MEMORY * self.num_tried + num_tried
-        self.chance += (kept - self.chance * num_tried) / max(self.num_tried, 1)
-        self.hit_rate += (min(found, 1) - self.hit_rate * min(asked, 1)) / 10  # hits come in runs
+        self.chance += (num_kept - self.chance * num_tried) / max(self.num_tried, 1)
+        if max_drafts:
+            self.hit_rate += (min(num_found, 1) - self.hit_rate) / 10  # hits come in runs
 
 
 class StepTime(Struct):
@@ -103,7 +105,7 @@ class DraftLengthController(Struct, dict=True):
 
     def time(self, scheduled: list[ScheduledRequest], seconds: float, num_others: int = 0) -> None:
         """Update the times from a step without prompts. `num_others`: rows not in `scheduled`."""
-        num_tokens = num_others + sum(item.num_tokens for item in scheduled)
+        num_tokens = num_others + sum(item.num_scheduled_tokens for item in scheduled)
         num_decoded = num_others + sum(1 + item.num_drafts for item in scheduled)
         kind = self.drafting if any(item.max_new_drafts for item in scheduled) else self.plain
         is_known = num_tokens in self.sizes and kind is self.last_kind

@@ -1,5 +1,6 @@
 """EngineCore: the step loop, and the handling of clients' messages."""
 
+import ctypes
 import logging
 from collections import deque
 from collections.abc import Callable
@@ -8,7 +9,7 @@ from servd.base.tracing import Clock, StepRecord, now_ns
 from servd.checkpoint.hf import ModelSpec
 from servd.config import Config
 from servd.config.kv_layout import KVLayout
-from servd.core.executor import Executor, PendingOutput
+from servd.core.executor import Executor, PendingOutput, start_executor
 from servd.core.kv_cache.connector import KVConnector
 from servd.core.kv_cache.manager import KVCacheManager
 from servd.core.request import OutputEnd
@@ -72,14 +73,28 @@ class EngineCore:
         self.on_scheduled: Callable[[StepRecord], None] = lambda record: None
         self.on_wait: Callable[[], None] = lambda: None  # called when no request can be computed
 
-    def forget_workers(self) -> None:
-        """Discard the state of the workers: KV cache and rows. No step may be in flight."""
+    def sleep(self) -> None:
+        """Free weights and KV cache. No step may be in flight."""
+        self.is_asleep = True
+        self.executor.shutdown()
         self.scheduler.forget_workers()
         self.grammars.forget_rows()
+        release_memory()
+
+    def wake_up(self) -> None:
+        """Load the model again, with as many blocks as before, whatever memory is free now."""
+        num_blocks = self.worker.num_blocks
+        memory = num_blocks * self.worker.kv_bytes_per_block
+        config = self.config.replace(kv_cache_memory=memory)
+        executor, worker = start_executor(config, self.spec, lambda phase, fraction: None)
+        assert worker.num_blocks == num_blocks, worker
+        self.connect(executor, worker)
 
     def connect(self, executor: Executor, worker: WorkerReady) -> None:
-        """Use `executor` from now on: the first one, or a replacement after `forget_workers`."""
+        """Use `executor` from now on: the first one, or a replacement after `sleep`."""
         self.executor = executor
+        self.worker = worker
+        self.is_asleep = False
         connector = KVConnector()
         if self.config.cache.has_connector:
             from servd.core.kv_cache.connector.offload import make_connector  # it needs zmq
@@ -145,11 +160,13 @@ class EngineCore:
             grammars.begin_step(scheduled)
             while grammars.awaits_tokens:
                 self._collect_outputs()
-            self.in_flight.append(self.executor.sample_tokens(grammars.bitmask()))
-        # With nothing but background requests one step less is in flight, so that a new request
-        # starts a step earlier; but no pipeline stage may idle.
-        num_stages = self.config.parallel.pipeline_parallel_size
-        depth = max(self.depth - self.scheduler.is_background, num_stages)
+            grammar_output = grammars.get_grammar_bitmask()
+            self.in_flight.append(self.executor.sample_tokens(grammar_output))
+        depth = self.depth
+        if self.scheduler.is_background:
+            # One step less is in flight, so that a new request starts a step earlier; but no
+            # pipeline stage may idle.
+            depth = max(depth - 1, self.config.parallel.pipeline_parallel_size)
         if self.in_flight and (scheduled is None or len(self.in_flight) >= depth):
             self._collect_outputs()
         elif scheduled is None and self.scheduler.kv_cache.connector.wait():
@@ -163,3 +180,9 @@ class EngineCore:
             if row not in ends or ends[row].num_tokens > num_tokens:
                 ends[row] = OutputEnd(num_tokens, NO_TOKEN_ALLOWED)
         self.scheduler.update_from_output(result, ends)
+
+
+def release_memory() -> None:
+    """Return freed memory to the system. glibc would keep most of it."""
+    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)

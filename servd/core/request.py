@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum, auto
+from enum import IntEnum, auto
 from functools import lru_cache
 
 from servd.base.tracing import Mark
@@ -24,10 +24,33 @@ from servd.messages.engine import (
 from servd.messages.params import PoolingParams, SamplingParams
 
 
-class RequestStatus(Enum):
+class RequestStatus(IntEnum):
     WAITING = auto()
     RUNNING = auto()
-    FINISHED = auto()
+    PREEMPTED = auto()  # waits again, without blocks
+    SWAPPED = auto()  # likewise; the KV connector saves its blocks
+    # From here on, the request is finished.
+    FINISHED_STOPPED = auto()
+    FINISHED_LENGTH_CAPPED = auto()
+    FINISHED_REPETITION = auto()
+    FINISHED_ABORTED = auto()
+    FINISHED_ERROR = auto()
+
+
+FINISHED_STATUS = {
+    FinishReason.STOP: RequestStatus.FINISHED_STOPPED,
+    FinishReason.LENGTH: RequestStatus.FINISHED_LENGTH_CAPPED,
+    FinishReason.REPETITION: RequestStatus.FINISHED_REPETITION,
+    FinishReason.ABORT: RequestStatus.FINISHED_ABORTED,
+    FinishReason.ERROR: RequestStatus.FINISHED_ERROR,
+}
+# The stages that marks report. The last output of a finished request has its mark.
+STAGES = {
+    RequestStatus.WAITING: "queued",
+    RequestStatus.RUNNING: "scheduled",
+    RequestStatus.PREEMPTED: "preempted",
+    RequestStatus.SWAPPED: "swapped",
+}
 
 
 @dataclass(slots=True, frozen=True)
@@ -178,6 +201,17 @@ class Request:
             adapter=self.adapter,
         )
 
+    def set_status(self, status: RequestStatus, now_ns: int, step: int = -1) -> None:
+        """Change the status, and mark its time for the client."""
+        assert not self.is_finished, (self.request_id, self.status, status)
+        self.status = status
+        if status in STAGES:
+            self.marks.append(Mark(STAGES[status], now_ns, step))
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status > RequestStatus.SWAPPED
+
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
@@ -202,18 +236,18 @@ class Request:
     def add_prompt_output(self, result: ModelRunnerOutput, row: int) -> None:
         """Append a step's prompt logprobs, except those known from before a preemption."""
         if (part := result.prompt_logprobs.get(row)) is not None:
-            known = len(self.prompt_logprobs) + 1 - part.start
-            assert known >= 0, "parts come in order"
-            self.prompt_logprobs += part.positions[known:]
+            num_known = len(self.prompt_logprobs) + 1 - part.start
+            assert num_known >= 0, "parts come in order"
+            self.prompt_logprobs += part.positions[num_known:]
 
     def append_decoded(self, token_id: int) -> bool:
         """Append a token and return True; return False if the token might end the output."""
-        known = self.token_ids
-        if token_id in self.stop_token_ids or len(known) + 1 >= self.max_num_tokens:
+        known_ids = self.token_ids
+        if token_id in self.stop_token_ids or len(known_ids) + 1 >= self.max_num_tokens:
             return False
         if self.repetition is not None:
             return False
-        known.append(token_id)
+        known_ids.append(token_id)
         return True
 
     def settle(
@@ -235,7 +269,7 @@ class Request:
         self.num_computed_tokens -= num_rejected
         num_kept = min(num_sampled - 1, len(output.new_token_ids))
         num_drafts = min(scheduled.num_drafts, self.num_found_drafts)
-        if num_drafts and not scheduled.draft_token_ids:
+        if num_drafts and not scheduled.scheduled_spec_decode_tokens:
             output.num_drafts = num_drafts
             output.num_accepted = num_kept
         self.num_found_drafts = num_found
@@ -297,14 +331,14 @@ class Request:
 
     def _extend(self, token_ids: list[int]) -> tuple[int, FinishReason | None]:
         """Append tokens up to one that ends the output; return their number and the reason."""
-        known = self.token_ids
+        known_ids = self.token_ids
         for count, token_id in enumerate(token_ids, 1):
-            known.append(token_id)
+            known_ids.append(token_id)
             if token_id in self.stop_token_ids and self.num_output_tokens >= self.min_tokens:
                 return count, FinishReason.STOP
-            if len(known) >= self.max_num_tokens:
+            if len(known_ids) >= self.max_num_tokens:
                 return count, FinishReason.LENGTH
-            if self.repetition and self.repetition.append(known, self.num_prompt_tokens):
+            if self.repetition and self.repetition.append(known_ids, self.num_prompt_tokens):
                 if self.num_output_tokens >= self.min_tokens:
                     return count, FinishReason.REPETITION
         return len(token_ids), None

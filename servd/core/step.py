@@ -9,7 +9,7 @@ import msgspec
 from servd.base.tracing import Pace, StepRecord
 from servd.core.request import OutputEnd, Request
 from servd.messages.engine import (
-    BlockCopies,
+    BlockSwaps,
     DecodeBatch,
     ModelRunnerOutput,
     NewRequest,
@@ -39,7 +39,7 @@ class Step(msgspec.Struct):
     requests: list[Request] = []  # the other rows
     scheduled: list[ScheduledRequest] = []
     new_requests: list[NewRequest] = []
-    copies: BlockCopies | None = None
+    swaps: BlockSwaps | None = None
 
     def __contains__(self, request: Request) -> bool:
         return request in self.requests or request in self.decoding
@@ -72,7 +72,7 @@ class Step(msgspec.Struct):
             0,
             draft_token_ids,
         )
-        request.num_computed_tokens += scheduled.num_tokens
+        request.num_computed_tokens += scheduled.num_scheduled_tokens
         if samples:
             request.num_tokens += num_drafts + 1
         if num_tokens > 1 or not samples:
@@ -91,7 +91,7 @@ class Step(msgspec.Struct):
             self.scheduled,
             self.new_requests,
             freed_slots,
-            self.copies,
+            self.swaps,
             self.decodes,
         )
 
@@ -128,8 +128,8 @@ class Step(msgspec.Struct):
         the step's output to know at which token the request's next step begins.
         """
         return any(
-            each is request and scheduled.num_drafts > len(scheduled.draft_token_ids)
-            for each, scheduled in zip(self.requests, self.scheduled, strict=True)
+            other is request and scheduled.num_drafts > len(scheduled.scheduled_spec_decode_tokens)
+            for other, scheduled in zip(self.requests, self.scheduled, strict=True)
         )
 
 

@@ -72,7 +72,7 @@ class Inbox(Generic[T]):
             return None
         return self._decode(self.socket.recv())
 
-    def drain(self, most: int = 2**31) -> list[T]:
+    def drain(self, limit: int = 2**31) -> list[T]:
         """Return at most `most` of the messages that have arrived, without waiting. Raises
         UnreadableMessage in place of a bad message: the previous call returned the messages before
         it, the next call returns the messages after it.
@@ -81,7 +81,7 @@ class Inbox(Generic[T]):
             error, self.unreadable = self.unreadable, None
             raise error
         messages: list[T] = []
-        while len(messages) < most:
+        while len(messages) < limit:
             try:
                 messages.append(self._decode(self.socket.recv(zmq.NOBLOCK)))
             except zmq.Again:
@@ -213,7 +213,7 @@ class Link(Generic[T]):
 
     def drain(self) -> list[tuple[bytes, T | None]]:
         """Return (sender, message) for each arrived message; None for an undecodable message."""
-        found: list[tuple[bytes, T | None]] = []
+        messages: list[tuple[bytes, T | None]] = []
         with suppress(zmq.Again):
             while True:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK)
@@ -221,8 +221,8 @@ class Link(Generic[T]):
                 peer = frames.pop(0) if self.kind_of_socket == zmq.ROUTER else b""
                 with suppress(ValueError, RecursionError):
                     message = self.decoder.decode(b"".join(frames))
-                found.append((peer, message))
-        return found
+                messages.append((peer, message))
+        return messages
 
     def close(self, linger: float = 0.0) -> None:
         """Close the connection. Queued messages are sent for at most `linger` seconds."""
@@ -309,9 +309,9 @@ def wait(sources: Iterable[Source], timeout: float) -> list[Source]:
     """Return the channels that have messages. Waits for at most `timeout` seconds."""
     poller = zmq.Poller()
     by_socket = {source.socket: source for source in sources}
-    for each in by_socket:
-        poller.register(each, zmq.POLLIN)
-    return [by_socket[each] for each, _ in poller.poll(int(max(timeout, 0) * 1000))]
+    for zmq_socket in by_socket:
+        poller.register(zmq_socket, zmq.POLLIN)
+    return [by_socket[zmq_socket] for zmq_socket, _ in poller.poll(int(max(timeout, 0) * 1000))]
 
 
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
@@ -343,8 +343,10 @@ class Publisher:
         self.manner = "listening on" if is_bound(endpoint) else "connecting to"
         self._socket = self._open(zmq.PUB, endpoint, limit)
         if replay is not None:
-            asked = self._open(zmq.ROUTER, replay, limit)
-            threading.Thread(target=self._replay, args=[asked], name="replay", daemon=True).start()
+            replay_socket = self._open(zmq.ROUTER, replay, limit)
+            threading.Thread(
+                target=self._replay, args=[replay_socket], name="replay", daemon=True
+            ).start()
 
     def send(self, data: bytes) -> None:
         """Publish a batch without blocking."""
@@ -384,7 +386,7 @@ class Publisher:
                     continue
                 who, _, first = frames
                 with self._lock:
-                    kept = [each for each in self._kept if each[0] >= first]
+                    kept = [batch for batch in self._kept if batch[0] >= first]
                 try:
                     for number, data in (*kept, (END_OF_REPLAY, b"")):
                         socket.send_multipart([who, b"", number, data])

@@ -88,7 +88,8 @@ class Child:
     def post(self, message: msgspec.Struct) -> None:
         """Send a message from a thread, because a stopped child may never read."""
         if self._posted is None:
-            posted = self._posted = SimpleQueue()
+            posted = SimpleQueue()
+            self._posted = posted
 
             def send() -> None:
                 while self.send(posted.get()):
@@ -179,7 +180,7 @@ def _descendants(pid: int) -> list[int]:
     except OSError:  # it has ended meanwhile
         return []
     children = [int(child) for child in text.split()]
-    return [*children, *(each for child in children for each in _descendants(child))]
+    return [*children, *(descendant for child in children for descendant in _descendants(child))]
 
 
 def import_ahead(module: str, niceness: int = 0) -> None:

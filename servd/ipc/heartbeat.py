@@ -46,7 +46,7 @@ class Heartbeat:
         self.numbers[STEP] += 1
         self.numbers[LIMIT] = limit
 
-    def rest(self) -> None:
+    def pause(self) -> None:
         self.numbers[LIMIT] = 0
 
     def compute(self, prompts: Collection[str]) -> None:
@@ -92,8 +92,12 @@ class Watchdog:
     is_stopped: Callable[[], bool] = lambda: False  # by a signal, whatever it should do
 
     def __post_init__(self) -> None:
-        self.seen = (0.0, 0.0)
-        self.without_beat = self.without_step = self.stopped = self.ready = 0
+        self.last_reading = (0.0, 0.0)
+        # Readings, in a row, with this finding; readings of a process that is ready.
+        self.without_beat = 0
+        self.without_step = 0
+        self.stopped = 0
+        self.ready = 0
 
     @property
     def seconds_ready(self) -> float:
@@ -106,10 +110,11 @@ class Watchdog:
         beat = numbers[BEAT]
         step = numbers[STEP]
         limit = numbers[LIMIT]
-        self.without_beat = self.without_beat + 1 if beat == self.seen[0] else 0
-        self.without_step = self.without_step + 1 if step == self.seen[1] and limit else 0
-        self.seen = beat, step
-        self.ready += self.heartbeat.is_ready
+        self.without_beat = self.without_beat + 1 if beat == self.last_reading[0] else 0
+        self.without_step = self.without_step + 1 if step == self.last_reading[1] and limit else 0
+        self.last_reading = beat, step
+        if self.heartbeat.is_ready:
+            self.ready += 1
         self.stopped = self.stopped + 1 if self.is_stopped() else 0
         if self.stopped * self.interval >= STOPPED_TIMEOUT:
             return "a signal has stopped it (SIGSTOP)"

@@ -59,16 +59,16 @@ class Hub:
 
     def drain(self) -> list[Forward]:
         """Return the messages that have arrived for receivers."""
-        found: list[Forward] = []
+        forwards: list[Forward] = []
         for peer, message in self.listener.drain():
             match message:
                 case Hello(name):
                     self.peers[name] = peer
-                    for each in self.waiting.pop(name, []):
-                        self.listener.send_to(peer, each)
+                    for queued in self.waiting.pop(name, []):
+                        self.listener.send_to(peer, queued)
                 case Forward():
-                    found.append(message)
-        return found
+                    forwards.append(message)
+        return forwards
 
     def forget(self, name: str) -> None:
         """Drop the messages that wait for a process that is gone."""
@@ -93,7 +93,7 @@ class HubReceiver(Generic[T]):
         """Wait for one message and return it; None if none arrives within `timeout` seconds."""
         if not self.arrived:
             wait([self.hub.listener], timeout)
-            self.arrived += [self.decoder.decode(each.message) for each in self.hub.drain()]
+            self.arrived += [self.decoder.decode(forward.message) for forward in self.hub.drain()]
         return self.arrived.popleft() if self.arrived else None
 
     def close(self) -> None:

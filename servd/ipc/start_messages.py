@@ -35,7 +35,7 @@ class StartEngine(msgspec.Struct):
     name: str = "engine"  # for the log
     was_asleep: bool = False  # whether the previous engine was asleep
     uplink: Uplink | None = None  # of an engine on another host
-    identity: str = ""  # see EngineCoreClient; of an engine on another host
+    identity: str = ""  # see MPClient; of an engine on another host
 
 
 class StartAPIServer(msgspec.Struct):

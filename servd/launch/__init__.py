@@ -2,6 +2,7 @@
 
 import logging
 import resource
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +15,10 @@ from servd.checkpoint import account, hf
 from servd.config import Config
 from servd.config.resolve import Decision, decide, look_at_machine
 from servd.core.client import identity
-from servd.core.executor import EXECUTORS
+from servd.core.executor import load_executor
 from servd.launch.accounts import accounts_of
-from servd.launch.process_tree import ProcessTree, check_access, url_of
+from servd.launch.api_servers import url_of
+from servd.launch.process_tree import ProcessTree, check_access
 from servd.launch.sockets import (
     check_engine,
     inherited_listener,
@@ -28,10 +30,10 @@ from servd.launch.sockets import (
 logger = logging.getLogger("servd.launch")
 
 
-def serve(read_config: Callable[[], Config]) -> int:
-    """Run engines and API servers. Return the exit code: 0 after a signal, 1 if they keep failing,
-    2 after a ConfigError in a child. Raise ConfigError before any child has started. `read_config`
-    reads the options, at start and at each SIGHUP.
+def run_server(read_config: Callable[[], Config]) -> int:
+    """Serve as the options say, which `read_config` reads at start and at each SIGHUP. Return the
+    exit code: 0 after a signal, 1 if engines or API servers keep failing, 2 after a ConfigError in
+    a child. Raise ConfigError before any child has started.
     """
     started_at = time.monotonic()
     config = read_config()
@@ -40,37 +42,68 @@ def serve(read_config: Callable[[], Config]) -> int:
     raise_file_limit()
     if (folder := config.batches.batch_dir) is not None:
         open_batch_dir(folder)
-    inherited = None if config.server.headless else inherited_listener()
-    listener = None if config.server.headless else inherited or listen(config)
+    has_models = config.models.models_dir is not None or bool(config.models.models)
+    if config.server.headless and not has_models:
+        return run_headless(config, read_config, started_at)
+    listener, is_inherited = setup_server(config)
     try:
-        if config.models.models_dir is not None or config.models.models:
+        if has_models:
             from servd.gateway import server as gateway_server  # the others import no HTTP server
 
             gateway_server.check(config)
-            assert listener is not None
             logger.info("listening on %s", url_of(listener, config.access))
             return gateway_server.serve(read_config, listener)
-        config, spec, decided = find_and_resolve(config)
-        config = config.with_absolute_paths()
-        with socket_folder(config) as ipc_dir:
-            if config.server.attach:
-                check_engine(ipc_dir, identity(config, spec))
-            tree = ProcessTree(config, spec, decided, ipc_dir, listener, started_at, read_config)
-            tree.hands_over = inherited is not None
-            try:
-                tree.start()
-                return tree.watch()
-            finally:
-                tree.stop()
+        return run_multi_api_server(config, read_config, started_at, listener, is_inherited)
     finally:
-        if listener is not None and config.server.uds and not inherited:
+        if config.server.uds and not is_inherited:
             Path(config.server.uds).unlink(missing_ok=True)
+
+
+def setup_server(config: Config) -> tuple[socket.socket, bool]:
+    """Return the socket that all API servers accept from, and whether a parent passed it on."""
+    inherited = inherited_listener()
+    return inherited or listen(config), inherited is not None
+
+
+def run_headless(config: Config, read_config: Callable[[], Config], started_at: float) -> int:
+    """Run engines without API servers. Return the exit code."""
+    config, spec, decided = find_and_resolve(config)
+    config = config.with_absolute_paths()
+    with socket_folder(config) as ipc_dir:
+        return _run(ProcessTree(config, spec, decided, ipc_dir, None, read_config), started_at)
+
+
+def run_multi_api_server(
+    config: Config,
+    read_config: Callable[[], Config],
+    started_at: float,
+    listener: socket.socket,
+    is_inherited: bool,
+) -> int:
+    """Run one or more API servers on `listener`, and the engines unless the API servers attach to
+    the engines of another process tree. Return the exit code.
+    """
+    config, spec, decided = find_and_resolve(config)
+    config = config.with_absolute_paths()
+    with socket_folder(config) as ipc_dir:
+        if config.server.attach:
+            check_engine(ipc_dir, identity(config, spec))
+        tree = ProcessTree(config, spec, decided, ipc_dir, listener, read_config, is_inherited)
+        return _run(tree, started_at)
+
+
+def _run(tree: ProcessTree, started_at: float) -> int:
+    try:
+        tree.start(started_at)
+        return tree.watch()
+    finally:
+        tree.stop()
 
 
 def raise_file_limit() -> None:
     """Raise the soft limit of open files, often 1024, to the hard limit, for many connections."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
 
 
 def find_and_resolve(config: Config) -> tuple[Config, hf.ModelSpec, dict[str, Decision]]:
@@ -79,7 +112,7 @@ def find_and_resolve(config: Config) -> tuple[Config, hf.ModelSpec, dict[str, De
     ConfigError if the model does not exist, its architecture is not supported, or options conflict.
     """
     # "auto" becomes an executor that needs weights, like uniproc.
-    executor = plugins.load(EXECUTORS, config.parallel.executor or "uniproc", "Executor")
+    executor = load_executor(config.parallel.executor or "uniproc")
     if config.model.model is None and not executor.needs_weights:
         spec = hf.FAKE_SPEC
     else:
@@ -116,8 +149,8 @@ def find_and_resolve(config: Config) -> tuple[Config, hf.ModelSpec, dict[str, De
 def _refuse_head(model: str, folder: Path) -> None:
     """Raise ConfigError if the model is only a draft head, such as EAGLE's."""
     architecture = str(hf.read_json(folder / "config.json").get("architectures"))
-    known = {"Eagle3": "eagle3", "Eagle": "eagle", "Medusa": "medusa"}
-    method = next((known[part] for part in known if part in architecture), None)
+    methods = {"Eagle3": "eagle3", "Eagle": "eagle", "Medusa": "medusa"}
+    method = next((methods[part] for part in methods if part in architecture), None)
     if method is not None:
         raise ConfigError(
             f"{model} is a draft head ({architecture}), not a model: serve its model with "

@@ -85,8 +85,8 @@ class Bridge(threading.Thread):
                         self.hub.send(address, message)
                 except UnreadableMessage as error:
                     log.error("dropping an invalid message to %s: %s", address, error)
-        for each in (*inboxes.values(), *outboxes.values()):
-            each.close()
+        for socket in (*inboxes.values(), *outboxes.values()):
+            socket.close()
         self.hub.close()
 
     def update(self, inboxes: dict[str, Inbox[msgspec.Raw]], outboxes: dict[str, Outbox]) -> None:

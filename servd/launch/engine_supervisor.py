@@ -9,46 +9,23 @@ import shutil
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from servd.base.private_dir import PARENT_DIR
 from servd.checkpoint import hf
 from servd.config import Config, ParallelConfig, ServerConfig
-from servd.core.client import engine_address
+from servd.core.client import EngineProcess, engine_address
 from servd.ipc.child import STANDBY_NICE, Child
-from servd.ipc.heartbeat import Heartbeat, Watchdog, make_file
+from servd.ipc.heartbeat import Watchdog
 from servd.ipc.start_messages import StartEngine, Uplink
 from servd.messages.engine import EngineRestarting
 
 logger = logging.getLogger("servd.launch")
 
-ENGINE_MODULE = "servd.core.engine_core_proc"
 LOOK_INTERVAL = 0.2  # seconds between readings of the engine's heartbeat
 STANDBY_DELAY = 10.0  # seconds after the engine is ready, when a standby process is started
-
-
-class EngineProcess(Child):
-    """An engine process, which waits for a StartEngine with `descriptor` as its heartbeat.
-    `prepares`: the executor and number of workers for which it imports modules ahead, and the
-    niceness of that. `devices` is CUDA_VISIBLE_DEVICES, or empty to inherit.
-    """
-
-    def __init__(
-        self, ipc_dir: str, prepares: Sequence[str] = (), name: str = "engine", devices: str = ""
-    ) -> None:
-        self.ipc_dir = ipc_dir
-        self.descriptor = make_file()
-        self.heartbeat = Heartbeat(self.descriptor)
-        env = {PARENT_DIR: ipc_dir}
-        if devices:
-            env["CUDA_VISIBLE_DEVICES"] = devices
-        try:
-            super().__init__(name, ENGINE_MODULE, None, [self.descriptor], env, prepares)
-        finally:
-            os.close(self.descriptor)  # the child has it under the same number
 
 
 def devices_of(place: int, config: ParallelConfig) -> str:
@@ -56,9 +33,11 @@ def devices_of(place: int, config: ParallelConfig) -> str:
     if config.device != "cuda" or config.num_engines_here == 1:
         return ""
     size = config.num_workers
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    seen = given.split(",") if given else [str(i) for i in range(size * config.num_engines_here)]
-    return ",".join(seen[place * size : (place + 1) * size])
+    variable = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = (
+        variable.split(",") if variable else [str(i) for i in range(size * config.num_engines_here)]
+    )
+    return ",".join(devices[place * size : (place + 1) * size])
 
 
 def newest_engine(folder: str) -> int:
@@ -77,7 +56,7 @@ class Deaths:
     """A counter of children's deaths within --engine-restart-window."""
 
     def __init__(self, config: ServerConfig) -> None:
-        self.most = config.max_engine_restarts
+        self.max_deaths = config.max_engine_restarts
         self.window = config.engine_restart_window
         self.times: deque[float] = deque()
 
@@ -87,7 +66,7 @@ class Deaths:
         self.times.append(now)
         while self.times[0] < now - self.window:
             self.times.popleft()
-        return len(self.times) > self.most
+        return len(self.times) > self.max_deaths
 
 
 @dataclass(eq=False)
@@ -101,11 +80,12 @@ class EngineSupervisor:
     place: int = 0  # among the engines of this host
     on_hung: Callable[[EngineSupervisor], None] = lambda _: None  # called before the kill
     uplink: Uplink | None = None  # of an engine on another host than the API servers
-    identity: str = ""  # see EngineCoreClient; of the same
+    identity: str = ""  # see MPClient; of the same
 
     def __post_init__(self) -> None:
         config = self.config
-        self.rank = rank = config.parallel.first_rank + self.place
+        rank = config.parallel.first_rank + self.place
+        self.rank = rank
         if rank and (events := config.cache.kv_events_config):
             config = config.replace(kv_events_config=events.of_rank(rank))
         if rank and (transfer := config.cache.kv_transfer_config):
@@ -114,7 +94,8 @@ class EngineSupervisor:
         is_one = config.parallel.data_parallel_size == 1 and not rank
         self.name = "engine" if is_one else f"engine-{rank}"  # in the log
         self.label = "the engine" if is_one else f"engine {rank}"
-        self.first = self.number = 0
+        self.first = 0
+        self.number = 0  # of restarts
         self.was_asleep = False  # whether the last engine was asleep
         self.child: EngineProcess | None = None
         # A process for the next start that has imported torch, which is half of the time.
@@ -162,7 +143,7 @@ class EngineSupervisor:
             return
         self._drop_bad_standby()
         has_delay = self.watch.seconds_ready <= STANDBY_DELAY
-        if self.standby is None and self.deaths.most and not has_delay:
+        if self.standby is None and self.deaths.max_deaths and not has_delay:
             waited = time.monotonic() - self.standby_at
             if waited >= STANDBY_DELAY:  # a failing process must not be started all the time
                 self.standby_at = time.monotonic()
@@ -200,10 +181,6 @@ class EngineSupervisor:
             self.first = number
         self.number = number
 
-    def discard(self, timeout: float) -> None:
-        self.stop(timeout)
-        self.child = self.standby = None
-
     @property
     def was_ready(self) -> bool:
         return bool(self.number > self.first or (self.child and self.child.heartbeat.is_ready))
@@ -221,7 +198,7 @@ class EngineSupervisor:
             return f"{self.reason} before it was ready"
         if self.deaths.add():
             return (
-                f"{self.reason}; it died more than {self.deaths.most} times within "
+                f"{self.reason}; it died more than {self.deaths.max_deaths} times within "
                 f"{self.deaths.window:g} s (--max-engine-restarts)"
             )
         return None

@@ -25,7 +25,7 @@ def main() -> None:
     newest.append(read_start(StartModel, reload).config)
     log.setup("servd", newest[0].observability)
     try:
-        sys.exit(launch.serve(lambda: newest[0]))
+        sys.exit(launch.run_server(lambda: newest[0]))
     except ConfigError as error:
         logging.getLogger("servd").error("%s: %s", newest[0].model.model, error)
         sys.exit(2)

@@ -17,12 +17,12 @@ from servd.base.errors import ServdError
 from servd.base.private_dir import private_dir
 from servd.base.tracing import CLOCK_OFFSET
 from servd.config import Config
-from servd.core.client import engine_address, identity
+from servd.core.client import EngineProcess, engine_address, identity
 from servd.core.executor.ray import clock_offset, connect, find_spec, library, resource_of
 from servd.ipc.child import Child
 from servd.ipc.start_messages import Uplink
 from servd.launch.bridge import Bridge
-from servd.launch.engine_supervisor import LOOK_INTERVAL, EngineProcess, EngineSupervisor
+from servd.launch.engine_supervisor import LOOK_INTERVAL, EngineSupervisor
 
 log = logging.getLogger("servd.launch")
 
@@ -104,7 +104,8 @@ class RayEngine(EngineProcess):
         self.ray = library()
         self.ended: Ended | None = None
         self.heartbeat = self  # the supervisor reads its fields here
-        self.is_ready = self.is_asleep = False
+        self.is_ready = False
+        self.is_asleep = False
         count = float(config.parallel.num_workers)
         kind = resource_of(config)
         options = {"num_cpus": count if kind == "CPU" else 0.0}
@@ -170,7 +171,7 @@ class RayEngineSupervisor(EngineSupervisor):
     bridge: Bridge = field(kw_only=True)
 
     def __post_init__(self) -> None:
-        self.given = self.config  # the actor's supervisor adds the rank to it
+        self.unranked_config = self.config  # the actor's supervisor adds the rank to it
         super().__post_init__()
 
     def start(self, started_at: float) -> None:
@@ -178,7 +179,7 @@ class RayEngineSupervisor(EngineSupervisor):
             self.was_asleep = self.child.heartbeat.is_asleep
         address = engine_address(self.ipc_dir, self.number)
         num_nodes = sum(node["Alive"] for node in library().nodes())
-        config = self.given.replace(
+        config = self.unranked_config.replace(
             api_key=[],
             data_parallel_backend="mp",
             data_parallel_start_rank=self.rank,

@@ -12,10 +12,10 @@ from pathlib import Path
 from servd.base.errors import ConfigError
 from servd.base.private_dir import private_dir
 from servd.config import Config
-from servd.core.client import EngineCoreClient, engine_dir
+from servd.core.client import MPClient, engine_dir
 from servd.ipc import channels as ipc
 from servd.launch.engine_supervisor import newest_engine, somebody_listens
-from servd.messages.engine import EngineDead
+from servd.messages.engine import EngineGone
 
 LONGEST_SOCKET_NAME = f"client-{2**31 - 1}"
 
@@ -106,12 +106,12 @@ def check_engine(ipc_dir: str, identity: str) -> None:
     the engine has another version or model.
     """
     generation = newest_engine(ipc_dir)
-    client = EngineCoreClient(ipc_dir, secrets.randbits(31), identity, generation)
+    client = MPClient(ipc_dir, secrets.randbits(31), identity, generation)
     try:
         answer = client.recv(ATTACH_TIMEOUT)  # None if it has just started: retried
     finally:
         client.close()
-    if isinstance(answer, EngineDead):
+    if isinstance(answer, EngineGone):
         raise ConfigError(f"--attach {ipc_dir}: {answer.reason}; start both with the same options")
 
 

@@ -38,7 +38,7 @@ class FinishReason(StrEnum):
 
 class Attach(Message, tag=True):
     """An API server connects. The engine answers with EngineStatus or EngineReady, or with
-    EngineDead if their identities differ.
+    EngineGone if their identities differ.
 
     This is the only message that no version of servd may change.
     """
@@ -260,7 +260,10 @@ class EngineCoreOutputs(Message, tag=True):
     @property
     def all_outputs(self) -> list[EngineCoreOutput]:
         """All outputs, including `decoded`. Each request's outputs are in order."""
-        return [*(EngineCoreOutput(key, [one]) for key, one in self.decoded.items()), *self.outputs]
+        return [
+            *(EngineCoreOutput(key, [token_id]) for key, token_id in self.decoded.items()),
+            *self.outputs,
+        ]
 
 
 class EngineFailed(Message, tag=True):
@@ -280,7 +283,7 @@ class EngineRestarting(Message, tag=True):
     computing: list[str] = []  # engine ids of the prompts that were being computed
 
 
-class EngineDead(Message, tag=True):
+class EngineGone(Message, tag="EngineDead"):  # the tag that clients of other versions read
     """From the parent: the engine died for good. From the engine: the client's identity differs."""
 
     reason: str
@@ -293,7 +296,7 @@ FromEngine = (
     | EngineAudit
     | EngineFailed
     | EngineRestarting
-    | EngineDead
+    | EngineGone
 )
 
 
@@ -326,14 +329,14 @@ class NewRequest(Message):
 
 class ScheduledRequest(Message):
     slot: int
-    num_tokens: int  # to compute, drafts included
+    num_scheduled_tokens: int  # to compute, drafts included
     new_block_ids: list[int] = []  # appended to its block table
     samples: bool = True  # sample after the last token; False within a prompt
     # Upper bound: the workers know how many drafts in flight are accepted.
     num_computed_tokens: int = 0
-    num_drafts: int = 0  # how many of num_tokens, at their end, are drafts to verify
+    num_drafts: int = 0  # how many of num_scheduled_tokens, at their end, are drafts to verify
     max_new_drafts: int = 0  # draft tokens that the workers may propose for the next step
-    draft_token_ids: list[int] = []  # the engine's drafts; empty: the workers' drafts
+    scheduled_spec_decode_tokens: list[int] = []  # the engine's drafts; empty: the workers' drafts
 
 
 class DecodeBatch(Message):
@@ -352,25 +355,22 @@ class DecodeBatch(Message):
         return ScheduledRequest(slot, 1, new_block_ids, True, self.num_computed_tokens[index])
 
 
-class BlockCopy(Message):
-    """A copy between a KV cache block and a slot of host memory, which has a part per rank."""
+class BlockSwaps(Message):
+    """Copies between KV cache blocks and slots of host memory, which have a part per rank.
 
-    block: int
-    slot: int
-    to_device: bool  # from the slot to the block
-
-
-class BlockCopies(Message):
-    """The copies that each worker makes, in order, because later copies depend on earlier ones."""
+    Workers swap out first: slots that are filled may be read, and blocks that are saved may be
+    filled again, in the same step.
+    """
 
     memory: str  # file that workers map: slots of kv_bytes_per_block times the number of ranks
-    copies: list[BlockCopy]
+    blocks_to_swap_in: list[tuple[int, int]] = []  # (slot, block)
+    blocks_to_swap_out: list[tuple[int, int]] = []  # (block, slot)
 
 
 class SchedulerOutput(Message, tag=True):
     """One step: the changes to the batch, and how many tokens each request computes.
 
-    Workers make `copies`, free `freed_slots` and add `new_requests`. Then they compute the rows:
+    Workers make `swaps`, free `freed_slots` and add `new_requests`. Then they compute the rows:
     first `decodes`, then `scheduled`.
     """
 
@@ -378,7 +378,7 @@ class SchedulerOutput(Message, tag=True):
     scheduled: list[ScheduledRequest]
     new_requests: list[NewRequest] = []
     freed_slots: list[int] = []
-    copies: BlockCopies | None = None
+    swaps: BlockSwaps | None = None
     decodes: DecodeBatch = msgspec.field(default_factory=DecodeBatch)
 
     @property
@@ -395,11 +395,12 @@ class SchedulerOutput(Message, tag=True):
         return len(self.decodes.slots) + len(self.scheduled)
 
     @property
-    def num_tokens(self) -> int:
-        return len(self.decodes.slots) + sum(s.num_tokens for s in self.scheduled)
+    def total_num_scheduled_tokens(self) -> int:
+        num_tokens = sum(row.num_scheduled_tokens for row in self.scheduled)
+        return len(self.decodes.slots) + num_tokens
 
 
-class GrammarBitmask(Message):
+class GrammarOutput(Message):
     """The allowed tokens of rows with a grammar. A position without an entry allows all tokens, or
     comes after a draft that the grammar rejects.
     """
@@ -410,7 +411,7 @@ class GrammarBitmask(Message):
 
 
 class SampleTokens(Message, tag=True):
-    bitmask: GrammarBitmask | None = None
+    grammar_output: GrammarOutput | None = None
 
 
 class TakeTokens(Message, tag=True):

@@ -34,6 +34,13 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     pooled: bytes | None = None  # float32, little-endian: the result of a pooling request
     drafts: list[tuple[int, int]] = []  # for each step with draft tokens: (proposed, accepted)
 
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The sum of the log-probabilities of the sampled tokens; None without `logprobs`."""
+        if self.logprobs is None:
+            return None
+        return sum(position.logprobs[0] for position in self.logprobs)
+
     def add(self, later: CompletionOutput) -> None:
         """Append a later delta of the same choice."""
         self.text += later.text

@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import gc
-import queue
-import shutil
-import time
 import weakref
 from collections.abc import Sequence
-from typing import Protocol
 
 from tqdm import tqdm
 
@@ -23,43 +16,19 @@ from servd.api.request.request_state import ProcessedInputs, RequestState, find_
 from servd.api.request.timeline import Timeline
 from servd.api.text.prompt import Pair, Prompt
 from servd.api.text.tokenizer import Tokenizer
-from servd.base.errors import ConfigError, EngineDead, InvalidRequest
+from servd.base.errors import ConfigError, InvalidRequest
 from servd.base.private_dir import private_dir
 from servd.checkpoint.adapter_store import AdapterStore
-from servd.checkpoint.hf import ModelSpec
 from servd.config import Config
-from servd.core.client import EngineCoreClient, identity
-from servd.core.engine_core import EngineCore
-from servd.core.engine_core_proc import start_executor
-from servd.core.executor import Executor
-from servd.core.structured_output.manager import Compiled
-from servd.ipc.start_messages import StartEngine
-from servd.launch.engine_supervisor import EngineProcess
-from servd.launch.process_tree import ENGINE_STOP_TIMEOUT
+from servd.core.client import EngineCoreClient, InprocClient, SyncMPClient
 from servd.messages.adapter import Adapter, LoRARequest
-from servd.messages.engine import (
-    AbortRequests,
-    EngineCoreOutput,
-    EngineCoreOutputs,
-    EngineCoreRequest,
-    EngineFailed,
-    EngineReady,
-    EngineStatus,
-    RequestOptions,
-    ResetPrefixCache,
-    Sleep,
-    ToEngine,
-    WakeUp,
-    WorkerReady,
-)
+from servd.messages.engine import AbortRequests, RequestOptions, ResetPrefixCache
 from servd.messages.outputs import CompletionOutput
 from servd.messages.params import PoolingParams, SamplingParams
-from servd.messages.stats import SchedulerStats
 from servd.offline.metrics import OfflineMetrics
 
 TextOrIds = str | list[int]
 Params = SamplingParams | PoolingParams
-Received = tuple[list[EngineCoreOutput], SchedulerStats | None]
 
 
 class LLMEngine:
@@ -86,16 +55,17 @@ class LLMEngine:
         self.requests: dict[str, RequestState] = {}
         self.outputs: dict[str, RequestOutput] = {}
         with LoadingBar(use_tqdm) as progress:
-            port = SeparateProcess if separate_process else InProcess
-            self.port: Port = port(config, spec, progress)
-        self.processor.max_model_len = self.port.max_model_len
+            self.engine_core = EngineCoreClient.make_client(
+                config, spec, progress, multiprocess_mode=separate_process
+            )
+        self.processor.max_model_len = self.engine_core.max_model_len
         name = config.model.served_model_name[0]
-        self.metrics = OfflineMetrics(name, self.port.max_model_len)
+        self.metrics = OfflineMetrics(name, self.engine_core.max_model_len)
         self.lora = config.lora
         self.adapters = AdapterStore(private_dir()) if config.lora.enable_lora else None
         # Scripts rarely call `close`, so it also runs at exit.
         self._close = weakref.finalize(
-            self, _close, self.processor.grammars, self.port, self.adapters
+            self, _close, self.processor.grammars, self.engine_core, self.adapters
         )
 
     def add_request(
@@ -145,7 +115,7 @@ class LLMEngine:
             prompt_token_ids=request.prompt_token_ids,
             outputs=[CompletionOutput(index=i) for i in range(inputs.params.n)],
         )
-        self.port.send(request)
+        self.engine_core.send(request)
 
     def _load(self, asked: LoRARequest) -> Adapter:
         """Return an adapter; load it unless the same path is loaded under this name."""
@@ -154,7 +124,7 @@ class LLMEngine:
         loaded = self.adapters.named().get(asked.lora_name)
         if loaded is not None and loaded.source == asked.lora_path:
             return loaded
-        layers = self.port.worker.adaptable
+        layers = self.engine_core.worker.adaptable
         try:
             return self.adapters.load(
                 asked.lora_name, asked.lora_path, self.lora.max_lora_rank, layers
@@ -169,10 +139,10 @@ class LLMEngine:
         A choice that failed in the engine has finish_reason "error" and the reason in `error`.
 
         Raises:
-            EngineDead: the engine process has died.
+            EngineDeadError: the engine process has died.
         """
         progressed: dict[str, RequestOutput] = {}
-        outputs, stats = self.port.receive()
+        outputs, stats = self.engine_core.get_output()
         self.metrics.take(outputs, stats, self.requests)
         for step in outputs:
             running = find_choice(self.requests, step.request_id)
@@ -181,7 +151,7 @@ class LLMEngine:
             state, choice = running
             delta = self.output_processor.process_outputs([step], state, choice)
             if delta.finish_reason is not None and step.finish_reason is None:
-                self.port.send(AbortRequests([step.request_id]))  # a stop string ended it
+                self.engine_core.send(AbortRequests([step.request_id]))  # a stop string ended it
             output = self.outputs[state.request_id]
             output.outputs[delta.index].add(delta)
             progressed[state.request_id] = output
@@ -196,11 +166,11 @@ class LLMEngine:
         for request_id in request_ids:
             if (state := self.requests.pop(request_id, None)) is not None:
                 del self.outputs[request_id]
-                self.port.send(AbortRequests(state.open_engine_ids()))
+                self.engine_core.send(AbortRequests(state.open_engine_ids()))
 
     def reset_prefix_cache(self) -> None:
         """Empty the prefix cache on the device and in host memory."""
-        self.port.send(ResetPrefixCache())
+        self.engine_core.send(ResetPrefixCache())
 
     def sleep(self, is_asleep: bool = True) -> None:
         """Free weights and KV cache, or load the model again. A new request also loads the model.
@@ -212,7 +182,7 @@ class LLMEngine:
             raise InvalidRequest(
                 f"{len(self.requests)} requests are unfinished: call step until all have finished"
             )
-        self.port.sleep(is_asleep)
+        self.engine_core.sleep(is_asleep)
 
     def has_unfinished_requests(self) -> bool:
         """Return whether a request is unfinished, so that `step` has outputs to wait for."""
@@ -223,144 +193,15 @@ class LLMEngine:
         self._close()
 
 
-def _close(grammars: GrammarChecker, port: Port, adapters: AdapterStore | None) -> None:
+def _close(
+    grammars: GrammarChecker,
+    engine_core: SyncMPClient | InprocClient,
+    adapters: AdapterStore | None,
+) -> None:
     grammars.close()
-    port.close()
+    engine_core.close()
     if adapters is not None:
         adapters.clear()
-
-
-class Port(Protocol):
-    """The interface through which LLMEngine talks to its engine."""
-
-    client: int
-    max_model_len: int  # limited by the size of the KV cache, too
-    worker: WorkerReady
-
-    def __init__(self, config: Config, spec: ModelSpec, progress: LoadingBar) -> None: ...
-    def send(self, message: ToEngine) -> None: ...
-    def sleep(self, is_asleep: bool) -> None: ...
-    def receive(self) -> Received: ...
-    def close(self) -> None: ...
-
-
-class InProcess:
-    """A port to an engine in this process."""
-
-    client = 0
-
-    def __init__(self, config: Config, spec: ModelSpec, progress: LoadingBar) -> None:
-        self.config = config
-        self.spec = spec
-        self.executor: Executor | None  # None while asleep
-        self.executor, self.worker = start_executor(config, spec, progress)
-        self.engine = EngineCore(config, spec, self.executor, self.worker)
-        self.compiled: queue.SimpleQueue[Compiled] = queue.SimpleQueue()
-        self.engine.grammars.on_compiled = self.compiled.put
-        self.max_model_len = self.engine.scheduler.max_model_len
-
-    def send(self, message: ToEngine) -> None:
-        """Pass a message to the engine at once. A new request wakes the engine."""
-        if isinstance(message, EngineCoreRequest):
-            self.sleep(False)
-        self.engine.handle(message)
-
-    def sleep(self, is_asleep: bool) -> None:
-        """Free the model's memory, or load it again."""
-        if is_asleep and self.executor is not None:
-            self._end_steps()
-            self.executor.shutdown()
-            self.executor = None
-            self.engine.forget_workers()
-            gc.collect()
-            ctypes.CDLL(None).malloc_trim(0)  # glibc would keep most of it
-        elif not is_asleep and self.executor is None:
-            memory = self.worker.num_blocks * self.worker.kv_bytes_per_block  # as much as before
-            config = self.config.replace(kv_cache_memory=memory)
-            self.executor, worker = start_executor(config, self.spec, lambda phase, fraction: None)
-            self.engine.connect(self.executor, worker)
-
-    def receive(self) -> Received:
-        """Run one step and return its outputs. If every request waits for a grammar, wait first."""
-        while not self.compiled.empty() or (
-            not self.engine.has_work and self.engine.grammars.is_compiling
-        ):
-            self.engine.handle(self.compiled.get())
-        outputs = self.engine.step().get(self.client)
-        return (outputs.all_outputs, outputs.stats) if outputs else ([], None)
-
-    def close(self) -> None:
-        """Save the KV blocks of finished requests, and stop the workers. Call this before exit."""
-        if self.executor is not None:
-            with contextlib.suppress(RuntimeError):
-                self._end_steps()
-            self.executor.shutdown()
-        self.engine.scheduler.kv_cache.close()
-
-    def _end_steps(self) -> None:
-        while self.engine.has_work and not self.engine.scheduler.requests:
-            self.engine.step()
-
-
-class SeparateProcess:
-    """A port to an engine in its own process, as under `servd serve`."""
-
-    client = 0
-    is_asleep = False
-
-    def __init__(self, config: Config, spec: ModelSpec, progress: LoadingBar) -> None:
-        self.ipc_dir = str(private_dir())
-        self.engine_client = EngineCoreClient(self.ipc_dir, self.client, identity(config, spec))
-        self.child = EngineProcess(self.ipc_dir)
-        start = StartEngine(config, spec, self.ipc_dir, time.monotonic())
-        start.heartbeat = self.child.descriptor
-        self.child.send(start)
-        try:
-            while not isinstance(message := self.wait_for_message(), EngineReady):
-                assert isinstance(message, EngineStatus), message
-                progress(message.phase, message.progress)
-            self.max_model_len = message.max_model_len
-            self.worker = message.worker
-        except BaseException:
-            self.close()
-            raise
-
-    def wait_for_message(self) -> EngineStatus | EngineReady | EngineCoreOutputs:
-        """Return the next message. Raise EngineDead or ConfigError if the engine has failed."""
-        while (message := self.engine_client.recv(timeout=0.5)) is None:
-            if self.child.exit_code is not None:
-                raise EngineDead(f"the engine process ended with code {self.child.exit_code}")
-        match message:
-            case EngineFailed(reason=reason, is_config_error=is_config_error):
-                raise (ConfigError if is_config_error else EngineDead)(reason)
-            case EngineReady(is_asleep=is_asleep):
-                self.is_asleep = is_asleep
-                return message
-            case EngineStatus() | EngineCoreOutputs():
-                return message
-        raise AssertionError(message)  # other messages are for API servers
-
-    def send(self, message: ToEngine) -> None:
-        """Queue a message to the process."""
-        self.engine_client.send(message)
-
-    def sleep(self, is_asleep: bool) -> None:
-        """Put the engine to sleep or wake it, and wait until it has done so."""
-        self.send(Sleep() if is_asleep else WakeUp())
-        while self.is_asleep != is_asleep:
-            self.wait_for_message()
-
-    def receive(self) -> Received:
-        """Wait for the outputs of a step and return them."""
-        message = self.wait_for_message()
-        is_step = isinstance(message, EngineCoreOutputs)
-        return (message.all_outputs, message.stats) if is_step else ([], None)
-
-    def close(self) -> None:
-        """Stop the process and remove its sockets."""
-        self.child.stop(ENGINE_STOP_TIMEOUT)
-        self.engine_client.close()
-        shutil.rmtree(self.ipc_dir, ignore_errors=True)
 
 
 class LoadingBar:

@@ -90,11 +90,15 @@ class SimulatedEngine:
         context = sum(step.decodes.num_computed_tokens) + num_tokens
         pairs = 0
         for each in step.scheduled:
-            num_tokens += each.num_tokens
-            if each.num_tokens == 1:
+            num_tokens += each.num_scheduled_tokens
+            if each.num_scheduled_tokens == 1:
                 context += each.num_computed_tokens + 1
             else:
-                pairs += each.num_tokens * (each.num_computed_tokens + each.num_tokens / 2)
-        num_copies = 0 if step.copies is None else len(step.copies.copies)
+                pairs += each.num_scheduled_tokens * (
+                    each.num_computed_tokens + each.num_scheduled_tokens / 2
+                )
+        num_copies = 0
+        if step.swaps is not None:
+            num_copies = len(step.swaps.blocks_to_swap_in) + len(step.swaps.blocks_to_swap_out)
         took = self.costs.of_step(num_tokens, step.num_rows, context, pairs, was_idle)
         return round(took + self.copy_ns * num_copies)

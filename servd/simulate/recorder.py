@@ -15,7 +15,7 @@ from servd.api.request.request_state import RequestState
 from servd.base.errors import ConfigError
 from servd.base.tracing import StepRecord
 from servd.config import Config, options_by_name
-from servd.messages.engine import EngineDead, EngineReady, EngineStatus
+from servd.messages.engine import EngineGone, EngineReady, EngineStatus
 from servd.messages.params import SamplingParams
 from servd.messages.stats import SchedulerStats
 from servd.simulate.traces import OPTIONS, RequestLine, ServerLine, StepLine
@@ -49,7 +49,7 @@ class Recorder(Observer):
             )
             self._lines.append({"step": line})
 
-    def ended(self, state: RequestState, status: EngineStatus | EngineReady | EngineDead) -> None:
+    def ended(self, state: RequestState, status: EngineStatus | EngineReady | EngineGone) -> None:
         if not isinstance(status, EngineReady):
             return
         if not self._has_begun:

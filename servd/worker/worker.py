@@ -10,7 +10,7 @@ import torch
 
 from servd.checkpoint.hf import ModelSpec
 from servd.config import Config
-from servd.messages.engine import GrammarBitmask, ModelRunnerOutput, SchedulerOutput, WorkerReady
+from servd.messages.engine import GrammarOutput, ModelRunnerOutput, SchedulerOutput, WorkerReady
 from servd.worker.device.device import (
     count_gpus,
     keep_compiled_kernels,
@@ -128,7 +128,7 @@ class Worker:
         """Launch a step's forward pass. Raises RuntimeError if the last step was not sampled."""
         self.steps.execute_model(scheduled)
 
-    def sample_tokens(self, bitmask: GrammarBitmask | None = None) -> AsyncOutput:
+    def sample_tokens(self, bitmask: GrammarOutput | None = None) -> AsyncOutput:
         """Launch sampling for the step that `execute_model` launched last. `result()` of the return
         value waits for its tokens. Raises RuntimeError if there is no such step.
         """

@@ -14,7 +14,7 @@ import httpx
 import msgspec
 import uvicorn
 
-from servd.api.app import create_app
+from servd.api.app import build_app
 from servd.api.engine.async_llm import AsyncLLM
 from servd.api.engine.load_balancer import LoadBalancer
 from servd.api.engine.output_processor import OutputProcessor
@@ -82,7 +82,7 @@ class ScriptedExecutor(FakeExecutor):
 
 
 class InProcessEngine:
-    """Stands in for EngineCoreClient: an EngineCore with the fake executor that steps on the event
+    """Stands in for AsyncMPClient: an EngineCore with the fake executor that steps on the event
     loop.
 
     `sent` keeps all messages to the engine. Clear `may_step` to hold the engine still.
@@ -235,7 +235,7 @@ async def serve(
         LoadBalancer.of(config),
     )
     async_llm.start()
-    app = create_app(config, async_llm, keep_alive=keep_alive, store=store, spans=spans)
+    app = build_app(config, async_llm, keep_alive=keep_alive, store=store, spans=spans)
     async with AsyncExitStack() as stack:
         for engine in engines:
             stack.push_async_callback(engine.close)
@@ -264,7 +264,7 @@ async def listening(
     """Serve `app` with uvicorn on a free port; yields its URL.
 
     Args:
-        app: by `create_app`.
+        app: by `build_app`.
         send_buffer: bytes that may wait in the kernel for a client.
         on_refused: see Connections.
         tls: what makes connections of it HTTPS.

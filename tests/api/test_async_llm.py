@@ -20,7 +20,7 @@ from servd.api.observability.tracer import Tracer
 from servd.api.request.request_output import RequestOutput
 from servd.api.text.prompt import Prompt
 from servd.api.text.tokenizer import Tokenizer
-from servd.base.errors import EngineDead, EngineError, InvalidRequest, Overloaded, ShuttingDown
+from servd.base.errors import EngineDeadError, EngineError, InvalidRequest, Overloaded, ShuttingDown
 from servd.base.tracing import Mark, now_ns
 from servd.checkpoint.hf import FAKE_SPEC
 from servd.config import Config, SchedulerConfig
@@ -28,11 +28,11 @@ from servd.messages.engine import (
     AbortRequests,
     EngineCoreOutput,
     EngineCoreOutputs,
+    EngineGone,
     EngineReady,
     FinishReason,
     WorkerReady,
 )
-from servd.messages.engine import EngineDead as EngineDeadMessage
 from servd.messages.outputs import CompletionOutput
 from servd.messages.params import SamplingParams, StructuredOutput
 from servd.messages.stats import SchedulerStats
@@ -210,7 +210,7 @@ async def test_an_error_of_one_request(llm):
     llm.engines[0].client.answer("", FinishReason.ERROR, "r_0", error="the grammar broke")
     with pytest.raises(EngineError, match="the grammar broke") as error:
         await task
-    assert not isinstance(error.value, EngineDead)
+    assert not isinstance(error.value, EngineDeadError)
     assert llm.engines[0].client.aborted() == ["r_1"]
     llm.engines[0].client.answer("fine", FinishReason.LENGTH, "other")
     assert (await other)[0].text == "fine"
@@ -251,9 +251,9 @@ async def test_text_before_the_death_is_delivered(llm):
     first = asyncio.ensure_future(next_delta(stream))
     await settle()
     last = EngineCoreOutputs([EngineCoreOutput("r", [97])])
-    llm.engines[0].client.push(last, EngineDeadMessage("gone"))
+    llm.engines[0].client.push(last, EngineGone("gone"))
     assert (await first).text == "a"
-    with pytest.raises(EngineDead):
+    with pytest.raises(EngineDeadError):
         await next_delta(stream)
 
 

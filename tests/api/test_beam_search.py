@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from servd.base.errors import EngineDead
+from servd.base.errors import EngineDeadError
 from servd.messages.engine import AbortRequests
 from servd.messages.params import MAX_BEAMS, MAX_STOP
 from tests.api.harness import events, output_text, requests_sent, serve, until, user
@@ -184,7 +184,7 @@ async def test_an_error_in_one_step_ends_the_search(served):
     body = {"prompt": "a", "n": 3, "max_tokens": 50, "use_beam_search": True}
     asking = asyncio.create_task(served.http.post(COMPLETIONS, json=body))
     await until(lambda: served.engine.sent)
-    served.async_llm.fail(EngineDead("gone"))
+    served.async_llm.fail(EngineDeadError("gone"))
     assert (await asking).status_code == 503
     assert served.async_llm.num_unfinished == 0
 

@@ -8,7 +8,7 @@ import httpx
 import msgspec
 import pytest
 
-from servd.messages.engine import AbortRequests, EngineCoreRequest, EngineDead, EngineReady
+from servd.messages.engine import AbortRequests, EngineCoreRequest, EngineGone, EngineReady
 from tests.api.harness import (
     MODEL,
     InProcessEngine,
@@ -357,7 +357,7 @@ async def test_when_the_tree_gives_up_an_engine_every_request_ends(size):
         tasks = [asyncio.create_task(post(served, rank)) for rank in range(size)]
         await until(lambda: all(engine.running for engine in served.async_llm.engines))
         for engine in served.engines:
-            engine.tell(EngineDead("it died too often"))
+            engine.tell(EngineGone("it died too often"))
         answers = [await task for task in tasks]
         for answer in [*answers, await post(served)]:
             assert answer.status_code >= 500 and "it died too often" in answer.text

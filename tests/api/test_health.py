@@ -10,7 +10,7 @@ from servd.api.engine import engine_client
 from servd.api.engine.progress import progress
 from servd.api.request.request_state import Unfinished
 from servd.base.tracing import StepRecord, now_ns
-from servd.messages.engine import STALLED, EngineDead, EngineReady, EngineStatus
+from servd.messages.engine import STALLED, EngineGone, EngineReady, EngineStatus
 from tests.api.harness import Served, requests_sent, serve, until
 
 
@@ -46,7 +46,7 @@ async def test_from_loading_to_ready_to_dead(path):
         assert (await served.http.head(path)).status_code == 200
         posted = await served.http.post(path)  # SageMaker's ping may be one
         assert posted.status_code == (200 if path == "/ping" else 405)
-        served.engine.tell(EngineDead("killed"))
+        served.engine.tell(EngineGone("killed"))
         await until(lambda: not served.async_llm.is_ready)
         dead = await served.http.get(path)
         assert (dead.status_code, dead.json()) == (503, {"status": "dead", "reason": "killed"})
@@ -144,7 +144,7 @@ async def test_an_engine_that_stands_still_is_not_healthy(served: Served, monkey
 async def test_no_path_of_the_server_is_shown(served: Served):
     """/health needs no key."""
     reason = "cannot read /home/me/model/x.safetensors: 17 bytes at 0x7f12ab34cd56, not ./a/b"
-    served.engine.tell(EngineDead(reason))
+    served.engine.tell(EngineGone(reason))
     await until(lambda: not served.async_llm.is_ready)
     health = await served.http.get("/health")
     completion = await served.http.post("/v1/completions", json={"prompt": "a"})

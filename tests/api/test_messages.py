@@ -11,7 +11,7 @@ from anthropic.types import RawMessageStreamEvent
 from pydantic import TypeAdapter
 
 from servd.api.protocol.anthropic import MessagesRequest, chat_messages
-from servd.messages.engine import EngineDead, EngineStatus
+from servd.messages.engine import EngineGone, EngineStatus
 from servd.messages.params import ReasoningTags
 from tests.api.harness import (
     CITY,
@@ -356,7 +356,7 @@ async def test_an_engine_that_dies(listening_server: Served):
         with pytest.raises(anthropic.APIStatusError, match="it is gone"):
             async with client.messages.stream(**asked) as stream:
                 async for _ in stream.text_stream:
-                    listening_server.engine.tell(EngineDead("it is gone"))
+                    listening_server.engine.tell(EngineGone("it is gone"))
         with pytest.raises(anthropic.InternalServerError) as dead:
             await client.messages.create(**asked)
         assert dead.value.status_code == 503 and dead.value.body["error"]["type"] == "api_error"

@@ -63,7 +63,7 @@ def slow_steps(monkeypatch, clock: Clock) -> Callable[[Callable[[Any], float]], 
 
         monkeypatch.setattr(FakeExecutor, "_forward", slow_forward)
 
-    install(lambda scheduled: STEP + TOKEN * scheduled.num_tokens)
+    install(lambda scheduled: STEP + TOKEN * scheduled.total_num_scheduled_tokens)
     return install
 
 
@@ -130,7 +130,7 @@ async def test_a_client_that_left_before_the_first_token(slow_steps, options, bo
     def count(scheduled: Any) -> float:
         nonlocal num_steps
         num_steps += 1
-        return STEP + TOKEN * scheduled.num_tokens
+        return STEP + TOKEN * scheduled.total_num_scheduled_tokens
 
     slow_steps(count)
     async with serve(**options) as served:
@@ -244,7 +244,7 @@ async def test_rejected_drafts(slow_steps, monkeypatch):
     def wrong_drafts(executor: FakeExecutor, state: int, max_drafts: int) -> list[int]:
         return [0] * max_drafts  # it only ever says letters and spaces
 
-    slow_steps(lambda scheduled: 0.02 * scheduled.num_tokens)
+    slow_steps(lambda scheduled: 0.02 * scheduled.total_num_scheduled_tokens)
     monkeypatch.setattr(FakeExecutor, "_draft", wrong_drafts)
     async with serve(speculative_config={"method": "ngram", "num_speculative_tokens": 4}) as served:
         controller = served.engine.core.scheduler.draft_length

@@ -18,7 +18,7 @@ from servd.api.protocol.response_items import chat_messages
 from servd.api.protocol.responses import Response
 from servd.api.responses.response_store import ResponseStore, Stored
 from servd.base.errors import NotFound
-from servd.messages.engine import AbortRequests, EngineDead
+from servd.messages.engine import AbortRequests, EngineGone
 from tests.api.harness import (
     CITY,
     MODEL,
@@ -394,7 +394,7 @@ async def text_of_dying_engine(served: Served, sign: str, **fields: Any) -> str:
     async with served.http.stream("POST", URL, json=body) as answer:
         async for piece in answer.aiter_text():
             if sign in piece and not is_dead:
-                served.engine.tell(EngineDead("it is gone"))
+                served.engine.tell(EngineGone("it is gone"))
                 is_dead = True
             text += piece
     return text

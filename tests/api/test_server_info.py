@@ -8,7 +8,7 @@ import openai
 import pytest
 
 import servd
-from servd.api.app import create_app
+from servd.api.app import build_app
 from servd.config import flag_of, options_by_name
 from servd.config.resolve import Machine, decide
 from servd.messages.engine import EngineReady
@@ -41,7 +41,7 @@ async def test_what_servd_decided_has_a_reason():
         config = served.app.state.context.config.replace(max_num_seqs=None)
         config, decided = decide(config, FAKE_SPEC, Machine())
         reasons = {name: decision.why for name, decision in decided.items()}
-        app = create_app(config.replace(max_num_seqs=64), served.async_llm, reasons=reasons)
+        app = build_app(config.replace(max_num_seqs=64), served.async_llm, reasons=reasons)
         transport = httpx.ASGITransport(app=app)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
             option = by_flag((await http.get("/server_info")).json())["--max-num-seqs"]

@@ -9,7 +9,7 @@ from starlette.requests import ClientDisconnect
 
 from servd.api.connection import while_connected
 from servd.base.errors import ShuttingDown
-from servd.messages.engine import AbortRequests, EngineDead
+from servd.messages.engine import AbortRequests, EngineGone
 from tests.api.harness import MODEL, Served, connect_openai, events, output_text, serve, until, user
 from tests.limits import WAIT_SECONDS
 
@@ -75,9 +75,9 @@ async def test_an_engine_that_dies_in_mid_stream(keep_alive):
         async with served.http.stream("POST", COMPLETIONS, json=body) as answer:
             async for part in answer.aiter_text():
                 text += part
-                if "data: " in text and not isinstance(served.async_llm.status, EngineDead):
+                if "data: " in text and not isinstance(served.async_llm.status, EngineGone):
                     served.engine.may_step.clear()
-                    served.engine.tell(EngineDead("out of memory"))
+                    served.engine.tell(EngineGone("out of memory"))
         chunks = events(text)
         assert chunks[0]["choices"] and chunks[-1]["error"]["code"] == "engine_dead"
         assert "out of memory" in chunks[-1]["error"]["message"]
@@ -102,7 +102,7 @@ async def test_the_openai_client_raises_an_error_in_mid_stream(listening_server:
         stream = await client.chat.completions.create(**asked)
         with pytest.raises(openai.APIError, match="out of memory"):
             async for _ in stream:
-                served.engine.tell(EngineDead("out of memory"))
+                served.engine.tell(EngineGone("out of memory"))
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from servd.core.executor import PendingOutput
-from servd.messages.engine import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
+from servd.messages.engine import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from tests.core.engines import AuditedExecutor
 
 
@@ -51,8 +51,8 @@ class SlowExecutor(AuditedExecutor):
         self.launching[scheduled.step] = self.in_flight[-1]
         super().execute_model(scheduled)
 
-    def sample_tokens(self, bitmask: GrammarBitmask | None = None) -> PendingOutput:
-        return SlowOutput(self, super().sample_tokens(bitmask))
+    def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> PendingOutput:
+        return SlowOutput(self, super().sample_tokens(grammar_output))
 
     def shutdown(self) -> None:
         for step in self.in_flight:  # nobody waits for them any more
@@ -95,8 +95,8 @@ class TimedExecutor(AuditedExecutor):
         super().execute_model(scheduled)
         self._launch(self.forward)
 
-    def sample_tokens(self, bitmask: GrammarBitmask | None = None) -> PendingOutput:
-        pending = super().sample_tokens(bitmask)
+    def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> PendingOutput:
+        pending = super().sample_tokens(grammar_output)
         return TimedOutput(self, pending, self._launch(self.sample))
 
     def _launch(self, duration: float) -> float:

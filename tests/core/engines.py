@@ -46,10 +46,10 @@ class AuditedExecutor(FakeExecutor):
         self.steps.append(scheduled)
         config = self.config.scheduler
         slots = [item.slot for item in scheduled.rows]
-        assert slots or scheduled.copies is not None
+        assert slots or scheduled.swaps is not None
         assert len(set(slots)) == len(slots) <= config.max_num_seqs
-        assert all(item.num_tokens > 0 for item in scheduled.rows)
-        assert scheduled.num_tokens <= config.max_num_batched_tokens
+        assert all(item.num_scheduled_tokens > 0 for item in scheduled.rows)
+        assert scheduled.total_num_scheduled_tokens <= config.max_num_batched_tokens
         for new in scheduled.new_requests:
             assert new.slot in slots
             num_blocks = len(new.block_ids) // len(self.windows)
@@ -70,9 +70,9 @@ class AuditedExecutor(FakeExecutor):
 
     def _audit(self, row, free: set[int]) -> None:
         num_tokens, num_blocks = row.num_computed_tokens + len(row.drafts), len(row.block_ids)
-        least = -(-num_tokens // self.block_size) * len(self.windows)
-        assert num_blocks >= least and num_blocks % len(self.windows) == 0
-        assert num_blocks == least or self.config.model.speculative_config
+        min_blocks = -(-num_tokens // self.block_size) * len(self.windows)
+        assert num_blocks >= min_blocks and num_blocks % len(self.windows) == 0
+        assert num_blocks == min_blocks or self.config.model.speculative_config
         state, first = 0, self.firsts[id(row)]
         for i in range(row.num_computed_tokens):
             state = next_state(state, row.token_ids[i])
@@ -94,8 +94,8 @@ class AuditedExecutor(FakeExecutor):
     def _copy(self, row, tokens: range) -> None:
         """What the first group keeps of tokens, to the other groups."""
         for i in tokens if len(self.windows) > 1 else ():
-            place, *others = self._places(row, i)
-            for other in others:
+            place, *reads = self._places(row, i)
+            for other in reads:
                 self.cache[other] = self.cache[place]
 
     def _places(self, row, token: int) -> list[int]:

@@ -86,7 +86,7 @@ def throughput(
             scheduled.append(ScheduledRequest(0, 1 + num_drafts, [], True, 0, num_drafts, asked))
             num_kept += kept
             num_asked += asked
-        num_tokens = sum(item.num_tokens for item in scheduled)
+        num_tokens = sum(item.num_scheduled_tokens for item in scheduled)
         took = machine.seconds(num_tokens, num_tokens - num_requests, num_asked, behind)
         took *= noise.uniform(0.7, 1.3)
         is_interrupted = interruption and noise.random() < took / machine.base / 8

@@ -50,9 +50,9 @@ def test_accepted_drafts_behind_the_end_count_nowhere():
         steps = [step for outputs in log.by_client[0] for step in outputs.steps]
         accepted = sum(step.num_accepted for step in steps)
         assert accepted == total(log).num_accepted_tokens
-        own = log.outputs["a"]
-        assert sum(output.num_accepted for output in own) == accepted
-        assert sum(output.num_drafts for output in own) == total(log).num_draft_tokens
+        outputs = log.outputs["a"]
+        assert sum(output.num_accepted for output in outputs) == accepted
+        assert sum(output.num_drafts for output in outputs) == total(log).num_draft_tokens
         num_cut += len(log.outputs["a"]) > len(log.token_ids("a")) - accepted
     assert num_cut > 0  # the stop token was itself an accepted draft
 
@@ -86,5 +86,5 @@ def test_whoever_builds_on_a_failed_step_after_drafts_that_were_not_kept_fails_t
     scheduler.add_request(make_request("b", [1, 2, 3, 4, 5, 6, 97, 98, 9], 20))
     assert scheduler.schedule().new_requests[0].num_computed_tokens == 8
     collect(99, errors={0: "bad"})
-    errors = {each.request_id: each.error for each in scheduler.take_outputs()[0].all_outputs}
+    errors = {output.request_id: output.error for output in scheduler.take_outputs()[0].all_outputs}
     assert errors == {"a": "bad", "b": "bad"}

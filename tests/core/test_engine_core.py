@@ -50,7 +50,7 @@ options = st.fixed_dictionaries(
             [16, 20, 64]
         ),  # 60 tokens, the longest request, need 15 blocks
         "max_num_seqs": max_num_seqs,
-        "max_num_batched_tokens": max_num_seqs.flatmap(lambda least: st.integers(least, 40)),
+        "max_num_batched_tokens": max_num_seqs.flatmap(lambda minimum: st.integers(minimum, 40)),
         "scheduling_policy": st.sampled_from(["fair", "fcfs", "priority"]),
         "enable_prefix_caching": st.booleans(),
     }
@@ -200,8 +200,8 @@ def test_slow_steps_are_reported_at_once_to_waiting_clients():
     clock = itertools.count(0, 2 * 10**9)
     engine = make_engine(max_num_batched_tokens=8, clock=clock.__next__)
     engine.handle(make_request("a", list(range(40)), client=1, max_tokens=1))
-    told = [[record.step for record in news[1].steps] for _ in range(5) if (news := engine.step())]
-    assert told == [[0], [1], [2], [3], [4]]
+    steps = [[record.step for record in news[1].steps] for _ in range(5) if (news := engine.step())]
+    assert steps == [[0], [1], [2], [3], [4]]
 
 
 def test_every_client_hears_that_nothing_is_left():
@@ -222,10 +222,15 @@ def test_every_client_hears_that_nothing_is_left():
     engine.handle(AbortRequests(["long"]))
     while engine.has_work:
         step()
-    assert [each[-1].num_running for each in reports.values()] == [0, 0]
-    for told in reports.values():
-        times = [stats.at_ns for stats in told]
+    assert [stats[-1].num_running for stats in reports.values()] == [0, 0]
+    for stats_of_client in reports.values():
+        times = [stats.at_ns for stats in stats_of_client]
         assert times == sorted(times) and times[0] > 0
-    news = [n for told in reports.values() for stats in told for n in stats.step_tokens]
+    news = [
+        n
+        for stats_of_client in reports.values()
+        for stats in stats_of_client
+        for n in stats.step_tokens
+    ]
     assert news[0] == 4  # two prompts of a token, and a token for each
     assert max(news[1:]) == 2 and len(news) == len(engine.executor.steps)  # each once

@@ -29,7 +29,7 @@ from servd.messages.engine import (
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
-    EngineDead,
+    EngineGone,
     EngineReady,
     EngineStatus,
     FinishReason,
@@ -52,24 +52,24 @@ def test_the_engine_learns_of_a_dead_client_and_others_continue():
         client: Inbox(ipc.address(folder, f"client-{client}"), FromEngine) for client in (1, 2)
     }
     proc = EngineCoreProc(StartEngine(Config(), FAKE_SPEC, str(folder), 0.0))
-    thread = threading.Thread(target=proc.send_outputs)
+    thread = threading.Thread(target=proc.process_output_sockets)
     outputs = EngineCoreOutputs([EngineCoreOutput("a", [1])])
     thread.start()
     try:
-        proc.outputs.put((None, EngineStatus("loading")))
+        proc.output_queue.put((None, EngineStatus("loading")))
         for client, inbox in inboxes.items():
             proc.attach(Attach(client, inbox.at, identity(Config(), FAKE_SPEC)))
         assert all(inbox.recv(30) == EngineStatus("loading") for inbox in inboxes.values())
         inboxes[1].close()
-        while proc.inputs.empty():  # until the socket has noticed
-            proc.outputs.put((1, outputs))
-            proc.outputs.put((2, outputs))
+        while proc.input_queue.empty():  # until the socket has noticed
+            proc.output_queue.put((1, outputs))
+            proc.output_queue.put((2, outputs))
             assert inboxes[2].recv(30) == outputs
-        assert proc.inputs.get() == ClientGone(1)
-        proc.outputs.put((1, outputs))  # for a request that was being compiled
-        assert proc.inputs.get(timeout=WAIT_SECONDS) == ClientGone(1)
+        assert proc.input_queue.get() == ClientGone(1)
+        proc.output_queue.put((1, outputs))  # for a request that was being compiled
+        assert proc.input_queue.get(timeout=WAIT_SECONDS) == ClientGone(1)
     finally:
-        proc.outputs.put(None)
+        proc.output_queue.put(None)
         thread.join(WAIT_SECONDS)
         inboxes[2].close()
         shutil.rmtree(folder)
@@ -88,17 +88,17 @@ def test_a_client_of_another_model_or_version_is_refused(other: str):
     folder = private_dir()
     inbox: Inbox[FromEngine] = Inbox(ipc.address(folder, "client-1"), FromEngine)
     proc = EngineCoreProc(StartEngine(Config(), FAKE_SPEC, str(folder), 0.0))
-    thread = threading.Thread(target=proc.send_outputs)
+    thread = threading.Thread(target=proc.process_output_sockets)
     thread.start()
     try:
-        proc.outputs.put((None, EngineStatus("loading")))
+        proc.output_queue.put((None, EngineStatus("loading")))
         proc.attach(Attach(1, inbox.at, other))
         answer = inbox.recv(30)
-        assert isinstance(answer, EngineDead) and other in answer.reason
-        proc.outputs.put((None, EngineStatus("loading more")))
+        assert isinstance(answer, EngineGone) and other in answer.reason
+        proc.output_queue.put((None, EngineStatus("loading more")))
         assert inbox.recv(0.2) is None
     finally:
-        proc.outputs.put(None)
+        proc.output_queue.put(None)
         thread.join(WAIT_SECONDS)
         inbox.close()
         shutil.rmtree(folder)
@@ -116,10 +116,10 @@ def test_nobody_waits_for_a_client_that_dies_while_it_attaches(proc: Any, inbox:
     for at in (gone, "not an address"):
         outbox.send(Attach(3, at, identity(Config(), FAKE_SPEC)))
         began = time.monotonic()
-        proc.receive(inbox)
+        proc.receive_message(inbox)
         assert time.monotonic() - began < ipc.CONNECT_TIMEOUT / 2000
-        assert proc.outputs.empty()
-        assert proc.inputs.get(timeout=WAIT_SECONDS) == ClientGone(3)
+        assert proc.output_queue.empty()
+        assert proc.input_queue.get(timeout=WAIT_SECONDS) == ClientGone(3)
 
 
 @pytest.fixture
@@ -149,23 +149,23 @@ def outbox(inbox: Any):
 )
 def test_a_request_that_cannot_be_read_ends_with_an_error(proc, inbox, outbox, message, ended):
     outbox.send(message)
-    proc.receive(inbox)
-    client, answer = proc.outputs.get(timeout=0)
+    proc.receive_message(inbox)
+    client, answer = proc.output_queue.get(timeout=0)
     assert client == 2
     assert [(output.request_id, output.finish_reason) for output in answer.outputs] == [
         (name, FinishReason.ERROR) for name in ended
     ]
     assert "Expected `" in answer.outputs[0].error
     outbox.send(ResetPrefixCache())
-    proc.receive(inbox)
-    assert proc.inputs.get(timeout=0) == ResetPrefixCache()
+    proc.receive_message(inbox)
+    assert proc.input_queue.get(timeout=0) == ResetPrefixCache()
 
 
 @pytest.mark.parametrize("data", [b"", b"\xc1", b"\xa1\xff", b"\x91" * 5000, b"\x92\xa1a\x01"])
 def test_a_message_that_is_no_request_is_logged_and_dropped(proc, inbox, outbox, caplog, data):
     outbox.socket.send(data)
-    proc.receive(inbox)
-    assert proc.inputs.empty() and proc.outputs.empty()
+    proc.receive_message(inbox)
+    assert proc.input_queue.empty() and proc.output_queue.empty()
     assert "cannot be read" in caplog.text
 
 
@@ -178,23 +178,28 @@ def test_all_requests_of_a_client_are_dropped():
     assert [*engine.scheduler.requests] == ["b"]
 
 
+def load_and_run(proc: EngineCoreProc) -> None:
+    proc.load()
+    proc.run_busy_loop()
+
+
 @pytest.fixture
 def running(proc: Any):
     """A process's busy loop in a thread, over the fake executor."""
     options = {"executor": "fake", "max_num_seqs": 4, "max_num_batched_tokens": 64}
     options |= {"max_model_len": 256, "sleep_idle_seconds": 600.0}
     proc.start.config = resolve(Config.load(options), FAKE_SPEC, Machine())
-    thread = threading.Thread(target=lambda: proc.busy_loop(proc.load()))
+    thread = threading.Thread(target=load_and_run, args=[proc])
     thread.start()
     yield proc
-    proc.inputs.put(WorkerFailed("over"))
+    proc.input_queue.put(WorkerFailed("over"))
     thread.join(WAIT_SECONDS)
 
 
 def next_of(proc: EngineCoreProc, kind: type) -> Any:
     """The next message of this kind that a client would get."""
     while True:
-        item = proc.outputs.get(timeout=WAIT_SECONDS)
+        item = proc.output_queue.get(timeout=WAIT_SECONDS)
         assert item is not None
         _, message = item
         if isinstance(message, kind):
@@ -217,22 +222,22 @@ def test_an_engine_sleeps_when_nothing_is_left_and_a_request_wakes_it(running: A
     prompt = [*range(40)]
     ask = partial(make_request, "a", prompt, max_tokens=20, ignore_eos=True)
     assert not next_of(running, EngineReady).is_asleep
-    running.inputs.put(ask())
-    running.inputs.put(Sleep())  # while it runs
+    running.input_queue.put(ask())
+    running.input_queue.put(Sleep())  # while it runs
     assert output_of(running) == expected_tokens(prompt, 20, FAKE_SPEC.vocab_size)
-    assert next_of(running, EngineReady).is_asleep and running.executor is None
-    running.inputs.put(AbortRequests(["unknown"]))
-    running.inputs.put(Audit(0, 7))
+    assert next_of(running, EngineReady).is_asleep and running.engine.is_asleep
+    running.input_queue.put(AbortRequests(["unknown"]))
+    running.input_queue.put(Audit(0, 7))
     assert next_of(running, EngineAudit).problems == []
-    assert running.executor is None
+    assert running.engine.is_asleep
     assert gc.get_freeze_count()  # the end of a process looks at what is not: half a second
-    running.inputs.put(ask())
+    running.input_queue.put(ask())
     assert not next_of(running, EngineReady).is_asleep
     # Nothing that the last executor had computed or held counts.
     assert output_of(running) == expected_tokens(prompt, 20, FAKE_SPEC.vocab_size)
-    running.inputs.put(Sleep())
+    running.input_queue.put(Sleep())
     assert next_of(running, EngineReady).is_asleep
-    running.inputs.put(WakeUp())
+    running.input_queue.put(WakeUp())
     assert not next_of(running, EngineReady).is_asleep
 
 
@@ -241,12 +246,12 @@ def test_a_grammar_from_before_the_sleep_rules_nobody_after_it(running: Any):
     """The slot is the next request's, which no worker was told to free."""
     prompt, output = [*range(40)], StructuredOutput("regex", "ab")
     ruled = make_request("a", prompt, max_tokens=20, structured_output=output)
-    running.inputs.put(ruled)
+    running.input_queue.put(ruled)
     assert bytes(output_of(running)[:2]) == b"ab"
-    running.inputs.put(Sleep())
+    running.input_queue.put(Sleep())
     while not next_of(running, EngineReady).is_asleep:
         pass
-    running.inputs.put(make_request("b", prompt, max_tokens=20, ignore_eos=True))
+    running.input_queue.put(make_request("b", prompt, max_tokens=20, ignore_eos=True))
     assert output_of(running) == expected_tokens(prompt, 20, FAKE_SPEC.vocab_size)
 
 
@@ -254,10 +259,10 @@ def test_a_grammar_from_before_the_sleep_rules_nobody_after_it(running: Any):
 def test_an_engine_wakes_with_as_many_blocks_as_it_had(running, monkeypatch):
     num_blocks = next_of(running, EngineReady).worker.num_blocks
     for now_free in (num_blocks // 2, 2 * num_blocks):
-        running.inputs.put(Sleep())
+        running.input_queue.put(Sleep())
         assert next_of(running, EngineReady).is_asleep
         monkeypatch.setattr(fake, "MAX_CACHE_TOKENS", 16 * now_free)
-        running.inputs.put(WakeUp())
+        running.input_queue.put(WakeUp())
         assert not next_of(running, EngineReady).is_asleep
         assert len(running.executor.cache) == 16 * num_blocks
 
@@ -267,16 +272,16 @@ def test_an_engine_that_comes_after_one_that_slept_sleeps_when_idle(proc, monkey
     monkeypatch.setattr(engine_core_proc, "IDLE", 0.05)
     proc.was_asleep = True
     proc.start.config = resolve(Config.load({"executor": "fake"}), FAKE_SPEC, Machine())
-    thread = threading.Thread(target=lambda: proc.busy_loop(proc.load()))
+    thread = threading.Thread(target=load_and_run, args=[proc])
     thread.start()
     try:
         assert not next_of(proc, EngineReady).is_asleep
         assert next_of(proc, EngineReady).is_asleep and proc.heartbeat.is_asleep
-        proc.inputs.put(make_request("a", [1, 2, 3], max_tokens=5, ignore_eos=True))
+        proc.input_queue.put(make_request("a", [1, 2, 3], max_tokens=5, ignore_eos=True))
         assert not next_of(proc, EngineReady).is_asleep and not proc.heartbeat.is_asleep
         assert len(output_of(proc)) == 5
         time.sleep(0.3)  # many times as long: only the first idle time counts
-        assert proc.executor is not None
+        assert not proc.engine.is_asleep
     finally:
-        proc.inputs.put(WorkerFailed("over"))
+        proc.input_queue.put(WorkerFailed("over"))
         thread.join(WAIT_SECONDS)

@@ -52,7 +52,7 @@ def test_a_prompt_goes_on_in_the_very_next_step():
     for launched in (1, 2, 3):
         engine.step()
         assert len(engine.executor.steps) == launched
-    assert [step.num_tokens for step in engine.executor.steps] == [8, 8, 8]
+    assert [step.total_num_scheduled_tokens for step in engine.executor.steps] == [8, 8, 8]
 
 
 def test_one_request_runs_as_ever():

@@ -163,7 +163,7 @@ def outputs(log: Log, request_id: str) -> list[Any]:
     for output in log.outputs[request_id]:
         assert output.logprobs is None or len(output.logprobs) == len(output.new_token_ids)
         logprobs = output.logprobs or [None] * len(output.new_token_ids)
-        tokens += [(*each, None) for each in zip(output.new_token_ids, logprobs, strict=True)]
+        tokens += [(*pair, None) for pair in zip(output.new_token_ids, logprobs, strict=True)]
         if output.finish_reason is not None:
             tokens.append((output.finish_reason, output.stop_reason, output.ended_by_grammar))
     return tokens
@@ -217,10 +217,10 @@ def test_each_of_these_happens_and_changes_no_output(
     arrivals = [Arrival(i // 2, TEXT[i : i + 9], 27, **fields) for i in range(6)]
     log = serve(arrivals, depth, SlowExecutor, num_blocks, max_drafts)
     assert happened(log)
-    for i, each in enumerate(arrivals):
+    for i, arrival in enumerate(arrivals):
         got = outputs(log, str(i))
-        assert got == alone(each)[: len(got)]
-        assert each.abort_after or log.finished(str(i))
+        assert got == alone(arrival)[: len(got)]
+        assert arrival.abort_after or log.finished(str(i))
 
 
 @pytest.mark.parametrize(
@@ -268,7 +268,7 @@ def test_a_preempted_request_has_no_drafts_until_it_samples_again(depth):
     log = generate(engine, *(make_request(str(i), list(range(i, i + 6)), 54) for i in range(5)))
     assert log.total("num_preemptions") > 0
     rows = [item for step in engine.executor.steps for item in step.rows if item.num_drafts]
-    assert rows and all(item.num_tokens == item.num_drafts + 1 for item in rows)
+    assert rows and all(item.num_scheduled_tokens == item.num_drafts + 1 for item in rows)
 
 
 def test_a_first_output_of_several_tokens_marks_the_first():

@@ -16,7 +16,7 @@ def repeats(output: list[int], smallest: int, largest: int, count: int) -> bool:
 
 def test_ends_where_the_output_repeats_itself():
     chance = random.Random(0)
-    found = 0
+    num_ended = 0
     for _ in range(300):
         prompt, output = ([chance.randrange(2) for _ in range(length)] for length in (3, 40))
         smallest, largest = sorted(chance.choices(range(7), k=2))
@@ -25,5 +25,5 @@ def test_ends_where_the_output_repeats_itself():
         for end in range(1, len(output) + 1):
             expected = repeats(output[:end], smallest, largest, count)
             assert detector.append([*prompt, *output[:end]], len(prompt)) is expected
-            found += expected
-    assert found > 100
+            num_ended += expected
+    assert num_ended > 100

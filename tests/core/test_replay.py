@@ -41,7 +41,7 @@ def serve_on_mortal_engines(
         )
         try:
             settle = with_grammars(engine)
-            for request_id in [each for each in open_requests if log.finished(each)]:
+            for request_id in [name for name in open_requests if log.finished(name)]:
                 del open_requests[request_id]
             for request in open_requests.values():
                 engine.handle(replayed(request, log))

@@ -20,7 +20,8 @@ def run_and_list_steps(engine, *requests) -> tuple[Log, list[dict[int, int]]]:
     """For every step: {slot: tokens}. Slots count from 0, so slot i is the i-th request's."""
     log = generate(engine, *requests)
     return log, [
-        {item.slot: item.num_tokens for item in step.rows} for step in engine.executor.steps
+        {item.slot: item.num_scheduled_tokens for item in step.rows}
+        for step in engine.executor.steps
     ]
 
 
@@ -189,7 +190,10 @@ def test_max_tokens_and_max_model_len_bound_the_output(depth, num_prompt, max_to
     log = generate(engine, make_request("a", prompt, max_tokens))
     assert log.token_ids("a") == expected_tokens(prompt, num_output, VOCAB_SIZE)
     assert finish(log, "a") == (FinishReason.LENGTH, None)
-    assert sum(step.num_tokens for step in engine.executor.steps) == num_prompt + num_output - 1
+    assert (
+        sum(step.total_num_scheduled_tokens for step in engine.executor.steps)
+        == num_prompt + num_output - 1
+    )
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -231,10 +235,10 @@ def test_an_abort_at_any_moment_frees_everything_and_disturbs_nobody(depth, num_
         engine.handle(request)
     for _ in range(num_steps):
         log.step(engine)
-    seen = len(log.outputs["a"])
+    num_outputs = len(log.outputs["a"])
     engine.handle(AbortRequests(["a", "waits", "unknown"]))
     log.run(engine)
-    assert len(log.outputs["a"]) == seen and not log.finished("a")
+    assert len(log.outputs["a"]) == num_outputs and not log.finished("a")
     assert log.token_ids("stays") == solo(stays)
 
 

@@ -215,7 +215,7 @@ def test_killed_engine_leaves_no_socket_of_its_workers(start, tiny_llama: Path, 
 
 SLOW_TO_STOP = """
 import time
-from servd.core import engine_core_proc
+from servd.core.engine_core_proc import EngineCoreProc
 from servd.core.executor.fake import FakeExecutor
 
 def shutdown(self):
@@ -224,7 +224,7 @@ def shutdown(self):
     print("stopped", flush=True)
 
 FakeExecutor.shutdown = shutdown
-engine_core_proc.main()
+EngineCoreProc.run_engine_core()
 """
 
 

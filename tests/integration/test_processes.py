@@ -110,7 +110,7 @@ def test_answers_are_the_same_though_the_engine_dies(start, long_llama, options,
         (engine.children() or [engine])[-1].send_signal(signum)
         server.wait_for_line("restarting it")
         if signum == signal.SIGSTOP:
-            server.wait_for_line("in busy_loop")  # the stacks
+            server.wait_for_line("in run_busy_loop")  # the stacks
         assert [each.result() for each in got] == expected
     server.wait_ready()
     assert not engine.is_running()

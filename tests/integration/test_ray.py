@@ -113,7 +113,7 @@ def test_what_the_cluster_has_not_is_said_with_numbers(cluster, tiny_llama: Path
 
 
 def test_a_killed_worker_is_noticed(cluster, tiny_llama: Path):
-    from servd.core.engine_core_proc import start_executor
+    from servd.core.executor import start_executor
 
     config = Config.load(
         {"model": str(tiny_llama), "executor": "ray", "device": "cpu", "tensor_parallel_size": 2}

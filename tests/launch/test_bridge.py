@@ -8,7 +8,7 @@ import pytest
 from servd.ipc.channels import Inbox, Outbox, address
 from servd.ipc.hub import HubInbox, HubOutbox
 from servd.launch.bridge import Bridge
-from servd.messages.engine import Detach, EngineDead, FromEngine, ResetPrefixCache, ToEngine
+from servd.messages.engine import Detach, EngineGone, FromEngine, ResetPrefixCache, ToEngine
 from tests.limits import WAIT_SECONDS
 
 
@@ -32,12 +32,12 @@ def test_an_engine_elsewhere_seems_to_be_here(bridge: Bridge, tmp_path: Path):
     inbox: HubInbox[msgspec.Struct] = HubInbox(uplink, ToEngine)
     assert inbox.recv(WAIT_SECONDS) == ResetPrefixCache()
     outbox = HubOutbox(uplink)
-    outbox.send(client_at, EngineDead("hello"))
-    assert answers.recv(WAIT_SECONDS) == EngineDead("hello")
+    outbox.send(client_at, EngineGone("hello"))
+    assert answers.recv(WAIT_SECONDS) == EngineGone("hello")
     bridge.detach(7, client_at)
     assert inbox.recv(WAIT_SECONDS) == Detach(7)
-    for each in (inbox, outbox, requests, answers):
-        each.close()
+    for socket in (inbox, outbox, requests, answers):
+        socket.close()
 
 
 def test_an_engine_that_has_ended_is_not_lost_as_well(bridge: Bridge, tmp_path: Path):

@@ -14,9 +14,10 @@ import pytest
 from servd import launch
 from servd.base.private_dir import private_dir
 from servd.config import Config
+from servd.core.client import EngineProcess
 from servd.ipc.child import STANDBY_NICE, Child
 from servd.launch import engine_supervisor as module
-from servd.launch.engine_supervisor import EngineProcess, EngineSupervisor, devices_of
+from servd.launch.engine_supervisor import EngineSupervisor, devices_of
 from tests.limits import WAIT_SECONDS
 
 
@@ -76,13 +77,13 @@ def supervisor(ipc_dir: str, ended: queue.SimpleQueue[Child]) -> EngineSuperviso
     return engines
 
 
-def look_until(engines: EngineSupervisor, is_so: Callable[[], bool], wanted: str) -> int:
+def look_until(engines: EngineSupervisor, is_so: Callable[[], bool], problem: str) -> int:
     """Look as the parent does; returns how often."""
     deadline = time.monotonic() + 60
     for count in itertools.count():
         if is_so():
             return count
-        assert time.monotonic() < deadline, wanted
+        assert time.monotonic() < deadline, problem
         engines.look()
         time.sleep(0.05)
     raise AssertionError
@@ -92,8 +93,8 @@ def test_an_engine_that_a_signal_stops_is_replaced_at_once(ipc_dir, monkeypatch)
     monkeypatch.setattr(module, "STANDBY_DELAY", 0.0)
     ended: queue.SimpleQueue[Child] = queue.SimpleQueue()
     engines = supervisor(ipc_dir, ended)
-    told: list[EngineSupervisor] = []
-    engines.on_hung = told.append
+    hung: list[EngineSupervisor] = []
+    engines.on_hung = hung.append
     try:
         first = engines.child
         assert first
@@ -101,7 +102,7 @@ def test_an_engine_that_a_signal_stops_is_replaced_at_once(ipc_dir, monkeypatch)
         first.process.send_signal(signal.SIGSTOP)
         count = look_until(engines, lambda: bool(engines.reason), "it is not noticed")
         assert count * module.LOOK_INTERVAL <= 1.0
-        assert told == [engines]
+        assert hung == [engines]
         assert ended.get(timeout=60) is first
         assert engines.handle_exit() is None and "SIGSTOP" in engines.reason
     finally:

@@ -13,8 +13,9 @@ from servd.checkpoint.hf import FAKE_SPEC
 from servd.config import Config
 from servd.ipc.heartbeat import Heartbeat, Watchdog
 from servd.launch import process_tree
+from servd.launch.core_engines import CoreEngineProcManager
 from servd.launch.process_tree import ProcessTree
-from servd.messages.engine import EngineDead
+from servd.messages.engine import EngineGone
 from tests.adapters import write_adapter
 
 
@@ -37,7 +38,7 @@ def reader() -> Reader:
 
 @pytest.fixture
 def tree(reader: Reader) -> ProcessTree:
-    return ProcessTree(reader(), FAKE_SPEC, {}, "/nowhere", None, 0.0, reader)
+    return ProcessTree(reader(), FAKE_SPEC, {}, "/nowhere", None, reader)
 
 
 def test_many_hang_ups_at_once_are_one_and_a_later_one_is_another(tree, reader):
@@ -67,8 +68,8 @@ def test_a_hang_up_does_not_cut_a_drain_short(tree):
 
     tree.had_terminal = False
     server = Open()
-    tree.api_servers = [server]
-    tree.watches["api-0"] = Watchdog(Heartbeat(), interval=1.0, timeout=600.0)
+    tree.api_servers.processes = [server]
+    tree.api_servers.watches["api-0"] = Watchdog(Heartbeat(), interval=1.0, timeout=600.0)
 
     def finish() -> None:
         server.exit_code = 0
@@ -87,9 +88,10 @@ def test_a_hang_up_does_not_cut_a_drain_short(tree):
 
 def test_an_engine_that_dies_in_a_drain_is_started_again(tree):
     """Else open requests would wait until time is up. One that ends in order was told to."""
-    tree.api_servers = [SimpleNamespace(exit_code=None, name="api-0")]
+    tree.api_servers.processes = [SimpleNamespace(exit_code=None, name="api-0")]
     engines = [SimpleNamespace(exit_code=None) for _ in range(2)]
-    tree.engines = [SimpleNamespace(child=engine) for engine in engines]
+    supervisors = [SimpleNamespace(child=engine) for engine in engines]
+    tree.core_engines = CoreEngineProcManager(supervisors, None)
     started: list[SimpleNamespace] = []
 
     def replace(engine: SimpleNamespace) -> None:
@@ -101,24 +103,24 @@ def test_an_engine_that_dies_in_a_drain_is_started_again(tree):
         tree.events.put(signal.SIGTERM)
         tree.wait_for_api_servers(30, replace)
         assert tree.events.empty() == goes_on
-    assert started == [tree.engines[1]] * 2
+    assert started == [supervisors[1]] * 2
 
 
 def test_requests_are_told_in_a_drain_that_no_engine_will_come(tree):
     server = SimpleNamespace(exit_code=None, name="api-0")
     engine = SimpleNamespace(exit_code=-9)
-    tree.api_servers, tree.folders = [server], ["here", "there"]
-    tree.engines = [SimpleNamespace(child=engine)]
-    told = []
+    tree.api_servers.processes, tree.folders = [server], ["here", "there"]
+    tree.core_engines = CoreEngineProcManager([SimpleNamespace(child=engine)], None)
+    messages = []
 
-    def tell(folder: str, message: EngineDead) -> None:
-        told.append((folder, message.reason))
+    def tell(folder: str, message: EngineGone) -> None:
+        messages.append((folder, message.reason))
         server.exit_code = 0
 
-    tree.notify = tell
+    tree.api_servers.notify = tell
     tree.events.put(engine)
     tree.wait_for_api_servers(30, lambda engine: "it died too often")
-    assert told == [("here", "it died too often"), ("there", "it died too often")]
+    assert messages == [("here", "it died too often"), ("there", "it died too often")]
 
 
 def test_who_has_ended_in_a_drain_is_not_hung(tree, monkeypatch):
@@ -129,11 +131,11 @@ def test_who_has_ended_in_a_drain_is_not_hung(tree, monkeypatch):
         SimpleNamespace(name=name, exit_code=code, kill_hung=lambda name=name: killed.append(name))
         for name, code in (("api-0", 0), ("api-1", None))
     )
-    tree.api_servers = [gone, slow]
-    for child in tree.api_servers:
+    tree.api_servers.processes = [gone, slow]
+    for child in tree.api_servers.processes:
         heartbeat = Heartbeat()
         heartbeat.get_ready()
-        tree.watches[child.name] = Watchdog(heartbeat, interval=1.0, timeout=3.0)
+        tree.api_servers.watches[child.name] = Watchdog(heartbeat, interval=1.0, timeout=3.0)
     tree.wait_for_api_servers(0.1)
     assert killed and {*killed} == {"api-1"}
 
@@ -169,27 +171,27 @@ def test_a_file_of_no_valid_keys_does_not_replace_the_keys(tree, reader, tmp_pat
 
 def test_adapters_are_read_again(tmp_path: Path, caplog):
     def entries(**seeds: int) -> list[str]:
-        return [f"{name}={write_adapter(tmp_path / name, each)}" for name, each in seeds.items()]
+        return [f"{name}={write_adapter(tmp_path / name, seed)}" for name, seed in seeds.items()]
 
     reader = Reader()
     reader.options = {"enable_lora": True, "max_lora_rank": 8}
-    tree = ProcessTree(reader(), FAKE_SPEC, {}, str(tmp_path / "ipc"), None, 0.0, reader)
+    tree = ProcessTree(reader(), FAKE_SPEC, {}, str(tmp_path / "ipc"), None, reader)
     store = AdapterStore.beside(tree.ipc_dir)
     tree.load_adapters(entries(a=1, b=2))
     store.load("c", str(write_adapter(tmp_path / "other", 3)), 8, {})  # by a route
-    before = {name: each.digest for name, each in store.named().items()}
+    before = {name: adapter.digest for name, adapter in store.named().items()}
 
     reader.options["lora_modules"] = entries(a=4, d=5)
     tree.reload()
-    after = {name: each.digest for name, each in store.named().items()}
+    after = {name: adapter.digest for name, adapter in store.named().items()}
     assert after.keys() == {"a", "c", "d"}
     assert after["a"] != before["a"] and after["c"] == before["c"]
-    assert [each.partition("=")[0] for each in tree.config.lora.lora_modules] == ["a", "d"]
+    assert [entry.partition("=")[0] for entry in tree.config.lora.lora_modules] == ["a", "d"]
 
     reader.options["lora_modules"] = [*entries(a=6), f"e={tmp_path / 'nowhere'}"]
     tree.reload()
     assert "nothing changed" in caplog.text
-    assert {name: each.digest for name, each in store.named().items()} == after
+    assert {name: adapter.digest for name, adapter in store.named().items()} == after
 
 
 def test_an_api_server_whose_loop_stands_still_is_killed_and_one_that_works_is_not(
@@ -201,13 +203,13 @@ def test_an_api_server_whose_loop_stands_still_is_killed_and_one_that_works_is_n
         def __init__(self, name: str) -> None:
             self.name, self.heartbeat, self.exit_code = name, Heartbeat(), None
             self.heartbeat.get_ready()
-            tree.watches[name] = Watchdog(self.heartbeat, interval=1.0, timeout=3.0)
+            tree.api_servers.watches[name] = Watchdog(self.heartbeat, interval=1.0, timeout=3.0)
 
         def kill_hung(self) -> None:
             tree.events.put(self)
 
     working, hung = Child("api-0"), Child("api-1")
-    tree.api_servers = [working, hung]
+    tree.api_servers.processes = [working, hung]
     look = Watchdog.look
 
     def look_and_beat(self: Watchdog) -> str | None:
@@ -224,17 +226,16 @@ def test_an_api_server_that_is_replaced_in_a_hand_over_waits_for_no_engine(
 ):
     """Unless none was ever ready: its socket goes with it."""
     started: list[bool] = []
-    monkeypatch.setattr(tree, "start_api_server", lambda name, waits: started.append(waits))
-    tree.hands_over, tree.ipc_dir = True, str(tmp_path)
-    for was_ready in (False, True):
-        tree.engines = [SimpleNamespace(was_ready=was_ready, child=None)]
-        tree.folders = [str(tmp_path)]
+    servers = tree.api_servers
+    monkeypatch.setattr(servers, "start_process", lambda name, waits: started.append(waits))
+    servers.hands_over, servers.ipc_dir, servers.folders = True, str(tmp_path), [str(tmp_path)]
+    for were_ready in (False, True):
         child = SimpleNamespace(name="api-0", exit_code=-9, stop=lambda timeout: None)
         inbox = tmp_path / "client-7"
-        tree.api_servers, tree.clients = [child], {"api-0": 7}
-        tree.outboxes = {inbox: SimpleNamespace(close=lambda: None)}
+        servers.processes, servers.clients = [child], {"api-0": 7}
+        servers.outboxes = {inbox: SimpleNamespace(close=lambda: None)}
         for name in ("client-7", "api-7", "api-8"):
             (tmp_path / name).touch()
-        assert tree.replace_api_server(child) is None
+        assert servers.replace(child, were_ready, tree.core_engines.detach) is None
         assert {path.name for path in tmp_path.iterdir()} == {"api-8"}
     assert started == [True, False]

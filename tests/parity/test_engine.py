@@ -7,7 +7,7 @@ import pytest
 from servd.checkpoint.hf import read_spec
 from servd.core.draft_length import DraftLengthController
 from servd.core.engine_core import EngineCore
-from servd.core.executor.uniproc import Executor
+from servd.core.executor.uniproc import UniProcExecutor
 from servd.core.kv_cache.block_hash import of_group
 from servd.core.kv_cache.connector.costs import LoadCosts
 from servd.core.request import Request
@@ -29,7 +29,7 @@ def make_engine(folder, num_blocks: int, depth: int, **options: object) -> Engin
         async_scheduling=depth == 2,
         **({"max_num_batched_tokens": 24, "max_num_seqs": 6, "max_model_len": 64} | options),
     )
-    executor = Executor(config, spec, lambda phase, fraction: None)
+    executor = UniProcExecutor(config, spec, lambda phase, fraction: None)
     return EngineCore(config, spec, executor, executor.start())
 
 
@@ -108,7 +108,7 @@ def test_hits_around_the_edge_of_a_window(checkpoints, monkeypatch, model_type: 
     for length in (20, 21, 23):
         run(str(length), [*prompt[:length], 7, length], 20)
     request = Request.from_message(EngineCoreRequest("", prompt, SamplingParams()), (0, 0, 0), 64)
-    cache.match_prefix(request)
+    cache.get_computed_blocks(request)
     group = cache.windows.index(7)
     # Of a prefix of 28 tokens the window reads the blocks from 20 on, of one of 24 from 16 on.
     lost = cache.pool.find(of_group(request.block_hashes[6], group))

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from servd.base.errors import EngineDead
+from servd.base.errors import EngineDeadError
 from servd.checkpoint.hf import DEMO_MODEL, find_model, read_spec
 from servd.core.engine_core import EngineCore
 from servd.core.executor import multiproc, uniproc
@@ -197,7 +197,7 @@ def test_stages_in_processes_of_their_own_and_the_death_of_one(checkpoints):
         executor.workers[0].process.kill()
         engine.handle(EngineCoreRequest("late", [1, 2, 3], GREEDY))
         began = time.monotonic()
-        with pytest.raises(EngineDead, match="worker-0 ended|worker-1|gloo|[Cc]onnection"):
+        with pytest.raises(EngineDeadError, match="worker-0 ended|worker-1|gloo|[Cc]onnection"):
             log.run(engine)
         assert time.monotonic() - began < 10
     finally:

@@ -71,7 +71,7 @@ def test_the_first_token_that_differs_is_named_with_its_margin(tmp_path: Path, c
         [output] = llm.generate(["The sun"], params)
         engine = llm.engine
         config, spec = engine.processor.config, engine.processor.spec
-        made = make_manifest(config, spec, engine.port.worker, [])
+        made = make_manifest(config, spec, engine.engine_core.worker, [])
     finally:
         llm.close()
     token_ids = [*output.outputs[0].token_ids]

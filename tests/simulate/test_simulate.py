@@ -69,7 +69,7 @@ def test_costs_are_found_from_steps_alone(monkeypatch):
 
     def recorded():
         assert engine.launched is not None
-        tokens = sum(each.num_tokens for each in engine.launched.rows)
+        tokens = sum(each.num_scheduled_tokens for each in engine.launched.rows)
         rows = len(engine.launched.rows)
         steps.append(StepLine(0, engine.began_ns, engine.clock.ns, tokens, rows))
         found = end_step()

@@ -11,7 +11,7 @@ from servd.checkpoint.hf import read_spec
 from servd.config import Config
 from servd.config.resolve import resolve_types
 from servd.messages.engine import (
-    GrammarBitmask,
+    GrammarOutput,
     ModelRunnerOutput,
     NewRequest,
     ScheduledRequest,
@@ -165,7 +165,7 @@ class Driver:
     def step(
         self,
         chunks: dict[int, int],
-        bitmask: GrammarBitmask | None = None,
+        bitmask: GrammarOutput | None = None,
         max_new_drafts: Mapping[int, int] = MappingProxyType({}),
     ) -> ModelRunnerOutput:
         """Compute N tokens of each slot, in this order; a slot with none left to know samples

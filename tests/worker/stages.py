@@ -10,7 +10,7 @@ from unittest.mock import patch
 import torch
 
 from servd.core import executor
-from servd.messages.engine import GrammarBitmask, ModelRunnerOutput, SchedulerOutput, WorkerReady
+from servd.messages.engine import GrammarOutput, ModelRunnerOutput, SchedulerOutput, WorkerReady
 from servd.worker.device.parallel import Parallel
 from servd.worker.worker import Worker
 
@@ -71,8 +71,8 @@ class Executor(executor.Executor):
         for worker in self.workers:
             worker.execute_model(scheduled)
 
-    def sample_tokens(self, bitmask: GrammarBitmask | None = None) -> executor.PendingOutput:
-        return Pending(self, [worker.sample_tokens(bitmask) for worker in self.workers][-1])
+    def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> executor.PendingOutput:
+        return Pending(self, [worker.sample_tokens(grammar_output) for worker in self.workers][-1])
 
     def shutdown(self) -> None:
         for worker in self.workers:

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from servd.messages.engine import BlockCopy
+from servd.messages.engine import BlockSwaps
 from servd.worker.device.parallel import Parallel
 from servd.worker.kv.block_store import BlockStore
 
@@ -27,24 +27,22 @@ def test_each_rank_gets_its_own_part_of_a_block_back(dtype, shape):
     path = f"/proc/self/fd/{memory}"
     stores = [BlockStore(path, each, Parallel(rank, 2)) for rank, each in enumerate(caches)]
     before = [[cache.clone() for cache in each] for each in caches]
-    out, back = [(3, 0), (1, 2)], [(0, 2), (4, 0)]
-    copies = [BlockCopy(block, slot, to_device=False) for block, slot in out]
-    copies += [BlockCopy(block, slot, to_device=True) for block, slot in back]
+    swaps = BlockSwaps(path, [(2, 0), (0, 4)], [(3, 0), (1, 2)])
     for store in stores:
-        store.make(copies)
+        store.swap_blocks(swaps)
     os.close(memory)
     for ours, theirs in zip(caches, before, strict=True):
         for cache, old in zip(ours, theirs, strict=True):
             assert torch.equal(bits(cache), bits(old[:, [1, 1, 2, 3, 3]]))
 
 
-def test_copies_are_made_in_order():
+def test_blocks_are_swapped_out_before_others_are_swapped_in():
     cache = torch.arange(2 * NUM_BLOCKS * 8.0).view(2, NUM_BLOCKS, 8)
     memory = os.memfd_create("test")
     os.ftruncate(memory, cache[:, 0].numel() * 4)  # one slot
     store = BlockStore(f"/proc/self/fd/{memory}", [cache], Parallel())
     old = cache.clone()
-    store.make([BlockCopy(b, 0, to_device) for b, to_device in [(0, False), (1, True), (2, False)]])
-    store.make([BlockCopy(3, 0, True)])
+    for block in (0, 2):
+        store.swap_blocks(BlockSwaps("", [(0, block + 1)], [(block, 0)]))
     os.close(memory)
     assert torch.equal(cache, old[:, [0, 0, 2, 2, 4]])

@@ -96,7 +96,7 @@ def test_the_profile_runs_the_largest_steps(worker: Worker, monkeypatch: pytest.
     execute_model = RecordedRunner.execute_model
 
     def spy(self, scheduled):
-        steps.append([row.num_tokens for row in scheduled.rows])
+        steps.append([row.num_scheduled_tokens for row in scheduled.rows])
         execute_model(self, scheduled)
 
     monkeypatch.setattr(RecordedRunner, "execute_model", spy)

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from servd.checkpoint.hf import read_spec
 from servd.core.engine_core import EngineCore
 from servd.core.executor.uniproc import UniProcExecutor
-from servd.messages.engine import AbortRequests, EngineCoreRequest, GrammarBitmask, SchedulerOutput
+from servd.messages.engine import AbortRequests, EngineCoreRequest, GrammarOutput, SchedulerOutput
 from servd.messages.params import SamplingParams, StructuredOutput
 from tests.core.engines import Log
 from tests.core.test_overlap import outputs, with_grammars
@@ -33,7 +33,7 @@ class ThreadedExecutor(UniProcExecutor):
     def execute_model(self, scheduled: SchedulerOutput) -> None:
         self.launched = self.stream.submit(super().execute_model, scheduled)
 
-    def sample_tokens(self, bitmask: GrammarBitmask | None = None):
+    def sample_tokens(self, bitmask: GrammarOutput | None = None):
         launched, sample = self.launched, super().sample_tokens
 
         def run():

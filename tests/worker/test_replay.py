@@ -10,7 +10,7 @@ from servd.checkpoint.hf import DEMO_FOLDER, read_spec
 from servd.config import Config
 from servd.config.resolve import Machine, resolve
 from servd.core.engine_core import EngineCore
-from servd.core.engine_core_proc import start_executor
+from servd.core.executor import start_executor
 from servd.messages.engine import EngineCoreRequest
 from servd.messages.params import SamplingParams
 from servd.worker.ops import native

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from servd.base.errors import ModelNotFound, NotEnoughMemory, UnsupportedModel
 from servd.base.sizes import parse_bytes
 from servd.checkpoint.hf import read_spec
-from servd.messages.engine import GrammarBitmask, SchedulerOutput
+from servd.messages.engine import GrammarOutput, SchedulerOutput
 from servd.worker.ops import native
 from servd.worker.worker import Worker
 from tests.parity.families import GPT2, LLAMA, logits_of, make_checkpoint
@@ -219,7 +219,7 @@ def test_bitmask_reaches_its_rows_only(llama: Path):
     midway, free, bound = (driver.add([i + 1] * 6) for i in range(3))
     words = np.zeros(-(-driver.spec.vocab_size // 32), dtype=np.int32)
     words[77 // 32] = 1 << 77 % 32
-    mask = GrammarBitmask(indices=[0, 2], offsets=[0, 0], bitmask=words.tobytes() * 2)
+    mask = GrammarOutput(indices=[0, 2], offsets=[0, 0], bitmask=words.tobytes() * 2)
     output = driver.step({midway: 3, free: 6, bound: 6}, mask)
     assert output.sampled_token_ids[0] == [] and output.sampled_token_ids[2] == [77]
     assert output.sampled_token_ids[1] == [int(driver.logits[free][0].argmax())]

@@ -31,7 +31,7 @@ from servd.api.text.prompt import Prompt
 from servd.base import plugins
 from servd.base.errors import (
     DeadlineExceeded,
-    EngineDead,
+    EngineDeadError,
     EngineError,
     InvalidRequest,
     Overloaded,
@@ -42,9 +42,9 @@ from servd.base.log import current_request
 from servd.base.tracing import Mark, now_ns
 from servd.checkpoint.hf import ModelSpec
 from servd.config import Config
-from servd.core.client import EngineCoreClient
-from servd.messages.engine import EngineDead as EngineDeadMessage
+from servd.core.client import AsyncMPClient
 from servd.messages.engine import (
+    EngineGone,
     EngineReady,
     EngineStatus,
     FinishReason,
@@ -83,14 +83,14 @@ class AsyncLLM:
 
     config: Config  # resolved
     spec: ModelSpec
-    clients: InitVar[Sequence[EngineCoreClient]]  # the channels to the engines
+    clients: InitVar[Sequence[AsyncMPClient]]  # the channels to the engines
     processor: Processor  # prompt -> EngineCoreRequest
     output_processor: OutputProcessor  # EngineCoreOutput -> text
     tracer: Tracer  # the middleware calls its `finish`
     metrics: Metrics
     load_balancer: LoadBalancer | None = None  # chooses among several engines
 
-    def __post_init__(self, clients: Sequence[EngineCoreClient]) -> None:
+    def __post_init__(self, clients: Sequence[AsyncMPClient]) -> None:
         config = self.config
         metrics = self.metrics
         self.requests: dict[str, RequestState] = {}
@@ -139,7 +139,7 @@ class AsyncLLM:
         self.metrics.write()  # other API servers may still serve /metrics
 
     @property
-    def status(self) -> EngineStatus | EngineReady | EngineDeadMessage:
+    def status(self) -> EngineStatus | EngineReady | EngineGone:
         """The combined status of the engines: that of a dead engine, else of an engine that was
         never ready, else of a ready engine, else of a restarting engine.
         """
@@ -173,8 +173,8 @@ class AsyncLLM:
             RequestError: see `Admission.enter`.
         """
         match self.status:
-            case EngineDeadMessage(reason=reason):
-                raise EngineDead(f"the engine has ended: {reason}")
+            case EngineGone(reason=reason):
+                raise EngineDeadError(f"the engine has ended: {reason}")
             case EngineStatus(phase=phase, progress=progress) if not self.is_restarting:
                 error = Unavailable(
                     f"the model is still loading ({phase}, {progress:.0%}): retry later",
@@ -232,7 +232,7 @@ class AsyncLLM:
             InvalidRequest: a request with the same id is running.
             DeadlineExceeded: the call's deadline passed before the last delta.
             EngineError: the engine failed on a prompt.
-            EngineDead: the engine is dead.
+            EngineDeadError: the engine is dead.
         """
         call = call or Call()
         prompts = [prompt] if isinstance(prompt, Prompt) else prompt
@@ -417,8 +417,8 @@ class AsyncLLM:
 
     def add_request(self, state: RequestState) -> None:
         """Send a prompt to an engine."""
-        if isinstance(self.status, EngineDeadMessage):  # it died since `admit`
-            raise EngineDead(f"the engine has ended: {self.status.reason}")
+        if isinstance(self.status, EngineGone):  # it died since `admit`
+            raise EngineDeadError(f"the engine has ended: {self.status.reason}")
         assert state.collector is not None
         state.collector.num_open += state.params.n
         state.sent_ns = now_ns()
@@ -525,7 +525,7 @@ class AsyncLLM:
 def _significance(engine: EngineClient) -> int:
     """Return the precedence of an engine's status in `AsyncLLM.status`. The lowest wins."""
     match engine.status:
-        case EngineDeadMessage():
+        case EngineGone():
             return 0
         case EngineReady():
             return 2

@@ -20,10 +20,10 @@ from servd.api.observability.tracer import Tracer
 from servd.api.request.latency import request_of
 from servd.api.request.observer import Observer
 from servd.api.request.request_state import RequestState, find_choice
-from servd.base.errors import EngineDead, EngineError
+from servd.base.errors import EngineDeadError, EngineError
 from servd.base.tracing import Mark, now_ns
 from servd.config import Config
-from servd.core.client import EngineCoreClient
+from servd.core.client import AsyncMPClient
 from servd.messages.engine import (
     STALLED,
     AbortRequests,
@@ -31,13 +31,13 @@ from servd.messages.engine import (
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineFailed,
+    EngineGone,
     EngineReady,
     EngineRestarting,
     EngineStatus,
     FinishReason,
     FromEngine,
 )
-from servd.messages.engine import EngineDead as EngineDeadMessage
 from servd.messages.stats import SchedulerStats
 
 log = logging.getLogger("servd.api")
@@ -62,7 +62,7 @@ class EngineClient:
 
     rank: int  # number of the engine
     config: Config  # resolved
-    client: EngineCoreClient  # the channel
+    client: AsyncMPClient  # the channel
     output_processor: OutputProcessor  # EngineCoreOutput -> text
     tracer: Tracer  # has the engine's steps
     metrics: Metrics  # of this rank
@@ -74,7 +74,7 @@ class EngineClient:
     def __post_init__(self) -> None:
         self.is_stalled = False  # found hung by its parent, which is about to kill it
         status = EngineStatus("starting the engine")
-        self.status: EngineStatus | EngineReady | EngineDeadMessage = status
+        self.status: EngineStatus | EngineReady | EngineGone = status
         self.stats = SchedulerStats()
         self.loading_since = time.monotonic()
         self.running: dict[str, RequestState] = {}
@@ -154,7 +154,7 @@ class EngineClient:
             state.routed.end([choice.num_tokens for choice in state.choices])
         self.observer.ended(state, self.status)
         engine_ids = state.open_engine_ids()
-        if engine_ids and not isinstance(self.status, EngineDeadMessage):
+        if engine_ids and not isinstance(self.status, EngineGone):
             self.client.send(AbortRequests(engine_ids))
             log.debug("%s: aborted after %d tokens", state.request_id, state.num_output_tokens)
         for choice in state.choices:
@@ -239,10 +239,10 @@ class EngineClient:
                 log.log(level, "the engine has failed: %s", reason)
             case EngineRestarting():
                 self._restart(message)
-            case EngineDeadMessage(reason=reason):
+            case EngineGone(reason=reason):
                 log.log(level, "the engine is gone: %s", reason)
                 self.status = message
-                self.fail(EngineDead(f"the engine is gone: {reason}"))
+                self.fail(EngineDeadError(f"the engine is gone: {reason}"))
                 self.on_change(self)
             case EngineAudit(number=number):
                 asked = self.audits.get(number)

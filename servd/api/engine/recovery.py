@@ -7,7 +7,7 @@ import msgspec
 
 from servd.api.request.request_state import RequestState
 from servd.base.tracing import Mark, now_ns
-from servd.core.client import EngineCoreClient
+from servd.core.client import AsyncMPClient
 
 
 @dataclass(eq=False)
@@ -22,7 +22,7 @@ class Recovery:
     see `movable`.
     """
 
-    client: EngineCoreClient  # the channel to the engine
+    client: AsyncMPClient  # the channel to the engine
     running: Mapping[str, RequestState]  # the engine's requests by id, in order of arrival
 
     def __post_init__(self) -> None:

@@ -34,7 +34,7 @@ from servd.base import compat
 from servd.base.tracing import StepRecord, now_ns
 from servd.config import Config
 from servd.config.kv_layout import KVLayout
-from servd.messages.engine import EngineDead, EngineReady, EngineStatus, FinishReason
+from servd.messages.engine import EngineGone, EngineReady, EngineStatus, FinishReason
 from servd.messages.outputs import CompletionOutput
 from servd.messages.params import SamplingParams
 from servd.messages.stats import SchedulerStats
@@ -191,12 +191,12 @@ class Metrics(Observer):
         if stats is not None:
             self.engines[rank].observe_step(stats)
 
-    def ended(self, state: RequestState, status: EngineStatus | EngineReady | EngineDead) -> None:
+    def ended(self, state: RequestState, status: EngineStatus | EngineReady | EngineGone) -> None:
         if state.is_part:
             return
         own = self.engines[state.rank]
         num_aborted = len(state.open_engine_ids())
-        if num_aborted and not isinstance(status, EngineDead):
+        if num_aborted and not isinstance(status, EngineGone):
             own.labelled["vllm:request_success", FinishReason.ABORT].inc(num_aborted)
             ended_ns = now_ns()
             for choice in state.choices:

@@ -9,7 +9,7 @@ from starlette.exceptions import HTTPException
 
 from servd.base.errors import (
     ContextTooLong,
-    EngineDead,
+    EngineDeadError,
     EngineError,
     Overloaded,
     RequestError,
@@ -81,9 +81,9 @@ def error_reply(error: Exception, request_id: str, path: str = "") -> ErrorReply
             headers.update(error.headers)
             if isinstance(error, Unauthorized):
                 headers["WWW-Authenticate"] = "Bearer"
-        case EngineDead() | ShuttingDown():
+        case EngineDeadError() | ShuttingDown():
             message = without_paths(str(error))
-            code = "engine_dead" if isinstance(error, EngineDead) else "shutting_down"
+            code = "engine_dead" if isinstance(error, EngineDeadError) else "shutting_down"
             status = 503
             detail = ErrorDetail(message, "server_error", code=code)
         case EngineError():

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from servd.api.request.request_state import RequestState
 from servd.base.tracing import StepRecord
-from servd.messages.engine import EngineDead, EngineReady, EngineStatus
+from servd.messages.engine import EngineGone, EngineReady, EngineStatus
 from servd.messages.outputs import CompletionOutput
 from servd.messages.stats import SchedulerStats
 
@@ -26,7 +26,7 @@ class Observer:
     def stepped(self, steps: Sequence[StepRecord], stats: SchedulerStats | None, rank: int) -> None:
         """Handle an engine's report of its latest steps."""
 
-    def ended(self, state: RequestState, status: EngineStatus | EngineReady | EngineDead) -> None:
+    def ended(self, state: RequestState, status: EngineStatus | EngineReady | EngineGone) -> None:
         """Handle a request's last token or disconnect. `status` is the status of its engine."""
 
 
@@ -55,7 +55,7 @@ class Observers(Observer):
             except Exception:
                 log.exception("%s failed at steps of engine %d", type(observer).__name__, rank)
 
-    def ended(self, state: RequestState, status: EngineStatus | EngineReady | EngineDead) -> None:
+    def ended(self, state: RequestState, status: EngineStatus | EngineReady | EngineGone) -> None:
         for observer in self.observers:
             try:
                 observer.ended(state, status)

@@ -11,7 +11,7 @@ from servd.api.context import context_of, json_response
 from servd.api.engine.progress import Progress
 from servd.api.http.route import Responses, Route, json_content
 from servd.api.protocol.errors import without_paths
-from servd.messages.engine import EngineDead, EngineReady, EngineStatus
+from servd.messages.engine import EngineGone, EngineReady, EngineStatus
 
 router = APIRouter(route_class=Route)
 
@@ -55,7 +55,7 @@ async def health(request: Request) -> Response:
                 "elapsed_seconds": round(time.monotonic() - since, 3),
             }
             return json_response(progress, 503, {"retry-after": "1"})
-        case EngineDead() as status:
+        case EngineGone() as status:
             return json_response({"status": "dead", "reason": without_paths(status.reason)}, 503)
 
 

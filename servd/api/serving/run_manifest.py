@@ -17,7 +17,7 @@ import msgspec
 import servd
 from servd.api.context import Context
 from servd.api.request.request_output import RequestOutput
-from servd.base.errors import EngineDead
+from servd.base.errors import EngineDeadError
 from servd.checkpoint import hf
 from servd.config import Config
 from servd.messages.engine import EngineReady, WorkerReady
@@ -127,7 +127,7 @@ class ManifestRecorder:
         async_llm = self.context.async_llm
         ready = async_llm.status
         if not isinstance(ready, EngineReady):  # the engine died after the last token
-            raise EngineDead("the engine has ended")
+            raise EngineDeadError("the engine has ended")
         return await asyncio.to_thread(
             make_manifest, self.context.config, async_llm.spec, ready.worker, self.prompts
         )

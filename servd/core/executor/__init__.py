@@ -1,12 +1,14 @@
-"""Executors run workers. Each file has a `class Executor`; `--executor` takes the file's name."""
+"""Executors run workers. Each file has one subclass of Executor; `--executor` takes its name."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import ClassVar, Protocol
 
+from servd.base import plugins
+from servd.checkpoint import hf
 from servd.checkpoint.hf import ModelSpec
 from servd.config import Config
-from servd.messages.engine import GrammarBitmask, ModelRunnerOutput, SchedulerOutput, WorkerReady
+from servd.messages.engine import GrammarOutput, ModelRunnerOutput, SchedulerOutput, WorkerReady
 
 EXECUTORS = __name__  # the package, for servd.base.plugins
 
@@ -54,9 +56,34 @@ class Executor(ABC):
         """Launch the forward pass of a step. Returns at once if the device allows it."""
 
     @abstractmethod
-    def sample_tokens(self, bitmask: GrammarBitmask | None = None) -> PendingOutput:
+    def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> PendingOutput:
         """Launch sampling for the step that `execute_model` launched last; return its output."""
 
     @abstractmethod
     def shutdown(self) -> None:
         """Stop the workers. May be called more than once."""
+
+
+def load_executor(name: str) -> type[Executor]:
+    return plugins.load_class(EXECUTORS, name, Executor)
+
+
+def start_executor(
+    config: Config, spec: ModelSpec, progress: Progress
+) -> tuple[Executor, WorkerReady]:
+    """Return the configured executor with a loaded model, whose weights it downloads if needed.
+    Raises ConfigError if the weights cannot be downloaded or the model cannot be loaded here.
+    """
+    model = config.model
+    assert config.parallel.executor is not None
+    executor_class = load_executor(config.parallel.executor)
+    if executor_class.needs_weights and model.load_format != "dummy":
+        progress("finding weights", 0.0)
+        assert model.model is not None
+        hf.download_weights(model.model, model.revision, model.download_dir, model.load_format)
+    executor = executor_class(config, spec, progress)
+    try:
+        return executor, executor.start()
+    except BaseException:
+        executor.shutdown()
+        raise

@@ -16,8 +16,8 @@ from servd.checkpoint.hf import ModelSpec
 from servd.config import Config
 from servd.core import executor
 from servd.messages.engine import (
-    BlockCopies,
-    GrammarBitmask,
+    BlockSwaps,
+    GrammarOutput,
     ModelRunnerOutput,
     NewRequest,
     PromptLogprobs,
@@ -130,7 +130,7 @@ class FakeExecutor(executor.Executor):
         self.block_size = config.cache.block_size
         self.cache = array("Q")  # one state per token
         self.bytes_per_block = self.spec.kv_bytes_per_token(dtype_bytes=4) * self.block_size
-        self.memories: dict[str, mmap] = {}  # by id, for BlockCopies
+        self.memories: dict[str, mmap] = {}  # by id, for BlockSwaps
         self.times_ns: list[int] = []  # the step computed last, see StepRecord.worker_ns
         self.rows: dict[int, Row] = {}
         self.launched: Pending | None = None  # the forward pass, until its tokens are sampled
@@ -145,8 +145,8 @@ class FakeExecutor(executor.Executor):
         memory = self.config.cache.kv_cache_memory
         if memory is None:
             max_model_len = self.config.model.max_model_len or self.spec.max_position_embeddings
-            wanted = max_model_len * (self.config.scheduler.max_num_seqs or 1)
-            num_blocks = -(-min(wanted, MAX_CACHE_TOKENS) // self.block_size)
+            num_tokens = max_model_len * (self.config.scheduler.max_num_seqs or 1)
+            num_blocks = -(-min(num_tokens, MAX_CACHE_TOKENS) // self.block_size)
         else:
             num_blocks = max(1, memory // self.bytes_per_block)
         self.cache = array("Q", bytes(8 * num_blocks * self.block_size))
@@ -165,11 +165,11 @@ class FakeExecutor(executor.Executor):
             raise RuntimeError("execute_model was called twice without sample_tokens")
         self.launched = self.stream.submit(self._forward, scheduled)
 
-    def sample_tokens(self, bitmask: GrammarBitmask | None = None) -> executor.PendingOutput:
+    def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> executor.PendingOutput:
         if self.launched is None:
             raise RuntimeError("sample_tokens was called without execute_model")
         launched, self.launched = self.launched, None
-        return self.stream.submit(lambda: self._sample(launched.result(), bitmask))
+        return self.stream.submit(lambda: self._sample(launched.result(), grammar_output))
 
     def shutdown(self) -> None:
         if isinstance(self.stream, ThreadPoolExecutor):
@@ -177,8 +177,8 @@ class FakeExecutor(executor.Executor):
 
     def _forward(self, scheduled: SchedulerOutput) -> SchedulerOutput:
         begin = now_ns()
-        if scheduled.copies is not None:
-            self._make(scheduled.copies)
+        if scheduled.swaps is not None:
+            self._swap_blocks(scheduled.swaps)
         for slot in scheduled.freed_slots:
             del self.rows[slot]
         for request in scheduled.new_requests:
@@ -186,21 +186,21 @@ class FakeExecutor(executor.Executor):
         for item in scheduled.rows:
             row = self.rows[item.slot]
             row.block_ids += item.new_block_ids
-            self._compute(row, item.num_tokens - item.num_drafts)
-            row.drafts = (item.draft_token_ids or row.drafts)[: item.num_drafts]
+            self._compute(row, item.num_scheduled_tokens - item.num_drafts)
+            row.drafts = (item.scheduled_spec_decode_tokens or row.drafts)[: item.num_drafts]
             self._compute_drafts(row)
         self.times_ns = [begin, begin, now_ns()]
         return scheduled
 
     def _sample(
-        self, scheduled: SchedulerOutput, bitmask: GrammarBitmask | None
+        self, scheduled: SchedulerOutput, bitmask: GrammarOutput | None
     ) -> ModelRunnerOutput:
         output = ModelRunnerOutput([])
         sampled = []
         masks = _unpack(bitmask) if bitmask else {}
         for i, item in enumerate(scheduled.rows):
             row = self.rows[item.slot]
-            if part := self._prompt_logprobs(row, item.num_tokens):
+            if part := self._prompt_logprobs(row, item.num_scheduled_tokens):
                 output.prompt_logprobs[i] = part
             if not item.samples:
                 sampled.append([])
@@ -211,34 +211,34 @@ class FakeExecutor(executor.Executor):
             sampled.append(token_ids)
             if item.max_new_drafts:
                 state = next_state(row.states[len(token_ids) - 1], token_ids[-1])
-                output.draft_token_ids[i] = row.drafts = self._draft(state, item.max_new_drafts)
+                row.drafts = self._draft(state, item.max_new_drafts)
+                output.draft_token_ids[i] = row.drafts
             if isinstance(row.params, PoolingParams):
                 output.pooled[i] = self._pooled(row, row.params)
             elif (k := row.params.logprobs) is not None:
-                named = row.params.logprob_token_ids
-                output.logprobs[i] = [self._logprobs(token_id, k, named) for token_id in token_ids]
+                requested_ids = row.params.logprob_token_ids
+                output.logprobs[i] = [
+                    self._logprobs(token_id, k, requested_ids) for token_id in token_ids
+                ]
         num_decodes = len(scheduled.decodes.slots)
         output.decoded = [token_id for [token_id] in sampled[:num_decodes]]
         output.sampled_token_ids = sampled[num_decodes:]
         output.times_ns = (*self.times_ns, now_ns())
         return output
 
-    def _make(self, copies: BlockCopies) -> None:
+    def _swap_blocks(self, swaps: BlockSwaps) -> None:
         """Copy blocks between the cache and host memory, like the worker of rank 0."""
-        if copies.memory not in self.memories:
-            with open(copies.memory, "r+b") as file:
-                self.memories[copies.memory] = mmap(file.fileno(), 0)
-        memory = self.memories[copies.memory]
+        if swaps.memory not in self.memories:
+            with open(swaps.memory, "r+b") as file:
+                self.memories[swaps.memory] = mmap(file.fileno(), 0)
+        memory = self.memories[swaps.memory]
         cache = memoryview(self.cache).cast("B")
         size = 8 * self.block_size
         stride = self.bytes_per_block * self.config.parallel.tensor_parallel_size
-        for each in copies.copies:
-            block = slice(each.block * size, (each.block + 1) * size)
-            slot = slice(each.slot * stride, each.slot * stride + size)
-            if each.to_device:
-                cache[block] = memory[slot]
-            else:
-                memory[slot] = cache[block]
+        for block, slot in swaps.blocks_to_swap_out:
+            memory[slot * stride : slot * stride + size] = cache[block * size : (block + 1) * size]
+        for slot, block in swaps.blocks_to_swap_in:
+            cache[block * size : (block + 1) * size] = memory[slot * stride : slot * stride + size]
 
     def _row(self, request: NewRequest) -> Row:
         return Row(
@@ -304,22 +304,19 @@ class FakeExecutor(executor.Executor):
         return PromptLogprobs(start, [self._logprobs(token_id, k) for token_id in token_ids])
 
     def _logprobs(
-        self, token_id: int, num_logprobs: int, named: Sequence[int] = ()
+        self, token_id: int, num_logprobs: int, requested_ids: Sequence[int] = ()
     ) -> TokenLogprobs:
         """Return logprobs: probability 1/2 for the sampled token, 1/4 for its neighbour, etc."""
         likely = [(token_id + i) % self.spec.vocab_size for i in range(num_logprobs)]
-        token_ids = [token_id, *likely, *named]
+        token_ids = [token_id, *likely, *requested_ids]
         distances = [(other - token_id) % self.spec.vocab_size for other in token_ids]
         return TokenLogprobs(
             token_ids, [-(distance + 1) * math.log(2) for distance in distances], rank=1
         )
 
 
-def _unpack(bitmask: GrammarBitmask) -> dict[tuple[int, int], bytes]:
+def _unpack(bitmask: GrammarOutput) -> dict[tuple[int, int], bytes]:
     """Return the masks by (index in the step, number of drafts before the token)."""
     size = len(bitmask.bitmask) // len(bitmask.indices)
     rows = [bitmask.bitmask[at : at + size] for at in range(0, len(bitmask.bitmask), size)]
     return dict(zip(zip(bitmask.indices, bitmask.offsets, strict=True), rows, strict=True))
-
-
-Executor = FakeExecutor  # the name that every file of this package has

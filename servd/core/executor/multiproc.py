@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import msgspec
 
-from servd.base.errors import ConfigError, EngineDead
+from servd.base.errors import ConfigError, EngineDeadError
 from servd.base.private_dir import private_dir
 from servd.checkpoint.hf import ModelSpec
 from servd.config import Config
@@ -20,7 +20,7 @@ from servd.ipc.start_messages import StartWorker
 from servd.messages.engine import (
     AllocateKVCache,
     FromWorker,
-    GrammarBitmask,
+    GrammarOutput,
     LoadModel,
     ModelRunnerOutput,
     SampleTokens,
@@ -115,24 +115,24 @@ class MultiProcExecutor(executor.Executor):
         self.is_launched = True
         self._send(scheduled)
 
-    def sample_tokens(self, bitmask: GrammarBitmask | None = None) -> executor.PendingOutput:
+    def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> executor.PendingOutput:
         """Make the workers sample. They answer in the order of the steps."""
         if not self.is_launched:
             raise RuntimeError("sample_tokens was called without execute_model")
         self.is_launched = False
-        self._send(SampleTokens(bitmask))
+        self._send(SampleTokens(grammar_output))
         return self
 
     def result(self) -> ModelRunnerOutput:
-        """Return the output of the oldest step. Raises EngineDead if a worker failed or exited."""
+        """Return the output of the oldest step. Raises EngineDeadError if a worker fails."""
         while not all(self.outputs):
             message = self._recv()
             assert isinstance(message, ModelRunnerOutput)
             self.outputs[message.rank].append(message)
-        outputs = [each.popleft() for each in self.outputs]
+        outputs = [queue.popleft() for queue in self.outputs]
         output_rank = self.config.parallel.output_rank
         output = outputs[output_rank]
-        output.times_ns = tuple(time for each in outputs for time in each.times_ns)
+        output.times_ns = tuple(time for part in outputs for time in part.times_ns)
         for outbox in self.outboxes[:output_rank]:
             outbox.send(TakeTokens(output.rows))
         return output
@@ -171,11 +171,11 @@ class MultiProcExecutor(executor.Executor):
             has_ended = not self.ended.empty()
             message = self.inbox.recv(LAST_WORDS if has_ended else POLL_INTERVAL)
             if isinstance(message, WorkerFailed):
-                raise (ConfigError if message.is_config_error else EngineDead)(message.reason)
+                raise (ConfigError if message.is_config_error else EngineDeadError)(message.reason)
             if message is not None:
                 return message
             if has_ended:
-                raise EngineDead(self.ended.get())
+                raise EngineDeadError(self.ended.get())
 
     def _on_exit(self, worker: Child) -> None:
         self.lose(f"{worker.name} ended unexpectedly with exit code {worker.exit_code}")
@@ -185,6 +185,3 @@ class MultiProcExecutor(executor.Executor):
         if not self.is_stopping:
             self.ended.put(why)
             self.on_failure(why)
-
-
-Executor = MultiProcExecutor  # the name that every file of this package has

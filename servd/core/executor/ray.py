@@ -169,7 +169,7 @@ class RayExecutor(MultiProcExecutor):
             for i in range(count)
         ]
         actor = ray.remote(**options)(WorkerActor)
-        self.actors = [actor.options(scheduling_strategy=each).remote() for each in bundles]
+        self.actors = [actor.options(scheduling_strategy=bundle).remote() for bundle in bundles]
         table = groups.placement_group_table(self.group)["bundles_to_node_id"]
         return [table[rank] for rank in range(count)]
 
@@ -190,6 +190,3 @@ class RayExecutor(MultiProcExecutor):
             library("ray.util.placement_group").remove_placement_group(self.group)
         self.actors = ()
         self.group = None
-
-
-Executor = RayExecutor  # the name that every file of this package has

@@ -5,7 +5,7 @@ from typing import Any
 
 from servd.core import executor
 from servd.ipc.child import import_ahead
-from servd.messages.engine import GrammarBitmask, SchedulerOutput, WorkerReady
+from servd.messages.engine import GrammarOutput, SchedulerOutput, WorkerReady
 
 WORKER_MODULE = "servd.worker.worker"
 
@@ -30,13 +30,10 @@ class UniProcExecutor(executor.Executor):
     def execute_model(self, scheduled: SchedulerOutput) -> None:
         self.worker.execute_model(scheduled)
 
-    def sample_tokens(self, bitmask: GrammarBitmask | None = None) -> executor.PendingOutput:
-        return self.worker.sample_tokens(bitmask)
+    def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> executor.PendingOutput:
+        return self.worker.sample_tokens(grammar_output)
 
     def shutdown(self) -> None:
         if self.worker is not None:
             self.worker.shutdown()
             self.worker = None
-
-
-Executor = UniProcExecutor  # the name that every file of this package has

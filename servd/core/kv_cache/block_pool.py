@@ -42,15 +42,15 @@ class BlockPool:
     def take(self, num_blocks: int) -> list[int]:
         """Return newly allocated blocks; evict their contents. `num_blocks` must be free."""
         assert num_blocks <= self.num_free
-        taken: list[int] = []
+        blocks: list[int] = []
         for _ in range(num_blocks):
             block = self._blank.pop() if self._blank else self._evict(self.on_evict)
             assert self.ref_counts[block] == 0
             self.ref_counts[block] = 1
-            taken.append(block)
+            blocks.append(block)
         if self.times is not None:
-            self.times.begin(taken)
-        return taken
+            self.times.begin(blocks)
+        return blocks
 
     def share(self, blocks: Sequence[int]) -> None:
         """Add a reference to each of these cached blocks."""
@@ -84,12 +84,12 @@ class BlockPool:
 
     def find_prefix(self, hashes: Iterable[bytes]) -> list[int]:
         """Return the blocks that hold these hashes, up to the first hash that is not cached."""
-        found: list[int] = []
-        for each in hashes:
-            if (block := self._block_of_hash.get(each)) is None:
+        blocks: list[int] = []
+        for block_hash in hashes:
+            if (block := self._block_of_hash.get(block_hash)) is None:
                 break
-            found.append(block)
-        return found
+            blocks.append(block)
+        return blocks
 
     def forget(self, blocks: Iterable[int]) -> None:
         """Remove these blocks from the cache. Owners keep the blocks."""

@@ -45,25 +45,27 @@ class GroupedPrefixCache(PrefixCache):
         return only_held(self._find(hashes[:num_blocks], 1))
 
     def _num_cached(self, hashes: Sequence[bytes]) -> int:
-        most = len(hashes)
+        num_cached = len(hashes)
         before = -1
-        while most != before:  # where it is shorter, groups with a window read other blocks
-            before = most
+        while num_cached != before:  # where it is shorter, groups with a window read other blocks
+            before = num_cached
             for group, window in enumerate(self.layout.windows):
-                most = self._num_cached_of(hashes[:most], group, window)
-        return most
+                num_cached = self._num_cached_of(hashes[:num_cached], group, window)
+        return num_cached
 
     def _num_cached_of(self, hashes: Sequence[bytes], group: int, window: int | None) -> int:
-        most = len(hashes)
+        num_cached = len(hashes)
         if window is None:
-            missing = (at for at in range(most) if self._find_in(group, hashes[at]) == NO_BLOCK)
-            return next(missing, most)
-        at = most
-        while at > self.layout.first_read(most * self.block_size, window):
+            missing = (
+                at for at in range(num_cached) if self._find_in(group, hashes[at]) == NO_BLOCK
+            )
+            return next(missing, num_cached)
+        at = num_cached
+        while at > self.layout.first_read(num_cached * self.block_size, window):
             at -= 1
             if self._find_in(group, hashes[at]) == NO_BLOCK:
-                most = at
-        return most
+                num_cached = at
+        return num_cached
 
     def _find_in(self, group: int, block_hash: bytes) -> int:
         block = self.pool.find(of_group(block_hash, group))

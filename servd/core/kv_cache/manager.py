@@ -11,7 +11,7 @@ from servd.core.kv_cache.connector import KVConnector
 from servd.core.kv_cache.events import KVEvents, NullEvents
 from servd.core.kv_cache.grouped_prefix_cache import GroupedPrefixCache
 from servd.core.kv_cache.prefix_cache import NO_BLOCK, PrefixCache, only_held
-from servd.core.request import Request, RequestStatus
+from servd.core.request import Request
 from servd.messages.stats import SchedulerStats
 
 
@@ -59,7 +59,7 @@ class KVCacheManager:
 
     # ---- requests that wait ----
 
-    def match_prefix(self, request: Request) -> list[int]:
+    def get_computed_blocks(self, request: Request) -> list[int]:
         """Return the cached blocks of a request's longest prefix. They may be evicted until they
         are attached. At least one token is left to compute.
         """
@@ -91,7 +91,7 @@ class KVCacheManager:
             num_needed += min(num_new + num_idle, self.layout.most(window, num_tokens))
         return num_needed - self.pool.num_free
 
-    def can_start(self, request: Request, cached: Sequence[int]) -> bool:
+    def can_allocate(self, request: Request, cached: Sequence[int]) -> bool:
         """Return whether a request fits, and no block after the `cached` ones is loading."""
         return self.fits(request, cached) and not self.connector.is_loading(request, len(cached))
 
@@ -130,7 +130,7 @@ class KVCacheManager:
         request.block_ids.extend(new_block_ids)
         return new_block_ids
 
-    def allocate(self, request: Request, num_tokens: int) -> list[int] | None:
+    def allocate_slots(self, request: Request, num_tokens: int) -> list[int] | None:
         """Call `extend` for a request's first tokens in a step. If new blocks are needed, first
         free the blocks that no later token reads.
         """
@@ -170,7 +170,7 @@ class KVCacheManager:
         """Free all blocks of a request. Its last block is evicted first."""
         self.commit(request)
         self.num_holders -= 1
-        if request.options.retention and request.status is RequestStatus.FINISHED:
+        if request.options.retention and request.is_finished:
             self.prefix_cache.pin_prompt(request)
         self.connector.save_request(request, self.pool)
         self.pool.release(reversed(only_held(request.block_ids)))
@@ -189,7 +189,7 @@ class KVCacheManager:
         self.pool.forget(block for block in held if self.pool.ref_counts[block] == 1)
         request.num_registered_blocks = len(request.block_ids) // self.num_groups
         # A finished request may have stored the blocks that it computed; the others are shared.
-        first = request.num_attached_blocks if request.status is RequestStatus.FINISHED else 0
+        first = request.num_attached_blocks if request.is_finished else 0
         self.connector.forget(request.block_hashes[first:])
 
     # ---- all requests ----

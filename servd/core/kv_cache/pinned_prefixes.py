@@ -30,8 +30,10 @@ class PinnedPrefixes:
 
     def count_room(self, blocks: Iterable[int], end_ns: int) -> int:
         """Return how many blocks can be pinned until `end_ns`, including `blocks`."""
-        own = {*blocks}
-        stay = sum(end >= end_ns and block not in own for block, (end, _) in self._ends.items())
+        new_blocks = {*blocks}
+        stay = sum(
+            end >= end_ns and block not in new_blocks for block, (end, _) in self._ends.items()
+        )
         return self.max_blocks - stay
 
     def add(self, blocks: Sequence[int], end_ns: int) -> None:

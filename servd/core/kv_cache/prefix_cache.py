@@ -80,15 +80,15 @@ class PrefixCache:
         request.num_registered_blocks = end
 
     def find_sharers(
-        self, request: Request, num_tokens: int, others: Iterable[Request]
+        self, request: Request, num_tokens: int, candidates: Iterable[Request]
     ) -> list[Request]:
-        """Return the requests of `others` that attached blocks which `request` filled after its
+        """Return the `candidates` that attached blocks which `request` filled after its
         first `num_tokens` tokens, even if those blocks were freed since.
         """
         first = max(request.num_attached_blocks, num_tokens // self.block_size)
         filled = self.find_blocks(request, slice(first, None))
         sharers: list[Request] = []
-        for other in others:
+        for other in candidates:
             attached = self.find_blocks(other, slice(other.num_attached_blocks))
             if not filled.isdisjoint(attached):
                 sharers.append(other)
@@ -99,15 +99,15 @@ class PrefixCache:
         num_groups = self.num_groups
         block_ids = request.block_ids
         hashes = request.block_hashes
-        found: set[int] = set()
+        blocks: set[int] = set()
         for index in range(len(block_ids) // num_groups or len(hashes))[part]:
             held = block_ids[index * num_groups : (index + 1) * num_groups]
             for group, block in enumerate(held or [NO_BLOCK] * num_groups):
                 cached = None
                 if block == NO_BLOCK and index < len(hashes):
                     cached = self.pool.find(of_group(hashes[index], group))
-                found.add(block if cached is None else cached)
-        return found - {NO_BLOCK}
+                blocks.add(block if cached is None else cached)
+        return blocks - {NO_BLOCK}
 
     def pin_prompt(self, request: Request) -> None:
         """Pin the computed part of the prompt of a request that ends."""

@@ -40,8 +40,10 @@ class AdapterQueue:
 
     def adapter_names(self) -> tuple[list[str], list[str]]:
         """Return the names of the adapters that run, and of the adapters that wait for a slot."""
-        waiting = {each.adapter for each in self.deferred if each.adapter}
-        return [each.name for each in self._running_adapters], [each.name for each in waiting]
+        waiting = {request.adapter for request in self.deferred if request.adapter}
+        return [adapter.name for adapter in self._running_adapters], [
+            adapter.name for adapter in waiting
+        ]
 
     def begin_step(self) -> None:
         """Decide whether running adapters get new requests, which could starve other adapters.
@@ -50,7 +52,7 @@ class AdapterQueue:
         """
         self._step += 1
         if self.deferred and self._step % REVIEW_INTERVAL == 0:
-            waited = self._step - min(each.deferred_since for each in self.deferred)
+            waited = self._step - min(request.deferred_since for request in self.deferred)
             was_closed = self._is_closed
             self._is_closed = (waited // MAX_DEFERRED_STEPS).bit_length() % 2 == 1
             if was_closed and not self._is_closed:
@@ -101,8 +103,10 @@ class AdapterQueue:
         if not self.deferred or self._step % REVIEW_INTERVAL:
             return []
         # The best priority class of each running adapter: that of its first request.
-        classes = {each.adapter: each.order[0] for each in reversed(running) if each.adapter}
-        waiting = [each.order[0] for each in self.deferred if each.adapter not in classes]
+        classes = {
+            request.adapter: request.order[0] for request in reversed(running) if request.adapter
+        }
+        waiting = [request.order[0] for request in self.deferred if request.adapter not in classes]
         last = max(classes, key=classes.__getitem__, default=None)
         if last is None or classes[last] <= min(waiting, default=classes[last]):
             return []

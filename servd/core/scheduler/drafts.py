@@ -17,7 +17,7 @@ def choose_drafts(
     """
     if grammar_tokens is None:
         return NO_DRAFTS, request.num_drafts
-    if any(each.chose_drafts_of(request) for each in in_flight):
+    if any(step.chose_drafts_of(request) for step in in_flight):
         return NO_DRAFTS, 0
     drafts = request.grammar_drafts(grammar_tokens)
     return drafts, len(drafts)
@@ -30,25 +30,28 @@ class Drafts:
         self.draft_length = draft_length
         self.kv_cache = kv_cache
 
-    def wanted(self, request: Request) -> int:
+    def count_useful(self, request: Request) -> int:
         """Return how many drafts are worth their time; 0 if there is no room."""
         has_room = request.num_tokens + 2 < request.max_num_tokens
         return self.draft_length.num_drafts(request.acceptance) if has_room else 0
 
-    def ask(self, request: Request, scheduled: ScheduledRequest, wanted: int) -> None:
+    def request_drafts(
+        self, request: Request, scheduled: ScheduledRequest, num_drafts: int
+    ) -> None:
         """Ask the workers for as many drafts as are worth their time, with room for one more token.
-        Allocates blocks, because a draft model has its own keys and values. `wanted`: the result of
-        the method `wanted`; 0 if it was not called.
+        Allocates blocks, because a draft model has its own keys and values. `num_drafts`: the
+        result of `count_useful`; 0 if it was not called.
         """
         room = request.max_num_tokens - request.num_tokens - 1
-        wanted = wanted or self.draft_length.num_drafts(request.acceptance)
-        num_drafts = max(min(wanted, room), 0)
+        num_drafts = num_drafts or self.draft_length.num_drafts(request.acceptance)
+        num_drafts = max(min(num_drafts, room), 0)
         block_ids = self.kv_cache.extend(request, num_drafts) if num_drafts else []
         if block_ids is None:
             block_ids = []
             num_drafts = 0
         scheduled.new_block_ids += block_ids
-        scheduled.max_new_drafts = request.num_drafts = num_drafts
+        scheduled.max_new_drafts = num_drafts
+        request.num_drafts = num_drafts
 
     def settle(
         self,

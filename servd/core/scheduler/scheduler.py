@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Set
 from itertools import islice
 
 from servd.base import plugins
-from servd.base.tracing import Clock, Mark, StepRecord, now_ns
+from servd.base.tracing import Clock, StepRecord, now_ns
 from servd.config import SchedulerConfig
 from servd.config.speculative import max_num_samples
 from servd.core.draft_length import DraftLengthController
@@ -16,7 +16,14 @@ from servd.core.kv_cache.manager import KVCacheManager
 from servd.core.outputs import Outputs
 from servd.core.queues import QUEUES
 from servd.core.queues.fcfs import WaitingQueue, by_order
-from servd.core.request import OutputEnd, Request, RequestStatus, failure, prompt_too_long
+from servd.core.request import (
+    FINISHED_STATUS,
+    OutputEnd,
+    Request,
+    RequestStatus,
+    failure,
+    prompt_too_long,
+)
 from servd.core.scheduler.drafts import Drafts, choose_drafts
 from servd.core.step import NO_DRAFTS, Step, StepLog
 from servd.messages.engine import (
@@ -69,7 +76,8 @@ class Scheduler:
         self.long_prompt = config.long_prefill_token_threshold or self.max_num_batched_tokens // 2
         self.chunks_prompts = config.enable_chunked_prefill
         if not self.chunks_prompts:  # a prompt needs a whole step's budget at once
-            self.max_background_tokens = self.long_prompt = self.max_num_batched_tokens
+            self.max_background_tokens = self.max_num_batched_tokens
+            self.long_prompt = self.max_num_batched_tokens
         policy = plugins.load(QUEUES, config.scheduling_policy, "WaitingQueue")
         self.waiting: WaitingQueue = policy(self.long_prompt, max_adapters, clock)
         self.free_slots = list(range(config.max_num_seqs - 1, -1, -1))
@@ -86,19 +94,20 @@ class Scheduler:
         """Whether a step would do anything, even if only collecting or delivering outputs."""
         if self.requests or self._in_flight or self.outputs:
             return True
-        return self.kv_cache.connector.has_copies
+        return self.kv_cache.connector.has_swaps
 
     def add_request(self, message: EngineCoreRequest) -> None:
         """Accept a request. It ends in exactly one terminal output unless it is aborted."""
         assert message.request_id not in self.requests, "request ids are unique"
         order = self.waiting.order(message.options)
         request = Request.from_message(message, order, self.max_model_len)
-        if request.num_tokens + (not request.is_prompt_only) > self.max_model_len:
-            limit = self.max_model_len
+        min_output = 0 if request.is_prompt_only else 1
+        if request.num_tokens + min_output > self.max_model_len:
             by_cache = self.max_model_len == self.cache_len
-            error = prompt_too_long(request.num_tokens, limit, by_cache)
-            return self.outputs.reject(message, error)
-        request.marks.append(Mark("queued", self.clock()))
+            error = prompt_too_long(request.num_tokens, self.max_model_len, by_cache)
+            self.outputs.reject(message, error)
+            return
+        request.set_status(RequestStatus.WAITING, self.clock())
         self.requests[request.request_id] = request
         self.waiting.add(request)
 
@@ -106,7 +115,7 @@ class Scheduler:
         """Drop requests in any state. Unknown ids are ignored: they may have just finished."""
         for request_id in request_ids:
             if (request := self.requests.get(request_id)) is not None:
-                self._finish_request(request)
+                self._finish_request(request, RequestStatus.FINISHED_ABORTED)
                 self.outputs.report_abort(request.client, request_id, request.marks)
 
     # ---- schedule ----
@@ -135,8 +144,8 @@ class Scheduler:
                 budget = self._schedule_prompts(step, budget, partial, priority_class)
             if record.prefills:
                 break
-        step.copies = self.kv_cache.connector.take_copies()
-        if not (step.decoding or step.scheduled) and step.copies is None:
+        step.swaps = self.kv_cache.connector.take_swaps()
+        if not (step.decoding or step.scheduled) and step.swaps is None:
             return None
         self._num_steps += 1
         self._in_flight.append(step)
@@ -173,10 +182,10 @@ class Scheduler:
         if self.running:
             last = max(last, self.running[-1].order[0])
         first = 0
-        for each in range(last):
-            end = bisect_left(self.running, (each + 1,), key=by_order)
-            yield each, islice(self.running, first, end)
-            first = bisect_left(self.running, (each + 1,), key=by_order)
+        for priority_class in range(last):
+            end = bisect_left(self.running, (priority_class + 1,), key=by_order)
+            yield priority_class, islice(self.running, first, end)
+            first = bisect_left(self.running, (priority_class + 1,), key=by_order)
         yield last, islice(self.running, first, None)
 
     def _preempt_for_waiting(self, step: Step) -> None:
@@ -185,7 +194,8 @@ class Scheduler:
             self._preempt(victim, step.record)
         while self.waiting and (victim := self.waiting.victim(self.running)) is not None:
             head = self.waiting.head(self.running)
-            if self.free_slots and self.kv_cache.fits(head, self.kv_cache.match_prefix(head)):
+            cached = self.kv_cache.get_computed_blocks(head)
+            if self.free_slots and self.kv_cache.fits(head, cached):
                 return
             self.running.remove(victim)
             self._preempt(victim, step.record)
@@ -206,10 +216,10 @@ class Scheduler:
         # One token of the budget is reserved for each running request.
         drafts_left = min(self.max_num_samples - num_samples, budget - len(self.running))
         may_draft = self.draft_length.is_open
-        others = {*idle_slots, *grammar_tokens}  # slots that do not just decode one token
+        special_slots = {*idle_slots, *grammar_tokens}  # slots that do not just decode one token
         for request in part:
-            decodes = request.decodes_until and request.slot not in others
-            num_new_drafts = self.drafts.wanted(request) if may_draft and decodes else 0
+            decodes = request.decodes_until and request.slot not in special_slots
+            num_new_drafts = self.drafts.count_useful(request) if may_draft and decodes else 0
             decodes = decodes and not num_new_drafts
             if decodes and request.num_computed_tokens < request.decodes_until:
                 step.add_decode(request)
@@ -226,7 +236,7 @@ class Scheduler:
                 allowed = grammar_tokens.get(request.slot)
                 drafts, num_drafts = choose_drafts(request, allowed, self._in_flight)
                 num_drafts = max(min(num_drafts, drafts_left), 0)
-            new_block_ids = self.kv_cache.allocate(request, 1 + num_drafts)
+            new_block_ids = self.kv_cache.allocate_slots(request, 1 + num_drafts)
             if new_block_ids is None:
                 num_drafts = 0
                 new_block_ids = self._allocate_blocks(step, request, 1)
@@ -258,7 +268,7 @@ class Scheduler:
         for_long = min(self.long_prompt, budget // 2) if has_long else 0
         passed: list[Request] = []
         while budget > 0:
-            partial = [each for each in partial if each.slot >= 0]  # others were preempted
+            partial = [request for request in partial if request.slot >= 0]  # others were preempted
             may_start = may_start and bool(self.free_slots)
             only_long = for_long >= budget
             request = queue.next(partial, priority_class, may_start, only_long)
@@ -271,10 +281,10 @@ class Scheduler:
             if request.num_uncomputed_tokens > room and not self.chunks_prompts:
                 break
             if request.slot < 0:
-                cached = self.kv_cache.match_prefix(request)
+                cached = self.kv_cache.get_computed_blocks(request)
                 # One preempted with a token in flight waits until that is collected.
                 is_known = not request.num_placeholders
-                may_start = is_known and self.kv_cache.can_start(request, cached)
+                may_start = is_known and self.kv_cache.can_allocate(request, cached)
                 if not may_start:
                     step.record.waits_for = "blocks"
                     has_room = len(passed) < MAX_PASSED
@@ -301,7 +311,7 @@ class Scheduler:
         """Return new blocks for a request's next tokens, preempting the last running requests if
         needed. None: the request must wait, as requests in this step keep their blocks.
         """
-        while (new_block_ids := self.kv_cache.allocate(request, num_tokens)) is None:
+        while (new_block_ids := self.kv_cache.allocate_slots(request, num_tokens)) is None:
             if (victim := self.running[-1]) in step:
                 return None
             self.running.pop()
@@ -314,12 +324,11 @@ class Scheduler:
         self.waiting.start(request)
         self.kv_cache.attach_cached_blocks(request, cached)
         request.slot = self.free_slots.pop()
-        request.status = RequestStatus.RUNNING
         request.num_drafts = 0  # preemption drops the workers' drafts
         insort(self.running, request, key=by_order)
         if request.num_preemptions == 0:
             self.kv_cache.count_hits(request, self._stats)
-        request.marks.append(Mark("scheduled", now, step.record.step))
+        request.set_status(RequestStatus.RUNNING, now, step.record.step)
         step.record.num_cached_tokens += request.num_computed_tokens
         step.new_requests.append(request.to_new_request())
 
@@ -337,7 +346,7 @@ class Scheduler:
         if scheduled.samples:
             request.num_drafts = 0
             if self.draft_length.is_open:
-                self.drafts.ask(request, scheduled, num_new_drafts)
+                self.drafts.request_drafts(request, scheduled, num_new_drafts)
             request.decodes_until = 0 if request.num_drafts else self.kv_cache.room_of(request)
         self.kv_cache.commit(request)
 
@@ -345,9 +354,8 @@ class Scheduler:
         """Return a request, removed from `running`, to the queue. Frees its blocks and slot."""
         self._release_slot(request)
         request.num_preemptions += 1
-        request.status = RequestStatus.WAITING
         now = self.clock()
-        request.marks.append(Mark("preempted", now, record.step))
+        request.set_status(RequestStatus.PREEMPTED, now, record.step)
         self.kv_cache.connector.swap_out(request, now)
         record.num_preempted += 1
         self.waiting.add(request)
@@ -392,7 +400,7 @@ class Scheduler:
         if row in result.errors:
             self._fail_row(step, row, result.errors[row])
         # A step launched before the end of a request was known samples one token too many.
-        if request.status is RequestStatus.FINISHED:
+        if request.is_finished:
             return 0
         if request.reads_prompt:
             request.add_prompt_output(result, row)
@@ -407,9 +415,10 @@ class Scheduler:
             if output.num_drafts:
                 self._stats.drafts.count(output.num_drafts, output.num_accepted)
         if output.finish_reason is not None:
-            self._finish_request(request)
+            self._finish_request(request, FINISHED_STATUS[output.finish_reason])
         self.outputs.add(request.client, output)
-        return len(output.new_token_ids) + is_first * request.num_prompt_tokens
+        num_prompt_tokens = request.num_prompt_tokens if is_first else 0
+        return len(output.new_token_ids) + num_prompt_tokens
 
     def take_outputs(self, num_deferred: int = 0) -> dict[int, EngineCoreOutputs]:
         """Return the outputs since the last call, by client, with the engine's statistics. Clients
@@ -420,9 +429,9 @@ class Scheduler:
             for client in self.step_log.clients:
                 self.outputs.report_to(client)
         outputs = self.outputs.take()
-        for client, each in outputs.items():
-            each.stats = self.report(num_deferred)
-            each.steps = self.step_log.take_new(client)
+        for client, message in outputs.items():
+            message.stats = self.report(num_deferred)
+            message.steps = self.step_log.take_new(client)
         return outputs
 
     def report(self, num_deferred: int) -> SchedulerStats:
@@ -449,27 +458,28 @@ class Scheduler:
         # If drafts before this step were rejected, it began at the last known token.
         num_tokens = min(scheduled.num_computed_tokens, len(request.token_ids) - 1)
         # Requests that finished meanwhile have blocks in the cache, too.
-        left = {each for later in (step, *self._in_flight) for each in later.all_requests}
-        others = {*self.running, *left} - {request}
-        sharers = self.kv_cache.prefix_cache.find_sharers(request, num_tokens, others)
-        for each in [request, *sharers]:
-            self.kv_cache.forget(each)
-            if each.status is not RequestStatus.FINISHED:
-                self._end_with_error(each, error, step.record.step)
+        candidates = {*self.running, *step.all_requests}
+        candidates.update(*(later.all_requests for later in self._in_flight))
+        candidates.discard(request)
+        sharers = self.kv_cache.prefix_cache.find_sharers(request, num_tokens, candidates)
+        for failed in [request, *sharers]:
+            self.kv_cache.forget(failed)
+            if not failed.is_finished:
+                self._end_with_error(failed, error, step.record.step)
 
     def _end_with_error(self, request: Request, error: str, step: int = -1) -> None:
-        self._finish_request(request)
+        self._finish_request(request, RequestStatus.FINISHED_ERROR)
         self._stats.num_failed += 1
         output = failure(request.request_id, request.marks, error, self.clock(), step)
         self.outputs.add(request.client, output)
 
-    def _finish_request(self, request: Request) -> None:
+    def _finish_request(self, request: Request, status: RequestStatus) -> None:
         if request.status is RequestStatus.RUNNING:
             self.running.remove(request)
         else:
             self.waiting.remove(request)
             self.kv_cache.connector.stop_waiting(request)
-        request.status = RequestStatus.FINISHED
+        request.set_status(status, self.clock())
         if request.slot >= 0:
             self._release_slot(request)
         del self.requests[request.request_id]

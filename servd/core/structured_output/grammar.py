@@ -214,9 +214,9 @@ def _embed_schemas(lark: str) -> str:
             continue
         text = _simplified(lark[match.end() : after])
         if OPTIONS_KEY not in schema:
-            others = text[1:].lstrip()
-            separator = "" if others == "}" else ", "
-            text = f'{{"{OPTIONS_KEY}": {json.dumps(JSON_OPTIONS)}{separator}{others}'
+            remaining = text[1:].lstrip()
+            separator = "" if remaining == "}" else ", "
+            text = f'{{"{OPTIONS_KEY}": {json.dumps(JSON_OPTIONS)}{separator}{remaining}'
         parts.append(f"{lark[end : match.start()]}%json {text}")
         end = after
     return "".join(parts) + lark[end:]

@@ -124,25 +124,27 @@ def _expand_dependencies(schema: Schema) -> None:
 def _expand_property_names(schema: Schema) -> None:
     """Express `propertyNames` by properties, for a list of names, one pattern, or no strings."""
     names = schema.get("propertyNames")
-    known = schema.get("properties", {})
-    if not isinstance(names, dict) or not isinstance(known, dict):
+    properties = schema.get("properties", {})
+    if not isinstance(names, dict) or not isinstance(properties, dict):
         return
     if schema.keys() & (APPLICATORS | {"patternProperties"}):
         return
     limits = names.keys() - {"type"}
-    others = schema.get("additionalProperties", True)
+    additional = schema.get("additionalProperties", True)
     if "string" not in names.get("type", "string"):
         schema["properties"] = {}
     elif limits in ({"enum"}, {"const"}):
         allowed = names["enum"] if "enum" in names else [names["const"]]
-        schema["properties"] = {n: known.get(n, others) for n in allowed if isinstance(n, str)}
-    elif known:
+        schema["properties"] = {
+            n: properties.get(n, additional) for n in allowed if isinstance(n, str)
+        }
+    elif properties:
         return
     elif limits == {"pattern"}:
-        schema["patternProperties"] = {names["pattern"]: others}
+        schema["patternProperties"] = {names["pattern"]: additional}
     elif limits and limits <= {"minLength", "maxLength"}:
         lengths = f"{names.get('minLength', 0)},{names.get('maxLength', '')}"
-        schema["patternProperties"] = {f"^(?s:.{{{lengths}}})$": others}
+        schema["patternProperties"] = {f"^(?s:.{{{lengths}}})$": additional}
     else:
         return
     schema["additionalProperties"] = False

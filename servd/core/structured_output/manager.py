@@ -26,7 +26,7 @@ from servd.core.structured_output.grammar import Grammar, GrammarError, Matcher,
 from servd.core.structured_output.vocabulary import load_vocabulary
 from servd.messages.engine import (
     EngineCoreRequest,
-    GrammarBitmask,
+    GrammarOutput,
     ModelRunnerOutput,
     NewRequest,
     ScheduledRequest,
@@ -133,7 +133,8 @@ class Row:
             num_tokens > MAX_TOKENS_AGAIN
             or self.num_renewals > MAX_RENEWALS + num_tokens // TOKENS_PER_RENEWAL
         ):
-            return self.fail(error)
+            self.fail(error)
+            return
         try:
             assert self.grammar is not None
             self.grammar = self.replace(self.grammar)
@@ -287,10 +288,10 @@ class GrammarManager:
         share = STEP_BUDGET / len(self._rows)
         slow = [(slot, row) for slot, row in self._rows.items() if row.mask_seconds > share]
         idle: set[int] = set()
-        left = STEP_BUDGET
+        budget = STEP_BUDGET
         for slot, row in sorted(slow, key=lambda item: item[1].last_turn):
-            if row.mask_seconds <= left or left == STEP_BUDGET:
-                left -= row.mask_seconds
+            if row.mask_seconds <= budget or budget == STEP_BUDGET:
+                budget -= row.mask_seconds
                 row.last_turn = self._turn
             else:
                 idle.add(slot)
@@ -311,23 +312,23 @@ class GrammarManager:
         """Whether the masks of this step depend on tokens in flight."""
         return bool(self._step) and any(row.num_awaited for _, row, _ in self._step)
 
-    def bitmask(self) -> GrammarBitmask | None:
+    def get_grammar_bitmask(self) -> GrammarOutput | None:
         """Return the allowed tokens of this step's rows; None: all tokens are allowed."""
         self._in_flight.append(self._step)
         if not self._step:
             return None
-        bitmask = GrammarBitmask([], [], b"")
+        allowed = GrammarOutput([], [], b"")
         masks = []
         for index, row, item in self._step:
             row.num_awaited += 1
-            drafts = item.draft_token_ids or row.draft_token_ids[: item.num_drafts]
+            drafts = item.scheduled_spec_decode_tokens or row.draft_token_ids[: item.num_drafts]
             for offset, mask in enumerate(row.bitmasks(drafts)):
                 if mask is not None:
-                    bitmask.indices.append(index)
-                    bitmask.offsets.append(offset)
+                    allowed.indices.append(index)
+                    allowed.offsets.append(offset)
                     masks.append(mask)
-        bitmask.bitmask = b"".join(masks)
-        return bitmask if masks else None
+        allowed.bitmask = b"".join(masks)
+        return allowed if masks else None
 
     def advance(self, output: ModelRunnerOutput) -> dict[int, OutputEnd]:
         """Process the tokens of the oldest step in flight. Return, by row, how the output ends, for

@@ -389,7 +389,14 @@ def _columns(scheduled: SchedulerOutput) -> np.ndarray:
     columns[3:5, :first] = 0
     if scheduled.scheduled:
         columns[:, first:].T[:] = [
-            (s.slot, s.num_tokens, s.num_computed_tokens, s.num_drafts, s.max_new_drafts, s.samples)
+            (
+                s.slot,
+                s.num_scheduled_tokens,
+                s.num_computed_tokens,
+                s.num_drafts,
+                s.max_new_drafts,
+                s.samples,
+            )
             for s in scheduled.scheduled
         ]
     return columns

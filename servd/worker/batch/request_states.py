@@ -152,9 +152,9 @@ class RequestStates:
 
     def write_drafts(self, scheduled: list[ScheduledRequest]) -> None:
         drafts = [
-            (row.slot, row.num_tokens - row.num_drafts + offset, token_id)
+            (row.slot, row.num_scheduled_tokens - row.num_drafts + offset, token_id)
             for row in scheduled
-            for offset, token_id in enumerate(row.draft_token_ids)
+            for offset, token_id in enumerate(row.scheduled_spec_decode_tokens)
         ]
         if not drafts:
             return

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from servd.messages.engine import BlockCopy
+from servd.messages.engine import BlockSwaps
 from servd.worker.device.parallel import Parallel
 
 log = logging.getLogger("servd.worker")
@@ -43,15 +43,13 @@ class BlockStore:
             if int(error):
                 log.warning("copies of blocks wait for the device: cannot pin memory (%s)", error)
 
-    def make(self, copies: Sequence[BlockCopy]) -> None:
+    def swap_blocks(self, swaps: BlockSwaps) -> None:
         """Queue copies on the device, after the steps launched so far. A step is complete only when
         all ranks have answered, so by then the copies are done.
         """
-        for copy in copies:
+        for block, slot in swaps.blocks_to_swap_out:
             for cache, slots in self._layers:
-                device = cache[:, copy.block]
-                host = slots[copy.slot]
-                if copy.to_device:
-                    device.copy_(host, non_blocking=True)
-                else:
-                    host.copy_(device, non_blocking=True)
+                slots[slot].copy_(cache[:, block], non_blocking=True)
+        for slot, block in swaps.blocks_to_swap_in:
+            for cache, slots in self._layers:
+                cache[:, block].copy_(slots[slot], non_blocking=True)

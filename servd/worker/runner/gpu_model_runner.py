@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 
 from servd.base.errors import ConfigError
-from servd.messages.engine import GrammarBitmask, NewRequest, ScheduledRequest, SchedulerOutput
+from servd.messages.engine import GrammarOutput, NewRequest, ScheduledRequest, SchedulerOutput
 from servd.messages.params import SamplingParams
 from servd.worker.batch.decode_inputs import PLACE, DecodeBuffers
 from servd.worker.batch.input_batch import InputBatch, captured_attention, mixed_attention
@@ -230,7 +230,10 @@ class GPUModelRunner(ModelRunner):
         ]
         scheduled = [
             ScheduledRequest(
-                slot=slot, num_tokens=num_tokens, num_drafts=num_drafts, max_new_drafts=num_drafts
+                slot=slot,
+                num_scheduled_tokens=num_tokens,
+                num_drafts=num_drafts,
+                max_new_drafts=num_drafts,
             )
             for slot in range(num_rows)
         ]
@@ -239,7 +242,7 @@ class GPUModelRunner(ModelRunner):
     def _sample_all(self, num_rows: int, has_grammar: bool = True) -> None:
         """Sample the step, with a grammar in all rows or in no row, and free its rows."""
         words = bytes([255]) * (4 * -(-self.spec.vocab_size // 32))
-        bitmask = GrammarBitmask(list(range(num_rows)), [0] * num_rows, words * num_rows)
+        bitmask = GrammarOutput(list(range(num_rows)), [0] * num_rows, words * num_rows)
         self.sample_tokens(bitmask if has_grammar else None).result()
         self.execute_model(SchedulerOutput(step=0, scheduled=[], freed_slots=list(range(num_rows))))
         self.sample_tokens()

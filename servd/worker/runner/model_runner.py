@@ -17,8 +17,8 @@ from servd.config import Config
 from servd.config.kv_layout import KVLayout
 from servd.config.speculative import max_num_samples
 from servd.messages.engine import (
-    BlockCopies,
-    GrammarBitmask,
+    BlockSwaps,
+    GrammarOutput,
     ModelRunnerOutput,
     NewRequest,
     SchedulerOutput,
@@ -239,8 +239,8 @@ class ModelRunner(ABC):
         if self.launched is not None:
             raise RuntimeError("execute_model was called twice without sample_tokens")
         begin = now_ns()
-        if scheduled.copies is not None:
-            self._copy_blocks(scheduled.copies)
+        if scheduled.swaps is not None:
+            self._swap_blocks(scheduled.swaps)
         self._update_states(scheduled)
         num_rows = len(scheduled.decodes.slots), len(scheduled.scheduled)
         self.launched = LaunchedStep(num_rows)
@@ -276,12 +276,12 @@ class ModelRunner(ABC):
             self.proposer.begin_step(batch)
         return self.forward(batch)
 
-    def _copy_blocks(self, copies: BlockCopies) -> None:
+    def _swap_blocks(self, swaps: BlockSwaps) -> None:
         """Copy blocks between the cache and the engine's host memory, mapped by the first copy."""
         if self.block_store is None:
             caches = [*self.kv_caches, *(self.proposer.kv_caches if self.proposer else ())]
-            self.block_store = BlockStore(copies.memory, caches, self.parallel)
-        self.block_store.make(copies.copies)
+            self.block_store = BlockStore(swaps.memory, caches, self.parallel)
+        self.block_store.swap_blocks(swaps)
 
     def forward(self, batch: InputBatch) -> torch.Tensor:
         """Return hidden states [num_tokens, hidden] of a step."""
@@ -301,7 +301,7 @@ class ModelRunner(ABC):
         return hidden
 
     @torch.inference_mode()
-    def sample_tokens(self, bitmask: GrammarBitmask | None = None) -> AsyncOutput:
+    def sample_tokens(self, bitmask: GrammarOutput | None = None) -> AsyncOutput:
         """Sample for the step launched last, store the tokens, and draft for the next step."""
         if self.launched is None:
             raise RuntimeError("sample_tokens was called before execute_model")
@@ -321,7 +321,7 @@ class ModelRunner(ABC):
         return AsyncOutput(launched.num_rows, *self.to_host(parts), launched.times_ns)
 
     def _sample(
-        self, batch: InputBatch, hidden: torch.Tensor, bitmask: GrammarBitmask | None
+        self, batch: InputBatch, hidden: torch.Tensor, bitmask: GrammarOutput | None
     ) -> SampledTokens:
         drafts = SpecDecodeMetadata.of(batch, self.acceptance_chances)
         buffers = batch.buffers
@@ -430,7 +430,7 @@ class ModelRunner(ABC):
         token_ids = [i if 0 <= i < vocab_size else 0 for i in request.token_ids]
         self.states.add(msgspec.structs.replace(request, token_ids=token_ids))
 
-    def _unpack(self, bitmask: GrammarBitmask, batch: InputBatch) -> torch.Tensor:
+    def _unpack(self, bitmask: GrammarOutput, batch: InputBatch) -> torch.Tensor:
         """Return bitmasks, int32 [m, ceil(vocab / 32)]; all bits set for rows without a grammar."""
         words = np.frombuffer(bitmask.bitmask, dtype=np.int32).reshape(len(bitmask.indices), -1)
         counts = batch.num_drafts[batch.sample_rows] + 1

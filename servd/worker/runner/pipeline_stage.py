@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from servd.messages.engine import GrammarBitmask, SchedulerOutput
+from servd.messages.engine import GrammarOutput, SchedulerOutput
 from servd.worker.device.device import upload
 from servd.worker.loading.pipeline_model import StageInput
 from servd.worker.runner.model_runner import AsyncOutput, ModelRunner
@@ -40,8 +40,8 @@ class Stage:
         self.step = scheduled.step
         self.slots = scheduled.slots
         self.entered |= dict.fromkeys((new.slot for new in scheduled.new_requests), self.step)
-        if self.stage_input is not None and scheduled.num_tokens:
-            self.parallel.receive(self.stage_input.stream[: scheduled.num_tokens])
+        if self.stage_input is not None and scheduled.total_num_scheduled_tokens:
+            self.parallel.receive(self.stage_input.stream[: scheduled.total_num_scheduled_tokens])
         self.runner.execute_model(scheduled)
         launched = self.runner.launched
         assert launched is not None
@@ -52,7 +52,7 @@ class Stage:
             if len(self.sent) > self.parallel.num_stages:
                 self.sent.popleft()[0].wait()
 
-    def sample_tokens(self, bitmask: GrammarBitmask | None = None) -> AsyncOutput:
+    def sample_tokens(self, bitmask: GrammarOutput | None = None) -> AsyncOutput:
         """Sample in the last stage. Other stages receive the tokens by `take_tokens`."""
         if self.parallel.is_last_stage:
             return self.runner.sample_tokens(bitmask)

@@ -9,11 +9,11 @@ import pytest
 
 from servd import launch
 from servd.base import plugins
-from servd.base.errors import ConfigError, EngineDead
+from servd.base.errors import ConfigError, EngineDeadError
 from servd.checkpoint.hf import FAKE_SPEC
 from servd.config import Config
 from servd.core.engine_core import EngineCore
-from servd.core.executor import fake, multiproc, uniproc
+from servd.core.executor import fake, load_executor, multiproc, uniproc
 from tests.core.engines import generate, make_request, solo
 from tests.limits import WAIT_SECONDS
 
@@ -34,7 +34,7 @@ def start(monkeypatch):
             {"max_num_seqs": 4, "max_num_batched_tokens": 32, "max_model_len": 64} | options
         )
         progress = []
-        executor = plugins.load("servd.core.executor", name, "Executor")(
+        executor = load_executor(name)(
             config, FAKE_SPEC, lambda phase, fraction: progress.append((phase, fraction))
         )
         executors.append(executor)
@@ -142,7 +142,7 @@ def test_a_failing_step_says_why(start, failure, reason):
     executor, ready, _ = start("multiproc", model=failure)
     engine = EngineCore(executor.config, FAKE_SPEC, executor, ready)
     engine.handle(make_request("a", [1]))
-    with pytest.raises(EngineDead, match=reason):
+    with pytest.raises(EngineDeadError, match=reason):
         engine.step()
 
 

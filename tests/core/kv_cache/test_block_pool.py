@@ -25,11 +25,11 @@ class Pool(RuleBasedStateMachine):
         if num_blocks > self.pool.num_free:
             return
         owned = self.owned()
-        taken = self.pool.take(num_blocks)
-        assert len(set(taken)) == num_blocks and not owned.keys() & set(taken)
-        for block in taken:
+        blocks = self.pool.take(num_blocks)
+        assert len(set(blocks)) == num_blocks and not owned.keys() & set(blocks)
+        for block in blocks:
             self.content.pop(block, None)
-        self.owners.append(taken)
+        self.owners.append(blocks)
 
     @precondition(lambda self: any(self.owners))
     @rule(data=st.data(), again=st.booleans())

@@ -67,13 +67,13 @@ class Router:
                     assert event["block_size"] == SIZE and event["medium"] == "GPU"
                     assert len(token_ids) == SIZE * len(hashes)
                     parent = event["parent_block_hash"]
-                    for i, each in enumerate(hashes):
-                        assert each not in self.known, "told twice"
+                    for i, block_hash in enumerate(hashes):
+                        assert block_hash not in self.known, "told twice"
                         tokens = token_ids[SIZE * i : SIZE * (i + 1)]
-                        self.known[each], parent = (parent, tokens), each
+                        self.known[block_hash], parent = (parent, tokens), block_hash
                 case {"type": "BlockRemoved", "block_hashes": hashes, "medium": "GPU"}:
-                    for each in hashes:
-                        del self.known[each]
+                    for block_hash in hashes:
+                        del self.known[block_hash]
                 case {"type": "AllBlocksCleared"}:
                     self.known.clear()
                 case _:
@@ -136,13 +136,13 @@ def test_a_router_knows_what_the_pool_has(make, depth, options):
     log.run(engine)
     router.receive()
     pool = engine.scheduler.kv_cache.pool
-    assert {*router.known} == {each for each in pool.hashes if each is not None}
+    assert {*router.known} == {block_hash for block_hash in pool.hashes if block_hash is not None}
     assert sum(event["type"] == "BlockRemoved" for event in router.events) > 3
     salted = sha256(sha256(b"salt").digest() + bytes(32)).digest()
-    for each, (parent, tokens) in router.known.items():  # a reader can make them itself
+    for block_hash, (parent, tokens) in router.known.items():  # a reader can make them itself
         data = array("I", tokens).tobytes()
         roots = [parent] if parent is not None else [bytes(32), salted]
-        assert each in [sha256(root + data).digest() for root in roots]
+        assert block_hash in [sha256(root + data).digest() for root in roots]
     for event in router.events:
         if event["type"] == "BlockStored":
             assert event.get("extra_keys") in (None, [[salted.hex()]] * len(event["block_hashes"]))
@@ -205,9 +205,9 @@ def test_a_script_may_have_one_engine_after_another():
 def free() -> list[str]:
     """Endpoints on TCP, which cannot be taken twice."""
     with socket.socket() as one, socket.socket() as other:
-        for each in (one, other):
-            each.bind(("127.0.0.1", 0))
-        return [f"tcp://*:{each.getsockname()[1]}" for each in (one, other)]
+        for probe in (one, other):
+            probe.bind(("127.0.0.1", 0))
+        return [f"tcp://*:{probe.getsockname()[1]}" for probe in (one, other)]
 
 
 def test_each_rank_has_ports_of_its_own():
@@ -254,16 +254,16 @@ def test_an_endpoint_with_a_star_is_listened_on_and_any_other_connected_to(
     if listener == "engine":
         router.connect(endpoint)
     assert f"KV events: {manner} {endpoint}" in caplog.text
-    found = engine.scheduler.kv_cache.events
-    assert found is not None
+    events = engine.scheduler.kv_cache.events
+    assert events is not None
     for _ in range(100):  # until the subscription has come
-        found._events.append(AllBlocksCleared())
-        found.publish()
+        events._events.append(AllBlocksCleared())
+        events.publish()
         if router.poll(50):
             break
     assert router.poll(0)
     router.close()
-    found.close()
+    events.close()
 
 
 def test_an_endpoint_that_cannot_be_had_is_named(tmp_path):

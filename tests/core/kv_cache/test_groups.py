@@ -33,7 +33,9 @@ LAYOUTS = [(None, 6), (6,), (None, 9, 3, 9), (2, None), (5, 12)]
 def probe(engine, prompt: list[int]) -> list[int]:
     """What a prompt, followed by one more token, would find now."""
     message = make_request("probe", [*prompt, 0])
-    return engine.scheduler.kv_cache.match_prefix(Request.from_message(message, (0, 0, 0), 64))
+    return engine.scheduler.kv_cache.get_computed_blocks(
+        Request.from_message(message, (0, 0, 0), 64)
+    )
 
 
 def test_a_long_request_owns_what_its_layers_read():
@@ -41,7 +43,7 @@ def test_a_long_request_owns_what_its_layers_read():
     engine.handle(make_request("a", PROMPT[:20], 40))
     log, pool = Log(), engine.scheduler.kv_cache.pool
     log.step(engine)
-    most = 0
+    longest = 0
     while engine.scheduler.running:
         [request] = engine.scheduler.running
         num_tokens = request.num_computed_tokens
@@ -49,9 +51,9 @@ def test_a_long_request_owns_what_its_layers_read():
         # and one more is given back when the next one is taken.
         kept = 4 if num_tokens > 20 else 5
         assert pool.num_blocks - pool.num_free <= -(-num_tokens // SIZE) + kept
-        most = max(most, num_tokens)
+        longest = max(longest, num_tokens)
         log.step(engine)
-    assert most == 58 and log.token_ids("a") == solo(make_request("a", PROMPT[:20], 40))
+    assert longest == 58 and log.token_ids("a") == solo(make_request("a", PROMPT[:20], 40))
 
 
 @pytest.mark.parametrize("windows", LAYOUTS, ids=str)
@@ -62,15 +64,15 @@ def test_a_prefix_is_cached_if_every_token_is_that_the_next_one_reads(windows, d
     generate(engine, make_request("a", PROMPT, 2))
     cache, num_groups = engine.scheduler.kv_cache, len(windows)
     [request] = [Request.from_message(make_request("b", PROMPT), (0, 0, 0), 64)]
-    cache.match_prefix(request)
+    cache.get_computed_blocks(request)
     everything = {
-        (at, group): cache.pool.find(of_group(each, group))
-        for at, each in enumerate(request.block_hashes)
+        (at, group): cache.pool.find(of_group(block_hash, group))
+        for at, block_hash in enumerate(request.block_hashes)
         for group in range(num_groups)
     }
     assert None not in everything.values(), "what was given back is still cached"
     lost = data.draw(st.lists(st.sampled_from(sorted(everything)), max_size=4))
-    cache.pool.forget(everything[each] for each in lost)
+    cache.pool.forget(everything[place] for place in lost)
 
     def is_cached(num_tokens: int) -> bool:
         read = {
@@ -83,13 +85,13 @@ def test_a_prefix_is_cached_if_every_token_is_that_the_next_one_reads(windows, d
 
     best = max(n for n in range(0, len(PROMPT) + 1, SIZE) if is_cached(n))
     event(f"blocks: {best // SIZE}")
-    found = probe(engine, PROMPT)
-    assert len(found) == best // SIZE * num_groups
+    blocks = probe(engine, PROMPT)
+    assert len(blocks) == best // SIZE * num_groups
     for at in range(best // SIZE):
         for group, window in enumerate(windows):
             is_read = window is None or (at + 1) * SIZE > best - window + 1
             expected = everything[at, group] if is_read else NO_BLOCK
-            assert found[at * num_groups + group] == expected
+            assert blocks[at * num_groups + group] == expected
     # Whoever comes now gets the tokens that anyone does, from what is left.
     again = make_request("again", [*PROMPT, 7])
     log = generate(engine, again)
@@ -104,7 +106,7 @@ def test_a_failed_request_takes_nothing_with_it_that_it_has_not_computed(windows
     generate(engine, make_request("a", PROMPT, 2))
     cache = engine.scheduler.kv_cache
     request = Request.from_message(make_request("b", PROMPT), (0, 0, 0), 64)
-    cache.match_prefix(request)
+    cache.get_computed_blocks(request)
     first = [cache.pool.find(of_group(request.block_hashes[0], i)) for i in range(len(windows))]
     cache.pool.forget(block for block in first if block is not None)
     engine.handle(make_request("b", PROMPT))
@@ -112,8 +114,8 @@ def test_a_failed_request_takes_nothing_with_it_that_it_has_not_computed(windows
     [request] = engine.scheduler.running
     assert request.num_computed_tokens == 8
     cache.forget(request)
-    found = [cache.pool.find(each) is not None for each in request.block_hashes]
-    assert found == [False] + [True] * 9
+    is_cached = [cache.pool.find(block_hash) is not None for block_hash in request.block_hashes]
+    assert is_cached == [False] + [True] * 9
     engine.handle(AbortRequests(["b"]))
     Log().run(engine)
 
@@ -182,17 +184,17 @@ def test_no_block_is_both_free_and_read(
     requests = {
         str(i): make_request(
             str(i),
-            PROMPT[each.first :][: each.length],
-            each.max_tokens,
-            retention=each.retention * is_cached,
+            PROMPT[arrival.first :][: arrival.length],
+            arrival.max_tokens,
+            retention=arrival.retention * is_cached,
         )
-        for i, each in enumerate(arrivals)
+        for i, arrival in enumerate(arrivals)
     }
-    for step in range(max(each.step + (each.abort_after or 0) for each in arrivals) + 1):
-        for i, each in enumerate(arrivals):
-            if each.step == step:
+    for step in range(max(arrival.step + (arrival.abort_after or 0) for arrival in arrivals) + 1):
+        for i, arrival in enumerate(arrivals):
+            if arrival.step == step:
                 engine.handle(requests[str(i)])
-            if each.abort_after is not None and each.step + each.abort_after == step:
+            if arrival.abort_after is not None and arrival.step + arrival.abort_after == step:
                 engine.handle(AbortRequests([str(i)]))
         log.step(engine)
     log.run(engine)
@@ -223,7 +225,7 @@ def test_drafts_that_are_not_kept_take_the_edge_of_a_window_back(
     log = generate(engine, *requests)
     counted = [outputs.stats.drafts for outputs in log.by_client[0]]
     drafted, kept = (
-        sum(getattr(each, name) for each in counted)
+        sum(getattr(stats, name) for stats in counted)
         for name in ("num_draft_tokens", "num_accepted_tokens")
     )
     assert 20 < kept < drafted - 20

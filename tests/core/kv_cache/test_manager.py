@@ -31,7 +31,7 @@ def test_requests_of_one_step_share_blocks_that_the_step_itself_computes():
     requests = [make_request(name, PROMPT) for name in "ab"]
     log = generate(engine, *requests)
     [first_step, *_] = engine.executor.steps
-    assert [item.num_tokens for item in first_step.rows] == [12, 4]
+    assert [item.num_scheduled_tokens for item in first_step.rows] == [12, 4]
     assert [cached_tokens(log, name) for name in "ab"] == [0, 8]
     assert log.token_ids("a") == log.token_ids("b") == solo(requests[0])
 
@@ -70,4 +70,6 @@ def test_the_end_of_the_least_recently_used_prompt_is_evicted_first():
 def find_cached(engine, prompt: list[int]) -> int:
     """Blocks that a prompt, followed by one more token, would find now."""
     message = make_request("probe", [*prompt, 0])
-    return len(engine.scheduler.kv_cache.match_prefix(Request.from_message(message, (0, 0), 64)))
+    return len(
+        engine.scheduler.kv_cache.get_computed_blocks(Request.from_message(message, (0, 0), 64))
+    )

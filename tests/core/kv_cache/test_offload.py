@@ -83,10 +83,11 @@ def test_a_crowd_gets_its_tokens_with_a_cache_too_small_for_it(depth, slots, dra
     assert log.total("num_preemptions") > 0
     assert slots == 3 or log.total("external_prefix_cache_hits") > 0
     assert connector_of(engine).host.num_hits > 0
-    steps = [each for each in engine.executor.steps if each.step >= 0 and each.copies]
-    made = [copy for step in steps for copy in step.copies.copies]
-    for to_device, name in ((True, "num_bytes_loaded"), (False, "num_bytes_stored")):
-        assert log.total(name) == 32 * sum(each.to_device == to_device for each in made) > 0
+    swaps = [step.swaps for step in engine.executor.steps if step.step >= 0 and step.swaps]
+    num_in = sum(len(swap.blocks_to_swap_in) for swap in swaps)
+    num_out = sum(len(swap.blocks_to_swap_out) for swap in swaps)
+    assert log.total("num_bytes_loaded") == 32 * num_in > 0
+    assert log.total("num_bytes_stored") == 32 * num_out > 0
     assert (log.total("num_stores_skipped") > 0) == (slots == 3)
 
 
@@ -100,10 +101,10 @@ def test_a_request_that_had_to_yield_computes_only_its_last_block_again():
         for request in requests:
             assert log.token_ids(request.request_id) == solo(request)
         assert log.total("num_preemptions") > 0
-        counts[size] = sum(step.num_tokens for step in engine.executor.steps)
-        reports = [each.stats.num_swapped for each in log.by_client[0]]
+        counts[size] = sum(step.total_num_scheduled_tokens for step in engine.executor.steps)
+        reports = [message.stats.num_swapped for message in log.by_client[0]]
         assert (max(reports) > 0) == bool(size) and reports[-1] == 0
-        marks = [m.stage for name in "ab" for each in log.outputs[name] for m in each.marks]
+        marks = [m.stage for name in "ab" for output in log.outputs[name] for m in output.marks]
         assert marks.count("swapped") == (marks.count("preempted") if size else 0)
     assert counts[MIB] < counts[None]
     assert counts[MIB] < 2 * 50 + 4 * 4  # each preemption costs at most the last block
@@ -185,10 +186,10 @@ def test_files_of_another_model_or_layout_are_not_found(tmp_path):
 
 
 def blocks_in(folder) -> list:
-    return sorted(each for each in folder.rglob("*") if each.is_file())
+    return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
-def damage(rng: random.Random, path, others: list) -> bytes:
+def damage(rng: random.Random, path, files: list) -> bytes:
     """Do something to a file that a disk, a crash or a person may do."""
     data = bytearray(path.read_bytes())
     match rng.choice(["cut", "flip", "longer", "foreign", "stale", "empty", "header", "zeros"]):
@@ -201,7 +202,7 @@ def damage(rng: random.Random, path, others: list) -> bytes:
         case "foreign":
             data = bytearray(rng.randbytes(len(data)))
         case "stale":  # whole, but of another block
-            data = bytearray(rng.choice([each for each in others if each != path]).read_bytes())
+            data = bytearray(rng.choice([file for file in files if file != path]).read_bytes())
         case "empty":
             data.clear()
         case "header":
@@ -292,7 +293,9 @@ def test_a_request_whose_blocks_are_being_read_can_be_aborted(tmp_path, monkeypa
     generate(first, make_request("a", PROMPT))
     engine = restart(first, kv_cache_dir=str(tmp_path))
     may_read, read = threading.Event(), Disk.read
-    monkeypatch.setattr(Disk, "read", lambda *each: may_read.wait(WAIT_SECONDS) and read(*each))
+    monkeypatch.setattr(
+        Disk, "read", lambda *arguments: may_read.wait(WAIT_SECONDS) and read(*arguments)
+    )
     for name in "bc":
         engine.handle(make_request(name, PROMPT))
     log = Log()
@@ -350,7 +353,8 @@ class VoidExecutor(AuditedExecutor):
                 self.num_void -= 1
                 output.errors = output.errors | {i: "NaN"}
                 row = self.rows[item.slot]
-                for at in range(row.num_computed_tokens - item.num_tokens, row.num_computed_tokens):
+                end = row.num_computed_tokens
+                for at in range(end - item.num_scheduled_tokens, end):
                     self.cache[self._position(row, at)] = 0
         return output
 
@@ -414,8 +418,12 @@ def test_what_came_back_after_a_preemption_was_not_found_at_first():
 
 def test_nothing_is_deleted_but_blocks(tmp_path):
     """Somebody may name a folder that has other things in it."""
-    others = [tmp_path / "letter.txt", tmp_path / "ab" / ("0" * 64), tmp_path / ("0" * 32) / "x"]
-    for path in others:
+    foreign_files = [
+        tmp_path / "letter.txt",
+        tmp_path / "ab" / ("0" * 64),
+        tmp_path / ("0" * 32) / "x",
+    ]
+    for path in foreign_files:
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(bytes(10_000))
         os.utime(path, (0, 0))
@@ -423,7 +431,7 @@ def test_nothing_is_deleted_but_blocks(tmp_path):
     disk.open()
     for i in range(20):
         disk.write(bytes([i]) * 32, memoryview(bytearray(32)))
-    assert all(path.exists() for path in others)
+    assert all(path.exists() for path in foreign_files)
     assert disk.num_bytes <= 500 and disk.may_have(bytes([19]) * 32)
 
 
@@ -434,7 +442,9 @@ def test_a_block_whose_file_was_deleted_is_written_again(tmp_path):
     hashes = [bytes([i]) * 32 for i in range(11)]
     for block_hash in hashes:
         disk.write(block_hash, memoryview(bytearray(32)))
-    assert [each in disk.known for each in hashes] == [disk.may_have(each) for each in hashes]
+    assert [block_hash in disk.known_hashes for block_hash in hashes] == [
+        disk.may_have(block_hash) for block_hash in hashes
+    ]
     assert not all(map(disk.may_have, hashes))
 
 
@@ -446,7 +456,7 @@ def test_a_folder_that_others_may_write_to_is_a_warning(tmp_path, caplog):
     disk.open()
     disk.write(bytes(32), memoryview(bytearray(32)))
     assert disk.may_have(bytes(32)) and "go-w" in caplog.text
-    assert [each.stat().st_mode & 0o077 for each in shared.rglob("*")] == [0, 0, 0]
+    assert [path.stat().st_mode & 0o077 for path in shared.rglob("*")] == [0, 0, 0]
 
 
 def test_what_is_no_file_is_waited_for_by_nobody(tmp_path):
@@ -459,10 +469,14 @@ def test_what_is_no_file_is_waited_for_by_nobody(tmp_path):
     settle(engine)
     disk = connector_of(engine).disk
     assert disk is not None
-    paths = [Path(disk._path(each)) for each in engine.scheduler.kv_cache.pool._block_of_hash]
+    paths = [
+        Path(disk._path(block_hash)) for block_hash in engine.scheduler.kv_cache.pool._block_of_hash
+    ]
     makers = [os.mkfifo, os.mkdir, partial(os.symlink, "/dev/zero")] * 3
     makers.append(partial(os.symlink, "/no"))
-    for path, make in zip([each for each in paths if each.exists()], makers, strict=False):
+    for path, make in zip(
+        [existing for existing in paths if existing.exists()], makers, strict=False
+    ):
         path.unlink()
         make(path)
     engine = make_engine(**options)
@@ -515,7 +529,9 @@ def test_a_disk_that_hangs_keeps_no_engine_busy(tmp_path, monkeypatch, caplog):
     connector_of(engine).flush()
     monkeypatch.setattr(io_workers, "HANG_TIMEOUT", 0.05)
     may_write, write = threading.Event(), Disk.write
-    monkeypatch.setattr(Disk, "write", lambda *each: may_write.wait(WAIT_SECONDS) and write(*each))
+    monkeypatch.setattr(
+        Disk, "write", lambda *arguments: may_write.wait(WAIT_SECONDS) and write(*arguments)
+    )
     waits: list[int] = []
     engine.on_wait = lambda: waits.append(1)
     request = make_request("a", PROMPT)

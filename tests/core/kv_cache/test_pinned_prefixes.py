@@ -21,7 +21,7 @@ def crowd(engine, count: int = 12) -> Log:
     """Requests that need the whole cache several times over."""
     rng = random.Random(count)
     prompts = [[rng.randrange(200) for _ in range(30)] for _ in range(count)]
-    requests = [make_request(f"crowd-{i}", each) for i, each in enumerate(prompts)]
+    requests = [make_request(f"crowd-{i}", prompt) for i, prompt in enumerate(prompts)]
     log = generate(engine, *requests)
     for request in requests:
         assert log.token_ids(request.request_id) == solo(request)
@@ -45,12 +45,12 @@ class Hours:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_prompt_stays_while_others_come_and_go(depth):
-    for retention, found in ((0.0, 0), (60.0, 36)):
+    for retention, expected in ((0.0, 0), (60.0, 36)):
         engine = make_engine(48, depth)
         generate(engine, make_request("a", PROMPT, retention=retention))
         log = crowd(engine)
-        assert num_cached(engine) == found
-        pinned = {each.stats.num_pinned for each in log.by_client[0]}
+        assert num_cached(engine) == expected
+        pinned = {message.stats.num_pinned for message in log.by_client[0]}
         assert pinned == {10 if retention else 0}
 
 
@@ -120,7 +120,7 @@ def test_what_stays_of_a_prompt_is_found_where_layers_have_windows(windows, shar
 
     def found(num_tokens: int) -> int:
         message = make_request("b", [*PROMPT[:num_tokens], *[199] * 8])
-        blocks = cache.match_prefix(Request.from_message(message, (0, 0, 0), 64))
+        blocks = cache.get_computed_blocks(Request.from_message(message, (0, 0, 0), 64))
         return len(blocks) // len(windows) * 4
 
     for retention in (60.0, 90.0, 30.0):  # who asks again takes no room from itself
@@ -173,7 +173,7 @@ def test_a_crowd_that_pins_gets_its_tokens(depth, options, seed):
         for _ in range(rng.randrange(4)):
             log.step(engine)
     log.run(engine)
-    finished = [each for each in requests if log.finished(each.request_id)]
+    finished = [request for request in requests if log.finished(request.request_id)]
     assert len(finished) > 40
     for request in finished:
         assert log.token_ids(request.request_id) == solo(request)
@@ -211,7 +211,9 @@ def test_pins_are_those_that_end_last(asked, most):
                 kept[block] = max(kept[block], end)
                 continue
             if len(kept) >= most:
-                first = min(kept, key=lambda each: (kept[each], -(each % 5), each), default=None)
+                first = min(
+                    kept, key=lambda block: (kept[block], -(block % 5), block), default=None
+                )
                 if first is None or kept[first] >= end:
                     break
                 del kept[first]

@@ -45,9 +45,9 @@ def _fakes_compute_faster_than_they_copy(monkeypatch):
 
 
 def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 class Fleet:
@@ -115,29 +115,29 @@ def decode(engine, fleet: Fleet, name: str = "a", prompt=PROMPT, **options) -> A
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 def test_one_computes_the_prompt_and_another_goes_on(fleet, depth, policy):
-    one = fleet.engine("kv_producer", depth=depth)
+    producer = fleet.engine("kv_producer", depth=depth)
     other = fleet.engine("kv_consumer", policy, depth=depth)
     for salt in (None, "salt"):
-        fleet.prefill(one, cache_salt=salt)
+        fleet.prefill(producer, cache_salt=salt)
         output = decode(other, fleet, cache_salt=salt)
         assert output.num_external_tokens == output.num_cached_tokens == 36
     stats = other.scheduler.report(0).kv_stores[-1]
     assert (stats.name, stats.num_hits, stats.num_bad) == ("remote", 18, 0)
-    assert one.scheduler.report(0).kv_stores[-1].num_blocks == 20
+    assert producer.scheduler.report(0).kv_stores[-1].num_blocks == 20
 
 
 def test_only_what_is_asked_for_is_kept_and_not_for_ever(fleet, monkeypatch):
-    one = fleet.engine("kv_both")
-    store = one.scheduler.kv_cache.connector.remote
-    run(one, make_request("a", PROMPT))
+    producer = fleet.engine("kv_both")
+    store = producer.scheduler.kv_cache.connector.remote
+    run(producer, make_request("a", PROMPT))
     assert store.num_blocks == 0
-    fleet.prefill(one)  # found in the cache
-    fleet.prefill(one)
-    one.scheduler.kv_cache.connector.flush()
+    fleet.prefill(producer)  # found in the cache
+    fleet.prefill(producer)
+    producer.scheduler.kv_cache.connector.flush()
     assert (store.num_blocks, store.num_bytes) == (10, 320)
     store.limit = 200
-    fleet.prefill(one, prompt=[7] * 8)
-    one.scheduler.kv_cache.connector.flush()
+    fleet.prefill(producer, prompt=[7] * 8)
+    producer.scheduler.kv_cache.connector.flush()
     assert (store.num_blocks, store.num_bytes) == (6, 192)
     now = time.monotonic()
     monkeypatch.setattr(remote.time, "monotonic", lambda: now + 121)
@@ -148,13 +148,13 @@ def test_only_what_is_asked_for_is_kept_and_not_for_ever(fleet, monkeypatch):
 def test_a_crowd_goes_from_one_to_the_other(fleet):
     """Also with caches too small for it, where blocks find no room on their way."""
     rng = random.Random(5)
-    one = fleet.engine("kv_producer", num_blocks=24)
+    producer = fleet.engine("kv_producer", num_blocks=24)
     other = fleet.engine("kv_consumer", num_blocks=24)
     prompts = [PROMPT[: rng.randrange(1, 40)] for _ in range(8)]
     prompts += [[rng.randrange(200) for _ in range(rng.randrange(1, 44))] for _ in range(16)]
     for i, prompt in enumerate(prompts):
-        one.handle(make_request(str(i), prompt, 1, is_exported=True))
-    run(one)
+        producer.handle(make_request(str(i), prompt, 1, is_exported=True))
+    run(producer)
     requests = [make_request(str(i), p, 16, kv_source=fleet.peer) for i, p in enumerate(prompts)]
     log = run(other, *requests)
     for request in requests:
@@ -170,10 +170,10 @@ def test_what_cannot_be_had_is_computed_or_fails(fleet, monkeypatch, policy, fat
     if fate == "silent":
         silent = Listener(f"tcp://{fleet.peer}", Ask, Keys(TOKEN))
     elif fate != "nobody":
-        one = fleet.engine("kv_producer", seed=int(fate == "other model"), load_format="dummy")
-        fleet.prefill(one)
+        producer = fleet.engine("kv_producer", seed=int(fate == "other model"), load_format="dummy")
+        fleet.prefill(producer)
         if fate == "forgotten":
-            one.scheduler.kv_cache.connector.remote.clear()
+            producer.scheduler.kv_cache.connector.remote.clear()
     timeout = 0.3 if fate in ("nobody", "silent") else 20.0
     other = fleet.engine("kv_consumer", policy, timeout=timeout, load_format="dummy")
     if policy == "recompute":
@@ -214,11 +214,11 @@ def test_who_needs_no_blocks_does_not_wait_for_a_silent_peer(fleet, monkeypatch,
 
 def test_those_who_are_passed_have_their_blocks(fleet):
     """One after the other, whoever begins meanwhile; also with few slots."""
-    one = fleet.engine("kv_producer")
+    producer = fleet.engine("kv_producer")
     other = fleet.engine("kv_consumer", "fail", num_blocks=24)
     prompts = [[i] * (8 + i % 30) for i in range(24)]
     for i, prompt in enumerate(prompts):
-        fleet.prefill(one, str(i), prompt)
+        fleet.prefill(producer, str(i), prompt)
     requests = [
         make_request(str(i), prompt, 4, kv_source=fleet.peer if i % 3 else "")
         for i, prompt in enumerate(prompts)
@@ -233,15 +233,15 @@ def test_those_who_are_passed_have_their_blocks(fleet):
 @pytest.mark.parametrize("num_slots", [20, 11])
 def test_a_crowd_that_must_have_its_blocks_waits_for_room_on_the_way(fleet, depth, num_slots):
     """Each needs nine of the host's slots, some of them the same blocks."""
-    one = fleet.engine("kv_producer", num_blocks=200)
+    producer = fleet.engine("kv_producer", num_blocks=200)
     prompts = [[i % 7] * 20 + [i] * 20 for i in range(10)]
     for i, prompt in enumerate(prompts):
-        fleet.prefill(one, str(i), prompt)
+        fleet.prefill(producer, str(i), prompt)
     size = num_slots * 32 / 2**30
     other = fleet.engine("kv_consumer", "fail", depth=depth, kv_offloading_size=size)
     requests = [
-        make_request(str(i), each, kv_source=fleet.peer, owner=str(i % 3))
-        for i, each in enumerate(prompts)
+        make_request(str(i), prompt, kv_source=fleet.peer, owner=str(i % 3))
+        for i, prompt in enumerate(prompts)
     ]
     log = run(other, *requests)
     for request in requests:
@@ -251,8 +251,8 @@ def test_a_crowd_that_must_have_its_blocks_waits_for_room_on_the_way(fleet, dept
 
 
 def test_what_has_no_place_on_the_way_fails_with_the_remedy(fleet):
-    one = fleet.engine("kv_producer")
-    fleet.prefill(one)
+    producer = fleet.engine("kv_producer")
+    fleet.prefill(producer)
     other = fleet.engine("kv_consumer", "fail", kv_offloading_size=8 * 32 / 2**30)
     [output] = run(other, make_request("a", PROMPT, kv_source=fleet.peer)).outputs["a"]
     assert output.error == (
@@ -289,22 +289,22 @@ class Hostile:
 
     def run(self) -> None:
         listener, link = self.links
-        asked: dict[bytes, bytes] = {}
+        blocks: dict[bytes, bytes] = {}
         while not self.is_over.is_set():
             wait([listener, link], 0.02)
             for who, ask in listener.drain():
-                asked[ask.block_hash] = who
+                blocks[ask.block_hash] = who
                 link.send(ask)
             for _, give in link.drain():
                 self.count += 1
                 if (spoiled := self.spoil(give, self.count)) is not None:
-                    listener.send_to(asked[give.block_hash], spoiled)
+                    listener.send_to(blocks[give.block_hash], spoiled)
 
     def close(self) -> None:
         self.is_over.set()
         self.thread.join()
-        for each in self.links:
-            each.close()
+        for link in self.links:
+            link.close()
 
 
 def flip(give: Give, rng: random.Random) -> Give:
@@ -331,7 +331,7 @@ def test_a_spoiled_block_is_never_a_wrong_token(fleet, seed):
         ]
         return give if rng.random() < 0.6 else rng.choice(ways[: 6 if count % 9 else 8])()
 
-    one = fleet.engine("kv_producer")
+    producer = fleet.engine("kv_producer")
     hostile = Hostile(fleet, spoil)
     other = fleet.engine("kv_consumer", timeout=0.2)
     try:
@@ -339,7 +339,7 @@ def test_a_spoiled_block_is_never_a_wrong_token(fleet, seed):
         for i in range(20):
             prompt = [rng.randrange(200) for _ in range(rng.randrange(8, 40))]
             one_port, fleet.port = fleet.port, hostile.at
-            fleet.prefill(one, str(i), prompt)
+            fleet.prefill(producer, str(i), prompt)
             fleet.port = one_port
             num_external += decode(other, fleet, str(i), prompt).num_external_tokens
             check(other)
@@ -350,13 +350,13 @@ def test_a_spoiled_block_is_never_a_wrong_token(fleet, seed):
 
 
 def test_a_peer_that_dies_meanwhile_leaves_no_wrong_token(fleet):
-    one = fleet.engine("kv_producer")
+    producer = fleet.engine("kv_producer")
     count = itertools.count()
     hostile = Hostile(fleet, lambda give, _: give if next(count) < 4 else None)
     other = fleet.engine("kv_consumer", timeout=0.5)
     try:
         one_port, fleet.port = fleet.port, hostile.at
-        fleet.prefill(one)
+        fleet.prefill(producer)
         fleet.port = one_port
         assert 0 <= decode(other, fleet).num_external_tokens <= 16
     finally:
@@ -364,8 +364,8 @@ def test_a_peer_that_dies_meanwhile_leaves_no_wrong_token(fleet):
 
 
 def test_who_has_another_token_gets_nothing(fleet, monkeypatch):
-    one = fleet.engine("kv_producer")
-    fleet.prefill(one)
+    producer = fleet.engine("kv_producer")
+    fleet.prefill(producer)
     monkeypatch.setenv("SERVD_JOIN_TOKEN", TOKEN[::-1])
     other = fleet.engine("kv_consumer", timeout=0.3)
     assert decode(other, fleet).num_external_tokens == 0
@@ -383,12 +383,12 @@ def test_a_request_that_is_aborted_while_it_waits_leaves_nothing(fleet):
 
 
 def test_an_engine_that_slept_listens_again(fleet):
-    one = fleet.engine("kv_producer")
-    one.forget_workers()
-    executor = AuditedExecutor(one.config, FAKE_SPEC, lambda phase, fraction: None)
-    one.connect(executor, executor.start())
+    producer = fleet.engine("kv_producer")
+    producer.sleep()
+    executor = AuditedExecutor(producer.config, FAKE_SPEC, lambda phase, fraction: None)
+    producer.connect(executor, executor.start())
     other = fleet.engine("kv_consumer")
-    fleet.prefill(one)
+    fleet.prefill(producer)
     assert decode(other, fleet).num_external_tokens == 36
 
 

@@ -40,8 +40,8 @@ class Model:
 
     def first(self, is_long: bool) -> Request | None:
         """The one that came first, of the long ones or the others."""
-        those = [each for each in self.waiting if self.queue.is_long(each) is is_long]
-        return min(those, key=lambda each: each.order, default=None)
+        those = [request for request in self.waiting if self.queue.is_long(request) is is_long]
+        return min(those, key=lambda request: request.order, default=None)
 
     def start(self, request: Request) -> None:
         """Start a request, and give its slot back at once."""
@@ -100,7 +100,7 @@ def test_a_queue_has_what_was_added_and_neither_started_nor_removed(policy, seed
                 assert longer is None or model.queue.is_long(longer)
                 assert (longer is None) is (model.first(is_long=True) is None)
         elif model.waiting:
-            request = model.random.choice(sorted(model.waiting, key=lambda each: each.order))
+            request = model.random.choice(sorted(model.waiting, key=lambda waiting: waiting.order))
             model.queue.remove(request)
             model.waiting.remove(request)
     while model.queue:

@@ -28,7 +28,7 @@ class Clocked(AuditedExecutor):
 
     def execute_model(self, scheduled: SchedulerOutput) -> None:
         self.steps.append(scheduled)
-        self.now += STEP + TOKEN * scheduled.num_tokens
+        self.now += STEP + TOKEN * scheduled.total_num_scheduled_tokens
 
     def sample_tokens(self, bitmask=None) -> Done:
         step = self.steps[-1]
@@ -180,12 +180,12 @@ def test_preempted_for_another_owner_a_request_loses_no_token():
         engine.handle(request)
     for _ in range(6):
         log.step(engine)
-    others = [make_request(f"b{i}", [9, i], 6, owner="b") for i in range(3)]
-    for request in others:
+    newcomers = [make_request(f"b{i}", [9, i], 6, owner="b") for i in range(3)]
+    for request in newcomers:
         engine.handle(request)
     log.run(engine)
     assert log.total("num_preemptions") == 2  # until each has two slots
-    for request in (*many, *others):
+    for request in (*many, *newcomers):
         assert log.token_ids(request.request_id) == solo(request)
 
 
@@ -308,8 +308,10 @@ def loaded(*clients: str, priority_class: int = 0) -> Simulation:
 def test_the_background_uses_what_is_idle_and_is_hardly_noticed():
     quiet, full, flood = loaded("i"), loaded("i", "f", priority_class=1), loaded("f")
     p99 = [
-        sorted(at - each.sent[name] for name, at in each.first.items() if name[0] == "i")[98]
-        for each in (quiet, full)
+        sorted(
+            at - simulation.sent[name] for name, at in simulation.first.items() if name[0] == "i"
+        )[98]
+        for simulation in (quiet, full)
     ]
     assert p99[1] <= 1.05 * p99[0]
     assert full.tokens("i") >= 0.99 * quiet.tokens("i")
@@ -378,6 +380,5 @@ def test_a_policy_forgets_those_that_leave(policy):
     queue = engine.scheduler.waiting
     assert len(queue) == 0
     if policy != "fcfs":
-        assert not queue._num_waiting and not queue._sorted and not queue._bypasses
-        assert not queue._heaps and not queue._running
+        assert not queue._groups and not queue._sorted and not queue._running
         assert not any(owner.waiting for owner in queue._owners.values())

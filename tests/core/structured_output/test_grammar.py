@@ -24,8 +24,8 @@ PERSON = {
 
 
 def outputs(kind: str, value: str = "") -> list[str]:
-    found = [random_output(compile_grammar(kind, value), seed) for seed in range(20)]
-    texts = [output.decode() for output in found if output is not None]
+    generated = [random_output(compile_grammar(kind, value), seed) for seed in range(20)]
+    texts = [output.decode() for output in generated if output is not None]
     assert len(texts) >= 10
     return texts
 
@@ -186,11 +186,11 @@ def test_forced_text_is_tokenised_once():
     text = "lorem ipsum " * 20
     matcher = compile_grammar("choice", json.dumps(["a" + text, "b" + text])).matcher()
     matcher.accept(ord("b"))
-    library, asked = matcher._matcher, Counter[str]()
+    library, calls = matcher._matcher, Counter[str]()
 
     class Counted:
         def __getattr__(self, name):
-            asked[name] += 1
+            calls[name] += 1
             return getattr(library, name)
 
     matcher._matcher = Counted()  # type: ignore[assignment]
@@ -198,7 +198,7 @@ def test_forced_text_is_tokenised_once():
         assert bytes(matcher.forced_tokens()) == text[i:].encode()
         assert matcher.bitmask() == library.compute_bitmask()[: len(matcher.bitmask())]
         matcher.accept(byte)
-    assert asked == {"compute_ff_tokens": 1, "consume_token": len(text)}
+    assert calls == {"compute_ff_tokens": 1, "consume_token": len(text)}
     assert matcher.is_complete
 
 

@@ -259,14 +259,14 @@ def alternatives(parts: list[Pattern]) -> Pattern:
 def repeated(part: Pattern, low: int, more: int) -> Pattern:
     @cache
     def ends(text: str, start: int) -> set[int]:
-        reached, found = {start}, set()
+        reached, states = {start}, set()
         for times in range(low + more + 1):
             if times >= low:
-                found |= reached
+                states |= reached
             reached = _advance(part, text, reached)
             if not reached:
                 break
-        return found
+        return states
 
     times = f"{{{low},{low + more}}}"
     return Pattern(f"({part.lark}){times}", f"({part.regex}){times}", ends)

@@ -6,7 +6,7 @@ from servd.core.executor import Executor
 from servd.core.kv_cache.block_pool import BlockPool
 from servd.core.request import Request
 from servd.core.step import Step
-from servd.messages.engine import BlockCopies
+from servd.messages.engine import BlockSwaps
 from servd.messages.stats import SchedulerStats
 
 
@@ -63,16 +63,16 @@ class KVConnector:
         """Drop all blocks that this engine does not share with other engines."""
 
     @property
-    def has_copies(self) -> bool:
-        """Whether copies wait for `take_copies`, even if there is nothing to compute."""
+    def has_swaps(self) -> bool:
+        """Whether blocks wait for `take_swaps`, even if there is nothing to compute."""
         return False
 
-    def take_copies(self) -> BlockCopies | None:
+    def take_swaps(self) -> BlockSwaps | None:
         """Return the copies for the step that was just scheduled."""
         return None
 
     def collect_outputs(self, step: Step) -> None:
-        """Process the output of a step. The step's copies are complete."""
+        """Process the output of a step. The step's swaps are complete."""
 
     def wait(self) -> bool:
         """Wait briefly if blocks are being read or written; return whether any are. Called when

@@ -23,7 +23,7 @@ logger = logging.getLogger("servd.engine")
 HEADER = struct.Struct("<8s32s32sQL")  # MAGIC, identity, hash of the block, bytes of it, checksum
 MAGIC = b"servdkv1"  # raise the number when what a file holds changes
 IDENTITY, PART, BLOCK = (  # names of folders below that of all, and of files
-    re.compile(each) for each in ("[0-9a-f]{32}", "[0-9a-f]{2}", "[0-9a-f]{64}|new-.*")
+    re.compile(pattern) for pattern in ("[0-9a-f]{32}", "[0-9a-f]{2}", "[0-9a-f]{64}|new-.*")
 )
 MAX_KNOWN = 1 << 17  # hashes remembered
 LEFT_OVER = 600.0  # seconds after which a file that is still being written never will be
@@ -48,7 +48,7 @@ class Disk:
         self._identity = b""
         self.is_open = threading.Event()
         self._folder: Path | None = None  # until `open` knows it, everything is a miss
-        self.known: dict[bytes, None] = {}  # that need not be written
+        self.known_hashes: dict[bytes, None] = {}  # that need not be written
         self.num_bytes = 0  # in all files when they were last counted, and since
         self._counted_bytes = 0
         self.num_hits = 0  # blocks that were loaded from here
@@ -79,7 +79,7 @@ class Disk:
         return self._folder is not None and os.path.exists(self._path(block_hash))
 
     def wants(self, block_hash: bytes) -> bool:
-        return block_hash not in self.known
+        return block_hash not in self.known_hashes
 
     def open_reader(self, peer: str) -> AbstractContextManager[Reader]:
         return nullcontext(self.read)
@@ -89,7 +89,7 @@ class Disk:
         path = self._path(block_hash)
         try:
             with open(path, "rb", opener=at_once) as file:
-                found = file.read(HEADER.size)
+                found_header = file.read(HEADER.size)
                 num_bytes = file.readinto(buffer)
                 is_longer = bool(file.read(1))
         except OSError as error:
@@ -99,10 +99,10 @@ class Disk:
         if (
             is_longer
             or num_bytes != len(buffer)
-            or found != header(self._identity, block_hash, buffer)
+            or found_header != header(self._identity, block_hash, buffer)
         ):
             self.num_bad += 1
-            self.known.pop(block_hash, None)
+            self.known_hashes.pop(block_hash, None)
             self._warn(f"deleted {path}", "it is damaged, or another model's")
             with contextlib.suppress(OSError):
                 os.unlink(path)
@@ -141,7 +141,7 @@ class Disk:
         if self._folder is None:
             return
         for block_hash in block_hashes:
-            self.known.pop(block_hash, None)
+            self.known_hashes.pop(block_hash, None)
             with contextlib.suppress(OSError):
                 os.unlink(self._path(block_hash))
 
@@ -158,7 +158,9 @@ class Disk:
                 with contextlib.suppress(OSError):
                     os.unlink(path)
                 total -= size
-        self.known = {each: None for each in [*self.known] if self.may_have(each)}
+        self.known_hashes = {
+            block_hash: None for block_hash in [*self.known_hashes] if self.may_have(block_hash)
+        }
         self.num_bytes = total
         self._counted_bytes = total
 
@@ -167,9 +169,9 @@ class Disk:
         return f"{self._folder}/{name[:2]}/{name}"
 
     def _know(self, block_hash: bytes) -> None:
-        if len(self.known) >= MAX_KNOWN:
-            self.known.clear()
-        self.known[block_hash] = None
+        if len(self.known_hashes) >= MAX_KNOWN:
+            self.known_hashes.clear()
+        self.known_hashes[block_hash] = None
 
     def _warn(self, what: str, why: object) -> None:
         """Log a warning at most once per WARN_INTERVAL: a full disk fails for every block."""
@@ -196,12 +198,14 @@ def _files(root: Path) -> Iterator[tuple[float, int, str]]:
         for part in _entries(identity, PART):
             for path in _entries(part, BLOCK):
                 with contextlib.suppress(OSError):
-                    found = os.lstat(path)
-                    yield found.st_mtime, found.st_size, path
+                    status = os.lstat(path)
+                    yield status.st_mtime, status.st_size, path
 
 
 def _entries(folder: str | Path, name: re.Pattern[str]) -> list[str]:
     """Return the paths in a folder whose file names match `name`, without links."""
-    with contextlib.suppress(OSError), os.scandir(folder) as found:
-        return [each.path for each in found if name.fullmatch(each.name) and not each.is_symlink()]
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        return [
+            entry.path for entry in entries if name.fullmatch(entry.name) and not entry.is_symlink()
+        ]
     return []

@@ -59,12 +59,19 @@ def _digest(file: Path, memory: Path | None) -> str:
     if memory is None:
         with open(path, "rb") as opened:
             return hashlib.file_digest(opened, "sha256").hexdigest()
-    found = path.stat()
-    known_by = path, found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    status = path.stat()
+    known_by = (
+        path,
+        status.st_dev,
+        status.st_ino,
+        status.st_size,
+        status.st_mtime_ns,
+        status.st_ctime_ns,
+    )
     note = memory / hashlib.sha256(repr(known_by).encode()).hexdigest()
     with contextlib.suppress(OSError):
-        with open(note, encoding="ascii", errors="replace", opener=at_once) as known:
-            if len(text := known.read(65)) == 64:
+        with open(note, encoding="ascii", errors="replace", opener=at_once) as cached:
+            if len(text := cached.read(65)) == 64:
                 return text
     with open(path, "rb") as opened:
         digest = hashlib.file_digest(opened, "sha256").hexdigest()

@@ -115,18 +115,18 @@ class IOWorkers:
 
     def _read(self, source: Store, peer: str, slots: Sequence[tuple[bytes, int]]) -> None:
         started = now_ns()
-        left = deque(slots)
+        remaining = deque(slots)
         num_read = 0
         try:
             with source.open_reader(peer) as read:
-                while left:
-                    block_hash, slot = left[0]
+                while remaining:
+                    block_hash, slot = remaining[0]
                     is_loaded = read(block_hash, self.host.buffer(slot))
-                    left.popleft()
+                    remaining.popleft()
                     num_read += 1 if is_loaded else 0
                     self._finished.append(Finished(slot, block_hash, source, is_loaded))
         finally:
-            self._finished += [Finished(slot, block_hash, source) for block_hash, slot in left]
+            self._finished += [Finished(slot, block_hash, source) for block_hash, slot in remaining]
             if num_read == len(slots):  # else it may have waited for what is not there
                 ns = (now_ns() - started) / NUM_THREADS
                 self.costs.loading[source.name].add(ns, num_read)

@@ -27,7 +27,7 @@ class Load:
     deadline_ns: int = UNDECIDED
     # Of all blocks that may come from the host, as of the last look:
     hashes: Sequence[bytes] = ()
-    found: Sequence[int] = ()  # slots of the first blocks, which the host has
+    loaded: Sequence[int] = ()  # slots of the first blocks, which the host has
     missing: Sequence[bytes] = ()  # the other blocks
 
 
@@ -54,8 +54,8 @@ class Loads:
             return False
         self.io_workers.collect_finished()
         load.hashes = loadable_hashes(request, self.costs.block_size, num_cached)
-        load.found = self.host.find_prefix(load.hashes)
-        load.missing = load.hashes[len(load.found) :]
+        load.loaded = self.host.find_prefix(load.hashes)
+        load.missing = load.hashes[len(load.loaded) :]
         if load.deadline_ns == UNDECIDED:
             if self._has_to_queue(load):
                 return True
@@ -112,7 +112,7 @@ class Loads:
             return False
         if self.io_workers.reading:
             return True
-        num_idle = sum(self.host.ref_counts[slot] == 0 for slot in load.found)
+        num_idle = sum(self.host.ref_counts[slot] == 0 for slot in load.loaded)
         return self._fits(load) and self.host.num_free - num_idle < len(load.missing)
 
     def _start(self, load: Load) -> int:
@@ -135,12 +135,12 @@ class Loads:
             return slots
         if not load.is_required and not self.costs.is_worth_loading(source.name):
             return slots
-        self.host.share(load.found)  # these must not make room
+        self.host.share(load.loaded)  # these must not make room
         for block_hash in load.missing:
             if self.host.num_free == 0 or not source.may_have(block_hash):
                 break
             [slots[block_hash]] = self.host.take(1)
-        self.host.release(load.found)
+        self.host.release(load.loaded)
         return slots
 
     def _were_evicted(self, load: Load) -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from servd.base.errors import ConfigError
 from servd.base.sizes import format_bytes
-from servd.base.tracing import Mark, now_ns
+from servd.base.tracing import now_ns
 from servd.checkpoint.hf import ModelSpec
 from servd.config import Config
 from servd.config.keys import read_token
@@ -32,7 +32,7 @@ from servd.core.kv_cache.prefix_cache import loadable_hashes
 from servd.core.request import Request, RequestStatus
 from servd.core.step import Step
 from servd.ipc.channels import Keys
-from servd.messages.engine import BlockCopies, BlockCopy, SchedulerOutput, WorkerReady
+from servd.messages.engine import BlockSwaps, SchedulerOutput, WorkerReady
 from servd.messages.stats import KVStoreStats, SchedulerStats
 
 logger = logging.getLogger("servd.engine")
@@ -45,8 +45,9 @@ MAX_SAVES = 16  # blocks copied to the host in a step because a request ended
 class OffloadConnector(KVConnector):
     """Decides which blocks are copied, written and read, as block and slot numbers.
 
-    The workers make copies in the order of the decisions, before they compute the step. Therefore a
-    slot or block counts as filled when its copy is decided. `disk`: files, or None; `remote`:
+    The workers swap blocks out, then in, before they compute the step. Therefore a slot or block
+    counts as filled when its copy is decided. A block that was swapped in is never swapped out in
+    the same step, because the host still has it. `disk`: files, or None; `remote`:
     blocks from and for peers, or None; `block_size`: tokens per block.
     """
 
@@ -57,25 +58,27 @@ class OffloadConnector(KVConnector):
         self.disk = disk
         self.remote = remote
         self.block_size = block_size
-        self._stores: list[Store] = [each for each in (disk, remote) if each]
+        self._stores: list[Store] = [store for store in (disk, remote) if store]
         self.costs = LoadCosts(block_size)
         peer_timeout = remote.extra.timeout if remote is not None else 0.0
         self.io_workers = IOWorkers(host, self.costs, peer_timeout)
         self.loads = Loads(host, disk, remote, self.io_workers, self.costs)
-        self._copies: list[BlockCopy] = []  # for the next step
+        self._swaps = BlockSwaps(host.path)  # for the next step
         self._num_copying = 0  # slots in copies of the next step and of steps in flight
         self._offers: dict[bytes, int] = {}  # hash -> block of an ended request, oldest first
-        self._swapped: set[Request] = set()  # wait after a preemption
+        self._num_swapped = 0  # waiting requests with this status
         self._counts = SchedulerStats()  # what was done since the last report
         if disk is not None:  # which may take long, and nobody waits for it at exit
             threading.Thread(target=disk.open, name="kv-open", daemon=True).start()
 
     def measure_copies(self, executor: Executor) -> None:
         took_ns: list[int] = []
-        for to_device in (False, True, True, True):
+        copies = [(0, 0)] * MAX_SAVES
+        saving = BlockSwaps(self.host.path, blocks_to_swap_out=copies)
+        loading = BlockSwaps(self.host.path, blocks_to_swap_in=copies)
+        for swaps in (saving, loading, loading, loading):
             started = now_ns()
-            copies = BlockCopies(self.host.path, [BlockCopy(0, 0, to_device)] * MAX_SAVES)
-            executor.execute_model(SchedulerOutput(-1, [], copies=copies))
+            executor.execute_model(SchedulerOutput(-1, [], swaps=swaps))
             executor.sample_tokens().result()
             took_ns.append(now_ns() - started)
         fastest = min(took_ns[1:])
@@ -99,11 +102,12 @@ class OffloadConnector(KVConnector):
         return self.loads.take_failed()
 
     def swap_out(self, request: Request, now_ns: int) -> None:
-        request.marks.append(Mark("swapped", now_ns))
-        self._swapped.add(request)
+        request.set_status(RequestStatus.SWAPPED, now_ns)
+        self._num_swapped += 1
 
     def stop_waiting(self, request: Request) -> None:
-        self._swapped.discard(request)
+        if request.status is RequestStatus.SWAPPED:
+            self._num_swapped -= 1
         self.loads.stop_waiting(request)
 
     # ---- from the host to the device ----
@@ -127,7 +131,8 @@ class OffloadConnector(KVConnector):
     def load(self, slots: Sequence[int], blocks: Sequence[int]) -> None:
         self._counts.num_bytes_loaded += len(slots) * self.host.slot_bytes
         for slot, block in zip(slots, blocks, strict=True):
-            self._copy(block, slot, to_device=True)
+            self._swaps.blocks_to_swap_in.append((slot, block))
+        self._num_copying += len(slots)
 
     # ---- from the device to the host, and on ----
 
@@ -145,7 +150,8 @@ class OffloadConnector(KVConnector):
             [slot] = self.host.take(1)
             self.host.register(slot, block_hash)
             self._counts.num_bytes_stored += self.host.slot_bytes
-            self._copy(block, slot, to_device=False)
+            self._swaps.blocks_to_swap_out.append((block, slot))
+            self._num_copying += 1
 
     def save_request(self, request: Request, pool: BlockPool) -> None:
         if not self._stores:
@@ -156,8 +162,7 @@ class OffloadConnector(KVConnector):
             block = pool.find(block_hash)
             if block is not None:
                 blocks[block_hash] = block
-        is_finished = request.status is RequestStatus.FINISHED
-        if self.remote is not None and request.options.is_exported and is_finished:
+        if self.remote is not None and request.options.is_exported and request.is_finished:
             self.remote.expect(blocks)
         for block_hash, block in blocks.items():
             if self._stores_for(block_hash):
@@ -177,11 +182,9 @@ class OffloadConnector(KVConnector):
         self._offers.clear()
         if self.remote is not None:
             self.remote.clear()
-        self.host.forget([slot for slot, each in enumerate(self.host.hashes) if each is not None])
-
-    def _copy(self, block: int, slot: int, *, to_device: bool) -> None:
-        self._copies.append(BlockCopy(block, slot, to_device))
-        self._num_copying += 1
+        self.host.forget(
+            [slot for slot, block_hash in enumerate(self.host.hashes) if block_hash is not None]
+        )
 
     def _write_or_release(self, slot: int, block_hash: bytes) -> None:
         """Write an owned slot to the stores that want it, then release it."""
@@ -203,35 +206,39 @@ class OffloadConnector(KVConnector):
     # ---- steps ----
 
     @property
-    def has_copies(self) -> bool:
-        return bool(self._offers or self._copies)
+    def has_swaps(self) -> bool:
+        return bool(self._offers)
 
-    def take_copies(self) -> BlockCopies | None:
+    def take_swaps(self) -> BlockSwaps | None:
         self.io_workers.collect_finished()
         num_busy = self._num_copying + self.io_workers.num_slots
         num_saves = min(MAX_SAVES, len(self._offers), self.io_workers.max_slots - num_busy)
         for _ in range(num_saves):
             block_hash, block = next(iter(self._offers.items()))
             self.save_block(block, block_hash)
-        if not self._copies:
+        swaps = self._swaps
+        if not swaps.blocks_to_swap_in and not swaps.blocks_to_swap_out:
             return None
-        copies, self._copies = self._copies, []
-        return BlockCopies(self.host.path, copies)
+        self._swaps = BlockSwaps(self.host.path)
+        return swaps
 
     def collect_outputs(self, step: Step) -> None:
         """Process a computed step: the blocks that it copied to the host may be written."""
         record = step.record
         if record.prefills:
             self.costs.computing.add(record.collected_ns - record.started_ns, record.num_tokens)
-        if step.copies is None:
+        if step.swaps is None:
             return
-        for copy in step.copies.copies:
-            self._num_copying -= 1
-            block_hash = self.host.hashes[copy.slot]
-            if copy.to_device or block_hash is None:
-                self.host.release([copy.slot])
+        loaded = [slot for slot, _ in step.swaps.blocks_to_swap_in]
+        saved = [slot for _, slot in step.swaps.blocks_to_swap_out]
+        self._num_copying -= len(loaded) + len(saved)
+        self.host.release(loaded)
+        for slot in saved:
+            block_hash = self.host.hashes[slot]
+            if block_hash is None:
+                self.host.release([slot])
             else:
-                self._write_or_release(copy.slot, block_hash)
+                self._write_or_release(slot, block_hash)
 
     def wait(self) -> bool:
         """Wait briefly for reads and writes; drop pending blocks if the disk hangs."""
@@ -255,7 +262,7 @@ class OffloadConnector(KVConnector):
             tier.num_bad = place.num_bad
             tier.is_skipped = place.name in self.costs.skipped
             stats.kv_stores.append(tier)
-        stats.num_swapped = len(self._swapped)
+        stats.num_swapped = self._num_swapped
         self.loads.report(stats)
         counts, self._counts = self._counts, SchedulerStats()
         stats.num_bytes_stored = counts.num_bytes_stored

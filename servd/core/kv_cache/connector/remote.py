@@ -83,12 +83,12 @@ class RemoteStore:
         """Keep these blocks if they are here or arrive soon: peers will request them."""
         until = time.monotonic() + self.extra.keep
         with self._lock:
-            for each in hashes:
-                if each in self._kept:
-                    self._kept[each] = until, self._kept[each][1]
-                    self._kept.move_to_end(each)
+            for block_hash in hashes:
+                if block_hash in self._kept:
+                    self._kept[block_hash] = until, self._kept[block_hash][1]
+                    self._kept.move_to_end(block_hash)
                 elif len(self._expected) < MAX_EXPECTED:
-                    self._expected[each] = until
+                    self._expected[block_hash] = until
 
     def wants(self, block_hash: bytes) -> bool:
         return block_hash in self._expected
@@ -103,10 +103,10 @@ class RemoteStore:
 
     def delete(self, block_hashes: Sequence[bytes]) -> None:
         with self._lock:
-            for each in block_hashes:
-                self._expected.pop(each, None)
-                if (found := self._kept.pop(each, None)) is not None:
-                    self.num_bytes -= len(found[1])
+            for block_hash in block_hashes:
+                self._expected.pop(block_hash, None)
+                if (entry := self._kept.pop(block_hash, None)) is not None:
+                    self.num_bytes -= len(entry[1])
 
     def clear(self) -> None:
         self.delete([*self._expected, *self._kept])
@@ -136,8 +136,10 @@ class RemoteStore:
             wait([listener], PAUSE if waiting else IDLE)
             self._trim()
             until = time.monotonic() + self.extra.timeout / 2  # half: the peer must get the answer
-            asked = [(until, who, ask) for who, ask in listener.drain() if ask is not None]
-            waiting = [each for each in waiting + asked if not self._answer(listener, *each)]
+            arrived = [(until, who, ask) for who, ask in listener.drain() if ask is not None]
+            waiting = [
+                request for request in waiting + arrived if not self._answer(listener, *request)
+            ]
             for _, who, ask in waiting[MAX_WAITING:]:
                 listener.send_to(who, Give(ask.block_hash))
             del waiting[MAX_WAITING:]
@@ -183,8 +185,8 @@ class RemoteStore:
             return False
         until = now + self.extra.timeout
         link.send(Ask(self._identity, block_hash))
-        while (left := until - time.monotonic()) > 0 and not self._is_closed.is_set():
-            wait([link], min(left, IDLE))
+        while (seconds := until - time.monotonic()) > 0 and not self._is_closed.is_set():
+            wait([link], min(seconds, IDLE))
             for _, give in link.drain():
                 if give is not None and give.block_hash == block_hash:
                     return self._accept(peer, give, buffer)
@@ -195,10 +197,10 @@ class RemoteStore:
 
     def _accept(self, peer: str, give: Give, buffer: memoryview) -> bool:
         """Copy a valid block into the buffer and return True; otherwise return False."""
-        found = memoryview(give.block)[HEADER.size :]
-        if len(found) == len(buffer):
-            if give.block[: HEADER.size] == header(self._identity, give.block_hash, found):
-                buffer[:] = found
+        block = memoryview(give.block)[HEADER.size :]
+        if len(block) == len(buffer):
+            if give.block[: HEADER.size] == header(self._identity, give.block_hash, block):
+                buffer[:] = block
                 return True
         if give.block:
             self.num_bad += 1
