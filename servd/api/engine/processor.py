@@ -21,7 +21,6 @@ from servd.api.text.fill_in_middle import FillInMiddle
 from servd.api.text.prompt import Chat, Pair, Prompt
 from servd.api.text.special_tokens import SPLIT_HERE
 from servd.api.text.tokenizer import Tokenizer
-from servd.base import bounds
 from servd.base.errors import ContextTooLong, InvalidRequest
 from servd.base.tracing import Mark, now_ns
 from servd.checkpoint import hf, pooling
@@ -442,9 +441,8 @@ class Processor:
             # Different for every request and API server, but reproducible with the same --seed.
             root = f"{self.config.model.seed}/{self.client}/{next(self._ordinal)}"
             filled["seed"] = random.Random(root).getrandbits(63)
-        for field, source in bounds.made_of(SamplingParams).items():
-            if texts := getattr(params, source):
-                filled[field] = self._encode_each(texts)
+        if params.bad_words:
+            filled["bad_words_token_ids"] = self._encode_each(params.bad_words)
         if prompt.suffix and self.fill_in_middle:
             ends = self.fill_in_middle.end_token_ids
             filled["stop_token_ids"] = [*params.stop_token_ids, *ends]

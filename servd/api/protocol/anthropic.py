@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, Tag, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from servd.api.protocol.chat import ChatCompletionRequest, Effort
-from servd.api.protocol.generation import Temperature
+from servd.api.protocol.generation import StopTexts, Temperature, TopK, TopP
 from servd.api.protocol.tools import (
     HostedTool,
     Parameters,
@@ -21,7 +21,7 @@ from servd.api.protocol.tools import (
     own_and_hosted,
 )
 from servd.api.protocol.translation import TranslatedRequest
-from servd.api.protocol.validation import Int, OpenObject, Schema, Whole
+from servd.api.protocol.validation import OpenObject, Schema, Whole
 from servd.base.bounds import INT32_MAX
 from servd.base.errors import InvalidRequest
 
@@ -248,10 +248,10 @@ class MessagesRequest(CountTokensRequest):
     keeps_budget = False
 
     max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX), Whole]
-    stop_sequences: Annotated[list[str], Field(fail_fast=True)] | None = None
+    stop_sequences: Annotated[StopTexts, Field(fail_fast=True)] | None = None
     temperature: Temperature | None = None
-    top_p: float | None = None
-    top_k: Int | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
 
     metadata: dict[str, Any] | None = None  # for the client's own records
     service_tier: str | None = None  # as in a chat

@@ -7,21 +7,19 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
-from pydantic import AliasChoices, BeforeValidator, Field, GetJsonSchemaHandler, model_validator
+from pydantic import AliasChoices, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from servd.api.protocol.structured import StructuredRequest
 from servd.api.protocol.validation import (
     REQUEST_ID,
+    BoundsOf,
     ClosedObject,
     FewKeys,
     Int,
     KeptTokens,
     OpenObject,
-    Schema,
-    TokenId,
     Whole,
-    add_bounds,
     is_neutral,
     wrong_field,
 )
@@ -76,11 +74,16 @@ def _bias_by_id(value: Any) -> Any:
 
 
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
-TokenIds = Annotated[list[TokenId], Field(fail_fast=True), Whole]
+TokenIds = Annotated[list[int], Field(fail_fast=True), Whole]
 Bias = Annotated[
-    dict[int, float], Field(json_schema_extra={"propertyNames": {"pattern": "^[0-9]{1,11}$"}})
+    dict[int, float],
+    BoundsOf("logit_bias"),
+    Field(json_schema_extra={"propertyNames": {"pattern": "^[0-9]{1,11}$"}}),
 ]
-Temperature = Annotated[float, Field(le=2)]  # the range of OpenAI's API
+Temperature = Annotated[float, Field(ge=0, le=2)]  # the range of OpenAI's API
+TopP = Annotated[float, BoundsOf("top_p")]
+TopK = Annotated[Int, BoundsOf("top_k")]
+StopTexts = Annotated[list[str], BoundsOf("stop")]
 
 
 class StreamOptions(OpenObject, total=False):
@@ -93,9 +96,9 @@ class StreamOptions(OpenObject, total=False):
 class RepetitionFields(ClosedObject, total=False):
     """The repetitions that end the output; see `servd.messages.params.RepetitionDetection`."""
 
-    max_pattern_size: Int
-    min_pattern_size: Int
-    min_count: Int
+    max_pattern_size: Annotated[Int, BoundsOf("max_pattern_size", RepetitionDetection)]
+    min_pattern_size: Annotated[Int, BoundsOf("min_pattern_size", RepetitionDetection)]
+    min_count: Annotated[Int, BoundsOf("min_count", RepetitionDetection)]
 
 
 class KVTransferParams(OpenObject, total=False):
@@ -134,36 +137,36 @@ class GenerationRequest(StructuredRequest):
     lacking |= {"lora": "name an adapter as `model`", "modalities": 'only ["text"] is'}
     lacking |= {"reasoning_format": 'only "auto" and "deepseek" are'}
 
-    n: Int | None = None
+    n: Annotated[Int, BoundsOf("n")] | None = None
     """Number of choices. Choice i uses `seed` + i."""
     temperature: Temperature | None = None
     """Randomness of sampling. 0 always takes the most probable token."""
-    top_p: float | None = None
+    top_p: TopP | None = None
     """Sample among the most probable tokens whose probabilities add up to this."""
-    top_k: Int | None = None
+    top_k: TopK | None = None
     """Sample among this many of the most probable tokens. 0 and -1 turn the limit off."""
-    min_p: float | None = None
+    min_p: Annotated[float, BoundsOf("min_p")] | None = None
     """Drop tokens less probable than this share of the most probable token's probability."""
-    presence_penalty: float | None = None
+    presence_penalty: Annotated[float, BoundsOf("presence_penalty")] | None = None
     """Lower the logit of each token that is in the output."""
-    frequency_penalty: float | None = None
+    frequency_penalty: Annotated[float, BoundsOf("frequency_penalty")] | None = None
     """Lower a token's logit for each time it is in the output."""
-    repetition_penalty: float | None = None
+    repetition_penalty: Annotated[float, BoundsOf("repetition_penalty")] | None = None
     """Scale the logits of tokens in the prompt or the output. Above 1 makes them less likely."""
-    seed: Int | None = None
+    seed: Annotated[Int, BoundsOf("seed")] | None = None
     """Requests with the same seed and parameters return the same text, whatever the load."""
-    max_tokens: Int | None = None
+    max_tokens: Annotated[Int, BoundsOf("max_tokens")] | None = None
     """Maximum number of output tokens."""
-    min_tokens: Int | None = None
+    min_tokens: Annotated[Int, BoundsOf("min_tokens")] | None = None
     """Minimum number of output tokens."""
     ignore_eos: bool | None = None
     """Continue after the model's end-of-sequence token."""
     stop: Annotated[
         Annotated[list[str], Field(fail_fast=True)] | None,
-        BeforeValidator(_one_or_more, StopText | list[StopText] | None),
+        BeforeValidator(_one_or_more, StopText | StopTexts | None),
     ] = None
     """A stop string or a list of them. The answer ends before the first one after the reasoning."""
-    stop_token_ids: TokenIds | None = None
+    stop_token_ids: Annotated[TokenIds, BoundsOf("stop_token_ids")] | None = None
     """Token ids that end the output."""
     include_stop_str_in_output: bool | None = None
     """Include the stop string in the text."""
@@ -171,9 +174,9 @@ class GenerationRequest(StructuredRequest):
     """Remove special tokens from the text."""
     logit_bias: Annotated[Bias | None, BeforeValidator(_bias_by_id)] = None
     """Add to logits: `{"token id": -100 to 100}`."""
-    allowed_token_ids: TokenIds | None = None
+    allowed_token_ids: Annotated[TokenIds, BoundsOf("allowed_token_ids")] | None = None
     """Sample among these token ids only."""
-    bad_words: Annotated[list[str], Field(fail_fast=True)] | None = None
+    bad_words: Annotated[list[str], Field(fail_fast=True), BoundsOf("bad_words")] | None = None
     """Texts that must not be generated, alone or after a space; up to 32 tokens each."""
     repetition_detection: Annotated[RepetitionFields | None, FewKeys] = None
     """End an output that repeats itself, with the `finish_reason` `repetition`.
@@ -183,14 +186,15 @@ class GenerationRequest(StructuredRequest):
     speculative: bool | None = None
     """false turns speculative decoding off. The output stays the same."""
     thinking_token_budget: Annotated[
-        Int | None, Field(validation_alias=AliasChoices("thinking_token_budget", *BUDGET_ALIASES))
+        Annotated[Int, BoundsOf("thinking_token_budget")] | None,
+        Field(validation_alias=AliasChoices("thinking_token_budget", *BUDGET_ALIASES)),
     ] = None
     """Maximum number of reasoning tokens. Needs a model whose reasoning tags are single tokens."""
-    logprob_token_ids: TokenIds | None = None
+    logprob_token_ids: Annotated[TokenIds, BoundsOf("logprob_token_ids")] | None = None
     """Return the log-probabilities of these token ids and of the sampled one at each position,
     instead of the likeliest. Needs `logprobs`.
     """
-    prompt_logprobs: Int | None = None
+    prompt_logprobs: Annotated[Int, BoundsOf("prompt_logprobs")] | None = None
     """Return log-probabilities of the prompt's tokens, and of this many candidates per position (up
     to `--max-logprobs`, 20). Not with `stream`.
     """
@@ -243,15 +247,6 @@ class GenerationRequest(StructuredRequest):
     """For your own records. No effect."""
     session_id: str | None = None
     """For your own records. No effect."""
-
-    @classmethod
-    def complete_schema(cls, properties: dict[str, Schema], handler: GetJsonSchemaHandler) -> None:
-        """Add the bounds of sampling parameters to the JSON schemas of the fields."""
-        super().complete_schema(properties, handler)
-        add_bounds(properties, SamplingParams)
-        repetition, _ = properties["repetition_detection"]["anyOf"]
-        fields = handler.resolve_ref_schema(repetition)["properties"]
-        add_bounds(fields, RepetitionDetection)
 
     @model_validator(mode="after")
     def _check_support(self) -> GenerationRequest:

@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
 from servd.api.protocol.chat import Effort, RefusalPart, TokenLogprob, check_parts
-from servd.api.protocol.generation import Temperature
+from servd.api.protocol.generation import Temperature, TopP
 from servd.api.protocol.response_items import HOSTED_ITEMS, chat_messages
 from servd.api.protocol.tools import Function, HostedTool, allow_both, idle_strict, own_and_hosted
 from servd.api.protocol.translation import TranslatedRequest
@@ -210,7 +210,7 @@ class ResponsesRequest(TranslatedRequest):
     previous_response_id: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=INT32_MAX), Whole] | None = None
     temperature: Temperature | None = None
-    top_p: float | None = None
+    top_p: TopP | None = None
     tools: Annotated[list[AnyTool], Field(fail_fast=True)] | None = None
     tool_choice: Annotated[str | Choice | None, BeforeValidator(_check_tool_choice, ToolChoice)] = (
         None

@@ -31,7 +31,7 @@ from servd.api.protocol.embeddings import Dimensions
 from servd.api.protocol.errors import ErrorReply
 from servd.api.protocol.score import Texts
 from servd.api.protocol.translation import TranslatedRequest, renamed
-from servd.api.protocol.validation import OpenObject, RequestBody, Whole
+from servd.api.protocol.validation import BoundsOf, OpenObject, RequestBody, Whole
 from servd.api.text.prompt import Prompt
 from servd.base.bounds import INT32_MAX
 from servd.base.errors import InvalidRequest
@@ -120,7 +120,7 @@ class OllamaChat(ChatCompletionRequest):
     """A chat request with Ollama's rules: any names of tools, and any temperature."""
 
     tools: Annotated[list[OllamaTool], Field(max_length=1024)] | None = None  # type: ignore[assignment]
-    temperature: float | None = None
+    temperature: Annotated[float, BoundsOf("temperature")] | None = None
 
 
 class OllamaRequest(TranslatedRequest):
