@@ -21,7 +21,7 @@ from servd.config import Config
 from servd.config.resolve import look_at_machine, resolve
 from servd.core.engine_core import EngineCore
 from servd.core.executor import PendingOutput
-from servd.core.executor.uniproc import Executor
+from servd.core.executor.uniproc import UniProcExecutor
 from servd.messages.engine import (
     EngineCoreRequest,
     GrammarBitmask,
@@ -66,14 +66,14 @@ class TimedExecutor:
     waited: float = 0.0
 
     def execute_model(self, scheduled: SchedulerOutput) -> None:
-        """See Executor."""
+        """See UniProcExecutor."""
         prompts = sum(row.num_tokens for row in scheduled.scheduled if row.num_tokens > 1)
         now = time.perf_counter()
         self.steps.append(StepTime(scheduled.num_rows, scheduled.num_tokens, prompts, now))
         self.executor.execute_model(scheduled)
 
     def sample_tokens(self, bitmask: GrammarBitmask | None = None) -> TimedOutput:
-        """See Executor."""
+        """See UniProcExecutor."""
         pending = self.executor.sample_tokens(bitmask)
         self.steps[-1].host_seconds = time.perf_counter() - self.steps[-1].launched
         return TimedOutput(self, pending)
@@ -95,7 +95,7 @@ class Bench:
             options = {"model": folder, "load_format": "dummy", "device": device} | options
             self.config = resolve(Config.load(options), self.spec, look_at_machine())
         self.device = torch.device(device)
-        executor = Executor(self.config, self.spec, lambda phase, fraction: None)
+        executor = UniProcExecutor(self.config, self.spec, lambda phase, fraction: None)
         self.ready = executor.start()
         self.worker: Any = executor.worker
         self.executor = TimedExecutor(executor)

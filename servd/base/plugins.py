@@ -54,3 +54,15 @@ def load(package: str, name: str, attribute: str) -> Any:
         return getattr(found, attribute)
     check(package.rpartition(".")[2], package, name)
     return getattr(importlib.import_module(f"{package}.{name.replace('-', '_')}"), attribute)
+
+
+def load_class(package: str, name: str, base: type) -> Any:
+    """Return the only subclass of `base` that the module `name` in `package` defines, or the class
+    that a `name` like "package.module:Class" refers to. Raises ConfigError as `load` does.
+    """
+    if ":" in name:
+        return load(package, name, "")
+    defined = load(package, name, "__dict__")
+    kinds = [kind for kind in defined.values() if isinstance(kind, type) and issubclass(kind, base)]
+    [only] = (kind for kind in kinds if kind.__module__ == defined["__name__"])
+    return only

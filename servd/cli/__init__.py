@@ -62,7 +62,7 @@ def open_standard_files() -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = Parser(
+    parser = CommandParser(
         prog="servd",
         usage="%(prog)s [--version] COMMAND ...",
         description="An OpenAI-compatible serving daemon.",
@@ -121,7 +121,7 @@ def docstring(module: str) -> str:
     return " ".join(text.split("\n\n")[0].split())
 
 
-class Parser(compat.ArgumentParser):
+class CommandParser(compat.ArgumentParser):
     """A parser that suggests the intended flag for an unknown flag."""
 
     def __init__(self, **options: Any) -> None:
@@ -159,7 +159,7 @@ class Parser(compat.ArgumentParser):
         return flag in HINTS
 
 
-class Command(Parser):
+class Command(CommandParser):
     """A parser of one command, which imports the command's module only to run the command."""
 
     def __init__(self, module: str, **options: Any) -> None:

@@ -427,7 +427,8 @@ def start_executor(
     """
     model = config.model
     assert config.parallel.executor is not None
-    executor_class: type[Executor] = plugins.load(EXECUTORS, config.parallel.executor, "Executor")
+    executor_class: type[Executor]
+    executor_class = plugins.load_class(EXECUTORS, config.parallel.executor, Executor)
     if executor_class.needs_weights and model.load_format != "dummy":
         progress("finding weights", 0.0)
         assert model.model is not None
@@ -442,7 +443,7 @@ def start_executor(
 
 def prepare(executor: str = "", num_workers: str = "0", niceness: str = "0") -> None:
     if executor:
-        executor_class: type[Executor] = plugins.load(EXECUTORS, executor, "Executor")
+        executor_class: type[Executor] = plugins.load_class(EXECUTORS, executor, Executor)
         executor_class.prepare(int(num_workers), int(niceness))
 
 

@@ -14,7 +14,7 @@ from servd.checkpoint import account, hf
 from servd.config import Config
 from servd.config.resolve import Decision, decide, look_at_machine
 from servd.core.client import identity
-from servd.core.executor import EXECUTORS
+from servd.core.executor import EXECUTORS, Executor
 from servd.launch.accounts import accounts_of
 from servd.launch.process_tree import ProcessTree, check_access, url_of
 from servd.launch.sockets import (
@@ -79,7 +79,7 @@ def find_and_resolve(config: Config) -> tuple[Config, hf.ModelSpec, dict[str, De
     ConfigError if the model does not exist, its architecture is not supported, or options conflict.
     """
     # "auto" becomes an executor that needs weights, like uniproc.
-    executor = plugins.load(EXECUTORS, config.parallel.executor or "uniproc", "Executor")
+    executor = plugins.load_class(EXECUTORS, config.parallel.executor or "uniproc", Executor)
     if config.model.model is None and not executor.needs_weights:
         spec = hf.FAKE_SPEC
     else:

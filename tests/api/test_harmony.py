@@ -55,7 +55,10 @@ def written(kind: str, text: str) -> str:
 
 def expecting(offered: list[dict[str, Any]], **fields: Any) -> ExpectedOutput:
     """A reply of a model that reasons and has these tools."""
-    parsers = {"reasoning_parser": reasoning.Parser, "tool_parser": tools.Parser}
+    parsers = {
+        "reasoning_parser": reasoning.HarmonyReasoningParser,
+        "tool_parser": tools.HarmonyToolParser,
+    }
     return ExpectedOutput(tool_options=ToolOptions(offered), **parsers, **fields)
 
 

@@ -7,7 +7,7 @@ import pytest
 from servd.checkpoint.hf import read_spec
 from servd.core.draft_length import DraftLengthController
 from servd.core.engine_core import EngineCore
-from servd.core.executor.uniproc import Executor
+from servd.core.executor.uniproc import UniProcExecutor
 from servd.core.kv_cache.block_hash import of_group
 from servd.core.kv_cache.connector.costs import LoadCosts
 from servd.core.request import Request
@@ -29,7 +29,7 @@ def make_engine(folder, num_blocks: int, depth: int, **options: object) -> Engin
         async_scheduling=depth == 2,
         **({"max_num_batched_tokens": 24, "max_num_seqs": 6, "max_model_len": 64} | options),
     )
-    executor = Executor(config, spec, lambda phase, fraction: None)
+    executor = UniProcExecutor(config, spec, lambda phase, fraction: None)
     return EngineCore(config, spec, executor, executor.start())
 
 

@@ -7,7 +7,7 @@ from servd.base import plugins
 from servd.base.errors import ConfigError
 from servd.checkpoint.hf import read_spec
 from servd.core.engine_core import EngineCore
-from servd.core.executor.uniproc import Executor
+from servd.core.executor.uniproc import UniProcExecutor
 from tests.core.engines import Log
 from tests.parity.families import CASES, LLAMA, greedy, logits_of, make_checkpoint
 from tests.parity.test_engine import NUM_OUTPUTS, SamplingParams, make_requests
@@ -49,7 +49,7 @@ def generate(folder, backend: str, dtype: str, depth: int) -> list[tuple[list[in
         block_size=16,
         kv_cache_memory=12 * 16 * spec.kv_bytes_per_token(2 if dtype == "bfloat16" else 4),
     )
-    executor = Executor(config, spec, lambda *_: None)
+    executor = UniProcExecutor(config, spec, lambda *_: None)
     try:
         engine = EngineCore(config, spec, executor, executor.start())
     except ConfigError as error:

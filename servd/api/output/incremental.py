@@ -245,7 +245,7 @@ class Brackets:
 
 
 @dataclass(eq=False)
-class Parser(ABC):
+class IncrementalParser(ABC):
     """A parser that splits an output into deltas, however the output is split into pieces."""
 
     reader: Reader = field(default_factory=Reader, init=False)

@@ -4,11 +4,11 @@ import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from servd.api.output.incremental import Content, Parser, Reasoning, Steps
+from servd.api.output.incremental import Content, IncrementalParser, Reasoning, Steps
 
 
 @dataclass(eq=False)
-class ReasoningParser(Parser):
+class ReasoningParser(IncrementalParser):
     """A parser that splits an output into reasoning and the rest, without white space between.
     Reasoning ends at its tag, or at a call.
 

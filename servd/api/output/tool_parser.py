@@ -11,7 +11,7 @@ from servd.api.output.call_grammar import CallSyntax, json_rule, parameters_of
 from servd.api.output.incremental import (
     Content,
     Delta,
-    Parser,
+    IncrementalParser,
     Steps,
     ToolCallArguments,
     ToolCallStart,
@@ -20,7 +20,7 @@ from servd.api.output.json_reader import CLOSING, QUOTES, JsonReader, json_text,
 
 
 @dataclass(eq=False)
-class ToolParser(Parser):
+class ToolParser(IncrementalParser):
     """A parser that finds tool calls in an output. Everything else is content.
 
     A call is emitted as soon as its name is certain, and its arguments as the model writes them.

@@ -320,6 +320,3 @@ def _unpack(bitmask: GrammarBitmask) -> dict[tuple[int, int], bytes]:
     size = len(bitmask.bitmask) // len(bitmask.indices)
     rows = [bitmask.bitmask[at : at + size] for at in range(0, len(bitmask.bitmask), size)]
     return dict(zip(zip(bitmask.indices, bitmask.offsets, strict=True), rows, strict=True))
-
-
-Executor = FakeExecutor  # the name that every file of this package has

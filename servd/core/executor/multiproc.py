@@ -185,6 +185,3 @@ class MultiProcExecutor(executor.Executor):
         if not self.is_stopping:
             self.ended.put(why)
             self.on_failure(why)
-
-
-Executor = MultiProcExecutor  # the name that every file of this package has

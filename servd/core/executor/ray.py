@@ -190,6 +190,3 @@ class RayExecutor(MultiProcExecutor):
             library("ray.util.placement_group").remove_placement_group(self.group)
         self.actors = ()
         self.group = None
-
-
-Executor = RayExecutor  # the name that every file of this package has

@@ -37,6 +37,3 @@ class UniProcExecutor(executor.Executor):
         if self.worker is not None:
             self.worker.shutdown()
             self.worker = None
-
-
-Executor = UniProcExecutor  # the name that every file of this package has

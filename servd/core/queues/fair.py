@@ -16,8 +16,7 @@ from itertools import count
 from typing import Any
 
 from servd.base.tracing import Clock, now_ns
-from servd.core.queues.fcfs import WaitingQueue as FcfsQueue
-from servd.core.queues.fcfs import by_order
+from servd.core.queues.fcfs import FcfsQueue, by_order
 from servd.core.request import Request
 
 Group = tuple[int, int, bool]  # (priority class, priority, whether the prompt is long)
@@ -46,7 +45,7 @@ class OwnerState:
         return self.served
 
 
-class WaitingQueue(FcfsQueue):
+class FairQueue(FcfsQueue):
     """Takes turns between owners: API keys, users or addresses. Among equally served owners, short
     prompts go before long ones. The scheduler reserves a part of every step for long prompts.
     """

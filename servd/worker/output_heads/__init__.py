@@ -54,5 +54,5 @@ def load(
     states: RequestStates, compute_logits: Callable[[Tensor], Tensor], spec: ModelSpec
 ) -> list[OutputHead]:
     """Return one `OutputHead` of each file, made with these arguments."""
-    classes = [plugins.load(__name__, name, "OutputHead") for name in plugins.names(__name__)]
+    classes = [plugins.load_class(__name__, name, OutputHead) for name in plugins.names(__name__)]
     return [each(states, compute_logits, spec) for each in classes]

@@ -18,11 +18,11 @@ from servd.checkpoint import pooling
 from servd.checkpoint.hf import read_json
 from servd.messages.engine import ModelRunnerOutput, NewRequest
 from servd.messages.params import PoolingParams
-from servd.worker import output_heads
 from servd.worker.batch.input_batch import InputBatch
+from servd.worker.output_heads import OutputHead
 
 
-class OutputHead(output_heads.OutputHead):
+class Pooler(OutputHead):
     """Pools the hidden states of a prompt. Between chunks it keeps the sum for a mean, the first
     token's state, and all chunks for a vector per token.
     """

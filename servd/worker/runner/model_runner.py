@@ -25,7 +25,7 @@ from servd.messages.engine import (
 )
 from servd.messages.params import SamplingParams
 from servd.worker import output_heads, spec_decode
-from servd.worker.attention import AttentionBatch, Backend, make_backend
+from servd.worker.attention import AttentionBackend, AttentionBatch, make_backend
 from servd.worker.batch.decode_inputs import DecodeBuffers
 from servd.worker.batch.draft_chain import Chain, Drafter
 from servd.worker.batch.input_batch import InputBatch
@@ -137,7 +137,7 @@ class ModelRunner(ABC):
                 and self.config.scheduler.async_scheduling
             ),
         )
-        self.backend: Backend[Any]
+        self.backend: AttentionBackend[Any]
         self.backend_name, self.backend = make_backend(
             self.config.parallel.attention_backend, attention
         )

@@ -23,7 +23,7 @@ from servd.checkpoint.hf import ModelSpec, download_weights
 from servd.config import Config
 from servd.config.speculative import SpeculativeConfig
 from servd.messages.engine import ModelRunnerOutput, NewRequest
-from servd.worker.attention import Backend, make_backend
+from servd.worker.attention import AttentionBackend, make_backend
 from servd.worker.batch.draft_chain import Chain, Drafter
 from servd.worker.batch.draft_tree import DraftTree, Path
 from servd.worker.batch.input_batch import InputBatch
@@ -49,7 +49,7 @@ class Target:
     model: Model
     states: RequestStates
     parallel: Parallel
-    backend: Backend[Any]
+    backend: AttentionBackend[Any]
     # Makes this device's fastest chain from a drafter, the maximum rows, and the maximum tokens
     # of the pass before.
     make_chain: Callable[[Drafter, int, int], Chain]
@@ -60,7 +60,7 @@ class Target:
         assert draft is not None and draft.model is not None
         return str(download_weights(draft.model, draft.revision, model.download_dir))
 
-    def make_backend(self, draft: Loadable) -> Backend[Any]:
+    def make_backend(self, draft: Loadable) -> AttentionBackend[Any]:
         """Return the backend for a draft's attention, with the target's block tables."""
         own = self.backend.spec
         spec = spec_of(
@@ -244,7 +244,7 @@ def load(target: Target) -> Proposer | None:
     config = target.config.model.speculative_config
     if config is None:
         return None
-    found = plugins.load(__name__, config.method, "Proposer")
+    found = plugins.load_class(__name__, config.method, Proposer)
     if not (isinstance(found, type) and issubclass(found, Proposer)):
         raise ConfigError(
             f"--speculative-config: method {config.method} is not a subclass of "

@@ -181,6 +181,3 @@ class DraftModelProposer(Proposer):
     ) -> Tensor:
         ctx = ForwardContext(self.backend, attention, self.kv_caches)
         return self.model(token_ids, positions, ctx)
-
-
-Proposer = DraftModelProposer  # the name that every file of this package has

@@ -270,6 +270,3 @@ class EagleProposer(Proposer):
         self, token_ids: Tensor, positions: Tensor, attention: AttentionBatch, *read: Tensor
     ) -> Tensor:
         return self.advance(token_ids, positions, attention, self.head.features(*read))
-
-
-Proposer = EagleProposer  # the name that every file of this package has

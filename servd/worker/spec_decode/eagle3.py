@@ -206,6 +206,3 @@ class Eagle3Proposer(EagleProposer):
         own = self.spec.vocab_size
         wanted = self.target.spec.vocab_size
         return self.check_size("tokens in the vocabulary", own, wanted)
-
-
-Proposer = Eagle3Proposer  # the name that every file of this package has

@@ -107,6 +107,3 @@ class MtpProposer(EagleProposer):
                 f"--speculative-config: {self.spec.folder} has no MTP layer (number "
                 f"{self.spec.num_layers}) after the model's layers; leave method mtp out"
             )
-
-
-Proposer = MtpProposer  # the name that every file of this package has

@@ -160,6 +160,3 @@ class SuffixProposer(Proposer):
             return []
         most = min(num_drafts, int(length * config.suffix_decoding_max_spec_factor))
         return text.follow(places, most, config.suffix_decoding_min_token_prob)
-
-
-Proposer = SuffixProposer  # the name that every file of this package has

@@ -13,7 +13,7 @@ from servd.base.errors import ConfigError, EngineDead
 from servd.checkpoint.hf import FAKE_SPEC
 from servd.config import Config
 from servd.core.engine_core import EngineCore
-from servd.core.executor import fake, multiproc, uniproc
+from servd.core.executor import Executor, fake, multiproc, uniproc
 from tests.core.engines import generate, make_request, solo
 from tests.limits import WAIT_SECONDS
 
@@ -34,7 +34,7 @@ def start(monkeypatch):
             {"max_num_seqs": 4, "max_num_batched_tokens": 32, "max_model_len": 64} | options
         )
         progress = []
-        executor = plugins.load("servd.core.executor", name, "Executor")(
+        executor = plugins.load_class("servd.core.executor", name, Executor)(
             config, FAKE_SPEC, lambda phase, fraction: progress.append((phase, fraction))
         )
         executors.append(executor)

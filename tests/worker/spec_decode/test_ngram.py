@@ -12,7 +12,7 @@ from servd.messages.engine import NewRequest
 from servd.messages.params import SamplingParams
 from servd.worker.batch.request_states import RequestStates
 from servd.worker.spec_decode import Target
-from servd.worker.spec_decode.ngram import Proposer
+from servd.worker.spec_decode.ngram import NgramProposer
 
 NUM_DRAFTS = 4
 
@@ -40,6 +40,6 @@ def test_drafts_are_those_of_a_plain_search(rows, shortest, more):
         method="ngram", prompt_lookup_min=shortest, prompt_lookup_max=shortest + more
     )
     slots = torch.arange(len(rows)).flip(0)
-    drafts = Proposer(config, target).propose(slots, max(map(len, rows)), NUM_DRAFTS)
+    drafts = NgramProposer(config, target).propose(slots, max(map(len, rows)), NUM_DRAFTS)
     got = [[each for each in row if each >= 0] for row in drafts.tolist()]
     assert got == [search(tokens, shortest, shortest + more) for tokens in reversed(rows)]

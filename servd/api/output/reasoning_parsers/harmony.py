@@ -19,7 +19,7 @@ from servd.api.output.tool_parsers._harmony import (
 
 
 @dataclass(eq=False)
-class Parser(ReasoningParser):
+class HarmonyReasoningParser(ReasoningParser):
     """A parser that takes `analysis` messages as reasoning, wherever they are. Messages to the user
     on other channels are content, separated by empty lines. Calls are left to the tool parser.
     """

@@ -17,7 +17,7 @@ from servd.api.output.tool_parsers._harmony import (
 )
 
 
-class Parser(ToolParser):
+class HarmonyToolParser(ToolParser):
     """A parser that takes messages to functions as calls. Other messages are content, with their
     headers, unless the reasoning parser of the same name removes these headers first.
     """

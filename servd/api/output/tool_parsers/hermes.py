@@ -8,7 +8,7 @@ OPEN = "<tool_call>"
 CLOSE = "</tool_call>"
 
 
-class Parser(ToolParser):
+class HermesToolParser(ToolParser):
     """A parser of one JSON object per pair of tags."""
 
     markers = (OPEN, CLOSE)

@@ -9,7 +9,7 @@ PLUGIN = "<|plugin|>"
 CLOSE = "<|action_end|>"
 
 
-class Parser(ToolParser):
+class InternLMToolParser(ToolParser):
     """A parser of plugin actions. Other actions, e.g. code for `<|interpreter|>`, are content."""
 
     markers = (OPEN, PLUGIN, CLOSE)

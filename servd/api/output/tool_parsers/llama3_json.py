@@ -7,7 +7,7 @@ from servd.api.output.tool_parser import ToolParser
 TAG = "<|python_tag|>"
 
 
-class Parser(ToolParser):
+class Llama3JsonToolParser(ToolParser):
     """Requires parameters in a call: without a tag, any JSON answer begins like a call."""
 
     markers = (TAG,)

@@ -9,7 +9,7 @@ CLOSE = "</tool_calls>"
 LINE = f'{OPEN}\n{{"name":'  # the example with which its template teaches the format
 
 
-class Parser(ToolParser):
+class MiniMaxToolParser(ToolParser):
     """A parser of JSON objects, one per line, without commas."""
 
     markers = (OPEN, CLOSE)

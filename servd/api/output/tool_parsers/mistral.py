@@ -15,7 +15,7 @@ ARGS = "[ARGS]"
 _NAME = re.compile(r"[\w.-]*")
 
 
-class Parser(ToolParser):
+class MistralToolParser(ToolParser):
     """A parser of an array of calls after one tag, or of one call per tag."""
 
     markers = (TAG, CALL_ID, ARGS)

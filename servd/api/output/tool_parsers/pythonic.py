@@ -22,7 +22,7 @@ _NAME = re.compile(r"[\w.]*")
 _PLAIN = re.compile(r"[^'\"()\[\]{}]*")
 
 
-class Parser(ToolParser):
+class PythonicToolParser(ToolParser):
     """A parser that emits a call when it is complete, because only then it is known to be valid
     Python. Arguments are literals.
     """
