@@ -19,6 +19,7 @@ from servd.api.protocol.validation import (
     Int,
     KeptTokens,
     OpenObject,
+    TokenId,
     Whole,
     is_neutral,
     wrong_field,
@@ -74,7 +75,7 @@ def _bias_by_id(value: Any) -> Any:
 
 
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
-TokenIds = Annotated[list[int], Field(fail_fast=True), Whole]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True), Whole]
 Bias = Annotated[
     dict[int, float],
     BoundsOf("logit_bias"),
