@@ -12,7 +12,7 @@ from servd.api.batches.runner import BatchRunner
 from servd.api.engine.adapters import Adapters
 from servd.api.engine.async_llm import AsyncLLM
 from servd.api.engine.peers import PeerServers
-from servd.api.keys import Keys
+from servd.api.keys import ApiKeys
 from servd.api.observability.ignored_fields import IgnoredFields
 from servd.api.responses.response_store import ResponseStores
 from servd.base.errors import UnknownModel
@@ -28,7 +28,7 @@ class Context(msgspec.Struct, frozen=True):
     fingerprint: str  # system_fingerprint of all answers
     keep_alive: float  # seconds
     reasons: Mapping[str, str]  # why options on "auto" have their value
-    keys: Keys
+    keys: ApiKeys
     responses: ResponseStores
     batches: BatchRunner | None  # None without --batch-dir
     peers: PeerServers

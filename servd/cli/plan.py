@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if report.plan.num_blocks else 1
 
 
-def make_report(config: Config) -> Report:
+def make_report(config: Config) -> PlanReport:
     """Return the plan of these options. Raises like `launch.find_and_resolve`."""
     with tempfile.TemporaryDirectory() as scratch:
         model = config.model
@@ -70,7 +70,7 @@ def make_report(config: Config) -> Report:
         plan = plugins.load(f"{WORKER}.runner", "dry_run", "plan")(config, spec)
         if headers != model.model:  # else it stays what a draft names as its target
             config = config.replace(model=model.model)
-        return Report(config, spec, plan)
+        return PlanReport(config, spec, plan)
 
 
 def with_headers(config: Config, spec: hf.ModelSpec, scratch: str) -> tuple[Config, hf.ModelSpec]:
@@ -87,7 +87,7 @@ def with_headers(config: Config, spec: hf.ModelSpec, scratch: str) -> tuple[Conf
     return config, spec
 
 
-class Report:
+class PlanReport:
     """The memory plans of all ranks, for users."""
 
     def __init__(self, config: Config, spec: hf.ModelSpec, plan: MemoryPlan) -> None:

@@ -33,7 +33,7 @@ from servd.api.engine.description import describe_folder
 from servd.api.http.auth import OPEN_PATHS, ApiKeyAuth, ScopedRoute
 from servd.api.http.middleware import SINCE, RequestContext
 from servd.api.http.pages import Pages
-from servd.api.keys import Keys
+from servd.api.keys import ApiKeys
 from servd.api.observability.tracer import Tracer
 from servd.api.protocol.models import ModelCard
 from servd.api.request.fair_loop import FairLoop
@@ -57,7 +57,7 @@ from servd.checkpoint import hf
 from servd.checkpoint.short_names import full_name
 from servd.config import Config
 from servd.gateway.backend import ModelServer, Visit
-from servd.gateway.models import Model
+from servd.gateway.models import GatewayModel
 from servd.gateway.pool import ModelServers
 from servd.gateway.pull import pull
 from servd.gateway.request import read, seconds_of
@@ -382,7 +382,7 @@ def _line(document: dict[str, Any]) -> bytes:
     return escape_line_ends(msgspec.json.encode(document)) + b"\n"
 
 
-def _ollama(model: Model) -> dict[str, Any]:
+def _ollama(model: GatewayModel) -> dict[str, Any]:
     form = "gguf" if model.path.suffix == ".gguf" else "safetensors"
     return ollama.described(model.name, model.created, model.facts, form)
 
@@ -392,7 +392,7 @@ def _card(server: ModelServer) -> Card:
     return Card(model.name, model.created, model.name, model.max_model_len, state=server.state)
 
 
-def create_gateway(config: Config, servers: ModelServers, keys: Keys) -> FastAPI:
+def create_gateway(config: Config, servers: ModelServers, keys: ApiKeys) -> FastAPI:
     access_log = log.resolve_access_log(config.observability)
     pages = Pages(config)
     context = Middleware(RequestContext, Tracer(), FairLoop(), None, access_log, pages)

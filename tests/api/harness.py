@@ -30,7 +30,7 @@ from servd.config import Config
 from servd.config.resolve import Machine, resolve
 from servd.core.audit import audit, problems
 from servd.core.engine_core import EngineCore
-from servd.core.executor.fake import FakeExecutor, Row
+from servd.core.executor.fake import FakeExecutor, FakeRow
 from servd.core.structured_output.manager import Compiled
 from servd.messages.engine import (
     Audit,
@@ -66,7 +66,9 @@ class ScriptedExecutor(FakeExecutor):
 
     script: list[int] = []
 
-    def _verify(self, row: Row, index: int, masks: Mapping[tuple[int, int], bytes]) -> list[int]:
+    def _verify(
+        self, row: FakeRow, index: int, masks: Mapping[tuple[int, int], bytes]
+    ) -> list[int]:
         """As far as drafts are what the script says, and one token more."""
         begin = len(row.token_ids) - row.num_prompt_tokens
         rest = [*self.script[begin:], self.spec.eos_token_ids[0]]

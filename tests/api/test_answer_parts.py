@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from servd.api.output.incremental import Content, Reasoning, ToolCallArguments
-from servd.api.output.output_parser import AnswerFinder, ExpectedOutput, OutputParser
+from servd.api.output.output_parser import ExpectedOutput, OutputAnswerFinder, OutputParser
 from servd.api.output.reasoning_parser import ReasoningParser
 from servd.api.output.tool_parser import ToolParser
 from servd.api.text.detokenizer import Detokenizer
@@ -122,7 +122,7 @@ HARMONY = (
 def test_stop_strings_of_every_parser_count_in_the_answer(parser, text, stop, kept, size):
     kind = plugins.load_class("servd.api.output.reasoning_parsers", parser, ReasoningParser)
     for min_tokens in (0, 1):
-        finder = AnswerFinder(kind(False))
+        finder = OutputAnswerFinder(kind(False))
         params = SamplingParams(stop=[stop], min_tokens=min_tokens)
         detokenizer = Detokenizer(BYTES, params, answer=finder)
         ids = list(text.encode())

@@ -20,14 +20,14 @@ import ollama
 import psutil
 import pytest
 
-from servd.api.keys import Keys
+from servd.api.keys import ApiKeys
 from servd.base import log
 from servd.base.errors import ConfigError, InvalidRequest, ModelNotFound
 from servd.checkpoint import hf
 from servd.config import Config
 from servd.config.keys import hash_key
 from servd.gateway.backend import ModelServer
-from servd.gateway.models import Model, ModelFolder
+from servd.gateway.models import GatewayModel, ModelFolder
 from servd.gateway.pool import ModelServers
 from servd.gateway.proxy import create_gateway
 from servd.gateway.request import MAX_KEEP_ALIVE, seconds_of
@@ -124,7 +124,7 @@ async def gateway(
     config = Config.load({"models_dir": str(folder), **options})
     async with AsyncExitStack() as stack:
         servers = Servers(config, stack)
-        app = create_gateway(config, servers, Keys(config.access))
+        app = create_gateway(config, servers, ApiKeys(config.access))
         url = await stack.enter_async_context(listening(app))
         client = httpx.AsyncClient(base_url=url, timeout=WAIT_SECONDS)
         http = await stack.enter_async_context(client)
@@ -573,7 +573,7 @@ async def test_unknown_names_share_a_look_into_the_folder(tmp_path: Path):
             scans.append(None)
             await scan()
 
-        def slow_read() -> dict[str, Model]:
+        def slow_read() -> dict[str, GatewayModel]:
             reads.append(may_read.wait(WAIT_SECONDS))
             return read()
 
@@ -656,7 +656,7 @@ async def test_a_look_that_does_not_end_is_shared_with_nobody(tmp_path: Path, fa
         read, may_read = servers.models.read, [threading.Event() for _ in range(3)]
         begun: list[threading.Event] = []
 
-        def slow_read() -> dict[str, Model]:
+        def slow_read() -> dict[str, GatewayModel]:
             begun.append(may_read[len(begun)])
             begun[-1].wait(WAIT_SECONDS)
             if fails and len(begun) == 2:
@@ -903,7 +903,7 @@ async def test_adapters_that_a_server_was_told_of_are_found_there(tmp_path: Path
 async def test_wrong_adapters_in_a_new_configuration_change_nothing(tmp_path: Path, caplog):
     async with gateway(tmp_path, "one", enable_lora=True) as (http, servers):
         options = {"models_dir": str(tmp_path), "enable_lora": True, "lora_modules": ["nonsense"]}
-        keys = Keys(servers.config.access)
+        keys = ApiKeys(servers.config.access)
         reload(lambda: Config.load(options), keys, None, servers)
         assert "NAME=FOLDER" in caplog.text
         assert (await http.post(COMPLETIONS, json={**BODY, "model": "one"})).status_code == 200

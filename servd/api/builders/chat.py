@@ -9,10 +9,10 @@ from servd.api.output.incremental import Content, Delta, Reasoning, ToolCallArgu
 from servd.api.protocol.chat import (
     AssistantMessage,
     CalledFunction,
-    ChatChoice,
-    ChatCompletion,
     ChatCompletionChunk,
     ChatCompletionRequest,
+    ChatCompletionResponse,
+    ChatCompletionResponseChoice,
     ChatFinishReason,
     ChoiceDelta,
     ChunkChoice,
@@ -20,7 +20,7 @@ from servd.api.protocol.chat import (
     DeltaToolCall,
     MessageToolCall,
 )
-from servd.api.protocol.generation import CompletionTokensDetails, Usage
+from servd.api.protocol.generation import CompletionTokensDetails, UsageInfo
 from servd.messages.engine import FinishReason
 from servd.messages.outputs import CompletionOutput
 
@@ -60,15 +60,15 @@ class ChatBuilder(ChunkBuilder):
     def usage_chunk(self) -> ChatCompletionChunk:
         return self._chunk([], self.usage())
 
-    def whole(self) -> ChatCompletion:
+    def whole(self) -> ChatCompletionResponse:
         prompt_token_ids, prompt_text = self._prompt()
-        return ChatCompletion(
+        return ChatCompletionResponse(
             self.id,
             self.created,
             self.model,
             self.context.fingerprint,
             [
-                ChatChoice(
+                ChatCompletionResponseChoice(
                     choice.index,
                     _message(self._delta(choice), self.asked.echoed),
                     self.token_texts[choice.index].chat_logprobs(choice.logprobs),
@@ -87,7 +87,7 @@ class ChatBuilder(ChunkBuilder):
             kv_transfer_params=self.kv_transfer_params(),
         )
 
-    def usage(self) -> Usage:
+    def usage(self) -> UsageInfo:
         """Return the token counts so far, with reasoning tokens if the model reasons."""
         usage = super().usage()
         if self.async_llm.processor.model_format.reasoning_parser is not None:
@@ -104,7 +104,7 @@ class ChatBuilder(ChunkBuilder):
         )
 
     def _chunk(
-        self, choices: list[ChunkChoice], usage: Usage | None | UnsetType
+        self, choices: list[ChunkChoice], usage: UsageInfo | None | UnsetType
     ) -> ChatCompletionChunk:
         return ChatCompletionChunk(
             self.id, self.created, self.model, self.context.fingerprint, choices, usage

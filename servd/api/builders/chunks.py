@@ -13,7 +13,7 @@ from servd.api.engine import kv_transfer
 from servd.api.http.streaming import event
 from servd.api.observability.rendering import stage_times
 from servd.api.protocol.chat import ChatCompletionChunk
-from servd.api.protocol.completions import Completion
+from servd.api.protocol.completions import CompletionResponse
 from servd.api.protocol.generation import (
     KVTransferAnswer,
     PromptLogprob,
@@ -22,7 +22,7 @@ from servd.api.protocol.generation import (
     ResponseMetrics,
     SpeculativeDecodingMetrics,
     Timings,
-    Usage,
+    UsageInfo,
 )
 from servd.api.request.request_state import RequestState
 from servd.messages.outputs import CompletionOutput
@@ -61,7 +61,7 @@ class ChunkBuilder(ResponseBuilder):
         """Return the stream's chunks for an output. The list may be empty."""
 
     @abstractmethod
-    def usage_chunk(self) -> ChatCompletionChunk | Completion:
+    def usage_chunk(self) -> ChatCompletionChunk | CompletionResponse:
         """Return a chunk with the usage and no choices."""
 
     def count(self, output: CompletionOutput) -> None:
@@ -87,9 +87,9 @@ class ChunkBuilder(ResponseBuilder):
     def add(self, output: CompletionOutput) -> None:
         self.choices[output.index].add(output)
 
-    def usage(self) -> Usage:
+    def usage(self) -> UsageInfo:
         num_prompt_tokens = self.num_prompt_tokens
-        return Usage(
+        return UsageInfo(
             prompt_tokens=num_prompt_tokens,
             completion_tokens=self.num_output_tokens,
             total_tokens=num_prompt_tokens + self.num_output_tokens,
@@ -133,7 +133,7 @@ class ChunkBuilder(ResponseBuilder):
         rank = self.prepared[0].rank
         return kv_transfer.answer(self.context.config, rank, self.id, self.num_prompt_tokens)
 
-    def chunk_usage(self, num_ahead: int = 0) -> Usage | None | UnsetType:
+    def chunk_usage(self, num_ahead: int = 0) -> UsageInfo | None | UnsetType:
         """Return the usage for a chunk, without the `num_ahead` output tokens of later chunks."""
         if self.continuous_usage:
             usage = self.usage()

@@ -4,12 +4,12 @@ from msgspec import UNSET, UnsetType
 
 from servd.api.builders.chunks import ChunkBuilder
 from servd.api.protocol.completions import (
-    Completion,
-    CompletionChoice,
     CompletionLogprobs,
     CompletionRequest,
+    CompletionResponse,
+    CompletionResponseChoice,
 )
-from servd.api.protocol.generation import Usage
+from servd.api.protocol.generation import UsageInfo
 from servd.api.request.request_state import RequestState
 from servd.messages.outputs import CompletionOutput
 
@@ -22,7 +22,7 @@ class CompletionBuilder(ChunkBuilder):
         self.num_logprobs = self.asked.logprobs
         self.echo = bool(self.asked.echo)
 
-    def chunks(self, output: CompletionOutput) -> list[Completion]:
+    def chunks(self, output: CompletionOutput) -> list[CompletionResponse]:
         """Return a chunk, or none. A choice's first chunk also has the fields sent only once."""
         is_first = not self.has_begun[output.index]
         if not self.has_news(output) and not (is_first and self.echo):
@@ -30,10 +30,10 @@ class CompletionBuilder(ChunkBuilder):
         self.has_begun[output.index] = True
         return [self._completion([self._choice(output, is_first)], self.chunk_usage())]
 
-    def usage_chunk(self) -> Completion:
+    def usage_chunk(self) -> CompletionResponse:
         return self._completion([], self.usage())
 
-    def whole(self) -> Completion:
+    def whole(self) -> CompletionResponse:
         choices = self.choices
         for choice in choices:  # only the first of n scores the prompt
             choice.prompt_logprobs = choices[choice.index - choice.index % self.n].prompt_logprobs
@@ -48,20 +48,20 @@ class CompletionBuilder(ChunkBuilder):
         return whole
 
     def _completion(
-        self, choices: list[CompletionChoice], usage: Usage | None | UnsetType
-    ) -> Completion:
-        return Completion(
+        self, choices: list[CompletionResponseChoice], usage: UsageInfo | None | UnsetType
+    ) -> CompletionResponse:
+        return CompletionResponse(
             self.id, self.created, self.model, self.context.fingerprint, choices, usage
         )
 
-    def _choice(self, output: CompletionOutput, is_first: bool) -> CompletionChoice:
+    def _choice(self, output: CompletionOutput, is_first: bool) -> CompletionResponseChoice:
         prepared = self.prepared[output.index // self.n]
         text = output.text
         if is_first and self.echo:
             text = self.prompt_text(prepared) + text
         shows_prompt_ids = is_first and self.asked.return_token_ids
         shows_prompt = is_first and self.asked.return_prompt_text
-        return CompletionChoice(
+        return CompletionResponseChoice(
             output.index,
             text,
             self._logprobs(prepared, output),

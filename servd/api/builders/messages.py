@@ -12,8 +12,8 @@ from servd.api.output.incremental import Content, Delta, Reasoning, ToolCallArgu
 from servd.api.output.json_reader import arguments_object, missing_end
 from servd.api.protocol.anthropic import (
     CHAT_NAMES,
+    AnthropicMessagesResponse,
     Block,
-    Message,
     MessagesRequest,
     MessageTokensDetails,
     MessageUsage,
@@ -34,14 +34,16 @@ class MessageBuilder(EventBuilder):
     may_fill_context = True
     keep_alive_frame = b'event: ping\ndata: {"type":"ping"}\n\n'
     names = CHAT_NAMES
-    response: Message
+    response: AnthropicMessagesResponse
 
     def __init__(
         self, request: Request, body: MessagesRequest, response_id: str, chat: ChatCompletionRequest
     ) -> None:
         super().__init__(request, body, response_id, chat)
         usage = MessageUsage(0, 0, 0, MessageTokensDetails(0))
-        self.response = Message(id=response_id, model=self.model, content=[], usage=usage)
+        self.response = AnthropicMessagesResponse(
+            id=response_id, model=self.model, content=[], usage=usage
+        )
         self.block: Block | None = None  # the open block
         self.json = ""  # its input so far
 

@@ -26,9 +26,9 @@ from servd.api.protocol.responses import (
     OutputTokensDetails,
     ReasoningItem,
     ReasoningText,
-    Response,
     ResponseError,
     ResponsesRequest,
+    ResponsesResponse,
     ResponseUsage,
     Status,
 )
@@ -48,7 +48,7 @@ class ResponsesBuilder(EventBuilder):
 
     names = CHAT_NAMES
     request_type = "responses"
-    response: Response
+    response: ResponsesResponse
 
     def __init__(
         self,
@@ -230,8 +230,8 @@ class ResponsesBuilder(EventBuilder):
 
 def _blank(
     response_id: str, model: str, body: ResponsesRequest, params: SamplingParams, is_stored: bool
-) -> Response:
-    return Response(
+) -> ResponsesResponse:
+    return ResponsesResponse(
         id=response_id,
         created_at=int(time.time()),
         background=bool(body.background),

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
-from servd.api.output.output_parser import AnswerFinder
+from servd.api.output.output_parser import OutputAnswerFinder
 from servd.api.request.choice import Choice
 from servd.api.request.request_state import RequestState, find_choice
 from servd.api.text.detokenizer import Detokenizer
@@ -47,6 +47,6 @@ class OutputProcessor:
             state.params,
             state.prompt_token_ids,
             state.expected.visible_ids,
-            None if reasoning is None else AnswerFinder(reasoning),
+            None if reasoning is None else OutputAnswerFinder(reasoning),
         )
         return choice.detokenizer

@@ -150,7 +150,7 @@ class ToolMode(OpenObject):
     disable_parallel_tool_use: NotRequired[bool | None]
 
 
-class NamedTool(OpenObject):
+class AnthropicNamedTool(OpenObject):
     """The choice of the tool that the model must use."""
 
     type: Literal["tool"]
@@ -158,7 +158,7 @@ class NamedTool(OpenObject):
     disable_parallel_tool_use: NotRequired[bool | None]
 
 
-ToolChoice = Annotated[ToolMode | NamedTool, Field(discriminator="type")]
+ToolChoice = Annotated[ToolMode | AnthropicNamedTool, Field(discriminator="type")]
 
 
 class Thinking(OpenObject):
@@ -436,7 +436,7 @@ class MessageUsage(msgspec.Struct):
     cache_creation_input_tokens: int = 0
 
 
-class Message(msgspec.Struct, kw_only=True, tag_field="type", tag="message"):
+class AnthropicMessagesResponse(msgspec.Struct, kw_only=True, tag_field="type", tag="message"):
     """The response of /v1/messages."""
 
     id: str

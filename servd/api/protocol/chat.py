@@ -16,7 +16,7 @@ from servd.api.protocol.generation import (
     PromptLogprobs,
     ResponseMetrics,
     Timings,
-    Usage,
+    UsageInfo,
 )
 from servd.api.protocol.tools import ToolChoice, Tools, idle_strict
 from servd.api.protocol.validation import OpenObject, RequestBody, Whole, wrong_field
@@ -340,7 +340,7 @@ class AssistantMessage(msgspec.Struct):
     tool_calls: list[MessageToolCall] | UnsetType = UNSET
 
 
-class ChatChoice(msgspec.Struct):
+class ChatCompletionResponseChoice(msgspec.Struct):
     """One of the `n` choices of the response."""
 
     index: int
@@ -351,15 +351,15 @@ class ChatChoice(msgspec.Struct):
     token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatCompletion(msgspec.Struct, tag_field="object", tag="chat.completion"):
+class ChatCompletionResponse(msgspec.Struct, tag_field="object", tag="chat.completion"):
     """The complete response of /v1/chat/completions."""
 
     id: str
     created: int
     model: str
     system_fingerprint: str
-    choices: list[ChatChoice]
-    usage: Usage
+    choices: list[ChatCompletionResponseChoice]
+    usage: UsageInfo
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_text: str | UnsetType = UNSET
@@ -414,7 +414,7 @@ class ChatCompletionChunk(msgspec.Struct, tag_field="object", tag="chat.completi
     model: str
     system_fingerprint: str
     choices: list[ChunkChoice]
-    usage: Usage | None | UnsetType = UNSET
+    usage: UsageInfo | None | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_text: str | UnsetType = UNSET
     timings: Timings | UnsetType = UNSET

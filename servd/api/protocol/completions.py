@@ -15,7 +15,7 @@ from servd.api.protocol.generation import (
     PromptLogprobs,
     ResponseMetrics,
     Timings,
-    Usage,
+    UsageInfo,
 )
 from servd.api.protocol.validation import Int, TokenId, Whole, with_whole_numbers, wrong_field
 from servd.api.text.prompt import Prompt
@@ -123,7 +123,7 @@ class CompletionLogprobs(msgspec.Struct):
     text_offset: list[int]  # where the token's first character is in the choice's text
 
 
-class CompletionChoice(msgspec.Struct):
+class CompletionResponseChoice(msgspec.Struct):
     """A choice, or a chunk's part of one. `index` is prompt number * n + choice number."""
 
     index: int
@@ -137,15 +137,15 @@ class CompletionChoice(msgspec.Struct):
     prompt_text: str | UnsetType = UNSET
 
 
-class Completion(msgspec.Struct, tag_field="object", tag="text_completion"):
+class CompletionResponse(msgspec.Struct, tag_field="object", tag="text_completion"):
     """The complete response of /v1/completions, or a chunk of a stream."""
 
     id: str
     created: int
     model: str
     system_fingerprint: str
-    choices: list[CompletionChoice]
-    usage: Usage | None | UnsetType = UNSET
+    choices: list[CompletionResponseChoice]
+    usage: UsageInfo | None | UnsetType = UNSET
     timings: Timings | UnsetType = UNSET
     metrics: ResponseMetrics | UnsetType = UNSET
     kv_transfer_params: KVTransferAnswer | UnsetType = UNSET

@@ -423,7 +423,7 @@ class ResponseMetrics(msgspec.Struct):
     speculative_decoding: SpeculativeDecodingMetrics
 
 
-class Usage(msgspec.Struct):
+class UsageInfo(msgspec.Struct):
     """The token counts of a response. The prompt counts once, whatever the number of choices."""
 
     prompt_tokens: int

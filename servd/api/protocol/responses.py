@@ -76,7 +76,7 @@ class FunctionCallOutput(OpenObject):
     output: Content
 
 
-class Reasoning(OpenObject):
+class ReasoningInput(OpenObject):
     """The reasoning in an earlier response."""
 
     type: Literal["reasoning"]
@@ -119,7 +119,7 @@ InputItem = Annotated[
     Annotated[InputMessage, Tag("message")]
     | Annotated[FunctionCallInput, Tag("function_call")]
     | Annotated[FunctionCallOutput, Tag("function_call_output")]
-    | Annotated[Reasoning, Tag("reasoning")]
+    | Annotated[ReasoningInput, Tag("reasoning")]
     | Annotated[HostedItem, Tag("hosted item")],
     Discriminator(_tag_of_item),
 ]
@@ -374,7 +374,7 @@ class ResponseError(msgspec.Struct):
     code: str = "server_error"
 
 
-class Response(msgspec.Struct, kw_only=True, tag_field="object", tag="response"):
+class ResponsesResponse(msgspec.Struct, kw_only=True, tag_field="object", tag="response"):
     """The response of /v1/responses, with the settings of its request."""
 
     id: str

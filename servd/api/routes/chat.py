@@ -7,13 +7,19 @@ from starlette.responses import Response
 from servd.api.builders.chat import ChatBuilder
 from servd.api.call import call_of
 from servd.api.http.route import Parsed, Route, events
-from servd.api.protocol.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest
+from servd.api.protocol.chat import (
+    ChatCompletionChunk,
+    ChatCompletionRequest,
+    ChatCompletionResponse,
+)
 
 router = APIRouter(route_class=Route)
 
 
 @router.post(
-    "/v1/chat/completions", response_model=ChatCompletion, responses=events(ChatCompletionChunk)
+    "/v1/chat/completions",
+    response_model=ChatCompletionResponse,
+    responses=events(ChatCompletionChunk),
 )
 async def create_chat_completion(request: Request, body: Parsed[ChatCompletionRequest]) -> Response:
     """Answer a conversation."""

@@ -7,12 +7,14 @@ from starlette.responses import Response
 from servd.api.builders.completions import CompletionBuilder
 from servd.api.call import call_of
 from servd.api.http.route import Parsed, Route, events
-from servd.api.protocol.completions import Completion, CompletionRequest
+from servd.api.protocol.completions import CompletionRequest, CompletionResponse
 
 router = APIRouter(route_class=Route)
 
 
-@router.post("/v1/completions", response_model=Completion, responses=events(Completion))
+@router.post(
+    "/v1/completions", response_model=CompletionResponse, responses=events(CompletionResponse)
+)
 async def create_completion(request: Request, body: Parsed[CompletionRequest]) -> Response:
     """Complete one or more prompts."""
     response_id = f"cmpl-{call_of(request).unique_id}"

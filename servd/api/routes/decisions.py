@@ -15,7 +15,7 @@ from servd.api.context import context_of, json_response
 from servd.api.http.route import Parsed, Route
 from servd.api.protocol.decisions import (
     Answer,
-    Decision,
+    DecisionResponse,
     DecisionsRequest,
     Question,
     answer,
@@ -36,7 +36,7 @@ MAX_CONCURRENT = 16  # questions
 NO_REASONING = {"enable_thinking": False, "thinking": False}  # as `reasoning_effort: none`
 
 
-@router.post("/v1/decisions", response_model=Decision)
+@router.post("/v1/decisions", response_model=DecisionResponse)
 async def create_decision(request: Request, body: Parsed[DecisionsRequest]) -> Response:
     """Answer questions with the probabilities of the given options.
 
@@ -61,7 +61,7 @@ async def create_decision(request: Request, body: Parsed[DecisionsRequest]) -> R
         OutputTokensDetails(0),
         scorer.num_prompt_tokens + scorer.num_output_tokens,
     )
-    decision = Decision(call.model, answers, usage)
+    decision = DecisionResponse(call.model, answers, usage)
     return json_response(decision)
 
 

@@ -12,9 +12,9 @@ from servd.api.context import context_of, json_response
 from servd.api.http.route import Parsed, Route, events
 from servd.api.protocol.anthropic import (
     CHAT_NAMES,
+    AnthropicMessagesResponse,
     CountTokensRequest,
     LimitedMessagesRequest,
-    Message,
     MessagesRequest,
     TokensCount,
 )
@@ -39,7 +39,9 @@ async def read_message(request: Request) -> RequestBody:
 ParsedMessage = Annotated[LimitedMessagesRequest, Depends(read_message)]
 
 
-@router.post("/v1/messages", response_model=Message, responses=events(MessageEvent))
+@router.post(
+    "/v1/messages", response_model=AnthropicMessagesResponse, responses=events(MessageEvent)
+)
 async def create_message(request: Request, body: ParsedMessage) -> Response:
     """Answer a conversation in Anthropic's format."""
     call = call_of(request)

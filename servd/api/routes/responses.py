@@ -29,8 +29,8 @@ from servd.api.protocol.responses import (
     DeletedResponse,
     InputItems,
     InputTokens,
-    Response,
     ResponsesRequest,
+    ResponsesResponse,
 )
 from servd.api.protocol.translation import renamed
 from servd.api.responses.event_log import EventLog
@@ -53,7 +53,7 @@ class ResponseId(StringConvertor):
 register_url_convertor("response", ResponseId())
 
 
-@router.post("/v1/responses", response_model=Response, responses=events(ResponseEvent))
+@router.post("/v1/responses", response_model=ResponsesResponse, responses=events(ResponseEvent))
 async def create_response(request: Request, body: Parsed[ResponsesRequest]) -> HTTPResponse:
     """Answer a conversation, and store it for the next turn."""
     call = call_of(request)
@@ -111,7 +111,9 @@ async def count_input_tokens(request: Request, body: Parsed[ResponsesRequest]) -
 
 
 @router.get(
-    "/v1/responses/{response_id:response}", response_model=Response, responses=events(ResponseEvent)
+    "/v1/responses/{response_id:response}",
+    response_model=ResponsesResponse,
+    responses=events(ResponseEvent),
 )
 async def get_response(
     request: Request,
@@ -151,7 +153,7 @@ async def delete_response(request: Request, response_id: PathPart) -> HTTPRespon
     return json_response(DeletedResponse(stored.response.id))
 
 
-@router.post("/v1/responses/{response_id:response}/cancel", response_model=Response)
+@router.post("/v1/responses/{response_id:response}/cancel", response_model=ResponsesResponse)
 async def cancel_response(request: Request, response_id: PathPart) -> HTTPResponse:
     """Cancel a background response."""
     stored = _stored(request, response_id)

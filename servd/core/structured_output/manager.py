@@ -60,7 +60,7 @@ class Compiled:
 
 
 @dataclass(slots=True, eq=False)
-class Row:
+class GrammarRow:
     grammar: Grammar | None
     matcher: Matcher | None  # None after an error
     starts_after: Sequence[int]  # not empty: the grammar has not begun
@@ -170,11 +170,11 @@ class GrammarManager:
         self._vocabulary: Future[Any] | None = None
         self._cache = GrammarCache(self._compile)
         self._compiling: dict[Key, list[EngineCoreRequest]] = {}
-        self._rows: dict[int, Row] = {}  # by slot
+        self._rows: dict[int, GrammarRow] = {}  # by slot
         # Rows of the step that sample: index, row, what is scheduled.
-        self._step: list[tuple[int, Row, ScheduledRequest]] = []
+        self._step: list[tuple[int, GrammarRow, ScheduledRequest]] = []
         self._turn = 0
-        self._in_flight: deque[list[tuple[int, Row, ScheduledRequest]]] = deque()
+        self._in_flight: deque[list[tuple[int, GrammarRow, ScheduledRequest]]] = deque()
 
     # ---- before a request runs ----
 
@@ -346,8 +346,8 @@ class GrammarManager:
                     break
         return ends
 
-    def _row(self, request: NewRequest, output: StructuredOutput) -> Row:
-        row = Row(
+    def _row(self, request: NewRequest, output: StructuredOutput) -> GrammarRow:
+        row = GrammarRow(
             None,
             None,
             output.starts_after,

@@ -37,7 +37,7 @@ from servd.worker.kv.block_store import BlockStore
 from servd.worker.layers import state
 from servd.worker.layers.attention import ForwardContext, spec_of
 from servd.worker.loading import model_loader
-from servd.worker.lora.adapters import Adapters, check_modules
+from servd.worker.lora.adapters import AdapterSlots, check_modules
 from servd.worker.output_heads import StepPart
 from servd.worker.runner.isolation import Failures, forward_apart
 from servd.worker.sample.sampled_tokens import SampledTokens
@@ -187,13 +187,13 @@ class ModelRunner(ABC):
             form = config.load_format
             model_loader.load_weights(self.model, folder, progress, make, load_format=form)
 
-    def _make_adapters(self) -> Adapters | None:
+    def _make_adapters(self) -> AdapterSlots | None:
         if not self.config.lora.enable_lora:
             return None
         most = max(self.max_num_tokens, self.max_num_samples)
         name = self.config.lora.lora_dtype
         dtype = self.compute_dtype if name == "auto" else getattr(torch, name)
-        return Adapters(
+        return AdapterSlots(
             self.config.lora, self.model, dtype, self.device, self.max_num_seqs, most, self.parallel
         )
 

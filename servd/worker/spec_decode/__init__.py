@@ -198,7 +198,9 @@ class Proposer(ABC):
             token ids, int64 [n, num_drafts]; -1 after the last draft of a row.
         """
 
-    def draft(self, batch: InputBatch, hidden: Tensor, num_kept: Tensor | None) -> Drafts | None:
+    def draft(
+        self, batch: InputBatch, hidden: Tensor, num_kept: Tensor | None
+    ) -> DraftTokenIds | None:
         """Return drafts for the rows of a step that need them, once its tokens are written."""
         self.follow(batch, hidden, num_kept)
         if batch.is_plain or not len(wanted := batch.drafting_rows):
@@ -221,18 +223,18 @@ class Proposer(ABC):
             token_ids = token_ids.masked_fill(upload(is_over, device), -1)
         newest = states.num_computed.index_select(0, slots).unsqueeze(1)
         states.write(slots.unsqueeze(1), newest + self.after[:num_drafts], token_ids)
-        return Drafts(wanted, token_ids)
+        return DraftTokenIds(wanted, token_ids)
 
 
 @dataclass(frozen=True, slots=True)
-class Drafts:
+class DraftTokenIds:
     """A StepPart: the drafts, which the engine needs for grammars."""
 
     rows: np.ndarray  # [n] indices in the step
     token_ids: Tensor  # [n, k] int64; -1: none
 
-    def to_host(self) -> Drafts:
-        return Drafts(self.rows, self.token_ids.to("cpu", non_blocking=True))
+    def to_host(self) -> DraftTokenIds:
+        return DraftTokenIds(self.rows, self.token_ids.to("cpu", non_blocking=True))
 
     def write(self, output: ModelRunnerOutput) -> None:
         for row, token_ids in zip(self.rows.tolist(), self.token_ids.tolist(), strict=True):
