@@ -129,7 +129,7 @@ def read_spec(folder: Path | str, overrides: dict[str, Any] | None = None) -> Mo
             if config.get(name) is not None:
                 return config[name]
         if default is None:
-            why = NO_ATTENTION * (names[0] == "num_attention_heads")
+            why = NO_ATTENTION if names[0] == "num_attention_heads" else ""
             raise wrong(
                 f"it has none of: {', '.join(names)}; {why}"
                 "docs/reference/models.md lists what servd runs"

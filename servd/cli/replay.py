@@ -38,7 +38,8 @@ def run(arguments: argparse.Namespace) -> int:
         num_different = 0
         for i, prompt in enumerate(manifest.prompts):
             for choice, difference in enumerate(replay(llm, prompt)):
-                num_different += bool(difference)
+                if difference:
+                    num_different += 1
                 about = difference or f"{len(prompt.token_ids[choice])} tokens, all the same"
                 print(f"prompt {i}, choice {choice}: {about}")
     finally:

@@ -159,7 +159,8 @@ class BatchRun:
             with self.lock:
                 try:
                     if result is not None:
-                        self.num_failed += result.status != 200
+                        if result.status != 200:
+                            self.num_failed += 1
                         self.results.add(result)
                 except OSError as problem:
                     self.problem = problem
@@ -187,7 +188,8 @@ class BatchRun:
             if (status := self.results.statuses.get(line.custom_id)) is not None:
                 with self.lock:
                     self.num_kept += 1
-                    self.num_failed += status != 200
+                    if status != 200:
+                        self.num_failed += 1
                 return None
             batch.check(line)
             body = msgspec.json.decode(line.body)

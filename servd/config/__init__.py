@@ -65,7 +65,8 @@ class Config(Section, frozen=True):
     @property
     def num_steps_in_flight(self) -> int:
         """The number of steps in flight: one per pipeline stage, and one for async scheduling."""
-        return self.parallel.pipeline_parallel_size + bool(self.scheduler.async_scheduling)
+        num_stages = self.parallel.pipeline_parallel_size
+        return num_stages + 1 if self.scheduler.async_scheduling else num_stages
 
     @property
     def num_micro_batches(self) -> int:

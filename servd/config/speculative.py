@@ -132,7 +132,8 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         length = self.synthetic_acceptance_length
         most = self.num_speculative_tokens
         is_synthetic = self.rejection_sample_method == "synthetic"
-        if (rates is not None) + (length is not None) != is_synthetic:
+        num_targets = 2 - [rates, length].count(None)
+        if num_targets != (1 if is_synthetic else 0):
             raise ValueError(
                 'rejection_sample_method "synthetic" needs one of synthetic_acceptance_rates and '
                 "synthetic_acceptance_length, which only this method reads"

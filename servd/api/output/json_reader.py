@@ -271,8 +271,9 @@ class JsonReader:
         if not following:
             self._begin_word(word)
             return False
-        self._num_repairs += word in LITERALS
-        word = LITERALS.get(word, word)
+        if word in LITERALS:
+            self._num_repairs += 1
+            word = LITERALS[word]
         if not SCALAR.fullmatch(word):
             if not word or not (yield from self._is_end_of_string(False)):
                 return (yield from self._raw_text("", word))

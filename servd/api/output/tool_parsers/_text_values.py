@@ -143,7 +143,8 @@ class _Texts:
             raise NotExpressible("a schema that allows nothing")
         keywords = schema.keys() - ANNOTATIONS
         if keywords & {"anyOf", "oneOf"}:
-            return self._add_options(schema, keywords)
+            self._add_options(schema, keywords)
+            return
         types = types_of(schema, self.root)
         values = _values(schema)
         if "null" in types if values is None else None in values:
