@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from servd.checkpoint.hf import read_spec
+from servd.checkpoint.model_spec import read_spec
 from servd.config import Config
 from servd.config.resolve import look_at_machine, resolve
 from servd.core.engine_core import EngineCore

@@ -25,7 +25,7 @@ def is_part(config: Mapping[str, Any]) -> bool:
     return isinstance(config.get(TEXT), dict) or is_flat
 
 
-def text_of(config: dict[str, Any]) -> dict[str, Any]:
+def text_part(config: dict[str, Any]) -> dict[str, Any]:
     """Return config.json of the language model alone. A text model's config.json is unchanged."""
     if not is_part(config):
         return config

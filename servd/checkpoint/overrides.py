@@ -46,8 +46,8 @@ def override(config: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, An
     """Return config.json with --hf-overrides: objects are merged, null removes a key. A rotary
     scaling also changes the number of positions, unless the overrides state that number.
 
-    `config` is of a text model (`multimodal_config.text_of`); a `text_config` in `changes` applies
-    to `config`. Raises ConfigError if the model does not have a key, a value is invalid, or a
+    `config` is of a text model (see `text_part`); a `text_config` in `changes` applies to
+    `config`. Raises ConfigError if the model does not have a key, a value is invalid, or a
     scaling of rotary positions is incomplete.
     """
     changes = {**changes, **(_object(changes, TEXT) or {})}
@@ -75,7 +75,7 @@ def override(config: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, An
     return {key: value for key, value in changed.items() if key not in changes or value is not None}
 
 
-def reach(config: dict[str, Any]) -> dict[str, Any]:
+def extend_positions(config: dict[str, Any]) -> dict[str, Any]:
     """Return config.json with the number of positions that YaRN reaches. Published checkpoints may
     state the number without YaRN. Dynamic scaling begins at the number that config.json states,
     not at the one inside the rotation, which is here for --hf-overrides.

@@ -14,7 +14,8 @@ import msgspec
 from servd.base.errors import InvalidRequest, ModelNotFound, UnsupportedModel
 from servd.checkpoint.account import Account, account_for, without_nulls
 from servd.checkpoint.facts import read_page
-from servd.checkpoint.hf import ModelSpec, leads_out
+from servd.checkpoint.model_spec import ModelSpec
+from servd.checkpoint.weight_files import leads_out
 from servd.messages.params import PoolingParams
 
 # The values of model_type that servd has files for.

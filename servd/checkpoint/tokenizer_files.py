@@ -19,7 +19,9 @@ from servd.base.errors import ModelNotFound
 from servd.checkpoint import gguf, gguf_tokenizer
 from servd.checkpoint.account import Account, account_for
 from servd.checkpoint.cached_folder import make_cached_folder
-from servd.checkpoint.hf import ModelSpec, find_model, read_json
+from servd.checkpoint.config_json import read_json
+from servd.checkpoint.hub import find_model
+from servd.checkpoint.model_spec import ModelSpec
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken

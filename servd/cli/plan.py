@@ -11,8 +11,9 @@ from servd import launch
 from servd.base import plugins
 from servd.base.errors import ConfigError
 from servd.base.sizes import MemoryPlan, advise_more_memory, format_bytes
-from servd.checkpoint import hf
+from servd.checkpoint import hub
 from servd.checkpoint.facts import read_facts
+from servd.checkpoint.model_spec import ModelSpec
 from servd.config import Config
 from servd.config.kv_layout import KVLayout
 from servd.terminal import engine_flags
@@ -62,7 +63,7 @@ def make_report(config: Config) -> PlanReport:
         model = config.model
         headers = model.model
         if headers is not None:
-            headers = hf.find_gguf_headers(headers, model.revision, model.download_dir, scratch)
+            headers = hub.find_gguf_headers(headers, model.revision, model.download_dir, scratch)
         config, spec, _ = launch.find_and_resolve(config.replace(model=headers))
         if not spec.folder:
             raise ConfigError("--executor fake has no weights: leave it out")
@@ -73,15 +74,15 @@ def make_report(config: Config) -> PlanReport:
         return PlanReport(config, spec, plan)
 
 
-def with_headers(config: Config, spec: hf.ModelSpec, scratch: str) -> tuple[Config, hf.ModelSpec]:
+def with_headers(config: Config, spec: ModelSpec, scratch: str) -> tuple[Config, ModelSpec]:
     """Return config and spec with folders that have the weights, or only headers, in `scratch`."""
     model = config.model
     if model.load_format != "dummy":
         assert model.model is not None
-        folder = hf.find_headers(model.model, model.revision, model.download_dir, scratch)
+        folder = hub.find_headers(model.model, model.revision, model.download_dir, scratch)
         spec = msgspec.structs.replace(spec, folder=str(folder))
     if (draft := model.speculative_config) is not None and draft.model is not None:
-        folder = hf.find_headers(draft.model, draft.revision, model.download_dir, scratch)
+        folder = hub.find_headers(draft.model, draft.revision, model.download_dir, scratch)
         draft = msgspec.structs.replace(draft, model=str(folder))
         config = config.replace(speculative_config=draft)
     return config, spec
@@ -90,7 +91,7 @@ def with_headers(config: Config, spec: hf.ModelSpec, scratch: str) -> tuple[Conf
 class PlanReport:
     """The memory plans of all ranks, for users."""
 
-    def __init__(self, config: Config, spec: hf.ModelSpec, plan: MemoryPlan) -> None:
+    def __init__(self, config: Config, spec: ModelSpec, plan: MemoryPlan) -> None:
         max_model_len = config.model.max_model_len
         max_num_seqs = config.scheduler.max_num_seqs
         assert max_model_len is not None and max_num_seqs is not None

@@ -9,7 +9,7 @@ from servd.api.text.chat_template import DEFAULT_TEMPLATE
 from servd.base import log
 from servd.base.errors import ModelNotFound, ServdError
 from servd.base.sizes import format_bytes
-from servd.checkpoint import hf
+from servd.checkpoint import hub
 from servd.checkpoint.short_names import full_name
 from servd.cli.rm import find_file, find_repository
 from servd.gateway.models import find_snapshot
@@ -54,5 +54,5 @@ def run(arguments: argparse.Namespace) -> int:
 
 def describe_local(name: str) -> dict[str, Any] | None:
     """Return the description of a model of this machine; None if the model is not here."""
-    folder = hf.local_folder(str(find_file(name) or name)) or find_snapshot(find_repository(name))
+    folder = hub.local_folder(str(find_file(name) or name)) or find_snapshot(find_repository(name))
     return None if folder is None else describe_folder(folder, name)

@@ -12,9 +12,10 @@ import msgspec
 
 from servd.base import plugins
 from servd.base.errors import ConfigError, UnsupportedModel
-from servd.checkpoint import hf, pooling
-from servd.checkpoint.hf import DEMO_MODEL, ModelSpec
+from servd.checkpoint import pooling, quantization_config
+from servd.checkpoint.hub import DEMO_MODEL
 from servd.checkpoint.lora import parse_module
+from servd.checkpoint.model_spec import ModelSpec
 from servd.checkpoint.pooling import is_encoder_as_decoder
 from servd.config import Config, LoRAConfig, choices, data_parallel, flag_of, options_by_name
 from servd.config.data_parallel import Decision
@@ -103,7 +104,7 @@ def _check_plugins(config: Config, spec: ModelSpec) -> None:
             if value.replace("-", "_") not in known:
                 there_are = ", ".join(known)
                 raise ConfigError(f"{flag_of(name)} {value!r} is unknown; there are: {there_are}")
-    hf.quant_method_of(spec.folder, config.model.quantization)
+    quantization_config.quant_method_of(spec.folder, config.model.quantization)
     _check_activations(config, spec)
     if config.model.quantization_imatrix and config.model.quantization != "int4":
         raise ConfigError("--quantization-imatrix only works with 4 bits: add --quantization int4")
@@ -121,7 +122,7 @@ def _check_plugins(config: Config, spec: ModelSpec) -> None:
 def _check_activations(config: Config, spec: ModelSpec) -> None:
     if config.model.cpu_activation_dtype != "int8":
         return
-    stated = hf.quantization_of(spec.folder)
+    stated = quantization_config.quantization_of(spec.folder)
     is_quantized = stated is not None and stated.get("has_blocks", True)
     if config.model.quantization not in ("int8", "int4") and not is_quantized:
         raise ConfigError(
@@ -362,7 +363,9 @@ def resolve_types(config: Config, folder: str) -> dict[str, Decision]:
     decided: dict[str, Decision] = {}
     on_cpu = config.parallel.device == "cpu"
     activations = model.cpu_activation_dtype
-    is_rounded = on_cpu and hf.rounds_activations(activations, model.quantization, folder)
+    is_rounded = on_cpu and quantization_config.rounds_activations(
+        activations, model.quantization, folder
+    )
     if on_cpu and activations == "auto":
         why = "faster with these weights" if is_rounded else "exact with weights of few bits"
         decided["cpu_activation_dtype"] = Decision("int8" if is_rounded else "float32", why)

@@ -6,7 +6,7 @@ import os
 import msgspec
 
 import servd
-from servd.checkpoint.hf import ModelSpec
+from servd.checkpoint.model_spec import ModelSpec
 from servd.config import Config
 from servd.ipc.channels import Inbox, Outbox, address
 from servd.messages.engine import Attach, FromEngine, ToEngine

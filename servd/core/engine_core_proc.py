@@ -21,7 +21,8 @@ import msgspec
 from servd.base import log, plugins
 from servd.base.errors import ConfigError, EngineError
 from servd.base.tracing import FIRST_STEP, OVERDUE_FACTOR, Pace, StepRecord
-from servd.checkpoint import hf
+from servd.checkpoint import hub
+from servd.checkpoint.model_spec import ModelSpec
 from servd.config import Config
 from servd.core.audit import audit
 from servd.core.client import engine_address, identity
@@ -420,7 +421,7 @@ def abort_all_of(client: int, engine: EngineCore) -> AbortRequests:
 
 
 def start_executor(
-    config: Config, spec: hf.ModelSpec, progress: Progress
+    config: Config, spec: ModelSpec, progress: Progress
 ) -> tuple[Executor, WorkerReady]:
     """Return the configured executor with a loaded model, whose weights it downloads if needed.
     Raises ConfigError if the weights cannot be downloaded or the model cannot be loaded here.
@@ -432,7 +433,7 @@ def start_executor(
     if executor_class.needs_weights and model.load_format != "dummy":
         progress("finding weights", 0.0)
         assert model.model is not None
-        hf.download_weights(model.model, model.revision, model.download_dir, model.load_format)
+        hub.download_weights(model.model, model.revision, model.download_dir, model.load_format)
     executor = executor_class(config, spec, progress)
     try:
         return executor, executor.start()

@@ -11,7 +11,7 @@ import msgspec
 
 from servd.api.engine.adapters import NAME
 from servd.base.errors import ConfigError
-from servd.checkpoint import gguf, hf
+from servd.checkpoint import config_json, gguf, hub, model_spec
 from servd.checkpoint.facts import Facts, read_facts
 from servd.checkpoint.lora import CONFIG, parse_module
 from servd.config import LoRAConfig
@@ -106,10 +106,10 @@ def _read(name: str, entry: Path) -> GatewayModel | None:
     path = find_snapshot(entry) if entry.name.startswith(HUB) else entry
     if path is None:
         return None
-    folder = hf.local_folder(str(path)) if path.suffix == ".gguf" else path
+    folder = hub.local_folder(str(path)) if path.suffix == ".gguf" else path
     assert folder is not None
     written = path if path.is_file() else path / "config.json"
-    length = hf.read_spec(folder).max_position_embeddings
+    length = model_spec.read_spec(folder).max_position_embeddings
     return GatewayModel(name, path, length, read_facts(str(folder)), int(written.stat().st_mtime))
 
 
@@ -165,7 +165,7 @@ def find_snapshot(repository: Path) -> Path | None:
     refs = sorted(repository.glob("refs/*"), key=lambda ref: ref.name != "main")
     refs = [ref for ref in refs if ref.is_file()]  # refs/refs/pr are pull requests
     found = [repository / "snapshots" / ref.read_text().strip() for ref in refs]
-    return next((path for path in found if _is_model(path) and hf.has_weights(path)), None)
+    return next((path for path in found if _is_model(path) and hub.has_weights(path)), None)
 
 
 def adapters_in(lora: LoRAConfig) -> dict[str, AdapterFolder]:
@@ -186,7 +186,7 @@ def _adapter(name: str, folder: Path, base: str) -> AdapterFolder:
     created = 0
     try:
         created = int(file.stat().st_mtime)
-        base = base or hf.read_json(file).get("base_model_name_or_path") or ""
+        base = base or config_json.read_json(file).get("base_model_name_or_path") or ""
     except (ConfigError, OSError):  # loading it reports the error
         pass
     return AdapterFolder(name, folder, str(base), created)

@@ -53,7 +53,7 @@ from servd.base.errors import (
 from servd.base.json_reader import read_json
 from servd.base.line_ends import escape_line_ends
 from servd.base.tracing import now_ns
-from servd.checkpoint import hf
+from servd.checkpoint import hub
 from servd.checkpoint.short_names import full_name
 from servd.config import Config
 from servd.gateway.backend import ModelServer, Visit
@@ -175,7 +175,7 @@ class Gateway:
     async def show_ollama_model(self, request: Request) -> Response:
         """Describe a model by its files, whether its server runs or not."""
         model = (await self.servers.find(read(request, await request.body()).model)).model
-        folder = hf.local_folder(str(model.path))
+        folder = hub.local_folder(str(model.path))
         assert folder is not None
         try:
             shown = await asyncio.to_thread(describe_folder, folder, model.name)

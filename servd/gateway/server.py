@@ -18,7 +18,7 @@ from servd.api.http.http_protocol import Connections, settings
 from servd.api.keys import ApiKeys
 from servd.base.errors import ConfigError
 from servd.base.private_dir import private_dir
-from servd.checkpoint import hf
+from servd.checkpoint import hub
 from servd.config import Config
 from servd.config.keys import check_new_keys, load_certificates, tls_context
 from servd.gateway.models import adapters_in
@@ -69,7 +69,7 @@ def link_models(config: Config, folder: Path) -> Config:
     """
     for model in config.models.models:
         given = Path(model).expanduser()
-        path = given.absolute() if given.exists() else hf.download_weights(model)
+        path = given.absolute() if given.exists() else hub.download_weights(model)
         link = folder / (given.absolute().name if given.exists() else model)
         link.parent.mkdir(parents=True, exist_ok=True)
         if link.parent.is_symlink():  # the link would be written into that model's folder

@@ -20,9 +20,9 @@ import msgspec
 from servd.api.engine import load_balancer as routing
 from servd.base import log
 from servd.base.errors import ConfigError
-from servd.checkpoint import hf
 from servd.checkpoint.adapter_store import AdapterStore
 from servd.checkpoint.lora import AdapterFiles, parse_module
+from servd.checkpoint.model_spec import ModelSpec
 from servd.config import AccessConfig, Config
 from servd.config.keys import check_new_keys, read_keys, tls_context
 from servd.config.resolve import Decision
@@ -73,7 +73,7 @@ def url_of(listener: socket.socket, access: AccessConfig) -> str:
 @dataclass(eq=False)
 class ProcessTree:
     config: Config
-    spec: hf.ModelSpec
+    spec: ModelSpec
     decided: InitVar[dict[str, Decision]]
     ipc_dir: str
     listener: socket.socket | None  # handed to every API server

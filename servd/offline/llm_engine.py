@@ -25,7 +25,7 @@ from servd.base.errors import ConfigError, EngineDead, InvalidRequest
 from servd.base.private_dir import private_dir
 from servd.base.tracing import now_ns
 from servd.checkpoint.adapter_store import AdapterStore
-from servd.checkpoint.hf import ModelSpec
+from servd.checkpoint.model_spec import ModelSpec
 from servd.config import Config
 from servd.core.client import EngineCoreClient, identity
 from servd.core.engine_core import EngineCore

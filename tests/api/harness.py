@@ -25,7 +25,7 @@ from servd.api.observability.tracer import Tracer
 from servd.api.text.tokenizer import Tokenizer
 from servd.base import tracing
 from servd.checkpoint.adapter_store import AdapterStore
-from servd.checkpoint.hf import FAKE_SPEC, ModelSpec
+from servd.checkpoint.model_spec import FAKE_SPEC, ModelSpec
 from servd.config import Config
 from servd.config.resolve import Machine, resolve
 from servd.core.audit import audit, problems

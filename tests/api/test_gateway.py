@@ -23,7 +23,7 @@ import pytest
 from servd.api.keys import ApiKeys
 from servd.base import log
 from servd.base.errors import ConfigError, InvalidRequest, ModelNotFound
-from servd.checkpoint import hf
+from servd.checkpoint import hub, model_spec
 from servd.config import Config
 from servd.config.keys import hash_key
 from servd.gateway.backend import ModelServer
@@ -602,8 +602,8 @@ def test_only_models_whose_files_have_changed_are_read_again(tmp_path: Path, mon
     make(snapshot)
     (snapshot.parents[1] / "refs").mkdir()
     (snapshot.parents[1] / "refs" / "main").write_text("a")
-    read_spec = Mock(wraps=hf.read_spec)
-    monkeypatch.setattr(hf, "read_spec", read_spec)
+    read_spec = Mock(wraps=model_spec.read_spec)
+    monkeypatch.setattr(model_spec, "read_spec", read_spec)
     folder = ModelFolder(tmp_path)
 
     def read() -> tuple[set[str], int]:
@@ -628,7 +628,7 @@ def test_a_model_that_could_not_be_read_is_read_again(tmp_path: Path, monkeypatc
     make(tmp_path / "one")
     folder = ModelFolder(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(hf, "read_spec", Mock(side_effect=OSError("too many open files")))
+        patch.setattr(model_spec, "read_spec", Mock(side_effect=OSError("too many open files")))
         assert not folder.read() and not folder.read()
     assert len(caplog.messages) == 1
     assert {*folder.read()} == {"one"}
@@ -929,7 +929,7 @@ def test_models_that_are_named_are_served_as_a_folder(tmp_path: Path):
 def test_no_link_is_written_into_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     make(tmp_path / "org")
     make(tmp_path / "hub")
-    monkeypatch.setattr(hf, "download_weights", lambda name: tmp_path / "hub")
+    monkeypatch.setattr(hub, "download_weights", lambda name: tmp_path / "hub")
     config = Config.load({"models": [str(tmp_path / "org"), "org/model"]})
     before = sorted((tmp_path / "org").iterdir())
     with pytest.raises(ConfigError, match="org/model and org cannot both be served"):

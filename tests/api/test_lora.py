@@ -17,8 +17,8 @@ from servd.api.engine.adapters import Adapters
 from servd.api.engine.async_llm import AsyncLLM
 from servd.base.errors import ConfigError
 from servd.checkpoint.adapter_store import AdapterStore
-from servd.checkpoint.hf import FAKE_SPEC
 from servd.checkpoint.lora import TENSORS
+from servd.checkpoint.model_spec import FAKE_SPEC
 from servd.config import LoRAConfig
 from servd.messages.engine import EngineReady, WorkerReady
 from tests.adapters import write_adapter

@@ -15,7 +15,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 from servd.api.observability.otel import SpanExporter
 from servd.api.request.request_state import Timeline
 from servd.base.errors import ConfigError
-from servd.checkpoint.hf import FAKE_SPEC
+from servd.checkpoint.model_spec import FAKE_SPEC
 from servd.config import Config
 from servd.config.resolve import Machine, resolve
 from tests.api.harness import MODEL, serve, until, user

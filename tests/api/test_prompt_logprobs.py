@@ -12,7 +12,7 @@ from servd.api.builders.events import EventBuilder
 from servd.api.request.delta_stream import MAX_LOGPROBS_HELD, DeltaStream
 from servd.api.request.fair_loop import FairLoop
 from servd.base.errors import InvalidRequest
-from servd.checkpoint.hf import FAKE_SPEC
+from servd.checkpoint.model_spec import FAKE_SPEC
 from servd.messages.engine import TokenLogprobs
 from servd.messages.outputs import CompletionOutput
 from tests.api.harness import chat_prompt, events, named_events, output_text, serve, user

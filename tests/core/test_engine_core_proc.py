@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from servd.base.private_dir import private_dir
-from servd.checkpoint.hf import FAKE_SPEC
+from servd.checkpoint.model_spec import FAKE_SPEC
 from servd.config import Config
 from servd.config.resolve import Machine, resolve
 from servd.core import engine_core_proc

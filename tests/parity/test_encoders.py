@@ -17,7 +17,8 @@ from servd import LLM
 from servd.api.text.prompt import Pair, SharedText
 from servd.base.errors import UnsupportedModel
 from servd.checkpoint import pooling
-from servd.checkpoint.hf import read_json, read_spec
+from servd.checkpoint.config_json import read_json
+from servd.checkpoint.model_spec import read_spec
 from servd.messages.params import PoolingParams
 from servd.worker.output_heads.pooler import PoolerDense
 from servd.worker.runner import reference_check

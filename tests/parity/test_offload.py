@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from servd.checkpoint.hf import read_spec
+from servd.checkpoint.model_spec import read_spec
 from servd.core.engine_core import EngineCore
 from servd.core.executor import multiproc, uniproc
 from servd.core.kv_cache.connector import loads

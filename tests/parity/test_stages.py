@@ -11,7 +11,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from servd.base.errors import EngineDead
-from servd.checkpoint.hf import DEMO_MODEL, find_model, read_spec
+from servd.checkpoint.hub import DEMO_MODEL, find_model
+from servd.checkpoint.model_spec import read_spec
 from servd.core.engine_core import EngineCore
 from servd.core.executor import multiproc, uniproc
 from servd.messages.engine import EngineCoreRequest

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from servd.base.errors import InvalidRequest
-from servd.checkpoint.hf import read_spec
+from servd.checkpoint.model_spec import read_spec
 from servd.core.engine_core import EngineCore
 from servd.core.executor.uniproc import UniProcExecutor
 from servd.messages.engine import EngineCoreOutput, EngineCoreRequest, FinishReason, RequestOptions

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from servd.checkpoint.hf import read_spec
+from servd.checkpoint.model_spec import read_spec
 from servd.config.speculative import MAX_GRAMMAR_TOKENS
 from servd.core.engine_core import EngineCore
 from servd.core.executor.uniproc import UniProcExecutor

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from servd import SamplingParams
-from servd.checkpoint.hf import read_spec
+from servd.checkpoint.model_spec import read_spec
 from servd.core.engine_core import EngineCore
 from servd.core.executor.uniproc import UniProcExecutor
 from servd.messages.engine import EngineCoreRequest

@@ -6,7 +6,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from servd.checkpoint.hf import DEMO_FOLDER, read_spec
+from servd.checkpoint.hub import DEMO_FOLDER
+from servd.checkpoint.model_spec import read_spec
 from servd.config import Config
 from servd.config.resolve import Machine, resolve
 from servd.core.engine_core import EngineCore

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 import servd
-from servd.checkpoint import hf
+from servd.checkpoint.model_spec import ModelSpec
 from servd.config import Config
 from servd.messages.engine import WorkerReady
 from servd.messages.params import SamplingParams
@@ -60,7 +60,7 @@ class RunManifest(msgspec.Struct):
 
 
 def make_manifest(
-    config: Config, spec: hf.ModelSpec, worker: WorkerReady, prompts: list[RepeatablePrompt]
+    config: Config, spec: ModelSpec, worker: WorkerReady, prompts: list[RepeatablePrompt]
 ) -> RunManifest:
     """Return the manifest of a run. The first call in a process hashes all weights, which takes
     about a second per gigabyte, or no time if the hub's cache has the hashes.

@@ -23,8 +23,8 @@ from servd.api.text.special_tokens import SPLIT_HERE
 from servd.api.text.tokenizer import Tokenizer
 from servd.base.errors import ContextTooLong, InvalidRequest
 from servd.base.tracing import Mark, now_ns
-from servd.checkpoint import hf, pooling
-from servd.checkpoint.hf import ModelSpec
+from servd.checkpoint import generation_config, pooling
+from servd.checkpoint.model_spec import ModelSpec
 from servd.config import Config
 from servd.messages.engine import EngineCoreRequest, RequestOptions
 from servd.messages.params import (
@@ -80,7 +80,7 @@ class Processor:
         # The model's sampling defaults for fields that a request leaves out; without max_tokens,
         # for which `process` takes the smaller of the default and the room in the context.
         model = config.model
-        self.default_params = hf.read_generation_defaults(
+        self.default_params = generation_config.read_generation_defaults(
             spec, model.generation_config, model.override_generation_config
         )
         self.default_max_tokens: int | None = self.default_params.pop("max_tokens", None)

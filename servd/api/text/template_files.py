@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from servd.base.errors import ConfigError, ModelNotFound
-from servd.checkpoint.hf import read_json
+from servd.checkpoint.config_json import read_json
 
 log = logging.getLogger("servd.api")
 

@@ -15,7 +15,7 @@ from typing import Any
 import tokenizers
 
 from servd.base.errors import InvalidRequest, ModelNotFound
-from servd.checkpoint.hf import ModelSpec
+from servd.checkpoint.model_spec import ModelSpec
 from servd.checkpoint.tokenizer_files import find_tokenizer, read_tokenizer_config, tokenizer_folder
 from servd.config import Config
 

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import ClassVar, Protocol
 
-from servd.checkpoint.hf import ModelSpec
+from servd.checkpoint.model_spec import ModelSpec
 from servd.config import Config
 from servd.messages.engine import GrammarBitmask, ModelRunnerOutput, SchedulerOutput, WorkerReady
 
@@ -29,7 +29,7 @@ class Executor(ABC):
     RuntimeError.
     """
 
-    needs_weights: ClassVar[bool] = True  # False: it computes no model; hf.FAKE_SPEC suffices
+    needs_weights: ClassVar[bool] = True  # False: it computes no model; FAKE_SPEC suffices
 
     def __init__(self, config: Config, spec: ModelSpec, progress: Progress) -> None:
         self.config = config

@@ -12,7 +12,7 @@ from mmap import mmap
 from typing import Any, Protocol
 
 from servd.base.tracing import now_ns
-from servd.checkpoint.hf import ModelSpec
+from servd.checkpoint.model_spec import ModelSpec
 from servd.config import Config
 from servd.core import executor
 from servd.messages.engine import (
@@ -27,7 +27,7 @@ from servd.messages.engine import (
 )
 from servd.messages.params import PoolingParams, SamplingParams
 
-BYTE_VOCAB = 257  # see hf.FAKE_SPEC
+BYTE_VOCAB = 257  # see FAKE_SPEC
 NEARLY_ALL = 250  # allowed tokens; inside a JSON string it is about 150 of the bytes
 LETTERS = b"abcdefghijklmnopqrstuvwxyz      "  # 32: five bits choose one
 CLOSERS = frozenset([*b'"]}', 256])  # 256: end of sequence

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from servd.base.errors import ConfigError
 from servd.base.tracing import Mark, now_ns
-from servd.checkpoint.hf import ModelSpec
+from servd.checkpoint.model_spec import ModelSpec
 from servd.config import Config
 from servd.core.request import OutputEnd
 from servd.core.structured_output.cache import GrammarCache, Key

@@ -10,7 +10,7 @@ from typing import Protocol
 from torch import Tensor
 
 from servd.base import plugins
-from servd.checkpoint.hf import ModelSpec
+from servd.checkpoint.model_spec import ModelSpec
 from servd.messages.engine import ModelRunnerOutput, NewRequest
 from servd.worker.batch.input_batch import InputBatch
 from servd.worker.batch.request_states import RequestStates

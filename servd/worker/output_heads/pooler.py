@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from servd.base.errors import ModelNotFound, UnsupportedModel
 from servd.checkpoint import pooling
-from servd.checkpoint.hf import read_json
+from servd.checkpoint.config_json import read_json
 from servd.messages.engine import ModelRunnerOutput, NewRequest
 from servd.messages.params import PoolingParams
 from servd.worker.batch.input_batch import InputBatch

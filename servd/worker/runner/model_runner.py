@@ -12,7 +12,7 @@ import torch
 
 from servd.base.errors import InvalidRequest
 from servd.base.tracing import now_ns
-from servd.checkpoint.hf import ModelSpec
+from servd.checkpoint.model_spec import ModelSpec
 from servd.config import Config
 from servd.config.kv_layout import KVLayout
 from servd.config.speculative import max_num_samples

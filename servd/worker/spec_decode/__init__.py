@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from servd.base import plugins
 from servd.base.errors import ConfigError
 from servd.base.sizes import format_bytes
-from servd.checkpoint.hf import ModelSpec, download_weights
+from servd.checkpoint.hub import download_weights
+from servd.checkpoint.model_spec import ModelSpec
 from servd.config import Config
 from servd.config.speculative import SpeculativeConfig
 from servd.messages.engine import ModelRunnerOutput, NewRequest

@@ -17,7 +17,8 @@ from servd.api.output.tool_parser import ToolParser
 from servd.api.text.prompt import ToolOptions
 from servd.api.text.tokenizer import Tokenizer
 from servd.base import plugins
-from servd.checkpoint.hf import find_model, read_spec
+from servd.checkpoint.hub import find_model
+from servd.checkpoint.model_spec import read_spec
 from servd.config import Config
 from servd.core.structured_output.grammar import Grammar, GrammarError
 from servd.core.structured_output.vocabulary import load_vocabulary

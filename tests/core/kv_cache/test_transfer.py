@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from servd.base.errors import ConfigError
-from servd.checkpoint.hf import FAKE_SPEC
+from servd.checkpoint.model_spec import FAKE_SPEC
 from servd.config import Config
 from servd.config.kv_transfer import KVTransferConfig
 from servd.config.resolve import Machine, resolve

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from servd.base.errors import ConfigError
-from servd.checkpoint.hf import read_spec
+from servd.checkpoint.model_spec import read_spec
 from servd.messages.engine import EngineCoreRequest
 from servd.messages.params import SamplingParams
 from servd.worker.batch.draft_tree import DraftTree

@@ -36,7 +36,7 @@ from servd.api.text.prompt import Prompt
 from servd.base.bounds import INT32_MAX
 from servd.base.errors import InvalidRequest
 from servd.checkpoint.facts import Facts, read_facts
-from servd.checkpoint.hf import quant_method_of
+from servd.checkpoint.quantization_config import quant_method_of
 from servd.messages.engine import FinishReason, RequestOptions
 from servd.messages.outputs import CompletionOutput, unpack_vector
 from servd.messages.params import PoolingParams

@@ -15,7 +15,7 @@ from pathlib import Path
 from servd.base.errors import ConfigError
 from servd.base.sizes import format_bytes
 from servd.base.tracing import Mark, now_ns
-from servd.checkpoint.hf import ModelSpec
+from servd.checkpoint.model_spec import ModelSpec
 from servd.config import Config
 from servd.config.keys import read_token
 from servd.core.executor import Executor
