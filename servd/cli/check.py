@@ -27,7 +27,7 @@ from servd.checkpoint.account import Account
 from servd.checkpoint.hub import DEMO_MODEL, local_folder
 from servd.checkpoint.model_spec import ModelSpec
 from servd.config import Config
-from servd.config.resolve import look_at_machine
+from servd.config.machine import look_at_machine
 from servd.launch.accounts import accounts_of
 from servd.terminal import engine_flags
 

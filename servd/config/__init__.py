@@ -36,7 +36,7 @@ from servd.config.parallel import ParallelConfig
 from servd.config.scheduler import SchedulerConfig
 from servd.config.server import ServerConfig
 from servd.config.several_models import ModelsConfig
-from servd.config.speculative import gather
+from servd.config.speculative import SpeculativeConfig, gather
 
 log = logging.getLogger("servd.config")
 
@@ -100,10 +100,17 @@ class Config(Section, frozen=True):
                 value = _read_object(name, value)
             nested.setdefault(section, {})[name] = value
         gather(nested.get("model", {}))
+        model = nested.get("model", {})
+        if (keys := model.get("speculative_config")) is not None:
+            try:
+                model = model | {"speculative_config": SpeculativeConfig.from_keys(keys)}
+            except msgspec.ValidationError as error:
+                text = str(error).replace("`$.", "`$.model.speculative_config.")
+                raise _explain(text, nested) from None
         try:
-            return msgspec.convert(nested, cls, strict=False)
+            return msgspec.convert(nested | {"model": model}, cls, strict=False)
         except msgspec.ValidationError as error:
-            raise _explain(error, nested) from None
+            raise _explain(str(error), nested) from None
 
     def replace(self, **options: Any) -> Config:
         """Return a copy with some flat options changed. Used by `resolve` and by tests."""
@@ -189,11 +196,9 @@ KINDS = {
 }
 
 
-def _explain(
-    error: msgspec.ValidationError, nested: Mapping[str, Mapping[str, Any]]
-) -> ConfigError:
+def _explain(text: str, nested: Mapping[str, Mapping[str, Any]]) -> ConfigError:
     """Return "Expected `int` >= 1 - at `$.cache.block_size`" as an error about a flag."""
-    rule, _, path = str(error).partition(" - at `$.")
+    rule, _, path = text.partition(" - at `$.")
     section, name, *key = path.rstrip("`").partition("[")[0].split(".")
     kind = options_by_name()[name][1].type
     value = nested[section][name]

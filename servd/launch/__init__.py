@@ -13,7 +13,9 @@ from servd.base.errors import ConfigError, UnsupportedModel
 from servd.checkpoint import account, config_json, generation_config, hub, model_spec
 from servd.checkpoint.model_spec import FAKE_SPEC, ModelSpec
 from servd.config import Config
-from servd.config.resolve import Decision, decide, look_at_machine
+from servd.config.data_parallel import Decision
+from servd.config.machine import look_at_machine
+from servd.config.resolve import decide
 from servd.core.client import identity
 from servd.core.executor import EXECUTORS, Executor
 from servd.launch.accounts import accounts_of

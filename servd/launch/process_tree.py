@@ -24,8 +24,8 @@ from servd.checkpoint.adapter_store import AdapterStore
 from servd.checkpoint.lora import AdapterFiles, parse_module
 from servd.checkpoint.model_spec import ModelSpec
 from servd.config import AccessConfig, Config
+from servd.config.data_parallel import Decision
 from servd.config.keys import check_new_keys, read_keys, tls_context
-from servd.config.resolve import Decision
 from servd.core.client import engine_dir
 from servd.ipc import channels as ipc
 from servd.ipc.child import Child

@@ -27,7 +27,8 @@ from servd.base import tracing
 from servd.checkpoint.adapter_store import AdapterStore
 from servd.checkpoint.model_spec import FAKE_SPEC, ModelSpec
 from servd.config import Config
-from servd.config.resolve import Machine, resolve
+from servd.config.machine import Machine
+from servd.config.resolve import resolve
 from servd.core.audit import audit, problems
 from servd.core.engine_core import EngineCore
 from servd.core.executor.fake import FakeExecutor, FakeRow

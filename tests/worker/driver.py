@@ -9,7 +9,7 @@ import torch
 
 from servd.checkpoint.model_spec import read_spec
 from servd.config import Config
-from servd.config.resolve import resolve_types
+from servd.config.checks.model import resolve_types
 from servd.messages.engine import (
     GrammarBitmask,
     ModelRunnerOutput,

@@ -14,7 +14,8 @@ from servd.base.errors import ConfigError
 from servd.checkpoint.model_spec import FAKE_SPEC
 from servd.config import Config
 from servd.config.kv_transfer import KVTransferConfig
-from servd.config.resolve import Machine, resolve
+from servd.config.machine import Machine
+from servd.config.resolve import resolve
 from servd.core.kv_cache.connector import io_workers, loads, remote
 from servd.core.kv_cache.connector.costs import LoadCosts
 from servd.core.kv_cache.connector.remote import Ask, Give

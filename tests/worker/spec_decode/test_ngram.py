@@ -36,9 +36,8 @@ def test_drafts_are_those_of_a_plain_search(rows, shortest, more):
         # The newest token is not computed yet.
         states.add(NewRequest(slot, tokens, len(tokens), len(tokens) - 1, [], SamplingParams()))
     target = cast("Target", SimpleNamespace(states=states))
-    config = SpeculativeConfig(
-        method="ngram", prompt_lookup_min=shortest, prompt_lookup_max=shortest + more
-    )
+    lengths = {"prompt_lookup_min": shortest, "prompt_lookup_max": shortest + more}
+    config = SpeculativeConfig.from_keys({"method": "ngram", **lengths})
     slots = torch.arange(len(rows)).flip(0)
     drafts = NgramProposer(config, target).propose(slots, max(map(len, rows)), NUM_DRAFTS)
     got = [[each for each in row if each >= 0] for row in drafts.tolist()]
