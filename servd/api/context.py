@@ -54,7 +54,7 @@ class Context(msgspec.Struct, frozen=True):
         if self.adapters is not None:
             if (adapter := await self.adapters.find(asked)) is not None:
                 return asked, adapter
-            served = [*served, *self.adapters.store.named()]
+            served = [*served, *self.adapters.store.read_adapters()]
         raise UnknownModel(
             f"the model {asked[:200]!r} is not served here; served are: {', '.join(served[:32])}",
             param="model",

@@ -79,8 +79,8 @@ def account_for(file: str, values: Mapping[str, Any], *tables: str) -> Account:
     people. A null is without effect where false is.
     """
     there_are = read_tables()
-    known = [there_are[name] for name in reversed(tables) if name in there_are]
-    reasons = {key: _reason(known, key, value) for key, value in values.items()}
+    tables_to_read = [there_are[name] for name in reversed(tables) if name in there_are]
+    reasons = {key: _reason(tables_to_read, key, value) for key, value in values.items()}
     return Account(
         file,
         used=[key for key, reason in reasons.items() if reason == ""],

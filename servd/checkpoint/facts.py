@@ -70,6 +70,6 @@ def read_facts(path: str) -> Facts:
                     count += prod(tensor.shape) * packed.get(tensor.dtype, 1)
     except (ModelNotFound, msgspec.MsgspecError):  # only its config is there, or a file is damaged
         count = 0
-    found = LICENSE.search(read_page(folder))
-    license = found[1].decode(errors="replace") if found else ""
+    license_tag = LICENSE.search(read_page(folder))
+    license = license_tag[1].decode(errors="replace") if license_tag else ""
     return Facts(count_bytes(folder), count, method.get("quant_method", ""), license)

@@ -52,9 +52,9 @@ def read_generation_defaults(
     request could have.
     """
     generation = _read_generation(spec, source)
-    known = {key: generation[key] for key in _Generation.__struct_fields__ if key in generation}
+    settings = {key: generation[key] for key in _Generation.__struct_fields__ if key in generation}
     try:
-        stated = msgspec.convert(known, _Generation)
+        stated = msgspec.convert(settings, _Generation)
     except (msgspec.ValidationError, UnicodeEncodeError) as error:
         raise ConfigError(
             f"generation_config.json: {error}: correct it, or use --generation-config vllm"

@@ -70,10 +70,10 @@ def find_headers(model: str, revision: str | None, download_dir: str | None, scr
     for file in folder.iterdir():
         (hollow / file.name).symlink_to(file)
     try:
-        found = huggingface_hub.get_safetensors_metadata(model, revision=revision)
+        headers = huggingface_hub.get_safetensors_metadata(model, revision=revision)
     except Exception as error:  # of requests, of the hub, or for missing headers
         raise ModelNotFound(f"cannot read the weights' headers of {model!r}: {error}") from None
-    for name, metadata in found.files_metadata.items():
+    for name, metadata in headers.files_metadata.items():
         tensors = {
             tensor: {"dtype": t.dtype, "shape": t.shape, "data_offsets": t.data_offsets}
             for tensor, t in metadata.tensors.items()
@@ -97,7 +97,7 @@ def find_gguf_headers(
 
     repository, names = _choose_files(model, revision, download_dir)
     cached = [hub.try_to_load_from_cache(repository, n, download_dir, revision) for n in names]
-    if all(isinstance(each, str) for each in cached):
+    if all(isinstance(path, str) for path in cached):
         return model
     folder = Path(tempfile.mkdtemp(dir=scratch))
     files = [folder / Path(name).name for name in names]
@@ -125,8 +125,10 @@ def blobs_to_download(model: str) -> dict[str, int]:
 
     repository, _, tag = model.partition(":")
     with _hub_errors(model):
-        found = huggingface_hub.HfApi().model_info(repository, files_metadata=True).siblings or []
-    files = {file.rfilename: file for file in found}
+        siblings = (
+            huggingface_hub.HfApi().model_info(repository, files_metadata=True).siblings or []
+        )
+    files = {file.rfilename: file for file in siblings}
     patterns = METADATA_FILES + WEIGHT_FILES
     names = huggingface_hub.utils.filter_repo_objects(
         files, allow_patterns=patterns, ignore_patterns=OTHER_WEIGHTS
@@ -147,14 +149,14 @@ def _download(
     if names:
         patterns = [glob.escape(name) for name in names]
     with _hub_errors(model):
-        found = huggingface_hub.snapshot_download(
+        snapshot = huggingface_hub.snapshot_download(
             repository,
             revision=revision,
             cache_dir=download_dir,
             allow_patterns=patterns,
             ignore_patterns=OTHER_WEIGHTS,
         )
-    return gguf.as_folder(Path(found, names[0])) if names else Path(found)
+    return gguf.as_folder(Path(snapshot, names[0])) if names else Path(snapshot)
 
 
 def _choose_files(
@@ -179,10 +181,12 @@ def _gguf_names(repository: str, revision: str | None, download_dir: str | None)
     except Exception:  # no network, or no repository
         cache = Path(download_dir or huggingface_hub.constants.HF_HUB_CACHE)
         snapshots = [*cache.glob(f"models--{repository.replace('/', '--')}/snapshots/*")]
-        found = {f.relative_to(path).as_posix() for path in snapshots for f in path.rglob("*.gguf")}
-        if not found:
+        file_names = {
+            f.relative_to(path).as_posix() for path in snapshots for f in path.rglob("*.gguf")
+        }
+        if not file_names:
             raise
-        return [*found]
+        return [*file_names]
 
 
 @contextmanager

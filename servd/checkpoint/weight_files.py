@@ -62,7 +62,7 @@ def find_weight_files(folder: Path | str, load_format: str = "auto") -> list[Pat
             hint = f" that servd reads; it has {unread[0].name}: serve the original checkpoint"
         if load_format == "auto" and list(folder.glob("pytorch_model*.bin")):
             hint += ", or use --load-format pt"
-        if found := sorted(folder.glob("*.gguf")):
-            hint = f"; it has {found[0].name}: name that file"
+        if gguf_files := sorted(folder.glob("*.gguf")):
+            hint = f"; it has {gguf_files[0].name}: name that file"
         raise ModelNotFound(f"{folder} has no {suffix} file{hint}")
     return files

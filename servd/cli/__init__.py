@@ -130,12 +130,12 @@ class CommandParser(compat.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Exit with code 2. Of a wrong choice, name the most similar right one."""
-        found = re.fullmatch(
+        match = re.fullmatch(
             r"argument (.+): invalid choice: '(.*?)' \(choose from (.+)\)", message
         )
-        if found:
-            choices = re.findall(r"[^\s',]+", found[3])
-            message = f"{found[1]}: {found[2]!r} is unknown; {suggest(found[2], choices)}"
+        if match:
+            choices = re.findall(r"[^\s',]+", match[3])
+            message = f"{match[1]}: {match[2]!r} is unknown; {suggest(match[2], choices)}"
         super().error(message)
 
     def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:
@@ -144,11 +144,13 @@ class CommandParser(compat.ArgumentParser):
         if unknown:
             from servd.config.flag_aliases import hint
 
-            known = self.flags
+            known_flags = self.flags
             listed = f"`{self.prog} --help` lists them"
-            flags = [each for each in unknown if each.startswith("-")] or unknown[:1]
+            flags = [argument for argument in unknown if argument.startswith("-")] or unknown[:1]
             self.error(
-                "\n".join(f"unknown argument {flag}; {hint(flag, known, listed)}" for flag in flags)
+                "\n".join(
+                    f"unknown argument {flag}; {hint(flag, known_flags, listed)}" for flag in flags
+                )
             )
         return parsed, unknown
 

@@ -124,29 +124,30 @@ class PlanReport:
             return [advise_more_memory(-self.for_kv_cache, bool(self.quantization))]
         if self.plan.shortage:
             return [self.plan.shortage]
-        each = self.layout.blocks(length) * sizes.kv_per_block
+        sequence_bytes = self.layout.blocks(length) * sizes.kv_per_block
         if self.fit(length) < seqs:
             shorter = self.layout.max_tokens(self.plan.num_blocks // seqs, length)
             lower = [f"lower --max-num-seqs to {self.fit(length)}"]
             lower += [f"--max-model-len to {shorter}"] if shorter else []
-            found = [f"for all to run at their longest, {' or '.join(lower)}"]
-            if each * seqs <= self.for_kv_cache:
-                found[0] += f", or raise --kv-cache-memory to {format_bytes(each * seqs)}"
-            return found
+            hints = [f"for all to run at their longest, {' or '.join(lower)}"]
+            if sequence_bytes * seqs <= self.for_kv_cache:
+                hints[0] += f", or raise --kv-cache-memory to {format_bytes(sequence_bytes * seqs)}"
+            return hints
         # What one more request, or one more block of each, takes beside the cache.
         budget = self.config.scheduler.max_num_batched_tokens or 1
         row = (sizes.requests + sizes.sampling) // seqs + sizes.forward // budget
-        found = []
-        if (more := (self.for_kv_cache + sizes.requests) // (each + row)) > seqs:
-            cache = format_bytes(more * each)
-            found.append(f"--max-num-seqs could be {more}, with --kv-cache-memory {cache}")
+        hints = []
+        if (more := (self.for_kv_cache + sizes.requests) // (sequence_bytes + row)) > seqs:
+            cache = format_bytes(more * sequence_bytes)
+            hints.append(f"--max-num-seqs could be {more}, with --kv-cache-memory {cache}")
         block = sizes.kv_per_block + sizes.requests // (seqs * self.layout.blocks(length))
-        most = self.spec.max_position_embeddings
-        longer = min(self.layout.max_tokens(self.for_kv_cache // (seqs * block), most), most)
+        max_positions = self.spec.max_position_embeddings
+        max_tokens = self.layout.max_tokens(self.for_kv_cache // (seqs * block), max_positions)
+        longer = min(max_tokens, max_positions)
         if longer > length:
             cache = format_bytes(self.layout.blocks(longer) * seqs * sizes.kv_per_block)
-            found.append(f"--max-model-len could be {longer}, with --kv-cache-memory {cache}")
-        return found
+            hints.append(f"--max-model-len could be {longer}, with --kv-cache-memory {cache}")
+        return hints
 
     def facts(self, lengths: list[int]) -> dict[str, object]:
         """Return the whole plan as data. Sizes are in bytes."""

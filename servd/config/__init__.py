@@ -171,10 +171,10 @@ def options_by_name() -> Mapping[str, tuple[str, msgspec.structs.FieldInfo]]:
 @functools.cache  # takes milliseconds
 def descriptions() -> Mapping[str, str]:
     """Return the description of each option: the docstring below its field."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for section in msgspec.structs.fields(Config):
-        found |= field_docstrings(section.type)
-    return found
+        texts |= field_docstrings(section.type)
+    return texts
 
 
 def title_of(section: type) -> str:
@@ -203,20 +203,20 @@ def _explain(text: str, nested: Mapping[str, Mapping[str, Any]]) -> ConfigError:
     kind = options_by_name()[name][1].type
     value = nested[section][name]
     label = flag_of(name)
-    for each in key:  # of a JSON object
-        kind = typing.get_type_hints(plain(kind)[0], include_extras=True)[each]
-        value = value[each]
-        label = f"{label} {each}"
+    for part in key:  # of a JSON object
+        kind = typing.get_type_hints(plain(kind)[0], include_extras=True)[part]
+        value = value[part]
+        label = f"{label} {part}"
     # Do not log secrets; an error about a whole object names its keys.
-    shown = "" if name == "api_key" or isinstance(value, Mapping) else f" {value}"
+    value_text = "" if name == "api_key" or isinstance(value, Mapping) else f" {value}"
     match = re.match(r"Expected `(\w+)`(?P<length> of length)?(?P<bound> [<>]=? \S+?)?(,|$)", rule)
-    if known := choices(kind):
-        rule = f"must be one of: {', '.join(known)}"
+    if allowed := choices(kind):
+        rule = f"must be one of: {', '.join(allowed)}"
     elif match and match["length"]:
         rule = "must not be empty"
     elif match:
         rule = f"must be {KINDS.get(match[1], match[1])}{match['bound'] or ''}"
-    return ConfigError(f"{label}{shown}: {rule}")
+    return ConfigError(f"{label}{value_text}: {rule}")
 
 
 def choices(hint: Any) -> tuple[str, ...]:

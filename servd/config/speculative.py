@@ -191,8 +191,8 @@ def gather(options: dict[str, Any]) -> None:
     Raises ConfigError if the value is not a JSON object, a key is unknown or not read by the
     method, or a key is given twice.
     """
-    given = options.pop("speculative_config", None)
-    keys = {} if given is None else read_keys(given)
+    raw = options.pop("speculative_config", None)
+    keys = {} if raw is None else read_keys(raw)
     for option, key in FLAT.items():
         if (value := options.pop(option, None)) is not None:
             if key in keys:
@@ -206,7 +206,7 @@ def gather(options: dict[str, Any]) -> None:
                 f'{FLAG}: method {method} does not read "{key}", which is only for '
                 f"{', '.join(sorted(of))}; leave it out or change the method"
             )
-    if keys or given is not None:
+    if keys or raw is not None:
         options["speculative_config"] = keys
 
 
@@ -226,12 +226,12 @@ def read_keys(value: Any) -> dict[str, Any]:
         raise ConfigError(
             f"""{FLAG} {value}: must be a JSON object, e.g. '{{"method": "ngram"}}'"""
         )
-    known = typing.get_type_hints(SpeculativeConfig)
+    fields = typing.get_type_hints(SpeculativeConfig)
     for key in value:
         if reason := SPECULATIVE_KEYS.get(key):
             raise ConfigError(f'{FLAG}: servd has no "{key}": {reason}')
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f'did you mean "{near[0]}"?' if near else f"there are: {', '.join(known)}"
+        if key not in fields:
+            near = difflib.get_close_matches(key, fields, n=1)
+            hint = f'did you mean "{near[0]}"?' if near else f"there are: {', '.join(fields)}"
             raise ConfigError(f'{FLAG}: unknown key "{key}"; {hint}')
     return {key: item for key, item in value.items() if item is not None}

@@ -56,8 +56,8 @@ class ReasoningParser(IncrementalParser):
             self.answer_start = self.reader.num_taken
         else:
             self.answer_start = 0
-            if self.reader.taken:
-                self.deltas.append(Content(self.reader.taken))
+            if self.reader.consumed:
+                self.deltas.append(Content(self.reader.consumed))
         self.is_over = True
         while (piece := (yield from self.reader.piece()))[0]:
             self.reader.forget()

@@ -204,8 +204,8 @@ class CountTokensRequest(TranslatedRequest):
     def ignored(self) -> set[str]:
         used = {"type", "budget_tokens"} if self.keeps_budget and self.thinks else {"type"}
         names = {f"thinking.{name}" for name in (self.thinking or {}).keys() - used}
-        others = (self.output_config or {}).keys() - {"format", "effort"}
-        names |= {f"output_config.{name}" for name in others}
+        unknown_keys = (self.output_config or {}).keys() - {"format", "effort"}
+        names |= {f"output_config.{name}" for name in unknown_keys}
         names |= idle_strict(
             self.own_tools, self.tool_choice is not None and self.tool_choice["type"] != "auto"
         )

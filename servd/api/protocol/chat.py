@@ -185,16 +185,16 @@ class ChatPrompt(RequestBody):
         tools = cast(list[dict[str, Any]], self.tools)
         parallel = self.parallel_tool_calls is not False
         names = {*self.named_tools}
-        named = [tool for tool in tools if tool["function"]["name"] in names]
+        selected = [tool for tool in tools if tool["function"]["name"] in names]
         match self.tool_choice:
             case "required":
                 return ToolOptions(tools, tools, parallel)
             case {"type": "allowed_tools", "allowed_tools": {"mode": "auto"}}:
-                return ToolOptions(named, parallel=parallel)  # the model sees no other tools
+                return ToolOptions(selected, parallel=parallel)  # the model sees no other tools
             case {"type": "allowed_tools"}:
-                return ToolOptions(tools, named, parallel)
+                return ToolOptions(tools, selected, parallel)
             case {"function": _}:
-                return ToolOptions(tools, named, parallel=False)
+                return ToolOptions(tools, selected, parallel=False)
             case _:
                 return ToolOptions(tools, parallel=parallel)
 
@@ -220,9 +220,9 @@ class ChatPrompt(RequestBody):
             return self
         if not self.tools:
             raise wrong_field("tool_choice", "needs `tools`")
-        known = {tool["function"]["name"] for tool in self.tools}
+        tool_names = {tool["function"]["name"] for tool in self.tools}
         for name in self.named_tools:
-            if name not in known:
+            if name not in tool_names:
                 raise wrong_field("tool_choice", f"names {name[:128]!r}, which is not in `tools`")
         return self
 

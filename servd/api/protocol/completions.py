@@ -108,10 +108,10 @@ class CompletionRequest(GenerationRequest):
     def own_params(self) -> dict[str, Any]:
         """The sampling parameters of completions. With `echo`, `logprobs` includes the prompt."""
         max_tokens = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
-        own: dict[str, Any] = {"max_tokens": max_tokens, "logprobs": self.logprobs}
+        params: dict[str, Any] = {"max_tokens": max_tokens, "logprobs": self.logprobs}
         if self.echo and self.logprobs is not None:
-            own["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
-        return own
+            params["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
+        return params
 
 
 class CompletionLogprobs(msgspec.Struct):

@@ -234,8 +234,8 @@ def answer(
             return PredicateAnswer(probabilities[0], name)
         case "choice":
             values = [choice["value"] for choice in question["choices"]]
-            shown = list(map(ChoiceProbability, values, probabilities))
-            return ChoiceAnswer(values[probabilities.index(best)], best, shown, name)
+            choices = list(map(ChoiceProbability, values, probabilities))
+            return ChoiceAnswer(values[probabilities.index(best)], best, choices, name)
         case "score":
             labels = [level["label"] for level in question["levels"]]
             levels = list(map(LevelProbability, labels, range(len(labels)), probabilities))

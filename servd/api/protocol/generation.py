@@ -276,8 +276,8 @@ class GenerationRequest(StructuredRequest):
 
     def _check_beam_search(self) -> None:
         fields = type(self).model_fields.keys() & DEFAULTS.keys()
-        given = self.values_of(sorted(fields - WITH_BEAMS - {*IDLE_WITH_BEAMS}))
-        for name, value in given.items():
+        values = self.values_of(sorted(fields - WITH_BEAMS - {*IDLE_WITH_BEAMS}))
+        for name, value in values.items():
             if not is_neutral(name, value) and value != DEFAULTS[name]:
                 raise wrong_field(name, "is not supported with `use_beam_search`: leave it out")
         if (self.n or 1) > MAX_BEAMS:
@@ -330,14 +330,14 @@ class GenerationRequest(StructuredRequest):
     def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams:
         """Return the request's sampling parameters. `defaults` are the model's."""
         shared = self.values_of(SHARED_PARAMS)
-        given = {name: value for name, value in shared.items() if value is not None}
+        params = {name: value for name, value in shared.items() if value is not None}
         if self.repetition_detection is not None:
-            given["repetition_detection"] = RepetitionDetection(**self.repetition_detection)
-        given["structured_output"] = self.structured_output()
-        own = self.own_params
+            params["repetition_detection"] = RepetitionDetection(**self.repetition_detection)
+        params["structured_output"] = self.structured_output()
+        body_params = self.own_params
         if self.logprob_token_ids:
-            own["logprobs"] = 0
-        return SamplingParams(**{**defaults, **given, **own})
+            body_params["logprobs"] = 0
+        return SamplingParams(**{**defaults, **params, **body_params})
 
 
 # Fields with the name and meaning of a field in SamplingParams.

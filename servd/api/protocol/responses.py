@@ -283,7 +283,8 @@ def _chat_tool_choice(choice: str | Choice | None) -> Any:
         return choice
     if choice["type"] == "function":
         return {"type": "function", "function": _without_type(choice)}
-    allowed = {"mode": choice["mode"], "tools": [_chat_tool_choice(one) for one in choice["tools"]]}
+    tools = [_chat_tool_choice(tool) for tool in choice["tools"]]
+    allowed = {"mode": choice["mode"], "tools": tools}
     return {"type": "allowed_tools", "allowed_tools": allowed}
 
 

@@ -51,9 +51,9 @@ class TranslatedRequest(RequestBody):
         super().complete_schema(properties, handler)
         # Only inside of another schema is it made with its `complete_schema`.
         listed = handler(core_schema.list_schema(ChatCompletionRequest.__pydantic_core_schema__))
-        known = handler.resolve_ref_schema(listed["items"])["properties"]
+        chat_properties = handler.resolve_ref_schema(listed["items"])["properties"]
         for name in sorted(EXTENSIONS):
-            properties.setdefault(name, known[name])
+            properties.setdefault(name, chat_properties[name])
 
     @classmethod
     def descriptions(cls) -> dict[str, str]:

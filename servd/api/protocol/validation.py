@@ -154,10 +154,10 @@ class RequestBody(BaseModel):
 
         pydantic's `use_attribute_docstrings` would read them at every start, which takes 0.2 s.
         """
-        found: dict[str, str] = {}
+        texts: dict[str, str] = {}
         for base in reversed(cls.__mro__[: cls.__mro__.index(BaseModel)]):
-            found |= field_docstrings(base)
-        return found
+            texts |= field_docstrings(base)
+        return texts
 
 
 def is_neutral(name: str, value: Any) -> bool:
@@ -249,8 +249,8 @@ def _refusal(details: Sequence[ErrorDetails], body: Any) -> InvalidRequest:
 
 def _sentence(path: str, details: list[ErrorDetails]) -> str:
     """Return a sentence about an invalid field: `n must be a whole number, got 'two'`."""
-    first, *others = dict.fromkeys(map(_rule, details))
-    rule = " or ".join([first, *(other.removeprefix("must be ") for other in others)])
+    first, *more_rules = dict.fromkeys(map(_rule, details))
+    rule = " or ".join([first, *(other.removeprefix("must be ") for other in more_rules)])
     sentence = f"{path} {rule}" if rule.startswith(("must ", "may ", "is ")) else f"{path}: {rule}"
     detail = details[0]
     got = detail.get("ctx", {}).get("actual_length", detail["input"])

@@ -12,13 +12,13 @@ from servd.config import Config, LoRAConfig, flag_of
 def check_adapters(config: Config) -> None:
     lora = config.lora
     if not lora.enable_lora:
-        given = [
+        flags = [
             flag_of(name)
             for name, default in msgspec.structs.asdict(LoRAConfig()).items()
             if getattr(lora, name) != default
         ]
-        if given:
-            raise ConfigError(f"{', '.join(given)}: add --enable-lora")
+        if flags:
+            raise ConfigError(f"{', '.join(flags)}: add --enable-lora")
     if lora.enable_lora and config.model.compile:
         raise ConfigError("--compile cannot compile layers with adapters: leave out --enable-lora")
     if lora.lora_dir is not None and not os.path.isdir(lora.lora_dir):

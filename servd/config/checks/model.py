@@ -16,8 +16,8 @@ from servd.config.machine import Machine
 
 def resolve_names(config: Config, spec: ModelSpec) -> dict[str, Decision]:
     """Return the served model names: MODEL. For a folder or file, its base name comes first."""
-    if given := config.model.served_model_name:
-        if config.model.model == DEMO_MODEL and any(map(os.path.isdir, given)):
+    if served_names := config.model.served_model_name:
+        if config.model.model == DEMO_MODEL and any(map(os.path.isdir, served_names)):
             raise ConfigError("--served-model-name got a folder as a name: write MODEL before it")
         return {}
     model = config.model.model or spec.model_type
@@ -40,10 +40,10 @@ def resolve_computation(config: Config, spec: ModelSpec) -> dict[str, Decision]:
         decided["dtype"] = Decision(spec.dtype if on_cuda else "float32", why)
     if config.model.model_impl == "auto":
         has_file = model_type.replace("-", "_") in plugins.names("servd.worker.models")
-        found = Decision("transformers", f"servd has no file for {model_type}")
+        choice = Decision("transformers", f"servd has no file for {model_type}")
         if has_file and not is_encoder_as_decoder(spec):
-            found = Decision("servd", f"servd has a file for {model_type}")
-        decided["model_impl"] = found
+            choice = Decision("servd", f"servd has a file for {model_type}")
+        decided["model_impl"] = choice
     if config.scheduler.async_scheduling is None:
         why = "a CPU that computes has no time to schedule beside it"
         if on_cuda:

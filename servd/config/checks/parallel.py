@@ -54,9 +54,9 @@ def resolve_devices(config: Config, spec: ModelSpec, machine: Machine) -> dict[s
             "device(s); lower it, or check CUDA_VISIBLE_DEVICES"
         )
     if config.parallel.executor is None:
-        one = Decision("uniproc", "one device, whose worker runs inside the engine process")
+        single = Decision("uniproc", "one device, whose worker runs inside the engine process")
         many = Decision("multiproc", f"{num_workers} devices")
-        decided["executor"] = one if num_workers == 1 else many
+        decided["executor"] = single if num_workers == 1 else many
     elif config.parallel.executor == "uniproc" and num_workers > 1:
         raise ConfigError(
             "--executor uniproc drives one device; --tensor-parallel-size or "

@@ -12,10 +12,10 @@ def check_plugins(config: Config, spec: ModelSpec) -> None:
     """Check that plugins exist, before the processes that use them import anything."""
     for name, (section, option) in options_by_name().items():
         value = getattr(getattr(config, section), name)
-        known = choices(option.type)
-        if known and value is not None and ":" not in value:
-            if value.replace("-", "_") not in known:
-                there_are = ", ".join(known)
+        allowed = choices(option.type)
+        if allowed and value is not None and ":" not in value:
+            if value.replace("-", "_") not in allowed:
+                there_are = ", ".join(allowed)
                 raise ConfigError(f"{flag_of(name)} {value!r} is unknown; there are: {there_are}")
     quantization_config.quant_method_of(spec.folder, config.model.quantization)
     check_activations(config, spec)

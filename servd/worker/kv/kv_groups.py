@@ -44,7 +44,7 @@ def arrange(
 
     def blocks(size: int) -> int:  # per layer, of the longest request, in groups of `size` layers
         groups = {window: -(-count // size) for window, count in counts.items()}
-        most = {window: layout.most(window, longest, 1) for window in groups}
+        most = {window: layout.max_blocks(window, longest, 1) for window in groups}
         return size * sum(groups[window] * most[window] for window in groups)
 
     size = min(range(max(counts.values()), min(counts.values()) - 1, -1), key=blocks)

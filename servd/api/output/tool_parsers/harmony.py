@@ -39,9 +39,9 @@ class HarmonyToolParser(ToolParser):
     def body(self) -> Steps[None]:
         if (yield from self.reader.accept(RECIPIENT)):
             yield from self.attempt(self._call())
-        elif self.reader.taken:
-            self.content(self.reader.taken)
-        yield from self.rest(START, CHANNEL, call=self._call)
+        elif self.reader.consumed:
+            self.content(self.reader.consumed)
+        yield from self.read_to_end(START, CHANNEL, call=self._call)
 
     def _call(self) -> Steps[bool]:
         reader = self.reader

@@ -20,7 +20,7 @@ class InternLMToolParser(ToolParser):
         return OPEN in template and PLUGIN in template
 
     def body(self) -> Steps[None]:
-        yield from self.rest(OPEN, call=self._call)
+        yield from self.read_to_end(OPEN, call=self._call)
 
     def _call(self) -> Steps[bool]:
         yield from self.reader.space()

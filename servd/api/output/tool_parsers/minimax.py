@@ -23,7 +23,7 @@ class MiniMaxToolParser(ToolParser):
         return LINE in template.replace("\\n", "\n")
 
     def body(self) -> Steps[None]:
-        yield from self.rest(OPEN, call=self._calls)
+        yield from self.read_to_end(OPEN, call=self._calls)
 
     def _calls(self) -> Steps[bool]:
         return (yield from self.calls_until(CLOSE, "", self.json_call))

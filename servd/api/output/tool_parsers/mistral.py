@@ -37,7 +37,7 @@ class MistralToolParser(ToolParser):
         return "".join(random.choices(string.ascii_letters + string.digits, k=9))
 
     def body(self) -> Steps[None]:
-        yield from self.rest(TAG, call=self._calls)
+        yield from self.read_to_end(TAG, call=self._calls)
 
     def _calls(self) -> Steps[bool]:
         yield from self.reader.space()

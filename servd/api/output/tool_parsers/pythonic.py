@@ -63,7 +63,7 @@ class PythonicToolParser(ToolParser):
         yield from self.reader.accept(START)
         yield from self.reader.space()
         yield from self.attempt(self._calls())
-        yield from self.rest()
+        yield from self.read_to_end()
 
     def _calls(self) -> Steps[bool]:
         reader = self.reader
