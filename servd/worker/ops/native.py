@@ -112,7 +112,7 @@ class Signature:
         if parameter["open"] == "[":
             size = f"{name}.is_contiguous() and {name}.numel()"
         else:
-            size = f"extend_positions({name})"
+            size = f"reach({name})"
         test = f"{name}.dtype is {dtype} and {name}.is_cpu and {size} >= ({parameter['size']})"
         if not null:
             return f"({name} is not None and {test})"
