@@ -11,16 +11,17 @@ from servd.base.errors import ConfigError, ModelNotFound
 from servd.checkpoint.account import Account, account_for, without_nulls
 from servd.checkpoint.config_json import read_json
 from servd.checkpoint.model_spec import MAX_SIZE, ModelSpec
+from servd.messages.params import MinP, RepetitionPenalty, Temperature, TopK, TopP
 
 
 class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The keys of `--override-generation-config`, as in generation_config.json."""
 
-    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=MAX_SIZE)] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Meta(ge=1e-30, le=1e18)] | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    repetition_penalty: RepetitionPenalty | None = None
     max_new_tokens: Annotated[int, Meta(ge=1, le=MAX_SIZE)] | None = None
 
 

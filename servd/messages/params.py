@@ -32,7 +32,13 @@ LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "proc
 # Used by the API process only, as they concern text.
 TEXT_PARAMS = ("stop", "include_stop_str_in_output", "skip_special_tokens", "bad_words")
 
+Temperature = Annotated[float, Meta(ge=0, le=100)]
+TopP = Annotated[float, Meta(gt=0, le=1)]
+TopK = Annotated[int, Meta(ge=-1, le=INT32_MAX)]
+MinP = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
+# Within these bounds, logits stay finite in float32.
+RepetitionPenalty = Annotated[float, Meta(ge=1e-30, le=1e18)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_CANDIDATES)]
 BadWord = Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_BAD_WORD_TOKENS)]
 
@@ -113,14 +119,13 @@ class SamplingParams(
     """
 
     n: Annotated[int, Meta(ge=1, le=MAX_N)] = 1
-    temperature: Annotated[float, Meta(ge=0, le=100)] = 1.0  # 0 is greedy
-    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Meta(ge=-1, le=INT32_MAX)] = 0  # 0 and -1 are off
-    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    temperature: Temperature = 1.0  # 0 is greedy
+    top_p: TopP = 1.0
+    top_k: TopK = 0  # 0 and -1 are off
+    min_p: MinP = 0.0
     presence_penalty: Penalty = 0.0  # over output tokens
     frequency_penalty: Penalty = 0.0  # over output tokens
-    # Over prompt and output tokens. Within the bounds, logits stay finite in float32.
-    repetition_penalty: Annotated[float, Meta(ge=1e-30, le=1e18)] = 1.0
+    repetition_penalty: RepetitionPenalty = 1.0  # over prompt and output tokens
     seed: Annotated[int, Meta(ge=-INT64_MAX - 1, le=INT64_MAX)] | None = None
     # None: up to the end of the context; 0: only the prompt is computed.
     max_tokens: Count | None = 16
