@@ -28,7 +28,9 @@ def check_bounds(params: msgspec.Struct, param: str | None = None) -> None:
     Raises InvalidRequest with the invalid field (or `param`), its bound and the value.
     """
     kind = type(params)
-    values: list[Any] = [*msgspec.structs.astuple(params)]
+    # msgspec refuses subclasses of float, such as numpy's.
+    fields = msgspec.structs.astuple(params)
+    values: list[Any] = [float(v) if isinstance(v, float) else v for v in fields]
     names = list(kind.__struct_fields__)
     if tag := kind.__struct_config__.tag:
         values.insert(0, tag)
