@@ -21,7 +21,8 @@ from safetensors import safe_open
 
 import servd
 from servd.base.errors import ServdError
-from servd.checkpoint.hf import local_folder, weight_files
+from servd.checkpoint.hub import local_folder
+from servd.checkpoint.weight_files import find_weight_files
 from servd.terminal import api_client, server_process
 
 FORMS = {
@@ -121,7 +122,7 @@ def weights(model: str) -> Facts:
     others = 0
     if folder is None:
         raise ServdError(f"{model} is not a folder: download the model first")
-    for file in weight_files(folder):
+    for file in find_weight_files(folder):
         with safe_open(file, "pt") as tensors:
             for name in tensors.keys():
                 shape = tensors.get_slice(name).get_shape()

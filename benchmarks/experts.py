@@ -10,7 +10,7 @@ import time
 import torch
 from msgspec.structs import replace
 
-from servd.checkpoint.hf import FAKE_SPEC
+from servd.checkpoint.model_spec import FAKE_SPEC
 from servd.worker.device.parallel import Parallel
 from servd.worker.layers._matrix import MakeQuantMethod
 from servd.worker.layers.experts import SparseMoE

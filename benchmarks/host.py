@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from benchmarks.gpu import shapes
 from benchmarks.gpu.engine import Bench
-from servd.checkpoint.hf import FAKE_SPEC
+from servd.checkpoint.model_spec import FAKE_SPEC
 from servd.config import Config
 from servd.core.engine_core import EngineCore
 from servd.core.executor.fake import FakeExecutor

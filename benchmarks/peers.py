@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from servd import LLM, SamplingParams
-from servd.checkpoint.hf import local_folder
+from servd.checkpoint.hub import local_folder
 
 
 def servd_seconds(llm: LLM, prompts: list[list[int]], num_tokens: int) -> float:

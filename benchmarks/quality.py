@@ -203,7 +203,7 @@ def compute_logits(llm: LLM, runner: ModelRunner, rows: list[list[int]]) -> Iter
     prompts whose log-probabilities are requested.
     """
     heads = runner.output_heads
-    [head] = [each for each in heads if isinstance(each, prompt_logprobs.OutputHead)]
+    [head] = [each for each in heads if isinstance(each, prompt_logprobs.PromptLogprobsHead)]
     compute = head.compute_logits
     parts: list[Tensor] = []
 

@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from servd.base.errors import ServdError
 from servd.bench import _load, _report
-from servd.bench._data import TOKEN_IDS, Prompt
+from servd.bench._data import TOKEN_IDS, BenchPrompt
 from servd.terminal import server_process
 from servd.terminal.api_client import Client
 
@@ -30,14 +30,14 @@ def run(arguments: argparse.Namespace) -> int:
     options = [*shlex.split(arguments.serve), "--port", str(arguments.port)]
     command = [sys.executable, "-m", "servd", "serve", *options]
     client = Client(f"http://127.0.0.1:{arguments.port}")
-    prompt = Prompt(list(TOKEN_IDS[:8]), 1)
+    prompt = BenchPrompt(list(TOKEN_IDS[:8]), 1)
     ready: list[float] = []
     first_token: list[float] = []
     for _ in tqdm(range(arguments.repeats), desc="starts", disable=None):
         started = time.perf_counter()
         with server_process.running(command, client, arguments.timeout) as seconds:
             ready.append(seconds)
-            load = _load.Load(client.url, client.first_model())
+            load = _load.LoadGenerator(client.url, client.first_model())
             [record], _ = asyncio.run(_load.run(load, [prompt], show_progress=False))
             if record.error is not None:
                 raise ServdError(f"the first request failed: {record.error}")

@@ -13,7 +13,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from servd.checkpoint.hf import find_model
+from servd.checkpoint.hub import find_model
 
 QUESTIONS = [
     "Hello!",

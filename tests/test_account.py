@@ -10,7 +10,8 @@ import pytest
 
 from servd.base.errors import UnsupportedModel
 from servd.checkpoint.account import account_for
-from servd.checkpoint.hf import DEMO_FOLDER, read_spec
+from servd.checkpoint.hub import DEMO_FOLDER
+from servd.checkpoint.model_spec import read_spec
 from servd.config import Config
 from servd.launch import find_and_resolve
 

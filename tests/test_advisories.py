@@ -66,7 +66,7 @@ async def test_cve_2025_48956_headers_are_bounded():
 def test_cve_2025_48887_no_call_takes_the_parser_long():
     for text in ("[get_weather(a=" + "[" * 100_000, "[f(a=1), " * 20_000 + "f(", "[" * 100_000):
         begin = time.process_time()
-        parser = pythonic.Parser([])
+        parser = pythonic.PythonicToolParser([])
         parser.feed(text)
         parser.finish()
         assert time.process_time() - begin < 3

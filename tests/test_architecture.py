@@ -28,20 +28,20 @@ LAST_NAMES = {name.split(".")[-1] for name in PICKLING_CALLS}
 # Package of plugins -> the one public name that every file in it must have (a model's is named as
 # in config.json).
 PLUGINS = {
-    "servd/api/output/reasoning_parsers": "Parser",
+    "servd/api/output/reasoning_parsers": r"\w+ReasoningParser",
     "servd/api/routes": "router",
     "servd/api/routes/compat": "router",
-    "servd/api/output/tool_parsers": "Parser",
+    "servd/api/output/tool_parsers": r"\w+ToolParser",
     "servd/cli": "add_options",
     "servd/bench": "run",
     "servd/core/executor": r"\w+Executor",
-    "servd/core/queues": "WaitingQueue",
-    "servd/worker/attention": "Backend",
+    "servd/core/queues": r"\w+Queue",
+    "servd/worker/attention": r"\w+Backend",
     "servd/worker/models": r"\w+(ForCausalLM|LMHeadModel|ForMaskedLM)",
     "servd/worker/quantization": "quantize|read",
-    "servd/worker/output_heads": "OutputHead",
-    "servd/worker/sample/logits_processors": "Processor",
-    "servd/worker/spec_decode": "Proposer",
+    "servd/worker/output_heads": r"Pooler|\w+Head",
+    "servd/worker/sample/logits_processors": r"\w+Processor",
+    "servd/worker/spec_decode": r"\w+Proposer",
 }
 
 READS_BODIES = (
@@ -328,7 +328,7 @@ def test_every_package_that_is_an_option_or_loads_its_own_files_is_a_package_of_
         for path in (ROOT / "servd/config").glob("*.py")
         for name in re.findall(r'"plugins": "([\w.]+)"', path.read_text())
     ]
-    loading = [s.module for s in SOURCES if "plugins.load(__name__" in s.text]
+    loading = [s.module for s in SOURCES if "plugins.load_class(__name__" in s.text]
     assert options
     assert {name.replace(".", "/") for name in options + loading} <= set(PLUGINS)
 

@@ -12,7 +12,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 gguf = pytest.importorskip("gguf")
 
 from servd.api.text.tokenizer import Tokenizer  # noqa: E402
-from servd.checkpoint import gguf_tokenizer, hf  # noqa: E402
+from servd.checkpoint import gguf_tokenizer, hub  # noqa: E402
 from servd.checkpoint.gguf import TABLE  # noqa: E402
 from tests.gguf_files import write_model  # noqa: E402
 
@@ -133,7 +133,7 @@ def by_score(text: str, vocabulary: dict[str, Any]) -> list[str]:
 def test_ids_of_sentence_piece(tmp_path: Path, model_type: str):
     vocabulary = sentence_pieces(model_type)
     file = write(tmp_path / "a.gguf", model_type, vocabulary)
-    tokenizer = Tokenizer.load(str(hf.find_model(str(file))))
+    tokenizer = Tokenizer.load(str(hub.find_model(str(file))))
     transformers = pytest.importorskip("transformers")
     reference = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file=file.name)
     bos = vocabulary["ggml.bos_token_id"]
@@ -155,7 +155,7 @@ def test_ids_of_sentence_piece(tmp_path: Path, model_type: str):
 def test_runs_of_spaces_of_gemma_are_one_token(tmp_path: Path):
     vocabulary = sentence_pieces("gemma3_text")
     file = write(tmp_path / "a.gguf", "gemma3_text", vocabulary)
-    tokenizer = Tokenizer.load(str(hf.find_model(str(file))))
+    tokenizer = Tokenizer.load(str(hub.find_model(str(file))))
     three = vocabulary["ggml.tokens"].index("   ")
     assert tokenizer.encode("   ", add_special_tokens=False) == [three]
     assert three in tokenizer.encode("words   words")
@@ -164,7 +164,7 @@ def test_runs_of_spaces_of_gemma_are_one_token(tmp_path: Path):
 def test_spaces_after_special_tokens_of_phi3_are_dropped(tmp_path: Path):
     vocabulary = sentence_pieces("phi3")
     tokenizer = Tokenizer.load(
-        str(hf.find_model(str(write(tmp_path / "a.gguf", "phi3", vocabulary))))
+        str(hub.find_model(str(write(tmp_path / "a.gguf", "phi3", vocabulary))))
     )
     assert tokenizer.encode("<|end|>\nwords") == tokenizer.encode("<|end|>words")
     assert tokenizer.encode("<s>\nwords") != tokenizer.encode("<s>words")
@@ -173,7 +173,7 @@ def test_spaces_after_special_tokens_of_phi3_are_dropped(tmp_path: Path):
 @pytest.mark.parametrize("pre", [*TABLE["cuts"], *TABLE["aliases"]])
 def test_ids_of_byte_level_tokenizers(tmp_path: Path, pre: str):
     file = write(tmp_path / "a.gguf", "qwen2", byte_level(pre))
-    tokenizer = Tokenizer.load(str(hf.find_model(str(file))))
+    tokenizer = Tokenizer.load(str(hub.find_model(str(file))))
     transformers = pytest.importorskip("transformers")
     reference = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file=file.name)
     is_composed = TABLE["aliases"].get(pre, pre) == "qwen2"
@@ -201,7 +201,7 @@ def test_the_end_is_added_where_the_file_says_so(tmp_path: Path):
     for adds_bos in (False, True):
         vocabulary["ggml.add_bos_token"] = adds_bos
         file = write(tmp_path / f"{adds_bos}.gguf", "qwen2", vocabulary)
-        tokenizer = Tokenizer.load(str(hf.find_model(str(file))))
+        tokenizer = Tokenizer.load(str(hub.find_model(str(file))))
         plain = tokenizer.encode("words", add_special_tokens=False)
         begin = [0] * adds_bos
         assert tokenizer.encode("words") == [*begin, *plain, end]
@@ -215,7 +215,7 @@ def test_without_a_name_texts_are_cut_by_llama_cpps_default(tmp_path: Path, pre:
     vocabulary = byte_level("default")
     if pre is None:
         del vocabulary["ggml.pre"]
-    folder = hf.find_model(str(write(tmp_path / "a.gguf", "qwen2", vocabulary)))
+    folder = hub.find_model(str(write(tmp_path / "a.gguf", "qwen2", vocabulary)))
     backend = tokenizers.Tokenizer.from_file(str(gguf_tokenizer.write_tokenizer(folder)))
     pieces = backend.pre_tokenizer.pre_tokenize_str("Don't say $1,23456  (x=y) it's``")
     expected = "Don ' t Ġsay Ġ $ 1 , 234 56 ĠĠ ( x = y ) Ġit ' s ``"
@@ -225,7 +225,7 @@ def test_without_a_name_texts_are_cut_by_llama_cpps_default(tmp_path: Path, pre:
 def encode_with(path: Path, vocabulary: dict[str, Any]) -> int:
     """The first id of a text."""
     file = write(path, "qwen2", vocabulary)
-    return Tokenizer.load(str(hf.find_model(str(file)))).encode("words")[0]
+    return Tokenizer.load(str(hub.find_model(str(file)))).encode("words")[0]
 
 
 @pytest.mark.parametrize(
@@ -246,7 +246,7 @@ def test_damaged_vocabularies_are_refused_in_words(tmp_path: Path, key: str, val
     vocabulary = sentence_pieces("llama") | {key: value}
     vocabulary = {name: each for name, each in vocabulary.items() if each is not None}
     with pytest.raises(ModelNotFound):
-        Tokenizer.load(str(hf.find_model(str(write(tmp_path / "a.gguf", "llama", vocabulary)))))
+        Tokenizer.load(str(hub.find_model(str(write(tmp_path / "a.gguf", "llama", vocabulary)))))
 
 
 def test_long_pieces_and_too_many_merges_are_refused(monkeypatch: pytest.MonkeyPatch):

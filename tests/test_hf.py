@@ -6,16 +6,14 @@ import msgspec
 import pytest
 
 from servd.base.errors import ConfigError, ModelNotFound, UnsupportedModel
-from servd.checkpoint.hf import (
-    FAKE_SPEC,
+from servd.checkpoint.generation_config import (
     GenerationDefaults,
-    download_weights,
-    find_model,
     generation_accounts,
     read_generation_defaults,
-    read_spec,
-    weight_files,
 )
+from servd.checkpoint.hub import download_weights, find_model
+from servd.checkpoint.model_spec import FAKE_SPEC, read_spec
+from servd.checkpoint.weight_files import find_weight_files
 
 # config.json of the hub's `gpt2`, without the keys that nobody reads.
 GPT2 = {
@@ -154,7 +152,7 @@ def test_weight_files_are_those_of_the_index_or_all(tmp_path, has_index):
     if has_index:
         weight_map = {"a": names[1], "b": names[0], "c": names[0]}
         write(tmp_path, "model.safetensors.index.json", {"weight_map": weight_map})
-    assert [f.name for f in weight_files(tmp_path)] == names
+    assert [f.name for f in find_weight_files(tmp_path)] == names
 
 
 @pytest.mark.parametrize("has_index", [True, False])
@@ -165,7 +163,7 @@ def test_all_missing_shards_are_named(tmp_path, has_index):
         index = {"weight_map": dict(enumerate(names))}
         write(tmp_path, "model.safetensors.index.json", index)
     with pytest.raises(ModelNotFound, match=r"lacks 3 of 4 weight files: .*download") as error:
-        weight_files(tmp_path)
+        find_weight_files(tmp_path)
     assert all((name in str(error.value)) == (name != names[1]) for name in names)
 
 
@@ -173,17 +171,17 @@ def test_pickled_weights_only_when_asked(tmp_path):
     (tmp_path / "pytorch_model.bin").touch()
     (tmp_path / "training_args.bin").touch()
     with pytest.raises(ModelNotFound, match="use --load-format pt"):
-        weight_files(tmp_path)
-    assert weight_files(tmp_path, "pt") == [tmp_path / "pytorch_model.bin"]
+        find_weight_files(tmp_path)
+    assert find_weight_files(tmp_path, "pt") == [tmp_path / "pytorch_model.bin"]
     with pytest.raises(ModelNotFound, match=r"has no \.bin file"):
         (tmp_path / "pytorch_model.bin").unlink()
-        weight_files(tmp_path, "pt")
+        find_weight_files(tmp_path, "pt")
 
 
 def test_weights_in_another_format_get_a_remedy(tmp_path):
     (tmp_path / "pytorch_model.bin").touch()
     with pytest.raises(ModelNotFound, match=r"pytorch_model\.bin.*convert it to safetensors"):
-        weight_files(tmp_path)
+        find_weight_files(tmp_path)
 
 
 @pytest.mark.parametrize("find", [find_model, download_weights])

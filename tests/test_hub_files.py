@@ -13,7 +13,7 @@ gguf_files = pytest.importorskip("tests.gguf_files")
 
 from servd import cli  # noqa: E402
 from servd.base.errors import ModelNotFound, ServdError, UnsupportedModel  # noqa: E402
-from servd.checkpoint import gguf, hf  # noqa: E402
+from servd.checkpoint import gguf, hub, model_spec, weight_files  # noqa: E402
 from servd.checkpoint.gguf import choose_files, find_quantization  # noqa: E402
 from servd.cli import list as list_command  # noqa: E402
 from servd.cli import main, plan, rm  # noqa: E402
@@ -49,33 +49,33 @@ def test_the_file_of_a_quantization_is_downloaded_alone(files: Path, tmp_path: P
     cache = tmp_path / "hub"
     shutil.copy(files / "m-Q8_0.gguf", files / "x[1]-Q4_1.gguf")
     with fake_hub.online(files, monkeypatch):
-        blobs = hf.blobs_to_download("org/name:q8_0")
-        folder = hf.find_model("org/name:q8_0", download_dir=str(cache))
+        blobs = hub.blobs_to_download("org/name:q8_0")
+        folder = hub.find_model("org/name:q8_0", download_dir=str(cache))
         assert names_in(cache) == ["m-Q8_0.gguf"]
         assert blobs == {f.name: f.stat().st_size for f in cache.glob("models--*/blobs/*")}
-        assert hf.read_spec(folder).num_layers == 2
-        assert hf.download_weights("org/name:Q8_0", download_dir=str(cache)) == folder
-        assert hf.find_headers("org/name:Q8_0", None, str(cache), str(tmp_path)) == folder
-        split = hf.find_model("org/name:F16", download_dir=str(cache))
-        parts = len(hf.weight_files(split))
+        assert model_spec.read_spec(folder).num_layers == 2
+        assert hub.download_weights("org/name:Q8_0", download_dir=str(cache)) == folder
+        assert hub.find_headers("org/name:Q8_0", None, str(cache), str(tmp_path)) == folder
+        split = hub.find_model("org/name:F16", download_dir=str(cache))
+        parts = len(weight_files.find_weight_files(split))
         assert parts > 1 and len(names_in(cache)) == 1 + parts
-        hf.find_model("org/name:Q4_1", download_dir=str(cache))
+        hub.find_model("org/name:Q4_1", download_dir=str(cache))
         assert "x[1]-Q4_1.gguf" in names_in(cache)
         with pytest.raises(ModelNotFound, match=r"org/name:Q4_0 matches 0 files.*has m-BF16\.gguf"):
-            hf.find_model("org/name:Q4_0", download_dir=str(cache))
+            hub.find_model("org/name:Q4_0", download_dir=str(cache))
         with pytest.raises(ModelNotFound, match=r"org/name:16 matches 2 files"):
-            hf.find_model("org/name:16", download_dir=str(cache))
+            hub.find_model("org/name:16", download_dir=str(cache))
         with pytest.raises(ModelNotFound, match="the hub has no model 'org/other:Q8_0'"):
-            hf.find_model("org/other:Q8_0", download_dir=str(cache))
+            hub.find_model("org/other:Q8_0", download_dir=str(cache))
     for offline in (False, True):
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
-        assert hf.find_model("org/name:Q8_0", download_dir=str(cache)) == folder
-        assert hf.find_model("org/name:F16", download_dir=str(cache)) == split
+        assert hub.find_model("org/name:Q8_0", download_dir=str(cache)) == folder
+        assert hub.find_model("org/name:F16", download_dir=str(cache)) == split
         with pytest.raises(ModelNotFound, match="org/name:BF16 matches 0 files"):
-            hf.find_model("org/name:BF16", download_dir=str(cache))
-    Path(hf.weight_files(split)[1]).readlink().unlink()
+            hub.find_model("org/name:BF16", download_dir=str(cache))
+    Path(weight_files.find_weight_files(split)[1]).readlink().unlink()
     with pytest.raises(ModelNotFound, match=r"lacks 1 of . weight files: m-F16-00002-of-"):
-        hf.find_model("org/name:F16", download_dir=str(cache))
+        hub.find_model("org/name:F16", download_dir=str(cache))
 
 
 @pytest.mark.parametrize("step", [gguf.HEADER_STEP, 1000])
@@ -100,7 +100,7 @@ def test_a_plan_reads_only_the_headers_of_files(files: Path, tmp_path: Path, mon
         assert facts == facts_of(str(whole))
         assert facts_of("org/name:F16") == facts_of(str(files / "m-F16-00001-of-00003.gguf"))
         assert not names_in(tmp_path / "hub")
-        hf.find_model("org/name:Q8_0", download_dir=cache)
+        hub.find_model("org/name:Q8_0", download_dir=cache)
         gate.num_bytes = 0
         assert facts_of("org/name:Q8_0") == facts
         assert not gate.num_bytes, "the file is in the cache"
@@ -135,9 +135,9 @@ def test_factors_of_long_contexts_are_read_from_the_hub(
     gguf_files.write_model(path, LlamaForCausalLM(config), gguf_files.Quant.F16)
     monkeypatch.setattr(gguf, "HEADER_STEP", 1000)
     with fake_hub.online(files, monkeypatch) as gate:
-        headers = hf.find_gguf_headers("org/name:Q4_0", None, str(tmp_path / "h"), str(tmp_path))
+        headers = hub.find_gguf_headers("org/name:Q4_0", None, str(tmp_path / "h"), str(tmp_path))
     assert gate.num_bytes < path.stat().st_size // 2
-    assert hf.read_spec(headers).config == hf.read_spec(gguf.as_folder(path)).config
+    assert model_spec.read_spec(headers).config == model_spec.read_spec(gguf.as_folder(path)).config
 
 
 @pytest.mark.parametrize("data", [bytes(1 << 20), b"GGUF"], ids=["zeros", "too short"])
@@ -161,7 +161,7 @@ def test_a_header_that_cannot_be_read_ends(tmp_path: Path, monkeypatch, data: by
 def test_the_missing_package_is_named_rather_than_the_hub(files, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
     with fake_hub.online(files, monkeypatch), pytest.raises(UnsupportedModel, match="package gguf"):
-        hf.find_gguf_headers("org/name:Q8_0", None, str(tmp_path / "hub"), str(tmp_path))
+        hub.find_gguf_headers("org/name:Q8_0", None, str(tmp_path / "hub"), str(tmp_path))
 
 
 def test_a_folder_has_a_model_per_quantization(files: Path, tmp_path: Path):
@@ -170,7 +170,7 @@ def test_a_folder_has_a_model_per_quantization(files: Path, tmp_path: Path):
     assert sorted(models) == ["m-BF16", "m-F16", "m-Q8_0", "odd"]
     assert models["m-F16"].facts.num_bytes == sum(f.stat().st_size for f in files.glob("m-F16-*"))
     (tmp_path / "odd-1-of-0.safetensors").write_bytes(b"")
-    assert hf.weight_files(tmp_path) == [tmp_path / "odd-1-of-0.safetensors"]
+    assert weight_files.find_weight_files(tmp_path) == [tmp_path / "odd-1-of-0.safetensors"]
 
 
 def test_files_of_the_cache_have_names_of_their_own(files: Path, tmp_path: Path):
@@ -205,7 +205,7 @@ def test_a_name_of_the_list_can_be_shown_and_removed(files: Path, tmp_path, monk
         monkeypatch.setattr(command, "HF_HUB_CACHE", str(cache))
     with fake_hub.online(files, monkeypatch):
         for tag in ("Q8_0", "F16"):
-            hf.download_weights(f"org/name:{tag}", download_dir=str(cache))
+            hub.download_weights(f"org/name:{tag}", download_dir=str(cache))
     assert {"org/name:F16", "org/name:Q8_0"} <= {*execute("list")}
     assert "llama" in execute("show", "org/name:F16")
     with pytest.raises(ModelNotFound, match="no model 'org/name:F1'"):
@@ -239,7 +239,7 @@ def test_pull_prints_the_folder(files: Path, tmp_path: Path, monkeypatch, capsys
     with fake_hub.online(files, monkeypatch), pytest.raises(SystemExit) as ended:
         main(["pull", "org/name:Q8_0", "--cache", str(tmp_path)])
     assert ended.value.code == 0
-    assert hf.read_spec(capsys.readouterr().out.strip()).num_layers == 2
+    assert model_spec.read_spec(capsys.readouterr().out.strip()).num_layers == 2
 
 
 @pytest.mark.parametrize(

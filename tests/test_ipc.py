@@ -153,14 +153,14 @@ def messages(listener, count: int) -> list[tuple[bytes, object]]:
 def listener():
     with zmq.Context() as context, context.socket(zmq.PULL) as probe:
         port = probe.bind_to_random_port("tcp://127.0.0.1")
-    listener = ipc.Listener(f"tcp://127.0.0.1:{port}", ToEngine, ipc.Keys(TOKEN))
+    listener = ipc.Listener(f"tcp://127.0.0.1:{port}", ToEngine, ipc.CurveKeys(TOKEN))
     listener.at = f"tcp://127.0.0.1:{port}"
     yield listener
     listener.close()
 
 
 def test_links_carry_messages_both_ways_in_order(listener):
-    links = [ipc.Link(listener.at, ToEngine, ipc.Keys(TOKEN)) for _ in range(2)]
+    links = [ipc.Link(listener.at, ToEngine, ipc.CurveKeys(TOKEN)) for _ in range(2)]
     for i in range(100):
         for name, link in zip("ab", links, strict=True):
             link.send(AbortRequests([name, str(i)]))
@@ -180,14 +180,14 @@ def test_links_carry_messages_both_ways_in_order(listener):
 
 @pytest.mark.parametrize("knows", ["nothing", "the listener's key", "another token"])
 def test_nothing_passes_a_listener_without_the_token(listener, knows):
-    keys = ipc.Keys(TOKEN)
+    keys = ipc.CurveKeys(TOKEN)
     context = zmq.Context()
     stranger = context.socket(zmq.DEALER)
     if knows == "the listener's key":
         stranger.curve_serverkey = keys.listener.public
         stranger.curve_publickey, stranger.curve_secretkey = zmq.curve_keypair()
     elif knows == "another token":
-        others = ipc.Keys(TOKEN + ".")
+        others = ipc.CurveKeys(TOKEN + ".")
         stranger.curve_serverkey = others.listener.public
         stranger.curve_publickey, stranger.curve_secretkey = others.joiner
     stranger.connect(listener.at)
@@ -214,7 +214,7 @@ def test_who_has_shown_no_token_has_a_listener_take_no_memory(listener, flags):
 
 def test_who_says_nothing_is_not_kept(monkeypatch):
     monkeypatch.setattr(ipc, "HANDSHAKE_TIMEOUT", 200)
-    listener = ipc.Listener("tcp://127.0.0.1:0", ToEngine, ipc.Keys(TOKEN))
+    listener = ipc.Listener("tcp://127.0.0.1:0", ToEngine, ipc.CurveKeys(TOKEN))
     port = int(listener.at.rpartition(":")[2])
     with socket.create_connection(("127.0.0.1", port), timeout=WAIT_SECONDS) as stranger:
         while stranger.recv(100):
@@ -226,8 +226,8 @@ def test_strangers_are_not_more_than_there_is_room_for(monkeypatch):
     """Who has joined stays, and others can join when strangers were cut."""
     monkeypatch.setattr(ipc, "HANDSHAKE_TIMEOUT", 1000)
     monkeypatch.setattr(ipc, "MAX_CONNECTIONS", 8)
-    listener = ipc.Listener("tcp://127.0.0.1:0", ToEngine, ipc.Keys(TOKEN))
-    friends = [ipc.Link(listener.at, ToEngine, ipc.Keys(TOKEN))]
+    listener = ipc.Listener("tcp://127.0.0.1:0", ToEngine, ipc.CurveKeys(TOKEN))
+    friends = [ipc.Link(listener.at, ToEngine, ipc.CurveKeys(TOKEN))]
     friends[0].send(AbortRequests(["before"]))
     messages(listener, 1)
     port = int(listener.at.rpartition(":")[2])
@@ -243,7 +243,7 @@ def test_strangers_are_not_more_than_there_is_room_for(monkeypatch):
                 assert data
             were_cut += 1
     assert were_cut == 40 - 7
-    friends.append(ipc.Link(listener.at, ToEngine, ipc.Keys(TOKEN)))
+    friends.append(ipc.Link(listener.at, ToEngine, ipc.CurveKeys(TOKEN)))
     for friend in friends:
         friend.send(AbortRequests(["after"]))
     assert len(messages(listener, 2)) == 2
@@ -269,7 +269,7 @@ def test_a_stranger_that_has_left_may_have_had_the_number_of_anything(listener):
 
 
 def test_a_long_message_comes_in_frames(listener):
-    link = ipc.Link(listener.at, ToEngine, ipc.Keys(TOKEN))
+    link = ipc.Link(listener.at, ToEngine, ipc.CurveKeys(TOKEN))
     for size in (ipc.MAX_FRAME - 100, ipc.MAX_FRAME, 5 * ipc.MAX_FRAME + 7):
         sent = AbortRequests(["x" * size])
         link.send(sent)
@@ -284,7 +284,7 @@ def test_a_long_message_comes_in_frames(listener):
 
 def test_a_listener_that_cannot_listen_says_where(listener):
     with pytest.raises(ConfigError, match=f"cannot listen on {listener.at}: Address already in"):
-        ipc.Listener(listener.at, ToEngine, ipc.Keys(TOKEN))
+        ipc.Listener(listener.at, ToEngine, ipc.CurveKeys(TOKEN))
 
 
 def test_nobody_can_read_what_passes_between_hosts(listener):
@@ -299,7 +299,9 @@ def test_nobody_can_read_what_passes_between_hosts(listener):
                 to.sendall(data)
 
     with socket.create_server(("127.0.0.1", 0)) as between:
-        link = ipc.Link(f"tcp://127.0.0.1:{between.getsockname()[1]}", ToEngine, ipc.Keys(TOKEN))
+        link = ipc.Link(
+            f"tcp://127.0.0.1:{between.getsockname()[1]}", ToEngine, ipc.CurveKeys(TOKEN)
+        )
         link.send(AbortRequests(["a secret prompt"]))
         near, _ = between.accept()
         far = socket.create_connection((host, int(port)))

@@ -74,7 +74,7 @@ def test_requests_with_adapters(tmp_path, separate_process, make_llm):
     each = [*adapters, None]
     outputs = llm.generate([[7, 8, 9]] * 3, params, lora_request=each)
     assert llm.engine.adapters is not None
-    named = llm.engine.adapters.named()
+    named = llm.engine.adapters.read_adapters()
     digests = [named[each.lora_name].digest for each in adapters] + ["0"]
     for output, digest in zip(outputs, digests, strict=True):
         assert output.outputs[0].token_ids == expected_tokens([7, 8, 9], 8, 257, digest)

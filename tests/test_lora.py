@@ -150,7 +150,7 @@ def test_a_replaced_adapter_keeps_its_files_for_those_who_have_it(tmp_path: Path
     before = store.load("a", str(write_adapter(source, seed=1)), 16, {})
     bytes_before = (source / "adapter_model.safetensors").read_bytes()
     after = store.load("a", str(write_adapter(source, seed=2)), 16, {})
-    assert before.digest != after.digest and store.named() == {"a": after}
+    assert before.digest != after.digest and store.read_adapters() == {"a": after}
     assert Path(before.folder, "adapter_model.safetensors").read_bytes() == bytes_before
     again = store.load("b", str(write_adapter(source, seed=1)), 16, {})
     assert (again.digest, again.folder) == (before.digest, before.folder)
@@ -201,25 +201,25 @@ def test_files_of_unloaded_adapters_are_removed_in_time(tmp_path: Path):
     assert Path(old.folder).exists()
     os.utime(old.folder, (0, 0))
     new = store.load("new", str(write_adapter(tmp_path / "b", seed=2)), 16, {})
-    assert not Path(old.folder).exists() and store.named() == {"new": new}
+    assert not Path(old.folder).exists() and store.read_adapters() == {"new": new}
 
 
 def test_all_processes_see_each_change_at_once(tmp_path: Path):
     one, other = AdapterStore(tmp_path / "store"), AdapterStore(tmp_path / "store")
     folders = [write_adapter(tmp_path / str(seed), seed=seed) for seed in range(8)]
-    assert other.named() == {}
+    assert other.read_adapters() == {}
 
     def load(number: int) -> None:
         for seed, folder in enumerate(folders):
             loaded = one.load(f"{number}-{seed}", str(folder), 16, {})
-            assert other.named()[f"{number}-{seed}"] == loaded
+            assert other.read_adapters()[f"{number}-{seed}"] == loaded
 
     threads = [threading.Thread(target=load, args=[number]) for number in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(one.named()) == len(AdapterStore(tmp_path / "store").named()) == 32
+    assert len(one.read_adapters()) == len(AdapterStore(tmp_path / "store").read_adapters()) == 32
 
 
 def test_modules_are_given_as_text_or_json():

@@ -9,7 +9,7 @@ import pytest
 
 from servd.api.text.tokenizer import Tokenizer
 from servd.base.errors import ConfigError
-from servd.checkpoint import hf, pooling
+from servd.checkpoint import hub, pooling, weight_files
 from servd.config import Config
 from servd.launch import find_and_resolve
 
@@ -20,7 +20,7 @@ CLASSIFIER = {"architectures": ["Qwen3ForSequenceClassification"]}
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    for file in hf.DEMO_FOLDER.iterdir():
+    for file in hub.DEMO_FOLDER.iterdir():
         if file.suffix == ".json":
             shutil.copy(file, tmp_path)
     return tmp_path
@@ -103,10 +103,10 @@ def test_names_that_lead_out(folder: Path, path: str) -> None:
     (folder / "modules.json").write_text(json.dumps(modules))
     with pytest.raises(ConfigError, match=path):
         start(folder)
-    index = hf.index_of(folder)
+    index = weight_files.index_of(folder)
     index.write_text(json.dumps({"weight_map": {"a": f"{path}.safetensors"}}))
     with pytest.raises(ConfigError, match=path):
-        hf.weight_files(folder)
+        weight_files.find_weight_files(folder)
 
 
 def test_infinite_limit(folder: Path) -> None:

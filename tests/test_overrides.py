@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from servd.base.errors import ConfigError
-from servd.checkpoint.hf import read_spec
+from servd.checkpoint.model_spec import read_spec
 from servd.checkpoint.overrides import override
 from servd.config import Config
 from servd.launch import find_and_resolve

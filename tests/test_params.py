@@ -120,7 +120,9 @@ def test_is_greedy(temperature, greedy):
 
 def test_a_bad_word_has_a_limited_number_of_tokens():
     SamplingParams(bad_words=["x"], bad_words_token_ids=[[1] * MAX_BAD_WORD_TOKENS]).validate(VOCAB)
-    with pytest.raises(InvalidRequest, match="bad_words must be at most 32 tokens long"):
+    with pytest.raises(
+        InvalidRequest, match="every entry of bad_words must have at most 32 tokens"
+    ):
         SamplingParams(
             bad_words=["x"], bad_words_token_ids=[[1] * (MAX_BAD_WORD_TOKENS + 1)]
         ).validate(VOCAB)

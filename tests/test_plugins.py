@@ -1,5 +1,6 @@
 """Plugins: file name = option name."""
 
+import importlib
 import sys
 
 import pytest
@@ -16,7 +17,9 @@ def package(tmp_path, monkeypatch):
     (folder / "__init__.py").write_text("")
     (folder / "_base.py").write_text("class Thing: pass\n")
     (folder / "plain.py").write_text("class Thing: pass\n")
-    (folder / "two_words.py").write_text("class Thing: pass\n")
+    (folder / "two_words.py").write_text(
+        "from fruit_plugins._base import Thing\nclass Plum(Thing): pass\nclass Other: pass\n"
+    )
     (folder / "broken.py").write_text("import a_module_that_is_not_there\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     yield "fruit_plugins"
@@ -46,8 +49,14 @@ def test_check_knows_what_load_finds_and_the_other_words(package):
 @pytest.mark.parametrize(
     ("name", "module"), [("plain", "plain"), ("two-words", "two_words"), ("two_words", "two_words")]
 )
-def test_load_finds_the_class_by_the_name_of_the_file(package, name, module):
-    assert plugins.load(package, name, "Thing").__module__ == f"{package}.{module}"
+def test_load_finds_the_attribute_by_the_name_of_the_file(package, name, module):
+    assert plugins.load(package, name, "__name__") == f"{package}.{module}"
+
+
+@pytest.mark.parametrize("name", ["two_words", "fruit_plugins.two_words:Plum"])
+def test_load_class_finds_the_only_subclass_in_the_file(package, name):
+    base = importlib.import_module("fruit_plugins._base").Thing
+    assert plugins.load_class(package, name, base).__name__ == "Plum"
 
 
 @pytest.mark.parametrize("name", ["plum", "_base", "../plain", "__init__"])

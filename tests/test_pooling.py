@@ -9,7 +9,7 @@ import pytest
 
 from servd.base.errors import InvalidRequest, ModelNotFound, UnsupportedModel
 from servd.checkpoint import pooling
-from servd.checkpoint.hf import FAKE_SPEC, ModelSpec
+from servd.checkpoint.model_spec import FAKE_SPEC, ModelSpec
 from servd.checkpoint.pooling import PoolingSpec
 from servd.messages.params import PoolingParams
 

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from servd.base import plugins
 from servd.base.errors import ConfigError
-from servd.checkpoint.hf import FAKE_SPEC, ModelSpec
+from servd.checkpoint.model_spec import FAKE_SPEC, ModelSpec
 from servd.config import Config, choices, options_by_name
-from servd.config.resolve import Machine, look_at_machine, resolve
+from servd.config.machine import Machine, look_at_machine
+from servd.config.resolve import resolve
 
 SPEC = ModelSpec(
     folder="/m",

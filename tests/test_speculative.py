@@ -5,7 +5,7 @@ import json
 import pytest
 
 from servd.base.errors import ConfigError, ModelNotFound
-from servd.checkpoint.hf import DEMO_FOLDER
+from servd.checkpoint.hub import DEMO_FOLDER
 from servd.config import Config
 from servd.launch import find_and_resolve
 

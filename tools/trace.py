@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from servd.cli import Parser
+from servd.cli import CommandParser
 from servd.config import Config
 from servd.terminal import engine_flags
 from servd.terminal.api_client import Client
@@ -35,7 +35,7 @@ MOST_IDS = 12
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = Parser(prog="trace", usage="%(prog)s PROMPT [MODEL] [OPTION ...]")
+    parser = CommandParser(prog="trace", usage="%(prog)s PROMPT [MODEL] [OPTION ...]")
     add_options(parser)
     return run(parser.parse_args(argv))
 

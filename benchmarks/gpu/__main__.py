@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import report
-from servd.config.resolve import look_at_machine
+from servd.config.machine import look_at_machine
 
 ROOT = Path(__file__).resolve().parents[2]
 # Seconds of each part; the last ones get what the others leave.

@@ -37,7 +37,7 @@ def measure(device: torch.device, is_tiny: bool) -> Iterator[tuple[str, dict[str
     sizes, dtype = ((4, 2, 16), torch.float32) if is_tiny else ((32, 8, 128), torch.bfloat16)
     spec = AttentionSpec(*sizes, 16, None, dtype, dtype, device)
     for name in attention.auto_backends(device.type):
-        backend_class = plugins.load(package, name, "Backend")
+        backend_class = plugins.load_class(package, name, attention.AttentionBackend)
         reason = backend_class.supports(spec)
         if reason is not None:
             yield name, reason
@@ -71,7 +71,7 @@ def _shorten(rows: list[tuple[int, int]], is_tiny: bool) -> list[tuple[int, int]
 
 
 def _seconds(
-    backend: attention.Backend[Any], rows: list[tuple[int, int]], repeats: int = 20
+    backend: attention.AttentionBackend[Any], rows: list[tuple[int, int]], repeats: int = 20
 ) -> float:
     """Device time of one layer, after a first run that loads its kernels."""
     spec = backend.spec

@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
-from servd.checkpoint.hf import read_spec
+from servd.checkpoint.model_spec import read_spec
 from servd.config import Config
-from servd.config.resolve import look_at_machine, resolve
+from servd.config.machine import look_at_machine
+from servd.config.resolve import resolve
 from servd.core.engine_core import EngineCore
 from servd.core.executor import PendingOutput
 from servd.core.executor.uniproc import UniProcExecutor

@@ -24,8 +24,9 @@ import torch
 
 from benchmarks.gpu import shapes
 from benchmarks.gpu.engine import Bench
-from servd.checkpoint.hf import read_spec
-from servd.config.resolve import look_at_machine, resolve
+from servd.checkpoint.model_spec import read_spec
+from servd.config.machine import look_at_machine
+from servd.config.resolve import resolve
 from servd.messages.engine import EngineCoreRequest
 from servd.messages.params import SamplingParams
 

@@ -31,7 +31,7 @@ from servd.api.http.auth import OPEN_PATHS, ApiKeyAuth, ScopedRoute
 from servd.api.http.middleware import RequestContext
 from servd.api.http.pages import Pages
 from servd.api.http.route import Route
-from servd.api.keys import Keys
+from servd.api.keys import ApiKeys
 from servd.api.observability.ignored_fields import IgnoredFields
 from servd.api.protocol.errors import error_reply
 from servd.api.protocol.validation import explain_parameters
@@ -95,7 +95,7 @@ def build_app(
     A stream gets a comment after `keep_alive` seconds without a token, because proxies close silent
     streams after 60 seconds. `reasons` explains, by option, the values of "auto" options.
     """
-    keys = Keys(config.access)
+    keys = ApiKeys(config.access)
     open_paths = OPEN_PATHS | (console.open_paths() if config.server.console else set())
     access_log = log.resolve_access_log(config.observability)
     tracer = async_llm.tracer
@@ -147,7 +147,9 @@ SERVING: dict[str, type[OpenAIServing]] = {
 }
 
 
-def _batches(config: Config, app: FastAPI, keys: Keys, async_llm: AsyncLLM) -> BatchRunner | None:
+def _batches(
+    config: Config, app: FastAPI, keys: ApiKeys, async_llm: AsyncLLM
+) -> BatchRunner | None:
     if config.batches.batch_dir is None:
         return None
     scheduler = config.scheduler

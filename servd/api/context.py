@@ -14,7 +14,7 @@ from servd.api.call import call_of
 from servd.api.engine.adapters import Adapters
 from servd.api.engine.async_llm import AsyncLLM
 from servd.api.engine.peers import PeerServers
-from servd.api.keys import Keys
+from servd.api.keys import ApiKeys
 from servd.api.observability.ignored_fields import IgnoredFields
 from servd.api.responses.response_store import ResponseStores
 from servd.base.errors import NotFound, UnknownModel
@@ -30,7 +30,7 @@ class Context(msgspec.Struct, frozen=True):
     fingerprint: str  # system_fingerprint of all answers
     keep_alive: float  # seconds
     reasons: Mapping[str, str]  # why options on "auto" have their value
-    keys: Keys
+    keys: ApiKeys
     responses: ResponseStores
     batches: BatchRunner | None  # None without --batch-dir
     peers: PeerServers
@@ -56,7 +56,7 @@ class Context(msgspec.Struct, frozen=True):
         if self.adapters is not None:
             if (adapter := await self.adapters.find(asked)) is not None:
                 return asked, adapter
-            served = [*served, *self.adapters.store.named()]
+            served = [*served, *self.adapters.store.read_adapters()]
         raise UnknownModel(
             f"the model {asked[:200]!r} is not served here; served are: {', '.join(served[:32])}",
             param="model",

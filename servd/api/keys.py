@@ -13,7 +13,7 @@ ON_BEHALF_OF = "servd.on_behalf_of"
 CALL = "servd.call"  # the Call in the ASGI scope
 
 
-class Keys:
+class ApiKeys:
     def __init__(self, access: AccessConfig) -> None:
         self.are_needed = access.needs_keys
         self.load(access)

@@ -53,17 +53,17 @@ class InvalidRequest(RequestError):
 
 class ContextTooLong(InvalidRequest):
     """400: prompt plus max_tokens exceed the model's context. `num_tokens` is the number of the
-    prompt's tokens, or a lower bound, and `most` the number that a prompt may have.
+    prompt's tokens, or a lower bound, and `max_tokens` the number that a prompt may have.
     """
 
     default_code = "context_length_exceeded"
 
     def __init__(
-        self, message: str, num_tokens: int = 0, most: int = 0, *, param: str | None = None
+        self, message: str, num_tokens: int = 0, max_tokens: int = 0, *, param: str | None = None
     ) -> None:
         super().__init__(message, param=param)
         self.num_tokens = num_tokens
-        self.most = most
+        self.max_tokens = max_tokens
 
 
 class Unauthorized(RequestError):

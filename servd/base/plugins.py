@@ -21,15 +21,16 @@ def names(package: str) -> Sequence[str]:
     """
     spec = importlib.util.find_spec(package)
     assert spec is not None and spec.submodule_search_locations is not None, package
-    found = (module.name for module in pkgutil.iter_modules(spec.submodule_search_locations))
-    return tuple(sorted(name for name in found if not name.startswith("_")))
+    modules = (module.name for module in pkgutil.iter_modules(spec.submodule_search_locations))
+    return tuple(sorted(name for name in modules if not name.startswith("_")))
 
 
-def check(option: str, package: str, name: str, *others: str) -> None:
+def check(option: str, package: str, name: str, *other_names: str) -> None:
     """Check, without importing, that `load` would find the module `name`, or that `name` is in
-    `others`. Raises ConfigError with the option and the valid names.
+    `other_names`. Raises ConfigError with the option and the valid names.
     """
-    if ":" not in name and name.replace("-", "_") not in (there_are := [*others, *names(package)]):
+    there_are = [*other_names, *names(package)]
+    if ":" not in name and name.replace("-", "_") not in there_are:
         raise ConfigError(f"{option} {name!r} is unknown; there are: {', '.join(there_are)}")
 
 
@@ -43,7 +44,7 @@ def load(package: str, name: str, attribute: str) -> Any:
     if ":" in name:
         module, _, attribute = name.partition(":")
         try:
-            found = importlib.import_module(module)
+            plugin_module = importlib.import_module(module)
         except ModuleNotFoundError as error:
             if error.name is None or not f"{module}.".startswith(f"{error.name}."):
                 raise
@@ -51,14 +52,14 @@ def load(package: str, name: str, attribute: str) -> Any:
                 f"{name}: the module {error.name} was not found; install it, or put its folder "
                 "on PYTHONPATH"
             ) from None
-        if not hasattr(found, attribute):
+        if not hasattr(plugin_module, attribute):
             raise ConfigError(f"{name}: module {module} has no {attribute!r}; check its spelling")
-        return getattr(found, attribute)
+        return getattr(plugin_module, attribute)
     check(package.rpartition(".")[2], package, name)
     return getattr(importlib.import_module(f"{package}.{name.replace('-', '_')}"), attribute)
 
 
-def load_class(package: str, name: str, base: type[T]) -> type[T]:
+def load_class(package: str, name: str, base: type) -> Any:
     """Return the only subclass of `base` in the module `name`, or what a `name` like
     "package.module:Attribute" refers to. Raises ConfigError as `load` does.
     """

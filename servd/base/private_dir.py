@@ -37,10 +37,10 @@ def private_dir() -> Path:
 
 def find_base() -> str:
     """Return the first folder that can hold sockets: the user's own, or shared memory."""
-    named = [os.environ.get(name, "") for name in (PARENT_DIR, "XDG_RUNTIME_DIR")]
+    candidates = [os.environ.get(name, "") for name in (PARENT_DIR, "XDG_RUNTIME_DIR")]
     with suppress(FileNotFoundError):  # Python found none
-        named.append(tempfile.gettempdir())
-    folders = [folder for folder in dict.fromkeys([*named, *LAST_RESORTS]) if folder]
+        candidates.append(tempfile.gettempdir())
+    folders = [folder for folder in dict.fromkeys([*candidates, *LAST_RESORTS]) if folder]
     for folder in folders:
         if os.access(folder, os.W_OK | os.X_OK) and len(folder) <= MAX_BASE:
             return folder
@@ -56,8 +56,8 @@ def _sweep(base: Path) -> None:
         os.close(_locks.pop(removed))
     for lock in base.glob(f"servd-*/{LOCK}"):
         with suppress(OSError):  # another user's, in use, or removed meanwhile
-            found = lock.lstat()
-            if found.st_uid != os.geteuid() or time.time() - found.st_mtime < LOCK_GRACE:
+            status = lock.lstat()
+            if status.st_uid != os.geteuid() or time.time() - status.st_mtime < LOCK_GRACE:
                 continue
             descriptor = os.open(lock, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:

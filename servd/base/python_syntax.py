@@ -29,12 +29,12 @@ def parse_class(kind: type) -> ast.ClassDef:
 
 def field_docstrings(kind: type) -> dict[str, str]:
     """Return the docstrings below the fields of a class, each as one line, by field name."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for field, below in itertools.pairwise(parse_class(kind).body):
         match field, below:
             case (
                 ast.AnnAssign(target=ast.Name(id=name)),
                 ast.Expr(value=ast.Constant(value=str(text))),
             ):
-                found[name] = " ".join(text.split())
-    return found
+                texts[name] = " ".join(text.split())
+    return texts

@@ -20,7 +20,7 @@ LONGEST_PROMPT = 1024
 LONGEST = 2048
 
 
-class Prompt(msgspec.Struct, frozen=True):
+class BenchPrompt(msgspec.Struct, frozen=True):
     prompt: str | list[int]
     output_len: int = 0  # tokens; 0: as --output-len
 
@@ -29,7 +29,7 @@ class Turn(msgspec.Struct):
     value: str
 
 
-class Conversation(msgspec.Struct):
+class ShareGPTConversation(msgspec.Struct):
     conversations: list[Turn]
 
 
@@ -62,7 +62,7 @@ def guess_tokens(text: str) -> int:
 
 def make_prompts(
     arguments: argparse.Namespace, more: int = 0, count: Callable[[str], int] = guess_tokens
-) -> list[Prompt]:
+) -> list[BenchPrompt]:
     """Return the prompts that the flags describe, preceded by `more` prompts for warming up.
     `count` counts the tokens of a text. Raises ServdError if the file cannot be used.
     """
@@ -77,10 +77,10 @@ def make_prompts(
         return max(1, mean + rng.randint(-spread, spread))
 
     prefix = rng.choices(TOKEN_IDS, k=arguments.prefix_len)
-    prompts: list[Prompt] = []
+    prompts: list[BenchPrompt] = []
     for _ in range(num_prompts):
         rest = rng.choices(TOKEN_IDS, k=length(arguments.input_len))
-        prompts.append(Prompt(prefix + rest, length(arguments.output_len)))
+        prompts.append(BenchPrompt(prefix + rest, length(arguments.output_len)))
     return prompts
 
 
@@ -90,7 +90,7 @@ def _read_file(
     num_prompts: int,
     rng: random.Random,
     count: Callable[[str], int],
-) -> list[Prompt]:
+) -> list[BenchPrompt]:
     file = arguments.dataset_path
     if not file:
         raise ServdError(f"--dataset-name {name} needs --dataset-path FILE")
@@ -99,8 +99,8 @@ def _read_file(
         if name == "sharegpt":
             found = _read_sharegpt(data, rng, arguments.sharegpt_output_len, count)
         else:
-            lines = msgspec.json.Decoder(Prompt).decode_lines(data)
-            found = (Prompt(p.prompt, p.output_len or arguments.output_len) for p in lines)
+            lines = msgspec.json.Decoder(BenchPrompt).decode_lines(data)
+            found = (BenchPrompt(p.prompt, p.output_len or arguments.output_len) for p in lines)
         prompts = list(islice(found, num_prompts))
     except (OSError, ValueError) as error:
         raise ServdError(f"--dataset-path {file}: {error}") from None
@@ -111,11 +111,11 @@ def _read_file(
 
 def _read_sharegpt(
     data: bytes, rng: random.Random, output_len: int | None, count: Callable[[str], int]
-) -> Iterator[Prompt]:
+) -> Iterator[BenchPrompt]:
     """Yield first turns of conversations in random order, with `output_len` output tokens, or as
     many as the answers have.
     """
-    found = msgspec.json.decode(data, type=list[Conversation])
+    found = msgspec.json.decode(data, type=list[ShareGPTConversation])
     pairs = [each.conversations[:2] for each in found if len(each.conversations) > 1]
     rng.shuffle(pairs)
     for turn, answer in pairs:
@@ -124,4 +124,4 @@ def _read_sharegpt(
         is_long = input_len > LONGEST_PROMPT or input_len + wanted > LONGEST
         is_short = input_len < SHORTEST or (output_len is None and wanted < SHORTEST)
         if not is_short and not is_long:
-            yield Prompt(turn.value, wanted)
+            yield BenchPrompt(turn.value, wanted)

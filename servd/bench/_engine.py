@@ -6,7 +6,7 @@ from typing import Any
 
 from servd.api.request.request_output import RequestOutput
 from servd.bench import _data, _report
-from servd.bench._data import Prompt
+from servd.bench._data import BenchPrompt
 from servd.messages.params import SamplingParams
 from servd.offline.llm import LLM
 from servd.terminal import engine_flags
@@ -28,7 +28,9 @@ def make_llm(arguments: argparse.Namespace, **overrides: Any) -> LLM:
     return LLM(**options)
 
 
-def generate(llm: LLM, prompts: Sequence[Prompt], use_tqdm: bool = False) -> list[RequestOutput]:
+def generate(
+    llm: LLM, prompts: Sequence[BenchPrompt], use_tqdm: bool = False
+) -> list[RequestOutput]:
     params = [
         SamplingParams(temperature=0, max_tokens=prompt.output_len, ignore_eos=True)
         for prompt in prompts

@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 from tqdm import tqdm
 
-from servd.bench._data import Prompt
+from servd.bench._data import BenchPrompt
 from servd.config.keys import clean_key
 
 
@@ -45,7 +45,7 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Load:
+class LoadGenerator:
     url: str  # the server's, without /v1
     model: str
     concurrency: int | None = None  # most requests at once; None: no limit
@@ -57,7 +57,7 @@ class Load:
 
 
 async def run(
-    load: Load, prompts: Sequence[Prompt], show_progress: bool = True
+    load: LoadGenerator, prompts: Sequence[BenchPrompt], show_progress: bool = True
 ) -> tuple[list[Record], float]:
     """Send all prompts; return their records in order, and the seconds that all took."""
     rng = random.Random(load.seed)
@@ -72,7 +72,7 @@ async def run(
     ) as session:
         with tqdm(total=len(prompts), desc="requests", disable=hide, dynamic_ncols=True) as bar:
 
-            async def send(prompt: Prompt) -> Record:
+            async def send(prompt: BenchPrompt) -> Record:
                 async with limit:
                     record = await _send(session, load, prompt)
                 bar.update()
@@ -87,7 +87,7 @@ async def run(
     return records, max(record.ended for record in records) - started
 
 
-async def _send(session: aiohttp.ClientSession, load: Load, prompt: Prompt) -> Record:
+async def _send(session: aiohttp.ClientSession, load: LoadGenerator, prompt: BenchPrompt) -> Record:
     body: dict[str, Any] = {
         "model": load.model,
         "temperature": 0.0,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from servd.bench import _data, _load, _report
-from servd.bench._data import Prompt
+from servd.bench._data import BenchPrompt
 from servd.terminal import server_process
 from servd.terminal.api_client import Client
 from servd.terminal.output import format_row, write_json
@@ -55,8 +55,10 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-async def _measure(client: Client, prompts: Sequence[Prompt], concurrency: int) -> dict[str, Any]:
-    load = _load.Load(client.url, client.first_model(), concurrency)
+async def _measure(
+    client: Client, prompts: Sequence[BenchPrompt], concurrency: int
+) -> dict[str, Any]:
+    load = _load.LoadGenerator(client.url, client.first_model(), concurrency)
     await _load.run(load, prompts[:1], show_progress=False)
     # At low concurrency, fewer prompts are enough.
     share = prompts[1 : 1 + max(4, min(len(prompts) - 1, 4 * concurrency))]

@@ -10,7 +10,7 @@ from typing import Any
 from servd.base import log
 from servd.base.errors import ServdError
 from servd.bench import _data, _load, _report
-from servd.bench._data import Prompt
+from servd.bench._data import BenchPrompt
 from servd.terminal import api_client
 from servd.terminal.api_client import Client
 from servd.terminal.output import write_json
@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
         return answer.body["count"] if answer.status == 200 else _data.guess_tokens(text)
 
     prompts = _data.make_prompts(arguments, arguments.warmup, count)
-    load = _load.Load(
+    load = _load.LoadGenerator(
         client.url,
         model,
         arguments.concurrency,
@@ -99,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if summary["failed"] else 0
 
 
-def _as_text(client: Client, model: str, prompt: Prompt) -> Prompt:
+def _as_text(client: Client, model: str, prompt: BenchPrompt) -> BenchPrompt:
     """Return a prompt of token ids as its text, for a chat."""
     if isinstance(prompt.prompt, str):
         return prompt
@@ -109,10 +109,12 @@ def _as_text(client: Client, model: str, prompt: Prompt) -> Prompt:
             f"--backend {CHATS} needs /detokenize to make random texts, and the server answers "
             f"{answer.status}: use --dataset-path"
         )
-    return Prompt(answer.body["prompt"], prompt.output_len)
+    return BenchPrompt(answer.body["prompt"], prompt.output_len)
 
 
-async def _measure(load: _load.Load, prompts: Sequence[Prompt], num_warmups: int) -> dict[str, Any]:
+async def _measure(
+    load: _load.LoadGenerator, prompts: Sequence[BenchPrompt], num_warmups: int
+) -> dict[str, Any]:
     if num_warmups:
         await _load.run(load, prompts[:num_warmups], show_progress=False)
     return _report.summarise(*await _load.run(load, prompts[num_warmups:]))

@@ -10,7 +10,7 @@ from typing import Any
 
 from servd.base.errors import EngineError
 from servd.bench import _data, _engine
-from servd.bench._data import Prompt
+from servd.bench._data import BenchPrompt
 from servd.config.speculative import read_keys, readers
 from servd.core.client import InprocClient
 from servd.offline import metrics as offline_metrics
@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
 def measure(
     arguments: argparse.Namespace,
     keys: dict[str, Any] | None,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[BenchPrompt],
     base: dict[int, float],
 ) -> tuple[list[dict[str, Any]], list[list[list[int]]]]:
     """Measure and print one configuration at each batch size. `base` has tokens per second without
@@ -119,7 +119,7 @@ def count_drafts(llm: LLM) -> Counter[str]:
     return found
 
 
-def generate(llm: LLM, prompts: Sequence[Prompt], batch: int) -> list[list[int]]:
+def generate(llm: LLM, prompts: Sequence[BenchPrompt], batch: int) -> list[list[int]]:
     texts: list[list[int]] = []
     for at in range(0, len(prompts), batch):
         outputs = _engine.generate(llm, prompts[at : at + batch])

@@ -35,7 +35,7 @@ MAX_SHOWN = 40  # characters of a value
 MAX_FLOAT = sys.float_info.max
 
 
-class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class AccountTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What servd knows about the keys of a file. A name may be a pattern, such as `_*`."""
 
     used: list[str] = []
@@ -45,10 +45,10 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @cache  # read where it is needed: it takes 10 ms, and most processes get a complete ModelSpec
-def read_tables() -> dict[str, Table]:
+def read_tables() -> dict[str, AccountTable]:
     """Return the tables of account.toml."""
     text = Path(__file__).with_name("account.toml").read_text(encoding="utf8")
-    return msgspec.convert(tomllib.loads(text), dict[str, Table])
+    return msgspec.convert(tomllib.loads(text), dict[str, AccountTable])
 
 
 class Account(msgspec.Struct, frozen=True):
@@ -79,8 +79,8 @@ def account_for(file: str, values: Mapping[str, Any], *tables: str) -> Account:
     people. A null is without effect where false is.
     """
     there_are = read_tables()
-    known = [there_are[name] for name in reversed(tables) if name in there_are]
-    reasons = {key: _reason(known, key, value) for key, value in values.items()}
+    tables_to_read = [there_are[name] for name in reversed(tables) if name in there_are]
+    reasons = {key: _reason(tables_to_read, key, value) for key, value in values.items()}
     return Account(
         file,
         used=[key for key, reason in reasons.items() if reason == ""],
@@ -111,7 +111,7 @@ def with_defaults(config: dict[str, Any]) -> dict[str, Any]:
     """Return config.json with transformers' defaults for keys that it leaves out. Raises
     UnsupportedModel if a value has another type than its default.
     """
-    defaults = read_tables().get(f"config.{config.get('model_type')}", Table()).defaults
+    defaults = read_tables().get(f"config.{config.get('model_type')}", AccountTable()).defaults
     for key, default in defaults.items():
         value = config.get(key, default)
         if not _is_like(value, default, key):
@@ -132,7 +132,7 @@ def _is_like(value: Any, default: Any, key: str) -> bool:
     return type(value) is type(default)
 
 
-def _reason(tables: list[Table], key: str, value: Any) -> str | None:
+def _reason(tables: list[AccountTable], key: str, value: Any) -> str | None:
     """Return why a key has no effect; "" if it is used; None if it is unknown."""
     for table in tables:
         is_default = value is None and key in table.used

@@ -43,7 +43,7 @@ class AdapterStore:
     def beside(cls, ipc_dir: str) -> AdapterStore:
         return cls(Path(ipc_dir, "adapters"))
 
-    def named(self) -> dict[str, Adapter]:
+    def read_adapters(self) -> dict[str, Adapter]:
         """Return all adapters by name. The table is read again only if it has changed."""
         try:
             status = os.stat(self._table)
@@ -53,7 +53,7 @@ class AdapterStore:
         state = (status.st_ino, status.st_mtime_ns)
         if last is None or last[0] != state:
             adapters = msgspec.json.decode(self._table.read_bytes(), type=list[Adapter])
-            self._last = last = state, {each.name: each for each in adapters}
+            self._last = last = state, {adapter.name: adapter for adapter in adapters}
         return last[1]
 
     def clear(self) -> None:
@@ -74,9 +74,9 @@ class AdapterStore:
         """
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with self._locked():
-            if if_taken != "replace" and (taken := self.named().get(name)) is not None:
+            if if_taken != "replace" and (present := self.read_adapters().get(name)) is not None:
                 if if_taken == "keep":
-                    return taken
+                    return present
                 raise ConfigError(
                     f"the adapter {name!r} is loaded already: set load_inplace to replace it"
                 )
@@ -108,27 +108,29 @@ class AdapterStore:
             os.utime(folder)
             on_demand = if_taken == "keep"
             adapter = Adapter(name, digest, str(folder), source, int(time.time()), on_demand)
-            named = {**self.named(), name: adapter}
-            waiting = sorted((each for each in named.values() if each.is_on_demand), key=_used_at)
+            adapters = {**self.read_adapters(), name: adapter}
+            waiting = sorted(
+                (adapter for adapter in adapters.values() if adapter.is_on_demand), key=_used_at
+            )
             for unused in waiting[:-MAX_ON_DEMAND]:
-                del named[unused.name]
-            self._write(named)
+                del adapters[unused.name]
+            self._write(adapters)
         return adapter
 
     def use(self, name: str) -> Adapter | None:
-        if (adapter := self.named().get(name)) is not None and adapter.is_on_demand:
+        if (adapter := self.read_adapters().get(name)) is not None and adapter.is_on_demand:
             self._touch([adapter])
         return adapter
 
     def unload(self, name: str) -> Adapter | None:
         """Remove and return the adapter of a name; None if there is none."""
-        if name not in self.named():
+        if name not in self.read_adapters():
             return None
         with self._locked():
-            named = {**self.named()}
-            found = named.pop(name, None)
-            self._write(named)
-        return found
+            adapters = {**self.read_adapters()}
+            adapter = adapters.pop(name, None)
+            self._write(adapters)
+        return adapter
 
     def refusal(self, source: str) -> Path:
         """Return the file with the reason why the files in a folder, as they are now, were not
@@ -155,12 +157,14 @@ class AdapterStore:
             digest.update(str((copy / name).stat().st_size).encode())
         return digest.hexdigest()
 
-    def _write(self, named: Mapping[str, Adapter]) -> None:
-        kept = {each.digest for each in named.values()}
+    def _write(self, adapters: Mapping[str, Adapter]) -> None:
+        kept = {adapter.digest for adapter in adapters.values()}
         # What nobody can name any more stays for a while from now on.
-        self._touch(each for each in self.named().values() if each.digest not in kept)
+        self._touch(
+            adapter for adapter in self.read_adapters().values() if adapter.digest not in kept
+        )
         new = self._table.with_suffix(".new")
-        new.write_bytes(msgspec.json.encode(list(named.values())))
+        new.write_bytes(msgspec.json.encode(list(adapters.values())))
         now = time.time_ns()
         os.utime(new, ns=(now, now))  # the file system's own clock may tick every 4 ms
         new.rename(self._table)

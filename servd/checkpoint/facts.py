@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from servd.base.errors import ModelNotFound
-from servd.checkpoint import gguf, hf
+from servd.checkpoint import gguf, quantization_config, weight_files
 
 MAX_HEADER = 100_000_000  # bytes, as the safetensors library has it
 PAGE_HEAD = 4096  # bytes of a README.md, which begins with its tags on the hub
@@ -53,14 +53,14 @@ def read_facts(path: str) -> Facts:
     if not path:  # of the fake model
         return Facts()
     if (folder / gguf.WEIGHTS).is_symlink():
-        return Facts(count_bytes(folder), *gguf.read_facts(hf.weight_files(folder)))
-    method = hf.quantization_of(folder) or {}
+        return Facts(count_bytes(folder), *gguf.read_facts(weight_files.find_weight_files(folder)))
+    method = quantization_config.quantization_of(folder) or {}
     bits = method.get("bits")
     bits = bits if isinstance(bits, int) and 0 < bits <= 32 else 4
     packed = {"I32": 32 // bits, "U8": 2}  # several numbers in one
     count = 0
     try:
-        for weights in hf.weight_files(folder):
+        for weights in weight_files.find_weight_files(folder):
             with weights.open("rb") as file:
                 size = int.from_bytes(file.read(8), "little")
                 header = file.read(size) if size <= MAX_HEADER else b""
@@ -70,6 +70,6 @@ def read_facts(path: str) -> Facts:
                     count += prod(tensor.shape) * packed.get(tensor.dtype, 1)
     except (ModelNotFound, msgspec.MsgspecError):  # only its config is there, or a file is damaged
         count = 0
-    found = LICENSE.search(read_page(folder))
-    license = found[1].decode(errors="replace") if found else ""
+    license_tag = LICENSE.search(read_page(folder))
+    license = license_tag[1].decode(errors="replace") if license_tag else ""
     return Facts(count_bytes(folder), count, method.get("quant_method", ""), license)

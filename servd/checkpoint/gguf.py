@@ -86,12 +86,12 @@ def choose_files(model: str, names: Iterable[str], tag: str, place: str) -> list
     model is split. Raises ModelNotFound if there is no such model, or several.
     """
     names = sorted(n for n in names if n.endswith(".gguf") and PROJECTOR not in n)
-    found = [name for name in names if tag.lower() in name.lower()]
+    matches = [name for name in names if tag.lower() in name.lower()]
     word = re.compile(rf"(?<![a-z0-9_]){re.escape(tag)}(?![a-z0-9_])", re.IGNORECASE)
-    found = [name for name in found if word.search(name)] or found
-    models = {PART.sub("", name) for name in found}
+    matches = [name for name in matches if word.search(name)] or matches
+    models = {PART.sub("", name) for name in matches}
     if len(models) != 1:
-        listed = ", ".join(found or names) or "no .gguf file"
+        listed = ", ".join(matches or names) or "no .gguf file"
         raise ModelNotFound(
             f"{model} matches {len(models)} files, must match one; {place} has {listed}"
         )
@@ -110,8 +110,8 @@ def copy_header(source: BinaryIO, num_bytes: int, path: Path) -> None:
                 reader, _ = open_file(path, has_texts=False)
                 if reader.data_offset <= file.tell():
                     break
-            except ModelNotFound as found:
-                error = found
+            except ModelNotFound as problem:
+                error = problem
         else:
             raise error
         for tensor in reader.tensors:
@@ -123,8 +123,8 @@ def copy_header(source: BinaryIO, num_bytes: int, path: Path) -> None:
 
 def find_quantization(name: str) -> str:
     """Return the part of a file's name that is its quantization, such as Q4_K_M, or the name."""
-    found = QUANTIZATION.findall(name)
-    return found[-1] if found else name.removesuffix(".gguf")
+    matches = QUANTIZATION.findall(name)
+    return matches[-1] if matches else name.removesuffix(".gguf")
 
 
 def name_parts(path: Path) -> Iterator[Path]:
@@ -141,9 +141,9 @@ def name_parts(path: Path) -> Iterator[Path]:
 def check_files(files: Sequence[Path]) -> None:
     """Raise ModelNotFound with the names of the files that are missing."""
     if missing := [file.name for file in files if not file.exists()]:
-        named = ", ".join(missing[:MAX_NAMED])
+        file_names = ", ".join(missing[:MAX_NAMED])
         raise ModelNotFound(
-            f"{files[0].parent} lacks {len(missing)} of {len(files)} weight files: {named}; "
+            f"{files[0].parent} lacks {len(missing)} of {len(files)} weight files: {file_names}; "
             "copy them there, or download the model again"
         )
 
@@ -169,11 +169,15 @@ def make_folder(files: Sequence[Path], folder: Path) -> None:
     values = opened[0][1]
     key = "general.architecture"
     name = values.get(key)
-    for number, (_, own) in enumerate(opened):
-        told = (own.get("split.count") or 1, own.get("split.no", number), own.get(key, name))
-        if told != (len(files), number, name):
+    for number, (_, metadata) in enumerate(opened):
+        stated = (
+            metadata.get("split.count") or 1,
+            metadata.get("split.no", number),
+            metadata.get(key, name),
+        )
+        if stated != (len(files), number, name):
             raise ModelNotFound(
-                f"{files[number]} is one of {told[0]} files: name them NAME-00001-of-NUMBER.gguf "
+                f"{files[number]} is one of {stated[0]} files: name them NAME-00001-of-NUMBER.gguf "
                 "and so on, as they were"
             )
     try:
@@ -215,8 +219,8 @@ def gguf_accounts(folder: Path | str) -> Iterator[Account]:
         return
     values = json.loads(file.read_text(encoding="utf8"))
     name = values["general.architecture"]
-    named = {key.removeprefix(f"{name}."): value for key, value in values.items()}
-    yield account_for("the GGUF file's metadata", named, "gguf", f"gguf.{name}")
+    metadata = {key.removeprefix(f"{name}."): value for key, value in values.items()}
+    yield account_for("the GGUF file's metadata", metadata, "gguf", f"gguf.{name}")
 
 
 def make_config(
@@ -230,8 +234,8 @@ def make_config(
             f"{path}: GGUF of architecture {name!r} is not supported, only "
             f"{', '.join(ARCHITECTURES)}: serve the original checkpoint"
         )
-    own = {key.removeprefix(f"{name}."): value for key, value in values.items()}
-    if own.get("expert_count"):
+    metadata = {key.removeprefix(f"{name}."): value for key, value in values.items()}
+    if metadata.get("expert_count"):
         architecture = architecture | architecture.get("with_experts", {})
     config: dict[str, Any] = {
         "architectures": [architecture["class"]],
@@ -244,27 +248,27 @@ def make_config(
         "dtype": "bfloat16",
         "quantization_config": {
             "quant_method": "gguf",
-            "has_blocks": any(each.tensor_type.name not in FLOATS for each in tensors.values()),
+            "has_blocks": any(tensor.tensor_type.name not in FLOATS for tensor in tensors.values()),
         },
         **architecture.get("set", {}),
     }
     for key, source in (TABLE["config"] | architecture.get("config", {})).items():
-        if own.get(source) or source not in TABLE["optional"]:
-            config[key] = _number(own, source)
+        if metadata.get(source) or source not in TABLE["optional"]:
+            config[key] = _number(metadata, source)
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    rope = _make_rope(path, own, tensors) | architecture.get("rope", {})
+    rope = _make_rope(path, metadata, tensors) | architecture.get("rope", {})
     if (length := rope.get(FIRST_LENGTH)) is not None:  # before the default of the model_type
         config[FIRST_LENGTH] = length
     if (theta := architecture.get("window_rope_theta")) is not None:
-        theta = _number({"rope.freq_base_swa": theta} | own, "rope.freq_base_swa")
+        theta = _number({"rope.freq_base_swa": theta} | metadata, "rope.freq_base_swa")
         window = {"rope_type": "default", "rope_theta": theta}
         rope = {"full_attention": rope, "sliding_attention": window}
     config["rope_parameters"] = rope
-    if own.get("rope.dimension_count", head_dim) != head_dim:
-        config["partial_rotary_factor"] = _number(own, "rope.dimension_count") / head_dim
+    if metadata.get("rope.dimension_count", head_dim) != head_dim:
+        config["partial_rotary_factor"] = _number(metadata, "rope.dimension_count") / head_dim
     if (router := tensors.get("blk.0.ffn_gate_inp.weight")) is not None:
-        if not own["expert_used_count"] <= own["expert_count"] == router.shape[-1]:
+        if not metadata["expert_used_count"] <= metadata["expert_count"] == router.shape[-1]:
             raise ValueError(f"a router of {router.shape[-1]} experts")
     if (wide := architecture.get("wide_layers")) is not None:
         is_wide = config["num_hidden_layers"] == wide
@@ -272,9 +276,9 @@ def make_config(
     return config
 
 
-def _number(own: dict[str, Any], name: str) -> Any:
+def _number(metadata: dict[str, Any], name: str) -> Any:
     """Return a size or another number above 0. Raises LookupError or ValueError."""
-    value = own[name]
+    value = metadata[name]
     kinds = (int, float) if name in TABLE["floats"] else (int,)
     if type(value) not in kinds or not 0 < value <= MAX_SIZE:
         raise ValueError(f"{name} is {value!r:.50}")
@@ -294,25 +298,27 @@ def _find_ends(values: dict[str, Any], architecture: dict[str, Any]) -> list[int
     return [*dict.fromkeys(token_id for token_id in ends if token_id is not None)]
 
 
-def _make_rope(path: Path, own: dict[str, Any], tensors: dict[str, ReaderTensor]) -> dict[str, Any]:
-    """Return rope_parameters. `own`: metadata without the architecture's name."""
-    factor = own.get("rope.scaling.factor", own.get("rope.scale_linear")) or 1
-    kind = own.get("rope.scaling.type", "linear").replace("none", "default")
+def _make_rope(
+    path: Path, metadata: dict[str, Any], tensors: dict[str, ReaderTensor]
+) -> dict[str, Any]:
+    """Return rope_parameters. `metadata`: metadata without the architecture's name."""
+    factor = metadata.get("rope.scaling.factor", metadata.get("rope.scale_linear")) or 1
+    kind = metadata.get("rope.scaling.type", "linear").replace("none", "default")
     if kind == "linear" and factor == 1:
         kind = "default"
     if "rope_factors_long.weight" in tensors:
         kind = "longrope"
-    given = [tensors[name] for name in FACTORS if name in tensors]
-    if any(each.tensor_type.name != "F32" or not (each.data > 0).all() for each in given):
+    factors = [tensors[name] for name in FACTORS if name in tensors]
+    if any(tensor.tensor_type.name != "F32" or not (tensor.data > 0).all() for tensor in factors):
         raise ValueError("rope factors that are no F32 above 0")
     keys = TABLE["rope"].get(kind, {})
     has_factors = "rope_freqs.weight" in tensors
     problems = [] if kind in TABLE["rope"] else [f"rope scaling {kind!r}"]
     unread = [name for name in TABLE["unread"] if name not in keys.values()]
-    problems += [name for name in unread if own.get(name) not in (None, 1)]
+    problems += [name for name in unread if metadata.get(name) not in (None, 1)]
     if kind == "longrope" and factor != 1:
         problems.append(f"rope.scaling.factor beside rope scaling {kind!r}")
-    if (mix := own.get("rope.scaling.yarn_ext_factor", -1)) not in (-1, float(kind == "yarn")):
+    if (mix := metadata.get("rope.scaling.yarn_ext_factor", -1)) not in (-1, float(kind == "yarn")):
         problems.append(f"rope.scaling.yarn_ext_factor {mix}")
     if kind != "default" and has_factors:
         problems.append(f"rope_freqs.weight beside rope scaling {kind!r}")
@@ -323,15 +329,18 @@ def _make_rope(path: Path, own: dict[str, Any], tensors: dict[str, ReaderTensor]
         )
     rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 1e4}
     keys = keys | {"rope_theta": "rope.freq_base"}
-    own = own | {"rope.scaling.factor": factor}
-    rope |= {key: _number(own, name) for key, name in keys.items() if own.get(name)}
+    metadata = metadata | {"rope.scaling.factor": factor}
+    rope |= {key: _number(metadata, name) for key, name in keys.items() if metadata.get(name)}
     if kind == "longrope":
         for name in ("long", "short"):
             rope[f"{name}_factor"] = tensors[f"rope_factors_{name}.weight"].data.tolist()
     elif has_factors:  # Llama 3.1's, the same for all lengths
         factors = tensors["rope_freqs.weight"].data.tolist()
         rope |= {"rope_type": "longrope", "short_factor": factors, "long_factor": factors}
-        rope |= {"attention_factor": 1.0, "original_max_position_embeddings": own["context_length"]}
+        rope |= {
+            "attention_factor": 1.0,
+            "original_max_position_embeddings": metadata["context_length"],
+        }
     return rope
 
 
@@ -356,7 +365,7 @@ def read_facts(files: Sequence[Path]) -> tuple[int, str, str]:
     values = opened[0][1]
     from gguf import LlamaFileType
 
-    names = {each.value: re.sub("^(MOSTLY|ALL)_", "", each.name) for each in LlamaFileType}
+    names = {kind.value: re.sub("^(MOSTLY|ALL)_", "", kind.name) for kind in LlamaFileType}
     kind = names.get(values.get("general.file_type", -1), "gguf")
     count = sum(int(tensor.n_elements) for reader, _ in opened for tensor in reader.tensors)
     return count, kind, str(values.get("general.license", ""))

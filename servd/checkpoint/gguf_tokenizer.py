@@ -53,19 +53,19 @@ def make_tokenizer(values: dict[str, Any], pre: str) -> str:
     from tokenizers import AddedToken
     from tokenizers.processors import TemplateProcessing
 
-    own = {name.removeprefix("tokenizer.ggml."): value for name, value in values.items()}
-    tokens = own["tokens"]
-    types = own.setdefault("token_type", [NORMAL] * len(tokens))
+    metadata = {name.removeprefix("tokenizer.ggml."): value for name, value in values.items()}
+    tokens = metadata["tokens"]
+    types = metadata.setdefault("token_type", [NORMAL] * len(tokens))
     form = gguf.ARCHITECTURES.get(str(values.get("general.architecture")), {})
-    adds_bos = pre in gguf.TABLE["like_llama3"] or own["model"] == "llama"
+    adds_bos = pre in gguf.TABLE["like_llama3"] or metadata["model"] == "llama"
     kept = set(tokens)  # tokens that keep the spaces after them
-    if own["model"] == "llama":
-        made = _make_sentence_piece(own, form.get("merges_in_order", False))
+    if metadata["model"] == "llama":
+        made = _make_sentence_piece(metadata, form.get("merges_in_order", False))
         kept = set(form.get("unstripped", tokens))
     else:
-        made = _make_byte_level(own, pre)
-    begin = [own["bos_token_id"]] if own.get("add_bos_token", adds_bos) else []
-    end = [own["eos_token_id"]] if own.get("add_eos_token") else []
+        made = _make_byte_level(metadata, pre)
+    begin = [metadata["bos_token_id"]] if metadata.get("add_bos_token", adds_bos) else []
+    end = [metadata["eos_token_id"]] if metadata.get("add_eos_token") else []
     if begin or end:
         first, last = ([tokens[token_id] for token_id in ids] for ids in (begin, end))
         made.post_processor = TemplateProcessing(
@@ -79,19 +79,19 @@ def make_tokenizer(values: dict[str, Any], pre: str) -> str:
                 AddedToken(
                     token, special=kind == CONTROL, normalized=False, rstrip=token not in kept
                 )
-                for token, each in zip(tokens, types, strict=True)
-                if each == kind and made.token_to_id(token) is not None
+                for token, token_type in zip(tokens, types, strict=True)
+                if token_type == kind and made.token_to_id(token) is not None
             ]
         )
     return made.to_str()
 
 
-def _make_byte_level(own: dict[str, Any], pre: str) -> Tokenizer:
+def _make_byte_level(metadata: dict[str, Any], pre: str) -> Tokenizer:
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers
     from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 
-    vocab = {token: token_id for token_id, token in enumerate(own["tokens"])}
-    merges = [tuple(merge.split(" ", 1)) for merge in own["merges"]]
+    vocab = {token: token_id for token_id, token in enumerate(metadata["tokens"])}
+    merges = [tuple(merge.split(" ", 1)) for merge in metadata["merges"]]
     made = Tokenizer(models.BPE(vocab, merges, ignore_merges=pre in gguf.TABLE["like_llama3"]))
     name = ALIASES.get(pre, pre)
     if name == "qwen2":
@@ -102,32 +102,32 @@ def _make_byte_level(own: dict[str, Any], pre: str) -> Tokenizer:
     return made
 
 
-def _make_sentence_piece(own: dict[str, Any], in_order: bool) -> Tokenizer:
+def _make_sentence_piece(metadata: dict[str, Any], in_order: bool) -> Tokenizer:
     """Return a BPE tokenizer that merges two pieces into any third, the one of the highest score
     first; with `in_order`, the first of the vocabulary first.
     """
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     # Gemma's runs of spaces.
-    tokens = [token if token.strip(" ") else SPACE * len(token) for token in own["tokens"]]
-    scores = range(0, -len(tokens), -1) if in_order else own["scores"]
-    typed = zip(tokens, scores, own["token_type"], strict=True)
+    tokens = [token if token.strip(" ") else SPACE * len(token) for token in metadata["tokens"]]
+    scores = range(0, -len(tokens), -1) if in_order else metadata["scores"]
+    typed = zip(tokens, scores, metadata["token_type"], strict=True)
     pieces = {token: score for token, score, kind in typed if kind in (NORMAL, USER_DEFINED)}
     merges: list[tuple[str, str]] = []
     for token in pieces:
         if len(token) > MAX_PIECE or len(merges) > MAX_MERGES:
             raise ValueError(f"{len(merges)} merges, or a piece of {len(token)} characters")
         cuts = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
-        merges += [(left, right) for left, right in cuts if left in pieces and right in pieces]
+        merges += [(head, tail) for head, tail in cuts if head in pieces and tail in pieces]
     merges.sort(key=lambda pair: (-pieces[pair[0] + pair[1]], -len(pair[0])))
     vocab = {token: token_id for token_id, token in enumerate(tokens)}
-    unknown = tokens[own["unknown_token_id"]] if "unknown_token_id" in own else None
+    unknown = tokens[metadata["unknown_token_id"]] if "unknown_token_id" in metadata else None
     made = Tokenizer(
         models.BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     )
     spaces: list[Any] = [normalizers.Replace(" ", SPACE)]
     steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if own.get("add_space_prefix", True):
+    if metadata.get("add_space_prefix", True):
         spaces.insert(0, normalizers.Prepend(SPACE))
         steps.append(decoders.Strip(" ", 1, 0))
     made.normalizer = normalizers.Sequence(spaces)

@@ -55,8 +55,8 @@ def layer_of(module: str) -> str | None:
     """Return a module's name from its layer on, "layers.0.self_attn.q_proj", which is the same for
     every wrapper of the model; None for a module outside of the layers.
     """
-    found = LAYER.search(module)
-    return found and found[0]
+    match = LAYER.search(module)
+    return match and match[0]
 
 
 # Compares patterns in another process: it may take any time, and hold up all threads meanwhile.
@@ -71,7 +71,7 @@ def _is_finite(data: bytes, dtype: str) -> bool:
     if dtype == "F16":
         return NARROW.search(data[1::2]) is None
     size = SIZES[dtype]
-    return all(found.start() % size != size - 2 for found in WIDE.finditer(data))
+    return all(match.start() % size != size - 2 for match in WIDE.finditer(data))
 
 
 class AdapterFiles:
@@ -80,9 +80,9 @@ class AdapterFiles:
     if a file is missing or broken, or if servd does not support the adapter.
     """
 
-    def __init__(self, folder: str | Path, shown: str | None = None) -> None:
+    def __init__(self, folder: str | Path, label: str | None = None) -> None:
         self.folder = Path(folder)
-        self.shown = shown or str(folder)  # in errors
+        self.label = label or str(folder)  # in errors
         self.config = self._read_config()
         self.modules: dict[str, tuple[str, str, float]] = {}
         self.shapes: dict[str, Shape] = {}  # by name of the tensor
@@ -109,9 +109,9 @@ class AdapterFiles:
         """Return the names of each module's tensors, by A and B."""
         pairs: dict[str, dict[str, str]] = {}
         for tensor, info in self._read_header().items():
-            if len(tensor) > MAX_NAME or (found := TENSOR.fullmatch(tensor)) is None:
+            if len(tensor) > MAX_NAME or (match := TENSOR.fullmatch(tensor)) is None:
                 raise self._error(f"tensor {tensor[:80]} is not of a linear layer: {HINT}")
-            pairs.setdefault(found[1], {})[found[2]] = tensor
+            pairs.setdefault(match[1], {})[match[2]] = tensor
             shape = info["shape"]
             if info["dtype"] not in SIZES or len(shape) != 2 or min(shape) < 1:
                 raise self._error(f"tensor {tensor} is {info['dtype']} {shape}, expected a matrix")
@@ -131,11 +131,11 @@ class AdapterFiles:
         pairs = self._read_pairs()
         targets = self._targets(pairs)
         if ignored := sorted(pairs.keys() - targets):
-            shown = ", ".join(ignored[:MAX_SHOWN])
+            names = ", ".join(ignored[:MAX_SHOWN])
             log.warning(
                 "the adapter %s: tensors of %d modules are ignored, which target_modules or "
                 "another key of %s excludes: %s",
-                *(self.shown, len(ignored), CONFIG, shown),
+                *(self.label, len(ignored), CONFIG, names),
             )
         ranks = self._numbers("rank_pattern", "r", pairs)
         alphas = self._numbers("alpha_pattern", "lora_alpha", pairs)
@@ -243,7 +243,7 @@ class AdapterFiles:
                     raise self._error(f"tensor {tensor} has values that are NaN or infinite")
 
     def _error(self, why: str) -> ConfigError:
-        return ConfigError(f"the adapter {self.shown}: {why}")
+        return ConfigError(f"the adapter {self.label}: {why}")
 
     def _read_config(self) -> dict[str, Any]:
         if (size := self._size(CONFIG)) > MAX_CONFIG:

@@ -25,7 +25,7 @@ def is_part(config: Mapping[str, Any]) -> bool:
     return isinstance(config.get(TEXT), dict) or is_flat
 
 
-def text_of(config: dict[str, Any]) -> dict[str, Any]:
+def text_part(config: dict[str, Any]) -> dict[str, Any]:
     """Return config.json of the language model alone. A text model's config.json is unchanged."""
     if not is_part(config):
         return config
@@ -33,7 +33,9 @@ def text_of(config: dict[str, Any]) -> dict[str, Any]:
     model_type = str(inner.get("model_type") or config.get("model_type"))
     defaults = DEFAULTS.get(model_type, {})
     model_type = SAME.get(model_type, model_type)
-    stated = {key: each for key, each in inner.items() if each is not None or key not in defaults}
+    stated = {
+        key: value for key, value in inner.items() if value is not None or key not in defaults
+    }
     of_whole = {key: config[key] for key in OF_WHOLE if config.get(key) is not None}
     text = defaults | stated | of_whole | {"model_type": model_type}
     if model_type in CLASSES:
@@ -41,7 +43,7 @@ def text_of(config: dict[str, Any]) -> dict[str, Any]:
     for key in ("rope_parameters", "rope_scaling"):
         rope = text.get(key)
         if isinstance(rope, dict) and "mrope" in (rope.get("type"), rope.get("rope_type")):
-            kept = {name: each for name, each in rope.items() if name != "type"}
+            kept = {name: value for name, value in rope.items() if name != "type"}
             text[key] = kept | {"rope_type": "default"}
     return text
 
@@ -53,8 +55,8 @@ def text_name(name: str) -> str | None:
     if name.removeprefix("model.").startswith(OTHERS):
         return None
     for place in INNER:
-        outside, is_inside, rest = name.partition(place)
+        outside, is_inside, inside = name.partition(place)
         if is_inside and outside in ("", "model."):
-            rest = rest.removeprefix("model.")
-            return rest if rest.startswith("lm_head.") else f"model.{rest}"
+            inside = inside.removeprefix("model.")
+            return inside if inside.startswith("lm_head.") else f"model.{inside}"
     return name

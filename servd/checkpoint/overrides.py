@@ -46,8 +46,8 @@ def override(config: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, An
     """Return config.json with --hf-overrides: objects are merged, null removes a key. A rotary
     scaling also changes the number of positions, unless the overrides state that number.
 
-    `config` is of a text model (`multimodal_config.text_of`); a `text_config` in `changes` applies
-    to `config`. Raises ConfigError if the model does not have a key, a value is invalid, or a
+    `config` is of a text model (see `text_part`); a `text_config` in `changes` applies to
+    `config`. Raises ConfigError if the model does not have a key, a value is invalid, or a
     scaling of rotary positions is incomplete.
     """
     changes = {**changes, **(_object(changes, TEXT) or {})}
@@ -69,13 +69,13 @@ def override(config: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, An
     if parts:
         if LENGTH not in config:
             raise ConfigError(f"{FLAG}: the model has no rotary positions that could be scaled")
-        asked = {key: value for part in parts if part for key, value in part.items()}
-        changed |= _scaled(config, None if None in parts else asked)
+        scaling = {key: value for part in parts if part for key, value in part.items()}
+        changed |= _scaled(config, None if None in parts else scaling)
         changed |= {LENGTH: changes[LENGTH]} if LENGTH in changes else {}
     return {key: value for key, value in changed.items() if key not in changes or value is not None}
 
 
-def reach(config: dict[str, Any]) -> dict[str, Any]:
+def extend_positions(config: dict[str, Any]) -> dict[str, Any]:
     """Return config.json with the number of positions that YaRN reaches. Published checkpoints may
     state the number without YaRN. Dynamic scaling begins at the number that config.json states,
     not at the one inside the rotation, which is here for --hf-overrides.
@@ -110,60 +110,62 @@ def kind_of(rope: Mapping[str, Any], default: str = "default") -> str:
     return str(rope.get("rope_type") or rope.get("type") or default)
 
 
-def _scaled(config: dict[str, Any], asked: dict[str, Any] | None) -> dict[str, Any]:
+def _scaled(config: dict[str, Any], scaling: dict[str, Any] | None) -> dict[str, Any]:
     """Return config.json's keys for the changed rotary scaling and the length that it reaches."""
     place = next((key for key in ROPE if config.get(key)), ROPE[0])
     written = config.get(place) or {}
     before = rope_of(config)
-    is_layered = any(isinstance(each, dict) for each in written.values())
-    others: dict[str, Any] = {}
-    if asked and is_layered and any(isinstance(each, dict) for each in asked.values()):
-        each_of = {key: _object(asked, key) or {} for key in asked}
-        others = {key: written.get(key, {}) | each for key, each in each_of.items() if key != FULL}
-        asked = each_of.get(FULL, {})
+    is_layered = any(isinstance(layer, dict) for layer in written.values())
+    other_layers: dict[str, Any] = {}
+    if scaling and is_layered and any(isinstance(layer, dict) for layer in scaling.values()):
+        each_of = {key: _object(scaling, key) or {} for key in scaling}
+        other_layers = {
+            key: written.get(key, {}) | layer for key, layer in each_of.items() if key != FULL
+        }
+        scaling = each_of.get(FULL, {})
     kept = {key: before[key] for key in ROTATION if key in before}
-    kind = "default" if asked is None else kind_of(asked, kind_of(before))
+    kind = "default" if scaling is None else kind_of(scaling, kind_of(before))
     is_same = kind == kind_of(before)
-    rope: dict[str, Any] = (before if is_same else kept) | (asked or {})
+    rope: dict[str, Any] = (before if is_same else kept) | (scaling or {})
     rope.pop("type", None)
     rope["rope_type"] = kind
-    _check_rope(asked or {}, rope)
+    _check_rope(scaling or {}, rope)
     length = config[LENGTH]
-    found = dict[str, Any]()
+    lengths = dict[str, Any]()
     if kind in ("yarn", "linear", "dynamic"):
         first = rope.setdefault(FIRST_LENGTH, length)
         if kind == "yarn":
-            found[LENGTH] = max(int(first * rope["factor"]), 0 if is_same else length)
+            lengths[LENGTH] = max(int(first * rope["factor"]), 0 if is_same else length)
         else:
             # With linear scaling, files state the scaled length; with dynamic, the unscaled one.
             share = before.get("factor", 1) if is_same and kind == "linear" else 1
-            found[LENGTH] = int(length * rope["factor"] / share)
+            lengths[LENGTH] = int(length * rope["factor"] / share)
     if config.get(FIRST_LENGTH) and kind in WITH_FIRST_LENGTH:
-        found[FIRST_LENGTH] = rope[FIRST_LENGTH]
-    return found | {place: {**written, **others, FULL: rope} if is_layered else rope}
+        lengths[FIRST_LENGTH] = rope[FIRST_LENGTH]
+    return lengths | {place: {**written, **other_layers, FULL: rope} if is_layered else rope}
 
 
-def _check_rope(asked: Mapping[str, Any], rope: Mapping[str, Any]) -> None:
+def _check_rope(scaling: Mapping[str, Any], rope: Mapping[str, Any]) -> None:
     kind = kind_of(rope)
     if kind not in ROPE_TYPES:
         raise ConfigError(
             f"{FLAG}: there is no rope_type {kind!r}; there are: {', '.join(ROPE_TYPES)}"
         )
-    for key, value in asked.items():
+    for key, value in scaling.items():
         _check_key(key, ROPE_KEYS, "rotary positions have none")
         if key in NUMBERS:
             if not is_number(value) or value <= 0 or (key == "factor" and value < 1):
                 at_least = "of 1 or more" if key == "factor" else "above 0"
                 raise ConfigError(f"{FLAG}: {key} {value!r:.50} must be a number {at_least}")
-    if kind == "default" and "factor" in asked:
+    if kind == "default" and "factor" in scaling:
         raise ConfigError(f'{FLAG}: factor needs a rope_type, such as "yarn"')
     if missing := [key for key in ROPE_TYPES[kind] if rope.get(key) is None]:
         raise ConfigError(f"{FLAG}: rope_type {kind!r} needs {', '.join(missing)}")
 
 
-def _check_key(key: str, known: Iterable[str], why: str) -> None:
-    if key not in (known := set(known)):
-        near = difflib.get_close_matches(key, known, n=1, cutoff=0.7)
+def _check_key(key: str, names: Iterable[str], why: str) -> None:
+    if key not in (names := set(names)):
+        near = difflib.get_close_matches(key, names, n=1, cutoff=0.7)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise ConfigError(f"{FLAG} {key}: {why}{hint}")
 

@@ -14,7 +14,8 @@ import msgspec
 from servd.base.errors import InvalidRequest, ModelNotFound, UnsupportedModel
 from servd.checkpoint.account import Account, account_for, without_nulls
 from servd.checkpoint.facts import read_page
-from servd.checkpoint.hf import ModelSpec, leads_out
+from servd.checkpoint.model_spec import ModelSpec
+from servd.checkpoint.weight_files import leads_out
 from servd.messages.params import PoolingParams
 
 # The values of model_type that servd has files for.
@@ -190,18 +191,18 @@ def read(spec: ModelSpec) -> PoolingSpec:
     """
     sees_all = is_encoder(spec)
     config = spec.config
-    found: dict[str, Any] = {"is_causal": not sees_all, "size": spec.hidden_size}
+    fields: dict[str, Any] = {"is_causal": not sees_all, "size": spec.hidden_size}
     folder = Path(spec.folder)
     if spec.architecture.endswith("ForSequenceClassification"):
         pooling = config.get("classifier_pooling", "cls") if sees_all else "last"
         return PoolingSpec(
-            task="classify", pooling=pooling, **found, **_labels(config), **_texts(spec, folder)
+            task="classify", pooling=pooling, **fields, **_labels(config), **_texts(spec, folder)
         )
     if not spec.folder or not (folder / MODULES).exists():
         if not sees_all:
-            return PoolingSpec(**found, has_scores=not _is_reranker(folder))
-        found |= {"pooling": "mean", "normalize": False}
-        return PoolingSpec(task="embed", **found, **_texts(spec, folder))
+            return PoolingSpec(**fields, has_scores=not _is_reranker(folder))
+        fields |= {"pooling": "mean", "normalize": False}
+        return PoolingSpec(task="embed", **fields, **_texts(spec, folder))
     modules = _modules(folder)
     order = " ".join(kind for kind, _ in modules)
     if order == "Transformer LogitScore" and not sees_all:
@@ -220,18 +221,18 @@ def read(spec: ModelSpec) -> PoolingSpec:
     for place in dense:
         config = _load(place / "config.json")
         sizes = config.get("in_features"), config.get("out_features")
-        if sizes[0] != found["size"] or type(sizes[1]) is not int:
+        if sizes[0] != fields["size"] or type(sizes[1]) is not int:
             raise UnsupportedModel(
                 f"{place}/config.json: in_features {sizes[0]!r} and out_features {sizes[1]!r} do "
-                f"not fit vectors of {found['size']} numbers"
+                f"not fit vectors of {fields['size']} numbers"
             )
-        found["size"] = sizes[1]
+        fields["size"] = sizes[1]
     return PoolingSpec(
         task="embed",
         pooling=_mode(modules[1][1]),
         normalize=modules[-1][0] == "Normalize",
         dense=[str(place) for place in dense],
-        **found,
+        **fields,
         **_texts(spec, folder),
     )
 

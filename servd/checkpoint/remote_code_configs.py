@@ -7,7 +7,7 @@ from typing import Any, TypeGuard
 GTE = "new"  # Alibaba's name for it
 
 
-def as_today(config: dict[str, Any]) -> dict[str, Any]:
+def upgrade_old_keys(config: dict[str, Any]) -> dict[str, Any]:
     """Return config.json with transformers' current names. Other models' files are unchanged."""
     if config.get("model_type") == GTE:
         classes = config.get("architectures")

@@ -19,7 +19,9 @@ from servd.base.errors import ModelNotFound
 from servd.checkpoint import gguf, gguf_tokenizer
 from servd.checkpoint.account import Account, account_for
 from servd.checkpoint.cached_folder import make_cached_folder
-from servd.checkpoint.hf import ModelSpec, find_model, read_json
+from servd.checkpoint.config_json import read_json
+from servd.checkpoint.hub import find_model
+from servd.checkpoint.model_spec import ModelSpec
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken
@@ -123,39 +125,39 @@ def _tokens_to_add(file: Path) -> list[AddedToken]:
     for key in NAMED:
         if not isinstance(config.get(key), (str, dict, NoneType)):
             raise TypeError(f"{key} {config[key]!r:.40} is no token")
-    named = {key: token for key in NAMED if (token := _as_token(config.get(key)))}
+    special_tokens = {key: token for key in NAMED if (token := _as_token(config.get(key)))}
     extra = config.get(EXTRA[0], config.get(EXTRA[1])) or []
     if not isinstance(extra, (list, dict)):
         raise TypeError(f"{EXTRA[0]} {extra!r:.40} is no list of tokens")
-    others = [config[key] for key in config if key.endswith("_token") and key not in NAMED]
+    more_tokens = [config[key] for key in config if key.endswith("_token") and key not in NAMED]
     if isinstance(extra, dict):
-        others += extra.values()
+        more_tokens += extra.values()
         extra = []
-    if not any(others):
-        others = [*(config.get("model_specific_special_tokens") or {}).values()]
-    for token in filter(None, map(_as_token, others)):
-        named.setdefault(token.content, token)
+    if not any(more_tokens):
+        more_tokens = [*(config.get("model_specific_special_tokens") or {}).values()]
+    for token in filter(None, map(_as_token, more_tokens)):
+        special_tokens.setdefault(token.content, token)
     extra = [*filter(None, map(_as_token, extra))]
 
-    _, is_there, rest = _head(file).partition('"added_tokens"')
-    listed = json.JSONDecoder().raw_decode(rest.lstrip(": \n"))[0] if is_there else []
+    _, is_there, tail = _head(file).partition('"added_tokens"')
+    listed = json.JSONDecoder().raw_decode(tail.lstrip(": \n"))[0] if is_there else []
     present = {token.pop("id"): AddedToken(**token) for token in listed}
     if (decoder := config.get("added_tokens_decoder")) is not None:
         stated = {int(number): AddedToken(**token) for number, token in decoder.items()}
     else:
-        specials = {token.content for token in (*named.values(), *extra)}
+        specials = {token.content for token in (*special_tokens.values(), *extra)}
         stated = {
             number: AddedToken(token, special=token in specials, normalized=token not in specials)
             for token, number in _read(file.with_name(ADDED)).items()
         }
         stated |= present
     tokens = [stated[number] for number in sorted(stated)]
-    known = {token.content for token in (*present.values(), *tokens)}
-    for token in (*named.values(), *extra):
-        if token.content not in known:
-            known.add(token.content)
+    texts = {token.content for token in (*present.values(), *tokens)}
+    for token in (*special_tokens.values(), *extra):
+        if token.content not in texts:
+            texts.add(token.content)
             tokens.append(token)
-    names = {token.content for token in named.values()}
+    names = {token.content for token in special_tokens.values()}
     for token in tokens:
         token.special = token.special or token.content in names
     same = {repr(token) for token in (AddedToken(**token) for token in listed)}

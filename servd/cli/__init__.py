@@ -62,7 +62,7 @@ def open_standard_files() -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = Parser(
+    parser = CommandParser(
         prog="servd",
         usage="%(prog)s [--version] COMMAND ...",
         description="An OpenAI-compatible serving daemon.",
@@ -121,7 +121,7 @@ def docstring(module: str) -> str:
     return " ".join(text.split("\n\n")[0].split())
 
 
-class Parser(compat.ArgumentParser):
+class CommandParser(compat.ArgumentParser):
     """A parser that suggests the intended flag for an unknown flag."""
 
     def __init__(self, **options: Any) -> None:
@@ -130,12 +130,12 @@ class Parser(compat.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Exit with code 2. Of a wrong choice, name the most similar right one."""
-        found = re.fullmatch(
+        match = re.fullmatch(
             r"argument (.+): invalid choice: '(.*?)' \(choose from (.+)\)", message
         )
-        if found:
-            choices = re.findall(r"[^\s',]+", found[3])
-            message = f"{found[1]}: {found[2]!r} is unknown; {suggest(found[2], choices)}"
+        if match:
+            choices = re.findall(r"[^\s',]+", match[3])
+            message = f"{match[1]}: {match[2]!r} is unknown; {suggest(match[2], choices)}"
         super().error(message)
 
     def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:
@@ -144,11 +144,13 @@ class Parser(compat.ArgumentParser):
         if unknown:
             from servd.config.flag_aliases import hint
 
-            known = self.flags
+            known_flags = self.flags
             listed = f"`{self.prog} --help` lists them"
-            flags = [each for each in unknown if each.startswith("-")] or unknown[:1]
+            flags = [argument for argument in unknown if argument.startswith("-")] or unknown[:1]
             self.error(
-                "\n".join(f"unknown argument {flag}; {hint(flag, known, listed)}" for flag in flags)
+                "\n".join(
+                    f"unknown argument {flag}; {hint(flag, known_flags, listed)}" for flag in flags
+                )
             )
         return parsed, unknown
 
@@ -159,7 +161,7 @@ class Parser(compat.ArgumentParser):
         return flag in HINTS
 
 
-class Command(Parser):
+class Command(CommandParser):
     """A parser of one command, which imports the command's module only to run the command."""
 
     def __init__(self, module: str, **options: Any) -> None:

@@ -32,10 +32,10 @@ def talk(client: api_client.Client, options: dict[str, Any], system: str | None)
         # A parent may ignore it, as a script does for what it starts in the background.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         from servd.terminal.markdown import show_markdown
-        from servd.terminal.prompt import Prompt
+        from servd.terminal.prompt import TerminalPrompt
 
         conversation.open_answer = show_markdown
-        read = Prompt([*NAMES, *(f"/set {name}" for name in SETTINGS)]).read
+        read = TerminalPrompt([*NAMES, *(f"/set {name}" for name in SETTINGS)]).read
         print(f"{log.escape(str(options['model']))} at {client.url}; /help lists the commands")
     while (text := read()) is not None:
         try:

@@ -22,10 +22,12 @@ from servd.api.text.tokenizer import Tokenizer
 from servd.base import log, plugins
 from servd.base.errors import ConfigError, ModelNotFound
 from servd.base.sizes import format_bytes
-from servd.checkpoint import hf, pooling
+from servd.checkpoint import pooling, weight_files
 from servd.checkpoint.account import Account
+from servd.checkpoint.hub import DEMO_MODEL, local_folder
+from servd.checkpoint.model_spec import ModelSpec
 from servd.config import Config
-from servd.config.resolve import look_at_machine
+from servd.config.machine import look_at_machine
 from servd.launch.accounts import accounts_of
 from servd.terminal import engine_flags
 
@@ -141,7 +143,7 @@ def check_hub(config: Config) -> Iterator[Finding]:
         yield Finding("hub", "ok", "not asked: HF_HUB_OFFLINE")
         return
     try:
-        is_here = hf.local_folder(config.model.model or hf.DEMO_MODEL) is not None
+        is_here = local_folder(config.model.model or DEMO_MODEL) is not None
     except ConfigError:  # a damaged file, which `check_model` reports
         is_here = True
     if is_here:
@@ -197,11 +199,11 @@ def show_account(account: Account, otherwise: Status) -> Finding:
     return Finding(account.file, "ok", text)
 
 
-def check_weights(config: Config, spec: hf.ModelSpec) -> Finding:
+def check_weights(config: Config, spec: ModelSpec) -> Finding:
     """Check that all weights exist and fit. Raises ConfigError if a file or tensor is missing."""
-    if hf.local_folder(config.model.model or "") is None:
+    if local_folder(config.model.model or "") is None:
         try:
-            hf.weight_files(spec.folder, config.model.load_format)
+            weight_files.find_weight_files(spec.folder, config.model.load_format)
         except ModelNotFound:
             return Finding("weights", "ok", "on the hub: the first start downloads them")
     plan = plugins.load(f"{WORKER}.runner", "dry_run", "plan")(config, spec)

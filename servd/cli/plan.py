@@ -11,8 +11,9 @@ from servd import launch
 from servd.base import plugins
 from servd.base.errors import ConfigError
 from servd.base.sizes import MemoryPlan, advise_more_memory, format_bytes
-from servd.checkpoint import hf
+from servd.checkpoint import hub
 from servd.checkpoint.facts import read_facts
+from servd.checkpoint.model_spec import ModelSpec
 from servd.config import Config
 from servd.config.kv_layout import KVLayout
 from servd.terminal import engine_flags
@@ -56,13 +57,13 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if report.plan.num_blocks else 1
 
 
-def make_report(config: Config) -> Report:
+def make_report(config: Config) -> PlanReport:
     """Return the plan of these options. Raises like `launch.find_and_resolve`."""
     with tempfile.TemporaryDirectory() as scratch:
         model = config.model
         headers = model.model
         if headers is not None:
-            headers = hf.find_gguf_headers(headers, model.revision, model.download_dir, scratch)
+            headers = hub.find_gguf_headers(headers, model.revision, model.download_dir, scratch)
         config, spec, _ = launch.find_and_resolve(config.replace(model=headers))
         if not spec.folder:
             raise ConfigError("--executor fake has no weights: leave it out")
@@ -70,27 +71,27 @@ def make_report(config: Config) -> Report:
         plan = plugins.load(f"{WORKER}.runner", "dry_run", "plan")(config, spec)
         if headers != model.model:  # else it stays what a draft names as its target
             config = config.replace(model=model.model)
-        return Report(config, spec, plan)
+        return PlanReport(config, spec, plan)
 
 
-def with_headers(config: Config, spec: hf.ModelSpec, scratch: str) -> tuple[Config, hf.ModelSpec]:
+def with_headers(config: Config, spec: ModelSpec, scratch: str) -> tuple[Config, ModelSpec]:
     """Return config and spec with folders that have the weights, or only headers, in `scratch`."""
     model = config.model
     if model.load_format != "dummy":
         assert model.model is not None
-        folder = hf.find_headers(model.model, model.revision, model.download_dir, scratch)
+        folder = hub.find_headers(model.model, model.revision, model.download_dir, scratch)
         spec = msgspec.structs.replace(spec, folder=str(folder))
     if (draft := model.speculative_config) is not None and draft.model is not None:
-        folder = hf.find_headers(draft.model, draft.revision, model.download_dir, scratch)
+        folder = hub.find_headers(draft.model, draft.revision, model.download_dir, scratch)
         draft = msgspec.structs.replace(draft, model=str(folder))
         config = config.replace(speculative_config=draft)
     return config, spec
 
 
-class Report:
+class PlanReport:
     """The memory plans of all ranks, for users."""
 
-    def __init__(self, config: Config, spec: hf.ModelSpec, plan: MemoryPlan) -> None:
+    def __init__(self, config: Config, spec: ModelSpec, plan: MemoryPlan) -> None:
         max_model_len = config.model.max_model_len
         max_num_seqs = config.scheduler.max_num_seqs
         assert max_model_len is not None and max_num_seqs is not None
@@ -123,29 +124,30 @@ class Report:
             return [advise_more_memory(-self.for_kv_cache, bool(self.quantization))]
         if self.plan.shortage:
             return [self.plan.shortage]
-        each = self.layout.blocks(length) * sizes.kv_per_block
+        sequence_bytes = self.layout.blocks(length) * sizes.kv_per_block
         if self.fit(length) < seqs:
             shorter = self.layout.max_tokens(self.plan.num_blocks // seqs, length)
             lower = [f"lower --max-num-seqs to {self.fit(length)}"]
             lower += [f"--max-model-len to {shorter}"] if shorter else []
-            found = [f"for all to run at their longest, {' or '.join(lower)}"]
-            if each * seqs <= self.for_kv_cache:
-                found[0] += f", or raise --kv-cache-memory to {format_bytes(each * seqs)}"
-            return found
+            hints = [f"for all to run at their longest, {' or '.join(lower)}"]
+            if sequence_bytes * seqs <= self.for_kv_cache:
+                hints[0] += f", or raise --kv-cache-memory to {format_bytes(sequence_bytes * seqs)}"
+            return hints
         # What one more request, or one more block of each, takes beside the cache.
         budget = self.config.scheduler.max_num_batched_tokens or 1
         row = (sizes.requests + sizes.sampling) // seqs + sizes.forward // budget
-        found = []
-        if (more := (self.for_kv_cache + sizes.requests) // (each + row)) > seqs:
-            cache = format_bytes(more * each)
-            found.append(f"--max-num-seqs could be {more}, with --kv-cache-memory {cache}")
+        hints = []
+        if (more := (self.for_kv_cache + sizes.requests) // (sequence_bytes + row)) > seqs:
+            cache = format_bytes(more * sequence_bytes)
+            hints.append(f"--max-num-seqs could be {more}, with --kv-cache-memory {cache}")
         block = sizes.kv_per_block + sizes.requests // (seqs * self.layout.blocks(length))
-        most = self.spec.max_position_embeddings
-        longer = min(self.layout.max_tokens(self.for_kv_cache // (seqs * block), most), most)
+        max_positions = self.spec.max_position_embeddings
+        max_tokens = self.layout.max_tokens(self.for_kv_cache // (seqs * block), max_positions)
+        longer = min(max_tokens, max_positions)
         if longer > length:
             cache = format_bytes(self.layout.blocks(longer) * seqs * sizes.kv_per_block)
-            found.append(f"--max-model-len could be {longer}, with --kv-cache-memory {cache}")
-        return found
+            hints.append(f"--max-model-len could be {longer}, with --kv-cache-memory {cache}")
+        return hints
 
     def facts(self, lengths: list[int]) -> dict[str, object]:
         """Return the whole plan as data. Sizes are in bytes."""

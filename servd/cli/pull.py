@@ -3,7 +3,7 @@
 import argparse
 
 from servd.base import log
-from servd.checkpoint import hf
+from servd.checkpoint import hub
 from servd.checkpoint.short_names import full_name
 
 
@@ -13,6 +13,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    folder = hf.download_weights(full_name(arguments.model), download_dir=arguments.cache)
+    folder = hub.download_weights(full_name(arguments.model), download_dir=arguments.cache)
     print(log.escape(str(folder)))
     return 0

@@ -9,7 +9,7 @@ from servd.api.text.tokenizer import Tokenizer
 from servd.base import plugins
 from servd.base.errors import ConfigError
 from servd.base.sizes import format_bytes
-from servd.checkpoint import hf
+from servd.checkpoint import hub, model_spec
 
 BITS = {"int4": 4, "int8": 8}
 ROW = 512  # tokens that are computed together, if the model can
@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.group_size < 1:
         raise ConfigError(f"--group-size {arguments.group_size}: must be at least 1")
     bits = BITS[arguments.to]
-    folder = hf.download_weights(arguments.model)
+    folder = hub.download_weights(arguments.model)
     rows: list[list[int]] = []
     if arguments.calibrate is not None:
         rows = read_rows(folder, arguments.calibrate, arguments.tokens)
@@ -87,7 +87,7 @@ def read_rows(folder: Path, file: str, num_tokens: int) -> list[list[int]]:
         raise ConfigError(f"--calibrate {file}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"--calibrate {file}: this is not UTF-8 text") from None
-    size = min(ROW, hf.read_spec(folder).max_position_embeddings)
+    size = min(ROW, model_spec.read_spec(folder).max_position_embeddings)
     if num_tokens < 2 * size:
         raise ConfigError(f"--tokens {num_tokens} is too few: {2 * size} at least")
     ids = Tokenizer.load(str(folder)).encode(text, add_special_tokens=False)[:num_tokens]

@@ -38,7 +38,8 @@ def run(arguments: argparse.Namespace) -> int:
         num_different = 0
         for i, prompt in enumerate(manifest.prompts):
             for choice, difference in enumerate(replay(llm, prompt)):
-                num_different += bool(difference)
+                if difference:
+                    num_different += 1
                 about = difference or f"{len(prompt.token_ids[choice])} tokens, all the same"
                 print(f"prompt {i}, choice {choice}: {about}")
     finally:
@@ -54,8 +55,8 @@ def read_manifest(path: str) -> RunManifest:
         text = Path(path).read_text(encoding="utf8")
         if "\n: receipt " in text:
             text = text.rpartition("\n: receipt ")[2].partition("\n")[0]
-        found: Any = msgspec.json.decode(text)
-        manifest = msgspec.convert(found.get("receipt", found), RunManifest)
+        manifest: Any = msgspec.json.decode(text)
+        manifest = msgspec.convert(manifest.get("receipt", manifest), RunManifest)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
     except (msgspec.MsgspecError, AttributeError, UnicodeDecodeError, RecursionError) as error:
@@ -88,13 +89,13 @@ def replay(llm: LLM, prompt: RepeatablePrompt) -> Iterator[str]:
             )
 
 
-def find_margin(llm: LLM, token_ids: list[int], one: int, other: int) -> float:
-    """Return the log-probability of token `one` as the next token, minus that of `other`."""
+def find_margin(llm: LLM, token_ids: list[int], first: int, second: int) -> float:
+    """Return the log-probability of token `first` as the next token, minus that of `second`."""
     params = SamplingParams(
-        max_tokens=1, temperature=0, logprobs=0, logprob_token_ids=[one, other], ignore_eos=True
+        max_tokens=1, temperature=0, logprobs=0, logprob_token_ids=[first, second], ignore_eos=True
     )
     [output] = llm.generate([token_ids], params, use_tqdm=False)
     logprobs = output.outputs[0].logprobs
     assert logprobs is not None
     by_id = dict(zip(logprobs[0].token_ids, logprobs[0].logprobs, strict=True))
-    return by_id[one] - by_id[other]
+    return by_id[first] - by_id[second]

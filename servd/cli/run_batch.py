@@ -12,7 +12,7 @@ import msgspec
 from tqdm import tqdm
 
 from servd.api.protocol import batch_file as batch
-from servd.api.protocol.batch_file import Problem, Response, Result
+from servd.api.protocol.batch_file import BatchRequestOutput, BatchResponseData, Problem
 from servd.base.errors import ConfigError
 from servd.terminal import engine_flags
 from servd.terminal.api_client import Client, HTTPError
@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     options = engine_flags.load_options(arguments)
     tier = "flex" if arguments.url is not None else None  # a server of its own has nobody else
     # Before a server is started in vain.
-    work = Batch(Path(arguments.source), Path(arguments.results), tier)
+    work = BatchRun(Path(arguments.source), Path(arguments.results), tier)
     if arguments.url is not None:
         connect = partial(Client, arguments.url, key_of(options))
         num_failed = work.run(connect, arguments.concurrency)
@@ -69,13 +69,13 @@ class Counts(msgspec.Struct):
     output_tokens: int = 0
 
 
-class Usage(msgspec.Struct):
+class LineUsage(msgspec.Struct):
     """What an answer tells about its size."""
 
     usage: Counts
 
 
-class Batch:
+class BatchRun:
     """Answers the lines of the input that the output lacks, several at a time, in any order. Lines
     of the output are kept unless they report a server failure. `tier` is the `service_tier` of
     requests without one, if their route supports it.
@@ -159,7 +159,8 @@ class Batch:
             with self.lock:
                 try:
                     if result is not None:
-                        self.num_failed += result.status != 200
+                        if result.status != 200:
+                            self.num_failed += 1
                         self.results.add(result)
                 except OSError as problem:
                     self.problem = problem
@@ -171,23 +172,24 @@ class Batch:
     def count_tokens(self, answer: Any) -> None:
         """Add the usage that an answer states."""
         try:
-            usage = msgspec.convert(answer, Usage).usage
+            usage = msgspec.convert(answer, LineUsage).usage
         except msgspec.ValidationError:
             return
         with self.lock:
             self.num_prompt_tokens += usage.prompt_tokens + usage.input_tokens
             self.num_output_tokens += usage.completion_tokens + usage.output_tokens
 
-    def answer(self, client: Client, number: int, text: bytes) -> Result | None:
+    def answer(self, client: Client, number: int, text: bytes) -> BatchRequestOutput | None:
         """Return the output line of an input line; None if the line is done already."""
-        result = Result(f"line {number}")
+        result = BatchRequestOutput(f"line {number}")
         try:
             line = batch.read_line(text)
             result.custom_id = line.custom_id
             if (status := self.results.statuses.get(line.custom_id)) is not None:
                 with self.lock:
                     self.num_kept += 1
-                    self.num_failed += status != 200
+                    if status != 200:
+                        self.num_failed += 1
                 return None
             batch.check(line)
             body = msgspec.json.decode(line.body)
@@ -196,7 +198,7 @@ class Batch:
             answer = client.ask("POST", line.url, body)
             self.count_tokens(answer.body)
             encoded = msgspec.Raw(msgspec.json.encode(answer.body))
-            result.response = Response(answer.status, answer.request_id, encoded)
+            result.response = BatchResponseData(answer.status, answer.request_id, encoded)
         except ValueError as problem:
             result.error = Problem("invalid_request", f"line {number}: {problem}")
         except HTTPError as problem:

@@ -9,7 +9,7 @@ from servd.api.text.chat_template import DEFAULT_TEMPLATE
 from servd.base import log
 from servd.base.errors import ModelNotFound, ServdError
 from servd.base.sizes import format_bytes
-from servd.checkpoint import hf
+from servd.checkpoint import hub
 from servd.checkpoint.short_names import full_name
 from servd.cli.rm import find_file, find_repository
 from servd.gateway.models import find_snapshot
@@ -25,28 +25,28 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print a line for each fact. With another --url than the default, ask that server only."""
     name = full_name(arguments.name)
-    shown = describe_local(name) if arguments.url == api_client.DEFAULT_URL else None
-    if shown is None:
+    facts = describe_local(name) if arguments.url == api_client.DEFAULT_URL else None
+    if facts is None:
         client = api_client.Client(arguments.url, arguments.api_key)
         try:
             with client.open("POST", "/api/show", {"model": arguments.name}) as reply:
-                shown = json.loads(reply.read())
+                facts = json.loads(reply.read())
         except ServdError as error:
             if arguments.url != api_client.DEFAULT_URL:
                 raise
             hint = "is not on this machine (`servd pull` downloads a model), and"
             raise ModelNotFound(f"{name} {hint} {error}") from None
-    details = shown["details"]
+    details = facts["details"]
     family = details["family"]
     for title, value in (
         ("model", name),
         ("architecture", family),
         ("parameters", details["parameter_size"]),
-        ("weights", f"{details['quantization_level']}, {format_bytes(shown.get('size', 0))}"),
-        ("context", f"{shown['model_info'][f'{family}.context_length']} tokens"),
-        ("chat template", "no" if shown["template"].endswith(DEFAULT_TEMPLATE) else "yes"),
-        ("capabilities", ", ".join(shown["capabilities"])),
-        ("license", shown.get("license")),
+        ("weights", f"{details['quantization_level']}, {format_bytes(facts.get('size', 0))}"),
+        ("context", f"{facts['model_info'][f'{family}.context_length']} tokens"),
+        ("chat template", "no" if facts["template"].endswith(DEFAULT_TEMPLATE) else "yes"),
+        ("capabilities", ", ".join(facts["capabilities"])),
+        ("license", facts.get("license")),
     ):
         print(f"{title:<16}{log.escape(str(value or 'unknown'))}")
     return 0
@@ -54,5 +54,5 @@ def run(arguments: argparse.Namespace) -> int:
 
 def describe_local(name: str) -> dict[str, Any] | None:
     """Return the description of a model of this machine; None if the model is not here."""
-    folder = hf.local_folder(str(find_file(name) or name)) or find_snapshot(find_repository(name))
+    folder = hub.local_folder(str(find_file(name) or name)) or find_snapshot(find_repository(name))
     return None if folder is None else describe_folder(folder, name)

@@ -72,47 +72,47 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.costs is None and arguments.trace is None:
         name, machine = next(iter(costs.MACHINES.items()))
         print(f"costs of {machine.about}: --costs {name}; give your own by a recording")
-    found = machine.costs if machine is not None else find_costs(arguments.costs, recording)
+    step_costs = machine.costs if machine is not None else find_costs(arguments.costs, recording)
     server = recording.server
-    given = vars(arguments)
-    if machine is not None and server is None and given["num_blocks"] is None:
-        given["num_blocks"] = machine.num_blocks
-    options = msgspec.convert(given, ClusterOptions)
-    options.config = {name: given[name] for name in traces.OPTIONS if name in given}
+    values = vars(arguments)
+    if machine is not None and server is None and values["num_blocks"] is None:
+        values["num_blocks"] = machine.num_blocks
+    options = msgspec.convert(values, ClusterOptions)
+    options.config = {name: values[name] for name in traces.OPTIONS if name in values}
     columns: dict[str, dict[str, float]] = {}
-    if server is not None and any(each.finished for each in recording.requests):
+    if server is not None and any(request.finished for request in recording.requests):
         columns["measured"] = report.summarise(recording.requests)
-        columns["simulated"] = simulate(server, recording.requests, found, ClusterOptions())
+        columns["simulated"] = simulate(server, recording.requests, step_costs, ClusterOptions())
     if server is None or options != ClusterOptions() or arguments.speed != 1:
         requests = choose_requests(arguments, recording)
         name = "changed" if server is not None else "simulated"
-        columns[name] = simulate(server or cluster.UNKNOWN_SERVER, requests, found, options)
+        columns[name] = simulate(server or cluster.UNKNOWN_SERVER, requests, step_costs, options)
     print_table(columns)
     if arguments.json is not None:
-        write_json("--json", arguments.json, {**columns, "costs": found})
+        write_json("--json", arguments.json, {**columns, "costs": step_costs})
     return 0
 
 
-def find_costs(given: str | None, recording: Recording) -> Costs:
+def find_costs(path: str | None, recording: Recording) -> Costs:
     """Return the costs of --costs, or of the recording. Raises ConfigError if there are none."""
-    if given is not None:
+    if path is not None:
         try:
-            text = given if given.lstrip().startswith("{") else Path(given).read_text("utf8")
+            text = path if path.lstrip().startswith("{") else Path(path).read_text("utf8")
             decoded: Any = msgspec.json.decode(text)
             return msgspec.convert(decoded.get("costs", decoded), Costs)
         except OSError as error:
-            raise ConfigError(f"--costs {given}: {error.strerror}") from None
+            raise ConfigError(f"--costs {path}: {error.strerror}") from None
         except msgspec.ValidationError as error:
-            raise ConfigError(f"--costs {given}: {error}") from None
+            raise ConfigError(f"--costs {path}: {error}") from None
         except msgspec.DecodeError:  # several lines
-            recording = traces.read(given)
-    found = costs.fit(recording.steps, recording.requests)
-    if found is None:
+            recording = traces.read(path)
+    step_costs = costs.fit(recording.steps, recording.requests)
+    if step_costs is None:
         raise ConfigError(
             f"the cost of a step is unknown: give a recording with at least {costs.LEAST_STEPS} "
             "steps (--record-trace of `servd serve`), or --costs"
         )
-    return found
+    return step_costs
 
 
 def choose_requests(arguments: argparse.Namespace, recording: Recording) -> Iterator[RequestLine]:
@@ -122,17 +122,17 @@ def choose_requests(arguments: argparse.Namespace, recording: Recording) -> Iter
         rate = (arguments.rate or RATE) * arguments.speed
         count = arguments.requests or NUM_REQUESTS
         yield from traces.make_requests(traces.SHAPES[arguments.shape], count, rate, longest)
-    for each in recording.requests:
+    for request in recording.requests:
         first = recording.requests[0].timestamp
-        at = first + (each.timestamp - first) / arguments.speed
-        yield msgspec.structs.replace(each, timestamp=at)
+        at = first + (request.timestamp - first) / arguments.speed
+        yield msgspec.structs.replace(request, timestamp=at)
 
 
 def simulate(
-    server: ServerLine, requests: Iterable[RequestLine], found: Costs, options: ClusterOptions
+    server: ServerLine, requests: Iterable[RequestLine], step_costs: Costs, options: ClusterOptions
 ) -> dict[str, float]:
     began = time.monotonic()
-    sim = cluster.ClusterSim(server, found, options)
+    sim = cluster.ClusterSim(server, step_costs, options)
     sim.run(tqdm(requests, "requests", leave=False, disable=None))
     return {**report.summarise_simulation(sim), "simulation_s": time.monotonic() - began}
 

@@ -36,7 +36,7 @@ from servd.config.parallel import ParallelConfig
 from servd.config.scheduler import SchedulerConfig
 from servd.config.server import ServerConfig
 from servd.config.several_models import ModelsConfig
-from servd.config.speculative import gather
+from servd.config.speculative import SpeculativeConfig, gather
 
 log = logging.getLogger("servd.config")
 
@@ -65,7 +65,8 @@ class Config(Section, frozen=True):
     @property
     def num_steps_in_flight(self) -> int:
         """The number of steps in flight: one per pipeline stage, and one for async scheduling."""
-        return self.parallel.pipeline_parallel_size + bool(self.scheduler.async_scheduling)
+        num_stages = self.parallel.pipeline_parallel_size
+        return num_stages + 1 if self.scheduler.async_scheduling else num_stages
 
     @property
     def num_micro_batches(self) -> int:
@@ -99,10 +100,17 @@ class Config(Section, frozen=True):
                 value = _read_object(name, value)
             nested.setdefault(section, {})[name] = value
         gather(nested.get("model", {}))
+        model = nested.get("model", {})
+        if (keys := model.get("speculative_config")) is not None:
+            try:
+                model = model | {"speculative_config": SpeculativeConfig.from_keys(keys)}
+            except msgspec.ValidationError as error:
+                text = str(error).replace("`$.", "`$.model.speculative_config.")
+                raise _explain(text, nested) from None
         try:
-            return msgspec.convert(nested, cls, strict=False)
+            return msgspec.convert(nested | {"model": model}, cls, strict=False)
         except msgspec.ValidationError as error:
-            raise _explain(error, nested) from None
+            raise _explain(str(error), nested) from None
 
     def replace(self, **options: Any) -> Config:
         """Return a copy with some flat options changed. Used by `resolve` and by tests."""
@@ -163,10 +171,10 @@ def options_by_name() -> Mapping[str, tuple[str, msgspec.structs.FieldInfo]]:
 @functools.cache  # takes milliseconds
 def descriptions() -> Mapping[str, str]:
     """Return the description of each option: the docstring below its field."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for section in msgspec.structs.fields(Config):
-        found |= field_docstrings(section.type)
-    return found
+        texts |= field_docstrings(section.type)
+    return texts
 
 
 def title_of(section: type) -> str:
@@ -188,29 +196,27 @@ KINDS = {
 }
 
 
-def _explain(
-    error: msgspec.ValidationError, nested: Mapping[str, Mapping[str, Any]]
-) -> ConfigError:
+def _explain(text: str, nested: Mapping[str, Mapping[str, Any]]) -> ConfigError:
     """Return "Expected `int` >= 1 - at `$.cache.block_size`" as an error about a flag."""
-    rule, _, path = str(error).partition(" - at `$.")
+    rule, _, path = text.partition(" - at `$.")
     section, name, *key = path.rstrip("`").partition("[")[0].split(".")
     kind = options_by_name()[name][1].type
     value = nested[section][name]
     label = flag_of(name)
-    for each in key:  # of a JSON object
-        kind = typing.get_type_hints(plain(kind)[0], include_extras=True)[each]
-        value = value[each]
-        label = f"{label} {each}"
+    for part in key:  # of a JSON object
+        kind = typing.get_type_hints(plain(kind)[0], include_extras=True)[part]
+        value = value[part]
+        label = f"{label} {part}"
     # Do not log secrets; an error about a whole object names its keys.
-    shown = "" if name == "api_key" or isinstance(value, Mapping) else f" {value}"
+    value_text = "" if name == "api_key" or isinstance(value, Mapping) else f" {value}"
     match = re.match(r"Expected `(\w+)`(?P<length> of length)?(?P<bound> [<>]=? \S+?)?(,|$)", rule)
-    if known := choices(kind):
-        rule = f"must be one of: {', '.join(known)}"
+    if allowed := choices(kind):
+        rule = f"must be one of: {', '.join(allowed)}"
     elif match and match["length"]:
         rule = "must not be empty"
     elif match:
         rule = f"must be {KINDS.get(match[1], match[1])}{match['bound'] or ''}"
-    return ConfigError(f"{label}{shown}: {rule}")
+    return ConfigError(f"{label}{value_text}: {rule}")
 
 
 def choices(hint: Any) -> tuple[str, ...]:

@@ -60,7 +60,7 @@ class CacheConfig(Section, frozen=True):
     def has_connector(self) -> bool:
         """Whether a KV connector saves blocks outside the device, or loads them from there."""
         options = self.kv_offloading_size, self.kv_cache_dir, self.kv_transfer_config
-        return any(each is not None for each in options)
+        return any(option is not None for option in options)
 
     def validate(self) -> None:
         """Check resolved options. Raises ConfigError if a KV connector or events are configured

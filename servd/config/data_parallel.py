@@ -22,7 +22,7 @@ def divide(config: Config) -> dict[str, Decision]:
     """
     parallel = config.parallel
     total = parallel.data_parallel_size
-    given = parallel.data_parallel_size_local
+    num_local = parallel.data_parallel_size_local
     rank = parallel.data_parallel_rank
     first = parallel.first_rank
     is_external = parallel.data_parallel_external_lb or rank is not None
@@ -37,15 +37,16 @@ def divide(config: Config) -> dict[str, Decision]:
         size = 1
         why = f"number {rank} of {total}, with a balancer before it"
     elif is_hybrid:
-        local = size = total - first if given is None else given
+        local = size = total - first if num_local is None else num_local
         why = f"from number {first} of {total} on, with a balancer before this server"
     else:
         size = total
         local = parallel.num_engines_here - first
         why = f"from number {first} of {total} on"
-    if first + local > total or (is_external and given not in (None, 1)):
+    if first + local > total or (is_external and num_local not in (None, 1)):
+        num_engines = local if num_local is None else num_local
         raise ConfigError(
-            f"--data-parallel-size {total} has no {local if given is None else given} engines from "
+            f"--data-parallel-size {total} has no {num_engines} engines from "
             f"number {first} on: numbers are from 0 to {total - 1}"
         )
     if size > MAX_ENGINES:
@@ -57,7 +58,7 @@ def divide(config: Config) -> dict[str, Decision]:
     decided: dict[str, int] = {}
     if size != total:
         decided["data_parallel_size"] = size
-    if given is None and local != size:
+    if num_local is None and local != size:
         decided["data_parallel_size_local"] = local
     if first != parallel.first_rank:
         decided["data_parallel_start_rank"] = first

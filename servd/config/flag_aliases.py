@@ -49,26 +49,26 @@ def why_ignored(name: str) -> str | None:
     return IGNORED.get(name) or IGNORED.get(f"{name}=")
 
 
-def hint(flag: str, known: Iterable[str], listed: str) -> str:
+def hint(flag: str, known_flags: Iterable[str], listed: str) -> str:
     """Return what to use instead of an unknown flag.
 
-    `flag`: as given. `known`: all known flags. `listed`: the result if no known flag is similar.
+    `flag`: as typed. `listed`: the result if no known flag is similar.
     """
     stem = flag.partition("=")[0]
     name, _, key = stem.removeprefix("--").replace("-", "_").partition(".")
     if not stem.startswith("--"):
         name = stem.rstrip("0123456789.")
-    if name in HINTS and "--max-model-len" in known:  # only commands that have an engine
+    if name in HINTS and "--max-model-len" in known_flags:  # only commands that have an engine
         return HINTS[name]
-    if key and f"--{name.replace('_', '-')}" in known:
+    if key and f"--{name.replace('_', '-')}" in known_flags:
         return f"write JSON: --{name.replace('_', '-')} '{{\"{key}\": ...}}'"
     if name.startswith("data_parallel_"):
         return HINTS["data_parallel_*"]
-    near = difflib.get_close_matches(stem, known, n=1, cutoff=0.75)
+    near = difflib.get_close_matches(stem, known_flags, n=1, cutoff=0.75)
     return f"did you mean {near[0]}?" if near else listed
 
 
-def unknown(name: str, known: Iterable[str]) -> ConfigError:
+def unknown(name: str, known_flags: Iterable[str]) -> ConfigError:
     flag = f"--{name.replace('_', '-')}"
-    flags = [f"--{each.replace('_', '-')}" for each in known]
+    flags = [f"--{name.replace('_', '-')}" for name in known_flags]
     return ConfigError(f"unknown option {flag}; {hint(flag, flags, 'see `servd serve --help`')}")

@@ -134,18 +134,18 @@ def load_certificates(context: ssl.SSLContext, access: AccessConfig) -> None:
     assert access.ssl_certfile is not None
     trial = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)  # a failure leaves a certificate without key
     try:
-        for each in (trial, context):
-            each.load_cert_chain(access.ssl_certfile, access.ssl_keyfile, password=lambda: "")
+        for tls in (trial, context):
+            tls.load_cert_chain(access.ssl_certfile, access.ssl_keyfile, password=lambda: "")
             if access.ssl_ca_certs is not None:
-                each.load_verify_locations(access.ssl_ca_certs)
+                tls.load_verify_locations(access.ssl_ca_certs)
     except (OSError, ssl.SSLError) as error:
         files = (access.ssl_certfile, access.ssl_keyfile, access.ssl_ca_certs)
-        shown = ", ".join(filter(None, files))
+        file_names = ", ".join(filter(None, files))
         why = error.strerror or str(error)
         if "PEM lib" in why:  # all that OpenSSL says
             why = "a PEM certificate and its PEM private key are needed"
             why += "" if access.ssl_keyfile else "; the key may be in another file: --ssl-keyfile"
-        raise ConfigError(f"TLS: {shown}: {why}") from None
+        raise ConfigError(f"TLS: {file_names}: {why}") from None
 
 
 def hash_key(key: bytes) -> str:

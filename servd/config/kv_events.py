@@ -27,11 +27,11 @@ class KVEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
     data_parallel_rank: int = 0  # an engine's own
 
     def __post_init__(self) -> None:
-        for each in (self.endpoint, self.replay_endpoint):
-            found = None if each is None else ENDPOINT.fullmatch(each)
-            if each is not None and not (found and 0 < int(found[2] or 1) < 1 << 16):
+        for endpoint in (self.endpoint, self.replay_endpoint):
+            match = None if endpoint is None else ENDPOINT.fullmatch(endpoint)
+            if endpoint is not None and not (match and 0 < int(match[2] or 1) < 1 << 16):
                 raise ValueError(
-                    f"{each} is not an endpoint: write tcp://*:5557, with a port from 1 to "
+                    f"{endpoint} is not an endpoint: write tcp://*:5557, with a port from 1 to "
                     "65535, or ipc:///run/servd/events"
                 )
 

@@ -32,7 +32,7 @@ class KVLayout(msgspec.Struct, frozen=True):
         """Return `first_read` for each group."""
         return [self.first_read(position, window) for window in self.windows]
 
-    def most(self, window: int | None, num_tokens: int, num_new: int | None = None) -> int:
+    def max_blocks(self, window: int | None, num_tokens: int, num_new: int | None = None) -> int:
         """Return an upper bound of a request's blocks in one group, for `num_tokens` tokens, of
         which a step computes `num_new` (default: `max_step`).
         """
@@ -44,12 +44,12 @@ class KVLayout(msgspec.Struct, frozen=True):
         return min(num_blocks, (num_read - 2) // self.block_size + 2)
 
     def blocks(self, num_tokens: int, num_new: int | None = None) -> int:
-        return sum(self.most(window, num_tokens, num_new) for window in self.windows)
+        return sum(self.max_blocks(window, num_tokens, num_new) for window in self.windows)
 
-    def num_tokens(self, num_blocks: int, each: int) -> int:
-        """Return how many tokens fit in `num_blocks` blocks, in requests of `each` tokens."""
+    def num_tokens(self, num_blocks: int, request_len: int) -> int:
+        """Return how many tokens fit in `num_blocks` blocks, in requests of this length."""
         size = self.block_size
-        return num_blocks * (-(-each // size) * size) // self.blocks(each)
+        return num_blocks * (-(-request_len // size) * size) // self.blocks(request_len)
 
     def max_tokens(self, num_blocks: int, longest: int) -> int:
         """Return the length of the longest request that fits in `num_blocks`, a multiple of the

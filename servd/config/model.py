@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from servd.checkpoint.hf import GenerationDefaults
+from servd.checkpoint.generation_config import GenerationDefaults
 from servd.config._section import NotNegative, Positive, Section
 from servd.config.speculative import SpeculativeConfig
 from servd.messages.params import MAX_CANDIDATES, MAX_LOGPROBS, LogprobsMode

@@ -11,11 +11,11 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
-from msgspec.structs import force_setattr
 
 from servd.base.errors import ConfigError
 from servd.config.flag_aliases import SPECULATIVE_KEYS
 
+FLAG = "--speculative-config"
 MAX_GRAMMAR_TOKENS = 16  # computed with the token before, for one request in one step
 
 MOST_DRAFTS = 64
@@ -47,9 +47,7 @@ READ_BY = {
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The value of `--speculative-config`. Missing values are filled in, so "" and 0 do not remain.
-    Raises ValueError if keys contradict each other.
-    """
+    """The value of `--speculative-config`. `from_keys` fills in "" and 0."""
 
     method: str = ""  # a file of servd/worker/spec_decode; by default from the name of `model`
     model: str | None = None  # folder or id of the draft; of mtp the model's own, unless given
@@ -79,21 +77,44 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     synthetic_acceptance_rates: list[Probability] | None = None  # that all up to it are kept
     synthetic_acceptance_length: Annotated[float, Meta(ge=1)] | None = None  # mean, with the next
 
-    def __post_init__(self) -> None:
-        if not self.method and not self.model:
-            raise ValueError('needs "method", or a "model" whose name contains the method')
-        method = self.method or _named_by(self.model)
-        if method in NEEDS_MODEL and not self.model:
-            raise ValueError(f'method {method} needs "model": the folder or id of its draft')
-        if self.model == "[ngram]":
-            force_setattr(self, "model", None)
-        depth = self.suffix_decoding_max_tree_depth if method == "suffix" else DEFAULT_DRAFTS
-        if method == "medusa":
+    @classmethod
+    def from_keys(cls, keys: Mapping[str, Any]) -> SpeculativeConfig:
+        """Return the configuration of `keys`, with missing values filled in.
+
+        Raises:
+            msgspec.ValidationError: a value has a wrong type or is out of bounds.
+            ConfigError: keys contradict each other.
+        """
+        config = msgspec.convert(keys, cls, strict=False)
+        model = config.model
+        if not config.method and not model:
+            raise ConfigError(
+                f'{FLAG}: needs "method", or a "model" whose name contains the method'
+            )
+        method = config.method or _named_by(model)
+        if method in NEEDS_MODEL and not model:
+            raise ConfigError(
+                f'{FLAG}: method {method} needs "model": the folder or id of its draft'
+            )
+        depth = DEFAULT_DRAFTS
+        if method == "suffix":
+            depth = config.suffix_decoding_max_tree_depth
+        elif method == "medusa":
             depth = 0  # as many as it has heads: `with_heads`
-        force_setattr(self, "method", method)
-        force_setattr(self, "num_speculative_tokens", self.num_speculative_tokens or depth)
-        self._fill_in_lookup()
-        self._check_synthetic()
+        low = config.prompt_lookup_min or config.prompt_lookup_max or 5
+        high = config.prompt_lookup_max or low
+        if low > high:
+            raise ConfigError(f"{FLAG}: prompt_lookup_min {low} is above prompt_lookup_max {high}")
+        config = msgspec.structs.replace(
+            config,
+            method=method,
+            model=None if model == "[ngram]" else model,
+            num_speculative_tokens=config.num_speculative_tokens or depth,
+            prompt_lookup_min=low,
+            prompt_lookup_max=high,
+        )
+        config._check_synthetic()
+        return config
 
     @property
     def acceptance_chances(self) -> list[float] | None:
@@ -119,33 +140,25 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             return self
         return msgspec.structs.replace(self, num_speculative_tokens=num_heads or DEFAULT_DRAFTS)
 
-    def _fill_in_lookup(self) -> None:
-        low = self.prompt_lookup_min
-        high = self.prompt_lookup_max
-        force_setattr(self, "prompt_lookup_min", low or high or 5)
-        force_setattr(self, "prompt_lookup_max", high or low or 5)
-        if self.prompt_lookup_min > self.prompt_lookup_max:
-            raise ValueError(f"prompt_lookup_min {low} is above prompt_lookup_max {high}")
-
     def _check_synthetic(self) -> None:
         rates = self.synthetic_acceptance_rates
         length = self.synthetic_acceptance_length
-        most = self.num_speculative_tokens
-        is_synthetic = self.rejection_sample_method == "synthetic"
-        if (rates is not None) + (length is not None) != is_synthetic:
-            raise ValueError(
-                'rejection_sample_method "synthetic" needs one of synthetic_acceptance_rates and '
-                "synthetic_acceptance_length, which only this method reads"
+        num_drafts = self.num_speculative_tokens
+        num_targets = 2 - [rates, length].count(None)
+        if num_targets != (1 if self.rejection_sample_method == "synthetic" else 0):
+            raise ConfigError(
+                f'{FLAG}: rejection_sample_method "synthetic" needs one of '
+                "synthetic_acceptance_rates and synthetic_acceptance_length, which only it reads"
             )
-        if rates is not None and (len(rates) != most or rates != sorted(rates, reverse=True)):
-            raise ValueError(
-                f"synthetic_acceptance_rates must be {most} numbers, one for each of "
+        if rates is not None and (len(rates) != num_drafts or rates != sorted(rates, reverse=True)):
+            raise ConfigError(
+                f"{FLAG}: synthetic_acceptance_rates must be {num_drafts} numbers, one for each of "
                 "num_speculative_tokens, none larger than the one before it"
             )
-        if length is not None and length > most + 1:
-            raise ValueError(
-                f"synthetic_acceptance_length {length} is above num_speculative_tokens + 1 = "
-                f"{most + 1}"
+        if length is not None and length > num_drafts + 1:
+            raise ConfigError(
+                f"{FLAG}: synthetic_acceptance_length {length} is above num_speculative_tokens + 1 "
+                f"= {num_drafts + 1}"
             )
 
 
@@ -168,7 +181,6 @@ def max_num_samples(max_num_seqs: int, max_num_batched_tokens: int, max_drafts: 
     return min(max_num_seqs * (1 + max_drafts) + MAX_GRAMMAR_TOKENS, max_num_batched_tokens)
 
 
-FLAG = "--speculative-config"
 # Options -> their keys in --speculative-config.
 FLAT = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
 
@@ -179,8 +191,8 @@ def gather(options: dict[str, Any]) -> None:
     Raises ConfigError if the value is not a JSON object, a key is unknown or not read by the
     method, or a key is given twice.
     """
-    given = options.pop("speculative_config", None)
-    keys = {} if given is None else read_keys(given)
+    raw = options.pop("speculative_config", None)
+    keys = {} if raw is None else read_keys(raw)
     for option, key in FLAT.items():
         if (value := options.pop(option, None)) is not None:
             if key in keys:
@@ -194,7 +206,7 @@ def gather(options: dict[str, Any]) -> None:
                 f'{FLAG}: method {method} does not read "{key}", which is only for '
                 f"{', '.join(sorted(of))}; leave it out or change the method"
             )
-    if keys or given is not None:
+    if keys or raw is not None:
         options["speculative_config"] = keys
 
 
@@ -214,12 +226,12 @@ def read_keys(value: Any) -> dict[str, Any]:
         raise ConfigError(
             f"""{FLAG} {value}: must be a JSON object, e.g. '{{"method": "ngram"}}'"""
         )
-    known = typing.get_type_hints(SpeculativeConfig)
+    fields = typing.get_type_hints(SpeculativeConfig)
     for key in value:
         if reason := SPECULATIVE_KEYS.get(key):
             raise ConfigError(f'{FLAG}: servd has no "{key}": {reason}')
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f'did you mean "{near[0]}"?' if near else f"there are: {', '.join(known)}"
+        if key not in fields:
+            near = difflib.get_close_matches(key, fields, n=1)
+            hint = f'did you mean "{near[0]}"?' if near else f"there are: {', '.join(fields)}"
             raise ConfigError(f'{FLAG}: unknown key "{key}"; {hint}')
     return {key: item for key, item in value.items() if item is not None}

@@ -18,7 +18,7 @@ import msgspec
 import servd
 from servd.base.errors import ConfigError, EngineDeadError
 from servd.base.private_dir import PARENT_DIR, private_dir
-from servd.checkpoint.hf import ModelSpec
+from servd.checkpoint.model_spec import ModelSpec
 from servd.config import Config
 from servd.ipc.channels import Inbox, Outbox, address
 from servd.ipc.child import Child

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 
 from servd.base.tracing import Clock, StepRecord, now_ns
-from servd.checkpoint.hf import ModelSpec
+from servd.checkpoint.model_spec import ModelSpec
 from servd.config import Config
 from servd.config.kv_layout import KVLayout
 from servd.core.executor import Executor, PendingOutput, start_executor

@@ -7,7 +7,7 @@ import time
 import httpx
 
 from servd.base.errors import Unavailable
-from servd.gateway.models import Model
+from servd.gateway.models import GatewayModel
 from servd.ipc.child import Child
 
 SLEEP_TIMEOUT = 90.0  # seconds for /sleep and /wake_up, which wait for the engine for up to 60
@@ -23,7 +23,7 @@ class ModelServer:
     requests have ended. `num_unanswered` counts requests whose response has not begun.
     """
 
-    def __init__(self, model: Model, secret: str) -> None:
+    def __init__(self, model: GatewayModel, secret: str) -> None:
         self.model = model
         self.name = model.name
         self.headers = {"authorization": f"Bearer {secret}"}  # of the gateway's own requests

@@ -11,7 +11,7 @@ import msgspec
 
 from servd.api.engine.adapters import NAME
 from servd.base.errors import ConfigError
-from servd.checkpoint import gguf, hf
+from servd.checkpoint import config_json, gguf, hub, model_spec
 from servd.checkpoint.facts import Facts, read_facts
 from servd.checkpoint.lora import CONFIG, parse_module
 from servd.config import LoRAConfig
@@ -21,7 +21,7 @@ logger = logging.getLogger("servd.api")
 HUB = "models--"  # prefix of a model's folder in the Hugging Face cache
 
 
-class Model(msgspec.Struct, frozen=True):
+class GatewayModel(msgspec.Struct, frozen=True):
     name: str
     path: Path  # the argument of `servd serve`: a folder or a GGUF file
     max_model_len: int
@@ -55,9 +55,9 @@ class ModelFolder:
     def __init__(self, path: Path) -> None:
         self.path = path.absolute()  # a bare `demo` would be taken for a model's name
         # The files of each entry when it was last read, and the model or why it is invalid.
-        self._last: dict[Path, tuple[object, Model | str | None]] = {}
+        self._last: dict[Path, tuple[object, GatewayModel | str | None]] = {}
 
-    def read(self) -> dict[str, Model]:
+    def read(self) -> dict[str, GatewayModel]:
         """Return the valid models by name. Log each invalid model once. Raise OSError."""
         models = {}
         latest = {}
@@ -75,7 +75,7 @@ class ModelFolder:
                     if isinstance(error, OSError):  # it may pass while the files stay the same
                         files = None
             latest[entry] = files, model
-            if isinstance(model, Model):
+            if isinstance(model, GatewayModel):
                 models[name] = model
         self._last = latest
         return models
@@ -100,17 +100,17 @@ def _file_states(entry: Path) -> list[tuple[Path, int, int]] | None:
     return sorted(states)
 
 
-def _read(name: str, entry: Path) -> Model | None:
+def _read(name: str, entry: Path) -> GatewayModel | None:
     """Return the model of an entry; None if it is a download that is not complete."""
     name.encode()
     path = find_snapshot(entry) if entry.name.startswith(HUB) else entry
     if path is None:
         return None
-    folder = hf.local_folder(str(path)) if path.suffix == ".gguf" else path
+    folder = hub.local_folder(str(path)) if path.suffix == ".gguf" else path
     assert folder is not None
     written = path if path.is_file() else path / "config.json"
-    length = hf.read_spec(folder).max_position_embeddings
-    return Model(name, path, length, read_facts(str(folder)), int(written.stat().st_mtime))
+    length = model_spec.read_spec(folder).max_position_embeddings
+    return GatewayModel(name, path, length, read_facts(str(folder)), int(written.stat().st_mtime))
 
 
 def _models_in(folder: Path) -> Iterator[tuple[str, Path]]:
@@ -165,7 +165,7 @@ def find_snapshot(repository: Path) -> Path | None:
     refs = sorted(repository.glob("refs/*"), key=lambda ref: ref.name != "main")
     refs = [ref for ref in refs if ref.is_file()]  # refs/refs/pr are pull requests
     found = [repository / "snapshots" / ref.read_text().strip() for ref in refs]
-    return next((path for path in found if _is_model(path) and hf.has_weights(path)), None)
+    return next((path for path in found if _is_model(path) and hub.has_weights(path)), None)
 
 
 def adapters_in(lora: LoRAConfig) -> dict[str, AdapterFolder]:
@@ -186,7 +186,7 @@ def _adapter(name: str, folder: Path, base: str) -> AdapterFolder:
     created = 0
     try:
         created = int(file.stat().st_mtime)
-        base = base or hf.read_json(file).get("base_model_name_or_path") or ""
+        base = base or config_json.read_json(file).get("base_model_name_or_path") or ""
     except (ConfigError, OSError):  # loading it reports the error
         pass
     return AdapterFolder(name, folder, str(base), created)

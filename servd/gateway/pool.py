@@ -19,7 +19,7 @@ from servd.checkpoint.lora import parse_module
 from servd.checkpoint.short_names import full_name
 from servd.config import Config
 from servd.gateway.backend import ModelServer, Visit
-from servd.gateway.models import Model, ModelFolder, adapters_in
+from servd.gateway.models import GatewayModel, ModelFolder, adapters_in
 from servd.ipc.child import Child
 from servd.ipc.start_messages import StartModel
 
@@ -79,7 +79,7 @@ class ModelServers:
             self._take_in(await asyncio.to_thread(self.models.read))
             self._last_scan = self._num_scans
 
-    def _take_in(self, models: dict[str, Model]) -> None:
+    def _take_in(self, models: dict[str, GatewayModel]) -> None:
         servers = {name: server for name, server in self.servers.items() if server.runs}
         for name, model in models.items():
             server = servers[name] = self.servers.get(name) or ModelServer(model, self.secret)

@@ -34,7 +34,7 @@ from servd.api.http.auth import OPEN_PATHS, ApiKeyAuth, ScopedRoute
 from servd.api.http.json_body import check_content_type
 from servd.api.http.middleware import SINCE, RequestContext
 from servd.api.http.pages import Pages
-from servd.api.keys import Keys
+from servd.api.keys import ApiKeys
 from servd.api.observability.tracer import Tracer
 from servd.api.protocol.models import ModelCard
 from servd.api.request.fair_loop import FairLoop
@@ -55,11 +55,11 @@ from servd.base.errors import (
 from servd.base.json_reader import read_json
 from servd.base.line_ends import escape_line_ends
 from servd.base.tracing import now_ns
-from servd.checkpoint import hf
+from servd.checkpoint import hub
 from servd.checkpoint.short_names import full_name
 from servd.config import Config
 from servd.gateway.backend import ModelServer, Visit
-from servd.gateway.models import Model
+from servd.gateway.models import GatewayModel
 from servd.gateway.pool import ModelServers
 from servd.gateway.pull import pull
 from servd.gateway.request import read, seconds_of
@@ -177,7 +177,7 @@ class Gateway:
     async def show_ollama_model(self, request: Request) -> Response:
         """Describe a model by its files, whether its server runs or not."""
         model = (await self.servers.find(read(request, await request.body()).model)).model
-        folder = hf.local_folder(str(model.path))
+        folder = hub.local_folder(str(model.path))
         assert folder is not None
         try:
             shown = await asyncio.to_thread(describe_folder, folder, model.name)
@@ -384,7 +384,7 @@ def _line(document: dict[str, Any]) -> bytes:
     return escape_line_ends(msgspec.json.encode(document)) + b"\n"
 
 
-def _ollama(model: Model) -> dict[str, Any]:
+def _ollama(model: GatewayModel) -> dict[str, Any]:
     form = "gguf" if model.path.suffix == ".gguf" else "safetensors"
     return ollama.described(model.name, model.created, model.facts, form)
 
@@ -394,7 +394,7 @@ def _card(server: ModelServer) -> Card:
     return Card(model.name, model.created, model.name, model.max_model_len, state=server.state)
 
 
-def create_gateway(config: Config, servers: ModelServers, keys: Keys) -> FastAPI:
+def create_gateway(config: Config, servers: ModelServers, keys: ApiKeys) -> FastAPI:
     access_log = log.resolve_access_log(config.observability)
     pages = Pages(config)
     context = Middleware(RequestContext, Tracer(), FairLoop(), None, access_log, pages)

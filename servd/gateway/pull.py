@@ -11,7 +11,7 @@ from typing import Any
 
 from servd.base.errors import InvalidRequest, Unavailable
 from servd.base.sizes import format_bytes
-from servd.checkpoint import hf
+from servd.checkpoint import hub
 from servd.gateway.models import HUB
 
 INTERVAL = 0.5  # seconds between two lines
@@ -21,7 +21,7 @@ async def pull(model: str, folder: Path) -> AsyncGenerator[dict[str, Any]]:
     """Yield Ollama's lines of progress. If the client leaves, the download stops, and the next one
     resumes it. Raises InvalidRequest: the disk is too small; ModelNotFound; Unavailable: it failed.
     """
-    blobs = await asyncio.to_thread(hf.blobs_to_download, model)
+    blobs = await asyncio.to_thread(hub.blobs_to_download, model)
     total = sum(blobs.values())
     cached = folder / f"{HUB}{model.partition(':')[0].replace('/', '--')}" / "blobs"
     missing = total - _size(cached, blobs)

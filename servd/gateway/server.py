@@ -15,10 +15,10 @@ import uvicorn
 import uvloop
 
 from servd.api.http.http_protocol import Connections, settings
-from servd.api.keys import Keys
+from servd.api.keys import ApiKeys
 from servd.base.errors import ConfigError
 from servd.base.private_dir import private_dir
-from servd.checkpoint import hf
+from servd.checkpoint import hub
 from servd.config import Config
 from servd.config.keys import check_new_keys, load_certificates, tls_context
 from servd.gateway.models import adapters_in
@@ -69,7 +69,7 @@ def link_models(config: Config, folder: Path) -> Config:
     """
     for model in config.models.models:
         given = Path(model).expanduser()
-        path = given.absolute() if given.exists() else hf.download_weights(model)
+        path = given.absolute() if given.exists() else hub.download_weights(model)
         link = folder / (given.absolute().name if given.exists() else model)
         link.parent.mkdir(parents=True, exist_ok=True)
         if link.parent.is_symlink():  # the link would be written into that model's folder
@@ -81,7 +81,7 @@ def link_models(config: Config, folder: Path) -> Config:
     return config.replace(models_dir=str(folder)) if config.models.models else config
 
 
-class Server(uvicorn.Server):
+class GatewayServer(uvicorn.Server):
     """A uvicorn server that returns after a signal, so that the models' servers are stopped."""
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -97,7 +97,7 @@ async def _serve(
     except OSError as error:
         where = config.models.models_dir
         raise ConfigError(f"--models-dir {where}: {error.strerror or error}") from None
-    keys = Keys(config.access)
+    keys = ApiKeys(config.access)
     options = settings(
         create_gateway(config, servers, keys),
         Connections(config.server),
@@ -122,13 +122,16 @@ async def _serve(
             where,
         )
     try:
-        await Server(options).serve(sockets=[listener])
+        await GatewayServer(options).serve(sockets=[listener])
     finally:
         await servers.close()
 
 
 def reload(
-    read_config: Callable[[], Config], keys: Keys, tls: ssl.SSLContext | None, servers: ModelServers
+    read_config: Callable[[], Config],
+    keys: ApiKeys,
+    tls: ssl.SSLContext | None,
+    servers: ModelServers,
 ) -> None:
     """Reload the options that can change at run time. If one is invalid, change nothing."""
     try:

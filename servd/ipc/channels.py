@@ -148,7 +148,7 @@ class KeyPair(NamedTuple):
     secret: bytes
 
 
-class Keys:
+class CurveKeys:
     """The CURVE keys that both ends of a Link derive from their shared token.
 
     Without the token, nobody can connect, eavesdrop or impersonate an end: each connection is
@@ -185,7 +185,7 @@ class Link(Generic[T]):
 
     kind_of_socket: int = zmq.DEALER
 
-    def __init__(self, to: str, kind: Any, keys: Keys) -> None:
+    def __init__(self, to: str, kind: Any, keys: CurveKeys) -> None:
         self.decoder = msgspec.msgpack.Decoder(kind)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket = self._context.socket(self.kind_of_socket)
@@ -198,7 +198,7 @@ class Link(Generic[T]):
         self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
         self._open(to, keys)
 
-    def _open(self, to: str, keys: Keys) -> None:
+    def _open(self, to: str, keys: CurveKeys) -> None:
         self.socket.curve_serverkey = keys.listener.public
         self.socket.curve_publickey, self.socket.curve_secretkey = keys.joiner
         try:
@@ -237,7 +237,7 @@ class Listener(Link[T]):
 
     kind_of_socket: int = zmq.ROUTER
 
-    def _open(self, to: str, keys: Keys) -> None:
+    def _open(self, to: str, keys: CurveKeys) -> None:
         guard = self._context.socket(zmq.REP)
         guard.bind("inproc://zeromq.zap.01")  # authenticates every connection: ZMQ RFC 27 (ZAP)
         self.socket.monitor("inproc://events", zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)

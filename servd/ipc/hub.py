@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from servd.ipc.channels import Keys, Link, Listener, UnreadableMessage, tcp_address, wait
+from servd.ipc.channels import CurveKeys, Link, Listener, UnreadableMessage, tcp_address, wait
 from servd.ipc.start_messages import Uplink
 from servd.messages.engine import Message
 
@@ -43,7 +43,9 @@ class Hub:
     def __init__(self, host: str, on_lost: Callable[[str], None]) -> None:
         self.on_lost = on_lost
         self.token = secrets.token_hex(32)
-        self.listener: Listener[ToHub] = Listener(tcp_address(host, 0), ToHub, Keys(self.token))
+        self.listener: Listener[ToHub] = Listener(
+            tcp_address(host, 0), ToHub, CurveKeys(self.token)
+        )
         self.peers: dict[str, bytes] = {}  # connections of connected processes, by name
         self.waiting: dict[str, list[msgspec.Struct | msgspec.Raw]] = {}  # until they connect
 
@@ -118,7 +120,7 @@ class HubInbox(Generic[T]):
     """Receives messages of the union `kind` from the hub on another host, like an Inbox."""
 
     def __init__(self, uplink: Uplink, kind: Any) -> None:
-        self.link: Link[msgspec.Raw] = Link(uplink.at, msgspec.Raw, Keys(uplink.token))
+        self.link: Link[msgspec.Raw] = Link(uplink.at, msgspec.Raw, CurveKeys(uplink.token))
         self.link.send(Hello(uplink.name))
         self.decoder = msgspec.msgpack.Decoder(kind)
         self.arrived: deque[bytes] = deque()
@@ -146,7 +148,7 @@ class HubOutbox:
     """Sends from a process on another host to receivers on the hub's host."""
 
     def __init__(self, uplink: Uplink) -> None:
-        self.link: Link[Hello] = Link(uplink.at, Hello, Keys(uplink.token))
+        self.link: Link[Hello] = Link(uplink.at, Hello, CurveKeys(uplink.token))
 
     def send(self, receiver: str, message: msgspec.Struct) -> None:
         """Queue one message; order is kept."""

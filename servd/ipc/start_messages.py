@@ -10,7 +10,7 @@
 
 import msgspec
 
-from servd.checkpoint.hf import ModelSpec
+from servd.checkpoint.model_spec import ModelSpec
 from servd.config import Config
 from servd.messages.engine import Message
 

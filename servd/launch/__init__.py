@@ -11,9 +11,12 @@ import msgspec
 
 from servd.base import log, plugins
 from servd.base.errors import ConfigError, UnsupportedModel
-from servd.checkpoint import account, hf
+from servd.checkpoint import account, config_json, generation_config, hub, model_spec
+from servd.checkpoint.model_spec import FAKE_SPEC, ModelSpec
 from servd.config import Config
-from servd.config.resolve import Decision, decide, look_at_machine
+from servd.config.data_parallel import Decision
+from servd.config.machine import look_at_machine
+from servd.config.resolve import decide
 from servd.core.client import identity
 from servd.core.executor import load_executor
 from servd.launch.accounts import accounts_of
@@ -106,7 +109,7 @@ def raise_file_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
 
 
-def find_and_resolve(config: Config) -> tuple[Config, hf.ModelSpec, dict[str, Decision]]:
+def find_and_resolve(config: Config) -> tuple[Config, ModelSpec, dict[str, Decision]]:
     """Find the model's metadata, downloading its small files or GGUF file; resolve every "auto".
     Return the resolved Config, the model's architecture, and the decisions by option. Raise
     ConfigError if the model does not exist, its architecture is not supported, or options conflict.
@@ -114,16 +117,16 @@ def find_and_resolve(config: Config) -> tuple[Config, hf.ModelSpec, dict[str, De
     # "auto" becomes an executor that needs weights, like uniproc.
     executor = load_executor(config.parallel.executor or "uniproc")
     if config.model.model is None and not executor.needs_weights:
-        spec = hf.FAKE_SPEC
+        spec = FAKE_SPEC
     else:
-        config = config.replace(model=config.model.model or hf.DEMO_MODEL)
+        config = config.replace(model=config.model.model or hub.DEMO_MODEL)
         model = config.model
         assert model.model is not None
-        folder = hf.find_model(model.model, model.revision, model.download_dir)
+        folder = hub.find_model(model.model, model.revision, model.download_dir)
         if (drafted := of_speculators(config, folder)) is not None:
             return find_and_resolve(drafted)
         _refuse_head(model.model, folder)
-        spec = hf.read_spec(folder, model.hf_overrides)
+        spec = model_spec.read_spec(folder, model.hf_overrides)
     natives = plugins.names("servd.worker.models")
     if config.model.model_impl == "servd" and spec.model_type not in natives:
         raise UnsupportedModel(
@@ -141,14 +144,16 @@ def find_and_resolve(config: Config) -> tuple[Config, hf.ModelSpec, dict[str, De
         config = config.replace(speculative_config=speculative.with_heads(None))
     config, decided = decide(config, spec, look_at_machine())
     model = config.model
-    hf.read_generation_defaults(spec, model.generation_config, model.override_generation_config)
+    generation_config.read_generation_defaults(
+        spec, model.generation_config, model.override_generation_config
+    )
     account.check(accounts_of(config, spec), config.model.allow_unknown_keys)
     return config, spec, decided
 
 
 def _refuse_head(model: str, folder: Path) -> None:
     """Raise ConfigError if the model is only a draft head, such as EAGLE's."""
-    architecture = str(hf.read_json(folder / "config.json").get("architectures"))
+    architecture = str(config_json.read_json(folder / "config.json").get("architectures"))
     methods = {"Eagle3": "eagle3", "Eagle": "eagle", "Medusa": "medusa"}
     method = next((methods[part] for part in methods if part in architecture), None)
     if method is not None:
@@ -163,7 +168,7 @@ def of_speculators(config: Config, folder: Path) -> Config | None:
     """Return the options for the target model of a draft in *speculators* format, with this draft.
     None if the model is not such a draft.
     """
-    draft = hf.read_json(folder / "config.json")
+    draft = config_json.read_json(folder / "config.json")
     speculators = draft.get("speculators_config")
     if config.model.speculative_config or not isinstance(speculators, dict):
         return None
@@ -185,8 +190,8 @@ def find_draft(config: Config) -> Config:
     speculative = config.model.speculative_config
     if speculative is None or speculative.model is None:
         return config
-    folder = hf.find_model(speculative.model, speculative.revision, config.model.download_dir)
-    keys = hf.read_json(folder / "config.json")
+    folder = hub.find_model(speculative.model, speculative.revision, config.model.download_dir)
+    keys = config_json.read_json(folder / "config.json")
     method = keys.get("speculators_model_type")
     if method and speculative.method == "draft_model":
         speculative = msgspec.structs.replace(speculative, method=method)

@@ -5,8 +5,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from servd.checkpoint import gguf, hf, pooling
+from servd.checkpoint import generation_config, gguf, pooling, quantization_config
 from servd.checkpoint.account import Account, account_for
+from servd.checkpoint.model_spec import ModelSpec
 from servd.checkpoint.overrides import ROPE
 from servd.checkpoint.tokenizer_files import tokenizer_accounts, tokenizer_folder
 from servd.config import Config
@@ -14,7 +15,7 @@ from servd.config import Config
 BY_TRANSFORMERS = "remove them, leave the model to transformers (--model-impl transformers)"
 
 
-def accounts_of(config: Config, spec: hf.ModelSpec) -> Iterator[Account]:
+def accounts_of(config: Config, spec: ModelSpec) -> Iterator[Account]:
     """Yield the accounts of a model's files, with resolved options. A class of transformers reads
     all of config.json itself.
     """
@@ -24,11 +25,11 @@ def accounts_of(config: Config, spec: hf.ModelSpec) -> Iterator[Account]:
         account = account_for("config.json", spec.config, "config", f"config.{spec.model_type}")
         for part in (account, *_rotations(spec.config)):
             yield part if pooling.is_encoder(spec) else replace(part, remedy=BY_TRANSFORMERS)
-    yield from hf.quantization_accounts(spec.folder)
+    yield from quantization_config.quantization_accounts(spec.folder)
     yield from gguf.gguf_accounts(spec.folder)
     model = config.model
     yield from tokenizer_accounts(tokenizer_folder(spec, model.tokenizer, model.download_dir))
-    for account in hf.generation_accounts(spec, model.generation_config):
+    for account in generation_config.generation_accounts(spec, model.generation_config):
         yield replace(account, remedy="remove them, or use --generation-config vllm")
     yield from pooling.accounts(spec)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from servd.api.engine import load_balancer
-from servd.checkpoint import hf
+from servd.checkpoint import model_spec
 from servd.config import AccessConfig, Config
 from servd.ipc import channels as ipc
 from servd.ipc.child import Child
@@ -41,7 +41,7 @@ class APIServerProcessManager:
     """The API servers, which share `listener`: the kernel gives each connection to one of them."""
 
     config: Config
-    spec: hf.ModelSpec
+    spec: model_spec.ModelSpec
     reasons: dict[str, str]  # why options that servd chose have their values
     ipc_dir: str
     folders: Sequence[str]  # of each engine's sockets

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Sequence
 
-from servd.checkpoint import hf
+from servd.checkpoint import model_spec
 from servd.config import Config
 from servd.core.client import ENGINE_STOP_TIMEOUT
 from servd.ipc.child import Child
@@ -59,7 +59,7 @@ class CoreEngineProcManager:
 
 def launch_core_engines(
     config: Config,
-    spec: hf.ModelSpec,
+    spec: model_spec.ModelSpec,
     folders: Sequence[str],
     on_exit: Callable[[Child], None],
     on_hung: Callable[[EngineSupervisor], None],

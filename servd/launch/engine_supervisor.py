@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from servd.checkpoint import hf
+from servd.checkpoint.model_spec import ModelSpec
 from servd.config import Config, ParallelConfig, ServerConfig
 from servd.core.client import EngineProcess, engine_address
 from servd.ipc.child import STANDBY_NICE, Child
@@ -74,7 +74,7 @@ class EngineSupervisor:
     """A supervisor that starts a rank's engine, and restarts it while the API servers stay."""
 
     config: Config  # resolved
-    spec: hf.ModelSpec
+    spec: ModelSpec
     ipc_dir: str  # folder of the engine's sockets
     on_exit: Callable[[Child], None]  # called from another thread when the engine has ended
     place: int = 0  # among the engines of this host

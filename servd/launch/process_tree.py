@@ -15,12 +15,12 @@ import msgspec
 
 from servd.base import log
 from servd.base.errors import ConfigError
-from servd.checkpoint import hf
 from servd.checkpoint.adapter_store import AdapterStore
 from servd.checkpoint.lora import AdapterFiles, parse_module
+from servd.checkpoint.model_spec import ModelSpec
 from servd.config import AccessConfig, Config
+from servd.config.data_parallel import Decision
 from servd.config.keys import check_new_keys, read_keys, tls_context
-from servd.config.resolve import Decision
 from servd.core.client import engine_dir
 from servd.ipc.child import Child
 from servd.launch.api_servers import APIServerProcessManager
@@ -55,7 +55,7 @@ class ProcessTree:
     """The parent of all processes. Without a `listener`, there are no API servers."""
 
     config: Config
-    spec: hf.ModelSpec
+    spec: ModelSpec
     decided: InitVar[dict[str, Decision]]
     ipc_dir: str
     listener: InitVar[socket.socket | None]

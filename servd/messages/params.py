@@ -7,8 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from servd.base import bounds
-from servd.base.bounds import INT32_MAX, INT64_MAX, Count, TokenId
+from servd.base.bounds import INT32_MAX, INT64_MAX, Count, TokenId, check_bounds
 from servd.base.errors import InvalidRequest
 
 # Limits of one request. The engine's numbers have 32 or 64 bits; lists are sent once per prompt.
@@ -33,12 +32,18 @@ LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "proc
 # Used by the API process only, as they concern text.
 TEXT_PARAMS = ("stop", "include_stop_str_in_output", "skip_special_tokens", "bad_words")
 
+Temperature = Annotated[float, Meta(ge=0, le=100)]
+TopP = Annotated[float, Meta(gt=0, le=1)]
+TopK = Annotated[int, Meta(ge=-1, le=INT32_MAX)]
+MinP = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
+# Within these bounds, logits stay finite in float32.
+RepetitionPenalty = Annotated[float, Meta(ge=1e-30, le=1e18)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_CANDIDATES)]
 BadWord = Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_BAD_WORD_TOKENS)]
 
 
-class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True):
+class BeamSearchParams(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     """The parameters of a beam search, with vLLM's names; see `BeamSearch`."""
 
     beam_width: Annotated[int, Meta(ge=1, le=MAX_BEAMS)]
@@ -80,7 +85,7 @@ class RepetitionDetection(
     def validate(self) -> None:
         """Check the bounds. Raises InvalidRequest, with the field in `param`."""
         param = "repetition_detection"
-        bounds.validate(self, 0, param)
+        check_bounds(self, param)
         largest = self.max_pattern_size
         smallest = self.min_pattern_size
         problem = None
@@ -110,19 +115,17 @@ class SamplingParams(
 ):
     """The sampling parameters and limits of a request. Defaults are neutral, as in vLLM.
 
-    The engine turns `n` choices into requests, and uses all fields except TEXT_PARAMS. `validate`
-    checks the annotated bounds. A field with `made_of` holds that field's texts as token ids.
+    The engine turns `n` choices into requests, and uses all fields except TEXT_PARAMS.
     """
 
     n: Annotated[int, Meta(ge=1, le=MAX_N)] = 1
-    temperature: Annotated[float, Meta(ge=0, le=100)] = 1.0  # 0 is greedy
-    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Meta(ge=-1, le=INT32_MAX)] = 0  # 0 and -1 are off
-    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    temperature: Temperature = 1.0  # 0 is greedy
+    top_p: TopP = 1.0
+    top_k: TopK = 0  # 0 and -1 are off
+    min_p: MinP = 0.0
     presence_penalty: Penalty = 0.0  # over output tokens
     frequency_penalty: Penalty = 0.0  # over output tokens
-    # Over prompt and output tokens. Within the bounds, logits stay finite in float32.
-    repetition_penalty: Annotated[float, Meta(ge=1e-30, le=1e18)] = 1.0
+    repetition_penalty: RepetitionPenalty = 1.0  # over prompt and output tokens
     seed: Annotated[int, Meta(ge=-INT64_MAX - 1, le=INT64_MAX)] | None = None
     # None: up to the end of the context; 0: only the prompt is computed.
     max_tokens: Count | None = 16
@@ -151,9 +154,7 @@ class SamplingParams(
         Meta(max_length=MAX_BAD_WORDS),
     ] = []
     # Bad words as tokens, with and without a space before: the last may not follow the others.
-    bad_words_token_ids: Annotated[
-        list[BadWord], Meta(max_length=2 * MAX_BAD_WORDS, extra={"made_of": "bad_words"})
-    ] = []
+    bad_words_token_ids: Annotated[list[BadWord], Meta(max_length=2 * MAX_BAD_WORDS)] = []
     repetition_detection: RepetitionDetection | None = None
     speculative: bool = True  # allow speculative decoding
     thinking_token_budget: Count | None = None  # tokens of reasoning, after which it ends
@@ -167,7 +168,7 @@ class SamplingParams(
 
         Raises InvalidRequest, with the field in `param`.
         """
-        bounds.validate(self, vocab_size)
+        check_bounds(self)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(
                 f"min_tokens must be at most the limit of {self.max_tokens} output tokens, got "
@@ -177,7 +178,26 @@ class SamplingParams(
         if self.repetition_detection is not None:
             self.repetition_detection.validate()
         if self.reasoning_tags is not None:
-            bounds.validate(self.reasoning_tags, vocab_size, "thinking_token_budget")
+            check_bounds(self.reasoning_tags, "thinking_token_budget")
+        self._check_vocabulary(vocab_size)
+
+    def _check_vocabulary(self, vocab_size: int) -> None:
+        tags = self.reasoning_tags
+        token_ids = {
+            "stop_token_ids": self.stop_token_ids,
+            "logit_bias": self.logit_bias.keys(),
+            "allowed_token_ids": self.allowed_token_ids or (),
+            "logprob_token_ids": self.logprob_token_ids,
+            "bad_words": [token_id for word in self.bad_words_token_ids for token_id in word],
+            "thinking_token_budget": () if tags is None else (tags.end_id, tags.start_id or 0),
+        }
+        for name, ids in token_ids.items():
+            if ids and max(ids) >= vocab_size:
+                raise InvalidRequest(
+                    f"every entry of {name} must be a whole number between 0 and {vocab_size - 1}, "
+                    f"got {max(ids)}",
+                    param=name,
+                )
 
     def of_choice(self, index: int) -> SamplingParams:
         """Return the parameters of a choice: seeds increase, only the first has prompt logprobs."""
@@ -221,7 +241,7 @@ class PoolingParams(
 
         Raises InvalidRequest, with the field in `param`.
         """
-        bounds.validate(self, 0)
+        check_bounds(self)
         if self.dimensions is not None and not 1 <= self.dimensions <= hidden_size:
             raise InvalidRequest(
                 f"dimensions must be between 1 and {hidden_size}, the size of this model's "

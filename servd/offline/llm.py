@@ -11,7 +11,7 @@ from tqdm import tqdm
 from servd.api.engine.beam_search import BeamSearch
 from servd.api.request.request_output import RequestOutput
 from servd.api.text.prompt import Chat, Pair, Prompt, SharedText, ToolOptions
-from servd.base import bounds
+from servd.base.bounds import check_bounds
 from servd.base.errors import EngineError, InvalidRequest
 from servd.config import Config
 from servd.messages.adapter import LoRARequest
@@ -188,7 +188,7 @@ class LLM:
         Raises:
             InvalidRequest: a prompt or parameter is not valid. Nothing has been computed.
         """
-        bounds.validate(params, 0)
+        check_bounds(params)
         self.engine.processor.check_sums()
         sampling = SamplingParams(
             n=params.beam_width,

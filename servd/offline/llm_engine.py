@@ -121,7 +121,7 @@ class LLMEngine:
         """Return an adapter; load it unless the same path is loaded under this name."""
         if self.adapters is None:
             raise InvalidRequest("adapters need enable_lora=True", param="lora_request")
-        loaded = self.adapters.named().get(asked.lora_name)
+        loaded = self.adapters.read_adapters().get(asked.lora_name)
         if loaded is not None and loaded.source == asked.lora_path:
             return loaded
         layers = self.engine_core.worker.adaptable

@@ -46,7 +46,7 @@ class ClusterOptions(msgspec.Struct):
 
 
 @dataclass(slots=True)
-class Server:
+class SimulatedServer:
     """A server: engines behind one port."""
 
     engines: list[SimulatedEngine]
@@ -67,7 +67,7 @@ class OpenRequest:
     routed: Routed | None
 
 
-Place = TypeVar("Place", Server, SimulatedEngine)
+Place = TypeVar("Place", SimulatedServer, SimulatedEngine)
 
 
 class ClusterSim:
@@ -107,9 +107,9 @@ class ClusterSim:
             SimulatedEngine(rank, config, worker, max_model_len, costs, self.clock)
             for rank in range(size * options.servers)
         ]
-        self.servers: list[Server] = []
+        self.servers: list[SimulatedServer] = []
         for first in range(0, len(self.engines), size):
-            server = Server(self.engines[first : first + size])
+            server = SimulatedServer(self.engines[first : first + size])
             if size > 1 and options.routing == OWN_ROUTER:
                 cached_size = self.block_size if config.cache.enable_prefix_caching else 0
                 server.load_balancer = LoadBalancer(size, cached_size, num_servers=1)
@@ -251,7 +251,11 @@ class ClusterSim:
         return num_later
 
     def _compare(
-        self, hashes: Sequence[bytes], chosen: SimulatedEngine, server: Server, line: RequestLine
+        self,
+        hashes: Sequence[bytes],
+        chosen: SimulatedEngine,
+        server: SimulatedServer,
+        line: RequestLine,
     ) -> None:
         """Count a prompt's blocks that other engines have cached, but not the chosen engine."""
         size = len(self.engines)

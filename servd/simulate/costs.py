@@ -53,7 +53,7 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return round(self.before + self.before_token * tokens)
 
 
-class Machine(msgspec.Struct):
+class SimulatedMachine(msgspec.Struct):
     """A typical machine with a model."""
 
     about: str
@@ -62,7 +62,7 @@ class Machine(msgspec.Struct):
 
 
 MACHINES = msgspec.toml.decode(
-    Path(__file__).with_name("machines.toml").read_bytes(), type=dict[str, Machine]
+    Path(__file__).with_name("machines.toml").read_bytes(), type=dict[str, SimulatedMachine]
 )
 FITTED = Costs.__struct_fields__[:9]  # in the order of the columns of `_observe`
 

@@ -1,6 +1,6 @@
 """SimulatedEngine: the real Scheduler and KV cache in virtual time. Costs set the step times."""
 
-from servd.checkpoint.hf import FAKE_SPEC
+from servd.checkpoint.model_spec import FAKE_SPEC
 from servd.config import Config
 from servd.config.kv_layout import KVLayout
 from servd.core.kv_cache.connector.offload import make_connector

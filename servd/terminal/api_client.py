@@ -67,7 +67,7 @@ def connect(arguments: argparse.Namespace) -> tuple[Client, dict[str, Any]]:
     return client, {"model": arguments.model or client.first_model(), **given}
 
 
-class Answer(NamedTuple):
+class ApiAnswer(NamedTuple):
     status: int
     request_id: str | None
     body: Any  # parsed if it is JSON
@@ -96,7 +96,7 @@ class Client:
         """Return the whole response. Raises httpx.HTTPError."""
         return self.http.request(method, path, content=body and json.dumps(body))
 
-    def ask(self, method: str, path: str, body: Any = None) -> Answer:
+    def ask(self, method: str, path: str, body: Any = None) -> ApiAnswer:
         """Return the whole answer. Retries while the server is too busy. Raises like `send`."""
         attempts_left = RETRIES
         while True:
@@ -110,7 +110,7 @@ class Client:
             content = reply.json()
         except ValueError:
             content = reply.text
-        return Answer(reply.status_code, reply.headers.get("x-request-id"), content)
+        return ApiAnswer(reply.status_code, reply.headers.get("x-request-id"), content)
 
     def is_healthy(self) -> bool:
         if self.uds is not None:  # httpcore would leave the socket open

@@ -24,13 +24,13 @@ Show = Callable[[str, bool], None]
 """Shows a piece of an answer, and whether it is reasoning."""
 
 
-class Message(msgspec.Struct):
+class ChatTurn(msgspec.Struct):
     role: Literal["system", "user", "assistant"]
     content: str
 
 
 class Saved(msgspec.Struct):
-    messages: list[Message]
+    messages: list[ChatTurn]
 
 
 def write(text: str, is_reasoning: bool) -> None:

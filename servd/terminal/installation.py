@@ -7,7 +7,7 @@ from pathlib import Path
 
 import servd
 from servd.base import plugins
-from servd.config.resolve import look_at_machine
+from servd.config.machine import look_at_machine
 
 
 def describe_installation() -> str:

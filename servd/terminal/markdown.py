@@ -42,14 +42,14 @@ class Block:
 def show_markdown() -> Iterator[Show]:
     """Yield a function that shows pieces of an answer."""
     with Live(refresh_per_second=8, transient=True) as live:
-        answer = Answer(live)
+        answer = AnswerView(live)
         try:
             yield answer.add
         finally:
             answer.finish(len(answer.text))
 
 
-class Answer:
+class AnswerView:
     """An answer on the screen. A finished block is printed once; only the open one is redrawn."""
 
     def __init__(self, live: Live) -> None:

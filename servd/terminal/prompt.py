@@ -13,7 +13,7 @@ from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 QUOTES = '"""'
 
 
-class Prompt:
+class TerminalPrompt:
     """Pasted lines are one message, and so are lines between triple quotes."""
 
     def __init__(self, words: Sequence[str]) -> None:

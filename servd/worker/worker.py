@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from servd.checkpoint.hf import ModelSpec
+from servd.checkpoint.model_spec import ModelSpec
 from servd.config import Config
 from servd.messages.engine import GrammarOutput, ModelRunnerOutput, SchedulerOutput, WorkerReady
 from servd.worker.device.device import (

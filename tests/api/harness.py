@@ -27,12 +27,13 @@ from servd.api.request.timeline import Timeline
 from servd.api.text.tokenizer import Tokenizer
 from servd.base import tracing
 from servd.checkpoint.adapter_store import AdapterStore
-from servd.checkpoint.hf import FAKE_SPEC, ModelSpec
+from servd.checkpoint.model_spec import FAKE_SPEC, ModelSpec
 from servd.config import Config
-from servd.config.resolve import Machine, resolve
+from servd.config.machine import Machine
+from servd.config.resolve import resolve
 from servd.core.audit import audit, problems
 from servd.core.engine_core import EngineCore
-from servd.core.executor.fake import FakeExecutor, Row
+from servd.core.executor.fake import FakeExecutor, FakeRow
 from servd.core.structured_output.manager import Compiled
 from servd.messages.engine import (
     Audit,
@@ -69,7 +70,9 @@ class ScriptedExecutor(FakeExecutor):
 
     script: list[int] = []
 
-    def _verify(self, row: Row, index: int, masks: Mapping[tuple[int, int], bytes]) -> list[int]:
+    def _verify(
+        self, row: FakeRow, index: int, masks: Mapping[tuple[int, int], bytes]
+    ) -> list[int]:
         """As far as drafts are what the script says, and one token more."""
         begin = len(row.token_ids) - row.num_prompt_tokens
         rest = [*self.script[begin:], self.spec.eos_token_ids[0]]

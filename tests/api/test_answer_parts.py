@@ -6,7 +6,9 @@ import msgspec
 import pytest
 
 from servd.api.output.incremental import Content, Reasoning, ToolCallArguments
-from servd.api.output.output_parser import AnswerFinder, ExpectedOutput, OutputParser
+from servd.api.output.output_parser import ExpectedOutput, OutputAnswerFinder, OutputParser
+from servd.api.output.reasoning_parser import ReasoningParser
+from servd.api.output.tool_parser import ToolParser
 from servd.api.text.detokenizer import Detokenizer
 from servd.api.text.prompt import ToolOptions
 from servd.api.text.tokenizer import Tokenizer
@@ -118,9 +120,9 @@ HARMONY = (
 )
 @pytest.mark.parametrize("size", [1, 1000])
 def test_stop_strings_of_every_parser_count_in_the_answer(parser, text, stop, kept, size):
-    kind = plugins.load("servd.api.output.reasoning_parsers", parser, "Parser")
+    kind = plugins.load_class("servd.api.output.reasoning_parsers", parser, ReasoningParser)
     for min_tokens in (0, 1):
-        finder = AnswerFinder(kind(False))
+        finder = OutputAnswerFinder(kind(False))
         params = SamplingParams(stop=[stop], min_tokens=min_tokens)
         detokenizer = Detokenizer(BYTES, params, answer=finder)
         ids = list(text.encode())
@@ -134,9 +136,9 @@ def test_stop_strings_of_every_parser_count_in_the_answer(parser, text, stop, ke
 
 def parsed(tool_parser: str, text: str, size: int, is_reasoning: bool = False) -> Any:
     """Reasoning, content and arguments of an answer that comes in pieces."""
-    tools = plugins.load("servd.api.output.tool_parsers", tool_parser, "Parser")
+    tools = plugins.load_class("servd.api.output.tool_parsers", tool_parser, ToolParser)
     name = "harmony" if tool_parser == "harmony" else "qwen3"
-    reasoning = plugins.load("servd.api.output.reasoning_parsers", name, "Parser")
+    reasoning = plugins.load_class("servd.api.output.reasoning_parsers", name, ReasoningParser)
     parser = OutputParser(ExpectedOutput(None, reasoning, is_reasoning, tools, ToolOptions([TOOL])))
     pieces = [text[i : i + size] for i in range(0, len(text), size)]
     deltas = [delta for piece in pieces for delta in parser.feed(piece)] + parser.finish()

@@ -22,7 +22,7 @@ from servd.api.text.prompt import Prompt
 from servd.api.text.tokenizer import Tokenizer
 from servd.base.errors import EngineDeadError, EngineError, InvalidRequest, Overloaded, ShuttingDown
 from servd.base.tracing import Mark, now_ns
-from servd.checkpoint.hf import FAKE_SPEC
+from servd.checkpoint.model_spec import FAKE_SPEC
 from servd.config import Config, SchedulerConfig
 from servd.messages.engine import (
     AbortRequests,

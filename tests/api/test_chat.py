@@ -6,7 +6,7 @@ import msgspec
 import openai
 import pytest
 
-from servd.checkpoint.hf import FAKE_SPEC
+from servd.checkpoint.model_spec import FAKE_SPEC
 from tests.api.harness import (
     MODEL,
     Served,

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from servd.checkpoint.hf import FAKE_SPEC, ModelSpec
+from servd.checkpoint.model_spec import FAKE_SPEC, ModelSpec
 from tests.api.harness import MODEL, Served, connect_openai, events, requests_sent, serve, user
 
 CHAT = "/v1/chat/completions"

@@ -10,7 +10,7 @@ import pytest
 from servd.api.protocol.chat import ChatCompletionRequest
 from servd.api.protocol.validation import parse
 from servd.base.errors import InvalidRequest
-from servd.checkpoint.hf import FAKE_SPEC
+from servd.checkpoint.model_spec import FAKE_SPEC
 from tests.api.harness import Served, requests_sent, serve, user
 
 FUNCTION = {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}}

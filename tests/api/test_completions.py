@@ -14,7 +14,7 @@ from servd.api.text.fill_in_middle import FillInMiddle
 from servd.api.text.prompt import Prompt
 from servd.api.text.tokenizer import Tokenizer
 from servd.base.errors import ConfigError, InvalidRequest
-from servd.checkpoint.hf import FAKE_SPEC
+from servd.checkpoint.model_spec import FAKE_SPEC
 from servd.config import Config
 from servd.messages.engine import TokenLogprobs
 from servd.messages.params import MAX_STOP_TOKEN_IDS, SamplingParams

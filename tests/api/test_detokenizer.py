@@ -13,7 +13,7 @@ from servd.api.request.timeline import Timeline
 from servd.api.text.detokenizer import Detokenizer
 from servd.api.text.prompt import Prompt
 from servd.api.text.tokenizer import Tokenizer
-from servd.checkpoint.hf import FAKE_SPEC
+from servd.checkpoint.model_spec import FAKE_SPEC
 from servd.config import Config
 from servd.messages.engine import EngineCoreOutput, FinishReason, TokenLogprobs
 from servd.messages.params import SamplingParams

@@ -20,14 +20,14 @@ import ollama
 import psutil
 import pytest
 
-from servd.api.keys import Keys
+from servd.api.keys import ApiKeys
 from servd.base import log
 from servd.base.errors import ConfigError, InvalidRequest, ModelNotFound
-from servd.checkpoint import hf
+from servd.checkpoint import hub, model_spec
 from servd.config import Config
 from servd.config.keys import hash_key
 from servd.gateway.backend import ModelServer
-from servd.gateway.models import Model, ModelFolder
+from servd.gateway.models import GatewayModel, ModelFolder
 from servd.gateway.pool import ModelServers
 from servd.gateway.proxy import create_gateway
 from servd.gateway.request import MAX_KEEP_ALIVE, seconds_of
@@ -124,7 +124,7 @@ async def gateway(
     config = Config.load({"models_dir": str(folder), **options})
     async with AsyncExitStack() as stack:
         servers = Servers(config, stack)
-        app = create_gateway(config, servers, Keys(config.access))
+        app = create_gateway(config, servers, ApiKeys(config.access))
         url = await stack.enter_async_context(listening(app))
         client = httpx.AsyncClient(base_url=url, timeout=WAIT_SECONDS)
         http = await stack.enter_async_context(client)
@@ -573,7 +573,7 @@ async def test_unknown_names_share_a_look_into_the_folder(tmp_path: Path):
             scans.append(None)
             await scan()
 
-        def slow_read() -> dict[str, Model]:
+        def slow_read() -> dict[str, GatewayModel]:
             reads.append(may_read.wait(WAIT_SECONDS))
             return read()
 
@@ -602,8 +602,8 @@ def test_only_models_whose_files_have_changed_are_read_again(tmp_path: Path, mon
     make(snapshot)
     (snapshot.parents[1] / "refs").mkdir()
     (snapshot.parents[1] / "refs" / "main").write_text("a")
-    read_spec = Mock(wraps=hf.read_spec)
-    monkeypatch.setattr(hf, "read_spec", read_spec)
+    read_spec = Mock(wraps=model_spec.read_spec)
+    monkeypatch.setattr(model_spec, "read_spec", read_spec)
     folder = ModelFolder(tmp_path)
 
     def read() -> tuple[set[str], int]:
@@ -628,7 +628,7 @@ def test_a_model_that_could_not_be_read_is_read_again(tmp_path: Path, monkeypatc
     make(tmp_path / "one")
     folder = ModelFolder(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(hf, "read_spec", Mock(side_effect=OSError("too many open files")))
+        patch.setattr(model_spec, "read_spec", Mock(side_effect=OSError("too many open files")))
         assert not folder.read() and not folder.read()
     assert len(caplog.messages) == 1
     assert {*folder.read()} == {"one"}
@@ -656,7 +656,7 @@ async def test_a_look_that_does_not_end_is_shared_with_nobody(tmp_path: Path, fa
         read, may_read = servers.models.read, [threading.Event() for _ in range(3)]
         begun: list[threading.Event] = []
 
-        def slow_read() -> dict[str, Model]:
+        def slow_read() -> dict[str, GatewayModel]:
             begun.append(may_read[len(begun)])
             begun[-1].wait(WAIT_SECONDS)
             if fails and len(begun) == 2:
@@ -903,7 +903,7 @@ async def test_adapters_that_a_server_was_told_of_are_found_there(tmp_path: Path
 async def test_wrong_adapters_in_a_new_configuration_change_nothing(tmp_path: Path, caplog):
     async with gateway(tmp_path, "one", enable_lora=True) as (http, servers):
         options = {"models_dir": str(tmp_path), "enable_lora": True, "lora_modules": ["nonsense"]}
-        keys = Keys(servers.config.access)
+        keys = ApiKeys(servers.config.access)
         reload(lambda: Config.load(options), keys, None, servers)
         assert "NAME=FOLDER" in caplog.text
         assert (await http.post(COMPLETIONS, json={**BODY, "model": "one"})).status_code == 200
@@ -929,7 +929,7 @@ def test_models_that_are_named_are_served_as_a_folder(tmp_path: Path):
 def test_no_link_is_written_into_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     make(tmp_path / "org")
     make(tmp_path / "hub")
-    monkeypatch.setattr(hf, "download_weights", lambda name: tmp_path / "hub")
+    monkeypatch.setattr(hub, "download_weights", lambda name: tmp_path / "hub")
     config = Config.load({"models": [str(tmp_path / "org"), "org/model"]})
     before = sorted((tmp_path / "org").iterdir())
     with pytest.raises(ConfigError, match="org/model and org cannot both be served"):

@@ -19,7 +19,7 @@ import pytest
 from servd.api.engine import grammar_checker
 from servd.api.engine.grammar_checker import FairLock, GrammarChecker
 from servd.base.errors import InvalidRequest, Overloaded
-from servd.checkpoint.hf import FAKE_SPEC
+from servd.checkpoint.model_spec import FAKE_SPEC
 from servd.config import Config
 from servd.core.structured_output.manager import Compiled
 from servd.ipc.start_messages import GrammarVerdict, StartGrammarChecker

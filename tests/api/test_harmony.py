@@ -19,7 +19,7 @@ from servd.api.output.tool_parsers._harmony import MARKERS
 from servd.api.text.chat_template import ChatTemplate
 from servd.api.text.prompt import Chat, ToolOptions
 from servd.api.text.tokenizer import Tokenizer
-from servd.checkpoint.hf import FAKE_SPEC, ModelSpec
+from servd.checkpoint.model_spec import FAKE_SPEC, ModelSpec
 from servd.config import Config
 from servd.core.structured_output.grammar import Grammar
 from servd.core.structured_output.vocabulary import load_vocabulary
@@ -55,7 +55,10 @@ def written(kind: str, text: str) -> str:
 
 def expecting(offered: list[dict[str, Any]], **fields: Any) -> ExpectedOutput:
     """A reply of a model that reasons and has these tools."""
-    parsers = {"reasoning_parser": reasoning.Parser, "tool_parser": tools.Parser}
+    parsers = {
+        "reasoning_parser": reasoning.HarmonyReasoningParser,
+        "tool_parser": tools.HarmonyToolParser,
+    }
     return ExpectedOutput(tool_options=ToolOptions(offered), **parsers, **fields)
 
 

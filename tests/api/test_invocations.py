@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from servd.api.text.chat_template import DEFAULT_TEMPLATE
-from servd.checkpoint.hf import FAKE_SPEC
+from servd.checkpoint.model_spec import FAKE_SPEC
 from servd.checkpoint.pooling import PoolingSpec
 from tests.api.harness import MODEL, chat_prompt, events, output_text, serve, user
 from tests.api.hostile import VALID

@@ -17,8 +17,8 @@ from servd.api.engine.adapters import Adapters
 from servd.api.engine.async_llm import AsyncLLM
 from servd.base.errors import ConfigError
 from servd.checkpoint.adapter_store import AdapterStore
-from servd.checkpoint.hf import FAKE_SPEC
 from servd.checkpoint.lora import TENSORS
+from servd.checkpoint.model_spec import FAKE_SPEC
 from servd.config import LoRAConfig
 from servd.messages.engine import EngineReady, WorkerReady
 from tests.adapters import write_adapter
@@ -65,9 +65,9 @@ async def test_an_adapter_in_the_folder_is_served_by_its_name(tmp_path: Path):
         listed = (await served.http.get("/v1/models")).json()["data"]
         assert [(card["id"], card["parent"]) for card in listed][2:] == [("sql", MODEL)]
         assert listed[2]["root"] == "sql"
-        assert await text_of(served, "sql") == expected(store.named()["sql"].digest)
+        assert await text_of(served, "sql") == expected(store.read_adapters()["sql"].digest)
         assert await text_of(served, MODEL) == expected("0")
-        assert await text_of(served, "sql") == expected(store.named()["sql"].digest)
+        assert await text_of(served, "sql") == expected(store.read_adapters()["sql"].digest)
         card = (await served.http.get("/v1/models/sql")).json()
         assert (card["id"], card["parent"]) == ("sql", MODEL)
 
@@ -109,7 +109,7 @@ async def test_what_was_refused_at_its_first_use_is_not_listed_until_it_changes(
         assert copied.call_count == 2, "who loads it has it looked at"
         write_adapter(file.parent, lora_alpha=16)
         assert '"nan"' in (await served.http.get("/v1/models")).text
-        assert await text_of(served, "nan") == expected(store.named()["nan"].digest)
+        assert await text_of(served, "nan") == expected(store.read_adapters()["nan"].digest)
 
 
 def test_only_files_that_were_read_are_refused_unread(tmp_path: Path, monkeypatch):
@@ -157,9 +157,9 @@ async def test_of_those_that_requests_load_the_ones_used_last_stay(tmp_path: Pat
         assert (await load(served, "kept", "d")).status_code == 200
         for name in "abac":
             await text_of(served, name)
-        assert sorted(store.named()) == ["a", "c", "kept"]
+        assert sorted(store.read_adapters()) == ["a", "c", "kept"]
         await text_of(served, "b")
-        assert sorted(store.named()) == ["b", "c", "kept"]
+        assert sorted(store.read_adapters()) == ["b", "c", "kept"]
 
 
 async def test_loading_replacing_and_unloading(tmp_path: Path):
@@ -167,13 +167,13 @@ async def test_loading_replacing_and_unloading(tmp_path: Path):
         at = tmp_path / "adapters" / "run-1"
         write_adapter(at, seed=1)
         assert (await load(served, "chat", "run-1")).status_code == 200
-        first = store.named()["chat"].digest
+        first = store.read_adapters()["chat"].digest
         again = await load(served, "chat", str(at))
         assert again.status_code == 400 and "load_inplace" in again.json()["error"]["message"]
         write_adapter(at, seed=2)
         assert await text_of(served, "chat") == expected(first)
         assert (await load(served, "chat", "run-1", load_inplace=True)).status_code == 200
-        second = store.named()["chat"].digest
+        second = store.read_adapters()["chat"].digest
         assert first != second and await text_of(served, "chat") == expected(second)
         unload = {"lora_name": "chat"}
         answer = await served.http.post("/v1/unload_lora_adapter", json=unload)
@@ -191,7 +191,7 @@ async def test_requests_keep_the_adapter_that_they_began_with(tmp_path: Path):
     async with serve_adapters(tmp_path, max_num_seqs=2) as (served, store):
         at = write_adapter(tmp_path / "adapters" / "a", seed=1)
         await load(served, "a", "a")
-        before = store.named()["a"].digest
+        before = store.read_adapters()["a"].digest
         served.engine.may_step.clear()
         prompts = [f"{PROMPT}{i}" for i in range(5)]
         waiting = [asyncio.create_task(text_of(served, "a", each)) for each in prompts]
@@ -206,7 +206,7 @@ async def test_requests_keep_the_adapter_that_they_began_with(tmp_path: Path):
         served.engine.may_step.set()
         for prompt, task in zip(prompts, waiting, strict=True):
             assert await task == expected(before, prompt)
-        after = store.named()["a"].digest
+        after = store.read_adapters()["a"].digest
         assert await late == expected(after, prompts[0]) and after != before
 
 
@@ -230,7 +230,7 @@ async def test_what_cannot_be_loaded(tmp_path: Path, name: str, path: str, statu
         for model in ("link", "linked-file", "../outside", "..", "a/../../outside"):
             body = {"model": model, "prompt": "hi"}
             assert (await served.http.post("/v1/completions", json=body)).status_code == 404
-        assert store.named() == {}
+        assert store.read_adapters() == {}
 
 
 async def test_what_is_not_supported_is_said_to_the_client(tmp_path: Path):

@@ -90,7 +90,8 @@ def test_options_win_over_the_template():
 
 def test_the_template_for_tools_counts():
     template = ChatTemplate("{{ 1 }}", TEMPLATES["hermes none"][0])
-    assert ModelFormat.choose(Config(), template, Tokenizer.bytes()).tool_parser is hermes.Parser
+    chosen = ModelFormat.choose(Config(), template, Tokenizer.bytes())
+    assert chosen.tool_parser is hermes.HermesToolParser
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ import ollama
 import pytest
 
 from servd.api.protocol.ollama import chat_messages
-from servd.checkpoint.hf import find_model, read_spec
+from servd.checkpoint.hub import find_model
+from servd.checkpoint.model_spec import read_spec
 from servd.checkpoint.pooling import PoolingSpec
 from tests.api.harness import CITY, MODEL, WEATHER_SCRIPT, Served, output_text, serve, user
 

@@ -15,9 +15,10 @@ from opentelemetry.trace import SpanKind, StatusCode
 from servd.api.observability.otel import SpanExporter
 from servd.api.request.timeline import Timeline
 from servd.base.errors import ConfigError
-from servd.checkpoint.hf import FAKE_SPEC
+from servd.checkpoint.model_spec import FAKE_SPEC
 from servd.config import Config
-from servd.config.resolve import Machine, resolve
+from servd.config.machine import Machine
+from servd.config.resolve import resolve
 from tests.api.harness import MODEL, serve, until, user
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -176,7 +177,7 @@ def test_an_endpoint_that_cannot_be_exported_to_is_refused(endpoint, protocol, m
 
 
 def test_without_the_extra_the_remedy_is_named(monkeypatch):
-    monkeypatch.setattr("servd.config.resolve.OTLP_EXPORTER", "no-such-package")
+    monkeypatch.setattr("servd.config.checks.observability.OTLP_EXPORTER", "no-such-package")
     config = Config.load({"executor": "fake", "otlp_traces_endpoint": ENDPOINT})
     with pytest.raises(ConfigError, match=r"servd\[otel\]"):
         resolve(config, FAKE_SPEC, Machine())

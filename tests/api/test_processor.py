@@ -13,7 +13,7 @@ from servd.api.engine.processor import MAX_CHARS, NO_OPTIONS, Processor
 from servd.api.text.prompt import Chat, Prompt
 from servd.api.text.tokenizer import Tokenizer
 from servd.base.errors import ContextTooLong, InvalidRequest
-from servd.checkpoint.hf import FAKE_SPEC, ModelSpec
+from servd.checkpoint.model_spec import FAKE_SPEC, ModelSpec
 from servd.checkpoint.pooling import PoolingSpec
 from servd.config import Config
 from servd.messages.engine import RequestOptions

@@ -12,7 +12,7 @@ from servd.api.request.output_collector import MAX_LOGPROBS_HELD, RequestOutputC
 from servd.api.serving.events import EventFormatter
 from servd.api.serving.formatter import ResponseFormatter
 from servd.base.errors import InvalidRequest
-from servd.checkpoint.hf import FAKE_SPEC
+from servd.checkpoint.model_spec import FAKE_SPEC
 from servd.messages.engine import TokenLogprobs
 from servd.messages.outputs import CompletionOutput
 from tests.api.harness import chat_prompt, events, named_events, output_text, serve, user

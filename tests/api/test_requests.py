@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from servd.api.engine import peers
 from servd.api.observability.prefix_misses import common_length
 from servd.base.tracing import Mark, StepRecord, now_ns
-from servd.checkpoint.hf import FAKE_SPEC
+from servd.checkpoint.model_spec import FAKE_SPEC
 from tests.adapters import write_adapter
 from tests.api.harness import ALIAS, Served, events, output_text, serve, until, user
 from tests.api.hostile import VALID

@@ -15,7 +15,7 @@ from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from servd.api.protocol.response_items import chat_messages
-from servd.api.protocol.responses import Response
+from servd.api.protocol.responses import ResponsesResponse
 from servd.api.responses.response_store import ResponseStore, Stored
 from servd.base.errors import NotFound
 from servd.messages.engine import AbortRequests, EngineGone
@@ -423,8 +423,8 @@ async def test_an_engine_that_dies_before_its_first_word():
 
 
 def stored(response_id: str, num_bytes: int) -> Stored:
-    fields = {f.name: None for f in msgspec.structs.fields(Response) if f.required}
-    return Stored(Response(**{**fields, "id": response_id}), [], num_bytes)
+    fields = {f.name: None for f in msgspec.structs.fields(ResponsesResponse) if f.required}
+    return Stored(ResponsesResponse(**{**fields, "id": response_id}), [], num_bytes)
 
 
 @given(

@@ -10,7 +10,8 @@ import pytest
 import servd
 from servd.api.app import build_app
 from servd.config import flag_of, options_by_name
-from servd.config.resolve import Machine, decide
+from servd.config.machine import Machine
+from servd.config.resolve import decide
 from servd.messages.engine import EngineReady
 from tests.api.harness import ALIAS, FAKE_SPEC, MODEL, Served, connect_openai, serve, until
 

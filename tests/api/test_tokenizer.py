@@ -15,7 +15,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from servd.api.text.tokenizer import Tokenizer
 from servd.base.errors import InvalidRequest, ModelNotFound
-from servd.checkpoint.hf import FAKE_SPEC
+from servd.checkpoint.model_spec import FAKE_SPEC
 
 ROOT = Path(__file__).resolve().parents[2]
 GPT2_MERGES = ROOT.parent / "shared" / "data" / "gpt2" / "vocab.bpe"

@@ -56,9 +56,9 @@ async def slow_server() -> AsyncIterator[str]:
 
 @pytest.mark.parametrize("chats", [False, True])
 async def test_times_are_those_of_the_server(slow_server: str, chats: bool):
-    load = _load.Load(slow_server, "m", concurrency=2, chats=chats)
+    load = _load.LoadGenerator(slow_server, "m", concurrency=2, chats=chats)
     records, seconds = await _load.run(
-        load, [_data.Prompt("hello", TOKENS)] * 4, show_progress=False
+        load, [_data.BenchPrompt("hello", TOKENS)] * 4, show_progress=False
     )
     total = FIRST + (TOKENS - 1) * GAP
     assert 2 * total <= seconds  # four requests, two at a time
@@ -78,8 +78,10 @@ async def test_times_are_those_of_the_server(slow_server: str, chats: bool):
 
 
 async def test_failures_are_counted_apart(slow_server: str):
-    prompts = [_data.Prompt("hello", 1), _data.Prompt("fail", 1)]
-    records, seconds = await _load.run(_load.Load(slow_server, "m"), prompts, show_progress=False)
+    prompts = [_data.BenchPrompt("hello", 1), _data.BenchPrompt("fail", 1)]
+    records, seconds = await _load.run(
+        _load.LoadGenerator(slow_server, "m"), prompts, show_progress=False
+    )
     summary = _report.summarise(records, seconds)
     assert (summary["requests"], summary["failed"]) == (1, 1)
     assert "HTTP 400" in summary["first_error"]
@@ -93,8 +95,8 @@ async def test_a_server_that_refuses_to_list_its_models_counts_as_running(slow_s
 
 
 async def test_request_rate_spreads_arrivals(slow_server: str):
-    load = _load.Load(slow_server, "m", request_rate=50)
-    records, _ = await _load.run(load, [_data.Prompt("hello", 1)] * 20, show_progress=False)
+    load = _load.LoadGenerator(slow_server, "m", request_rate=50)
+    records, _ = await _load.run(load, [_data.BenchPrompt("hello", 1)] * 20, show_progress=False)
     starts = sorted(record.started for record in records)
     assert 0.1 < starts[-1] - starts[0]  # 19 gaps of 20 ms on average
 
@@ -117,8 +119,8 @@ def test_workloads(tmp_path: Path):
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "a"}\n\n{"prompt": [1, 2], "output_len": 3}\n')
     assert _data.make_prompts(arguments(jsonl=file)) == [
-        _data.Prompt("a", 30),
-        _data.Prompt([1, 2], 3),
+        _data.BenchPrompt("a", 30),
+        _data.BenchPrompt([1, 2], 3),
     ]
     file.write_text('{"text": "a"}\n')
     with pytest.raises(ServdError, match="prompt"):

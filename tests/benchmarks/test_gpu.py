@@ -10,7 +10,7 @@ import pytest
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import report, shapes
 from benchmarks.gpu.engine import Bench, arrive
-from servd.config.resolve import Machine
+from servd.config.machine import Machine
 
 ROOT = Path(__file__).resolve().parents[2]
 

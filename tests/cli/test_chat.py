@@ -18,8 +18,8 @@ from rich.live import Live
 from servd.base.errors import ServdError
 from servd.terminal.api_client import Client
 from servd.terminal.conversation import NAMES, Conversation
-from servd.terminal.markdown import Answer, find_open_block
-from servd.terminal.prompt import Prompt
+from servd.terminal.markdown import AnswerView, find_open_block
+from servd.terminal.prompt import TerminalPrompt
 
 
 class EchoClient(Client):
@@ -130,15 +130,15 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_messages_are_read_as_they_were_meant(state: Path, keys: str, messages: list[str | None]):
     with create_pipe_input() as pipe, create_app_session(pipe, DummyOutput()):
         pipe.send_text(keys)
-        prompt = Prompt(NAMES)
+        prompt = TerminalPrompt(NAMES)
         assert [prompt.read() for _ in messages] == messages
 
 
 def test_the_history_is_kept_and_private(state: Path):
     with create_pipe_input() as pipe, create_app_session(pipe, DummyOutput()):
         pipe.send_text("a secret\r")
-        assert Prompt(NAMES).read() == "a secret"
-        assert [*Prompt(NAMES).session.history.load_history_strings()] == ["a secret"]
+        assert TerminalPrompt(NAMES).read() == "a secret"
+        assert [*TerminalPrompt(NAMES).session.history.load_history_strings()] == ["a secret"]
     [file] = (state / "servd").iterdir()
     assert file.stat().st_mode & 0o777 == 0o600
 
@@ -149,7 +149,7 @@ def test_the_history_is_kept_and_private(state: Path):
 )
 def test_commands_are_completed(state: Path, typed: str, offered: set[str]):
     with create_pipe_input() as pipe, create_app_session(pipe, DummyOutput()):
-        completer = Prompt(NAMES).session.completer
+        completer = TerminalPrompt(NAMES).session.completer
     assert completer is not None
     found = completer.get_completions(Document(typed), CompleteEvent())
     assert {each.text for each in found} == offered
@@ -159,7 +159,7 @@ def test_without_a_place_for_the_history_the_prompt_works(monkeypatch: pytest.Mo
     monkeypatch.setenv("XDG_STATE_HOME", "/dev/null")
     with create_pipe_input() as pipe, create_app_session(pipe, DummyOutput()):
         pipe.send_text("hello\r")
-        assert Prompt(NAMES).read() == "hello"
+        assert TerminalPrompt(NAMES).read() == "hello"
 
 
 MARKDOWN = """\
@@ -203,7 +203,7 @@ def test_an_answer_longer_than_the_screen_is_shown_once_and_whole():
     lines = [f"line {number}" for number in range(40)]
     written: list[str] = []
     with Live(console=console, transient=True, auto_refresh=False) as live:
-        answer = Answer(live)
+        answer = AnswerView(live)
         for piece in ("```", *(f"\n{line}" for line in lines), "\n```\n\n", "Done\x1b[2J.\n"):
             before = len(file.getvalue())
             answer.add(piece, False)

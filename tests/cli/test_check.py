@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from servd import cli
-from servd.checkpoint.hf import DEMO_FOLDER
+from servd.checkpoint.hub import DEMO_FOLDER
 from servd.cli.check import check_hub
 from servd.config import Config
 

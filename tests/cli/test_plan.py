@@ -9,8 +9,8 @@ import pytest
 
 from servd import cli
 from servd.base.sizes import parse_bytes
-from servd.checkpoint import hf
-from servd.checkpoint.hf import DEMO_FOLDER
+from servd.checkpoint import hub
+from servd.checkpoint.hub import DEMO_FOLDER
 
 SMALL = ["--max-model-len", "1024", "--max-num-seqs", "4"]
 
@@ -112,7 +112,7 @@ def test_weights_of_the_hub_are_not_downloaded(tmp_path, capsys, monkeypatch):
                 if name != "__metadata__"
             }
         )
-    monkeypatch.setattr(hf, "_download", lambda *_: metadata)
+    monkeypatch.setattr(hub, "_download", lambda *_: metadata)
     monkeypatch.setattr(
         huggingface_hub,
         "get_safetensors_metadata",

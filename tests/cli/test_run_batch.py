@@ -10,7 +10,7 @@ import pytest
 
 from servd.base.errors import ConfigError
 from servd.cli import main, run_batch
-from servd.cli.run_batch import Batch
+from servd.cli.run_batch import BatchRun
 from servd.terminal import api_client
 from servd.terminal.api_client import Client, seconds_of
 
@@ -55,7 +55,7 @@ def test_dropped_connections_are_reopened(tmp_path):
     source, results = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("\n".join(map(line, "abcd")), encoding="utf8")
     try:
-        assert Batch(source, results).run(lambda: Client(url), 1) == 0
+        assert BatchRun(source, results).run(lambda: Client(url), 1) == 0
     finally:
         server.shutdown()
         server.server_close()
@@ -70,13 +70,13 @@ def test_the_summary_counts_what_this_run_did(tmp_path):
         def ask(self, method, path, body):
             status = 400 if body["prompt"] == "bad" else 200
             usage = {"prompt_tokens": 3, "completion_tokens": 40}
-            return api_client.Answer(status, "id", {"usage": usage} if status == 200 else {})
+            return api_client.ApiAnswer(status, "id", {"usage": usage} if status == 200 else {})
 
     source, results = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("\n".join(map(line, ["a", "b"])), encoding="utf8")
-    assert Batch(source, results).run(Echo, 1) == 0
+    assert BatchRun(source, results).run(Echo, 1) == 0
     source.write_text("\n".join(map(line, ["a", "b", "c", "bad"])), encoding="utf8")
-    batch = Batch(source, results)
+    batch = BatchRun(source, results)
     assert batch.run(Echo, 2) == 1
     summary = batch.summarise()
     for told in (
@@ -91,7 +91,7 @@ def test_the_summary_counts_what_this_run_did(tmp_path):
 def test_an_unreachable_server_is_reported_per_line(tmp_path):
     source, results = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text(line("a"), encoding="utf8")
-    assert Batch(source, results).run(no_server, 1) == 1
+    assert BatchRun(source, results).run(no_server, 1) == 1
     assert json.loads(results.read_text(encoding="utf8"))["error"]["code"] == "connection"
 
 
@@ -103,7 +103,7 @@ def test_a_refusal_that_is_kept_counts_as_a_failure_again(tmp_path):
         for name, code in (("a", 200), ("b", 400), ("c", 404), ("of another batch", 400))
     ]
     results.write_text("\n".join(kept), encoding="utf8")
-    assert Batch(source, results).run(no_server, concurrency=1) == 2
+    assert BatchRun(source, results).run(no_server, concurrency=1) == 2
     assert results.read_text(encoding="utf8").splitlines() == kept
 
 
@@ -120,7 +120,7 @@ def test_duplicate_ids_are_refused_with_their_line_numbers(tmp_path):
     source, results = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("\n".join(["{", line("a"), "", line("b"), "[]", line("a")]), encoding="utf8")
     with pytest.raises(ConfigError, match="lines 2 and 6 have the same custom_id 'a'"):
-        Batch(source, results)
+        BatchRun(source, results)
     assert not results.exists()
 
 

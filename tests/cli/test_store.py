@@ -165,7 +165,7 @@ def test_no_home_is_no_reason_not_to_start(monkeypatch, home):
 
 @pytest.mark.parametrize(("fits", "chosen"), [((None,), None), (("int8",), "int8"), ((), "")])
 def test_the_first_quantization_that_fits_is_taken(monkeypatch, fits, chosen):
-    def make_report(config: Config) -> plan.Report:
+    def make_report(config: Config) -> plan.PlanReport:
         report = plan_of(config)
         if config.model.quantization not in fits:
             report.plan = msgspec.structs.replace(report.plan, num_blocks=0)
@@ -185,7 +185,7 @@ def test_the_first_quantization_that_fits_is_taken(monkeypatch, fits, chosen):
 
 
 def test_a_quantized_model_that_does_not_fit_is_named_with_numbers(monkeypatch):
-    def make_report(config: Config) -> plan.Report:
+    def make_report(config: Config) -> plan.PlanReport:
         assert config.model.quantization is None, "its weights are quantized already"
         report = plan_of(config)
         report.quantization = "gptq"

@@ -20,7 +20,8 @@ from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import WebDriverWait
 
 from servd.api.request.latency import PHASES
-from servd.checkpoint.hf import DEMO_FOLDER, read_spec
+from servd.checkpoint.hub import DEMO_FOLDER
+from servd.checkpoint.model_spec import read_spec
 from tests.console.conftest import Page, browser
 from tests.integration.conftest import Server, shared
 from tests.limits import WAIT_SECONDS

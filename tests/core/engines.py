@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from servd.base.tracing import Clock, now_ns
-from servd.checkpoint.hf import FAKE_SPEC
+from servd.checkpoint.model_spec import FAKE_SPEC
 from servd.config import Config
 from servd.core.audit import problems
 from servd.core.engine_core import EngineCore

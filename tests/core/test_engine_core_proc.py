@@ -11,9 +11,10 @@ import msgspec
 import pytest
 
 from servd.base.private_dir import private_dir
-from servd.checkpoint.hf import FAKE_SPEC
+from servd.checkpoint.model_spec import FAKE_SPEC
 from servd.config import Config
-from servd.config.resolve import Machine, resolve
+from servd.config.machine import Machine
+from servd.config.resolve import resolve
 from servd.core import engine_core_proc
 from servd.core.client import identity
 from servd.core.engine_core_proc import ClientGone, EngineCoreProc, abort_all_of

@@ -2,7 +2,7 @@
 
 import pytest
 
-from servd.checkpoint.hf import FAKE_SPEC
+from servd.checkpoint.model_spec import FAKE_SPEC
 from servd.core.executor.fake import next_state, vector
 from servd.messages.engine import EngineCoreRequest, FinishReason
 from servd.messages.params import PoolingParams

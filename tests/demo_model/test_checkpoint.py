@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from servd.api.text.chat_template import ChatTemplate
 from servd.api.text.prompt import Chat, ToolOptions
-from servd.checkpoint.hf import read_spec
+from servd.checkpoint.model_spec import read_spec
 from tools.demo_model.corpus import Corpus
 from tools.demo_model.tokenizer import TEMPLATE, Renderer
 

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from servd.base.errors import ConfigError
-from servd.checkpoint.hf import FAKE_SPEC
+from servd.checkpoint.model_spec import FAKE_SPEC
 from servd.config import Config
 from servd.ipc.channels import Outbox
 from servd.ipc.start_messages import StartEngine

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from servd.checkpoint.hf import find_model
+from servd.checkpoint.hub import find_model
 from tests.integration.conftest import Server
 from tests.integration.test_examples import EXAMPLES
 from tests.integration.test_smollm2 import FOLDER as SMOLLM2

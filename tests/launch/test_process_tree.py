@@ -9,7 +9,7 @@ import pytest
 import trustme
 
 from servd.checkpoint.adapter_store import AdapterStore
-from servd.checkpoint.hf import FAKE_SPEC
+from servd.checkpoint.model_spec import FAKE_SPEC
 from servd.config import Config
 from servd.ipc.heartbeat import Heartbeat, Watchdog
 from servd.launch import process_tree

@@ -115,7 +115,7 @@ def page(rows: list[tuple[str, str, str]]) -> str:
 
 @pytest.mark.parametrize("part", REASONS)
 def test_reasons_are_parts_of_messages_of_today(part: str):
-    files = [*Path("servd/worker").rglob("*.py"), Path("servd/checkpoint/hf.py")]
+    files = [*Path("servd/worker").rglob("*.py"), Path("servd/checkpoint/model_spec.py")]
     files.append(Path(__file__).with_name("causal_classes.py"))
     fixed = part.removesuffix("indices").partition(":")[0]  # the rest is filled in
     assert any(fixed in re.sub(r'"\s+f?"', "", file.read_text()) for file in files)

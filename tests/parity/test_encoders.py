@@ -17,9 +17,10 @@ from servd import LLM
 from servd.api.text.prompt import Pair, SharedText
 from servd.base.errors import UnsupportedModel
 from servd.checkpoint import pooling
-from servd.checkpoint.hf import read_json, read_spec
+from servd.checkpoint.config_json import read_json
+from servd.checkpoint.model_spec import read_spec
 from servd.messages.params import PoolingParams
-from servd.worker.output_heads.pooler import Dense
+from servd.worker.output_heads.pooler import PoolerDense
 from servd.worker.runner import reference_check
 from tests.parity.families import ENCODER, ENCODERS, make_checkpoint
 from tests.worker.driver import Driver, config_for
@@ -275,4 +276,4 @@ def test_a_layer_whose_tensors_are_not_those_of_its_file_is_refused(tmp_path: Pa
     write(tmp_path / "d/config.json", {"in_features": 6, "out_features": 4} | stated)
     save_file({name: torch.zeros(shapes[name]) for name in names}, tmp_path / "d/model.safetensors")
     with pytest.raises(UnsupportedModel):
-        Dense.read(str(tmp_path / "d"), torch.device("cpu"))
+        PoolerDense.read(str(tmp_path / "d"), torch.device("cpu"))

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from servd.checkpoint.hf import read_spec
+from servd.checkpoint.model_spec import read_spec
 from servd.core.draft_length import DraftLengthController
 from servd.core.engine_core import EngineCore
 from servd.core.executor.uniproc import UniProcExecutor

@@ -10,8 +10,8 @@ import torch
 gguf = pytest.importorskip("gguf")
 
 from servd.base.errors import ModelNotFound, UnsupportedModel  # noqa: E402
+from servd.checkpoint import config_json, generation_config, hub, model_spec, weight_files  # noqa: E402
 from servd.checkpoint import gguf as servd_gguf  # noqa: E402
-from servd.checkpoint import hf  # noqa: E402
 from servd.checkpoint.gguf import ARCHITECTURES, gguf_accounts  # noqa: E402
 from servd.worker.quantization import gguf as worker_gguf  # noqa: E402
 from tests import gguf_files  # noqa: E402
@@ -92,7 +92,7 @@ def written(tmp_path: Path):
 
 
 def compare(file: Path, folder: Path, lengths: tuple[int, ...] = (37, 1), **options: Any) -> None:
-    driver = Driver(config_for(hf.find_model(str(file)), **options))
+    driver = Driver(config_for(hub.find_model(str(file)), **options))
     for prompt in prompts(*lengths):
         slot = driver.add(prompt)
         driver.generate([slot], NUM_OUTPUTS, chunk=50)
@@ -113,7 +113,7 @@ def test_logits_and_tokens_are_those_of_the_original(written, case: str):
 
 
 def unknown_keys(file: Path) -> list[str]:
-    return [key for account in gguf_accounts(hf.find_model(str(file))) for key in account.unknown]
+    return [key for account in gguf_accounts(hub.find_model(str(file))) for key in account.unknown]
 
 
 LINEAR = {"rope_type": "linear", "factor": 3.0, "rope_theta": 1e4}
@@ -139,7 +139,7 @@ def test_positions_are_scaled_as_in_llama_cpp(written, monkeypatch, changed, exp
     _, file = written("llama")
     names = {f"llama.rope.scaling.{key}".replace("scaling.../", ""): key for key in changed}
     change_all(monkeypatch, {name: changed[key] for name, key in names.items()})
-    assert hf.read_config(hf.find_model(str(file)))["rope_parameters"] == expected
+    assert config_json.read_config(hub.find_model(str(file)))["rope_parameters"] == expected
 
 
 def test_a_scale_without_a_type_is_linear(written, monkeypatch):
@@ -165,7 +165,7 @@ def test_scales_that_servd_does_not_compute_are_refused(written, monkeypatch, ca
     _, file = written(case)
     change(monkeypatch, key, value)
     with pytest.raises(UnsupportedModel, match=r"rope\.scaling\."):
-        hf.find_model(str(file))
+        hub.find_model(str(file))
 
 
 @pytest.mark.parametrize(
@@ -206,16 +206,16 @@ def test_metadata_without_effect_is_known(written, monkeypatch):
     }
     change_all(monkeypatch, values)
     assert not unknown_keys(file)
-    assert (hf.find_model(str(file)) / "metadata.json").stat().st_size < 4000
+    assert (hub.find_model(str(file)) / "metadata.json").stat().st_size < 4000
 
 
 def test_sampling_parameters_are_the_files(written, monkeypatch):
     _, file = written("llama")
     values = {"temp": 0.6, "top_k": 20, "penalty_repeat": 1.1}
     change_all(monkeypatch, {f"general.sampling.{key}": value for key, value in values.items()})
-    spec = hf.read_spec(hf.find_model(str(file)))
+    spec = model_spec.read_spec(hub.find_model(str(file)))
     expected = {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1}
-    assert hf.read_generation_defaults(spec, "auto") == expected
+    assert generation_config.read_generation_defaults(spec, "auto") == expected
 
 
 @pytest.mark.parametrize("name", ["eos", "eot", "eom", "bos", "unknown"])
@@ -223,13 +223,15 @@ def test_ids_beyond_the_tokens_are_refused_by_name(written, monkeypatch, name: s
     _, file = written("llama")
     change(monkeypatch, f"tokenizer.ggml.{name}_token_id", 1 << 20)
     with pytest.raises(ModelNotFound, match=f"{name}_token_id is {1 << 20}, of"):
-        hf.find_model(str(file))
+        hub.find_model(str(file))
 
 
 def test_a_padding_beyond_the_tokens_is_dropped(written, monkeypatch):
     _, file = written("llama")
     change(monkeypatch, "tokenizer.ggml.padding_token_id", (1 << 32) - 1)
-    assert "pad_token" not in hf.read_json(hf.find_model(str(file)) / "tokenizer_config.json")
+    assert "pad_token" not in config_json.read_json(
+        hub.find_model(str(file)) / "tokenizer_config.json"
+    )
 
 
 def test_experts_may_be_tensors_of_their_own(written):
@@ -275,14 +277,14 @@ def test_what_would_be_computed_wrongly_is_refused(written, monkeypatch):
     ):
         change(monkeypatch, key, value)
         with pytest.raises(UnsupportedModel, match=message):
-            Driver(config_for(hf.find_model(str(file))))
+            Driver(config_for(hub.find_model(str(file))))
 
 
 def test_a_scale_of_yarn_that_servd_does_not_know_is_refused(written, monkeypatch):
     _, file = written("llama, yarn")
     change(monkeypatch, "llama.rope.scaling.yarn_ext_factor", 0.5)
     with pytest.raises(UnsupportedModel, match=r"rope\.scaling\.yarn_ext_factor"):
-        hf.find_model(str(file))
+        hub.find_model(str(file))
 
 
 @pytest.mark.parametrize(("layers", "scalar"), [(3, 16), (46, 128 // 4)])
@@ -299,19 +301,19 @@ def test_experts_that_are_missing_or_of_another_shape_are_refused(written, monke
     _, file = written("qwen3moe")
     change(monkeypatch, "qwen3moe.expert_count", None)
     with pytest.raises(ModelNotFound, match="expert_count"):
-        hf.find_model(str(file))
+        hub.find_model(str(file))
     for key, value in (("expert_count", 9), ("expert_used_count", 9), ("expert_used_count", "x")):
         change(monkeypatch, f"qwen3moe.{key}", value)
         with pytest.raises(ModelNotFound, match="metadata is incomplete or wrong"):
-            hf.find_model(str(file))
+            hub.find_model(str(file))
 
 
 def test_heads_that_do_not_divide_the_rows_are_refused(written, monkeypatch):
     _, file = written("llama")
     change(monkeypatch, "llama.attention.head_count", 5)
-    folder = hf.find_model(str(file))
+    folder = hub.find_model(str(file))
     with pytest.raises(UnsupportedModel, match="64 rows of queries or keys for 5 heads"):
-        list(worker_gguf.read(hf.weight_files(folder), {}, torch.device("cpu")))
+        list(worker_gguf.read(weight_files.find_weight_files(folder), {}, torch.device("cpu")))
 
 
 def change(monkeypatch: pytest.MonkeyPatch, key: str, value: Any) -> None:

@@ -5,7 +5,7 @@ import torch
 
 from servd.base import plugins
 from servd.base.errors import ConfigError
-from servd.checkpoint.hf import read_spec
+from servd.checkpoint.model_spec import read_spec
 from servd.core.engine_core import EngineCore
 from servd.core.executor.uniproc import UniProcExecutor
 from tests.core.engines import Log

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from servd.base.errors import ConfigError
-from servd.checkpoint.hf import read_spec
+from servd.checkpoint.model_spec import read_spec
 from servd.worker.device.parallel import Parallel
 from servd.worker.loading.model_loader import build_model, load_weights, quant_method_maker
 from tests.parity.families import CASES, LONG_ROPE

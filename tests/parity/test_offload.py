@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from servd.checkpoint.hf import read_spec
+from servd.checkpoint.model_spec import read_spec
 from servd.core.engine_core import EngineCore
 from servd.core.executor import multiproc, uniproc
 from servd.core.kv_cache.connector import loads
@@ -51,7 +51,7 @@ def test_each_rank_gets_its_part_of_a_block_back(checkpoints, tmp_path, monkeypa
     draw, greedy = random.Random(2), SamplingParams(temperature=0.0, max_tokens=12)
     prompts = [[draw.randrange(199) for _ in range(50)] for _ in range(4)] * 2
     requests = [EngineCoreRequest(str(i), prompt, greedy) for i, prompt in enumerate(prompts)]
-    expected = run(uniproc.Executor, folder, requests)
+    expected = run(uniproc.UniProcExecutor, folder, requests)
     options = {
         "executor": "multiproc",
         "tensor_parallel_size": 2,
@@ -62,7 +62,7 @@ def test_each_rank_gets_its_part_of_a_block_back(checkpoints, tmp_path, monkeypa
         "kv_cache_memory": 24 * 4 * read_spec(folder).kv_bytes_per_token(4) // 2,
     }
     for _ in range(2):
-        log = run(multiproc.Executor, folder, requests, **options)
+        log = run(multiproc.MultiProcExecutor, folder, requests, **options)
         for request in requests:
             name = request.request_id
             assert log.token_ids(name) == expected.token_ids(name)
@@ -89,7 +89,7 @@ def test_the_first_token_of_a_known_prompt_comes_in_a_tenth_of_the_time(checkpoi
         "kv_cache_dir": str(tmp_path / "kv"),
         "max_num_batched_tokens": 512,
     }
-    cold, again = (run(uniproc.Executor, folder, requests, **options) for _ in range(2))
+    cold, again = (run(uniproc.UniProcExecutor, folder, requests, **options) for _ in range(2))
     assert again.token_ids("a") == cold.token_ids("a")
     assert again.outputs["a"][0].num_external_tokens == 56 * 16
     assert again.seconds <= 0.1 * cold.seconds, (again.seconds, cold.seconds)

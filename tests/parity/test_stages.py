@@ -11,7 +11,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from servd.base.errors import EngineDeadError
-from servd.checkpoint.hf import DEMO_MODEL, find_model, read_spec
+from servd.checkpoint.hub import DEMO_MODEL, find_model
+from servd.checkpoint.model_spec import read_spec
 from servd.core.engine_core import EngineCore
 from servd.core.executor import multiproc, uniproc
 from servd.messages.engine import EngineCoreRequest
@@ -102,7 +103,7 @@ def check(folder: Path, engine: EngineCore) -> None:
         engine.executor.shutdown()
     assert log.total("num_preemptions") > 0
     assert log.total("prefix_cache_hits") > 0
-    whole = make_engine(uniproc.Executor, folder)
+    whole = make_engine(uniproc.UniProcExecutor, folder)
     expected = run(whole, requests)
     whole.executor.shutdown()
     for request in requests:
@@ -130,7 +131,7 @@ def test_stages_equal_one_worker(checkpoints, model_type: str, variant: str, num
 @pytest.mark.parametrize(("model_type", "variant"), [("llama", "untied"), ("gpt2", "tied")])
 def test_each_weight_is_in_the_stage_that_needs_it(checkpoints, model_type: str, variant: str):
     folder = checkpoints(model_type, variant)
-    whole = make_engine(uniproc.Executor, folder).executor.worker.runner.model
+    whole = make_engine(uniproc.UniProcExecutor, folder).executor.worker.runner.model
     engine = make_engine(stages.Executor, folder, **cramped(folder, pipeline_parallel_size=3))
     found = [
         {name for name, _ in worker.runner.model.named_parameters()}
@@ -172,7 +173,7 @@ def test_tokens_that_a_grammar_forces_reach_all_stages():
         for i in range(3)
     ]
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    whole = make_engine(uniproc.Executor, folder, block_size=16)
+    whole = make_engine(uniproc.UniProcExecutor, folder, block_size=16)
     engine = make_engine(stages.Executor, folder, block_size=16, pipeline_parallel_size=2)
     sizes: list[int] = []
     engine.on_scheduled = lambda record: sizes.append(record.num_tokens)
@@ -188,9 +189,10 @@ def test_tokens_that_a_grammar_forces_reach_all_stages():
 
 def test_stages_in_processes_of_their_own_and_the_death_of_one(checkpoints):
     folder = checkpoints("llama", "untied")
-    engine = make_engine(multiproc.Executor, folder, **cramped(folder, pipeline_parallel_size=2))
+    options = cramped(folder, pipeline_parallel_size=2)
+    engine = make_engine(multiproc.MultiProcExecutor, folder, **options)
     executor = engine.executor
-    assert isinstance(executor, multiproc.Executor)
+    assert isinstance(executor, multiproc.MultiProcExecutor)
     requests = make_requests()
     try:
         log = run(engine, requests)
@@ -231,4 +233,4 @@ def test_a_stage_that_fails_computes_nothing_apart(checkpoints, stage: int):
 def test_two_stages_of_two_ranks_equal_one_worker(checkpoints, model_type: str):
     folder = checkpoints(model_type, next(iter(CASES[model_type])))
     options = cramped(folder, pipeline_parallel_size=2, tensor_parallel_size=2)
-    check(folder, make_engine(multiproc.Executor, folder, **options))
+    check(folder, make_engine(multiproc.MultiProcExecutor, folder, **options))

@@ -11,7 +11,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from servd.base.errors import ConfigError, UnsupportedModel
-from servd.checkpoint import hf
+from servd.checkpoint import model_spec
 from servd.launch import find_and_resolve
 from servd.worker.device.parallel import Parallel
 from servd.worker.layers.attention import attention_layers
@@ -192,7 +192,7 @@ def test_longrope_runs_up_to_the_first_context(tmp_path: Path):
 
 def test_memory_is_planned_for_a_model_of_transformers(tmp_path: Path):
     folder = make(tmp_path, "gemma4_text", CLASSES["gemma4_text"])
-    sizes = plan(config_for(folder), hf.read_spec(folder)).sizes
+    sizes = plan(config_for(folder), model_spec.read_spec(folder)).sizes
     weights = sum(weight.nbytes for weight in build(folder).parameters())
     assert abs(sizes.weights - 2 * weights) < weights / 4  # float32, packed in whole panels
 
@@ -260,7 +260,7 @@ def test_what_transformers_keeps_in_32_bits_stays_so(tmp_path: Path):
 def build(folder: Path, num_ranks: int = 1) -> Any:
     ranks = Parallel(0, num_ranks)
     return build_model(
-        hf.read_spec(folder), torch.bfloat16, torch.device("cpu"), ranks, "transformers"
+        model_spec.read_spec(folder), torch.bfloat16, torch.device("cpu"), ranks, "transformers"
     )
 
 

@@ -20,7 +20,7 @@ from servd.api.serving.run_manifest import (
     make_manifest,
 )
 from servd.base.errors import ConfigError
-from servd.checkpoint.hf import FAKE_SPEC
+from servd.checkpoint.model_spec import FAKE_SPEC
 from servd.cli import replay as command
 from servd.config import Config
 from servd.messages.engine import WorkerReady

@@ -7,9 +7,9 @@ from typing import Any, cast
 
 import torch
 
-from servd.checkpoint.hf import read_spec
+from servd.checkpoint.model_spec import read_spec
 from servd.config import Config
-from servd.config.resolve import resolve_types
+from servd.config.checks.model import resolve_types
 from servd.messages.engine import (
     GrammarOutput,
     ModelRunnerOutput,

@@ -142,7 +142,7 @@ def record(run: Callable[[], None]) -> Callable[[], None]:
     return replay
 
 
-class GraphBackend(torch_sdpa.Backend):
+class GraphBackend(torch_sdpa.TorchSdpaBackend):
     """Where the device alone knows lengths, tokens attend over all of their block table."""
 
     supports_graphs = True

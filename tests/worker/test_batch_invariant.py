@@ -9,7 +9,7 @@ import torch
 from servd.base.errors import ConfigError
 from servd.worker import worker as worker_module
 from servd.worker.attention import AttentionSpec
-from servd.worker.attention.triton import Backend
+from servd.worker.attention.triton import TritonBackend
 from servd.worker.runner.batch_invariant import make_batch_invariant
 from tests.worker.cpu_kernels import forced
 from tests.worker.driver import Driver, config_for
@@ -40,7 +40,7 @@ def driver_for(folder: Path, monkeypatch: pytest.MonkeyPatch, **options: object)
 @pytest.mark.usefixtures("exact_dot")
 def test_logits_are_the_same_to_the_bit_alone_and_among_others(tmp_path, device, monkeypatch):
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    if reason := Backend.supports(AttentionSpec(4, 2, 16, 16, None, dtype, dtype, device)):
+    if reason := TritonBackend.supports(AttentionSpec(4, 2, 16, 16, None, dtype, dtype, device)):
         pytest.skip(reason)
     from servd.worker.ops.triton import paged_attention
 

@@ -9,7 +9,8 @@ import torch
 
 from servd.base import plugins
 from servd.base.errors import NotEnoughMemory
-from servd.checkpoint.hf import DEMO_FOLDER, read_spec
+from servd.checkpoint.hub import DEMO_FOLDER
+from servd.checkpoint.model_spec import read_spec
 from servd.worker.calibration import quantize
 from servd.worker.layers.weight import Weight
 from servd.worker.loading.model_loader import tensor_shapes

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from servd.base.errors import InvalidRequest
-from servd.checkpoint.hf import read_spec
+from servd.checkpoint.model_spec import read_spec
 from servd.core.engine_core import EngineCore
-from servd.core.executor.uniproc import Executor
+from servd.core.executor.uniproc import UniProcExecutor
 from servd.messages.engine import EngineCoreOutput, EngineCoreRequest, FinishReason, RequestOptions
 from servd.messages.params import PoolingParams, ReasoningTags, RepetitionDetection, SamplingParams
 from servd.worker.sample.sampler import Sampler
@@ -77,7 +77,7 @@ class Engine:
     def __init__(self, folder: Path) -> None:
         config = config_for(folder)
         self.spec = read_spec(str(folder))
-        executor = Executor(config, self.spec, lambda phase, fraction: None)
+        executor = UniProcExecutor(config, self.spec, lambda phase, fraction: None)
         self.core = EngineCore(config, self.spec, executor, executor.start())
         self.num_requests = 0
 

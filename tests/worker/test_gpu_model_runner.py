@@ -9,9 +9,9 @@ import torch
 
 from servd.base import plugins
 from servd.base.errors import ConfigError
-from servd.checkpoint.hf import read_spec
+from servd.checkpoint.model_spec import read_spec
 from servd.core.engine_core import EngineCore
-from servd.core.executor.uniproc import Executor
+from servd.core.executor.uniproc import UniProcExecutor
 from servd.messages.engine import EngineCoreRequest
 from servd.messages.params import SamplingParams
 from tests.core.engines import Log
@@ -67,7 +67,7 @@ def serve(folder: Path, depth: int, **options: object) -> list[list[int]]:
         kv_cache_memory=14 * 16 * spec.kv_bytes_per_token(4),
         **ON_DEVICE | options,
     )
-    executor = Executor(config, spec, lambda *_: None)
+    executor = UniProcExecutor(config, spec, lambda *_: None)
     engine, log = EngineCore(config, spec, executor, executor.start()), Log()
     for i in range(8):
         params = SamplingParams(

@@ -13,10 +13,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from servd.checkpoint.hf import read_spec
+from servd.checkpoint.model_spec import read_spec
 from servd.config.speculative import MAX_GRAMMAR_TOKENS
 from servd.core.engine_core import EngineCore
-from servd.core.executor.uniproc import Executor
+from servd.core.executor.uniproc import UniProcExecutor
 from servd.messages.engine import AbortRequests, EngineCoreRequest
 from servd.messages.params import SamplingParams
 from servd.worker.batch.decode_inputs import DecodeInputs
@@ -172,7 +172,7 @@ def test_graphs_take_groups_of_layers(tmp_path: Path, monkeypatch: pytest.Monkey
 def engine_of(folder: Path, **options: object) -> tuple[EngineCore, RecordedRunner]:
     spec = read_spec(folder)
     config = config_for(folder, load_format="dummy", **options)
-    executor = Executor(config, spec, lambda *_: None)
+    executor = UniProcExecutor(config, spec, lambda *_: None)
     return EngineCore(config, spec, executor, executor.start()), executor.worker.runner
 
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from servd import SamplingParams
-from servd.checkpoint.hf import read_spec
+from servd.checkpoint.model_spec import read_spec
 from servd.core.engine_core import EngineCore
-from servd.core.executor.uniproc import Executor
+from servd.core.executor.uniproc import UniProcExecutor
 from servd.messages.engine import EngineCoreRequest
 from servd.worker.batch.input_batch import InputBatch
 from tests.worker.driver import config_for
@@ -24,7 +24,7 @@ class Engine:
     def __init__(self, folder: Path, fails: Callable[[InputBatch], bool], **options: object):
         config = config_for(folder, **options)
         self.spec = read_spec(str(folder))
-        executor = Executor(config, self.spec, lambda phase, fraction: None)
+        executor = UniProcExecutor(config, self.spec, lambda phase, fraction: None)
         self.core = EngineCore(config, self.spec, executor, executor.start())
         runner = executor.worker.runner
         self.forward, self.fails = runner.forward, fails

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from servd.base.errors import NotEnoughMemory
-from servd.checkpoint.hf import read_spec
+from servd.checkpoint.model_spec import read_spec
 from servd.config.speculative import MAX_GRAMMAR_TOKENS
 from servd.worker.device.memory import MemoryUse
 from servd.worker.runner.graph_runner import mixed_sizes

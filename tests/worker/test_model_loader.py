@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from servd.base.errors import ModelNotFound, UnsupportedModel
-from servd.checkpoint import hf
+from servd.checkpoint import model_spec
 from servd.worker.device.parallel import Parallel
 from servd.worker.layers import embedding
 from servd.worker.layers._matrix import MakeQuantMethod, QuantMethod
@@ -32,7 +32,7 @@ def mapped(path: Path) -> list[range]:
 def test_whole_matrices_are_packed_from_the_mapped_file(tiny_gpt2: Path):
     cpu = torch.device("cpu")
     parallel = Parallel.connect(0, 1, cpu, None)
-    model = model_loader.build_model(hf.read_spec(tiny_gpt2), torch.float32, cpu, parallel)
+    model = model_loader.build_model(model_spec.read_spec(tiny_gpt2), torch.float32, cpu, parallel)
     pack = model_loader.quant_method_maker(torch.float32, None, str(tiny_gpt2)).dense
     file, num_mapped = tiny_gpt2 / "model.safetensors", 0
 
@@ -65,7 +65,7 @@ def test_pickled_weights_are_those_of_safetensors(tmp_path: Path, tiny_gpt2: Pat
     torch.save(tensors, tmp_path / "pytorch_model.bin")
     logits = []
     for folder, load_format in ((tiny_gpt2, "auto"), (tmp_path, "pt")):
-        config, spec = config_for(folder, load_format=load_format), hf.read_spec(folder)
+        config, spec = config_for(folder, load_format=load_format), model_spec.read_spec(folder)
         planned = dry_run.plan(config, spec).sizes
         worker = Worker(config, spec, 0, lambda *_: None)
         worker.load_model()
@@ -84,7 +84,9 @@ def test_all_broken_files_are_named(tmp_path: Path, tiny_gpt2: Path):
     for name, size in (("model-2", len(whole) - 1), ("model-3", 0)):
         (tmp_path / f"{name}.safetensors").write_bytes(whole[:size])
     with pytest.raises(ModelNotFound, match=r"2 of 3 .*model-2\.saf.*, model-3\.saf.*again"):
-        Worker(config_for(tmp_path), hf.read_spec(tmp_path), 0, lambda *_: None).load_model()
+        Worker(
+            config_for(tmp_path), model_spec.read_spec(tmp_path), 0, lambda *_: None
+        ).load_model()
 
 
 def archive_of(path: Path, tensors: dict[str, Any], **options: int) -> None:

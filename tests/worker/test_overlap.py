@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from servd.checkpoint.hf import read_spec
+from servd.checkpoint.model_spec import read_spec
 from servd.core.engine_core import EngineCore
 from servd.core.executor.uniproc import UniProcExecutor
 from servd.messages.engine import AbortRequests, EngineCoreRequest, GrammarOutput, SchedulerOutput

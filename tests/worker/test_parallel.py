@@ -8,7 +8,7 @@ import torch.multiprocessing as mp
 
 from servd.base.errors import ConfigError
 from servd.checkpoint.adapter_store import AdapterStore
-from servd.checkpoint.hf import read_spec
+from servd.checkpoint.model_spec import read_spec
 from servd.messages.adapter import Adapter
 from servd.messages.engine import NewRequest, ScheduledRequest, SchedulerOutput
 from servd.worker.device.parallel import Parallel

@@ -6,9 +6,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from servd.checkpoint.hf import DEMO_FOLDER, read_spec
+from servd.checkpoint.hub import DEMO_FOLDER
+from servd.checkpoint.model_spec import read_spec
 from servd.config import Config
-from servd.config.resolve import Machine, resolve
+from servd.config.machine import Machine
+from servd.config.resolve import resolve
 from servd.core.engine_core import EngineCore
 from servd.core.executor import start_executor
 from servd.messages.engine import EngineCoreRequest

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from servd.checkpoint.hf import read_spec
+from servd.checkpoint.model_spec import read_spec
 from servd.config import Config
 from servd.core.engine_core import EngineCore
 from servd.core.executor.uniproc import UniProcExecutor

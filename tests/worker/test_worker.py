@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from servd.base.errors import ModelNotFound, NotEnoughMemory, UnsupportedModel
 from servd.base.sizes import parse_bytes
-from servd.checkpoint.hf import read_spec
+from servd.checkpoint.model_spec import read_spec
 from servd.messages.engine import GrammarOutput, SchedulerOutput
 from servd.worker.ops import native
 from servd.worker.worker import Worker

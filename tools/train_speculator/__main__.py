@@ -17,7 +17,8 @@ import torch
 from safetensors.torch import load_file
 
 from servd import LLM
-from servd.checkpoint.hf import download_weights, read_spec
+from servd.checkpoint.hub import download_weights
+from servd.checkpoint.model_spec import read_spec
 from tools.train_speculator.data import Example, Generator, Prompts, read_examples
 from tools.train_speculator.heads import Eagle3, Head, Medusa
 from tools.train_speculator.teacher import StateCache, Teacher

@@ -20,14 +20,14 @@ from starlette.types import ASGIApp, Message
 
 from servd.api.batches.store import BatchStore, OpenBatch, Shelf, describe_file
 from servd.api.engine.admission import MAX_RETRY_AFTER, Admission
-from servd.api.keys import ON_BEHALF_OF, Keys
+from servd.api.keys import ON_BEHALF_OF, ApiKeys
 from servd.api.protocol.batch_file import (
     MAX_LINES,
+    BatchRequestOutput,
+    BatchResponseData,
     CustomId,
     Line,
     Problem,
-    Response,
-    Result,
     Results,
     check,
     inspect,
@@ -56,7 +56,7 @@ PAUSE = 60.0  # seconds to wait after an error of the server itself
 class BatchRunner:
     store: BatchStore  # shared with other servers
     app: ASGIApp  # handles the lines' requests
-    keys: Keys  # whose owners' batches are run
+    keys: ApiKeys  # whose owners' batches are run
     admission: Admission  # of this server; shows whether it drains
     concurrency: int  # lines processed at the same time
 
@@ -185,7 +185,7 @@ class BatchRunner:
                     return "failed"
         return None if self.is_draining else "completed"
 
-    async def _answer(self, owner: str, line: Line) -> Result | None:
+    async def _answer(self, owner: str, line: Line) -> BatchRequestOutput | None:
         """Return the result of a line, from its route. None if the server drains first."""
         while (key := self.keys.named(owner)) and not self.is_draining:
             self.num_open += 1
@@ -196,7 +196,7 @@ class BatchRunner:
             finally:
                 self.num_open -= 1
             if response.status_code not in (429, 503):
-                return Result(line.custom_id, response)
+                return BatchRequestOutput(line.custom_id, response)
             await asyncio.sleep(seconds)
         return None
 
@@ -288,7 +288,7 @@ def _finish(shelf: Shelf, batch: Batch, source: Path, outcome: Any) -> None:
         problem = Problem(f"batch_{outcome}", f"the batch was {outcome} before this request")
         with suppress(FileNotFoundError):  # deleted meanwhile; the results are still valid
             for line in _pending(source, statuses):
-                result = msgspec.json.encode(Result(line.custom_id, error=problem))
+                result = msgspec.json.encode(BatchRequestOutput(line.custom_id, error=problem))
                 errors.write(escape_line_ends(result) + b"\n")
                 statuses[line.custom_id] = 0
     counts = batch.request_counts
@@ -308,10 +308,10 @@ def _finish(shelf: Shelf, batch: Batch, source: Path, outcome: Any) -> None:
     results.unlink()
 
 
-async def _call(app: ASGIApp, key: Key, line: Line) -> tuple[Response, float]:
+async def _call(app: ASGIApp, key: Key, line: Line) -> tuple[BatchResponseData, float]:
     """Send a line to the application. Return the response, and the seconds before a retry."""
     messages: list[Message] = [{"type": "http.request", "body": bytes(line.body)}]
-    answer = Response(500)
+    answer = BatchResponseData(500)
     body = bytearray()
     seconds = POLL
 

@@ -47,7 +47,7 @@ class Adapters:
 
     def listed(self) -> list[Adapter]:
         """Return the loaded adapters, and those of --lora-dir that no look at them has refused."""
-        found = dict(self.store.named())
+        found = dict(self.store.read_adapters())
         is_ready = self.async_llm.is_ready
         for path in sorted(self.folder.glob(f"*/{CONFIG}")) if self.folder else ():
             at = path.parent

@@ -40,7 +40,7 @@ from servd.base.errors import (
 )
 from servd.base.log import current_request
 from servd.base.tracing import Mark, now_ns
-from servd.checkpoint.hf import ModelSpec
+from servd.checkpoint.model_spec import ModelSpec
 from servd.config import Config
 from servd.core.client import AsyncMPClient
 from servd.messages.engine import (

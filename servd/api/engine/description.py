@@ -5,14 +5,14 @@ from typing import Any
 
 from servd.api.engine.processor import Processor
 from servd.api.text.tokenizer import Tokenizer
-from servd.checkpoint import hf
+from servd.checkpoint import model_spec
 from servd.checkpoint.facts import read_facts
 from servd.config import Config
 
 
 def describe_folder(folder: Path, name: str) -> dict[str, Any]:
     """Return the description of a model that no server has loaded."""
-    spec = hf.read_spec(folder)
+    spec = model_spec.read_spec(folder)
     config = Config.load({"model": str(folder)})
     tokenizer = Tokenizer.load(str(folder))
     return describe_model(Processor(config, spec, tokenizer, spec.max_position_embeddings), name)

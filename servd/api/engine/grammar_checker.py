@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import msgspec
 
 from servd.base.errors import InvalidRequest, Overloaded, Unavailable
-from servd.checkpoint.hf import ModelSpec
+from servd.checkpoint.model_spec import ModelSpec
 from servd.config import Config
 from servd.ipc.child import Child
 from servd.ipc.start_messages import GrammarVerdict, StartGrammarChecker

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from servd.api.output.output_parser import AnswerFinder
+from servd.api.output.output_parser import OutputAnswerFinder
 from servd.api.request.choice import Choice
 from servd.api.request.output_collector import RequestOutputCollector
 from servd.api.request.request_state import ProcessedInputs, RequestState
@@ -69,6 +69,6 @@ class OutputProcessor:
             state.params,
             state.prompt_token_ids,
             state.expected.visible_ids,
-            None if reasoning is None else AnswerFinder(reasoning),
+            None if reasoning is None else OutputAnswerFinder(reasoning),
         )
         return choice.detokenizer

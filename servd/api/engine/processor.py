@@ -21,11 +21,10 @@ from servd.api.text.fill_in_middle import FillInMiddle
 from servd.api.text.prompt import Chat, Pair, Prompt
 from servd.api.text.special_tokens import SPLIT_HERE
 from servd.api.text.tokenizer import Tokenizer
-from servd.base import bounds
 from servd.base.errors import ContextTooLong, InvalidRequest
 from servd.base.tracing import Mark, now_ns
-from servd.checkpoint import hf, pooling
-from servd.checkpoint.hf import ModelSpec
+from servd.checkpoint import generation_config, pooling
+from servd.checkpoint.model_spec import ModelSpec
 from servd.config import Config
 from servd.messages.engine import EngineCoreRequest, RequestOptions
 from servd.messages.params import (
@@ -81,7 +80,7 @@ class Processor:
         # The model's sampling defaults for fields that a request leaves out; without max_tokens,
         # for which `process_inputs` takes the smaller of the default and the room in the context.
         model = config.model
-        self.default_params = hf.read_generation_defaults(
+        self.default_params = generation_config.read_generation_defaults(
             spec, model.generation_config, model.override_generation_config
         )
         self.default_max_tokens: int | None = self.default_params.pop("max_tokens", None)
@@ -437,9 +436,8 @@ class Processor:
             # Different for every request and API server, but reproducible with the same --seed.
             root = f"{self.config.model.seed}/{self.client}/{next(self._ordinal)}"
             filled["seed"] = random.Random(root).getrandbits(63)
-        for field, source in bounds.made_of(SamplingParams).items():
-            if texts := getattr(params, source):
-                filled[field] = self._encode_each(texts)
+        if params.bad_words:
+            filled["bad_words_token_ids"] = self._encode_each(params.bad_words)
         if prompt.suffix and self.fill_in_middle:
             ends = self.fill_in_middle.end_token_ids
             filled["stop_token_ids"] = [*params.stop_token_ids, *ends]

@@ -12,7 +12,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Send
 from starlette.types import Scope as Connection
 
-from servd.api.keys import CALL, ON_BEHALF_OF, Keys
+from servd.api.keys import CALL, ON_BEHALF_OF, ApiKeys
 from servd.base.errors import Forbidden, InvalidRequest
 from servd.config import Config
 from servd.config.keys import NOBODY, Scope
@@ -95,7 +95,7 @@ class ApiKeyAuth:
     """
 
     app: ASGIApp
-    keys: Keys
+    keys: ApiKeys
     open_paths: Collection[str]
 
     async def __call__(self, scope: Connection, receive: Receive, send: Send) -> None:

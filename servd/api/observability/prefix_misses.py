@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from servd.api.protocol.requests import PrefixCache, PrefixDifference
+from servd.api.protocol.requests import PrefixCacheReport, PrefixDifference
 from servd.api.request.timeline import Timeline
 from servd.base.tracing import first
 from servd.config import CacheConfig
@@ -23,7 +23,7 @@ def explain_prefix(
     others: Iterable[Timeline],
     config: CacheConfig,
     token_text: Callable[[int], str],
-) -> PrefixCache:
+) -> PrefixCacheReport:
     """Return the cache hits of a scheduled prompt, and the reason for its misses."""
     size = config.block_size
     prompt = timeline.tokens  # which may be dropped meanwhile
@@ -31,7 +31,7 @@ def explain_prefix(
     num_blocks = max(len(prompt) - 1, 0) // size
     num_matched = timeline.num_cached_tokens // size
     choice = timeline.choices[0]
-    found = PrefixCache(size, num_blocks, num_matched, choice.num_external_tokens // size)
+    found = PrefixCacheReport(size, num_blocks, num_matched, choice.num_external_tokens // size)
     texts: dict[str, object] = {"block": num_matched, "rest": len(prompt) - num_matched * size}
     if not config.enable_prefix_caching:
         found.reason = "disabled"

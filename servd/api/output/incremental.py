@@ -73,12 +73,12 @@ class Reader(msgspec.Struct):
     _taken: list[str] = []
 
     @property
-    def taken(self) -> str:
+    def consumed(self) -> str:
         """The consumed text that is in no delta yet. Malformed text is returned from here."""
         return "".join(self._taken)
 
     def forget(self) -> None:
-        """Empty `taken`."""
+        """Empty `consumed`."""
         self._taken.clear()
 
     def push(self, text: str) -> None:
@@ -101,7 +101,7 @@ class Reader(msgspec.Struct):
         if text:
             self._taken[-1] = self._taken[-1].removesuffix(text)
 
-    def rest(self) -> str:
+    def unread(self) -> str:
         """Return the buffered text that is not consumed."""
         return self._text[self._at :]
 
@@ -188,8 +188,8 @@ class Reader(msgspec.Struct):
         """
         pattern = _any_of(markers)
         while True:
-            found = pattern.search(self._text, self._at)
-            end, marker = (found.start(), found[0]) if found else (len(self._text), "")
+            match = pattern.search(self._text, self._at)
+            end, marker = (match.start(), match[0]) if match else (len(self._text), "")
             if marker and end == self._at:
                 self.take(end + len(marker))
                 return "", marker
@@ -203,8 +203,8 @@ class Reader(msgspec.Struct):
         """Consume text and the marker after it. Return the text, or None if no marker comes."""
         pieces: list[str] = []
         while True:
-            text, found = yield from self.piece(marker)
-            if found:
+            text, end_marker = yield from self.piece(marker)
+            if end_marker:
                 return "".join(pieces)
             if not text:
                 return None
@@ -245,7 +245,7 @@ class Brackets:
 
 
 @dataclass(eq=False)
-class Parser(ABC):
+class IncrementalParser(ABC):
     """A parser that splits an output into deltas, however the output is split into pieces."""
 
     reader: Reader = field(default_factory=Reader, init=False)

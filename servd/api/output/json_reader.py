@@ -271,8 +271,9 @@ class JsonReader:
         if not following:
             self._begin_word(word)
             return False
-        self._num_repairs += word in LITERALS
-        word = LITERALS.get(word, word)
+        if word in LITERALS:
+            self._num_repairs += 1
+            word = LITERALS[word]
         if not SCALAR.fullmatch(word):
             if not word or not (yield from self._is_end_of_string(False)):
                 return (yield from self._raw_text("", word))
@@ -322,10 +323,10 @@ class JsonReader:
             return is_key or char == "}"
         return is_comma or char == self.brackets[-1]
 
-    def _raw_text(self, opening: str, taken: str = "") -> Steps[bool]:
-        """Read the rest, with `taken` before it, as a string after `opening`."""
+    def _raw_text(self, opening: str, beginning: str = "") -> Steps[bool]:
+        """Read the rest, with `beginning` before it, as a string after `opening`."""
         self.has_raw_text = True
-        self.emit(f'{opening}"{escape(taken)}')
+        self.emit(f'{opening}"{escape(beginning)}')
         return (yield from self._raw_rest())
 
     def _raw_rest(self) -> Steps[bool]:
@@ -369,8 +370,8 @@ def repaired(text: str) -> str | None:
     """Return a text as JSON, or None if not all of it has a meaning as JSON."""
     pieces: list[str] = []
     json_reader, is_whole = _read(text, pieces.append)
-    rest = json_reader.reader.rest()
-    return None if json_reader.has_raw_text or not is_whole or rest.strip() else "".join(pieces)
+    unread = json_reader.reader.unread()
+    return None if json_reader.has_raw_text or not is_whole or unread.strip() else "".join(pieces)
 
 
 def arguments_object(arguments: str) -> dict[str, Any]:

@@ -57,8 +57,11 @@ class ModelFormat:
         """Return the format that the options select, or else the format of the chat template. Raise
         ConfigError for an unknown parser.
         """
-        tools = _choose(TOOL_PARSERS, config.server.tool_call_parser, template.tool_source)
-        reasoning = _choose(REASONING_PARSERS, config.server.reasoning_parser, template.source)
+        options = config.server
+        tools = _choose(ToolParser, TOOL_PARSERS, options.tool_call_parser, template.tool_source)
+        reasoning = _choose(
+            ReasoningParser, REASONING_PARSERS, options.reasoning_parser, template.source
+        )
         is_asserted = bool(config.server.reasoning_parser) or "enable_thinking" in template.source
         tools = tools if config.server.enable_auto_tool_choice else None
         return cls(tokenizer, tools, reasoning, is_asserted)
@@ -194,15 +197,15 @@ class ModelFormat:
         return msgspec.structs.replace(structured_output, starts_after=[end_id])
 
 
-def _choose(package: str, name: str | None, template: str) -> Any:
+def _choose(base: type[Any], package: str, name: str | None, template: str) -> Any:
     """Return the parser with this name, or the first that matches the template, or None."""
     kind = package.rpartition(".")[2].replace("_", " ").removesuffix("s")
     if name == "none":
         return None
     if name is not None:
-        return plugins.load(package, name, "Parser")
+        return plugins.load_class(package, name, base)
     for name in plugins.names(package):
-        parser = plugins.load(package, name, "Parser")
+        parser = plugins.load_class(package, name, base)
         if parser.matches(template):
             log.info("%s: %s, by the chat template", kind, name)
             return parser

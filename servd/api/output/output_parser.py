@@ -33,7 +33,7 @@ class ExpectedOutput(msgspec.Struct, frozen=True):
         return self.reasoning_parser(self.is_reasoning, call_marker)
 
 
-class AnswerFinder:
+class OutputAnswerFinder:
     """A reader of an output that separates text of the answer from reasoning and headers."""
 
     def __init__(self, parser: ReasoningParser) -> None:

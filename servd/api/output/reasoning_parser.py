@@ -4,11 +4,11 @@ import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from servd.api.output.incremental import Content, Parser, Reasoning, Steps
+from servd.api.output.incremental import Content, IncrementalParser, Reasoning, Steps
 
 
 @dataclass(eq=False)
-class ReasoningParser(Parser):
+class ReasoningParser(IncrementalParser):
     """A parser that splits an output into reasoning and the rest, without white space between.
     Reasoning ends at its tag, or at a call.
 
@@ -56,8 +56,8 @@ class ReasoningParser(Parser):
             self.answer_start = self.reader.num_taken
         else:
             self.answer_start = 0
-            if self.reader.taken:
-                self.deltas.append(Content(self.reader.taken))
+            if self.reader.consumed:
+                self.deltas.append(Content(self.reader.consumed))
         self.is_over = True
         while (piece := (yield from self.reader.piece()))[0]:
             self.reader.forget()

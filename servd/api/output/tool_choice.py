@@ -17,7 +17,7 @@ class ForcedCallsParser(ToolParser):
     def body(self) -> Steps[None]:
         yield from self.reader.space()
         yield from self.attempt(self.json_calls())
-        yield from self.rest()
+        yield from self.read_to_end()
 
 
 def calls_schema(tools: Sequence[dict[str, Any]], parallel: bool) -> str:

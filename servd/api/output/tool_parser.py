@@ -11,7 +11,7 @@ from servd.api.output.call_grammar import CallSyntax, json_rule, parameters_of
 from servd.api.output.incremental import (
     Content,
     Delta,
-    Parser,
+    IncrementalParser,
     Steps,
     ToolCallArguments,
     ToolCallStart,
@@ -20,7 +20,7 @@ from servd.api.output.json_reader import CLOSING, QUOTES, JsonReader, json_text,
 
 
 @dataclass(eq=False)
-class ToolParser(Parser):
+class ToolParser(IncrementalParser):
     """A parser that finds tool calls in an output. Everything else is content.
 
     A call is emitted as soon as its name is certain, and its arguments as the model writes them.
@@ -90,7 +90,9 @@ class ToolParser(Parser):
             self.deltas.append(Content("".join(self._spaces)))
             self._spaces.clear()
 
-    def rest(self, *markers: str, call: Callable[[], Steps[bool]] | None = None) -> Steps[None]:
+    def read_to_end(
+        self, *markers: str, call: Callable[[], Steps[bool]] | None = None
+    ) -> Steps[None]:
         """Read to the end. After a marker, `call` reads (see `attempt`). Other text is content."""
         while True:
             stray = (self.stray,) if self.stray else ()
@@ -139,7 +141,7 @@ class ToolParser(Parser):
             self.num_calls > num_calls and self.reader.ended and not (yield from self.reader.peek())
         )
         if not is_call and not is_cut_off:
-            self.content(self.reader.taken)
+            self.content(self.reader.consumed)
         self.reader.forget()
 
     def calls_until(self, end: str, begin: str, call: Callable[[], Steps[bool]]) -> Steps[bool]:
@@ -207,13 +209,13 @@ class ToolParser(Parser):
         if first in CLOSING:
             return (yield from JsonReader(self.reader, self.arguments, self.markers).value())
         if first in QUOTES:
-            text, found = yield from json_text(self.reader)
+            text, is_valid = yield from json_text(self.reader)
         else:
             pieces: list[str] = []
-            found = yield from JsonReader(self.reader, pieces.append).value()
+            is_valid = yield from JsonReader(self.reader, pieces.append).value()
             text = "".join(pieces)
-        self.arguments(_unwrapped(text) if found else text)
-        return found
+        self.arguments(_unwrapped(text) if is_valid else text)
+        return is_valid
 
 
 def _unwrapped(text: str) -> str:
@@ -245,13 +247,13 @@ class _JsonCall:
             return (yield from self.parser.json_arguments())
         reader = self.parser.reader
         if is_arguments and (yield from reader.peek()) in QUOTES:
-            self.early, found = yield from json_text(reader)
-            return found
+            self.early, is_valid = yield from json_text(reader)
+            return is_valid
         pieces: list[str] = []
-        found = yield from JsonReader(reader, pieces.append, self.parser.markers).value()
+        is_valid = yield from JsonReader(reader, pieces.append, self.parser.markers).value()
         if is_arguments:
             self.early = "".join(pieces)
-        return found
+        return is_valid
 
     def end(self, needs_arguments: bool) -> bool:
         """Finish the call after its closing bracket. Return False if the object is not a call."""

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, Tag, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from servd.api.protocol.chat import ChatCompletionRequest, Effort
-from servd.api.protocol.generation import Temperature
+from servd.api.protocol.generation import StopTexts, Temperature, TopK, TopP
 from servd.api.protocol.tools import (
     HostedTool,
     Parameters,
@@ -21,7 +21,7 @@ from servd.api.protocol.tools import (
     own_and_hosted,
 )
 from servd.api.protocol.translation import TranslatedRequest
-from servd.api.protocol.validation import Int, OpenObject, Schema, Whole
+from servd.api.protocol.validation import OpenObject, Schema, Whole
 from servd.base.bounds import INT32_MAX
 from servd.base.errors import InvalidRequest
 
@@ -150,7 +150,7 @@ class ToolMode(OpenObject):
     disable_parallel_tool_use: NotRequired[bool | None]
 
 
-class NamedTool(OpenObject):
+class AnthropicNamedTool(OpenObject):
     """The choice of the tool that the model must use."""
 
     type: Literal["tool"]
@@ -158,7 +158,7 @@ class NamedTool(OpenObject):
     disable_parallel_tool_use: NotRequired[bool | None]
 
 
-ToolChoice = Annotated[ToolMode | NamedTool, Field(discriminator="type")]
+ToolChoice = Annotated[ToolMode | AnthropicNamedTool, Field(discriminator="type")]
 
 
 class Thinking(OpenObject):
@@ -204,8 +204,8 @@ class CountTokensRequest(TranslatedRequest):
     def ignored(self) -> set[str]:
         used = {"type", "budget_tokens"} if self.keeps_budget and self.thinks else {"type"}
         names = {f"thinking.{name}" for name in (self.thinking or {}).keys() - used}
-        others = (self.output_config or {}).keys() - {"format", "effort"}
-        names |= {f"output_config.{name}" for name in others}
+        unknown_keys = (self.output_config or {}).keys() - {"format", "effort"}
+        names |= {f"output_config.{name}" for name in unknown_keys}
         names |= idle_strict(
             self.own_tools, self.tool_choice is not None and self.tool_choice["type"] != "auto"
         )
@@ -248,10 +248,10 @@ class MessagesRequest(CountTokensRequest):
     keeps_budget = False
 
     max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX), Whole]
-    stop_sequences: Annotated[list[str], Field(fail_fast=True)] | None = None
+    stop_sequences: Annotated[StopTexts, Field(fail_fast=True)] | None = None
     temperature: Temperature | None = None
-    top_p: float | None = None
-    top_k: Int | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
 
     metadata: dict[str, Any] | None = None  # for the client's own records
     service_tier: str | None = None  # as in a chat
@@ -436,7 +436,7 @@ class MessageUsage(msgspec.Struct):
     cache_creation_input_tokens: int = 0
 
 
-class Message(msgspec.Struct, kw_only=True, tag_field="type", tag="message"):
+class AnthropicMessagesResponse(msgspec.Struct, kw_only=True, tag_field="type", tag="message"):
     """The response of /v1/messages."""
 
     id: str

@@ -45,7 +45,7 @@ class Problem(msgspec.Struct):
     param: str | None = None
 
 
-class Response(msgspec.Struct):
+class BatchResponseData(msgspec.Struct):
     """The server's response to the request of a line."""
 
     status_code: int
@@ -53,11 +53,11 @@ class Response(msgspec.Struct):
     body: Raw = Raw(b"null")
 
 
-class Result(msgspec.Struct):
+class BatchRequestOutput(msgspec.Struct):
     """A line of the output file: a response or an error."""
 
     custom_id: CustomId
-    response: Response | None = None
+    response: BatchResponseData | None = None
     error: Problem | None = None
     id: str = msgspec.field(default_factory=lambda: f"batch_req_{uuid.uuid4().hex}")
 
@@ -143,17 +143,17 @@ class Results:
             os.replace(temporary, path)
         self.file = path.open("ab")
 
-    def add(self, result: Result) -> None:
+    def add(self, result: BatchRequestOutput) -> None:
         """Append a result to the file."""
         self.file.write(escape_line_ends(msgspec.json.encode(result)) + b"\n")
         self.file.flush()
 
 
-def results_of(path: Path) -> Iterator[tuple[Result, bytes]]:
+def results_of(path: Path) -> Iterator[tuple[BatchRequestOutput, bytes]]:
     """Yield each complete result of an output file, with its line."""
     with path.open("rb") as file:
         for line in file:
             try:
-                yield read_json(line, Result), line.rstrip(b"\n") + b"\n"
+                yield read_json(line, BatchRequestOutput), line.rstrip(b"\n") + b"\n"
             except ValueError:
                 continue  # cut off in the middle

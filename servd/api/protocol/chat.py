@@ -16,7 +16,7 @@ from servd.api.protocol.generation import (
     PromptLogprobs,
     ResponseMetrics,
     Timings,
-    Usage,
+    UsageInfo,
 )
 from servd.api.protocol.tools import ToolChoice, Tools, idle_strict
 from servd.api.protocol.validation import OpenObject, RequestBody, Whole, wrong_field
@@ -185,16 +185,16 @@ class ChatPrompt(RequestBody):
         tools = cast(list[dict[str, Any]], self.tools)
         parallel = self.parallel_tool_calls is not False
         names = {*self.named_tools}
-        named = [tool for tool in tools if tool["function"]["name"] in names]
+        selected = [tool for tool in tools if tool["function"]["name"] in names]
         match self.tool_choice:
             case "required":
                 return ToolOptions(tools, tools, parallel)
             case {"type": "allowed_tools", "allowed_tools": {"mode": "auto"}}:
-                return ToolOptions(named, parallel=parallel)  # the model sees no other tools
+                return ToolOptions(selected, parallel=parallel)  # the model sees no other tools
             case {"type": "allowed_tools"}:
-                return ToolOptions(tools, named, parallel)
+                return ToolOptions(tools, selected, parallel)
             case {"function": _}:
-                return ToolOptions(tools, named, parallel=False)
+                return ToolOptions(tools, selected, parallel=False)
             case _:
                 return ToolOptions(tools, parallel=parallel)
 
@@ -220,9 +220,9 @@ class ChatPrompt(RequestBody):
             return self
         if not self.tools:
             raise wrong_field("tool_choice", "needs `tools`")
-        known = {tool["function"]["name"] for tool in self.tools}
+        tool_names = {tool["function"]["name"] for tool in self.tools}
         for name in self.named_tools:
-            if name not in known:
+            if name not in tool_names:
                 raise wrong_field("tool_choice", f"names {name[:128]!r}, which is not in `tools`")
         return self
 
@@ -341,7 +341,7 @@ class AssistantMessage(msgspec.Struct):
     tool_calls: list[MessageToolCall] | UnsetType = UNSET
 
 
-class ChatChoice(msgspec.Struct):
+class ChatCompletionResponseChoice(msgspec.Struct):
     """One of the `n` choices of the response."""
 
     index: int
@@ -352,15 +352,15 @@ class ChatChoice(msgspec.Struct):
     token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatCompletion(msgspec.Struct, tag_field="object", tag="chat.completion"):
+class ChatCompletionResponse(msgspec.Struct, tag_field="object", tag="chat.completion"):
     """The complete response of /v1/chat/completions."""
 
     id: str
     created: int
     model: str
     system_fingerprint: str
-    choices: list[ChatChoice]
-    usage: Usage
+    choices: list[ChatCompletionResponseChoice]
+    usage: UsageInfo
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_text: str | UnsetType = UNSET
@@ -415,7 +415,7 @@ class ChatCompletionChunk(msgspec.Struct, tag_field="object", tag="chat.completi
     model: str
     system_fingerprint: str
     choices: list[ChunkChoice]
-    usage: Usage | None | UnsetType = UNSET
+    usage: UsageInfo | None | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_text: str | UnsetType = UNSET
     timings: Timings | UnsetType = UNSET

@@ -15,7 +15,7 @@ from servd.api.protocol.generation import (
     PromptLogprobs,
     ResponseMetrics,
     Timings,
-    Usage,
+    UsageInfo,
 )
 from servd.api.protocol.validation import Int, TokenId, Whole, with_whole_numbers, wrong_field
 from servd.api.text.prompt import Prompt
@@ -102,10 +102,10 @@ class CompletionRequest(GenerationRequest):
     def own_params(self) -> dict[str, Any]:
         """The sampling parameters of completions. With `echo`, `logprobs` includes the prompt."""
         max_tokens = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
-        own: dict[str, Any] = {"max_tokens": max_tokens, "logprobs": self.logprobs}
+        params: dict[str, Any] = {"max_tokens": max_tokens, "logprobs": self.logprobs}
         if self.echo and self.logprobs is not None:
-            own["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
-        return own
+            params["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
+        return params
 
 
 class CompletionLogprobs(msgspec.Struct):
@@ -117,7 +117,7 @@ class CompletionLogprobs(msgspec.Struct):
     text_offset: list[int]  # where the token's first character is in the choice's text
 
 
-class CompletionChoice(msgspec.Struct):
+class CompletionResponseChoice(msgspec.Struct):
     """A choice, or a chunk's part of one. `index` is prompt number * n + choice number."""
 
     index: int
@@ -131,15 +131,15 @@ class CompletionChoice(msgspec.Struct):
     prompt_text: str | UnsetType = UNSET
 
 
-class Completion(msgspec.Struct, tag_field="object", tag="text_completion"):
+class CompletionResponse(msgspec.Struct, tag_field="object", tag="text_completion"):
     """The complete response of /v1/completions, or a chunk of a stream."""
 
     id: str
     created: int
     model: str
     system_fingerprint: str
-    choices: list[CompletionChoice]
-    usage: Usage | None | UnsetType = UNSET
+    choices: list[CompletionResponseChoice]
+    usage: UsageInfo | None | UnsetType = UNSET
     timings: Timings | UnsetType = UNSET
     metrics: ResponseMetrics | UnsetType = UNSET
     kv_transfer_params: KVTransferAnswer | UnsetType = UNSET

@@ -87,7 +87,7 @@ class Predicate(ClosedObject):
     name: NotRequired[str]
 
 
-class Choice(ClosedObject):
+class DecisionChoice(ClosedObject):
     """An option of a choice question. "true" and the boolean true are different options."""
 
     value: str | bool
@@ -99,7 +99,7 @@ class ChoiceQuestion(ClosedObject):
 
     type: Literal["choice"]
     instructions: Instructions
-    choices: Annotated[list[Choice], Field(fail_fast=True, min_length=2, max_length=255)]
+    choices: Annotated[list[DecisionChoice], Field(fail_fast=True, min_length=2, max_length=255)]
     name: NotRequired[str]
 
 
@@ -216,7 +216,7 @@ class ScoreAnswer(msgspec.Struct, tag_field="type", tag="score"):
 Answer = PredicateAnswer | ChoiceAnswer | ScoreAnswer
 
 
-class Decision(msgspec.Struct):
+class DecisionResponse(msgspec.Struct):
     """The response of /v1/decisions: an answer for each question, in order."""
 
     model: str
@@ -234,8 +234,8 @@ def answer(
             return PredicateAnswer(probabilities[0], name)
         case "choice":
             values = [choice["value"] for choice in question["choices"]]
-            shown = list(map(ChoiceProbability, values, probabilities))
-            return ChoiceAnswer(values[probabilities.index(best)], best, shown, name)
+            choices = list(map(ChoiceProbability, values, probabilities))
+            return ChoiceAnswer(values[probabilities.index(best)], best, choices, name)
         case "score":
             labels = [level["label"] for level in question["levels"]]
             levels = list(map(LevelProbability, labels, range(len(labels)), probabilities))

@@ -128,7 +128,7 @@ class EmbeddingRequest(VectorRequest):
     pooling: Literal["last", "mean"] | None = None
 
 
-class Embedding(msgspec.Struct, tag_field="object", tag="embedding"):
+class EmbeddingResponseData(msgspec.Struct, tag_field="object", tag="embedding"):
     """The vector of one input."""
 
     index: int
@@ -142,9 +142,9 @@ class EmbeddingUsage(msgspec.Struct):
     total_tokens: int
 
 
-class Embeddings(msgspec.Struct, tag_field="object", tag="list"):
+class EmbeddingResponse(msgspec.Struct, tag_field="object", tag="list"):
     """The response of /v1/embeddings."""
 
-    data: list[Embedding]
+    data: list[EmbeddingResponseData]
     model: str
     usage: EmbeddingUsage

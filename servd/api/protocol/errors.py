@@ -117,7 +117,9 @@ def error_reply(error: Exception, request_id: str, path: str = "") -> ErrorReply
         return ErrorReply(status, msgspec.json.encode(OllamaErrorBody(detail.message)), headers)
     if path.startswith(ANTHROPIC_ROUTES):
         if isinstance(error, ContextTooLong):  # clients look for these words, and compact
-            detail.message = f"prompt is too long: {error.num_tokens} tokens > {error.most} maximum"
+            detail.message = (
+                f"prompt is too long: {error.num_tokens} tokens > {error.max_tokens} maximum"
+            )
         return _anthropic(status, detail, headers, request_id)
     return ErrorReply(status, msgspec.json.encode(ErrorBody(detail)), headers)
 

@@ -7,21 +7,20 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
-from pydantic import AliasChoices, BeforeValidator, Field, GetJsonSchemaHandler, model_validator
+from pydantic import AliasChoices, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from servd.api.protocol.structured import StructuredRequest
 from servd.api.protocol.validation import (
     REQUEST_ID,
+    BoundsOf,
     ClosedObject,
     FewKeys,
     Int,
     KeptTokens,
     OpenObject,
-    Schema,
     TokenId,
     Whole,
-    add_bounds,
     is_neutral,
     wrong_field,
 )
@@ -80,9 +79,14 @@ def _bias_by_id(value: Any) -> Any:
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True), Whole]
 Bias = Annotated[
-    dict[int, float], Field(json_schema_extra={"propertyNames": {"pattern": "^[0-9]{1,11}$"}})
+    dict[int, float],
+    BoundsOf("logit_bias"),
+    Field(json_schema_extra={"propertyNames": {"pattern": "^[0-9]{1,11}$"}}),
 ]
-Temperature = Annotated[float, Field(le=2)]  # the range of OpenAI's API
+Temperature = Annotated[float, Field(ge=0, le=2)]  # the range of OpenAI's API
+TopP = Annotated[float, BoundsOf("top_p")]
+TopK = Annotated[Int, BoundsOf("top_k")]
+StopTexts = Annotated[list[str], BoundsOf("stop")]
 
 
 class StreamOptions(OpenObject, total=False):
@@ -95,9 +99,9 @@ class StreamOptions(OpenObject, total=False):
 class RepetitionFields(ClosedObject, total=False):
     """The repetitions that end the output; see `servd.messages.params.RepetitionDetection`."""
 
-    max_pattern_size: Int
-    min_pattern_size: Int
-    min_count: Int
+    max_pattern_size: Annotated[Int, BoundsOf("max_pattern_size", RepetitionDetection)]
+    min_pattern_size: Annotated[Int, BoundsOf("min_pattern_size", RepetitionDetection)]
+    min_count: Annotated[Int, BoundsOf("min_count", RepetitionDetection)]
 
 
 class KVTransferParams(OpenObject, total=False):
@@ -136,36 +140,36 @@ class GenerationRequest(StructuredRequest):
     lacking |= {"lora": "name an adapter as `model`", "modalities": 'only ["text"] is'}
     lacking |= {"reasoning_format": 'only "auto" and "deepseek" are'}
 
-    n: Int | None = None
+    n: Annotated[Int, BoundsOf("n")] | None = None
     """Number of choices. Choice i uses `seed` + i."""
     temperature: Temperature | None = None
     """Randomness of sampling. 0 always takes the most probable token."""
-    top_p: float | None = None
+    top_p: TopP | None = None
     """Sample among the most probable tokens whose probabilities add up to this."""
-    top_k: Int | None = None
+    top_k: TopK | None = None
     """Sample among this many of the most probable tokens. 0 and -1 turn the limit off."""
-    min_p: float | None = None
+    min_p: Annotated[float, BoundsOf("min_p")] | None = None
     """Drop tokens less probable than this share of the most probable token's probability."""
-    presence_penalty: float | None = None
+    presence_penalty: Annotated[float, BoundsOf("presence_penalty")] | None = None
     """Lower the logit of each token that is in the output."""
-    frequency_penalty: float | None = None
+    frequency_penalty: Annotated[float, BoundsOf("frequency_penalty")] | None = None
     """Lower a token's logit for each time it is in the output."""
-    repetition_penalty: float | None = None
+    repetition_penalty: Annotated[float, BoundsOf("repetition_penalty")] | None = None
     """Scale the logits of tokens in the prompt or the output. Above 1 makes them less likely."""
-    seed: Int | None = None
+    seed: Annotated[Int, BoundsOf("seed")] | None = None
     """Requests with the same seed and parameters return the same text, whatever the load."""
-    max_tokens: Int | None = None
+    max_tokens: Annotated[Int, BoundsOf("max_tokens")] | None = None
     """Maximum number of output tokens."""
-    min_tokens: Int | None = None
+    min_tokens: Annotated[Int, BoundsOf("min_tokens")] | None = None
     """Minimum number of output tokens."""
     ignore_eos: bool | None = None
     """Continue after the model's end-of-sequence token."""
     stop: Annotated[
         Annotated[list[str], Field(fail_fast=True)] | None,
-        BeforeValidator(_one_or_more, StopText | list[StopText] | None),
+        BeforeValidator(_one_or_more, StopText | StopTexts | None),
     ] = None
     """A stop string or a list of them. The answer ends before the first one after the reasoning."""
-    stop_token_ids: TokenIds | None = None
+    stop_token_ids: Annotated[TokenIds, BoundsOf("stop_token_ids")] | None = None
     """Token ids that end the output."""
     include_stop_str_in_output: bool | None = None
     """Include the stop string in the text."""
@@ -173,9 +177,9 @@ class GenerationRequest(StructuredRequest):
     """Remove special tokens from the text."""
     logit_bias: Annotated[Bias | None, BeforeValidator(_bias_by_id)] = None
     """Add to logits: `{"token id": -100 to 100}`."""
-    allowed_token_ids: TokenIds | None = None
+    allowed_token_ids: Annotated[TokenIds, BoundsOf("allowed_token_ids")] | None = None
     """Sample among these token ids only."""
-    bad_words: Annotated[list[str], Field(fail_fast=True)] | None = None
+    bad_words: Annotated[list[str], Field(fail_fast=True), BoundsOf("bad_words")] | None = None
     """Texts that must not be generated, alone or after a space; up to 32 tokens each."""
     repetition_detection: Annotated[RepetitionFields | None, FewKeys] = None
     """End an output that repeats itself, with the `finish_reason` `repetition`.
@@ -185,14 +189,15 @@ class GenerationRequest(StructuredRequest):
     speculative: bool | None = None
     """false turns speculative decoding off. The output stays the same."""
     thinking_token_budget: Annotated[
-        Int | None, Field(validation_alias=AliasChoices("thinking_token_budget", *BUDGET_ALIASES))
+        Annotated[Int, BoundsOf("thinking_token_budget")] | None,
+        Field(validation_alias=AliasChoices("thinking_token_budget", *BUDGET_ALIASES)),
     ] = None
     """Maximum number of reasoning tokens. Needs a model whose reasoning tags are single tokens."""
-    logprob_token_ids: TokenIds | None = None
+    logprob_token_ids: Annotated[TokenIds, BoundsOf("logprob_token_ids")] | None = None
     """Return the log-probabilities of these token ids and of the sampled one at each position,
     instead of the likeliest. Needs `logprobs`.
     """
-    prompt_logprobs: Int | None = None
+    prompt_logprobs: Annotated[Int, BoundsOf("prompt_logprobs")] | None = None
     """Return log-probabilities of the prompt's tokens, and of this many candidates per position (up
     to `--max-logprobs`, 20). Not with `stream`.
     """
@@ -246,15 +251,6 @@ class GenerationRequest(StructuredRequest):
     session_id: str | None = None
     """For your own records. No effect."""
 
-    @classmethod
-    def complete_schema(cls, properties: dict[str, Schema], handler: GetJsonSchemaHandler) -> None:
-        """Add the bounds of sampling parameters to the JSON schemas of the fields."""
-        super().complete_schema(properties, handler)
-        add_bounds(properties, SamplingParams)
-        repetition, _ = properties["repetition_detection"]["anyOf"]
-        fields = handler.resolve_ref_schema(repetition)["properties"]
-        add_bounds(fields, RepetitionDetection)
-
     @model_validator(mode="after")
     def _check_support(self) -> GenerationRequest:
         if self.stream_options is not None and not self.stream:
@@ -282,8 +278,8 @@ class GenerationRequest(StructuredRequest):
 
     def _check_beam_search(self) -> None:
         fields = type(self).model_fields.keys() & DEFAULTS.keys()
-        given = self.values_of(sorted(fields - WITH_BEAMS - {*IDLE_WITH_BEAMS}))
-        for name, value in given.items():
+        values = self.values_of(sorted(fields - WITH_BEAMS - {*IDLE_WITH_BEAMS}))
+        for name, value in values.items():
             if not is_neutral(name, value) and value != DEFAULTS[name]:
                 raise wrong_field(name, "is not supported with `use_beam_search`: leave it out")
         if (self.n or 1) > MAX_BEAMS:
@@ -348,14 +344,14 @@ class GenerationRequest(StructuredRequest):
     def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams:
         """Return the request's sampling parameters. `defaults` are the model's."""
         shared = self.values_of(SHARED_PARAMS)
-        given = {name: value for name, value in shared.items() if value is not None}
+        params = {name: value for name, value in shared.items() if value is not None}
         if self.repetition_detection is not None:
-            given["repetition_detection"] = RepetitionDetection(**self.repetition_detection)
-        given["structured_output"] = self.structured_output()
-        own = self.own_params
+            params["repetition_detection"] = RepetitionDetection(**self.repetition_detection)
+        params["structured_output"] = self.structured_output()
+        body_params = self.own_params
         if self.logprob_token_ids:
-            own["logprobs"] = 0
-        return SamplingParams(**{**defaults, **given, **own})
+            body_params["logprobs"] = 0
+        return SamplingParams(**{**defaults, **params, **body_params})
 
 
 # Fields with the name and meaning of a field in SamplingParams.
@@ -441,7 +437,7 @@ class ResponseMetrics(msgspec.Struct):
     speculative_decoding: SpeculativeDecodingMetrics
 
 
-class Usage(msgspec.Struct):
+class UsageInfo(msgspec.Struct):
     """The token counts of a response. The prompt counts once, whatever the number of choices."""
 
     prompt_tokens: int

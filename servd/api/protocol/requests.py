@@ -105,7 +105,7 @@ class PrefixDifference(msgspec.Struct):
     other_id: str  # the earlier request's
 
 
-class PrefixCache(msgspec.Struct):
+class PrefixCacheReport(msgspec.Struct):
     """The number of a prompt's blocks found in the prefix cache, and the reason for misses."""
 
     block_size: int
@@ -132,7 +132,7 @@ class RequestTimeline(RequestSummary, kw_only=True):
     steps: list[TimelineStep]  # the longest, in order
     neighbours: list[TimelineNeighbour]
     behind: list[str]  # requests of the same API key that ran while it queued
-    prefix_cache: PrefixCache | UnsetType = UNSET  # set once the request is scheduled
+    prefix_cache: PrefixCacheReport | UnsetType = UNSET  # set once the request is scheduled
     # With the header X-Servd-Watch: of its message to the engine; the block table of each choice.
     message_bytes: int | UnsetType = UNSET
     block_ids: list[list[int]] | UnsetType = UNSET

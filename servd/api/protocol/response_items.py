@@ -42,8 +42,8 @@ def chat_messages(instructions: str | None, items: list[dict[str, Any]]) -> list
                 )
             case "reasoning":
                 text = item.get("encrypted_content")
-                shown = item.get("content") or (opened(text) if text else item.get("summary"))
-                reasoning = _text(shown or "")
+                content = item.get("content") or (opened(text) if text else item.get("summary"))
+                reasoning = _text(content or "")
                 messages.append({"role": "assistant", "reasoning_content": reasoning})
             case "additional_tools":
                 continue
@@ -93,7 +93,7 @@ def opened(text: str) -> str:
 def listed(response_id: str, items: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the items as the server lists them: with ids and statuses, and with texts as parts."""
     name = response_id.removeprefix("resp_")
-    shown: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]] = []
     for number, item in enumerate(items):
         kind = item.get("type", "message")
         item = {"type": kind, "status": "completed", **item}
@@ -109,8 +109,8 @@ def listed(response_id: str, items: list[dict[str, Any]]) -> list[dict[str, Any]
                 item["content"] = _parts(item.get("content") or [], "reasoning_text")
             case _:
                 pass
-        shown.append(item)
-    return shown
+        messages.append(item)
+    return messages
 
 
 def _parts(content: str | list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
 from servd.api.protocol.chat import Effort, RefusalPart, TokenLogprob, check_parts
-from servd.api.protocol.generation import Temperature
+from servd.api.protocol.generation import Temperature, TopP
 from servd.api.protocol.response_items import HOSTED_ITEMS, chat_messages
 from servd.api.protocol.tools import Function, HostedTool, allow_both, idle_strict, own_and_hosted
 from servd.api.protocol.translation import TranslatedRequest
@@ -76,7 +76,7 @@ class FunctionCallOutput(OpenObject):
     output: Content
 
 
-class Reasoning(OpenObject):
+class ReasoningInput(OpenObject):
     """The reasoning in an earlier response."""
 
     type: Literal["reasoning"]
@@ -119,7 +119,7 @@ InputItem = Annotated[
     Annotated[InputMessage, Tag("message")]
     | Annotated[FunctionCallInput, Tag("function_call")]
     | Annotated[FunctionCallOutput, Tag("function_call_output")]
-    | Annotated[Reasoning, Tag("reasoning")]
+    | Annotated[ReasoningInput, Tag("reasoning")]
     | Annotated[HostedItem, Tag("hosted item")],
     Discriminator(_tag_of_item),
 ]
@@ -210,7 +210,7 @@ class ResponsesRequest(TranslatedRequest):
     previous_response_id: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=INT32_MAX), Whole] | None = None
     temperature: Temperature | None = None
-    top_p: float | None = None
+    top_p: TopP | None = None
     tools: Annotated[list[AnyTool], Field(fail_fast=True)] | None = None
     tool_choice: Annotated[str | Choice | None, BeforeValidator(_check_tool_choice, ToolChoice)] = (
         None
@@ -283,7 +283,8 @@ def _chat_tool_choice(choice: str | Choice | None) -> Any:
         return choice
     if choice["type"] == "function":
         return {"type": "function", "function": _without_type(choice)}
-    allowed = {"mode": choice["mode"], "tools": [_chat_tool_choice(one) for one in choice["tools"]]}
+    tools = [_chat_tool_choice(tool) for tool in choice["tools"]]
+    allowed = {"mode": choice["mode"], "tools": tools}
     return {"type": "allowed_tools", "allowed_tools": allowed}
 
 
@@ -374,7 +375,7 @@ class ResponseError(msgspec.Struct):
     code: str = "server_error"
 
 
-class Response(msgspec.Struct, kw_only=True, tag_field="object", tag="response"):
+class ResponsesResponse(msgspec.Struct, kw_only=True, tag_field="object", tag="response"):
     """The response of /v1/responses, with the settings of its request."""
 
     id: str

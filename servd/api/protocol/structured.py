@@ -87,18 +87,18 @@ class StructuredRequest(RequestBody):
         """Return the form of the output; None for free text. Raise InvalidRequest if two different
         forms are set, or a JSON schema is missing.
         """
-        given: list[StructuredOutput] = []
+        outputs: list[StructuredOutput] = []
         if self.response_format and self.response_format["type"] != "text":
-            given.append(_response_format(self.response_format))
+            outputs.append(_response_format(self.response_format))
         for kind, value in (self.structured_outputs or {}).items():
             if value not in (None, False):
-                given.append(_form(kind, value, f"structured_outputs.{kind}"))
+                outputs.append(_form(kind, value, f"structured_outputs.{kind}"))
         for name, value in self.values_of(FORMS).items():
             is_set = value is not None if name.startswith("guided_") else bool(value)
             if is_set:
-                given.append(_form(FORMS[name], value, name))
+                outputs.append(_form(FORMS[name], value, name))
         # Some clients send a form under several names, for servers of any age.
-        forms = list({(form.kind, form.value): form for form in reversed(given)}.values())[::-1]
+        forms = list({(form.kind, form.value): form for form in reversed(outputs)}.values())[::-1]
         if len(forms) > 1:
             names = " and ".join(f"`{form.param}`" for form in forms)
             raise InvalidRequest(
@@ -107,12 +107,12 @@ class StructuredRequest(RequestBody):
         return forms[0] if forms else None
 
 
-def _response_format(asked: ResponseFormat) -> StructuredOutput:
-    if (schema := asked.get("schema")) is not None:
+def _response_format(field: ResponseFormat) -> StructuredOutput:
+    if (schema := field.get("schema")) is not None:
         return _form("json", schema, "response_format")
-    if asked["type"] == "json_object":
+    if field["type"] == "json_object":
         return StructuredOutput("json_object", param="response_format")
-    schema = asked.get("json_schema")
+    schema = field.get("json_schema")
     if schema is None:
         param = "response_format.json_schema"
         raise InvalidRequest(f"`{param}` is missing: it must hold the `schema`", param=param)

@@ -9,17 +9,9 @@ from pydantic import GetJsonSchemaHandler
 from pydantic_core import core_schema, to_json
 
 from servd.api.protocol.chat import ChatCompletionRequest
-from servd.api.protocol.generation import GenerationRequest
+from servd.api.protocol.generation import SHARED_PARAMS, GenerationRequest
 from servd.api.protocol.structured import StructuredRequest
-from servd.api.protocol.validation import (
-    ALIASES,
-    RequestBody,
-    Schema,
-    add_bounds,
-    add_descriptions,
-    parse,
-    wrong_field,
-)
+from servd.api.protocol.validation import RequestBody, Schema, parse, wrong_field
 from servd.base.errors import RequestError
 from servd.messages.params import SamplingParams
 
@@ -55,19 +47,20 @@ class TranslatedRequest(RequestBody):
 
     @classmethod
     def complete_schema(cls, properties: dict[str, Schema], handler: GetJsonSchemaHandler) -> None:
-        """Add the fields of chats, and the descriptions and bounds of sampling parameters."""
-        texts = GenerationRequest.descriptions()
-        for field in SamplingParams.__struct_fields__:
-            for name in (field, *ALIASES.get(field, ())):
-                if field in texts:
-                    add_descriptions(properties, {name: texts[field]})
+        """Add the fields of chats."""
         super().complete_schema(properties, handler)
-        add_bounds(properties, SamplingParams)
         # Only inside of another schema is it made with its `complete_schema`.
         listed = handler(core_schema.list_schema(ChatCompletionRequest.__pydantic_core_schema__))
-        known = handler.resolve_ref_schema(listed["items"])["properties"]
+        chat_properties = handler.resolve_ref_schema(listed["items"])["properties"]
         for name in sorted(EXTENSIONS):
-            properties.setdefault(name, known[name])
+            properties.setdefault(name, chat_properties[name])
+
+    @classmethod
+    def descriptions(cls) -> dict[str, str]:
+        """Return the descriptions of the fields, of which sampling parameters share the chat's."""
+        texts = GenerationRequest.descriptions()
+        shared = {name: texts[name] for name in SHARED_PARAMS}
+        return shared | {"stop_sequences": texts["stop"]} | super().descriptions()
 
     def as_chat(self, fields: dict[str, Any]) -> ChatCompletionRequest:
         """Return the chat request with these fields and the chat fields that the body adds. Raise

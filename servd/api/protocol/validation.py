@@ -1,9 +1,9 @@
 """Parses a request body into its pydantic model. Errors become one short InvalidRequest."""
 
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self, TypeVar
+from typing import Annotated, Any, ClassVar, NamedTuple, Self, TypeVar, get_type_hints
 
 import msgspec
 import pydantic_core
@@ -25,14 +25,13 @@ from servd.base.bounds import INT32_MAX, MAX_TIMEOUT, shorten
 from servd.base.errors import InvalidRequest
 from servd.base.json_reader import TOO_DEEP, without_mark
 from servd.base.python_syntax import field_docstrings
+from servd.messages.params import SamplingParams
 
 REQUEST_ID = r"^[A-Za-z0-9._:-]{1,128}$"  # in the header X-Request-Id or in a body
 MAX_VALUES = 500_000  # of a body; see `has_more_values`
 MAX_PROBLEMS = 10
 MAX_WHOLE = 2.0**53  # a float has all whole numbers below
 MAX_NAME = 64  # characters of a field name that are shown; names can come from the client
-# Field of SamplingParams -> its other names in requests.
-ALIASES = {"stop": ("stop_sequences",)}
 # Field of peers -> the values that change nothing.
 NEUTRAL: dict[str, Any] = {"modalities": [["text"]], "reasoning_format": ["auto", "deepseek"]}
 MAX_KEYS = 16  # as in OpenAI's metadata; the other objects have fewer
@@ -145,7 +144,9 @@ class RequestBody(BaseModel):
     @classmethod
     def complete_schema(cls, properties: dict[str, Schema], handler: GetJsonSchemaHandler) -> None:
         """Add descriptions of the fields to their JSON schemas."""
-        add_descriptions(properties, cls.descriptions())
+        for name, text in cls.descriptions().items():
+            if name in properties:
+                properties[name]["description"] = text
 
     @classmethod
     def descriptions(cls) -> dict[str, str]:
@@ -153,10 +154,10 @@ class RequestBody(BaseModel):
 
         pydantic's `use_attribute_docstrings` would read them at every start, which takes 0.2 s.
         """
-        found: dict[str, str] = {}
+        texts: dict[str, str] = {}
         for base in reversed(cls.__mro__[: cls.__mro__.index(BaseModel)]):
-            found |= field_docstrings(base)
-        return found
+            texts |= field_docstrings(base)
+        return texts
 
 
 def is_neutral(name: str, value: Any) -> bool:
@@ -165,28 +166,19 @@ def is_neutral(name: str, value: Any) -> bool:
     return value is None or value is False or empty or value in NEUTRAL.get(name, ())
 
 
-def add_descriptions(properties: dict[str, Schema], texts: Mapping[str, str]) -> None:
-    """Add the descriptions in `texts` to the schemas of the fields."""
-    for name in texts.keys() & properties.keys():
-        properties[name]["description"] = texts[name]
+class BoundsOf(NamedTuple):
+    """Gives a field the JSON schema of a parameter, whose `validate` enforces the bounds."""
 
+    name: str
+    params: type[msgspec.Struct] = SamplingParams
 
-def add_bounds(properties: dict[str, Schema], params: type[msgspec.Struct]) -> None:
-    """Add the bounds that `validate` enforces in `params` to the fields of the same name."""
-    for field in msgspec.structs.fields(params):
-        for name in (field.name, *ALIASES.get(field.name, ())):
-            if name in properties:
-                _tighten(properties[name], msgspec.json.schema(field.type))
-
-
-def _tighten(schema: Schema, bounded: Schema) -> None:
-    by_type = {option.get("type"): option for option in bounded.get("anyOf", [bounded])}
-    for option in schema.get("anyOf", [schema]):
-        for key, bound in by_type.get(option.get("type"), {}).items():
-            if isinstance(bound, dict):
-                _tighten(option.setdefault(key, {}), bound)
-            else:
-                option.setdefault(key, bound)
+    def __get_pydantic_json_schema__(
+        self, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> Schema:
+        hint = get_type_hints(self.params, include_extras=True)[self.name]
+        schema = msgspec.json.schema(hint)
+        [option] = (o for o in schema.get("anyOf", [schema]) if o["type"] != "null")
+        return handler(core_schema) | option
 
 
 # The processor checks that it is in the vocabulary.
@@ -257,8 +249,8 @@ def _refusal(details: Sequence[ErrorDetails], body: Any) -> InvalidRequest:
 
 def _sentence(path: str, details: list[ErrorDetails]) -> str:
     """Return a sentence about an invalid field: `n must be a whole number, got 'two'`."""
-    first, *others = dict.fromkeys(map(_rule, details))
-    rule = " or ".join([first, *(other.removeprefix("must be ") for other in others)])
+    first, *more_rules = dict.fromkeys(map(_rule, details))
+    rule = " or ".join([first, *(other.removeprefix("must be ") for other in more_rules)])
     sentence = f"{path} {rule}" if rule.startswith(("must ", "may ", "is ")) else f"{path}: {rule}"
     detail = details[0]
     got = detail.get("ctx", {}).get("actual_length", detail["input"])

@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from servd.api.keys import Keys
-from servd.api.protocol.responses import Response, ResponsesRequest
+from servd.api.keys import ApiKeys
+from servd.api.protocol.responses import ResponsesRequest, ResponsesResponse
 from servd.api.responses.event_log import EventLog
 from servd.base.errors import InvalidRequest, Overloaded, RequestError
 
@@ -19,7 +19,7 @@ MIN_BYTES = 32 * 2**20  # per key
 class Stored(msgspec.Struct):
     """A response and its conversation."""
 
-    response: Response
+    response: ResponsesResponse
     items: list[dict[str, Any]]  # input and output of earlier turns, and input of this turn
     num_bytes: int  # approximate; items shared by turns count for each
     log: EventLog | None = None  # of a background response
@@ -130,7 +130,7 @@ class ResponseStore:
 
 
 class ResponseStores(dict[str, ResponseStore]):
-    def __init__(self, max_responses: int, keys: Keys) -> None:
+    def __init__(self, max_responses: int, keys: ApiKeys) -> None:
         super().__init__()
         self.max_responses = max_responses
         self.api_keys = keys

@@ -8,14 +8,20 @@ from starlette.responses import Response
 
 from servd.api.http.json_body import json_body
 from servd.api.http.route import Route, events
-from servd.api.protocol.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest
+from servd.api.protocol.chat import (
+    ChatCompletionChunk,
+    ChatCompletionRequest,
+    ChatCompletionResponse,
+)
 from servd.api.serving.chat import OpenAIServingChat
 
 router = APIRouter(route_class=Route)
 
 
 @router.post(
-    "/v1/chat/completions", response_model=ChatCompletion, responses=events(ChatCompletionChunk)
+    "/v1/chat/completions",
+    response_model=ChatCompletionResponse,
+    responses=events(ChatCompletionChunk),
 )
 async def create_chat_completion(
     request: Request, body: Annotated[ChatCompletionRequest, json_body(ChatCompletionRequest)]

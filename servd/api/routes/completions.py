@@ -8,13 +8,15 @@ from starlette.responses import Response
 
 from servd.api.http.json_body import json_body
 from servd.api.http.route import Route, events
-from servd.api.protocol.completions import Completion, CompletionRequest
+from servd.api.protocol.completions import CompletionRequest, CompletionResponse
 from servd.api.serving.completion import OpenAIServingCompletion
 
 router = APIRouter(route_class=Route)
 
 
-@router.post("/v1/completions", response_model=Completion, responses=events(Completion))
+@router.post(
+    "/v1/completions", response_model=CompletionResponse, responses=events(CompletionResponse)
+)
 async def create_completion(
     request: Request, body: Annotated[CompletionRequest, json_body(CompletionRequest)]
 ) -> Response:

@@ -8,13 +8,13 @@ from starlette.responses import Response
 
 from servd.api.http.json_body import json_body
 from servd.api.http.route import Route
-from servd.api.protocol.decisions import Decision, DecisionsRequest
+from servd.api.protocol.decisions import DecisionResponse, DecisionsRequest
 from servd.api.serving.decisions import ServingDecisions
 
 router = APIRouter(route_class=Route)
 
 
-@router.post("/v1/decisions", response_model=Decision)
+@router.post("/v1/decisions", response_model=DecisionResponse)
 async def create_decision(
     request: Request, body: Annotated[DecisionsRequest, json_body(DecisionsRequest)]
 ) -> Response:

@@ -8,13 +8,13 @@ from starlette.responses import Response
 
 from servd.api.http.json_body import json_body
 from servd.api.http.route import Route
-from servd.api.protocol.embeddings import EmbeddingRequest, Embeddings
+from servd.api.protocol.embeddings import EmbeddingRequest, EmbeddingResponse
 from servd.api.serving.embedding import OpenAIServingEmbedding
 
 router = APIRouter(route_class=Route)
 
 
-@router.post("/v1/embeddings", response_model=Embeddings)
+@router.post("/v1/embeddings", response_model=EmbeddingResponse)
 async def create_embeddings(
     request: Request, body: Annotated[EmbeddingRequest, json_body(EmbeddingRequest)]
 ) -> Response:

@@ -10,9 +10,9 @@ from servd.api.context import context_of
 from servd.api.http.json_body import json_body, read_json_body
 from servd.api.http.route import Route, events
 from servd.api.protocol.anthropic import (
+    AnthropicMessagesResponse,
     CountTokensRequest,
     LimitedMessagesRequest,
-    Message,
     MessagesRequest,
     TokensCount,
 )
@@ -33,7 +33,9 @@ async def read_message(request: Request) -> MessagesRequest:
     return await read_json_body(request, body_type)
 
 
-@router.post("/v1/messages", response_model=Message, responses=events(MessageEvent))
+@router.post(
+    "/v1/messages", response_model=AnthropicMessagesResponse, responses=events(MessageEvent)
+)
 async def create_message(
     request: Request, body: Annotated[LimitedMessagesRequest, Depends(read_message)]
 ) -> Response:

@@ -17,8 +17,8 @@ from servd.api.protocol.responses import (
     DeletedResponse,
     InputItems,
     InputTokens,
-    Response,
     ResponsesRequest,
+    ResponsesResponse,
 )
 from servd.api.serving.responses import OpenAIServingResponses
 
@@ -40,7 +40,7 @@ def serving_of(request: Request) -> OpenAIServingResponses:
     return request.app.state.serving_responses
 
 
-@router.post("/v1/responses", response_model=Response, responses=events(ResponseEvent))
+@router.post("/v1/responses", response_model=ResponsesResponse, responses=events(ResponseEvent))
 async def create_response(request: Request, body: ResponsesBody) -> HTTPResponse:
     """Answer a conversation, and store it for the next turn."""
     return await serving_of(request).create_responses(body, request)
@@ -53,7 +53,9 @@ async def count_input_tokens(request: Request, body: ResponsesBody) -> HTTPRespo
 
 
 @router.get(
-    "/v1/responses/{response_id:response}", response_model=Response, responses=events(ResponseEvent)
+    "/v1/responses/{response_id:response}",
+    response_model=ResponsesResponse,
+    responses=events(ResponseEvent),
 )
 async def get_response(
     request: Request,
@@ -82,7 +84,7 @@ async def delete_response(request: Request, response_id: PathPart) -> HTTPRespon
     return await serving_of(request).delete_responses(response_id, request)
 
 
-@router.post("/v1/responses/{response_id:response}/cancel", response_model=Response)
+@router.post("/v1/responses/{response_id:response}/cancel", response_model=ResponsesResponse)
 async def cancel_response(request: Request, response_id: PathPart) -> HTTPResponse:
     """Cancel a background response."""
     return await serving_of(request).cancel_responses(response_id, request)

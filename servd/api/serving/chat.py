@@ -13,10 +13,10 @@ from servd.api.output.incremental import Content, Delta, Reasoning, ToolCallArgu
 from servd.api.protocol.chat import (
     AssistantMessage,
     CalledFunction,
-    ChatChoice,
-    ChatCompletion,
     ChatCompletionChunk,
     ChatCompletionRequest,
+    ChatCompletionResponse,
+    ChatCompletionResponseChoice,
     ChatFinishReason,
     ChoiceDelta,
     ChunkChoice,
@@ -24,7 +24,7 @@ from servd.api.protocol.chat import (
     DeltaToolCall,
     MessageToolCall,
 )
-from servd.api.protocol.generation import CompletionTokensDetails, Usage
+from servd.api.protocol.generation import CompletionTokensDetails, UsageInfo
 from servd.api.serving.formatter import ChoiceFormatter
 from servd.api.serving.serving import OpenAIServing
 from servd.messages.engine import FinishReason
@@ -94,15 +94,15 @@ class ChatFormatter(ChoiceFormatter):
     def usage_chunk(self) -> ChatCompletionChunk:
         return self._chunk([], self.usage())
 
-    def response(self) -> ChatCompletion:
+    def response(self) -> ChatCompletionResponse:
         prompt_token_ids, prompt_text = self._prompt()
-        return ChatCompletion(
+        return ChatCompletionResponse(
             self.info.id,
             self.created,
             self.info.model,
             self.info.fingerprint,
             [
-                ChatChoice(
+                ChatCompletionResponseChoice(
                     choice.index,
                     _message(self._delta(choice), self.body.echoed),
                     self.token_texts[choice.index].chat_logprobs(choice.logprobs),
@@ -121,7 +121,7 @@ class ChatFormatter(ChoiceFormatter):
             kv_transfer_params=self.kv_transfer_params(),
         )
 
-    def usage(self) -> Usage:
+    def usage(self) -> UsageInfo:
         """Return the token counts so far, with reasoning tokens if the model reasons."""
         usage = super().usage()
         if self.info.can_reason:
@@ -138,7 +138,7 @@ class ChatFormatter(ChoiceFormatter):
         )
 
     def _chunk(
-        self, choices: list[ChunkChoice], usage: Usage | None | UnsetType
+        self, choices: list[ChunkChoice], usage: UsageInfo | None | UnsetType
     ) -> ChatCompletionChunk:
         return ChatCompletionChunk(
             self.info.id, self.created, self.info.model, self.info.fingerprint, choices, usage

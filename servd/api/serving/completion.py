@@ -10,12 +10,12 @@ from starlette.responses import Response
 
 from servd.api.call import call_of
 from servd.api.protocol.completions import (
-    Completion,
-    CompletionChoice,
     CompletionLogprobs,
     CompletionRequest,
+    CompletionResponse,
+    CompletionResponseChoice,
 )
-from servd.api.protocol.generation import Usage
+from servd.api.protocol.generation import UsageInfo
 from servd.api.request.request_output import RequestOutput
 from servd.api.serving.formatter import ChoiceFormatter
 from servd.api.serving.serving import OpenAIServing
@@ -56,7 +56,7 @@ class CompletionFormatter(ChoiceFormatter):
         self.num_logprobs = self.body.logprobs
         self.echo = bool(self.body.echo)
 
-    def chunks(self, output: CompletionOutput) -> list[Completion]:
+    def chunks(self, output: CompletionOutput) -> list[CompletionResponse]:
         """Return a chunk, or none. A choice's first chunk also has the fields sent only once."""
         is_first = not self.has_begun[output.index]
         if not self.has_news(output) and not (is_first and self.echo):
@@ -64,10 +64,10 @@ class CompletionFormatter(ChoiceFormatter):
         self.has_begun[output.index] = True
         return [self._completion([self._choice(output, is_first)], self.chunk_usage())]
 
-    def usage_chunk(self) -> Completion:
+    def usage_chunk(self) -> CompletionResponse:
         return self._completion([], self.usage())
 
-    def response(self) -> Completion:
+    def response(self) -> CompletionResponse:
         choices = self.choices
         for choice in choices:  # only the first of n scores the prompt
             choice.prompt_logprobs = choices[choice.index - choice.index % self.n].prompt_logprobs
@@ -82,20 +82,20 @@ class CompletionFormatter(ChoiceFormatter):
         return response
 
     def _completion(
-        self, choices: list[CompletionChoice], usage: Usage | None | UnsetType
-    ) -> Completion:
-        return Completion(
+        self, choices: list[CompletionResponseChoice], usage: UsageInfo | None | UnsetType
+    ) -> CompletionResponse:
+        return CompletionResponse(
             self.info.id, self.created, self.info.model, self.info.fingerprint, choices, usage
         )
 
-    def _choice(self, output: CompletionOutput, is_first: bool) -> CompletionChoice:
+    def _choice(self, output: CompletionOutput, is_first: bool) -> CompletionResponseChoice:
         prompt = self.prompts[output.index // self.n]
         text = output.text
         if is_first and self.echo:
             text = self.prompt_text(prompt) + text
         shows_prompt_ids = is_first and self.body.return_token_ids
         shows_prompt = is_first and self.body.return_prompt_text
-        return CompletionChoice(
+        return CompletionResponseChoice(
             output.index,
             text,
             self._logprobs(prompt, output),

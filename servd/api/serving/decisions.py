@@ -25,7 +25,7 @@ from servd.api.call import call_of
 from servd.api.connection import while_connected
 from servd.api.context import json_response
 from servd.api.engine.async_llm import AsyncLLM
-from servd.api.protocol.decisions import Answer, Decision, DecisionsRequest, Question
+from servd.api.protocol.decisions import Answer, DecisionResponse, DecisionsRequest, Question
 from servd.api.protocol.decisions import answer as make_answer
 from servd.api.protocol.decisions import options as options_of
 from servd.api.protocol.responses import (
@@ -109,7 +109,7 @@ class ServingDecisions(OpenAIServing):
             OutputTokensDetails(0),
             scorer.num_prompt_tokens + scorer.num_output_tokens,
         )
-        return json_response(Decision(call.model, answers, usage))
+        return json_response(DecisionResponse(call.model, answers, usage))
 
     async def _answers(self, scorer: OptionScorer, body: DecisionsRequest) -> list[Answer]:
         messages = chat_messages(None, cast(list[dict[str, Any]], body.input))

@@ -14,9 +14,9 @@ from starlette.responses import Response
 from servd.api.call import call_of
 from servd.api.connection import while_connected
 from servd.api.protocol.embeddings import (
-    Embedding,
     EmbeddingRequest,
-    Embeddings,
+    EmbeddingResponse,
+    EmbeddingResponseData,
     EmbeddingUsage,
     VectorRequest,
 )
@@ -51,12 +51,14 @@ class OpenAIServingEmbedding(OpenAIServing):
         vectors = await self.embed(request, "embd", body.prompts, params, body.request_options)
         as_text = body.encoding_format == "base64"
 
-        def build() -> Embeddings:
+        def build() -> EmbeddingResponse:
             embeddings = [
-                Embedding(index, as_base64(data, body) if as_text else unpack_vector(data))
+                EmbeddingResponseData(
+                    index, as_base64(data, body) if as_text else unpack_vector(data)
+                )
                 for index, data in enumerate(vectors.data)
             ]
-            return Embeddings(embeddings, call_of(request).model, vectors.usage)
+            return EmbeddingResponse(embeddings, call_of(request).model, vectors.usage)
 
         return await respond_with(request, vectors.num_numbers, build)
 

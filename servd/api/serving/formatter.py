@@ -16,7 +16,7 @@ from servd.api.observability.rendering import stage_times
 from servd.api.output.incremental import Delta
 from servd.api.output.output_parser import OutputParser
 from servd.api.protocol.chat import ChatCompletionChunk
-from servd.api.protocol.completions import Completion
+from servd.api.protocol.completions import CompletionResponse
 from servd.api.protocol.errors import ErrorReply
 from servd.api.protocol.generation import (
     GenerationRequest,
@@ -27,7 +27,7 @@ from servd.api.protocol.generation import (
     ResponseMetrics,
     SpeculativeDecodingMetrics,
     Timings,
-    Usage,
+    UsageInfo,
 )
 from servd.api.request.output_collector import MAX_LOGPROBS_HELD
 from servd.api.request.request_output import RequestOutput
@@ -247,7 +247,7 @@ class ChoiceFormatter(ResponseFormatter):
         """Return the stream's chunks for an output. The list may be empty."""
 
     @abstractmethod
-    def usage_chunk(self) -> ChatCompletionChunk | Completion:
+    def usage_chunk(self) -> ChatCompletionChunk | CompletionResponse:
         """Return a chunk with the usage and no choices."""
 
     def count(self, delta: CompletionOutput) -> None:
@@ -273,9 +273,9 @@ class ChoiceFormatter(ResponseFormatter):
     def add_delta(self, delta: CompletionOutput) -> None:
         self.choices[delta.index].add(delta)
 
-    def usage(self) -> Usage:
+    def usage(self) -> UsageInfo:
         num_prompt_tokens = self.num_prompt_tokens
-        return Usage(
+        return UsageInfo(
             prompt_tokens=num_prompt_tokens,
             completion_tokens=self.num_output_tokens,
             total_tokens=num_prompt_tokens + self.num_output_tokens,
@@ -322,7 +322,7 @@ class ChoiceFormatter(ResponseFormatter):
             self.info.config, timeline.rank, self.info.id, self.num_prompt_tokens
         )
 
-    def chunk_usage(self, num_ahead: int = 0) -> Usage | None | UnsetType:
+    def chunk_usage(self, num_ahead: int = 0) -> UsageInfo | None | UnsetType:
         """Return the usage for a chunk, without the `num_ahead` output tokens of later chunks."""
         if self.continuous_usage:
             usage = self.usage()

@@ -17,9 +17,9 @@ from servd.api.output.incremental import Content, Delta, Reasoning, ToolCallArgu
 from servd.api.output.json_reader import arguments_object, missing_end
 from servd.api.protocol.anthropic import (
     CHAT_NAMES,
+    AnthropicMessagesResponse,
     Block,
     CountTokensRequest,
-    Message,
     MessagesRequest,
     MessageTokensDetails,
     MessageUsage,
@@ -81,14 +81,16 @@ class AnthropicServingMessages(OpenAIServing):
 class MessageFormatter(EventFormatter):
     """Formats a message. Only the last content block may be open: a new block closes it."""
 
-    body_so_far: Message
+    body_so_far: AnthropicMessagesResponse
 
     def __init__(
         self, info: ResponseInfo, stream: bool, chat: ChatCompletionRequest, params: SamplingParams
     ) -> None:
         super().__init__(info, stream, chat, params)
         usage = MessageUsage(0, 0, 0, MessageTokensDetails(0))
-        self.body_so_far = Message(id=info.id, model=info.model, content=[], usage=usage)
+        self.body_so_far = AnthropicMessagesResponse(
+            id=info.id, model=info.model, content=[], usage=usage
+        )
         self.block: Block | None = None  # the open block
         self.json = ""  # its input so far
 

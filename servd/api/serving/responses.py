@@ -35,9 +35,9 @@ from servd.api.protocol.responses import (
     OutputTokensDetails,
     ReasoningItem,
     ReasoningText,
-    Response,
     ResponseError,
     ResponsesRequest,
+    ResponsesResponse,
     ResponseUsage,
     Status,
 )
@@ -241,7 +241,7 @@ def _conversation(previous: Stored | None, body: ResponsesRequest) -> list[dict[
     return turns if previous is None else [*previous.conversation, *turns]
 
 
-def _num_bytes(response: Response, body: ResponsesRequest, previous: Stored | None) -> int:
+def _num_bytes(response: ResponsesResponse, body: ResponsesRequest, previous: Stored | None) -> int:
     """Return the size of a response and its conversation, as JSON."""
     num_bytes = len(msgspec.json.encode([response, body.input]))
     return num_bytes + (0 if previous is None else previous.num_bytes)
@@ -253,7 +253,7 @@ class ResponsesFormatter(EventFormatter):
     `is_stored`, clients can retrieve the response later.
     """
 
-    body_so_far: Response
+    body_so_far: ResponsesResponse
 
     def __init__(
         self,
@@ -437,8 +437,8 @@ class ResponsesFormatter(EventFormatter):
 
 def _blank(
     response_id: str, model: str, body: ResponsesRequest, params: SamplingParams, is_stored: bool
-) -> Response:
-    return Response(
+) -> ResponsesResponse:
+    return ResponsesResponse(
         id=response_id,
         created_at=int(time.time()),
         background=bool(body.background),

@@ -18,7 +18,7 @@ import servd
 from servd.api.context import Context
 from servd.api.request.request_output import RequestOutput
 from servd.base.errors import EngineDeadError
-from servd.checkpoint import hf
+from servd.checkpoint.model_spec import ModelSpec
 from servd.config import Config
 from servd.messages.engine import EngineReady, WorkerReady
 from servd.messages.params import SamplingParams
@@ -66,7 +66,7 @@ class RunManifest(msgspec.Struct):
 
 
 def make_manifest(
-    config: Config, spec: hf.ModelSpec, worker: WorkerReady, prompts: list[RepeatablePrompt]
+    config: Config, spec: ModelSpec, worker: WorkerReady, prompts: list[RepeatablePrompt]
 ) -> RunManifest:
     """Return the manifest of a run. The first call in a process hashes all weights, which takes
     about a second per gigabyte, or no time if the hub's cache has the hashes.

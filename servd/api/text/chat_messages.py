@@ -33,8 +33,10 @@ def normalise(messages: list[Message], wants_parts: bool, knows_developer: bool)
     """Return messages in the format that the template expects, without null values. A developer is
     the system unless the template knows the role. Raise InvalidRequest if a part is no text.
     """
-    found = (_normalise(each, i, wants_parts, knows_developer) for i, each in enumerate(messages))
-    return [message for message in found if message is not None]
+    normalised = (
+        _normalise(message, i, wants_parts, knows_developer) for i, message in enumerate(messages)
+    )
+    return [message for message in normalised if message is not None]
 
 
 def _normalise(
@@ -57,7 +59,7 @@ def _normalise(
             texts.append(_text_of_part(part, f"messages[{index}].content"))
     if message["role"] in ("system", "developer"):
         stamped = texts
-        texts = [text for each in stamped if (text := STAMP.sub("", each)) or not each]
+        texts = [text for mark in stamped if (text := STAMP.sub("", mark)) or not mark]
         if stamped and not texts:
             return None
     if thoughts:
@@ -116,8 +118,8 @@ def surround_text(message: Message, before: str, after: str) -> Message:
     content = message["content"]
     if isinstance(content, str):
         return {**message, "content": f"{before}{content}{after}"}
-    *others, last = content or [{"type": "text", "text": ""}]
-    return {**message, "content": [*others, {**last, "text": f"{before}{last['text']}{after}"}]}
+    *parts, last = content or [{"type": "text", "text": ""}]
+    return {**message, "content": [*parts, {**last, "text": f"{before}{last['text']}{after}"}]}
 
 
 # ---- repairs ----
@@ -158,7 +160,7 @@ def merge_systems(messages: list[Message]) -> list[Message]:
     count = _count_systems(messages)
     if count == 0:
         return _into_turns(messages, 0)
-    system = {**messages[0], "content": _join([each["content"] for each in messages[:count]])}
+    system = {**messages[0], "content": _join([message["content"] for message in messages[:count]])}
     return [system, *_into_turns(messages[count:], 0)]
 
 
@@ -247,11 +249,12 @@ def _into_turns(messages: list[Message], num_plain: int) -> list[Message]:
             waiting = []
         if message is not None:
             is_tool = message["role"] == "tool"
-            own = message["content"]
+            content = message["content"]
             turns.append(message)
-            contents.append([own, *waiting] if is_tool else [*waiting, own])
+            contents.append([content, *waiting] if is_tool else [*waiting, content])
             waiting = []
-    return [{**turn, "content": _join(own)} for turn, own in zip(turns, contents, strict=True)]
+    pairs = zip(turns, contents, strict=True)
+    return [{**turn, "content": _join(content)} for turn, content in pairs]
 
 
 def _tagged(content: Content) -> Content:

@@ -131,17 +131,18 @@ class ChatTemplate:
         model's, else the default. Raise ConfigError, also if `defaults` has a reserved name.
         """
         if override:
-            named = read_override(override)
+            templates = read_override(override)
         else:
-            named = read_model_templates(tokenizer.folder, tokenizer.config)
-        if not named:
+            templates = read_model_templates(tokenizer.folder, tokenizer.config)
+        if not templates:
             # Where the tokenizer would add BOS, the prompt has to begin with it as other templates'
             # prompts do.
             template = DEFAULT_TEMPLATE
-            named = {"default": "{{ bos_token }}" + template if tokenizer.adds_bos else template}
-        default = named.get("default") or next(iter(named.values()))
+            default = "{{ bos_token }}" + template if tokenizer.adds_bos else template
+            templates = {"default": default}
+        default = templates.get("default") or next(iter(templates.values()))
         escaped = map(tokenizer.token_string, tokenizer.special_ids) if escape else ()
-        tools = named.get("tool_use")
+        tools = templates.get("tool_use")
         return cls(default, tools, tokenizer.special_tokens, [*escaped], defaults)
 
     def render(self, chat: Chat) -> str:
@@ -245,8 +246,8 @@ def _render_repaired(
             return render(repaired)
         except InvalidRequest as refused:
             if refused.message != reason:  # one of several reasons is gone
-                others = [other for other in repairs if other is not repair]
-                return _render_repaired(render, repaired, others, refused.message)
+                other_repairs = [other for other in repairs if other is not repair]
+                return _render_repaired(render, repaired, other_repairs, refused.message)
     for repair in repairs:  # one of them alone was not enough
         messages = repair(messages)
         with contextlib.suppress(InvalidRequest):
@@ -281,10 +282,10 @@ def _find_lost(
         for index, message in enumerate(messages)
     ]
     try:
-        shown = PROBED.findall(compiled.render(context | {"messages": probed}))
+        visible = PROBED.findall(compiled.render(context | {"messages": probed}))
     except Exception:  # the template reads the text, and may show it
         return None
-    is_shown = set(map(int, shown))
+    is_shown = set(map(int, visible))
     return next((index for index in texts if index not in is_shown), None)
 
 
@@ -339,9 +340,9 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self.filters["equals"] = specials.equals
         self.filters["contains"] = specials.contains
         for name in ("==", "eq", "equalto"):
-            self.tests[name] = lambda left, right: specials.equals([left, right])
+            self.tests[name] = lambda first, second: specials.equals([first, second])
         for name in ("!=", "ne"):
-            self.tests[name] = lambda left, right: not specials.equals([left, right])
+            self.tests[name] = lambda first, second: not specials.equals([first, second])
         self.tests["in"] = lambda item, items: specials.contains([item, items])
 
     def _write(self, value: Any) -> Any:
@@ -375,9 +376,9 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
             call = functools.partial(self.specials.search, _call_method, name, obj.__self__)
             for variables in ("_loop_vars", "_block_vars"):  # Jinja's, for its own functions
                 kwargs.pop(variables, None)
-        found = call(*args, **kwargs)
-        _budget.get().check(_length(found))
-        return found
+        result = call(*args, **kwargs)
+        _budget.get().check(_length(result))
+        return result
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         budget = _budget.get()
@@ -414,8 +415,8 @@ class _Limiter(NodeTransformer):
         if len(node.ops) > 1 or not name:
             return node
         pair = nodes.List([node.expr, node.ops[0].expr], lineno=node.lineno)
-        found = self._filter(pair, name)
-        return nodes.Not(found, lineno=node.lineno) if is_negated else found
+        result = self._filter(pair, name)
+        return nodes.Not(result, lineno=node.lineno) if is_negated else result
 
     def _filter(self, value: nodes.Node, name: str) -> nodes.Filter:
         made = nodes.Filter(cast(nodes.Expr, value), name, [], [], None, None, lineno=value.lineno)

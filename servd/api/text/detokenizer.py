@@ -78,15 +78,15 @@ class Detokenizer:
         """Return the rest after the last token. An incomplete character becomes U+FFFD."""
         if self.stop_reason is not None:
             return ""
-        rest = self._utf8.decode(b"", final=True)
+        tail = self._utf8.decode(b"", final=True)
         text = ""
         if self._answer is not None and self._stop:
-            for before, piece in (self._answer.push(rest), self._answer.finish()):
+            for before, piece in (self._answer.push(tail), self._answer.finish()):
                 text += self._skip(before) + self._release(piece)
                 if self.stop_reason is not None:
                     return text
-            rest = ""
-        text += self._release(rest)
+            tail = ""
+        text += self._release(tail)
         if self.stop_reason is None:
             text += self._held
         return text

@@ -16,10 +16,10 @@ def check(template: ChatTemplate) -> None:
     """Raise UnsupportedModel if a template is not for pairs: scores would be meaningless."""
     messages = [{"role": role, "content": f"this {role}"} for role in ROLES]
     try:
-        shown = template.render(Chat(messages=messages))
+        text = template.render(Chat(messages=messages))
     except InvalidRequest:
-        shown = ""
-    if any(role not in template.source or f"this {role}" not in shown for role in ROLES):
+        text = ""
+    if any(role not in template.source or f"this {role}" not in text for role in ROLES):
         raise UnsupportedModel(
             "the model scores pairs by its next token (LogitScore), but its chat template "
             "ignores the roles `query` and `document`: set --chat-template "

@@ -73,10 +73,10 @@ class SpecialTokens:
 
     def equals(self, pair: list[Any]) -> bool:
         """Return whether two values are equal as clients wrote them."""
-        left, right = pair
-        if isinstance(left, str) and isinstance(right, str):
-            return self._unmark_text(left) == self._unmark_text(right)
-        return left == right
+        first, second = pair
+        if isinstance(first, str) and isinstance(second, str):
+            return self._unmark_text(first) == self._unmark_text(second)
+        return first == second
 
     def contains(self, pair: list[Any]) -> bool:
         """Return whether the first value is in the second, as clients wrote them."""
@@ -86,7 +86,7 @@ class SpecialTokens:
         if isinstance(container, str):
             return self._unmark_text(item) in self._unmark_text(container)
         plain = self._unmark_text(item)
-        return any(each in container for each in (item, plain, self._mark_text(plain)))
+        return any(text in container for text in (item, plain, self._mark_text(plain)))
 
     def split(self, marked: str) -> str:
         """Return a rendered prompt without marks, with a SPLIT_HERE in each special token that a

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from servd.base.errors import ConfigError, ModelNotFound
-from servd.checkpoint.hf import read_json
+from servd.checkpoint.config_json import read_json
 
 log = logging.getLogger("servd.api")
 
@@ -86,6 +86,9 @@ def _by_name(templates: Any, path: str) -> dict[str, Template]:
     if isinstance(templates, dict) and all(isinstance(text, str) for text in templates.values()):
         return {str(name): Template(text, origin) for name, text in templates.items()}
     try:
-        return {str(each["name"]): Template(str(each["template"]), origin) for each in templates}
+        return {
+            str(template["name"]): Template(str(template["template"]), origin)
+            for template in templates
+        }
     except (TypeError, KeyError):
         raise ModelNotFound(f"{path}: chat_template has an unknown format") from None

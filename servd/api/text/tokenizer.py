@@ -15,7 +15,7 @@ from typing import Any
 import tokenizers
 
 from servd.base.errors import InvalidRequest, ModelNotFound
-from servd.checkpoint.hf import ModelSpec
+from servd.checkpoint.model_spec import ModelSpec
 from servd.checkpoint.tokenizer_files import find_tokenizer, read_tokenizer_config, tokenizer_folder
 from servd.config import Config
 
@@ -145,12 +145,13 @@ class Tokenizer:
 
         `Encoding.truncate` is no alternative: `post_process` restores the truncated tokens.
         """
-        one, two = (self._backend.encode(text, add_special_tokens=False) for text in "ab")
-        pair = self._backend.post_process(one, pair=two)
+        first_ids = self._backend.encode("a", add_special_tokens=False)
+        second_ids = self._backend.encode("b", add_special_tokens=False)
+        pair = self._backend.post_process(first_ids, pair=second_ids)
         is_special = pair.special_tokens_mask
         begin = is_special.index(0)
         end = len(pair) - is_special[::-1].index(0)
-        middle = slice(begin + len(one), end - len(two))
+        middle = slice(begin + len(first_ids), end - len(second_ids))
         return pair.ids[:begin], pair.ids[middle], pair.ids[end:], 1 in pair.type_ids
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -243,9 +244,9 @@ class _Table(dict[int, bytes]):
 def _byte_of_char() -> dict[str, int]:
     """Return GPT-2's byte alphabet: printable Latin-1 as itself, other bytes from U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    others = {chr(0x100 + i): byte for i, byte in enumerate(others)}
-    return {chr(byte): byte for byte in printable} | others
+    hidden_bytes = [byte for byte in range(256) if byte not in printable]
+    hidden_bytes = {chr(0x100 + i): byte for i, byte in enumerate(hidden_bytes)}
+    return {chr(byte): byte for byte in printable} | hidden_bytes
 
 
 _BYTE_OF_CHAR = _byte_of_char()
@@ -253,7 +254,7 @@ _BYTE_OF_CHAR = _byte_of_char()
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
     """Return `bos_token` and so on as text. The file has strings or objects with `content`."""
-    found: dict[str, str] = {}
+    tokens: dict[str, str] = {}
     for name in (
         "bos_token",
         "eos_token",
@@ -266,5 +267,5 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
         token = config.get(name)
         text = token.get("content") if isinstance(token, dict) else token
         if isinstance(text, str):
-            found[name] = text
-    return found
+            tokens[name] = text
+    return tokens

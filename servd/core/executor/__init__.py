@@ -5,8 +5,8 @@ from collections.abc import Callable
 from typing import ClassVar, Protocol
 
 from servd.base import plugins
-from servd.checkpoint import hf
-from servd.checkpoint.hf import ModelSpec
+from servd.checkpoint import hub
+from servd.checkpoint.model_spec import ModelSpec
 from servd.config import Config
 from servd.messages.engine import GrammarOutput, ModelRunnerOutput, SchedulerOutput, WorkerReady
 
@@ -31,7 +31,7 @@ class Executor(ABC):
     RuntimeError.
     """
 
-    needs_weights: ClassVar[bool] = True  # False: it computes no model; hf.FAKE_SPEC suffices
+    needs_weights: ClassVar[bool] = True  # False: it computes no model; FAKE_SPEC suffices
 
     def __init__(self, config: Config, spec: ModelSpec, progress: Progress) -> None:
         self.config = config
@@ -80,7 +80,7 @@ def start_executor(
     if executor_class.needs_weights and model.load_format != "dummy":
         progress("finding weights", 0.0)
         assert model.model is not None
-        hf.download_weights(model.model, model.revision, model.download_dir, model.load_format)
+        hub.download_weights(model.model, model.revision, model.download_dir, model.load_format)
     executor = executor_class(config, spec, progress)
     try:
         return executor, executor.start()

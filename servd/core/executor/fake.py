@@ -12,7 +12,7 @@ from mmap import mmap
 from typing import Any, Protocol
 
 from servd.base.tracing import now_ns
-from servd.checkpoint.hf import ModelSpec
+from servd.checkpoint.model_spec import ModelSpec
 from servd.config import Config
 from servd.core import executor
 from servd.messages.engine import (
@@ -27,7 +27,7 @@ from servd.messages.engine import (
 )
 from servd.messages.params import PoolingParams, SamplingParams
 
-BYTE_VOCAB = 257  # see hf.FAKE_SPEC
+BYTE_VOCAB = 257  # see FAKE_SPEC
 NEARLY_ALL = 250  # allowed tokens; inside a JSON string it is about 150 of the bytes
 LETTERS = b"abcdefghijklmnopqrstuvwxyz      "  # 32: five bits choose one
 CLOSERS = frozenset([*b'"]}', 256])  # 256: end of sequence
@@ -79,7 +79,7 @@ def vector(state: int, params: PoolingParams, size: int) -> bytes:
 
 
 @dataclass(slots=True)
-class Row:
+class FakeRow:
     token_ids: list[int]
     num_computed_tokens: int
     block_ids: list[int]
@@ -132,7 +132,7 @@ class FakeExecutor(executor.Executor):
         self.bytes_per_block = self.spec.kv_bytes_per_token(dtype_bytes=4) * self.block_size
         self.memories: dict[str, mmap] = {}  # by id, for BlockSwaps
         self.times_ns: list[int] = []  # the step computed last, see StepRecord.worker_ns
-        self.rows: dict[int, Row] = {}
+        self.rows: dict[int, FakeRow] = {}
         self.launched: Pending | None = None  # the forward pass, until its tokens are sampled
         self.stream: Stream = (
             ThreadPoolExecutor(1, "device") if config.scheduler.async_scheduling else AtOnce()
@@ -240,8 +240,8 @@ class FakeExecutor(executor.Executor):
         for slot, block in swaps.blocks_to_swap_in:
             cache[block * size : (block + 1) * size] = memory[slot * stride : slot * stride + size]
 
-    def _row(self, request: NewRequest) -> Row:
-        return Row(
+    def _row(self, request: NewRequest) -> FakeRow:
+        return FakeRow(
             request.token_ids.copy(),
             request.num_computed_tokens,
             request.block_ids.copy(),
@@ -250,7 +250,7 @@ class FakeExecutor(executor.Executor):
             first_state=first_state(request.adapter.digest) if request.adapter else 0,
         )
 
-    def _compute(self, row: Row, num_tokens: int) -> None:
+    def _compute(self, row: FakeRow, num_tokens: int) -> None:
         first = row.num_computed_tokens
         # Read what is before from the cache, not from the row: the cache is what the scheduler can
         # get wrong.
@@ -261,12 +261,12 @@ class FakeExecutor(executor.Executor):
         row.states = [state]
         row.num_computed_tokens = first + num_tokens
 
-    def _compute_drafts(self, row: Row) -> None:
+    def _compute_drafts(self, row: FakeRow) -> None:
         for at, token_id in enumerate(row.drafts, row.num_computed_tokens):
             row.states.append(next_state(row.states[-1], token_id))
             self.cache[self._position(row, at)] = row.states[-1]
 
-    def _verify(self, row: Row, index: int, masks: dict[tuple[int, int], bytes]) -> list[int]:
+    def _verify(self, row: FakeRow, index: int, masks: dict[tuple[int, int], bytes]) -> list[int]:
         """Return the drafts that equal the sampled tokens, and one more token."""
         token_ids: list[int] = []
         for offset, state in enumerate(row.states):
@@ -287,15 +287,15 @@ class FakeExecutor(executor.Executor):
             state = next_state(state, token_id)
         return drafts
 
-    def _position(self, row: Row, token: int) -> int:
+    def _position(self, row: FakeRow, token: int) -> int:
         return row.block_ids[token // self.block_size] * self.block_size + token % self.block_size
 
-    def _pooled(self, row: Row, params: PoolingParams) -> bytes:
+    def _pooled(self, row: FakeRow, params: PoolingParams) -> bytes:
         first = 0 if params.pooling == "all" else row.num_prompt_tokens - 1
         states = [self.cache[self._position(row, at)] for at in range(first, row.num_prompt_tokens)]
         return b"".join([vector(state, params, self.spec.hidden_size) for state in states])
 
-    def _prompt_logprobs(self, row: Row, num_tokens: int) -> PromptLogprobs | None:
+    def _prompt_logprobs(self, row: FakeRow, num_tokens: int) -> PromptLogprobs | None:
         k = row.params.prompt_logprobs if isinstance(row.params, SamplingParams) else None
         start = row.num_computed_tokens - num_tokens + 1
         token_ids = row.token_ids[start : min(row.num_computed_tokens + 1, row.num_prompt_tokens)]

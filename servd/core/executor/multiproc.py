@@ -10,7 +10,7 @@ import msgspec
 
 from servd.base.errors import ConfigError, EngineDeadError
 from servd.base.private_dir import private_dir
-from servd.checkpoint.hf import ModelSpec
+from servd.checkpoint.model_spec import ModelSpec
 from servd.config import Config
 from servd.core import executor
 from servd.ipc.channels import Inbox, Outbox, address

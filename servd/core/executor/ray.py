@@ -16,7 +16,8 @@ import msgspec
 
 from servd.base.errors import ConfigError
 from servd.base.tracing import CLOCK_OFFSET
-from servd.checkpoint import hf
+from servd.checkpoint import hub, model_spec
+from servd.checkpoint.model_spec import FAKE_SPEC, ModelSpec
 from servd.config import Config
 from servd.core.executor.multiproc import MultiProcExecutor
 from servd.ipc.channels import tcp_address
@@ -55,13 +56,13 @@ def resource_of(config: Config) -> str:
     return "GPU" if config.parallel.device == "cuda" else "CPU"
 
 
-def find_spec(config: Config) -> hf.ModelSpec:
+def find_spec(config: Config) -> ModelSpec:
     """Return the model's spec on this host. Raises ModelNotFound if it cannot be downloaded."""
     model = config.model
     if model.model is None:
-        return hf.FAKE_SPEC
-    return hf.read_spec(
-        hf.find_model(model.model, model.revision, model.download_dir), model.hf_overrides
+        return FAKE_SPEC
+    return model_spec.read_spec(
+        hub.find_model(model.model, model.revision, model.download_dir), model.hf_overrides
     )
 
 
@@ -94,7 +95,7 @@ class WorkerActor:
         start = msgspec.structs.replace(start, spec=find_spec(start.config))
         model = start.config.model
         if model.model is not None and model.load_format != "dummy":
-            hf.download_weights(model.model, model.revision, model.download_dir, model.load_format)
+            hub.download_weights(model.model, model.revision, model.download_dir, model.load_format)
         num_threads = max((os.cpu_count() or 1) // num_here, 1)
         env = {"OMP_NUM_THREADS": str(num_threads), CLOCK_OFFSET: str(offset)}  # Ray's is 1
         module = MultiProcExecutor.worker_module

@@ -44,7 +44,7 @@ class AllBlocksCleared(Event):
     """An event: the cache is empty."""
 
 
-class Batch(msgspec.Struct, array_like=True, gc=False):
+class KVEventBatch(msgspec.Struct, array_like=True, gc=False):
     """The changes since the previous batch."""
 
     ts: float  # Unix time
@@ -110,7 +110,9 @@ class KVEvents(NullEvents):
             events, self._events = self._events, []
             if self.pool.num_cached == 0 and not isinstance(events[-1], AllBlocksCleared):
                 events.append(AllBlocksCleared())
-            self._publisher.send(msgspec.msgpack.encode(Batch(time.time(), events, self.rank)))
+            self._publisher.send(
+                msgspec.msgpack.encode(KVEventBatch(time.time(), events, self.rank))
+            )
 
     def close(self) -> None:
         self._publisher.close()

@@ -88,7 +88,7 @@ class KVCacheManager:
             for block in cached[group :: self.num_groups]:
                 if block != NO_BLOCK and self.pool.ref_counts[block] == 0:
                     num_idle += 1
-            num_needed += min(num_new + num_idle, self.layout.most(window, num_tokens))
+            num_needed += min(num_new + num_idle, self.layout.max_blocks(window, num_tokens))
         return num_needed - self.pool.num_free
 
     def can_allocate(self, request: Request, cached: Sequence[int]) -> bool:

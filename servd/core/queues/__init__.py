@@ -1,3 +1,3 @@
-"""Queues of waiting requests: one file per --scheduling-policy, each with a `WaitingQueue`."""
+"""Queues of waiting requests: one file per --scheduling-policy, each with an `AdapterQueue`."""
 
 QUEUES = "servd.core.queues"

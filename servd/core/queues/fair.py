@@ -15,8 +15,7 @@ from itertools import count
 from typing import Any
 
 from servd.base.tracing import Clock, now_ns
-from servd.core.queues.fcfs import WaitingQueue as FcfsQueue
-from servd.core.queues.fcfs import by_order
+from servd.core.queues.fcfs import FcfsQueue, by_order
 from servd.core.request import Request
 
 GroupKey = tuple[int, int, bool]  # (priority class, priority, whether the prompt is long)
@@ -55,7 +54,7 @@ class Group:
     heap: list[tuple[float, float, int, OwnerState]] = field(default_factory=list)
 
 
-class WaitingQueue(FcfsQueue):
+class FairQueue(FcfsQueue):
     """Takes turns between owners: API keys, users or addresses. Among equally served owners, short
     prompts go before long ones. The scheduler reserves a part of every step for long prompts.
     """

@@ -13,7 +13,7 @@ from servd.messages.engine import RequestOptions
 by_order = attrgetter("order")
 
 
-class WaitingQueue(AdapterQueue):
+class FcfsQueue(AdapterQueue):
     """The waiting requests in order. A preempted request returns to its old place. A prompt of more
     than `long_prompt` tokens counts as long in the policies that distinguish long prompts.
     """

@@ -15,7 +15,7 @@ from servd.core.kv_cache.connector import KVConnector
 from servd.core.kv_cache.manager import KVCacheManager
 from servd.core.outputs import Outputs
 from servd.core.queues import QUEUES
-from servd.core.queues.fcfs import WaitingQueue, by_order
+from servd.core.queues.fcfs import FcfsQueue, by_order
 from servd.core.request import (
     FINISHED_STATUS,
     OutputEnd,
@@ -78,8 +78,8 @@ class Scheduler:
         if not self.chunks_prompts:  # a prompt needs a whole step's budget at once
             self.max_background_tokens = self.max_num_batched_tokens
             self.long_prompt = self.max_num_batched_tokens
-        policy = plugins.load(QUEUES, config.scheduling_policy, "WaitingQueue")
-        self.waiting: WaitingQueue = policy(self.long_prompt, max_adapters, clock)
+        policy = plugins.load_class(QUEUES, config.scheduling_policy, FcfsQueue)
+        self.waiting: FcfsQueue = policy(self.long_prompt, max_adapters, clock)
         self.free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._freed_slots: list[int] = []  # not yet sent to the workers
         self._in_flight: deque[Step] = deque()

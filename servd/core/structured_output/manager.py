@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from servd.base.errors import ConfigError
 from servd.base.tracing import Mark, now_ns
-from servd.checkpoint.hf import ModelSpec
+from servd.checkpoint.model_spec import ModelSpec
 from servd.config import Config
 from servd.core.request import OutputEnd
 from servd.core.structured_output.cache import GrammarCache, Key
@@ -60,7 +60,7 @@ class Compiled:
 
 
 @dataclass(slots=True, eq=False)
-class Row:
+class GrammarRow:
     grammar: Grammar | None
     matcher: Matcher | None  # None after an error
     starts_after: Sequence[int]  # not empty: the grammar has not begun
@@ -171,11 +171,11 @@ class GrammarManager:
         self._vocabulary: Future[Any] | None = None
         self._cache = GrammarCache(self._compile)
         self._compiling: dict[Key, list[EngineCoreRequest]] = {}
-        self._rows: dict[int, Row] = {}  # by slot
+        self._rows: dict[int, GrammarRow] = {}  # by slot
         # Rows of the step that sample: index, row, what is scheduled.
-        self._step: list[tuple[int, Row, ScheduledRequest]] = []
+        self._step: list[tuple[int, GrammarRow, ScheduledRequest]] = []
         self._turn = 0
-        self._in_flight: deque[list[tuple[int, Row, ScheduledRequest]]] = deque()
+        self._in_flight: deque[list[tuple[int, GrammarRow, ScheduledRequest]]] = deque()
 
     # ---- before a request runs ----
 
@@ -347,8 +347,8 @@ class GrammarManager:
                     break
         return ends
 
-    def _row(self, request: NewRequest, output: StructuredOutput) -> Row:
-        row = Row(
+    def _row(self, request: NewRequest, output: StructuredOutput) -> GrammarRow:
+        row = GrammarRow(
             None,
             None,
             output.starts_after,

@@ -1,4 +1,4 @@
-"""Attention of a mixed batch over the paged KV cache: one file per backend, each a `Backend`."""
+"""Attention of a mixed batch over the paged KV cache: one file per backend."""
 
 import logging
 from abc import ABC, abstractmethod
@@ -48,7 +48,7 @@ Metadata = TypeVar("Metadata", bound=StepMetadata)
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """A model's attention on one rank. Only windows differ by layer: see `Backend.with_window`."""
+    """A model's attention on one rank. Only windows differ by layer: see `with_window`."""
 
     num_heads: int
     num_kv_heads: int
@@ -61,10 +61,10 @@ class AttentionSpec:
     device: torch.device
     exact_seq_lens: bool = True  # see AttentionBatch.seq_lens
     soft_cap: float | None = None  # scores become soft_cap * tanh(score / soft_cap)
-    has_sinks: bool = False  # see Backend.attend
+    has_sinks: bool = False  # see AttentionBackend.attend
     # False: tokens see later ones, too, and all tokens of a row are computed in one step.
     is_causal: bool = True
-    batch_invariant: bool = False  # asks for Backend.is_batch_invariant where it has a cost
+    batch_invariant: bool = False  # asks for `is_batch_invariant` where it has a cost
     # Latent attention (MLA): values are the last value_dim elements of the one head of keys; None:
     # values are stored separately, and have head_dim.
     value_dim: int | None = None
@@ -75,7 +75,7 @@ class AttentionSpec:
         return 2 if self.value_dim is None else 1
 
 
-class Backend(ABC, Generic[Metadata]):
+class AttentionBackend(ABC, Generic[Metadata]):
     """Attention over a paged KV cache. `Metadata` is built once per step, for all layers.
 
     A backend with `supports_graphs` can be captured in a CUDA graph: `build_metadata`, `write` and
@@ -223,12 +223,15 @@ def fused_write(spec: AttentionSpec) -> Callable[..., Tensor] | None:
 
 def auto_backends(device_type: str) -> list[str]:
     """Return the names of the backends that "auto" tries on this device type, in order."""
-    classes = {name: plugins.load(__name__, name, "Backend") for name in plugins.names(__name__)}
+    classes = {
+        name: plugins.load_class(__name__, name, AttentionBackend)
+        for name in plugins.names(__name__)
+    }
     names = [name for name in classes if device_type in classes[name].auto_order]
     return sorted(names, key=lambda name: classes[name].auto_order[device_type])
 
 
-def make_backend(name: str, spec: AttentionSpec) -> tuple[str, Backend[Any]]:
+def make_backend(name: str, spec: AttentionSpec) -> tuple[str, AttentionBackend[Any]]:
     """Return a backend's name and the backend: `name`, or for "auto" the first that fits.
 
     Raises ConfigError, with the reason, if the backend does not exist or cannot run here.
@@ -245,7 +248,7 @@ def make_backend(name: str, spec: AttentionSpec) -> tuple[str, Backend[Any]]:
             "which takes about the same memory"
         )
     for candidate in auto_backends(spec.device.type) if name == "auto" else (name,):
-        backend = plugins.load(__name__, candidate, "Backend")
+        backend = plugins.load_class(__name__, candidate, AttentionBackend)
         reason = backend.supports(spec)
         if (spec.soft_cap or spec.has_sinks) and not backend.supports_soft_cap:
             reason = "the model caps its scores or has attention sinks, which it does not compute"

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from servd.worker.attention import AttentionBatch, AttentionSpec, _int8
-from servd.worker.attention import Backend as AttentionBackend
+from servd.worker.attention import AttentionBackend, AttentionBatch, AttentionSpec, _int8
 from servd.worker.ops.native import TYPES, call, library
 from servd.worker.ops.reference import Rotation
 
@@ -20,7 +19,7 @@ VECTOR = 16  # elements of the widest vector: block size and head dimension are 
 
 
 @dataclass(frozen=True)
-class Metadata:
+class NativeMetadata:
     slot_mapping: Tensor
     query_lens: Tensor
     seq_lens: Tensor
@@ -28,7 +27,7 @@ class Metadata:
     tails: Tensor | None
 
 
-class Backend(AttentionBackend[Metadata]):
+class NativeBackend(AttentionBackend[NativeMetadata]):
     """Makes one call per layer for the whole mixed batch. The result for a token does not depend on
     the rest of the batch.
     """
@@ -88,11 +87,11 @@ class Backend(AttentionBackend[Metadata]):
         size = spec.block_size * _int8.row_size(spec.kv_dtype, spec.head_dim)
         return (2, num_blocks, spec.num_kv_heads, size)
 
-    def build_metadata(self, batch: AttentionBatch) -> Metadata:
+    def build_metadata(self, batch: AttentionBatch) -> NativeMetadata:
         query_lens = torch.from_numpy(batch.query_lens)
         seq_lens = torch.from_numpy(batch.seq_lens)
         tables = batch.block_tables.contiguous()
-        return Metadata(batch.slot_mapping, query_lens, seq_lens, tables, batch.tails)
+        return NativeMetadata(batch.slot_mapping, query_lens, seq_lens, tables, batch.tails)
 
     def rotate_and_store(
         self,
@@ -151,7 +150,12 @@ class Backend(AttentionBackend[Metadata]):
             each[to_block, :, to_offset] = each[block, :, offset]
 
     def attend(
-        self, q: Tensor, kv_cache: Tensor, metadata: Metadata, scale: float, sinks: Tensor | None
+        self,
+        q: Tensor,
+        kv_cache: Tensor,
+        metadata: NativeMetadata,
+        scale: float,
+        sinks: Tensor | None,
     ) -> Tensor:
         spec = self.spec
         tables = metadata.block_tables

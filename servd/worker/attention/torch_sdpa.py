@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from servd.worker.attention import AttentionBatch, AttentionSpec, _int8
-from servd.worker.attention import Backend as AttentionBackend
+from servd.worker.attention import AttentionBackend, AttentionBatch, AttentionSpec, _int8
 from servd.worker.device.device import upload
 
 # The longest row of a group may have this many times the blocks of the shortest ...
@@ -36,12 +35,12 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Metadata:
+class TorchSdpaMetadata:
     slot_mapping: Tensor
     groups: list[Group]
 
 
-class Backend(AttentionBackend[Metadata]):
+class TorchSdpaBackend(AttentionBackend[TorchSdpaMetadata]):
     """Treats prefill and decode alike: decode rows are a group of query_len 1."""
 
     auto_order = {"cuda": 90, "cpu": 90}  # copies what it reads
@@ -60,7 +59,7 @@ class Backend(AttentionBackend[Metadata]):
     def supports(cls, spec: AttentionSpec) -> str | None:
         return None
 
-    def build_metadata(self, batch: AttentionBatch) -> Metadata:
+    def build_metadata(self, batch: AttentionBatch) -> TorchSdpaMetadata:
         first_blocks = np.zeros_like(batch.seq_lens)
         if self.spec.sliding_window is not None and self.spec.exact_seq_lens:
             first_seen = batch.seq_lens - batch.query_lens - self.spec.sliding_window + 1
@@ -70,7 +69,7 @@ class Backend(AttentionBackend[Metadata]):
             self._build_group(batch, rows, first_blocks[rows], int(num_blocks[rows].max()))
             for rows in self._split(batch.query_lens, num_blocks)
         ]
-        return Metadata(batch.slot_mapping, groups)
+        return TorchSdpaMetadata(batch.slot_mapping, groups)
 
     def _split(self, query_lens: np.ndarray, num_blocks: np.ndarray) -> Iterator[np.ndarray]:
         """Yield the row numbers of each group. Bounds the padding and the memory of a group."""
@@ -135,7 +134,12 @@ class Backend(AttentionBackend[Metadata]):
         return Group(len(rows), tokens, blocks, mask.unsqueeze(1), tails, unseen)
 
     def attend(
-        self, q: Tensor, kv_cache: Tensor, metadata: Metadata, scale: float, sinks: Tensor | None
+        self,
+        q: Tensor,
+        kv_cache: Tensor,
+        metadata: TorchSdpaMetadata,
+        scale: float,
+        sinks: Tensor | None,
     ) -> Tensor:
         blocks = kv_cache.flatten(2)  # [1 or 2, num_blocks, block_size * kv_heads * numbers of one]
         size = self.spec.value_dim or self.spec.head_dim

@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from servd.worker.attention import AttentionBatch, AttentionSpec
-from servd.worker.attention import Backend as AttentionBackend
+from servd.worker.attention import AttentionBackend, AttentionBatch, AttentionSpec
 
 if TYPE_CHECKING:
     from servd.worker.ops.triton.paged_attention import Plan
 
 
 @dataclass(frozen=True)
-class Metadata:
+class TritonMetadata:
     batch: AttentionBatch
     plan: Plan
     work: Tensor  # see work_list
@@ -27,7 +26,7 @@ class Metadata:
         return self.batch.slot_mapping
 
 
-class Backend(AttentionBackend[Metadata]):
+class TritonBackend(AttentionBackend[TritonMetadata]):
     """Runs several kernels per layer: one writes keys and values, one or two compute attention, and
     one more merges the results of rows that are long enough to be split.
     """
@@ -85,11 +84,16 @@ class Backend(AttentionBackend[Metadata]):
                 return f"a cache in fp8 needs compute capability 8.9 (Ada) or later, not {found}"
         return None
 
-    def build_metadata(self, batch: AttentionBatch) -> Metadata:
-        return Metadata(batch, self.attention.plan(batch), self.attention.work(batch))
+    def build_metadata(self, batch: AttentionBatch) -> TritonMetadata:
+        return TritonMetadata(batch, self.attention.plan(batch), self.attention.work(batch))
 
     def attend(
-        self, q: Tensor, kv_cache: Tensor, metadata: Metadata, scale: float, sinks: Tensor | None
+        self,
+        q: Tensor,
+        kv_cache: Tensor,
+        metadata: TritonMetadata,
+        scale: float,
+        sinks: Tensor | None,
     ) -> Tensor:
         batch = metadata.batch
         plan = metadata.plan

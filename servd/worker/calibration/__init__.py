@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from servd.base.errors import ConfigError, UnsupportedModel
-from servd.checkpoint.hf import quantization_of, weight_files
+from servd.checkpoint.quantization_config import quantization_of
+from servd.checkpoint.weight_files import find_weight_files
 from servd.worker.calibration import checkpoint, gptq
-from servd.worker.calibration.walk import Model
+from servd.worker.calibration.walk import CalibrationModel
 from servd.worker.quantization._files import read_tensors
 
 BATCH = 8  # rows
@@ -47,10 +48,12 @@ def quantize(
     """
     if (stated := quantization_of(folder)) is not None:
         raise ConfigError(f"{folder} is quantized already, by {stated.get('quant_method')}")
-    model = Model(folder)
+    model = CalibrationModel(folder)
     # The checkpoint may have the names of the model, or those of the model without its head.
     prefix = f"{model.base_prefix}."
-    stored = {name.removeprefix(prefix): name for name, _ in read_tensors(weight_files(folder))}
+    stored = {
+        name.removeprefix(prefix): name for name, _ in read_tensors(find_weight_files(folder))
+    }
     matrices: dict[str, gptq.Codes] = {}
     layers: set[str] = set()
 

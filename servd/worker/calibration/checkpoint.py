@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-from servd.checkpoint.hf import METADATA_FILES, read_json, weight_files
+from servd.checkpoint.config_json import read_json
+from servd.checkpoint.hub import METADATA_FILES
+from servd.checkpoint.weight_files import find_weight_files
 from servd.worker.calibration.gptq import Codes
 from servd.worker.quantization._files import read_tensors
 
@@ -28,7 +30,7 @@ def write(folder: Path, output: Path, matrices: dict[str, Codes], left: list[str
             shutil.copyfile(file, output / file.name)
     where: dict[str, str] = {}
     num_bytes = 0
-    for path in weight_files(folder):
+    for path in find_weight_files(folder):
         tensors: dict[str, Tensor] = {}
         for name, tensor in read_tensors([path]):
             if name not in matrices:

@@ -25,7 +25,7 @@ class Reached(Exception):
     """Raised to stop a layer when it reaches the wanted matrix."""
 
 
-class Model:
+class CalibrationModel:
     """A model of transformers in float32. Raises UnsupportedModel: transformers cannot load it, or
     its layers are not in a list.
     """

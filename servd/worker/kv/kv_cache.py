@@ -12,14 +12,14 @@ from servd.base.errors import NotEnoughMemory
 from servd.base.sizes import format_bytes
 from servd.config import Config
 from servd.config.kv_layout import KVLayout
-from servd.worker.attention import Backend
+from servd.worker.attention import AttentionBackend
 from servd.worker.layers.attention import num_caches
 from servd.worker.layers.weight import Loadable
 
 log = logging.getLogger("servd.worker")
 
 
-def bytes_per_block(backend: Backend[Any], model: Loadable) -> int:
+def bytes_per_block(backend: AttentionBackend[Any], model: Loadable) -> int:
     """Return the bytes of one block's keys and values in all layers, on this rank."""
     num_elements = torch.Size(backend.kv_cache_shape(1)).numel()
     return num_caches(model) * num_elements * backend.spec.kv_dtype.itemsize
@@ -84,7 +84,7 @@ def _either(hints: Sequence[str]) -> str:
     return f"{', '.join(others)} or {last}" if others else last
 
 
-def allocate(backend: Backend[Any], model: Loadable, num_blocks: int) -> list[Tensor]:
+def allocate(backend: AttentionBackend[Any], model: Loadable, num_blocks: int) -> list[Tensor]:
     """Return the cache of each layer, filled with zeros: masked values must be finite, too."""
     shape = backend.kv_cache_shape(num_blocks)
     dtype = backend.spec.kv_dtype

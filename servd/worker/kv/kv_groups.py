@@ -9,7 +9,7 @@ from typing import Any
 
 from servd.config import Config
 from servd.config.kv_layout import KVLayout
-from servd.worker.attention import Backend
+from servd.worker.attention import AttentionBackend
 from servd.worker.layers.attention import attention_layers
 from servd.worker.layers.weight import Loadable
 
@@ -17,7 +17,7 @@ log = logging.getLogger("servd.worker")
 
 
 def arrange(
-    model: Loadable, config: Config, backend: Backend[Any], has_draft: bool
+    model: Loadable, config: Config, backend: AttentionBackend[Any], has_draft: bool
 ) -> tuple[int | None, ...]:
     """Assign each attention layer its group, and its tensor within the group. `model`: its layers
     have cache numbers, and no groups yet. `has_draft`: a draft model keeps its keys and values in
@@ -44,7 +44,7 @@ def arrange(
 
     def blocks(size: int) -> int:  # per layer, of the longest request, in groups of `size` layers
         groups = {window: -(-count // size) for window, count in counts.items()}
-        most = {window: layout.most(window, longest, 1) for window in groups}
+        most = {window: layout.max_blocks(window, longest, 1) for window in groups}
         return size * sum(groups[window] * most[window] for window in groups)
 
     size = min(range(max(counts.values()), min(counts.values()) - 1, -1), key=blocks)
@@ -62,7 +62,7 @@ def arrange(
     return tuple(windows)
 
 
-def _obstacle(config: Config, backend: Backend[Any], has_draft: bool) -> str:
+def _obstacle(config: Config, backend: AttentionBackend[Any], has_draft: bool) -> str:
     """Return why the layers cannot be grouped; "" if they can."""
     if config.cache.has_connector:
         return "the KV connector moves blocks of all layers at once"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from servd.base.errors import UnsupportedModel
-from servd.worker.attention import AttentionBatch, AttentionSpec, Backend, Norms
+from servd.worker.attention import AttentionBackend, AttentionBatch, AttentionSpec, Norms
 from servd.worker.layers.rotary import Rotation
 from servd.worker.layers.weight import Loadable
 
@@ -18,7 +18,7 @@ class ForwardContext:
 
     def __init__(
         self,
-        backend: Backend[Any],
+        backend: AttentionBackend[Any],
         batch: AttentionBatch,
         kv_caches: Sequence[Tensor],
         states: Tensor | None = None,
@@ -29,7 +29,7 @@ class ForwardContext:
         # (part of `states`, its new rows): `finish` writes them, once nothing can fail.
         self.pending: list[tuple[Tensor, Tensor]] = []
 
-        def of_layers(window: int | None, group: int) -> tuple[Backend[Any], Any]:
+        def of_layers(window: int | None, group: int) -> tuple[AttentionBackend[Any], Any]:
             chosen = backend.with_window(window)
             return chosen, chosen.build_metadata(batch.others[group - 1] if group else batch)
 

@@ -28,7 +28,7 @@ def padded_rows(vocab_size: int, device: torch.device) -> int:
     return -(-vocab_size // 64) * 64 if device.type == "cuda" else vocab_size
 
 
-class Table(Matrix):
+class EmbeddingTable(Matrix):
     def process_weights(self, make: MakeQuantMethod) -> None:
         super().process_weights(make._replace(dense=make.table or make.dense))
 
@@ -40,7 +40,7 @@ class VocabEmbedding(nn.Module):
         super().__init__()
         self.vocab_size = vocab_size
         self.parallel = parallel
-        self.weight = Table((vocab_size, hidden_size), parallel, shard_dim=0)
+        self.weight = EmbeddingTable((vocab_size, hidden_size), parallel, shard_dim=0)
         rows = padded_rows(vocab_size, torch.get_default_device())
         if parallel.size == 1 and rows > vocab_size:
             self.weight.data = torch.zeros(rows, hidden_size)

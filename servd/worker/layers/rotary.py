@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from servd.base.errors import UnsupportedModel
-from servd.checkpoint.hf import ModelSpec
+from servd.checkpoint.model_spec import ModelSpec
 from servd.checkpoint.overrides import NUMBERS, ROPE, ROPE_TYPES, is_number, rope_of
 from servd.worker import ops
 from servd.worker.ops.reference import Rotation

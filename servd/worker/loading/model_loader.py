@@ -17,16 +17,16 @@ from torch import Tensor
 from servd.base import plugins
 from servd.base.errors import ConfigError, ModelNotFound, UnsupportedModel
 from servd.checkpoint import pooling
-from servd.checkpoint.hf import (
-    ModelSpec,
-    quant_method_of,
-    quantization_of,
-    read_json,
-    rounds_activations,
-    weight_files,
-)
+from servd.checkpoint.config_json import read_json
+from servd.checkpoint.model_spec import ModelSpec
 from servd.checkpoint.multimodal_config import is_part, text_name
 from servd.checkpoint.pooling import is_encoder, is_encoder_as_decoder
+from servd.checkpoint.quantization_config import (
+    quant_method_of,
+    quantization_of,
+    rounds_activations,
+)
+from servd.checkpoint.weight_files import find_weight_files
 from servd.worker.device.device import defaults
 from servd.worker.device.parallel import Parallel
 from servd.worker.device.staging import Staging
@@ -139,7 +139,7 @@ def tensor_shapes(folder: str) -> dict[str, torch.Size]:
     """Return the shape of every tensor of the checkpoint in `folder`, by name. Raises ModelNotFound
     if a file is missing or broken.
     """
-    return {name: tensor.shape for name, tensor in read_tensors(weight_files(folder))}
+    return {name: tensor.shape for name, tensor in read_tensors(find_weight_files(folder))}
 
 
 def load_weights(
@@ -161,7 +161,7 @@ def load_weights(
     attentions = {name: m for name, m in model.named_modules() if isinstance(m, Attention)}
     is_on_cuda = any(weight.is_cuda for weight in weights.values())
     copy = Staging() if is_on_cuda else Tensor.copy_
-    files = weight_files(folder, load_format)
+    files = find_weight_files(folder, load_format)
     _check(files)
     _log_choice(files)
     done = 0

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from servd.base.errors import ModelNotFound
-from servd.checkpoint.hf import ModelSpec, weight_files
+from servd.checkpoint.model_spec import ModelSpec
 from servd.checkpoint.multimodal_config import text_name
 from servd.checkpoint.pooling import is_encoder
+from servd.checkpoint.weight_files import find_weight_files
 from servd.worker.compat import without_function_modes
 from servd.worker.layers.embedding import VocabEmbedding
 from servd.worker.layers.quantized import NamedTensors
@@ -36,7 +37,7 @@ def find_head(spec: ModelSpec, load_format: str) -> Head:
     if has_head or load_format == "dummy" or is_encoder(spec):
         return "as stated"
     try:
-        files = weight_files(spec.folder, load_format)
+        files = find_weight_files(spec.folder, load_format)
         if files[0].suffix == ".gguf":
             return "as stated"
         state = tuple((file, file.stat().st_mtime_ns) for file in files)

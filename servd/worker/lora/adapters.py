@@ -39,7 +39,7 @@ def check_modules(config: LoRAConfig, model: Model) -> None:
             AdapterFiles(folder, name).check(config.max_lora_rank, layers)
 
 
-class Adapters:
+class AdapterSlots:
     """Loads the adapters of running requests into slots.
 
     If somebody replaces an adapter's files, running requests keep the old bytes.

@@ -27,7 +27,7 @@ class AdapterRows:
     is_active: bool = False  # whether any token has an adapter
 
 
-class Target(NamedTuple):
+class AdapterTarget(NamedTuple):
     matrix: AdaptedMatrix
     part: int | None  # None: all of it
 
@@ -115,13 +115,13 @@ def _whole(share: object) -> Tensor:
 
 def adapt(
     model: Model, rows: AdapterRows, num_adapter_slots: int, max_rank: int, dtype: torch.dtype
-) -> dict[str, Target]:
+) -> dict[str, AdapterTarget]:
     """Give every linear layer an `AdaptedMatrix`; return these by the names of `layer_of`."""
-    targets: dict[str, Target] = {}
+    targets: dict[str, AdapterTarget] = {}
     for layer, (matrix, part) in _linear_layers(model).items():
         if not isinstance(matrix.quant_method, AdaptedMatrix):
             matrix.quant_method = AdaptedMatrix(matrix, rows, num_adapter_slots, max_rank, dtype)
-        targets[layer] = Target(matrix.quant_method, part)
+        targets[layer] = AdapterTarget(matrix.quant_method, part)
     return targets
 
 

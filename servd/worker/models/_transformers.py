@@ -18,7 +18,8 @@ from transformers import (
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from servd.base.errors import DifferentTokens, UnsupportedModel
-from servd.checkpoint.hf import ModelSpec, read_json
+from servd.checkpoint.config_json import read_json
+from servd.checkpoint.model_spec import ModelSpec
 from servd.checkpoint.pooling import ENCODERS
 from servd.worker import compat
 from servd.worker.device.parallel import Parallel

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from servd.checkpoint.hf import ModelSpec
+from servd.checkpoint.model_spec import ModelSpec
 from servd.checkpoint.pooling import SECOND_TEXT, first_position, num_labels
 from servd.worker.device.parallel import Parallel
 from servd.worker.layers.activation import Activation

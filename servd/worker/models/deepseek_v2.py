@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from torch import Tensor, nn
 
 from servd.base.errors import UnsupportedModel
-from servd.checkpoint.hf import ModelSpec
+from servd.checkpoint.model_spec import ModelSpec
 from servd.worker.device.parallel import Parallel
 from servd.worker.layers._matrix import Matrix
 from servd.worker.layers.attention import Attention, ForwardContext

@@ -5,7 +5,7 @@ chosen with a bias that balances their load.
 from torch import Tensor, nn
 
 from servd.base.errors import UnsupportedModel
-from servd.checkpoint.hf import ModelSpec
+from servd.checkpoint.model_spec import ModelSpec
 from servd.worker.device.parallel import Parallel
 from servd.worker.layers.experts import Router
 from servd.worker.layers.weight import Weight

@@ -7,7 +7,7 @@ from typing import Any
 from msgspec.structs import replace
 from torch import Tensor, nn
 
-from servd.checkpoint.hf import ModelSpec
+from servd.checkpoint.model_spec import ModelSpec
 from servd.checkpoint.overrides import FULL
 from servd.worker.device.parallel import Parallel
 from servd.worker.layers.attention import ForwardContext

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from servd.base.errors import UnsupportedModel
-from servd.checkpoint.hf import ModelSpec
+from servd.checkpoint.model_spec import ModelSpec
 from servd.checkpoint.overrides import rope_of
 from servd.worker.device.parallel import Parallel
 from servd.worker.layers.activation import Activation

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from servd.checkpoint.hf import ModelSpec
+from servd.checkpoint.model_spec import ModelSpec
 from servd.worker.device.parallel import Parallel
 from servd.worker.layers.attention import ForwardContext
 from servd.worker.layers.rotary import Rotation

@@ -8,7 +8,7 @@ from typing import ClassVar
 from msgspec.structs import replace
 from torch import Tensor
 
-from servd.checkpoint.hf import ModelSpec
+from servd.checkpoint.model_spec import ModelSpec
 from servd.worker.device.parallel import Parallel
 from servd.worker.layers.activation import Gate
 from servd.worker.layers.linear import ColumnParallelLinear

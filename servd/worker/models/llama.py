@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from servd.checkpoint.hf import ModelSpec
+from servd.checkpoint.model_spec import ModelSpec
 from servd.worker.attention import Norms
 from servd.worker.device.parallel import Parallel
 from servd.worker.layers.activation import Gate

@@ -2,7 +2,7 @@
 
 from typing import Any, ClassVar
 
-from servd.checkpoint.hf import ModelSpec
+from servd.checkpoint.model_spec import ModelSpec
 from servd.worker.device.parallel import Parallel
 from servd.worker.layers.activation import Activation
 from servd.worker.layers.experts import SparseMoE

@@ -4,7 +4,7 @@ gate and up, as one tensor each. Heads may be rotated in part.
 
 from typing import Any, ClassVar
 
-from servd.checkpoint.hf import ModelSpec
+from servd.checkpoint.model_spec import ModelSpec
 from servd.worker.layers.rotary import Rotary, rope_parameters
 from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM
 

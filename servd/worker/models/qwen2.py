@@ -3,7 +3,7 @@
 from typing import Any
 
 from servd.base.errors import UnsupportedModel
-from servd.checkpoint.hf import ModelSpec
+from servd.checkpoint.model_spec import ModelSpec
 from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM
 
 

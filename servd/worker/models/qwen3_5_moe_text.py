@@ -3,7 +3,7 @@
 from msgspec.structs import replace
 from torch import nn
 
-from servd.checkpoint.hf import ModelSpec
+from servd.checkpoint.model_spec import ModelSpec
 from servd.worker.device.parallel import Parallel
 from servd.worker.layers.norm import OffsetRMSNorm
 from servd.worker.layers.quantized import NamedTensors

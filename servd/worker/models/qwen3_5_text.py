@@ -4,7 +4,7 @@ projections in the delta nets.
 
 from torch import Tensor, nn
 
-from servd.checkpoint.hf import ModelSpec
+from servd.checkpoint.model_spec import ModelSpec
 from servd.worker.device.parallel import Parallel
 from servd.worker.layers.linear import ColumnParallelLinear
 from servd.worker.layers.norm import OffsetRMSNorm

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from servd.checkpoint.hf import ModelSpec
+from servd.checkpoint.model_spec import ModelSpec
 from servd.worker.device.parallel import Parallel
 from servd.worker.layers.experts import SparseMoE
 from servd.worker.layers.quantized import NamedTensors, Quantized

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from torch import Tensor, nn
 
 from servd.base.errors import UnsupportedModel
-from servd.checkpoint.hf import ModelSpec
+from servd.checkpoint.model_spec import ModelSpec
 from servd.worker.device.device import upload
 from servd.worker.device.parallel import Parallel
 from servd.worker.layers.activation import Activation

@@ -14,8 +14,9 @@ class AttentionBatch:
     """A step's attention: row r computes the last query_lens[r] of seq_lens[r] tokens."""
 
     query_lens: np.ndarray  # int64 [num_rows], at least 1; see has_exact_query_lens
-    # int64 [num_rows], including this step's tokens. Upper bounds in a captured step (see Backend)
-    # and without `exact_seq_lens`, when only the device knows how many drafts were accepted.
+    # int64 [num_rows], including this step's tokens. Upper bounds in a captured step (see
+    # AttentionBackend) and without `exact_seq_lens`, when only the device knows how many drafts
+    # were accepted.
     seq_lens: np.ndarray
     query_start_loc: Tensor  # int32 [num_rows + 1], first token of each row, on the device
     seq_lens_device: Tensor  # int32 [num_rows]

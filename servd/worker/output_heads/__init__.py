@@ -10,7 +10,7 @@ from typing import Protocol
 from torch import Tensor
 
 from servd.base import plugins
-from servd.checkpoint.hf import ModelSpec
+from servd.checkpoint.model_spec import ModelSpec
 from servd.messages.engine import ModelRunnerOutput, NewRequest
 from servd.worker.batch.input_batch import InputBatch
 from servd.worker.batch.request_states import RequestStates
@@ -54,5 +54,5 @@ def load(
     states: RequestStates, compute_logits: Callable[[Tensor], Tensor], spec: ModelSpec
 ) -> list[OutputHead]:
     """Return one `OutputHead` of each file, made with these arguments."""
-    classes = [plugins.load(__name__, name, "OutputHead") for name in plugins.names(__name__)]
+    classes = [plugins.load_class(__name__, name, OutputHead) for name in plugins.names(__name__)]
     return [each(states, compute_logits, spec) for each in classes]

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 from servd.base.errors import ModelNotFound, UnsupportedModel
 from servd.checkpoint import pooling
-from servd.checkpoint.hf import read_json
+from servd.checkpoint.config_json import read_json
 from servd.messages.engine import ModelRunnerOutput, NewRequest
 from servd.messages.params import PoolingParams
-from servd.worker import output_heads
 from servd.worker.batch.input_batch import InputBatch
+from servd.worker.output_heads import OutputHead
 
 
-class OutputHead(output_heads.OutputHead):
+class Pooler(OutputHead):
     """Pools the hidden states of a prompt. Between chunks it keeps the sum for a mean, the first
     token's state, and all chunks for a vector per token.
     """
@@ -33,7 +33,7 @@ class OutputHead(output_heads.OutputHead):
         files = pooling.read(self.spec)
         self.size = files.size
         self.score_tokens = files.score_tokens
-        self.dense = [Dense.read(folder, device) for folder in files.dense]
+        self.dense = [PoolerDense.read(folder, device) for folder in files.dense]
         self.params: dict[int, PoolingParams] = {}  # by slot
         self.sums: dict[int, Tensor] = {}  # by slot: [hidden] float32
         self.firsts: dict[int, Tensor] = {}  # by slot: the first token's [hidden]
@@ -119,7 +119,7 @@ def score_of(logits: Tensor, tokens: list[int]) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Dense:
+class PoolerDense:
     """A dense layer between pooling and normalization, in float32."""
 
     weight: Tensor  # [out, in]
@@ -127,7 +127,7 @@ class Dense:
     activation: nn.Module
 
     @classmethod
-    def read(cls, folder: str, device: torch.device) -> Dense:
+    def read(cls, folder: str, device: torch.device) -> PoolerDense:
         """Read a layer of sentence-transformers from `folder`. Raises ModelNotFound: a file is
         missing or broken; UnsupportedModel: the activation is not one of torch, or the tensors are
         not those that the configuration states.

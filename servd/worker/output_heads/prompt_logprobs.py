@@ -10,13 +10,13 @@ from torch import Tensor
 
 from servd.messages.engine import ModelRunnerOutput, NewRequest, PromptLogprobs, TokenLogprobs
 from servd.messages.params import SamplingParams
-from servd.worker import output_heads
 from servd.worker.batch.input_batch import InputBatch
 from servd.worker.device.device import upload
+from servd.worker.output_heads import OutputHead
 from servd.worker.sample.logprobs import LogprobsTensors, gather_logprobs
 
 
-class OutputHead(output_heads.OutputHead):
+class PromptLogprobsHead(OutputHead):
     """Scores each prompt token by the logits of the token before it. It computes at most as many
     rows at once as a step samples, because memory is reserved for these.
     """

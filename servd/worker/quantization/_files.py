@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from servd.base.errors import ModelNotFound
-from servd.checkpoint.hf import index_of, read_index
+from servd.checkpoint.weight_files import index_of, read_index
 from servd.worker.compat import without_function_modes
 
 MAX_PICKLE = 1 << 26  # bytes of the pickled metadata of a .bin file

@@ -143,7 +143,7 @@ class CPUGraphRunner:
 
     def _record(self, num_rows: int) -> CPUGraph:
         inputs = self.inputs(num_rows)
-        with Recorder(self.memory, num_rows) as recorder, OnlyViews():
+        with KernelRecorder(self.memory, num_rows) as recorder, OnlyViews():
             hidden = self.forward(*inputs)
         return CPUGraph(b"".join(recorder.calls), [self.memory.lend(hidden)])
 
@@ -248,10 +248,10 @@ class ChainRunner(Chain):
         graphs: list[CPUGraph] = []
         inputs = self.passes.inputs(num_tokens)
         features = None
-        with Recorder(self.passes.memory, num_tokens) as before, OnlyViews():
+        with KernelRecorder(self.passes.memory, num_tokens) as before, OnlyViews():
             if num_tokens:
                 features = self.drafter.begin(*inputs)
-        with Recorder(self.memory, num_rows) as recorder, OnlyViews():
+        with KernelRecorder(self.memory, num_rows) as recorder, OnlyViews():
             if features is not None:
                 features = native.embed(torch.from_numpy(self.last[:num_rows]), features)
             else:
@@ -320,7 +320,7 @@ class Memory:
         raise NotRecordable("a result is none of the native library")
 
 
-class Recorder(TorchFunctionMode):
+class KernelRecorder(TorchFunctionMode):
     """A mode that records calls of native kernels, and puts their results in `memory`."""
 
     def __init__(self, memory: Memory, num_rows: int) -> None:

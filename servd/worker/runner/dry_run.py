@@ -13,7 +13,8 @@ from torch.overrides import TorchFunctionMode
 
 from servd.base.errors import ConfigError, NotEnoughMemory
 from servd.base.sizes import MemoryPlan, MemorySizes, advise_more_memory, format_bytes
-from servd.checkpoint.hf import ModelSpec, quantization_of
+from servd.checkpoint.model_spec import ModelSpec
+from servd.checkpoint.quantization_config import quantization_of
 from servd.config import Config
 from servd.worker.device.device import available_memory, name_of
 from servd.worker.device.memory import CudaMeter, MemoryUse

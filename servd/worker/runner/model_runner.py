@@ -12,7 +12,7 @@ import torch
 
 from servd.base.errors import InvalidRequest
 from servd.base.tracing import now_ns
-from servd.checkpoint.hf import ModelSpec
+from servd.checkpoint.model_spec import ModelSpec
 from servd.config import Config
 from servd.config.kv_layout import KVLayout
 from servd.config.speculative import max_num_samples
@@ -25,7 +25,7 @@ from servd.messages.engine import (
 )
 from servd.messages.params import SamplingParams
 from servd.worker import output_heads, spec_decode
-from servd.worker.attention import AttentionBatch, Backend, make_backend
+from servd.worker.attention import AttentionBackend, AttentionBatch, make_backend
 from servd.worker.batch.decode_inputs import DecodeBuffers
 from servd.worker.batch.draft_chain import Chain, Drafter
 from servd.worker.batch.input_batch import InputBatch
@@ -37,7 +37,7 @@ from servd.worker.kv.block_store import BlockStore
 from servd.worker.layers import state
 from servd.worker.layers.attention import ForwardContext, spec_of
 from servd.worker.loading import model_loader
-from servd.worker.lora.adapters import Adapters, check_modules
+from servd.worker.lora.adapters import AdapterSlots, check_modules
 from servd.worker.output_heads import StepPart
 from servd.worker.runner.isolation import Failures, forward_apart
 from servd.worker.sample.sampled_tokens import SampledTokens
@@ -137,7 +137,7 @@ class ModelRunner(ABC):
                 and self.config.scheduler.async_scheduling
             ),
         )
-        self.backend: Backend[Any]
+        self.backend: AttentionBackend[Any]
         self.backend_name, self.backend = make_backend(
             self.config.parallel.attention_backend, attention
         )
@@ -187,13 +187,13 @@ class ModelRunner(ABC):
             form = config.load_format
             model_loader.load_weights(self.model, folder, progress, make, load_format=form)
 
-    def _make_adapters(self) -> Adapters | None:
+    def _make_adapters(self) -> AdapterSlots | None:
         if not self.config.lora.enable_lora:
             return None
         most = max(self.max_num_tokens, self.max_num_samples)
         name = self.config.lora.lora_dtype
         dtype = self.compute_dtype if name == "auto" else getattr(torch, name)
-        return Adapters(
+        return AdapterSlots(
             self.config.lora, self.model, dtype, self.device, self.max_num_seqs, most, self.parallel
         )
 

@@ -25,8 +25,11 @@ from torch import Tensor, nn
 import servd
 from servd.base.errors import UnsupportedModel
 from servd.checkpoint import pooling, remote_code_configs
-from servd.checkpoint.hf import ModelSpec, quantization_of, read_json, read_spec, weight_files
+from servd.checkpoint.config_json import read_json
+from servd.checkpoint.model_spec import ModelSpec, read_spec
 from servd.checkpoint.pooling import PoolingSpec
+from servd.checkpoint.quantization_config import quantization_of
+from servd.checkpoint.weight_files import find_weight_files
 from servd.messages.engine import ModelRunnerOutput, NewRequest, ScheduledRequest, SchedulerOutput
 from servd.messages.params import PoolingParams
 from servd.worker.device.device import cache_folder
@@ -170,7 +173,7 @@ def _pair(params: PoolingParams, ids: list[int]) -> PoolingParams:
 def _cached(spec: ModelSpec, load_format: str, length: int) -> Path:
     folder = Path(spec.folder)
     files = [
-        *weight_files(folder, load_format),
+        *find_weight_files(folder, load_format),
         *sorted(folder.glob("*.json")),
         *sorted(folder.glob("*/*.json")),
         *sorted(folder.glob("*/*.safetensors")),  # of Dense

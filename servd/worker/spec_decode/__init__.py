@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from servd.base import plugins
 from servd.base.errors import ConfigError
 from servd.base.sizes import format_bytes
-from servd.checkpoint.hf import ModelSpec, download_weights
+from servd.checkpoint.hub import download_weights
+from servd.checkpoint.model_spec import ModelSpec
 from servd.config import Config
 from servd.config.speculative import SpeculativeConfig
 from servd.messages.engine import ModelRunnerOutput, NewRequest
-from servd.worker.attention import Backend, make_backend
+from servd.worker.attention import AttentionBackend, make_backend
 from servd.worker.batch.draft_chain import Chain, Drafter
 from servd.worker.batch.draft_tree import DraftTree, Path
 from servd.worker.batch.input_batch import InputBatch
@@ -49,7 +50,7 @@ class Target:
     model: Model
     states: RequestStates
     parallel: Parallel
-    backend: Backend[Any]
+    backend: AttentionBackend[Any]
     # Makes this device's fastest chain from a drafter, the maximum rows, and the maximum tokens
     # of the pass before.
     make_chain: Callable[[Drafter, int, int], Chain]
@@ -60,7 +61,7 @@ class Target:
         assert draft is not None and draft.model is not None
         return str(download_weights(draft.model, draft.revision, model.download_dir))
 
-    def make_backend(self, draft: Loadable) -> Backend[Any]:
+    def make_backend(self, draft: Loadable) -> AttentionBackend[Any]:
         """Return the backend for a draft's attention, with the target's block tables."""
         own = self.backend.spec
         spec = spec_of(
@@ -198,7 +199,9 @@ class Proposer(ABC):
             token ids, int64 [n, num_drafts]; -1 after the last draft of a row.
         """
 
-    def draft(self, batch: InputBatch, hidden: Tensor, num_kept: Tensor | None) -> Drafts | None:
+    def draft(
+        self, batch: InputBatch, hidden: Tensor, num_kept: Tensor | None
+    ) -> DraftTokenIds | None:
         """Return drafts for the rows of a step that need them, once its tokens are written."""
         self.follow(batch, hidden, num_kept)
         if batch.is_plain or not len(wanted := batch.drafting_rows):
@@ -221,18 +224,18 @@ class Proposer(ABC):
             token_ids = token_ids.masked_fill(upload(is_over, device), -1)
         newest = states.num_computed.index_select(0, slots).unsqueeze(1)
         states.write(slots.unsqueeze(1), newest + self.after[:num_drafts], token_ids)
-        return Drafts(wanted, token_ids)
+        return DraftTokenIds(wanted, token_ids)
 
 
 @dataclass(frozen=True, slots=True)
-class Drafts:
+class DraftTokenIds:
     """A StepPart: the drafts, which the engine needs for grammars."""
 
     rows: np.ndarray  # [n] indices in the step
     token_ids: Tensor  # [n, k] int64; -1: none
 
-    def to_host(self) -> Drafts:
-        return Drafts(self.rows, self.token_ids.to("cpu", non_blocking=True))
+    def to_host(self) -> DraftTokenIds:
+        return DraftTokenIds(self.rows, self.token_ids.to("cpu", non_blocking=True))
 
     def write(self, output: ModelRunnerOutput) -> None:
         for row, token_ids in zip(self.rows.tolist(), self.token_ids.tolist(), strict=True):
@@ -244,7 +247,7 @@ def load(target: Target) -> Proposer | None:
     config = target.config.model.speculative_config
     if config is None:
         return None
-    found = plugins.load(__name__, config.method, "Proposer")
+    found = plugins.load_class(__name__, config.method, Proposer)
     if not (isinstance(found, type) and issubclass(found, Proposer)):
         raise ConfigError(
             f"--speculative-config: method {config.method} is not a subclass of "

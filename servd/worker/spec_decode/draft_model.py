@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from servd.base.errors import ConfigError
-from servd.checkpoint.hf import read_spec
+from servd.checkpoint.model_spec import read_spec
 from servd.config.speculative import SpeculativeConfig
 from servd.messages.engine import NewRequest
 from servd.worker.attention import AttentionBatch
@@ -181,6 +181,3 @@ class DraftModelProposer(Proposer):
     ) -> Tensor:
         ctx = ForwardContext(self.backend, attention, self.kv_caches)
         return self.model(token_ids, positions, ctx)
-
-
-Proposer = DraftModelProposer  # the name that every file of this package has

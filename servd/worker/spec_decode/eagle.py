@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from servd.base.errors import ConfigError
-from servd.checkpoint.hf import ModelSpec, read_spec
+from servd.checkpoint.model_spec import ModelSpec, read_spec
 from servd.config.speculative import SpeculativeConfig
 from servd.messages.engine import NewRequest
 from servd.worker.attention import AttentionBatch
@@ -270,6 +270,3 @@ class EagleProposer(Proposer):
         self, token_ids: Tensor, positions: Tensor, attention: AttentionBatch, *read: Tensor
     ) -> Tensor:
         return self.advance(token_ids, positions, attention, self.head.features(*read))
-
-
-Proposer = EagleProposer  # the name that every file of this package has

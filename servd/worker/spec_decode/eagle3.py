@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from servd.base.errors import ConfigError
-from servd.checkpoint.hf import ModelSpec
+from servd.checkpoint.model_spec import ModelSpec
 from servd.config.speculative import SpeculativeConfig
 from servd.worker.batch.input_batch import InputBatch
 from servd.worker.device.parallel import Parallel
@@ -206,6 +206,3 @@ class Eagle3Proposer(EagleProposer):
         own = self.spec.vocab_size
         wanted = self.target.spec.vocab_size
         return self.check_size("tokens in the vocabulary", own, wanted)
-
-
-Proposer = Eagle3Proposer  # the name that every file of this package has

@@ -180,6 +180,3 @@ class MedusaProposer(Proposer):
         heads = tree.heads[:num_drafts]
         ranks = tree.ranks[:num_drafts]
         return self.heads(self.hidden, max(heads) + 1, max(ranks) + 1)[:, heads, ranks]
-
-
-Proposer = MedusaProposer  # the name that every file of this package has

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from servd.base.errors import ConfigError
-from servd.checkpoint.hf import ModelSpec
+from servd.checkpoint.model_spec import ModelSpec
 from servd.worker.layers.attention import attention_layers
 from servd.worker.layers.linear import ReplicatedLinear
 from servd.worker.layers.quantized import NamedTensors
@@ -107,6 +107,3 @@ class MtpProposer(EagleProposer):
                 f"--speculative-config: {self.spec.folder} has no MTP layer (number "
                 f"{self.spec.num_layers}) after the model's layers; leave method mtp out"
             )
-
-
-Proposer = MtpProposer  # the name that every file of this package has

@@ -29,6 +29,3 @@ class NgramProposer(Proposer):
         after = torch.arange(num_drafts, device=slots.device) % (last - found).clamp_(min=1)
         drafts = tokens.gather(1, (found + 1 + after).clamp_(max=max_len - 1)).long()
         return drafts.masked_fill_(longest < self.config.prompt_lookup_min * max_len, -1)
-
-
-Proposer = NgramProposer  # the name that every file of this package has

@@ -28,7 +28,7 @@ MAX_PLACES = 64  # places compared for a draft, in each text
 MAX_CACHED_TOKENS = 2**19  # outputs of other requests: at most 60 MB
 
 
-class Text:
+class SuffixText:
     """Tokens, and for each place the previous occurrence of the three tokens before it."""
 
     def __init__(self) -> None:
@@ -89,8 +89,8 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    text: Text
+class SuffixRow:
+    text: SuffixText
     num_prompt_tokens: int
     is_private: bool  # with a cache salt: sharing would reveal its text through speed
 
@@ -106,15 +106,18 @@ class SuffixProposer(Proposer):
             raise ConfigError(
                 "speculative method suffix is for --device cpu; on a GPU use method ngram"
             )
-        self._rows: dict[int, Row] = {}  # by slot, for requests that get drafts
-        self._outputs = [Text(), Text()]  # of other requests; the second is dropped next
+        self._rows: dict[int, SuffixRow] = {}  # by slot, for requests that get drafts
+        self._outputs = [
+            SuffixText(),
+            SuffixText(),
+        ]  # of other requests; the second is dropped next
 
     def add(self, request: NewRequest) -> None:
         """Note that a request enters its slot. Its prompt is searched too, if it gets drafts."""
         params = request.params
         if isinstance(params, SamplingParams) and params.speculative:
             is_private = request.cache_salt is not None
-            row = Row(Text(), request.num_prompt_tokens, is_private)
+            row = SuffixRow(SuffixText(), request.num_prompt_tokens, is_private)
             row.text.extend(request.token_ids)
             self._rows[request.slot] = row
 
@@ -131,12 +134,12 @@ class SuffixProposer(Proposer):
         newest = self._outputs[0]
         is_full = len(newest.token_ids) + len(output) >= MAX_CACHED_TOKENS // 2
         if is_full or 2 * newest.num_outputs >= max_outputs:
-            self._outputs = [Text(), newest]
+            self._outputs = [SuffixText(), newest]
             newest = self._outputs[0]
         newest.extend([*output, END])
         newest.num_outputs += 1
 
-    def _read(self, slot: int) -> Text:
+    def _read(self, slot: int) -> SuffixText:
         text = self._rows[slot].text
         known = int(self.states.num_computed[slot]) + 1
         text.extend(self.states.token_ids[slot, len(text.token_ids) : known].tolist())
@@ -160,6 +163,3 @@ class SuffixProposer(Proposer):
             return []
         most = min(num_drafts, int(length * config.suffix_decoding_max_spec_factor))
         return text.follow(places, most, config.suffix_decoding_min_token_prob)
-
-
-Proposer = SuffixProposer  # the name that every file of this package has

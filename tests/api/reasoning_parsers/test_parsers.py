@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from servd.api.output.incremental import Content, Reasoning
+from servd.api.output.reasoning_parser import ReasoningParser
 from servd.base import plugins
 from tests.api.reasoning_parsers.recorded import Case
 
@@ -28,7 +29,7 @@ CASES = [
 
 def read(name: str, case: Case, pieces) -> tuple[str, str]:
     """Reasoning and content."""
-    kind = plugins.load(PACKAGE, name, "Parser")
+    kind = plugins.load_class(PACKAGE, name, ReasoningParser)
     parser = kind(case.is_thinking or kind.always)
     reasoning, content = "", ""
     for delta in [delta for piece in pieces for delta in parser.feed(piece)] + parser.finish():
@@ -61,7 +62,7 @@ def test_a_reply_in_random_pieces(name, case, data):
 
 @pytest.mark.parametrize("name", PARSERS)
 def test_reasoning_comes_as_it_is_written(name):
-    parser = plugins.load(PACKAGE, name, "Parser")(True)
+    parser = plugins.load_class(PACKAGE, name, ReasoningParser)(True)
     assert parser.feed("First") == [Reasoning("First")]
     assert parser.feed(", this") == [Reasoning(", this")]
     assert parser.feed(f".\n{parser.end_tag}") == [Reasoning(".")]

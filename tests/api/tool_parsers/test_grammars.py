@@ -13,10 +13,12 @@ from servd.api.output.call_grammar import calls_grammar, parameters_of
 from servd.api.output.model_format import ModelFormat
 from servd.api.output.output_parser import ExpectedOutput
 from servd.api.output.tool_choice import ForcedCallsParser
+from servd.api.output.tool_parser import ToolParser
 from servd.api.text.prompt import ToolOptions
 from servd.api.text.tokenizer import Tokenizer
 from servd.base import plugins
-from servd.checkpoint.hf import find_model, read_spec
+from servd.checkpoint.hub import find_model
+from servd.checkpoint.model_spec import read_spec
 from servd.config import Config
 from servd.core.structured_output.grammar import Grammar, GrammarError
 from servd.core.structured_output.vocabulary import load_vocabulary
@@ -106,7 +108,7 @@ def functions(draw: st.DrawFn) -> dict[str, Any]:
 
 
 # The others' forced calls are a JSON array: their arguments hold tokens.
-HELD = [name for name in PARSERS if plugins.load(PACKAGE, name, "Parser").syntaxes]
+HELD = [name for name in PARSERS if plugins.load_class(PACKAGE, name, ToolParser).syntaxes]
 
 
 def tool(name: str, properties: dict[str, Any], *required: str, **keywords: Any) -> dict[str, Any]:
@@ -116,7 +118,7 @@ def tool(name: str, properties: dict[str, Any], *required: str, **keywords: Any)
 
 def forced(name: str, *tools: dict[str, Any], parallel: bool = True) -> ExpectedOutput:
     """What a reply must be where one of the tools must be called."""
-    parser = plugins.load(PACKAGE, name, "Parser")
+    parser = plugins.load_class(PACKAGE, name, ToolParser)
     use = ToolOptions(list(tools), forced=list(tools), parallel=parallel)
     return ModelFormat(Tokenizer.bytes(), parser, None).expect("", use)
 
@@ -215,7 +217,7 @@ EXPRESSIBLE = {
 @pytest.mark.parametrize("used", EXPRESSIBLE.values(), ids=EXPRESSIBLE)
 def test_common_schemas_are_held_to_in_the_models_own_format(name, used):
     reply = forced(name, used)
-    assert reply.tool_parser is plugins.load(PACKAGE, name, "Parser")
+    assert reply.tool_parser is plugins.load_class(PACKAGE, name, ToolParser)
     assert check_outputs(reply, [used], range(8), max_tokens=2000) > 2
 
 
@@ -280,7 +282,7 @@ def test_references_that_go_round_and_round_end():
 
 
 def test_special_tokens_are_written_as_tokens():
-    parser = plugins.load(PACKAGE, "deepseek", "Parser")
+    parser = plugins.load_class(PACKAGE, "deepseek", ToolParser)
     ids = {marker: number for number, marker in enumerate(parser.markers)}
     tools = [EXPRESSIBLE["nothing"]]
     grammar = calls_grammar(parser.syntaxes, parser.arguments_grammar, tools, True, ids.get)
@@ -294,7 +296,7 @@ def test_tags_that_are_tokens_without_being_special_are_written_as_tokens():
     tokenizer = Tokenizer.load(str(folder))
     vocabulary = load_vocabulary(Config(), read_spec(folder))
     used = tool("f", {"city": CITY}, "city")
-    model_format = ModelFormat(tokenizer, plugins.load(PACKAGE, "hermes", "Parser"), None)
+    model_format = ModelFormat(tokenizer, plugins.load_class(PACKAGE, "hermes", ToolParser), None)
     reply = model_format.expect("", ToolOptions([used], forced=[used], parallel=False))
     assert reply.structured_output is not None
     matcher = Grammar(reply.structured_output, vocabulary).matcher()

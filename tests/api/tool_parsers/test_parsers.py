@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from servd.api.output.incremental import Content, Reasoning, ToolCallArguments, ToolCallStart
 from servd.api.output.json_reader import missing_end
 from servd.api.output.tool_choice import ForcedCallsParser
+from servd.api.output.tool_parser import ToolParser
 from servd.base import plugins
 from tests.api.tool_parsers.recorded import TOOLS, Case
 from tests.proportion import assert_in_proportion, seconds
@@ -54,7 +55,7 @@ def read(parser, pieces) -> tuple[list[tuple[str, str]], str]:
 
 
 def make(name: str):
-    return plugins.load(PACKAGE, name, "Parser")(TOOLS)
+    return plugins.load_class(PACKAGE, name, ToolParser)(TOOLS)
 
 
 @pytest.mark.parametrize(("name", "case"), CASES)

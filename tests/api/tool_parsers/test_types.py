@@ -6,6 +6,7 @@ from typing import Any
 import jsonschema
 import pytest
 
+from servd.api.output.tool_parser import ToolParser
 from servd.base import plugins
 from tests.api.tool_parsers.test_parsers import read
 
@@ -61,7 +62,7 @@ WRITTEN = {
 
 def value_of(parser: str, schema: dict[str, Any], text: str) -> Any:
     tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
-    made = plugins.load("servd.api.output.tool_parsers", parser, "Parser")([tool])
+    made = plugins.load_class("servd.api.output.tool_parsers", parser, ToolParser)([tool])
     (((_, arguments),), _) = read(made, [WRITTEN[parser] % text])
     value = json.loads(arguments)
     if "$defs" not in schema or "R" not in str(schema.get("properties")):
@@ -93,5 +94,5 @@ def test_a_reference_that_cannot_be_followed_allows_any_type(reference, place):
     schema = {"$ref": reference} if place == "whole" else {"properties": {"a": {"$ref": reference}}}
     schema = {"type": "object", "allOf": [schema], "$defs": CHAIN}
     tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
-    made = plugins.load("servd.api.output.tool_parsers", "qwen3_coder", "Parser")([tool])
+    made = plugins.load_class("servd.api.output.tool_parsers", "qwen3_coder", ToolParser)([tool])
     assert read(made, [WRITTEN["qwen3_coder"] % "x"]) == ([("f", '{"a": "x"}')], "")

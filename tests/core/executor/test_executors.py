@@ -10,7 +10,7 @@ import pytest
 from servd import launch
 from servd.base import plugins
 from servd.base.errors import ConfigError, EngineDeadError
-from servd.checkpoint.hf import FAKE_SPEC
+from servd.checkpoint.model_spec import FAKE_SPEC
 from servd.config import Config
 from servd.core.engine_core import EngineCore
 from servd.core.executor import fake, load_executor, multiproc, uniproc

@@ -11,14 +11,15 @@ from typing import Any
 import pytest
 
 from servd.base.errors import ConfigError
-from servd.checkpoint.hf import FAKE_SPEC
+from servd.checkpoint.model_spec import FAKE_SPEC
 from servd.config import Config
 from servd.config.kv_transfer import KVTransferConfig
-from servd.config.resolve import Machine, resolve
+from servd.config.machine import Machine
+from servd.config.resolve import resolve
 from servd.core.kv_cache.connector import io_workers, loads, remote
 from servd.core.kv_cache.connector.costs import LoadCosts
 from servd.core.kv_cache.connector.remote import Ask, Give
-from servd.ipc.channels import Keys, Link, Listener, wait
+from servd.ipc.channels import CurveKeys, Link, Listener, wait
 from servd.messages.engine import AbortRequests
 from tests.core.engines import (
     AuditedExecutor,
@@ -168,7 +169,7 @@ def test_what_cannot_be_had_is_computed_or_fails(fleet, monkeypatch, policy, fat
     monkeypatch.setattr(loads, "MIN_TIMEOUT_NS", 10**9)
     silent = None
     if fate == "silent":
-        silent = Listener(f"tcp://{fleet.peer}", Ask, Keys(TOKEN))
+        silent = Listener(f"tcp://{fleet.peer}", Ask, CurveKeys(TOKEN))
     elif fate != "nobody":
         producer = fleet.engine("kv_producer", seed=int(fate == "other model"), load_format="dummy")
         fleet.prefill(producer)
@@ -193,7 +194,7 @@ def test_what_cannot_be_had_is_computed_or_fails(fleet, monkeypatch, policy, fat
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 def test_who_needs_no_blocks_does_not_wait_for_a_silent_peer(fleet, monkeypatch, policy):
     monkeypatch.setattr(loads, "MIN_TIMEOUT_NS", 50_000_000)
-    silent = Listener(f"tcp://{fleet.peer}", Ask, Keys(TOKEN))
+    silent = Listener(f"tcp://{fleet.peer}", Ask, CurveKeys(TOKEN))
     other = fleet.engine("kv_consumer", policy, timeout=2.0, max_num_seqs=4)
     waiting = [make_request(f"a{i}", [i, *PROMPT], kv_source=fleet.peer) for i in range(4)]
     for request in [*waiting, make_request("b", PROMPT)]:
@@ -264,7 +265,7 @@ def test_what_has_no_place_on_the_way_fails_with_the_remedy(fleet):
 def test_who_waits_behind_a_silent_peer_has_its_blocks_of_another(fleet, monkeypatch):
     monkeypatch.setattr(io_workers, "HANG_TIMEOUT", 0.2)
     fleet.prefill(fleet.engine("kv_producer"))
-    silent = Listener(f"tcp://127.0.0.1:{(port := free_port())}", Ask, Keys(TOKEN))
+    silent = Listener(f"tcp://127.0.0.1:{(port := free_port())}", Ask, CurveKeys(TOKEN))
     other = fleet.engine("kv_consumer", "fail", timeout=1.0)
     first = make_request("first", [7] * 40, kv_source=f"127.0.0.1:{port}")
     log = run(other, first, second := make_request("second", PROMPT, kv_source=fleet.peer))
@@ -281,8 +282,8 @@ class Hostile:
         fleet.port = free_port()
         self.spoil, self.is_over, self.count = spoil, threading.Event(), 0
         self.links = (
-            Listener(f"tcp://127.0.0.1:{fleet.port}", Ask, Keys(TOKEN)),
-            Link(f"tcp://127.0.0.1:{self.at}", Give, Keys(TOKEN)),
+            Listener(f"tcp://127.0.0.1:{fleet.port}", Ask, CurveKeys(TOKEN)),
+            Link(f"tcp://127.0.0.1:{self.at}", Give, CurveKeys(TOKEN)),
         )
         self.thread = threading.Thread(target=self.run)
         self.thread.start()

@@ -7,7 +7,7 @@ import pytest
 from servd.base import plugins
 from servd.core.queues import QUEUES
 from servd.core.queues.fair import MAX_BYPASSES
-from servd.core.queues.fcfs import WaitingQueue
+from servd.core.queues.fcfs import FcfsQueue
 from servd.core.request import Request
 from tests.core.engines import make_request
 
@@ -19,7 +19,7 @@ class Model:
 
     def __init__(self, policy: str, seed: int, owners: str = "ab") -> None:
         self.owners = owners
-        self.queue: WaitingQueue = plugins.load(QUEUES, policy, "WaitingQueue")(LONG)
+        self.queue: FcfsQueue = plugins.load_class(QUEUES, policy, FcfsQueue)(LONG)
         self.random = random.Random(seed)
         self.waiting: set[Request] = set()
         self.num_requests = self.num_bypasses = 0

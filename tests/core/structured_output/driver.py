@@ -2,7 +2,7 @@
 
 import random
 
-from servd.checkpoint.hf import FAKE_SPEC
+from servd.checkpoint.model_spec import FAKE_SPEC
 from servd.config import Config
 from servd.core.executor.fake import next_state, sample_allowed
 from servd.core.structured_output.grammar import Grammar

@@ -16,7 +16,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
-from servd.checkpoint.hf import FAKE_SPEC, ModelSpec, find_model, read_spec
+from servd.checkpoint.hub import find_model
+from servd.checkpoint.model_spec import FAKE_SPEC, ModelSpec, read_spec
 from servd.config import Config
 from servd.core.engine_core import EngineCore
 from servd.core.executor.fake import FakeExecutor

@@ -436,6 +436,6 @@ class OutOfFuel:
 
 def test_an_output_that_cannot_be_replayed_ends_with_the_limit_that_it_reached():
     used_up: Any = OutOfFuel(grammar.UsedUp("too many lexer states"))
-    row: Any = manager.Row(used_up, used_up, (), None, lambda each: each, token_ids=[3])
+    row: Any = manager.GrammarRow(used_up, used_up, (), None, lambda each: each, token_ids=[3])
     row.accept(5)
     assert row.end is not None and "too many lexer states" in (row.end.error or "")

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from servd.worker.attention import AttentionBatch, AttentionSpec, Backend
+from servd.worker.attention import AttentionBackend, AttentionBatch, AttentionSpec
 from servd.worker.layers.rotary import Rotation
 
 
@@ -160,7 +160,7 @@ class Rows:
 
     def write(
         self,
-        backend: Backend,
+        backend: AttentionBackend,
         cache: torch.Tensor,
         metadata: object,
         first: np.ndarray,
@@ -186,14 +186,14 @@ class Rows:
         return backend.write(q, k, v if spec.value_dim is None else None, cache, metadata, rotation)
 
     def step(
-        self, backend: Backend, cache: torch.Tensor, first: np.ndarray, last: np.ndarray
+        self, backend: AttentionBackend, cache: torch.Tensor, first: np.ndarray, last: np.ndarray
     ) -> torch.Tensor:
         """Compute tokens [first, last) of each row; what attention yields, row after row."""
         metadata = backend.build_metadata(self.batch(first, last))
         queries = self.write(backend, cache, metadata, first, last)
         return backend.attend(queries, cache, metadata, self.spec.head_dim**-0.5, self.sinks)
 
-    def run(self, backend: Backend, fill: float | None = None) -> torch.Tensor:
+    def run(self, backend: AttentionBackend, fill: float | None = None) -> torch.Tensor:
         """This step, after those before. What is in no row's cache is noise, or `fill`."""
         shape, spec = backend.kv_cache_shape(self.num_blocks), self.spec
         noise = (

@@ -10,7 +10,13 @@ import torch
 
 from servd.base import plugins
 from servd.base.errors import ConfigError
-from servd.worker.attention import AttentionSpec, _int8, auto_backends, make_backend
+from servd.worker.attention import (
+    AttentionBackend,
+    AttentionSpec,
+    _int8,
+    auto_backends,
+    make_backend,
+)
 from servd.worker.ops.native import library
 from tests.worker.attention.paged import Rows, rounded
 
@@ -36,7 +42,7 @@ FEWER = {("triton", "cpu"): CASES[::7], ("triton", "cuda"): CASES[::2]}
 
 def backend_for(name: str, spec: AttentionSpec) -> Any:
     """The class of a backend; skips the test with its reason where it cannot run."""
-    backend_class = plugins.load("servd.worker.attention", name, "Backend")
+    backend_class = plugins.load_class("servd.worker.attention", name, AttentionBackend)
     if (reason := backend_class.supports(spec)) is not None:
         pytest.skip(f"{name}: {reason}")
     return backend_class
@@ -86,7 +92,7 @@ def test_tokens_of_an_encoder_see_those_after_them(name, shape, window):
     *sizes, rotary = SHAPES[shape]
     options = {"device": torch.device("cpu"), "is_causal": False}
     spec = AttentionSpec(*sizes, 16, window, torch.float32, torch.float32, **options)
-    backend = plugins.load("servd.worker.attention", name, "Backend")
+    backend = plugins.load_class("servd.worker.attention", name, AttentionBackend)
     if not backend.supports_bidirectional or backend.supports(spec) is not None:
         with pytest.raises(ConfigError):
             make_backend(name, spec)
@@ -170,7 +176,7 @@ def test_values_may_be_a_part_of_the_keys(name, device, batch, tail, block_size,
     spec = AttentionSpec(
         *(17, 1, 304, block_size, None, dtype, kv_dtype, torch.device(device)), value_dim=288
     )
-    backend_class = plugins.load("servd.worker.attention", name, "Backend")
+    backend_class = plugins.load_class("servd.worker.attention", name, AttentionBackend)
     if not backend_class.supports_values_in_keys:
         with pytest.raises(ConfigError):
             make_backend(name, spec)
@@ -293,7 +299,7 @@ def test_blocks_of_any_size(name: str, block_size: int):
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_auto_asks_the_backends_in_their_order(device):
     orders = [
-        plugins.load("servd.worker.attention", name, "Backend").auto_order[device]
+        plugins.load_class("servd.worker.attention", name, AttentionBackend).auto_order[device]
         for name in auto_backends(device)
     ]
     assert orders == sorted(set(orders)), "two have the same turn"

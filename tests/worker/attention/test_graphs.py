@@ -8,7 +8,7 @@ import torch
 from servd.base import plugins
 from servd.messages.engine import NewRequest
 from servd.messages.params import SamplingParams
-from servd.worker.attention import AttentionBatch, AttentionSpec, make_backend
+from servd.worker.attention import AttentionBackend, AttentionBatch, AttentionSpec, make_backend
 from servd.worker.batch.input_batch import decode_attention
 from servd.worker.batch.request_states import RequestStates
 
@@ -54,7 +54,7 @@ def test_later_steps_are_right_too(name: str, window: int | None):
         kv_dtype=DTYPE,
         device=DEVICE,
     )
-    backend_class = plugins.load("servd.worker.attention", name, "Backend")
+    backend_class = plugins.load_class("servd.worker.attention", name, AttentionBackend)
     if (reason := backend_class.supports(spec)) or not backend_class.supports_graphs:
         pytest.skip(f"{name}: {reason or 'cannot be captured'}")
     _, backend = make_backend(name, spec)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from servd.worker.attention import AttentionBatch, AttentionSpec
-from servd.worker.attention.native import KV_DTYPES, Backend
+from servd.worker.attention.native import KV_DTYPES, NativeBackend
 from servd.worker.ops.native import library
 from tests.worker.attention.paged import Rows
 
@@ -25,7 +25,7 @@ def test_chunks_of_a_prompt_yield_what_the_whole_yields_to_the_bit(window, kv_dt
     """Chunks of one part of the context and of several, and of few queries and many."""
     spec = dataclasses.replace(SPEC, sliding_window=window, kv_dtype=kv_dtype)
     rows = Rows(spec, [(0, 2100)], rotary=True)
-    backend = Backend(rows.spec)
+    backend = NativeBackend(rows.spec)
     whole = rows.run(backend)
     cache = torch.zeros(backend.kv_cache_shape(rows.num_blocks), dtype=kv_dtype)
     cuts = [0, 37, 1024, 1030, 2000, 2001, 2100]
@@ -43,7 +43,7 @@ def test_drafts_beside_a_token_change_no_bit_of_it(kv_dtype: torch.dtype, num_dr
     computed = [3, 14, 254, 1020]
     lens = [(n, num_drafts + 1) for n in computed]
     rows = Rows(dataclasses.replace(SPEC, kv_dtype=kv_dtype), lens, rotary=True)
-    backend, first = Backend(rows.spec), np.array(computed)
+    backend, first = NativeBackend(rows.spec), np.array(computed)
     shape = backend.kv_cache_shape(rows.num_blocks)
     caches = torch.zeros(2, *shape, dtype=kv_dtype)
     for cache in caches:
@@ -98,7 +98,7 @@ def batch(**changes: Any) -> AttentionBatch:
     ],
 )
 def test_a_step_outside_of_the_cache_is_an_error_that_names_it(changes, message):
-    backend = Backend(SPEC)
+    backend = NativeBackend(SPEC)
     cache = torch.zeros(backend.kv_cache_shape(6))
     q, kv = torch.ones(4, 4, 16), torch.ones(4, 2, 16)
 
@@ -115,7 +115,7 @@ def test_a_step_outside_of_the_cache_is_an_error_that_names_it(changes, message)
 
 def test_blocks_that_are_not_read_may_be_any():
     """Those before a window are another's by now, and those past the end never were the row's."""
-    backend = Backend(dataclasses.replace(SPEC, sliding_window=16))
+    backend = NativeBackend(dataclasses.replace(SPEC, sliding_window=16))
     tables = torch.full((1, 60), 1 << 30, dtype=torch.int32)
     tables[0, 49] = 0  # which the window is in
     one = AttentionBatch(
@@ -136,7 +136,7 @@ def test_what_is_in_blocks_before_a_window_is_not_read(kv_dtype: torch.dtype):
     """Nor does it change a bit where the window begins."""
     spec = dataclasses.replace(SPEC, sliding_window=100, kv_dtype=kv_dtype)
     rows = Rows(spec, [(1400, 1), (611, 1), (355, 9), (1023, 2)])
-    backend = Backend(spec)
+    backend = NativeBackend(spec)
     cache = torch.zeros(backend.kv_cache_shape(rows.num_blocks), dtype=kv_dtype)
     nothing = np.zeros_like(rows.computed)
     rows.step(backend, cache, nothing, rows.computed)
@@ -152,7 +152,7 @@ def test_a_prompt_takes_no_memory_for_every_part_of_its_context():
     """A window keeps the work small; 16 queries and 4 million keys would have 300 MB of sums."""
     spec = AttentionSpec(64, 1, 16, 16, 16, torch.float32, torch.float32, torch.device("cpu"))
     num_tokens, num_keys = 16, 1 << 22
-    backend = Backend(spec)
+    backend = NativeBackend(spec)
     cache = torch.zeros(backend.kv_cache_shape(1))
     metadata = backend.build_metadata(
         AttentionBatch(

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from servd.worker.attention import AttentionSpec
-from servd.worker.attention.triton import Backend
+from servd.worker.attention.triton import TritonBackend
 from servd.worker.device.parallel import Parallel
 from servd.worker.layers.norm import RMSNorm
 from servd.worker.ops.reference import rotate
@@ -25,7 +25,7 @@ FLOAT32_SPEC = AttentionSpec(4, 2, 16, 16, None, torch.float32, torch.float32, t
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def spec(request) -> AttentionSpec:
     spec = dataclasses.replace(FLOAT32_SPEC, device=torch.device(request.param))
-    if (reason := Backend.supports(spec)) is not None:
+    if (reason := TritonBackend.supports(spec)) is not None:
         pytest.skip(reason)
     return spec
 
@@ -56,24 +56,24 @@ SPLIT_LENS = [(9, 1), (79, 1), (300, 1), (62, 4), (40, 9), (0, 1)]
 def test_split_rows_equal_dense_attention_over_a_poisoned_cache(spec, window, batch_invariant):
     spec = dataclasses.replace(spec, sliding_window=window, batch_invariant=batch_invariant)
     rows = Rows(spec, SPLIT_LENS, rotary=True)
-    out = rows.run(Backend(rows.spec), fill=torch.nan)
+    out = rows.run(TritonBackend(rows.spec), fill=torch.nan)
     torch.testing.assert_close(out.double(), rows.expected(), atol=1e-5, rtol=0)
 
 
 @pytest.mark.usefixtures("short_splits")
 def test_a_row_is_the_same_to_the_bit_whatever_else_is_in_the_batch(invariant):
     together = Rows(invariant, SPLIT_LENS)
-    out = together.run(Backend(invariant)).split(together.query_lens.tolist())
+    out = together.run(TritonBackend(invariant)).split(together.query_lens.tolist())
     for row in (2, 3, 4):
         alone = Rows(invariant, SPLIT_LENS[row : row + 1], seed=row)
-        assert torch.equal(alone.run(Backend(invariant)), out[row])
+        assert torch.equal(alone.run(TritonBackend(invariant)), out[row])
 
 
 @pytest.mark.usefixtures("exact_dot")
 @pytest.mark.usefixtures("short_splits")
 def test_chunks_of_a_prompt_yield_what_the_whole_yields_to_the_bit(spec):
     spec = dataclasses.replace(spec, sliding_window=40)
-    rows, backend = Rows(spec, [(0, 90)], rotary=True), Backend(spec)
+    rows, backend = Rows(spec, [(0, 90)], rotary=True), TritonBackend(spec)
     whole = rows.run(backend)
     cache = torch.full(backend.kv_cache_shape(rows.num_blocks), torch.nan, device=spec.device)
     chunks = [
@@ -83,7 +83,7 @@ def test_chunks_of_a_prompt_yield_what_the_whole_yields_to_the_bit(spec):
     assert torch.equal(torch.cat(chunks), whole)
 
 
-class Bounded(Backend):
+class Bounded(TritonBackend):
     """The host knows of each row no more than that it has 60 tokens at most, or 4,096 in all."""
 
     def build_metadata(self, batch):
@@ -101,7 +101,7 @@ class Bounded(Backend):
 def test_a_plan_of_upper_bounds_serves_every_step(spec, lens, batch_invariant):
     """A captured step is planned for the longest rows, and runs on whatever tensors hold."""
     spec = dataclasses.replace(spec, batch_invariant=batch_invariant)
-    exact, backend = Rows(spec, lens), Backend(spec)
+    exact, backend = Rows(spec, lens), TritonBackend(spec)
     bounded, batch = Bounded(spec), exact.batch(exact.computed, exact.seq_lens)
     assert bounded.build_metadata(batch).plan != backend.build_metadata(batch).plan
     assert torch.equal(exact.run(bounded), exact.run(backend))
@@ -131,7 +131,7 @@ def test_rows_and_tokens_of_padding_change_nothing(spec):
 
 
 def test_writing_leaves_everything_else_alone(spec):
-    rows, backend = Rows(spec, [(0, 5), (0, 3)], rotary=True), Backend(spec)
+    rows, backend = Rows(spec, [(0, 5), (0, 3)], rotary=True), TritonBackend(spec)
     batch = rows.batch(rows.computed, rows.seq_lens)
     slots = batch.slot_mapping.clone()
     slots[2] = -1  # padding
@@ -155,7 +155,7 @@ def test_heads_are_normed_before_they_are_turned(spec, rotary):
         torch.cat([x[first:] for x, first in zip(each, rows.computed, strict=True)])
         for each in (rows.q, rows.keys, rows.values)
     )
-    metadata = Backend(spec).build_metadata(rows.batch(rows.computed, rows.seq_lens))
+    metadata = TritonBackend(spec).build_metadata(rows.batch(rows.computed, rows.seq_lens))
     generator = torch.Generator().manual_seed(2)
     weights = [torch.randn(spec.head_dim, generator=generator).to(spec.device) for _ in range(2)]
     norms = tuple(make_norm(weight, eps) for weight in weights)
@@ -167,7 +167,7 @@ def test_heads_are_normed_before_they_are_turned(spec, rotary):
     ]
     if rotation is not None:
         exact = [rotate(x, tuple(part.double() for part in rotation)) for x in exact]
-    fused, apart = Backend(spec), Backend(spec)
+    fused, apart = TritonBackend(spec), TritonBackend(spec)
     apart.fuses_norms = False
     for backend in (fused, apart):
         cache = torch.full(backend.kv_cache_shape(rows.num_blocks), torch.nan, device=spec.device)

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from servd import cli
-from servd.checkpoint.hf import DEMO_FOLDER
+from servd.checkpoint.hub import DEMO_FOLDER
 from servd.worker.layers.quantized import Quantized
 from tests.conftest import ROOT
 from tests.worker.quantization.checkpoints import check, read

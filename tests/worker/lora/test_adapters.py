@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from servd.base.errors import ConfigError, InvalidRequest
-from servd.checkpoint.hf import read_spec
+from servd.checkpoint.model_spec import read_spec
 from servd.messages.engine import NewRequest
 from servd.worker.loading import model_loader
 from servd.worker.worker import Worker

@@ -11,7 +11,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from servd.base import plugins
-from servd.checkpoint.hf import quantization_of, read_spec, weight_files
+from servd.checkpoint.model_spec import read_spec
+from servd.checkpoint.quantization_config import quantization_of
+from servd.checkpoint.weight_files import find_weight_files
 from servd.worker.device.parallel import Parallel
 from servd.worker.layers._matrix import MakeQuantMethod, Matrix
 from servd.worker.layers.quantized import Quantized
@@ -56,7 +58,7 @@ def read(folder: Path) -> dict[str, Tensor | Quantized]:
     config = quantization_of(folder)
     assert config
     module = plugins.load("servd.worker.quantization", config["quant_method"], "read")
-    return dict(module(weight_files(folder), config, torch.device("cpu")))
+    return dict(module(find_weight_files(folder), config, torch.device("cpu")))
 
 
 def check(
@@ -91,7 +93,7 @@ def _hollow(folder: Path) -> Path:
     """What a plan has of a model on the hub: headers of weights, and a hole."""
     (made := folder / "hollow").mkdir()
     (made / "config.json").write_bytes((folder / "config.json").read_bytes())
-    [file] = weight_files(folder)
+    [file] = find_weight_files(folder)
     data = file.read_bytes()
     header = data[: 8 + int.from_bytes(data[:8], "little")]
     (made / file.name).write_bytes(header.ljust(len(data), b"\0"))

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from servd.base.errors import UnsupportedModel
-from servd.checkpoint.hf import quantization_accounts
+from servd.checkpoint.quantization_config import quantization_accounts
 from servd.worker.layers.quantized import Quantized
 from servd.worker.ops import native
 from tests.worker.cpu_kernels import forced

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn.functional import kl_div
 
 from servd.base.errors import ConfigError, UnsupportedModel
-from servd.checkpoint.hf import DEMO_FOLDER
+from servd.checkpoint.hub import DEMO_FOLDER
 from servd.worker.quantization.fp8 import CPU_TORCH, quantize, round_rows
 from tests.worker.driver import Driver, config_for
 

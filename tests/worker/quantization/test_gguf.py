@@ -17,7 +17,7 @@ gguf = pytest.importorskip("gguf")
 from servd.api.text.tokenizer import Tokenizer  # noqa: E402
 from servd.base.errors import ConfigError, ModelNotFound, UnsupportedModel  # noqa: E402
 from servd.checkpoint import gguf as servd_gguf  # noqa: E402
-from servd.checkpoint import hf  # noqa: E402
+from servd.checkpoint import hub, model_spec, weight_files  # noqa: E402
 from servd.checkpoint.facts import read_facts  # noqa: E402
 from servd.worker.layers import packed  # noqa: E402
 from servd.worker.layers._matrix import Matrix  # noqa: E402
@@ -60,8 +60,8 @@ def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
 
 def test_tokens_equal_those_of_transformers_on_the_dequantised_weights(tiny_llama, tmp_path):
     file = write_gguf(tmp_path / "tiny.Q4_1.gguf", tiny_llama)
-    folder = hf.find_model(str(tmp_path) + ":q4_1")
-    assert hf.find_model(str(file)) == folder, "made once"
+    folder = hub.find_model(str(tmp_path) + ":q4_1")
+    assert hub.find_model(str(file)) == folder, "made once"
     reference = AutoModelForCausalLM.from_pretrained(
         tmp_path, gguf_file=file.name, dtype=torch.float32
     ).eval()
@@ -84,7 +84,7 @@ def test_activations_are_rounded_only_beside_blocks(
         pytest.skip("no compiled kernels: activations are float32 with torch's products")
     model = LlamaForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32)
     path = write_model(tmp_path / "tiny.gguf", model, quant)
-    runner = Driver(config_for(hf.find_model(str(path)), block_size=16)).worker.runner
+    runner = Driver(config_for(hub.find_model(str(path)), block_size=16)).worker.runner
     weights = [each for _, each in runner.model.named_parameters() if isinstance(each, Matrix)]
     assert {each.quant_method.num_terms for each in weights} == {num_terms}
     assert {cache.dtype for cache in runner.kv_caches} == {kv_dtype}
@@ -101,8 +101,8 @@ def test_the_plan_knows_what_it_takes(tiny_llama: Path, tmp_path: Path, monkeypa
     path = write_gguf(tmp_path / "tiny.gguf", tiny_llama)
     with monkeypatch.context() as patch:
         patch.setattr(np, "memmap", map_file)
-        folder = hf.find_model(str(path))
-        config, spec = config_for(folder), hf.read_spec(folder)
+        folder = hub.find_model(str(path))
+        config, spec = config_for(folder), model_spec.read_spec(folder)
         planned = dry_run.load(CPUModelRunner, config, spec, torch.device("cpu"))
     assert modes == {"r"}, "Linux refuses private maps of more than memory"
     runner = Driver(config).worker.runner
@@ -110,38 +110,38 @@ def test_the_plan_knows_what_it_takes(tiny_llama: Path, tmp_path: Path, monkeypa
 
 
 def test_tokenizer_and_template_are_those_of_the_file(tiny_llama: Path, tmp_path: Path):
-    folder = hf.find_model(str(write_gguf(tmp_path / "tiny.gguf", tiny_llama)))
+    folder = hub.find_model(str(write_gguf(tmp_path / "tiny.gguf", tiny_llama)))
     tokenizer, original = Tokenizer.load(str(folder)), Tokenizer.load(str(tiny_llama))
     assert tokenizer.encode("<|im_start|>x") == original.encode("<|im_start|>x", False)
     assert (tokenizer.bos_token, tokenizer.eos_token) == ("<s>", "<|im_end|>")
     assert tokenizer.config["chat_template"] == "{{ messages[0].content }}"
-    assert hf.read_spec(folder).eos_token_ids == [tokenizer.eos_token_id]
+    assert model_spec.read_spec(folder).eos_token_ids == [tokenizer.eos_token_id]
 
 
 def test_what_cannot_be_read_is_refused_by_name(tiny_llama: Path, tmp_path: Path):
     with pytest.raises(UnsupportedModel, match="architecture 'mamba' is not supported, only llama"):
-        hf.find_model(str(write_gguf(tmp_path / "a.gguf", tiny_llama, architecture="mamba")))
-    folder = hf.find_model(str(write_gguf(tmp_path / "b.gguf", tiny_llama, pre="new")))
+        hub.find_model(str(write_gguf(tmp_path / "a.gguf", tiny_llama, architecture="mamba")))
+    folder = hub.find_model(str(write_gguf(tmp_path / "b.gguf", tiny_llama, pre="new")))
     with pytest.raises(ModelNotFound, match=r"pre-tokenizer 'new'.*set --tokenizer"):
         Tokenizer.load(str(folder))
     with pytest.raises(ConfigError, match="quantized already, by gguf: leave the option out"):
         Driver(config_for(folder, quantization="int8"))
     (tmp_path / "c.gguf").write_bytes(b"GGUF\x03\0\0\0torn")
     with pytest.raises(ModelNotFound, match=r"c\.gguf cannot be read as GGUF"):
-        hf.find_model(str(tmp_path / "c.gguf"))
+        hub.find_model(str(tmp_path / "c.gguf"))
     whole = (tmp_path / "b.gguf").read_bytes()
     (tmp_path / "c.gguf").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ModelNotFound, match=r"c\.gguf cannot be read as GGUF"):
-        hf.find_model(str(tmp_path / "c.gguf"))
+        hub.find_model(str(tmp_path / "c.gguf"))
     (tmp_path / "c.gguf").write_bytes(whole[:24] + b"\xff" * 8 + whole[32:])
     with pytest.raises(ModelNotFound, match=r"c\.gguf cannot be read as GGUF"):
-        hf.find_model(str(tmp_path / "c.gguf"))
+        hub.find_model(str(tmp_path / "c.gguf"))
     with pytest.raises(
         ModelNotFound, match=r"matches 3 files, must match one; the folder has a\.gguf"
     ):
-        hf.find_model(f"{tmp_path}:gguf")
+        hub.find_model(f"{tmp_path}:gguf")
     with pytest.raises(ModelNotFound, match=r"it has a\.gguf: name that file"):
-        hf.weight_files(tmp_path)
+        weight_files.find_weight_files(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_metadata_of_another_kind_is_refused_in_words(
 
     monkeypatch.setattr(servd_gguf, "open_file", open_changed)
     with pytest.raises((ModelNotFound, UnsupportedModel)):
-        Tokenizer.load(str(hf.find_model(str(path))))
+        Tokenizer.load(str(hub.find_model(str(path))))
 
 
 @pytest.mark.parametrize(
@@ -209,10 +209,10 @@ def test_rope_factors_are_floats_above_zero(tiny_llama, tmp_path, monkeypatch, q
 
     monkeypatch.setattr(servd_gguf, "open_file", open_changed)
     with pytest.raises(ModelNotFound, match="its metadata is incomplete or wrong"):
-        hf.find_model(str(path))
+        hub.find_model(str(path))
     factors = np.ones(8, np.float32)
     quant = Quant.F32
-    assert hf.find_model(str(path))
+    assert hub.find_model(str(path))
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_a_header_of_impossible_sizes_is_refused(tmp_path, header, reason):
     path.write_bytes(b"GGUF" + struct.pack("<I", 3) + header)
     os.truncate(path, 2 << 30)
     with pytest.raises(ModelNotFound, match=f"cut off or damaged: .*{reason}"):
-        hf.find_model(str(path))
+        hub.find_model(str(path))
 
 
 @pytest.mark.parametrize("kind", [4, 8, 9], ids=["numbers", "texts", "lists"])
@@ -237,7 +237,7 @@ def test_a_list_that_is_said_to_be_longer_than_the_file_is_refused_at_once(tmp_p
     begin = b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"a"
     (tmp_path / "a.gguf").write_bytes(begin + struct.pack("<IIQ", 9, kind, 1 << 40) + bytes(64))
     with pytest.raises(ModelNotFound, match="cut off or damaged"):
-        hf.find_model(str(tmp_path / "a.gguf"))
+        hub.find_model(str(tmp_path / "a.gguf"))
 
 
 def test_an_expert_that_is_unknown_keeps_its_name():
@@ -249,7 +249,7 @@ def test_the_package_gguf_is_named_where_it_is_missing(tiny_llama, tmp_path, mon
     path = write_gguf(tmp_path / "a.gguf", tiny_llama)
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(UnsupportedModel, match=r"servd\[gguf\]"):
-        hf.find_model(str(path))
+        hub.find_model(str(path))
 
 
 @pytest.mark.parametrize("share", [0.001, 0.02, 0.5, 0.999])
@@ -258,7 +258,7 @@ def test_a_file_that_is_cut_off_is_refused_in_words(tiny_llama: Path, tmp_path: 
     data = path.read_bytes()
     path.write_bytes(data[: int(len(data) * share)])
     with pytest.raises(ModelNotFound, match="cut off or damaged"):
-        Driver(config_for(hf.find_model(str(path))))
+        Driver(config_for(hub.find_model(str(path))))
 
 
 def test_a_model_in_parts_is_read_from_all_of_them(tiny_llama: Path, tmp_path: Path):
@@ -266,9 +266,9 @@ def test_a_model_in_parts_is_read_from_all_of_them(tiny_llama: Path, tmp_path: P
     write_gguf(tmp_path / "split.gguf", tiny_llama, split=5)
     parts = sorted(tmp_path.glob("split-*.gguf"))
     assert len(parts) == 5
-    folder = hf.find_model(f"{tmp_path}:split")
-    assert folder == hf.find_model(str(parts[0])) == hf.find_model(str(parts[3]))
-    one = hf.find_model(str(whole))
+    folder = hub.find_model(f"{tmp_path}:split")
+    assert folder == hub.find_model(str(parts[0])) == hub.find_model(str(parts[3]))
+    one = hub.find_model(str(whole))
     assert read_facts(str(folder)).num_parameters == read_facts(str(one)).num_parameters
     found = [Driver(config_for(each)) for each in (folder, one)]
     for driver in found:
@@ -276,11 +276,11 @@ def test_a_model_in_parts_is_read_from_all_of_them(tiny_llama: Path, tmp_path: P
     assert found[0].tokens == found[1].tokens
     parts[2].unlink()
     with pytest.raises(ModelNotFound, match=r"lacks 1 of 5 weight files: split-00003-of"):
-        hf.find_model(str(parts[0]))
+        hub.find_model(str(parts[0]))
     for part in parts[:2]:
         (tmp_path / "alone.gguf").write_bytes(part.read_bytes())
         with pytest.raises(ModelNotFound, match=r"alone.gguf is one of 5 files: name them"):
-            hf.find_model(str(tmp_path / "alone.gguf"))
+            hub.find_model(str(tmp_path / "alone.gguf"))
 
 
 @pytest.mark.parametrize(
@@ -306,7 +306,7 @@ def test_parts_of_several_models_are_refused(tiny_llama, tmp_path, monkeypatch, 
 
     monkeypatch.setattr(servd_gguf, "open_file", open_changed)
     with pytest.raises(ModelNotFound, match=message):
-        hf.find_model(str(first))
+        hub.find_model(str(first))
 
 
 def chats(count: int) -> list[str]:
@@ -322,7 +322,7 @@ def chats(count: int) -> list[str]:
 @pytest.mark.parametrize("count", [2, pytest.param(100, marks=pytest.mark.slow)])
 @pytest.mark.timeout(3000)
 def test_a_published_file_answers_as_its_dequantised_weights_do(count: int):
-    folder = hf.find_model(str(next(SMOLLM2.glob("*.gguf"))))
+    folder = hub.find_model(str(next(SMOLLM2.glob("*.gguf"))))
     reference = AutoModelForCausalLM.from_pretrained(SMOLLM2 / "hf", dtype=torch.float32).eval()
     sizes = {"kv_cache_memory": 1 << 27, "max_model_len": 256, "max_num_batched_tokens": 256}
     driver, tokenizer = (

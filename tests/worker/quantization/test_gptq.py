@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from servd.base.errors import UnsupportedModel
-from servd.checkpoint.hf import quantization_of
+from servd.checkpoint.quantization_config import quantization_of
 from servd.worker.device.parallel import Parallel
 from servd.worker.layers._matrix import Matrix
 from servd.worker.layers.quantized import Quantized

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from servd.base.errors import ConfigError, ModelNotFound, UnsupportedModel
-from servd.checkpoint.hf import read_spec
+from servd.checkpoint.model_spec import read_spec
 from servd.worker.layers._matrix import Matrix
 from servd.worker.quantization import _imatrix, int4
 from servd.worker.runner import dry_run

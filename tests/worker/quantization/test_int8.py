@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from servd.checkpoint import hf
+from servd.checkpoint import quantization_config
 from servd.worker.layers import packed
 from servd.worker.layers._matrix import Matrix
 from servd.worker.layers.packed import PackedMatrix
@@ -149,5 +149,5 @@ def test_activations_are_rounded_for_gguf_as_by_its_other_readers(tmp_path: Path
         "quantization_config": {"quant_method": "gguf", "has_blocks": True},
     }
     (tmp_path / "config.json").write_text(json.dumps(quantized))
-    assert hf.rounds_activations("auto", None, str(tmp_path))
-    assert not hf.rounds_activations("float32", None, str(tmp_path))
+    assert quantization_config.rounds_activations("auto", None, str(tmp_path))
+    assert not quantization_config.rounds_activations("float32", None, str(tmp_path))

@@ -8,7 +8,7 @@ from transformers.generation.logits_process import NoBadWordsLogitsProcessor
 from servd.messages.params import MAX_BAD_WORD_TOKENS, SamplingParams
 from servd.worker.sample.logit_edits import LogitEdits
 from servd.worker.sample.logits_processors import SlotRequest
-from servd.worker.sample.logits_processors.bad_words import Processor as BadWords
+from servd.worker.sample.logits_processors.bad_words import BadWordsProcessor
 from servd.worker.sample.rows import Rows
 from servd.worker.sample.sampler import Sampler
 
@@ -25,7 +25,7 @@ def words(rng: np.random.Generator, count: int, longest: int) -> list[list[int]]
 @pytest.mark.parametrize("seed", range(8))
 def test_masks_equal_transformers(seed):
     rng = np.random.default_rng(seed)
-    step = BadWords(VOCAB_SIZE, 4, CPU)
+    step = BadWordsProcessor(VOCAB_SIZE, 4, CPU)
     bad = {2: words(rng, 3, 4), 0: [[1, 1], [2, 1], [1]], 3: words(rng, 6, 3)}
     tokens = {slot: rng.integers(0, VOCAB_SIZE, 3).tolist() for slot in bad}
     uses = np.zeros(4, dtype=np.int64)
@@ -56,7 +56,7 @@ def test_masks_equal_transformers(seed):
 
 
 def test_the_longest_allowed_word():
-    step = BadWords(VOCAB_SIZE, 1, CPU)
+    step = BadWordsProcessor(VOCAB_SIZE, 1, CPU)
     word = [3] * MAX_BAD_WORD_TOKENS
     uses = step.add(SlotRequest(0, SamplingParams(bad_words_token_ids=[word]), word[:-2], [], []))
     rows = Rows(torch.tensor([0]), torch.tensor([0]), np.array([0]), np.array([int(uses)]))

@@ -23,7 +23,7 @@ every_file = pytest.mark.parametrize("name", NAMES)
 
 
 def kind(name: str) -> type[LogitsProcessor]:
-    return plugins.load(logits_processors.__name__, name, "Processor")
+    return plugins.load_class(logits_processors.__name__, name, LogitsProcessor)
 
 
 def example(name: str, **others) -> SamplingParams:

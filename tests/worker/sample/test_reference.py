@@ -29,7 +29,7 @@ NUM_SLOTS = 16
 
 def processor(name: str, vocab_size: int) -> LogitsProcessor:
     """A new one of the file `name`."""
-    kind = plugins.load(logits_processors.__name__, name, "Processor")
+    kind = plugins.load_class(logits_processors.__name__, name, LogitsProcessor)
     return kind(vocab_size, NUM_SLOTS, CPU)
 
 

@@ -290,9 +290,8 @@ def test_kept_drafts_are_counted_alike_on_host_and_device(rows):
     ],
 )
 def test_synthetic_acceptance_keeps_drafts_at_the_given_rates(keys, rates):
-    config = SpeculativeConfig(
-        method="ngram", num_speculative_tokens=4, rejection_sample_method="synthetic", **keys
-    )
+    keys |= {"method": "ngram", "num_speculative_tokens": 4, "rejection_sample_method": "synthetic"}
+    config = SpeculativeConfig.from_keys(keys)
     num_rows, num_drafts = 4000, 4
     slots = torch.arange(num_rows).repeat_interleave(num_drafts + 1)
     positions = torch.arange(1, num_drafts + 2).repeat(num_rows)

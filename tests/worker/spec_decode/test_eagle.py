@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from servd.base.errors import ConfigError
-from servd.checkpoint.hf import read_json, read_spec
+from servd.checkpoint.config_json import read_json
+from servd.checkpoint.model_spec import read_spec
 from servd.worker.ops import native
 from tests.parity.families import CASES, make_checkpoint, reference
 from tests.worker.driver import Driver, config_for

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models
 
-from servd.checkpoint.hf import DEMO_FOLDER
+from servd.checkpoint.hub import DEMO_FOLDER
 from servd.messages.engine import EngineCoreRequest
 from servd.messages.params import SamplingParams, StructuredOutput
 from servd.worker.ops.native import library

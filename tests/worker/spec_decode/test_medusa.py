@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from servd.base.errors import ConfigError
-from servd.checkpoint.hf import read_spec
+from servd.checkpoint.model_spec import read_spec
 from tests.parity.families import CASES, make_checkpoint, reference
 from tests.worker.driver import Driver, config_for
 from tests.worker.spec_decode import checkpoints

@@ -12,7 +12,7 @@ from servd.messages.engine import NewRequest
 from servd.messages.params import SamplingParams
 from servd.worker.batch.request_states import RequestStates
 from servd.worker.spec_decode import Target
-from servd.worker.spec_decode.ngram import Proposer
+from servd.worker.spec_decode.ngram import NgramProposer
 
 NUM_DRAFTS = 4
 
@@ -36,10 +36,9 @@ def test_drafts_are_those_of_a_plain_search(rows, shortest, more):
         # The newest token is not computed yet.
         states.add(NewRequest(slot, tokens, len(tokens), len(tokens) - 1, [], SamplingParams()))
     target = cast("Target", SimpleNamespace(states=states))
-    config = SpeculativeConfig(
-        method="ngram", prompt_lookup_min=shortest, prompt_lookup_max=shortest + more
-    )
+    lengths = {"prompt_lookup_min": shortest, "prompt_lookup_max": shortest + more}
+    config = SpeculativeConfig.from_keys({"method": "ngram", **lengths})
     slots = torch.arange(len(rows)).flip(0)
-    drafts = Proposer(config, target).propose(slots, max(map(len, rows)), NUM_DRAFTS)
+    drafts = NgramProposer(config, target).propose(slots, max(map(len, rows)), NUM_DRAFTS)
     got = [[each for each in row if each >= 0] for row in drafts.tolist()]
     assert got == [search(tokens, shortest, shortest + more) for tokens in reversed(rows)]

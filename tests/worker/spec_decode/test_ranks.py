@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
-from servd.checkpoint.hf import read_spec
+from servd.checkpoint.model_spec import read_spec
 from servd.messages.engine import NewRequest, ScheduledRequest, SchedulerOutput
 from servd.worker.worker import Worker
 from tests.parity.families import CASES, make_checkpoint

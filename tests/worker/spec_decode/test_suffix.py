@@ -24,7 +24,7 @@ WANTS_DRAFTS = SamplingParams()
 def make_proposer(device: str = "cpu", **options: Any) -> suffix.SuffixProposer:
     states = RequestStates(2, 64, 4, torch.device(device), 100)
     keys = {f"suffix_decoding_{key}": value for key, value in options.items()}
-    config = SpeculativeConfig(method="suffix", **keys)
+    config = SpeculativeConfig.from_keys({"method": "suffix", **keys})
     return suffix.SuffixProposer(config, cast("Target", SimpleNamespace(states=states)))
 
 

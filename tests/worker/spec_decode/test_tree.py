@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from servd.base.errors import ConfigError
-from servd.checkpoint.hf import read_spec
+from servd.checkpoint.model_spec import read_spec
 from servd.messages.engine import EngineCoreRequest
 from servd.messages.params import SamplingParams
 from servd.worker.batch.draft_tree import DraftTree
@@ -247,6 +247,6 @@ def test_what_computes_no_tree_says_so(target, tmp_path, monkeypatch):
     synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.0}
     with pytest.raises(ConfigError, match="synthetic.* is for chains"):
         Driver(config_for(target, speculative_config=config | synthetic))
-    monkeypatch.setattr("servd.worker.attention.torch_sdpa.Backend.supports_tails", False)
+    monkeypatch.setattr("servd.worker.attention.torch_sdpa.TorchSdpaBackend.supports_tails", False)
     with pytest.raises(ConfigError, match="does not support draft trees; add --attention-backend"):
         Driver(config_for(target, speculative_config=config, attention_backend="torch_sdpa"))

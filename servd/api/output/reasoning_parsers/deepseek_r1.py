@@ -3,7 +3,7 @@
 from servd.api.output.reasoning_parser import ReasoningParser
 
 
-class Parser(ReasoningParser):
+class DeepSeekR1ReasoningParser(ReasoningParser):
     """A parser of outputs that begin with reasoning, unless the prompt closed the tag."""
 
     always = True

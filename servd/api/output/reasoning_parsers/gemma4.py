@@ -3,7 +3,7 @@
 from servd.api.output.reasoning_parser import ReasoningParser
 
 
-class Parser(ReasoningParser):
+class Gemma4ReasoningParser(ReasoningParser):
     """A parser with Gemma's tags. The model reasons only if its system prompt has `<|think|>`."""
 
     start_tag = "<|channel>thought"

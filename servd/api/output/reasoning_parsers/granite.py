@@ -3,7 +3,7 @@
 from servd.api.output.reasoning_parser import ReasoningParser
 
 
-class Parser(ReasoningParser):
+class GraniteReasoningParser(ReasoningParser):
     """A parser with sentences as tags. The model reasons only if the system prompt has them."""
 
     start_tag = "Here is my thought process:"

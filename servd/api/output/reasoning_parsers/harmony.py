@@ -19,7 +19,7 @@ from servd.api.output.tool_parsers._harmony import (
 
 
 @dataclass(eq=False)
-class Parser(ReasoningParser):
+class HarmonyReasoningParser(ReasoningParser):
     """A parser that takes `analysis` messages as reasoning, wherever they are. Messages to the user
     on other channels are content, separated by empty lines. Calls are left to the tool parser.
     """
@@ -41,8 +41,8 @@ class Parser(ReasoningParser):
             yield from self._reasoning(*ENDS)
         elif (yield from reader.accept(RECIPIENT)):
             yield from self._message()
-        elif reader.taken:
-            self._content(reader.taken)
+        elif reader.consumed:
+            self._content(reader.consumed)
         while True:
             text, marker = yield from reader.piece(START, CHANNEL, *ENDS)
             if marker in (START, CHANNEL):
@@ -60,7 +60,7 @@ class Parser(ReasoningParser):
         head = yield from header(self.reader)
         if head is None:
             if not self.reader.ended:  # it was cut off, or it is none
-                self._content(self.reader.taken)
+                self._content(self.reader.consumed)
         elif recipient(head):
             had_content = self.has_content
             yield from self._rest(head)

@@ -3,6 +3,6 @@
 from servd.api.output.reasoning_parser import ReasoningParser
 
 
-class Parser(ReasoningParser):
+class MistralReasoningParser(ReasoningParser):
     start_tag = "[THINK]"
     end_tag = "[/THINK]"

@@ -3,5 +3,5 @@
 from servd.api.output.reasoning_parser import ReasoningParser
 
 
-class Parser(ReasoningParser):
+class Qwen3ReasoningParser(ReasoningParser):
     """A parser that finds reasoning only at the tag, unless the prompt opened the tag."""

@@ -3,6 +3,6 @@
 from servd.api.output.reasoning_parser import ReasoningParser
 
 
-class Parser(ReasoningParser):
+class SeedOssReasoningParser(ReasoningParser):
     start_tag = "<seed:think>"
     end_tag = "</seed:think>"

@@ -23,7 +23,7 @@ class GemmaParser(ToolParser):
         return cls.markers[0] in template and cls.markers[2] in template
 
     def body(self) -> Steps[None]:
-        yield from self.rest(self.markers[0], call=self._call)
+        yield from self.read_to_end(self.markers[0], call=self._call)
 
     def _call(self) -> Steps[bool]:
         reader = self.reader

@@ -24,22 +24,22 @@ _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
 
 def header(reader: Reader) -> Steps[str | None]:
     """Read the rest of a header, up to the message. Return the header; None if malformed. Before
-    the call, `reader.taken` must be the header's first marker.
+    the call, `reader.consumed` must be the header's first marker.
     """
     while True:
         yield from reader.run(_WORDS)
         if (yield from reader.accept(MESSAGE)):
-            return reader.taken
+            return reader.consumed
         has_more = (yield from reader.accept(CHANNEL)) or (yield from reader.accept(CONSTRAIN))
         if not has_more:
             return None
 
 
 def channel(head: str) -> str:
-    found = _CHANNEL.search(head)
-    return found[1] if found else ""
+    match = _CHANNEL.search(head)
+    return match[1] if match else ""
 
 
 def recipient(head: str) -> str:
-    found = _RECIPIENT.search(head)
-    return found[1] if found else ""
+    match = _RECIPIENT.search(head)
+    return match[1] if match else ""

@@ -16,7 +16,7 @@ class MarkedCallsParser(ToolParser):
         """Read a call after its first marker, up to its end. Return whether it was well formed."""
 
     def body(self) -> Steps[None]:
-        yield from self.rest(self.markers[0], call=self._calls)
+        yield from self.read_to_end(self.markers[0], call=self._calls)
 
     def _calls(self) -> Steps[bool]:
         return (yield from self.calls_until(self.markers[1], self.markers[2], self.call))

@@ -17,7 +17,7 @@ class MarkedJsonParser(ToolParser):
         return any(begin in template for begin in cls.begins)
 
     def body(self) -> Steps[None]:
-        yield from self.rest(*self.begins, call=self._calls)
+        yield from self.read_to_end(*self.begins, call=self._calls)
 
     def _calls(self) -> Steps[bool]:
         yield from self.reader.space()

@@ -43,23 +43,23 @@ class ParametersParser(ToolParser):
         for i, (name, schema, _) in enumerate(properties):
             if cls.parameter[1][0] in name:
                 raise NotExpressible("a bracket in the name of a parameter")
-            own = f"{rule}_{i}"
+            property_rule = f"{rule}_{i}"
             written = root["properties"][name]
             opening = quoted(cls.parameter[0] + name + cls.parameter[1] + cls.line)
             closing = quoted(cls.line + cls.parameter_end)
             if "string" in types_of(written, root):
                 texts = texts_of(written, root, cls.parameter_end, cls.line)
-                values = [f"{own}_text{n}" for n in range(len(texts))]
+                values = [f"{property_rule}_text{n}" for n in range(len(texts))]
                 rules += [f"{value}[lazy]: {t}" for value, t in zip(values, texts, strict=True)]
             else:
-                values = [f"{own}_json {closing}"]
-                rules.append(f"{own}_json: {json_rule(schema)}")
-            rules.append(rf"{own}: {opening} ({' | '.join(values)}) /\n/")
+                values = [f"{property_rule}_json {closing}"]
+                rules.append(f"{property_rule}_json: {json_rule(schema)}")
+            rules.append(rf"{property_rule}: {opening} ({' | '.join(values)}) /\n/")
         return rules
 
     def body(self) -> Steps[None]:
         begins = filter(None, (self.markers[0], self.function[0]))
-        yield from self.rest(*begins, call=self._call)
+        yield from self.read_to_end(*begins, call=self._call)
 
     def function_name(self) -> Steps[str | None]:
         """Read and return a function's name, and read the text after it. None if malformed."""
@@ -70,7 +70,7 @@ class ParametersParser(ToolParser):
 
     def _call(self) -> Steps[bool]:
         reader = self.reader
-        has_function = reader.taken == self.function[0]  # without the opening tag
+        has_function = reader.consumed == self.function[0]  # without the opening tag
         yield from reader.space()
         if not has_function and not (yield from reader.accept(self.function[0])):
             return False

@@ -34,10 +34,10 @@ def types_of_property(schema: Any, name: str) -> set[str]:
         return {"any"}
 
 
-def _stated_types(schema: Any, root: Any, seen: set[str]) -> set[str] | None:
+def _stated_types(schema: Any, root: Any, references: set[str]) -> set[str] | None:
     """Return the types of `types_of`, or None if the schema states nothing (see `_parts`)."""
     stated: list[set[str]] = []
-    for part in _parts(schema, root, seen):
+    for part in _parts(schema, root, references):
         kind = part.get("type")
         if isinstance(kind, str | list):
             stated.append({kind} if isinstance(kind, str) else set(map(str, kind)))
@@ -47,7 +47,7 @@ def _stated_types(schema: Any, root: Any, seen: set[str]) -> set[str] | None:
             allowed: set[str] = set()
             for option in options:
                 unstated = set[str]() if _reference(option) else {"string"}
-                types = _stated_types(option, root, seen)
+                types = _stated_types(option, root, references)
                 allowed |= unstated if types is None else types
             if options:
                 stated.append(allowed)
@@ -56,8 +56,8 @@ def _stated_types(schema: Any, root: Any, seen: set[str]) -> set[str] | None:
     return reduce(_common_types, stated) if stated else None
 
 
-def _parts(schema: Any, root: Any, seen: set[str]) -> list[dict[str, Any]]:
-    """Return a schema with those of its `allOf` and `$ref`, which all hold. `seen` has the
+def _parts(schema: Any, root: Any, references: set[str]) -> list[dict[str, Any]]:
+    """Return a schema with those of its `allOf` and `$ref`, which all hold. `references` has the
     references that were followed: each is followed once.
     """
     parts = [schema]
@@ -66,36 +66,37 @@ def _parts(schema: Any, root: Any, seen: set[str]) -> list[dict[str, Any]]:
             continue
         parts += list_of(part.get("allOf"))
         reference = part.get("$ref")
-        if isinstance(reference, str) and reference not in seen:
-            seen.add(reference)
+        if isinstance(reference, str) and reference not in references:
+            references.add(reference)
             target = _find(root, reference)
             parts.append(ANYTHING if target is None else target)
     return [part for part in parts if isinstance(part, dict)]
 
 
-def _common_types(types: set[str], others: set[str]) -> set[str]:
-    if "any" in others:
+def _common_types(types: set[str], other_types: set[str]) -> set[str]:
+    if "any" in other_types:
         return types
     if "any" in types:
-        return others
-    integers = {"integer"} if "integer" in types | others and "number" in types | others else set()
-    return (types & others) | (integers & (types | others))
+        return other_types
+    all_types = types | other_types
+    integers = {"integer"} if {"integer", "number"} <= all_types else set()
+    return (types & other_types) | integers
 
 
-def _property_of(schema: Any, name: str, root: Any, seen: set[str]) -> Any:
+def _property_of(schema: Any, name: str, root: Any, references: set[str]) -> Any:
     """Return what all parts of an object's schema state of a property, as a schema; None if
     nothing (see `_parts`).
     """
     stated: list[Any] = []
-    for part in _parts(schema, root, seen):
+    for part in _parts(schema, root, references):
         properties = part.get("properties")
         if isinstance(properties, dict) and properties.get(name) is not None:
             stated.append(properties[name])
-        elif isinstance(others := part.get("additionalProperties"), dict):
-            stated.append(others)
+        elif isinstance(additional := part.get("additionalProperties"), dict):
+            stated.append(additional)
         branches = [part.get("then"), part.get("else")]
         for options in (list_of(part.get("anyOf")), list_of(part.get("oneOf")), branches):
-            schemas = [_property_of(option, name, root, seen) for option in options]
+            schemas = [_property_of(option, name, root, references) for option in options]
             if schemas := [schema for schema in schemas if schema is not None]:
                 stated.append({"anyOf": schemas})
     return {"allOf": stated} if len(stated) > 1 else next(iter(stated), None)
@@ -114,11 +115,12 @@ def texts_of(schema: Any, root: Any, end: str, line: str = "\n") -> list[str]:
     null if the schema allows null. Match regular expressions as lazily as possible. Raises
     NotExpressible: no text matches, or texts cannot be told apart in this way.
     """
-    found = _Texts(root, end, line)
-    found.add(schema)
-    if not found.texts or ("null" in types_of(schema, root) and found.null not in found.texts):
+    collector = _Texts(root, end, line)
+    collector.add(schema)
+    allows_null = "null" in types_of(schema, root)
+    if not collector.texts or (allows_null and collector.null not in collector.texts):
         raise NotExpressible("a string that could not be told from null")
-    return found.texts
+    return collector.texts
 
 
 class _Texts:
@@ -130,20 +132,21 @@ class _Texts:
         self.line = line
         self.null = quoted(f"null{line}{end}")
         self.texts: list[str] = []
-        self.seen: set[str] = set()
+        self.references: set[str] = set()
 
     def add(self, schema: Any) -> None:
         while (reference := _reference(schema)) is not None:
-            schema = None if reference in self.seen else _find(self.root, reference)
+            schema = None if reference in self.references else _find(self.root, reference)
             if schema is None:
                 raise NotExpressible("a reference to nowhere, or the same one twice")
-            self.seen.add(reference)
+            self.references.add(reference)
         schema = {} if schema in (None, True) else schema
         if not isinstance(schema, dict):
             raise NotExpressible("a schema that allows nothing")
         keywords = schema.keys() - ANNOTATIONS
         if keywords & {"anyOf", "oneOf"}:
-            return self._add_options(schema, keywords)
+            self._add_options(schema, keywords)
+            return
         types = types_of(schema, self.root)
         values = _values(schema)
         if "null" in types if values is None else None in values:
@@ -161,8 +164,8 @@ class _Texts:
         options = schema.get("anyOf") or schema.get("oneOf")
         if len(keywords) > 1 or not isinstance(options, list):
             raise NotExpressible("options beside other keywords")
-        known = {"string", "null", "any"}
-        types = [kind for option in options for kind in types_of(option, self.root) & known]
+        text_types = {"string", "null", "any"}
+        types = [kind for option in options for kind in types_of(option, self.root) & text_types]
         if "oneOf" in keywords and ("any" in types or len(types) > len({*types})):
             raise NotExpressible("values for which more than one option may be true")
         for option in options:
@@ -173,17 +176,17 @@ class _Texts:
             raise NotExpressible("a value that would be read as another")
         return quoted(f"{value}{self.line}{self.end}")
 
-    def _free(self, least: Any, most: Any) -> str:
+    def _free(self, min_length: Any, max_length: Any) -> str:
         end = self.end.replace("/", r"\/")
-        if not least and most is None:
+        if not min_length and max_length is None:
             return f"/(?s:.)*{end}/"
-        is_range = isinstance(least, int) and isinstance(most, int | None)
-        if not is_range or not 0 <= least <= (least if most is None else most):
+        is_range = isinstance(min_length, int) and isinstance(max_length, int | None)
+        if not is_range or min_length < 0 or (max_length is not None and max_length < min_length):
             raise NotExpressible("lengths that are none")
-        # Not lazily alone: an end tag that comes before `least` characters would not end the match.
+        # Not lazily alone: an end tag before `min_length` characters would not end the match.
         last = r"\n" if self.line else ""
-        most = "" if most is None else most
-        return rf"/(?s:.){{{least},{most}}}{last}{end}/ & ~/(?s:.)*{end}(?s:.)+/"
+        max_length = "" if max_length is None else max_length
+        return rf"/(?s:.){{{min_length},{max_length}}}{last}{end}/ & ~/(?s:.)*{end}(?s:.)+/"
 
 
 def _reference(schema: Any) -> str | None:

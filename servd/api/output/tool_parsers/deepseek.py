@@ -12,7 +12,7 @@ SEPARATOR = "<｜tool▁sep｜>"
 FENCE = "```"
 
 
-class Parser(MarkedCallsParser):
+class DeepSeekToolParser(MarkedCallsParser):
     """A parser of two formats. V3 and R1 write `function`, a separator, the name and fenced JSON.
     V3.1 writes the name, a separator and JSON.
     """

@@ -3,7 +3,7 @@
 from servd.api.output.tool_parsers._gemma import GemmaParser
 
 
-class Parser(GemmaParser):
+class FunctionGemmaToolParser(GemmaParser):
     """A parser of Gemma's format with FunctionGemma's tokens."""
 
     markers = ("<start_function_call>", "<end_function_call>", "<escape>")

@@ -3,5 +3,5 @@
 from servd.api.output.tool_parsers._gemma import GemmaParser
 
 
-class Parser(GemmaParser):
+class Gemma4ToolParser(GemmaParser):
     markers = ("<|tool_call>", "<tool_call|>", '<|"|>')

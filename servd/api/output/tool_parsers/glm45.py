@@ -13,7 +13,7 @@ VALUE_END = "</arg_value>"
 _NAME = re.compile(r"[\w.-]*")
 
 
-class Parser(ParametersParser):
+class Glm45ToolParser(ParametersParser):
     """A parser for names without a tag; GLM 4.5 and 4.6 write line breaks between tags. Forced
     calls use a JSON array, because grammars of arguments cannot contain the tags, which are tokens.
     """

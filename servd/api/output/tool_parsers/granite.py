@@ -6,7 +6,7 @@ from servd.api.output.tool_parsers._marked_json import MarkedJsonParser
 TAG = "<|tool_call|>"
 
 
-class Parser(MarkedJsonParser):
+class GraniteToolParser(MarkedJsonParser):
     """A parser of a JSON array after a tag."""
 
     markers = begins = (TAG,)

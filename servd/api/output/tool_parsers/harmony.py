@@ -17,7 +17,7 @@ from servd.api.output.tool_parsers._harmony import (
 )
 
 
-class Parser(ToolParser):
+class HarmonyToolParser(ToolParser):
     """A parser that takes messages to functions as calls. Other messages are content, with their
     headers, unless the reasoning parser of the same name removes these headers first.
     """
@@ -39,9 +39,9 @@ class Parser(ToolParser):
     def body(self) -> Steps[None]:
         if (yield from self.reader.accept(RECIPIENT)):
             yield from self.attempt(self._call())
-        elif self.reader.taken:
-            self.content(self.reader.taken)
-        yield from self.rest(START, CHANNEL, call=self._call)
+        elif self.reader.consumed:
+            self.content(self.reader.consumed)
+        yield from self.read_to_end(START, CHANNEL, call=self._call)
 
     def _call(self) -> Steps[bool]:
         reader = self.reader

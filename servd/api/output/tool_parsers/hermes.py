@@ -8,7 +8,7 @@ OPEN = "<tool_call>"
 CLOSE = "</tool_call>"
 
 
-class Parser(ToolParser):
+class HermesToolParser(ToolParser):
     """A parser of one JSON object per pair of tags."""
 
     markers = (OPEN, CLOSE)
@@ -17,12 +17,12 @@ class Parser(ToolParser):
     @classmethod
     def matches(cls, template: str) -> bool:
         """Return whether a template has the tags, without another format between them."""
-        others = ("<function=", "<arg_key>", "<tool_sep>")
-        is_another = any(other in template for other in others)
+        other_markers = ("<function=", "<arg_key>", "<tool_sep>")
+        is_another = any(other in template for other in other_markers)
         return OPEN in template and "arguments" in template and not is_another
 
     def body(self) -> Steps[None]:
-        yield from self.rest(OPEN, call=self._call)
+        yield from self.read_to_end(OPEN, call=self._call)
 
     def _call(self) -> Steps[bool]:
         return (yield from self.json_call_until(CLOSE))

@@ -9,7 +9,7 @@ PLUGIN = "<|plugin|>"
 CLOSE = "<|action_end|>"
 
 
-class Parser(ToolParser):
+class InternLMToolParser(ToolParser):
     """A parser of plugin actions. Other actions, e.g. code for `<|interpreter|>`, are content."""
 
     markers = (OPEN, PLUGIN, CLOSE)
@@ -20,7 +20,7 @@ class Parser(ToolParser):
         return OPEN in template and PLUGIN in template
 
     def body(self) -> Steps[None]:
-        yield from self.rest(OPEN, call=self._call)
+        yield from self.read_to_end(OPEN, call=self._call)
 
     def _call(self) -> Steps[bool]:
         yield from self.reader.space()

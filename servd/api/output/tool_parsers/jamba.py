@@ -6,7 +6,7 @@ from servd.api.output.tool_parsers._marked_json import MarkedJsonParser
 from servd.api.output.tool_parsers.minimax import CLOSE, OPEN
 
 
-class Parser(MarkedJsonParser):
+class JambaToolParser(MarkedJsonParser):
     """A parser of one JSON array between tags."""
 
     markers = (OPEN, CLOSE)
@@ -19,4 +19,4 @@ class Parser(MarkedJsonParser):
     @classmethod
     def matches(cls, template: str) -> bool:
         """Return whether a template has the tag, but not MiniMax M1's format."""
-        return OPEN in template and not minimax.Parser.matches(template)
+        return OPEN in template and not minimax.MiniMaxToolParser.matches(template)

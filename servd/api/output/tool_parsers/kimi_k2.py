@@ -17,7 +17,7 @@ _HEAD = re.compile(r"(?:functions\.)?(?P<name>[\w.-]+?)(?::\d+)?")
 
 
 @dataclass(eq=False)
-class Parser(MarkedCallsParser):
+class KimiK2ToolParser(MarkedCallsParser):
     """A parser that uses the text before the arguments as call id, as the model expects."""
 
     markers = (CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, ARGUMENTS_BEGIN)

@@ -7,7 +7,7 @@ from servd.api.output.tool_parser import ToolParser
 TAG = "<|python_tag|>"
 
 
-class Parser(ToolParser):
+class Llama3JsonToolParser(ToolParser):
     """Requires parameters in a call: without a tag, any JSON answer begins like a call."""
 
     markers = (TAG,)
@@ -24,8 +24,8 @@ class Parser(ToolParser):
         if (yield from self.reader.peek()) == "{":
             yield from self.attempt(self._calls())
         else:
-            self.content(self.reader.taken)
-        yield from self.rest(TAG, call=self._calls)
+            self.content(self.reader.consumed)
+        yield from self.read_to_end(TAG, call=self._calls)
 
     def _calls(self) -> Steps[bool]:
         while True:

@@ -9,7 +9,7 @@ CLOSE = "</tool_calls>"
 LINE = f'{OPEN}\n{{"name":'  # the example with which its template teaches the format
 
 
-class Parser(ToolParser):
+class MiniMaxToolParser(ToolParser):
     """A parser of JSON objects, one per line, without commas."""
 
     markers = (OPEN, CLOSE)
@@ -23,7 +23,7 @@ class Parser(ToolParser):
         return LINE in template.replace("\\n", "\n")
 
     def body(self) -> Steps[None]:
-        yield from self.rest(OPEN, call=self._calls)
+        yield from self.read_to_end(OPEN, call=self._calls)
 
     def _calls(self) -> Steps[bool]:
         return (yield from self.calls_until(CLOSE, "", self.json_call))

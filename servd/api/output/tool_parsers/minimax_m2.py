@@ -7,7 +7,7 @@ OPEN = "<minimax:tool_call>"
 CLOSE = "</minimax:tool_call>"
 
 
-class Parser(ParametersParser):
+class MiniMaxM2ToolParser(ParametersParser):
     """A parser of one or more calls between one pair of tags."""
 
     markers = (OPEN, CLOSE)

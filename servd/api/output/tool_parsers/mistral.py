@@ -15,7 +15,7 @@ ARGS = "[ARGS]"
 _NAME = re.compile(r"[\w.-]*")
 
 
-class Parser(ToolParser):
+class MistralToolParser(ToolParser):
     """A parser of an array of calls after one tag, or of one call per tag."""
 
     markers = (TAG, CALL_ID, ARGS)
@@ -37,7 +37,7 @@ class Parser(ToolParser):
         return "".join(random.choices(string.ascii_letters + string.digits, k=9))
 
     def body(self) -> Steps[None]:
-        yield from self.rest(TAG, call=self._calls)
+        yield from self.read_to_end(TAG, call=self._calls)
 
     def _calls(self) -> Steps[bool]:
         yield from self.reader.space()

@@ -9,7 +9,7 @@ WORD = "functools"
 CALL = '{"name": "NAME", "arguments": ARGUMENTS}'
 
 
-class Parser(MarkedJsonParser):
+class Phi4MiniToolParser(MarkedJsonParser):
     """A parser of the tags of Phi-4-mini's template, and of `functools` of vLLM's template."""
 
     markers = (OPEN, CLOSE)

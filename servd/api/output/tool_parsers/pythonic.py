@@ -22,7 +22,7 @@ _NAME = re.compile(r"[\w.]*")
 _PLAIN = re.compile(r"[^'\"()\[\]{}]*")
 
 
-class Parser(ToolParser):
+class PythonicToolParser(ToolParser):
     """A parser that emits a call when it is complete, because only then it is known to be valid
     Python. Arguments are literals.
     """
@@ -63,7 +63,7 @@ class Parser(ToolParser):
         yield from self.reader.accept(START)
         yield from self.reader.space()
         yield from self.attempt(self._calls())
-        yield from self.rest()
+        yield from self.read_to_end()
 
     def _calls(self) -> Steps[bool]:
         reader = self.reader

@@ -7,7 +7,7 @@ OPEN = "<tool_call>"
 CLOSE = "</tool_call>"
 
 
-class Parser(ParametersParser):
+class Qwen3CoderToolParser(ParametersParser):
     """A parser of values that are on lines of their own."""
 
     markers = (OPEN, CLOSE)

@@ -7,7 +7,7 @@ OPEN = "<seed:tool_call>"
 CLOSE = "</seed:tool_call>"
 
 
-class Parser(ParametersParser):
+class SeedOssToolParser(ParametersParser):
     """A parser of Qwen3-Coder's format without line breaks around values."""
 
     markers = (OPEN, CLOSE)

@@ -20,7 +20,7 @@ from servd.api.protocol.ollama import (
 )
 from servd.api.serving.ollama import OllamaServing, timestamp
 from servd.checkpoint.facts import Facts, read_facts
-from servd.checkpoint.hf import quant_method_of
+from servd.checkpoint.quantization_config import quant_method_of
 
 router = APIRouter(route_class=Route)
 

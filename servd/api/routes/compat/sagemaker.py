@@ -13,10 +13,14 @@ from starlette.responses import Response
 from servd.api.context import context_of
 from servd.api.http.json_body import read_json_body, run_for
 from servd.api.http.route import Route, events
-from servd.api.protocol.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest
+from servd.api.protocol.chat import (
+    ChatCompletionChunk,
+    ChatCompletionRequest,
+    ChatCompletionResponse,
+)
 from servd.api.protocol.classify import Classifications, ClassifyRequest
-from servd.api.protocol.completions import Completion, CompletionRequest
-from servd.api.protocol.embeddings import EmbeddingRequest, Embeddings
+from servd.api.protocol.completions import CompletionRequest, CompletionResponse
+from servd.api.protocol.embeddings import EmbeddingRequest, EmbeddingResponse
 from servd.api.protocol.pooling import PoolingRequest, Poolings
 from servd.api.protocol.rerank import Ranking, RerankRequest
 from servd.api.protocol.score import ScoreRequest, Scores
@@ -63,15 +67,15 @@ async def read_invocation(request: Request) -> RequestBody:
 @router.post(
     "/invocations",
     response_model=(
-        ChatCompletion,
-        Completion,
-        Embeddings,
+        ChatCompletionResponse,
+        CompletionResponse,
+        EmbeddingResponse,
         Classifications,
         Poolings,
         Ranking,
         Scores,
     ),
-    responses=events(ChatCompletionChunk, Completion),
+    responses=events(ChatCompletionChunk, CompletionResponse),
 )
 async def invoke(
     request: Request,

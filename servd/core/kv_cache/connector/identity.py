@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 
 import servd
-from servd.checkpoint import hf
-from servd.checkpoint.hf import ModelSpec
+from servd.checkpoint import hub, weight_files
+from servd.checkpoint.model_spec import ModelSpec
 from servd.config import Config
 from servd.core.kv_cache.connector.disk import at_once
 from servd.messages.engine import WorkerReady
@@ -29,12 +29,12 @@ def identity(config: Config, spec: ModelSpec, worker: WorkerReady, memory: Path 
         folders.append((Path(spec.folder), model.load_format))
     draft = model.speculative_config
     if draft is not None and draft.model is not None:
-        at = hf.download_weights(draft.model, draft.revision, model.download_dir)
+        at = hub.download_weights(draft.model, draft.revision, model.download_dir)
         folders.append((at, "auto"))
     files = [
         (file.name, _digest(file, memory))
         for folder, load_format in folders
-        for file in (*hf.weight_files(folder, load_format), folder / "config.json")
+        for file in (*weight_files.find_weight_files(folder, load_format), folder / "config.json")
         if file.exists()
     ]
     if model.quantization_imatrix is not None:

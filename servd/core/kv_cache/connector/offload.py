@@ -15,7 +15,7 @@ from pathlib import Path
 from servd.base.errors import ConfigError
 from servd.base.sizes import format_bytes
 from servd.base.tracing import now_ns
-from servd.checkpoint.hf import ModelSpec
+from servd.checkpoint.model_spec import ModelSpec
 from servd.config import Config
 from servd.config.keys import read_token
 from servd.core.executor import Executor
@@ -31,7 +31,7 @@ from servd.core.kv_cache.connector.remote import RemoteStore, Store
 from servd.core.kv_cache.prefix_cache import loadable_hashes
 from servd.core.request import Request, RequestStatus
 from servd.core.step import Step
-from servd.ipc.channels import Keys
+from servd.ipc.channels import CurveKeys
 from servd.messages.engine import BlockSwaps, SchedulerOutput, WorkerReady
 from servd.messages.stats import KVStoreStats, SchedulerStats
 
@@ -309,6 +309,6 @@ def make_connector(config: Config, spec: ModelSpec, worker: WorkerReady) -> Offl
     disk = root and Disk(root, int(cache.kv_cache_dir_size * GIB), identify)
     remote = None
     if cache.kv_transfer_config is not None:
-        remote = RemoteStore(cache.kv_transfer_config, Keys(read_token(config)), identify)
+        remote = RemoteStore(cache.kv_transfer_config, CurveKeys(read_token(config)), identify)
     host = HostMemory(num_slots, slot_bytes)
     return OffloadConnector(host, disk, remote, cache.block_size)

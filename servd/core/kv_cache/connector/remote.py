@@ -14,7 +14,7 @@ from functools import partial
 
 from servd.config.kv_transfer import FLAG, KVTransferConfig
 from servd.core.kv_cache.connector.disk import HEADER, WARN_INTERVAL, Disk, Reader, header
-from servd.ipc.channels import Keys, Link, Listener, tcp_address, wait
+from servd.ipc.channels import CurveKeys, Link, Listener, tcp_address, wait
 from servd.messages.engine import Message
 
 logger = logging.getLogger("servd.engine")
@@ -45,7 +45,9 @@ class RemoteStore:
 
     name = "remote"
 
-    def __init__(self, config: KVTransferConfig, keys: Keys, identify: Callable[[], bytes]) -> None:
+    def __init__(
+        self, config: KVTransferConfig, keys: CurveKeys, identify: Callable[[], bytes]
+    ) -> None:
         self.extra = config.kv_connector_extra_config
         self.limit = int(config.kv_buffer_size)
         self.is_strict = config.kv_load_failure_policy == "fail"

@@ -1,4 +1,4 @@
-"""Logits processors: one file per feature, with a class `Processor`.
+"""Logits processors: one file per feature, with a `LogitsProcessor`.
 
 A new feature is a field of `SamplingParams`, a field of the request's body, and a file here.
 tests/worker/sample/test_logits_processors.py tests all files. Processors run by `order`:
@@ -72,6 +72,7 @@ class LogitsProcessor(ABC):
 
 def load(vocab_size: int, max_num_seqs: int, device: torch.device) -> list[LogitsProcessor]:
     """Return a processor from each file, in order. The arguments are those of `LogitsProcessor`."""
-    classes = [plugins.load(__name__, name, "Processor") for name in plugins.names(__name__)]
+    names = plugins.names(__name__)
+    classes = [plugins.load_class(__name__, name, LogitsProcessor) for name in names]
     classes.sort(key=lambda each: each.order)
     return [each(vocab_size, max_num_seqs, device) for each in classes]

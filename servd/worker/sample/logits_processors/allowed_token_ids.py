@@ -12,7 +12,7 @@ from servd.worker.sample.logits_processors import LogitsProcessor, SlotRequest
 from servd.worker.sample.rows import Rows
 
 
-class Processor(LogitsProcessor):
+class AllowedTokenIdsProcessor(LogitsProcessor):
     order = 40
     example = {"allowed_token_ids": [0]}
 

@@ -18,7 +18,7 @@ NONE = -2  # in a history: before the beginning of the prompt
 WINDOW = MAX_BAD_WORD_TOKENS - 1
 
 
-class Processor(LogitsProcessor):
+class BadWordsProcessor(LogitsProcessor):
     """Forbids tokens that would end a bad word. The last tokens of each slot are on the device."""
 
     order = 20

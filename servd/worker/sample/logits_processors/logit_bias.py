@@ -12,7 +12,7 @@ from servd.worker.sample.logits_processors import LogitsProcessor, SlotRequest
 from servd.worker.sample.rows import Rows
 
 
-class Processor(LogitsProcessor):
+class LogitBiasProcessor(LogitsProcessor):
     order = 30
     example = {"logit_bias": {0: 1.0}}
 

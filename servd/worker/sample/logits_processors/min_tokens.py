@@ -12,7 +12,7 @@ from servd.worker.sample.logits_processors import LogitsProcessor, SlotRequest
 from servd.worker.sample.rows import Rows
 
 
-class Processor(LogitsProcessor):
+class MinTokensProcessor(LogitsProcessor):
     """Keeps the tokens that end each slot's request, and the position from which they may."""
 
     order = 10

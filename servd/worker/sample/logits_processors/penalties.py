@@ -13,7 +13,7 @@ from servd.worker.sample.logits_processors import LogitsProcessor, SlotRequest
 from servd.worker.sample.rows import Rows
 
 
-class Processor(LogitsProcessor):
+class PenaltiesProcessor(LogitsProcessor):
     """Lowers the logits of tokens that occurred already.
 
     Frequency and presence penalties count output tokens; repetition penalties also use the prompt.

@@ -14,7 +14,7 @@ NEVER = 2**62  # a position
 NO_TOKEN = -1
 
 
-class Processor(LogitsProcessor):
+class ThinkingTokenBudgetProcessor(LogitsProcessor):
     """Keeps on the device where each slot's reasoning must end, so that no step waits for another
     step's token.
 
