@@ -23,14 +23,14 @@ def given(inputs: DecodeInputs, size: int) -> list[list[int]]:
 
 def test_steps_are_padded_to_the_sizes_of_graphs():
     inputs = make_inputs()
-    _, slots = inputs.fill([4, 1, 3], np.array([4, 9, 0, 2, 11, 12]))
-    assert slots.tolist() == [4, 1, 3]
+    step = inputs.fill([4, 1, 3], np.array([4, 9, 0, 2, 11, 12]))
+    assert step.slots.tolist() == [4, 1, 3]
     rows = [[4, -1, 0, 4, 0, 11], [1, -1, 0, 9, 2, 12], [3, -1, 0, NULL, 0, BLOCK]]
     assert given(inputs, 3) == rows
     inputs.sizes = [2, 4, 8]
-    columns, _ = inputs.fill([4, 1, 3], np.array([4, 9, 0, 2, 11, 12]))
+    step = inputs.fill([4, 1, 3], np.array([4, 9, 0, 2, 11, 12]))
     assert given(inputs, 4) == [*rows, PADDING]
-    assert columns.step.shape[1] == 4 and columns.slots.tolist() == [4, 1, 3]
+    assert step.step.shape[1] == 4 and step.slots.tolist() == [4, 1, 3]
     inputs.fill([2], NO_CHANGES)
     assert given(inputs, 2) == [[2, -1, 0, *PADDING[3:]], PADDING]
 

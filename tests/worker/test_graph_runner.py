@@ -310,7 +310,7 @@ def test_all_that_is_captured_and_every_way_to_sample_comes_before_the_first_req
     assert fractions == sorted(fractions) and fractions[-1] == 1
     runner = driver.worker.runner
     assert set(at_start) >= set(runner.graphs.sizes)
-    assert not runner.sampler.uses.any(), "no slot keeps what it had"
+    assert not runner.sampler.features.any(), "no slot keeps what it had"
     used = [SamplingParams(temperature=0.0), runner.sampler.costliest]
     driver.generate([driver.add([1, 2, 3], params) for params in used], 5)
     assert captured == at_start
@@ -381,7 +381,7 @@ def test_tensors_of_groups_of_layers_are_aligned_whatever_the_number_of_rows():
     states.block_tables.arrange(3)
     for num_rows in (1, 2, 3):
         rows = torch.zeros(num_rows, dtype=torch.int64)
-        for other in decode_attention(states, rows, rows).others:
+        for other in decode_attention(states, rows, rows).other_groups:
             assert other.slot_mapping.data_ptr() % 16 == other.block_tables.data_ptr() % 16 == 0
 
 

@@ -70,8 +70,11 @@ def answer(worker: Worker, adapter: Adapter | None) -> tuple[list[int], torch.Te
 
     first = ScheduledRequest(2, len(PROMPT), blocks(3))
     worker.execute_model(SchedulerOutput(1, [first], [new], [2]))
-    assert worker.runner.launched is not None and worker.runner.launched.computed is not None
-    logits = worker.runner.model.compute_logits(worker.runner.launched.computed[1][-1:])
+    assert (
+        worker.runner.execute_model_state is not None
+        and worker.runner.execute_model_state.computed is not None
+    )
+    logits = worker.runner.model.compute_logits(worker.runner.execute_model_state.computed[1][-1:])
     tokens = worker.sample_tokens().result().sampled_token_ids[0]
     for step in range(2, NUM_OUTPUTS + 1):
         needs_block = (len(PROMPT) + step - 1) % 4 == 1

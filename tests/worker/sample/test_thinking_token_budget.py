@@ -27,7 +27,8 @@ def run(
         logits[:, favourite] += 100
         position = len(PROMPT) + step
         tokens = sampler(
-            logits, torch.tensor([0, 2]), [0, 2], torch.tensor([position] * 2)
+            logits,
+            sampler.make_metadata(torch.tensor([0, 2]), [0, 2], torch.tensor([position] * 2)),
         ).token_ids.tolist()
         assert tokens[0] == favourite  # the other one is left alone
         outputs.append(tokens[1])

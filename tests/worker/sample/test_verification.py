@@ -98,9 +98,9 @@ def step(
         padded = np.array([([0, *b] + [0] * max(counts))[: max(counts)] for b in branches])
     output: SamplerOutput = sampler(
         torch.stack([logits_after(tokens) for tokens in before]),
-        torch.tensor(slots),
-        slots,
-        torch.tensor([len(tokens) for tokens in before]),
+        sampler.make_metadata(
+            torch.tensor(slots), slots, torch.tensor([len(tokens) for tokens in before])
+        ),
         torch.tensor(masks, dtype=torch.int32) if any(row.has_grammar for row in rows) else None,
         SpecDecodeMetadata(np.array(counts) - 1, draft_ids, False, padded) if any(drafts) else None,
     )
@@ -236,9 +236,11 @@ def test_drawn_frequencies_around_drafts_fit_the_exact_distribution(shape, case,
     slots = np.repeat(np.arange(num_rows), len(inputs))
     output = sampler(
         logits.repeat(num_rows, 1),
-        torch.from_numpy(slots),
-        slots,
-        torch.tensor([len(tokens) for tokens in inputs]).repeat(num_rows),
+        sampler.make_metadata(
+            torch.from_numpy(slots),
+            slots,
+            torch.tensor([len(tokens) for tokens in inputs]).repeat(num_rows),
+        ),
         masks.int().repeat(num_rows, 1) if has_grammar else None,
         SpecDecodeMetadata(
             np.full(num_rows, len(shape)),
