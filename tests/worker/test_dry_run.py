@@ -104,7 +104,7 @@ class Meter:
     def __init__(self, device: torch.device) -> None:
         assert device.type == "cuda"
 
-    def taken(self) -> int:
+    def used(self) -> int:
         return 10_000_000
 
     def held(self) -> int:

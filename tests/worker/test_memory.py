@@ -63,7 +63,7 @@ class ScriptedMeter:
                 1_900_000,
             ],  # weights; with a cache; and with what sampling keeps
             "peak": [0, 5_000_000, 6_000_000, 0, 4_000_000, 9_900_000],
-            "taken": [
+            "used": [
                 20_000_000,
                 23_000_000,
                 23_500_000,

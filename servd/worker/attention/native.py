@@ -147,8 +147,8 @@ class Backend(AttentionBackend[Metadata]):
             (slots // size, slots % size) for slots in (sources, targets)
         )
         keys[to_block, :, :, to_offset] = keys[block, :, :, offset]
-        for each in rows:
-            each[to_block, :, to_offset] = each[block, :, offset]
+        for cache in rows:
+            cache[to_block, :, to_offset] = cache[block, :, offset]
 
     def attend(
         self, q: Tensor, kv_cache: Tensor, metadata: Metadata, scale: float, sinks: Tensor | None

@@ -31,7 +31,7 @@ class ForwardContext:
 
         def of_layers(window: int | None, group: int) -> tuple[Backend[Any], Any]:
             chosen = backend.with_window(window)
-            return chosen, chosen.build_metadata(batch.others[group - 1] if group else batch)
+            return chosen, chosen.build_metadata(batch.other_groups[group - 1] if group else batch)
 
         # (window, group) -> the backend of such layers, and its metadata of the step.
         self.of_layers = cache(of_layers)
@@ -148,8 +148,8 @@ def spec_of(model: Loadable, **options: Any) -> AttentionSpec:
     """Return the attention that a backend must compute. `options`: its other fields. Raises
     UnsupportedModel if layers differ in more than their windows.
     """
-    first, *others = attention_layers(model)
-    for layer in others:
+    first, *other_layers = attention_layers(model)
+    for layer in other_layers:
         if layer.shape != first.shape:
             raise UnsupportedModel(
                 f"layers with different attention are not supported: layer {first.layer} has "

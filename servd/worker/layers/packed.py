@@ -7,12 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from servd.worker.device.huge_pages import HugePages
 from servd.worker.layers.quantized import Quantized
 from servd.worker.ops.native import INT6, TYPES, call, loaded_library
 
 EXACT_TERMS = 3  # terms of bfloat16 or int8 that are as exact as float32: see ops/cpu/terms.h
-pages = HugePages()
 RUN = 16  # products that are summed before a group's scale is applied: see ops/cpu/dots.h
 
 
@@ -78,14 +76,14 @@ class PackedMatrix(Packed):
 
     def _multiply(self, out: Tensor, x: Tensor, bias: Tensor | None) -> None:
         x = spread(x) if self.is_spread else x
-        given = self.type, self.num_terms, x, *x.shape, self.packed, self.scale, bias
-        call("matmul", *given, out, out.stride(0), out.shape[1])
+        arguments = self.type, self.num_terms, x, *x.shape, self.packed, self.scale, bias
+        call("matmul", *arguments, out, out.stride(0), out.shape[1])
 
     def rows(self, index: Tensor) -> Tensor:
         index = index.contiguous()
         out = torch.empty(len(index), self.shape[1])
-        given = self.type, self.num_terms, self.packed, self.scale
-        call("gather_rows", *given, *self.shape, index, len(index), out)
+        arguments = self.type, self.num_terms, self.packed, self.scale
+        call("gather_rows", *arguments, *self.shape, index, len(index), out)
         return spread(out, is_inverse=True) if self.is_spread else out
 
 
@@ -115,8 +113,8 @@ class GroupedMatrix(Packed):
     def _multiply(self, out: Tensor, x: Tensor, bias: Tensor | None) -> None:
         if self.columns is not None:
             x = _take_columns(x, self.columns)
-        given = (self.type, self.num_terms, x, *x.shape, self.packed, *self._groups())
-        call("matmul_grouped", *given, bias, out, out.stride(0), out.shape[1])
+        arguments = (self.type, self.num_terms, x, *x.shape, self.packed, *self._groups())
+        call("matmul_grouped", *arguments, bias, out, out.stride(0), out.shape[1])
 
     def _groups(self) -> tuple[Any, ...]:
         groups = (self.table, self.scale_type, self.scale, self.offset, self.factors)
@@ -125,8 +123,8 @@ class GroupedMatrix(Packed):
     def rows(self, index: Tensor) -> Tensor:
         index = index.contiguous()
         out = torch.empty(len(index), self.shape[1])
-        given = (self.type, self.num_terms, self.packed, *self._groups())
-        call("gather_grouped", *given, *self.shape, index, len(index), out)
+        arguments = (self.type, self.num_terms, self.packed, *self._groups())
+        call("gather_grouped", *arguments, *self.shape, index, len(index), out)
         return out if self.columns is None else out[:, self.columns.argsort()]
 
 
@@ -186,13 +184,13 @@ class ExpertMatrices:
         num_rows = len(x) if index is None else len(index)
         out = torch.empty(num_rows, self.out_features)
         rows = (x, *x.shape, index, starts)
-        given = (self.type, first.num_terms, *rows, len(self.matrices), self.packed)
+        arguments = (self.type, first.num_terms, *rows, len(self.matrices), self.packed)
         if isinstance(first, GroupedMatrix):
             groups = (first.table, first.scale_type, self.scales, self.offsets, self.factors)
-            given = (*given, *groups, first.group_size)
-            call("matmul_experts_grouped", *given, out, *out.shape)
+            arguments = (*arguments, *groups, first.group_size)
+            call("matmul_experts_grouped", *arguments, out, *out.shape)
         else:
-            call("matmul_experts", *given, self.scales, out, *out.shape)
+            call("matmul_experts", *arguments, self.scales, out, *out.shape)
         return out
 
 
@@ -227,7 +225,8 @@ def _pack(weight: Tensor, num_terms: int = 0, type: int | None = None) -> Tensor
     type = TYPES[weight.dtype] if type is None else type
     if type in (TYPES[torch.uint8], INT6):
         weight = weight.contiguous()
-    num_values = loaded_library().packed_size(type, num_terms, *weight.shape)
-    packed = pages.empty(num_values, weight.dtype)
+    library = loaded_library()
+    num_values = library.packed_size(type, num_terms, *weight.shape)
+    packed = library.pages.empty(num_values, weight.dtype)
     call("pack", type, num_terms, weight, *weight.stride(), *weight.shape, packed)
     return packed
