@@ -136,7 +136,8 @@ class Backend(AttentionBackend[Metadata]):
 
     def move(self, kv_cache: Tensor, sources: Tensor, targets: Tensor) -> None:
         if self.spec.value_dim is not None:
-            return super().move(kv_cache, sources, targets)
+            super().move(kv_cache, sources, targets)
+            return
         size = self.spec.block_size
         numbers, scales = kv_cache.tensor_split([size * self.spec.head_dim], dim=-1)
         keys = numbers[0].unflatten(-1, (-1, size))

@@ -67,7 +67,8 @@ def quantize(
         layers.add(name)
         return codes.dequantize()
 
-    before = after = 0.0
+    before = 0.0
+    after = 0.0
     if rows:
         before = model.perplexity(torch.tensor(held_out))
         model.exchange(torch.tensor(rows).split(BATCH), make_codes, progress)

@@ -72,7 +72,8 @@ def correct_drift(weight: Tensor, moments: Tensor, drift: Tensor) -> Tensor:
     change = torch.zeros_like(weight)
     targets = weight @ drift  # [2, out, in]
     for times in RIDGES:
-        gain = cost = 0.0  # summed over both directions: one half predicts the other
+        gain = 0.0  # summed over both directions, as is the cost: a half predicts the other
+        cost = 0.0
         for half_index, other in ((0, 1), (1, 0)):
             half = _least_squares(moments[half_index], targets[half_index], times)
             gain += float((targets[other] * half).sum())

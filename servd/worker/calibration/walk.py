@@ -79,7 +79,8 @@ class Model:
             original = copy.deepcopy(layer)
             twins = dict(zip(layer.modules(), original.modules(), strict=True))
             for modules in self._by_input(layer, inputs[0], calls[0][index]):
-                moments = drift = torch.zeros(())
+                moments = torch.zeros(())
+                drift = torch.zeros(())
                 for hidden, of_original, of_layers in zip(inputs, exact, calls, strict=True):
                     x = _input_of(modules[0], layer, hidden, of_layers[index])
                     y = _input_of(twins[modules[0]], original, of_original, of_layers[index])

@@ -124,7 +124,9 @@ class Attention(nn.Module):
             self.kv_scales.values() if kv_cache.dtype == torch.float8_e4m3fn else (1.0, 1.0)
         )
         if norms is not None and k_scale != 1.0:  # keys are normalised before they are scaled
-            q, k, norms = norms[0](q), norms[1](k), None
+            q = norms[0](q)
+            k = norms[1](k)
+            norms = None
         k = k if k_scale == 1.0 else k / k_scale
         if v is None:
             v_scale = k_scale

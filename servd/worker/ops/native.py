@@ -255,7 +255,8 @@ def set_num_threads(num_threads: int) -> None:
 def call(kernel: str, *arguments: Argument) -> None:
     """Call a kernel of the library. A TorchFunctionMode sees the call, like torch's functions."""
     if has_torch_function(arguments):
-        return handle_torch_function(call, arguments, kernel, *arguments)
+        handle_torch_function(call, arguments, kernel, *arguments)
+        return
     lib = loaded_library()
     lib.run(lib.encode(kernel, *arguments))
 
@@ -461,7 +462,8 @@ def add_low_rank(out: Tensor, x: Tensor, factors: LowRank, places: Tensor) -> No
     a = factors.a
     b = factors.b
     if not _fits(out) or x.dtype != torch.float32:
-        return reference.add_low_rank(out, x, factors, places)
+        reference.add_low_rank(out, x, factors, places)
+        return
     call(
         "add_low_rank",
         TYPES[a.dtype],

@@ -97,7 +97,8 @@ class CPUGraphRunner:
         num_rows = len(input_ids)
         key = num_rows, self.variant()
         if (graph := self.graphs.get(key)) is None:
-            graph = self.graphs[key] = self._record(num_rows)
+            graph = self._record(num_rows)
+            self.graphs[key] = graph
         else:
             graph.run()
         return graph.results[0]

@@ -78,7 +78,7 @@ def plan(config: Config, spec: ModelSpec) -> MemoryPlan:
     num_ranks = config.parallel.num_workers * max(config.parallel.num_engines_here, 1)
     if isinstance(runner, GPUModelRunner):
         meter = CudaMeter(runner.device)
-        use = runner.memory_use = MemoryUse(
+        use = MemoryUse(
             total=meter.total,
             outside=meter.used() - meter.held(),
             persistent=sizes.persistent,
@@ -89,6 +89,7 @@ def plan(config: Config, spec: ModelSpec) -> MemoryPlan:
             utilization=config.cache.gpu_memory_utilization,
             max_num_seqs=runner.max_num_seqs,
         )
+        runner.memory_use = use
         free = int(use.total * use.utilization) - use.outside
         room = use.available
     else:

@@ -184,7 +184,8 @@ class GPUModelRunner(ModelRunner):
         before = meter.allocated()
         super().allocate_kv_cache(-(-longest // self.config.cache.block_size))
         cache_bytes = meter.allocated() - before
-        forward = sampling = 0
+        forward = 0
+        sampling = 0
         steps = [(1, longest, 0), (self.max_num_seqs, row_len, 0)]
         if num_drafts := self.max_drafts:
             num_rows = min(self.max_num_seqs, self.max_num_samples // (1 + num_drafts))

@@ -144,7 +144,8 @@ class ReferenceCheck:
         size = runner.config.cache.block_size
         for slot, ids in enumerate(self.prompts):
             end = block - (-len(ids) // size) * len(runner.kv_windows)
-            blocks, block = list(range(block, end)), end
+            blocks = list(range(block, end))
+            block = end
             row = params if not self.files.has_token_types else _pair(params, ids)
             new.append(NewRequest(slot, ids, len(ids), 0, [], row, []))
             scheduled.append(ScheduledRequest(slot, len(ids), blocks, True, 0))

@@ -194,7 +194,9 @@ class Sampler:
         if reported_rows is not None and reported is None:
             reported = reported_rows.copy_of(logits) if in_order else logits
         best = logits.gather(1, token_ids.unsqueeze(1))
-        num_kept = order = logprobs = None
+        num_kept = None
+        order = None
+        logprobs = None
         if drafts is not None:
             token_ids = drafts.settle(token_ids)
             num_kept, order = drafts.verify(token_ids)
@@ -264,12 +266,13 @@ class Sampler:
         """Replace the most probable tokens by drawn tokens in the rows that draw. If processed
         logits are reported, replace the rows' logits too.
         """
-        whole, best, logits = logits, token_ids[rows.index], logits[rows.index].float()
-        peaks = logits.gather(1, best.unsqueeze(1)).squeeze(1)  # NaN if the row holds any
-        weights = self.ops.to_weights(logits, peaks, self.temperature[rows.slots])
+        best = token_ids[rows.index]
+        row_logits = logits[rows.index].float()
+        peaks = row_logits.gather(1, best.unsqueeze(1)).squeeze(1)  # NaN if the row holds any
+        weights = self.ops.to_weights(row_logits, peaks, self.temperature[rows.slots])
         lowest = self.top_k_top_p.lowest(weights, rows, FILTERED)
         drawn = self.ops.draw(weights, lowest, self.seeds[rows.slots], rows.positions)
         token_ids[rows.index] = torch.where(peaks.isfinite(), drawn, best)
         if self.tells_processed and (rows.features & LOGPROBS).any():
-            scaled = logits / self.temperature[rows.slots].unsqueeze(1)
-            whole[rows.index] = scaled.masked_fill_(weights < lowest.unsqueeze(1), -torch.inf)
+            scaled = row_logits / self.temperature[rows.slots].unsqueeze(1)
+            logits[rows.index] = scaled.masked_fill_(weights < lowest.unsqueeze(1), -torch.inf)

@@ -202,10 +202,11 @@ class Eagle3Proposer(EagleProposer):
     def check(self, names: Set[str]) -> None:
         """Check sizes. With its own embedding, the head's hidden states may differ in size."""
         if "embed_tokens.weight" not in names:
-            return super().check(names)
+            super().check(names)
+            return
         size = self.spec.vocab_size
         target_size = self.target.spec.vocab_size
-        return self.check_size("tokens in the vocabulary", size, target_size)
+        self.check_size("tokens in the vocabulary", size, target_size)
 
 
 Proposer = Eagle3Proposer  # the name that every file of this package has

@@ -411,7 +411,8 @@ def test_a_program_ends_at_a_bad_index():
 @pytest.mark.parametrize(
     ("kernel", "arguments"),
     [
-        ("matmul", lambda x: (0, 1, x, 2**40, 1, x, None, None, x, 1, 1))  # before its loop
+        # Before its loop. Of the weight: type, terms, packed, table, scales, group size, n, k.
+        ("matmul", lambda x: (x, 2**40, 0, 1, x, None, 0, None, None, None, 0, 1, 1, None, x, 1))
     ],
 )
 def test_a_kernel_without_memory_for_its_work_is_an_error_that_names_it(

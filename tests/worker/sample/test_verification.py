@@ -309,7 +309,7 @@ def test_synthetic_acceptance_keeps_drafts_at_the_given_rates(keys, rates):
         token_ids=drafts[:, :-1].flatten(),
         states=SimpleNamespace(tree=None),
     )
-    metadata = SpecDecodeMetadata.of(batch, torch.tensor(config.acceptance_chances))
+    metadata = SpecDecodeMetadata.from_batch(batch, torch.tensor(config.acceptance_chances))
     assert metadata is not None
     sampled = torch.randint(0, 50, (len(slots),))  # never what was drafted
     token_ids = metadata.settle(sampled).view(num_rows, -1)
