@@ -55,15 +55,15 @@ def test_columns_are_gathered_as_rows_are():
             assert states.block_tables.tables[slots, :4].max(1).values.tolist() == [
                 100 + slot for slot in slots
             ]
-        one, other = batches
+        batch, other = batches
         for field in dataclasses.fields(InputBatch):
             if field.name not in ("states", "buffers", "is_plain"):
-                assert plain(getattr(one, field.name)) == plain(getattr(other, field.name)), field
-        assert one.states.num_computed.tolist() == other.states.num_computed.tolist()
-        assert plain(one.token_ids) == plain(other.token_ids)
+                assert plain(getattr(batch, field.name)) == plain(getattr(other, field.name)), field
+        assert batch.states.num_computed.tolist() == other.states.num_computed.tolist()
+        assert plain(batch.token_ids) == plain(other.token_ids)
         for name in ("query_start_loc", "seq_lens_device", "block_tables", "slot_mapping"):
-            assert plain(getattr(one.attention, name)) == plain(getattr(other.attention, name))
-        assert one.is_decode and one.samples_all and one.is_plain
+            assert plain(getattr(batch.attention, name)) == plain(getattr(other.attention, name))
+        assert batch.is_decode and batch.samples_all and batch.is_plain
 
 
 def test_drafts_at_hand_are_gathered_as_those_of_a_device_are():
@@ -87,24 +87,24 @@ def test_drafts_at_hand_are_gathered_as_those_of_a_device_are():
                 first = computed[row.slot] + 1
                 states.token_ids[row.slot, first : first + len(ids)] = torch.tensor(ids).int()
             batches.append(prepare(SchedulerOutput(1, rows), states))
-        one, other = batches
-        assert one.buffers is not None and other.buffers is None
+        batch, other = batches
+        assert batch.buffers is not None and other.buffers is None
         for field in dataclasses.fields(InputBatch):
             if field.name not in ("states", "buffers"):
-                assert plain(getattr(one, field.name)) == plain(getattr(other, field.name)), field
-        assert one.states.num_computed.tolist() == other.states.num_computed.tolist()
+                assert plain(getattr(batch, field.name)) == plain(getattr(other, field.name)), field
+        assert batch.states.num_computed.tolist() == other.states.num_computed.tolist()
         for name in ("token_ids", "input_ids", "sample_columns"):
-            assert plain(getattr(one, name)) == plain(getattr(other, name))
+            assert plain(getattr(batch, name)) == plain(getattr(other, name))
         for name in ("query_start_loc", "seq_lens_device", "block_tables", "slot_mapping"):
-            assert plain(getattr(one.attention, name)) == plain(getattr(other.attention, name))
+            assert plain(getattr(batch.attention, name)) == plain(getattr(other.attention, name))
 
 
 def test_columns_come_before_rows():
     """In one step, as the answer of the workers is read."""
     states, computed = filled_states(0)
     decodes = DecodeBatch([5, 2], [computed[5], computed[2]])
-    others = SchedulerOutput(1, [], decodes=DecodeBatch([7], [computed[7]])).rows
-    batch = prepare(SchedulerOutput(1, others, decodes=decodes), states)
+    rows = SchedulerOutput(1, [], decodes=DecodeBatch([7], [computed[7]])).rows
+    batch = prepare(SchedulerOutput(1, rows, decodes=decodes), states)
     assert batch.host_slots.tolist() == [5, 2, 7]
     assert batch.seq_lens.tolist() == [computed[slot] + 1 for slot in (5, 2, 7)]
     assert batch.sample_rows.tolist() == [0, 1, 2]

@@ -174,8 +174,8 @@ def pytest_configure() -> None:
 
     @cache
     def library() -> native.Library | None:
-        wanted = os.environ.get(native.SWITCH, "")
-        return emulated if wanted in ("", emulated.name) else None
+        choice = os.environ.get(native.SWITCH, "")
+        return emulated if choice in ("", emulated.name) else None
 
     native.library = library
     torch.set_num_threads(1)

@@ -26,9 +26,9 @@ def kind(name: str) -> type[LogitsProcessor]:
     return plugins.load(logits_processors.__name__, name, "Processor")
 
 
-def example(name: str, **others) -> SamplingParams:
+def example(name: str, **options) -> SamplingParams:
     """Uses this processor alone."""
-    return SamplingParams(**{"temperature": 0.0, **kind(name).example, **others})
+    return SamplingParams(**{"temperature": 0.0, **kind(name).example, **options})
 
 
 def logits_at(seed: int, rows: int) -> torch.Tensor:
@@ -81,14 +81,16 @@ def test_it_changes_the_rows_that_use_it_and_no_other(name):
 def test_outputs_depend_on_the_request_alone(name, preempted_at):
     """Not on its neighbours, nor on a preemption, nor on who had its slot before."""
 
-    def outputs(sampler: Sampler, slot: int, others: list[int], preempted_at=None) -> list[int]:
+    def outputs(
+        sampler: Sampler, slot: int, other_slots: list[int], preempted_at=None
+    ) -> list[int]:
         made: list[int] = []
         sampler.add(slot, params, PROMPT, made, EOS)
         for step in range(5):
             if step == preempted_at:
                 sampler.remove(slot)
                 sampler.add(slot, params, PROMPT, made, EOS)
-            rows = [*others, slot]
+            rows = [*other_slots, slot]
             logits = logits_at(step, rows=1).expand(len(rows), -1).clone()
             positions = torch.full((len(rows),), len(PROMPT) + step)
             made = (

@@ -103,8 +103,8 @@ def test_no_more_alternatives_than_tokens():
 
 def test_named_tokens_come_after_the_most_likely():
     sampler = Sampler(VOCAB, 4, torch.device("cpu"))
-    named = {0: [3, 9], 1: [], 3: [7]}
-    for slot, ids in named.items():
+    requested = {0: [3, 9], 1: [], 3: [7]}
+    for slot, ids in requested.items():
         sampler.add(
             slot, SamplingParams(temperature=0.0, logprobs=slot, logprob_token_ids=ids), [1], [], []
         )
@@ -117,7 +117,7 @@ def test_named_tokens_come_after_the_most_likely():
     )
     rows = output.logprobs.to_lists()
     assert rows[2] is None
-    for slot, ids in named.items():
+    for slot, ids in requested.items():
         assert rows[slot].token_ids[1 + slot :] == ids and len(
             rows[slot].token_ids
         ) == 1 + slot + len(ids)

@@ -104,16 +104,16 @@ def test_drawn_frequencies_fit_the_exact_distribution(params):
     assert chi_square < freedom + 5 * math.sqrt(2 * freedom) + 10
 
 
-@pytest.mark.parametrize("others", [[], [EVERYTHING], [SamplingParams(seed=2, logprobs=2)]])
-def test_logits_in_the_type_of_the_model_are_those_of_the_same_numbers_in_float32(others):
+@pytest.mark.parametrize("more_params", [[], [EVERYTHING], [SamplingParams(seed=2, logprobs=2)]])
+def test_logits_in_the_type_of_the_model_are_those_of_the_same_numbers_in_float32(more_params):
     """Where nothing changes them, they are read as they are."""
-    params = [SamplingParams(temperature=0), SamplingParams(seed=1, top_p=0.9), *others]
+    params = [SamplingParams(temperature=0), SamplingParams(seed=1, top_p=0.9), *more_params]
     slots = list(range(len(params)))
-    found = []
+    results = []
     for dtype in (torch.bfloat16, torch.float32):
         sampler = new_sampler()
-        for slot, each in enumerate(params):
-            sampler.add(slot, each, [3, 4, 4], [], EOS)
+        for slot, row_params in enumerate(params):
+            sampler.add(slot, row_params, [3, 4, 4], [], EOS)
         logits = logits_at(seed=9, rows=len(params)).bfloat16().to(dtype)
         logits[1, 3] = torch.nan
         output = sampler(
@@ -122,9 +122,9 @@ def test_logits_in_the_type_of_the_model_are_those_of_the_same_numbers_in_float3
         )
         logprobs = output.logprobs and output.logprobs.to_lists()
         is_finite = np.isfinite(output.best_logits).tolist()
-        found.append((output.token_ids.tolist(), is_finite, logprobs))
-    assert found[0] == found[1]
-    assert found[0][1][:2] == [True, False]
+        results.append((output.token_ids.tolist(), is_finite, logprobs))
+    assert results[0] == results[1]
+    assert results[0][1][:2] == [True, False]
 
 
 @pytest.mark.parametrize("temperature", [1e-5, 100.0])

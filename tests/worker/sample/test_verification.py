@@ -162,12 +162,12 @@ def test_branches_change_no_token_and_no_logprob(cases, seed):
         drafts, branches, lengths = [], [], []
         for row in active:
             text = without[row.slot][0]
-            known = len(row.tokens)
+            num_known = len(row.tokens)
             tree, parents = [], []
             texts = [row.tokens]
             for _ in range(chance.randrange(9)):
                 parent = chance.randrange(len(texts)) if row.branches else len(texts) - 1
-                siblings = [tree[i] for i, each in enumerate(parents) if each == parent]
+                siblings = [tree[i] for i, place in enumerate(parents) if place == parent]
                 follows = text[len(texts[parent]) :][:1]
                 token = chance.choice([*follows * 20, *range(VOCAB)])
                 if token not in siblings:
@@ -176,8 +176,8 @@ def test_branches_change_no_token_and_no_logprob(cases, seed):
                     texts.append([*texts[parent], token])
             drafts.append(tree)
             branches.append(parents)
-            right = [len(each) - known for each in texts if each == text[: len(each)]]
-            lengths.append(min(known + max(right) + 1, NUM_TOKENS))
+            right = [len(place) - num_known for place in texts if place == text[: len(place)]]
+            lengths.append(min(num_known + max(right) + 1, NUM_TOKENS))
         step(sampler, active, drafts, branches)
         assert [min(len(row.tokens), NUM_TOKENS) for row in active] == lengths
     for row, (tokens, logprobs) in zip(rows, without, strict=True):

@@ -41,5 +41,5 @@ def test_drafts_are_those_of_a_plain_search(rows, shortest, more):
     )
     slots = torch.arange(len(rows)).flip(0)
     drafts = Proposer(config, target).propose(slots, max(map(len, rows)), NUM_DRAFTS)
-    got = [[each for each in row if each >= 0] for row in drafts.tolist()]
+    got = [[token_id for token_id in row if token_id >= 0] for row in drafts.tolist()]
     assert got == [search(tokens, shortest, shortest + more) for tokens in reversed(rows)]
