@@ -18,7 +18,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from servd.base.errors import ConfigError
 from servd.worker.ops import reference
-from servd.worker.ops.huge_pages import HugePages
+from servd.worker.ops._huge_pages import HugePages
 from servd.worker.ops.reference import LowRank, Routing
 
 log = logging.getLogger("servd.worker")
