@@ -210,16 +210,22 @@ class InputBatch:
         is_known = not (is_plain and inputs.sizes)  # else a graph will compute positions
         if device.positions.device.type == "cpu" and is_known:
             bounds = device.positions.numpy() + 1  # exact, as the host can read them
-        row_lens = states.ones[: len(rows)] if is_plain else np.diff(host.row_ends, prepend=-1)
+        if is_plain:
+            row_lens = states.ones[: len(rows)]
+            sample_host_slots = host.slots
+        else:
+            row_lens = np.diff(host.row_ends, prepend=-1)
+            bounds = bounds[host.row_ends]
+            sample_host_slots = host.slots[host.sample_tokens]
         return cls(
             states=states,
             rows=rows,
             tokens=device.tokens,
             positions=device.positions,
             known_ends=host.known_ends,
-            attention_rows=AttentionRows(row_lens, bounds[host.row_ends], device.row_ends),
+            attention_rows=AttentionRows(row_lens, bounds, device.row_ends),
             sample_rows=host.sample_rows,
-            sample_host_slots=host.slots[host.sample_tokens],
+            sample_host_slots=sample_host_slots,
             sample_tokens=device.sample_tokens,
             sample_slots=device.sample_slots,
             sample_positions=device.sample_positions,
