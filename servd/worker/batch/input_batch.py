@@ -85,7 +85,10 @@ class TokenIndices(NamedTuple):
         row_ends = ends - 1
         sample_rows = np.flatnonzero(rows["samples"])
         sample_tokens = known_ends[sample_rows]
-        if num_drafts.any():
+        if len(sample_rows) + num_drafts.sum() == len(tokens):  # each token is sampled
+            row_ends = tokens
+            sample_tokens = tokens
+        elif num_drafts.any():
             is_end = num_drafts[row_indices] > 0
             is_end[row_ends] = True
             row_ends = np.flatnonzero(is_end)
@@ -210,9 +213,11 @@ class InputBatch:
         is_known = not (is_plain and inputs.sizes)  # else a graph will compute positions
         if device.positions.device.type == "cpu" and is_known:
             bounds = device.positions.numpy() + 1  # exact, as the host can read them
+        sample_host_slots = host.slots
         if is_plain:
             row_lens = states.ones[: len(rows)]
-            sample_host_slots = host.slots
+        elif device.buffers is not None:  # each token is a row, and is sampled
+            row_lens = np.ones_like(host.offsets)
         else:
             row_lens = np.diff(host.row_ends, prepend=-1)
             bounds = bounds[host.row_ends]
