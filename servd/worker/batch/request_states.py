@@ -121,7 +121,7 @@ class RequestStates:
         return step
 
     def take_changes(self, max_changes: int) -> np.ndarray:
-        """Return the changes of the block tables; apply them instead if they exceed `most`."""
+        """Return the changes of the block tables, or apply them if they exceed `max_changes`."""
         changes = self.block_tables.take_changes()
         if len(changes) <= 3 * max_changes:
             return changes

@@ -19,7 +19,7 @@ LAYOUT = "pack-quantized"
 
 def write(folder: Path, output: Path, matrices: dict[str, Codes], ignored: list[str]) -> int:
     """Copy the checkpoint of `folder` to `output`, with `matrices` (by tensor name) in place of the
-    originals. Create `output`, and return the size of all weights in bytes. `left`: names of the
+    originals. Create `output`, and return the size of all weights in bytes. `ignored`: names of the
     layers that stay unquantized.
     """
     output.mkdir(parents=True)

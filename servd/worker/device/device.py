@@ -89,8 +89,8 @@ def keep_freed_memory(largest: int = 32 << 20, max_kept: int = 1 << 30) -> None:
     """Have glibc keep freed memory for the next step instead of returning it to the system.
 
     The kernel clears newly mapped memory page by page, which took a quarter of the time of GPT-2's
-    prompts. `largest`: bytes of the largest block to keep (glibc's maximum); `most`: bytes to keep
-    in total.
+    prompts. `largest`: bytes of the largest block to keep (glibc's maximum); `max_kept`: bytes to
+    keep in total.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     # The user's settings have precedence.

@@ -316,7 +316,7 @@ class Memory:
 
     def lend(self, tensor: Tensor) -> Tensor:
         """Return a tensor of the same memory that does not keep the buffer in use. Raises
-        NotRecordable if `taken` is not a whole buffer.
+        NotRecordable if `tensor` is not a whole buffer.
         """
         for buffer in self.buffers:
             if buffer.ctypes.data == tensor.data_ptr() and tensor.is_contiguous():

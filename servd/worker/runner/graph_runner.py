@@ -95,7 +95,7 @@ class GraphRunner:
         self.chosen = torch.zeros(max_num_rows, dtype=torch.int64, device=hidden.device)
         padding = [[decode_inputs.null_slot], *[[0]] * (num_inputs - 1)]
         self.padding = torch.tensor(padding, device=hidden.device)
-        # Inputs of mixed graphs, int64 [num_inputs, most].
+        # Inputs of mixed graphs, int64 [num_inputs, max_size].
         self.inputs = self.padding.repeat(1, max(self.mixed_sizes, default=0))
         self.ends = torch.zeros(max_num_rows, dtype=torch.int64, device=hidden.device)
         self.graphs: dict[tuple[GraphSize, bool], Run] = {}

@@ -51,16 +51,16 @@ def add_low_rank(out: Tensor, x: Tensor, factors: LowRank, places: Tensor) -> No
 
 @triton.jit
 def tile_of_product(
-    x, left_stride, right, right_stride, rows, columns, has_adapter, size, end, DEPTH: tl.constexpr
+    x, x_stride, right, right_stride, rows, columns, has_adapter, size, end, DEPTH: tl.constexpr
 ):
-    """Return left[rows, :size] times right[:size, columns], [ROWS, COLUMNS] float32; 0 where a row
-    is not `own` and from column `end` on. Offsets are int64, beyond 2**31 numbers.
+    """Return x[rows, :size] times right[:size, columns], [ROWS, COLUMNS] float32; 0 where a row
+    has no adapter and from column `end` on. Offsets are int64, beyond 2**31 numbers.
     """
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for start in range(0, size, DEPTH):
         depth = start + tl.arange(0, DEPTH)
-        from_left = tl.load(
-            x + rows.to(tl.int64)[:, None] * left_stride + depth,
+        from_x = tl.load(
+            x + rows.to(tl.int64)[:, None] * x_stride + depth,
             mask=has_adapter[:, None] & (depth < size)[None, :],
             other=0.0,
         )
@@ -69,7 +69,7 @@ def tile_of_product(
             mask=(depth < size)[:, None] & (columns < end)[None, :],
             other=0.0,
         )
-        total += tl.dot(from_left.to(from_right.dtype), from_right, input_precision="ieee")
+        total += tl.dot(from_x.to(from_right.dtype), from_right, input_precision="ieee")
     return total
 
 
