@@ -145,7 +145,11 @@ def _read(path: Path) -> str:
 
 
 def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Copy an array to the device asynchronously. On a CPU, the tensor shares the memory."""
+    """Copy an array to the device asynchronously. On a CPU, the tensor shares its memory, except for
+    a column of structured rows.
+    """
+    if not array.flags.c_contiguous:  # a GPU would copy it synchronously
+        array = array.copy()
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
