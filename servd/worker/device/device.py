@@ -145,8 +145,8 @@ def _read(path: Path) -> str:
 
 
 def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Copy an array to the device asynchronously. On a CPU, the tensor shares its memory, except for
-    a column of structured rows.
+    """Copy an array to the device asynchronously. On a CPU, the tensor shares its memory, but not
+    that of a column of structured rows.
     """
     if not array.flags.c_contiguous:  # a GPU would copy it synchronously
         array = array.copy()

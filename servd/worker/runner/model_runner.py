@@ -238,13 +238,18 @@ class ModelRunner(ABC):
         """Capture and compile, so that first requests need not wait. `progress`: gets 0 to 1."""
 
     def release(self) -> None:
-        """Let go of all that is in reference cycles with the runner: else weights and caches stay
-        until a garbage collection, which takes 0.1 s.
+        """Free weights, caches and graphs. Steps cannot run any more. Else they would stay until a
+        garbage collection, as they are in reference cycles with the runner, which takes 0.1 s.
         """
         self.drop_graphs()
+        self.kv_caches = []
+        self.block_store = None
         self.proposer = None
+        self.adapters = None
         self.output_heads = []
         self.request_listeners = []
+        if hasattr(self, "model"):  # not if loading failed
+            del self.model
 
     # ---- steps ----
 
