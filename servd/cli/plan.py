@@ -100,7 +100,7 @@ class PlanReport:
         self.plan = plan
         self.quantization = config.model.quantization or read_facts(spec.folder).precision
         self.block_size = config.cache.block_size
-        self.layout = KVLayout.of(config, plan.kv_windows)
+        self.layout = KVLayout.from_config(config, plan.kv_windows)
         self.num_tokens = self.layout.num_tokens(plan.num_blocks, max_model_len)
         per_request = self.layout.blocks(max_model_len) * plan.sizes.kv_per_block
         self.kv_bytes_per_token = per_request // -(-max_model_len // self.block_size)

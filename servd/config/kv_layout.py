@@ -19,7 +19,7 @@ class KVLayout(msgspec.Struct, frozen=True):
     windows: tuple[int | None, ...] = (None,)  # see WorkerReady.kv_windows
 
     @classmethod
-    def of(cls, config: Config, windows: tuple[int | None, ...] = (None,)) -> KVLayout:
+    def from_config(cls, config: Config, windows: tuple[int | None, ...] = (None,)) -> KVLayout:
         """Return the layout for workers with these windows. `config` is resolved."""
         assert config.scheduler.max_num_batched_tokens is not None
         return cls(config.cache.block_size, config.scheduler.max_num_batched_tokens, windows)

@@ -53,7 +53,7 @@ class EngineCore:
         self.clock = clock
         max_model_len = config.model.max_model_len or spec.max_position_embeddings
         speculative = config.model.speculative_config
-        layout = KVLayout.of(config, worker.kv_windows)
+        layout = KVLayout.from_config(config, worker.kv_windows)
         self.scheduler = Scheduler(
             config.scheduler,
             max_model_len,

@@ -39,7 +39,7 @@ class SimulatedEngine:
         costs: Costs,
         clock: VirtualClock,
     ) -> None:
-        layout = KVLayout.of(config, worker.kv_windows)
+        layout = KVLayout.from_config(config, worker.kv_windows)
         kv_cache = KVCacheManager(worker.num_blocks, config.cache, layout, clock)
         self.scheduler = Scheduler(config.scheduler, max_model_len, kv_cache, clock=clock)
         self.scheduler.step_log = StepLog(max_records=1)  # nobody reads a cluster's gigabyte

@@ -98,7 +98,8 @@ class WorkerProc:
         """Send answers until a failure, in the second thread. The executor then sends Shutdown."""
         outbox: Outbox | HubClient
         if self.start.uplink is None:
-            outbox = shared = Outbox(self.start.outbox)
+            shared = Outbox(self.start.outbox)
+            outbox = shared
         else:
             shared = HubOutbox(self.start.uplink)
             outbox = HubClient(shared, self.start.outbox)

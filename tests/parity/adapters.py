@@ -48,4 +48,4 @@ def make_adapter(base: Path, folder: Path, options: dict[str, Any], seed: int) -
 def store(folder: Path, **adapters: Path) -> dict[str, Adapter]:
     """The adapters in these folders, as requests name them."""
     at = AdapterStore(folder / "store")
-    return {name: at.load(name, str(each), 64, {}) for name, each in adapters.items()}
+    return {name: at.load(name, str(path), 64, {}) for name, path in adapters.items()}

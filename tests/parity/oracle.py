@@ -49,7 +49,7 @@ def answer_of_servd(folder: Path) -> torch.Tensor:
     options = {"block_size": 16, "enable_prefix_caching": False, "max_model_len": 64}
     driver = Driver(config_for(folder, **options))
     slot = driver.add(PROMPT, PoolingParams(pooling="all", normalize=False))
-    output = driver.step({slot: driver.left(slot)})
+    output = driver.step({slot: driver.num_left(slot)})
     return torch.frombuffer(bytearray(output.pooled[0]), dtype=torch.float32)
 
 

@@ -41,7 +41,7 @@ def run(folder: Path, params: PoolingParams, **options: Any) -> list[torch.Tenso
     """What one step makes of `prompts()`, flat."""
     driver = Driver(config_for(folder, block_size=16, enable_prefix_caching=False, **options))
     slots = [driver.add(prompt, params) for prompt in prompts()]
-    output = driver.step({slot: driver.left(slot) for slot in slots})
+    output = driver.step({slot: driver.num_left(slot) for slot in slots})
     return [
         torch.frombuffer(bytearray(output.pooled[row]), dtype=torch.float32)
         for row in range(len(slots))
@@ -94,7 +94,9 @@ def test_gte_as_it_was_published(tmp_path: Path, monkeypatch, caplog, is_packed:
     tensors = load_file(folder / "model.safetensors") if is_packed else model.state_dict()
     assert any("qkv_proj" in name for name in tensors) == is_packed
     prefix = "new." if is_packed else ""
-    save_file({prefix + name: each for name, each in tensors.items()}, folder / "model.safetensors")
+    save_file(
+        {prefix + name: tensor for name, tensor in tensors.items()}, folder / "model.safetensors"
+    )
     pairs = torch.arange(8)  # https://kexue.fm/archives/9706, equation 6
     model.rotary_emb.inv_freq.copy_(1 / (8 * 20000) ** (pairs / 8) / 8 ** (2 / 16))
     params = PoolingParams(pooling="all", normalize=False)
@@ -180,9 +182,9 @@ def test_pairs_are_scored_with_their_token_types(tmp_path: Path):
     with closing(LLM(**options_for(folder))) as llm:
         got = llm.embed([Pair(SharedText(TEXTS[0]), text) for text in TEXTS], params)  # type: ignore[list-item]
     for text, (score,) in zip(TEXTS, got, strict=True):
-        found = tokenizer.encode(TEXTS[0], text)
-        assert 1 in found.type_ids
-        ids, types = torch.tensor([found.ids]), torch.tensor([found.type_ids])
+        encoding = tokenizer.encode(TEXTS[0], text)
+        assert 1 in encoding.type_ids
+        ids, types = torch.tensor([encoding.ids]), torch.tensor([encoding.type_ids])
         expected = model(ids, token_type_ids=types).logits.item()
         assert score == pytest.approx(expected, abs=TOLERANCE)
 
@@ -231,7 +233,9 @@ def test_the_reference_is_in_float32_whatever_the_checkpoint_has(tmp_path: Path,
     widened = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
     ids = reference_check.prompts(read_spec(folder), 120)
     with torch.inference_mode():
-        expected = [widened(torch.tensor([each])).last_hidden_state[0].mean(0) for each in ids]
+        expected = [
+            widened(torch.tensor([token_ids])).last_hidden_state[0].mean(0) for token_ids in ids
+        ]
     for got, vector in zip(reference_check.reference(str(folder), 120), expected, strict=True):
         torch.testing.assert_close(torch.tensor(got), vector, atol=TOLERANCE, rtol=0)
 

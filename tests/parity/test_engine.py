@@ -41,9 +41,9 @@ def make_requests(params: list[SamplingParams]) -> list[EngineCoreRequest]:
         EngineCoreRequest(
             str(i),
             shared[: 18 * (i % 2)] + [draw.randrange(199) for _ in range(draw.randint(1, 17))],
-            one,
+            request_params,
         )
-        for i, one in enumerate(params)
+        for i, request_params in enumerate(params)
     ]
 
 
@@ -120,8 +120,8 @@ def test_hits_around_the_edge_of_a_window(checkpoints, monkeypatch, model_type: 
 
 def num_rejected(log: Log) -> int:
     """How many were not kept."""
-    counted = [each.stats.drafts for each in log.by_client[0]]
-    return sum(each.num_draft_tokens - each.num_accepted_tokens for each in counted)
+    counted = [output.stats.drafts for output in log.by_client[0]]
+    return sum(output.num_draft_tokens - output.num_accepted_tokens for output in counted)
 
 
 @pytest.mark.parametrize("depth", [1, 2])

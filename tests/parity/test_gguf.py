@@ -327,7 +327,7 @@ def change_all(monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any]) -> None
     def open_changed(path: Path, **options: Any) -> Any:
         reader, values = open_file(path, **options)
         values |= changed
-        return reader, {name: each for name, each in values.items() if each is not None}
+        return reader, {name: value for name, value in values.items() if value is not None}
 
     monkeypatch.setattr(servd_gguf, "open_file", open_changed)
     monkeypatch.setattr(worker_gguf, "open_file", open_changed)

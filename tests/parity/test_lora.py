@@ -74,9 +74,9 @@ def check(engine: EngineCore, base: Path, merged: dict[str, Path], requests) -> 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2"])
 def test_adapters_in_mixed_cached_and_preempted_batches(adapters, model_type: str):
-    base, named, merged = adapters(model_type)
+    base, stored, merged = adapters(model_type)
     engine = make_engine(base, num_blocks=34, depth=1, enable_lora=True, max_loras=3)
-    log = check(engine, base, merged, requests_of(named, 12))
+    log = check(engine, base, merged, requests_of(stored, 12))
     assert log.total("num_preemptions") > 0 and log.total("prefix_cache_hits") > 0
 
 
@@ -95,15 +95,15 @@ def test_adapters_of_joined_layers(checkpoints, tmp_path: Path):
         name: make_adapter(base, tmp_path / name, options, seed)
         for seed, (name, options) in enumerate(kinds.items())
     }
-    named = store(tmp_path, **{name: tmp_path / name / "adapter" for name in kinds})
+    stored = store(tmp_path, **{name: tmp_path / name / "adapter" for name in kinds})
     engine = make_engine(base, num_blocks=80, depth=1, enable_lora=True, max_loras=3)
-    check(engine, base, merged, requests_of(named, 8))
+    check(engine, base, merged, requests_of(stored, 8))
 
 
 def test_more_adapters_than_places_take_turns(adapters):
-    base, named, merged = adapters("llama")
+    base, stored, merged = adapters("llama")
     engine = make_engine(base, num_blocks=60, depth=2, enable_lora=True, max_cpu_loras=2)
-    check(engine, base, merged, requests_of(named, 12))
+    check(engine, base, merged, requests_of(stored, 12))
 
 
 @pytest.mark.parametrize(
@@ -116,16 +116,16 @@ def test_more_adapters_than_places_take_turns(adapters):
     ids=str,
 )
 def test_adapters_beside(adapters, options):
-    base, named, merged = adapters("llama")
+    base, stored, merged = adapters("llama")
     engine = make_engine(base, num_blocks=80, depth=1, enable_lora=True, max_loras=3, **options)
-    check(engine, base, merged, requests_of(named, 8))
+    check(engine, base, merged, requests_of(stored, 8))
 
 
 def test_adapters_without_the_library(adapters, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(native, "library", lambda: None)
-    base, named, merged = adapters("llama")
+    base, stored, merged = adapters("llama")
     engine = make_engine(base, num_blocks=80, depth=1, enable_lora=True, max_loras=3)
-    check(engine, base, merged, requests_of(named, 8))
+    check(engine, base, merged, requests_of(stored, 8))
 
 
 @pytest.mark.parametrize(
@@ -138,9 +138,9 @@ def test_adapters_of_layers_whose_rows_are_in_another_order(
     targets = [queries, "kv_a_proj_with_mqa", "o_proj"]
     options = {"r": 4, "target_modules": targets, "lora_alpha": 12}
     merged = make_adapter(base, tmp_path, options, seed=1)
-    named = store(tmp_path, it=tmp_path / "adapter")
+    stored = store(tmp_path, it=tmp_path / "adapter")
     engine = make_engine(base, num_blocks=80, depth=1, enable_lora=True)
-    check(engine, base, {"it": merged}, requests_of(named, 4))
+    check(engine, base, {"it": merged}, requests_of(stored, 4))
 
 
 def test_an_adapter_of_what_all_tokens_go_through_beside_experts(checkpoints, tmp_path: Path):
@@ -149,7 +149,7 @@ def test_an_adapter_of_what_all_tokens_go_through_beside_experts(checkpoints, tm
     merged, shapes = tmp_path / "merged", {}
     shutil.copytree(base, merged)
     tensors = load_file(base / "model.safetensors")
-    names = [f"model.layers.1.mlp.shared_experts.{each}_proj" for each in ("up", "down")]
+    names = [f"model.layers.1.mlp.shared_experts.{leaf}_proj" for leaf in ("up", "down")]
     for name in names:
         outputs, inputs = tensors[f"{name}.weight"].shape
         peft = f"base_model.model.{name}"
@@ -160,6 +160,6 @@ def test_an_adapter_of_what_all_tokens_go_through_beside_experts(checkpoints, tm
         a, b = (added[f"base_model.model.{name}.lora_{half}.weight"] for half in "AB")
         tensors[f"{name}.weight"] += 8 / 4 * b @ a
     save_file(tensors, merged / "model.safetensors", metadata={"format": "pt"})
-    named = store(tmp_path, it=tmp_path / "adapter")
+    stored = store(tmp_path, it=tmp_path / "adapter")
     engine = make_engine(base, num_blocks=80, depth=1, enable_lora=True)
-    check(engine, base, {"it": merged}, requests_of(named, 4))
+    check(engine, base, {"it": merged}, requests_of(stored, 4))

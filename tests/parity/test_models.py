@@ -45,14 +45,14 @@ def test_chunked_prefill_in_mixed_batches(checkpoints, model_type: str, variant:
     folder = checkpoints(model_type, variant)
     driver = Driver(config_for(folder))
     driver.gives_back = True
-    long, short, one = prompts(37, 11, 1)
+    long, short, single = prompts(37, 11, 1)
     first = driver.add(long)
     driver.step({first: 13})
     second = driver.add(short)
     driver.step({first: 5, second: 3})
-    third = driver.add(one)
+    third = driver.add(single)
     driver.generate([second, first, third], NUM_OUTPUTS, chunk=7)
-    for slot, prompt in ((first, long), (second, short), (third, one)):
+    for slot, prompt in ((first, long), (second, short), (third, single)):
         check(driver, folder, slot, prompt)
 
 

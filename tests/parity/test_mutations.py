@@ -167,12 +167,12 @@ def truncate_file(folder: Path, draw: random.Random) -> str:
 # ---- tensors ----
 
 
-def choose_tensor(tensors: Tensors, draw: random.Random, others: tuple[str, ...]) -> list[str]:
+def choose_tensor(tensors: Tensors, draw: random.Random, names: tuple[str, ...]) -> list[str]:
     """Return a tensor's name, and another: with fewer or more prefixes, or one of `others`."""
     name = draw.choice(sorted(tensors))
     short = name.removeprefix("model.").removeprefix("transformer.")
     prefixes = ("", "model.model.", "vision_tower.", "language_model.model.", "module.")
-    return [name, draw.choice((*(f"{prefix}{short}" for prefix in prefixes), *others))]
+    return [name, draw.choice((*(f"{prefix}{short}" for prefix in prefixes), *names))]
 
 
 def rename_tensor(folder: Path, draw: random.Random) -> str:

@@ -186,8 +186,8 @@ def test_architectures_that_name_the_bare_model(copy, model_type: str):
     name = transformers.models.auto.modeling_auto.MODEL_MAPPING_NAMES[model_type]
     folder = copy(model_type, architectures=[name])
     expected = answer_of_servd(folder)
-    for others in (None, [], [""]):
-        config = json.loads((folder / "config.json").read_text()) | {"architectures": others}
+    for architectures in (None, [], [""]):
+        config = json.loads((folder / "config.json").read_text()) | {"architectures": architectures}
         (folder / "config.json").write_text(json.dumps(config))
         assert torch.equal(answer_of_servd(folder), expected)
 
@@ -347,11 +347,11 @@ def table_of(model: Any, model_type: str) -> Any:
 
 def save(folder: Path, name: str, shift: float = 0.0, keep: str = "") -> dict[str, torch.Tensor]:
     tensors = load_file(folder / WHOLE)
-    others = {key: x for key, x in tensors.items() if keep in key}
+    kept = {key: x for key, x in tensors.items() if keep in key}
     if shift:
-        others = {key: x + shift * torch.randn_like(x) for key, x in others.items()}
-    save_file(others, folder / name, {"format": "pt"})
-    return others
+        kept = {key: x + shift * torch.randn_like(x) for key, x in kept.items()}
+    save_file(kept, folder / name, {"format": "pt"})
+    return kept
 
 
 def write_index(folder: Path, places: dict[str, str]) -> None:

@@ -79,8 +79,8 @@ def test_the_first_token_of_a_known_prompt_comes_in_a_tenth_of_the_time(checkpoi
         + "}"
     )
     draw, greedy = random.Random(3), SamplingParams(temperature=0.0, max_tokens=8)
-    warm_up, known = ([draw.randrange(50000) for _ in range(n)] for n in (100, 900))
-    requests = [EngineCoreRequest("warm", warm_up, greedy), EngineCoreRequest("a", known, greedy)]
+    warm_up, prompt = ([draw.randrange(50000) for _ in range(n)] for n in (100, 900))
+    requests = [EngineCoreRequest("warm", warm_up, greedy), EngineCoreRequest("a", prompt, greedy)]
     options = {
         "load_format": "dummy",
         "max_model_len": 1024,

@@ -48,10 +48,10 @@ def test_scaled_positions(tmp_path: Path, kind: str, implementation: str):
     slot = driver.add(prompt)
     driver.generate([slot], 1, chunk=50)
     if kind == "dynamic":  # its frequencies follow the longest request
-        wanted = logits_of(expected, [*prompt, 0])[-2]
+        expected_logits = logits_of(expected, [*prompt, 0])[-2]
     else:
-        wanted = logits_of(expected, prompt)[-1]
+        expected_logits = logits_of(expected, prompt)[-1]
     (got,) = driver.logits[slot]
-    torch.testing.assert_close(got, wanted, atol=1e-4, rtol=0)
-    assert driver.tokens[slot] == [*prompt, int(wanted.argmax())]
+    torch.testing.assert_close(got, expected_logits, atol=1e-4, rtol=0)
+    assert driver.tokens[slot] == [*prompt, int(expected_logits.argmax())]
     assert not torch.allclose(got, logits_of(folder, prompt)[-1], atol=1e-2)

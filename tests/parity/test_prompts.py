@@ -31,7 +31,7 @@ def run(driver: Driver, slots: list[int], chunks: list[int]) -> list[ModelRunner
     """Compute all prompts by chunks; return the outputs, rows in the order of `slots`."""
     outputs = []
     for chunk in chunks:
-        outputs.append(driver.step({slot: min(chunk, driver.left(slot)) for slot in slots}))
+        outputs.append(driver.step({slot: min(chunk, driver.num_left(slot)) for slot in slots}))
     return outputs
 
 
@@ -47,15 +47,15 @@ def test_prompt_logprobs(folder: Path, chunks: list[int], request: pytest.Fixtur
     tolerance = tolerance_of(model)
     # A slice of logits has at most max_num_seqs rows: 3 here, so every chunk needs several.
     driver = Driver(config_for(folder, max_num_seqs=3))
-    (asked, also, other) = prompts(31, 31, 31)
+    (first, also, other) = prompts(31, 31, 31)
     params = SamplingParams(temperature=0.0, prompt_logprobs=4, max_tokens=5)
     slots = [
-        driver.add(asked, params),
+        driver.add(first, params),
         driver.add(other),
         driver.add(also, SamplingParams(temperature=0.0, prompt_logprobs=0)),
     ]
     outputs = run(driver, slots, chunks)
-    for row, (prompt, k) in {0: (asked, 4), 2: (also, 0)}.items():
+    for row, (prompt, k) in {0: (first, 4), 2: (also, 0)}.items():
         positions: list[TokenLogprobs] = []
         for output in outputs:
             part = output.prompt_logprobs[row]
@@ -82,7 +82,7 @@ def test_prompt_logprobs(folder: Path, chunks: list[int], request: pytest.Fixtur
 @pytest.mark.parametrize("chunks", [[40], [13, 1, 40], [7] * 5], ids=["whole", "uneven", "sevens"])
 def test_pooled_vectors(folder: Path, chunks: list[int]):
     driver = Driver(config_for(folder))
-    asked = [
+    all_params = [
         PoolingParams(),
         PoolingParams(pooling="mean"),
         PoolingParams(pooling="mean", normalize=False),
@@ -91,13 +91,15 @@ def test_pooled_vectors(folder: Path, chunks: list[int]):
         PoolingParams(pooling="all", dimensions=6),
         PoolingParams(pooling="all", normalize=False),
     ]
-    all_prompts = prompts(*[31] * len(asked))
-    slots = [driver.add(prompt, params) for prompt, params in zip(all_prompts, asked, strict=True)]
+    all_prompts = prompts(*[31] * len(all_params))
+    slots = [
+        driver.add(prompt, params) for prompt, params in zip(all_prompts, all_params, strict=True)
+    ]
     text = driver.add(all_prompts[0])
     *before, last = run(driver, [*slots, text], chunks)
     assert all(not output.pooled for output in before)
-    assert set(last.pooled) == set(range(len(asked)))
-    for row, (prompt, params) in enumerate(zip(all_prompts, asked, strict=True)):
+    assert set(last.pooled) == set(range(len(all_params)))
+    for row, (prompt, params) in enumerate(zip(all_prompts, all_params, strict=True)):
         hidden = hidden_of(folder, prompt)
         pooled = {"last": hidden[-1:], "mean": hidden.mean(0, keepdim=True), "all": hidden}[
             params.pooling or "last"

@@ -118,7 +118,7 @@ def test_scores_are_checked_before_they_are_served(tmp_path: Path, monkeypatch):
     Driver(config)
     (kept,) = tmp_path.glob("servd/references/*.json")
     numbers = json.loads(kept.read_text())
-    assert [len(each) for each in numbers] == [1, 1, 1]
+    assert [len(vectors) for vectors in numbers] == [1, 1, 1]
     numbers[1][0] += 0.5
     kept.write_text(json.dumps(numbers))
     with pytest.raises(UnsupportedModel, match="is not served"):
@@ -146,11 +146,13 @@ def test_the_template_of_qwen3_reranker(system: str):
     template = ChatTemplate((ROOT / "examples/qwen3_reranker.jinja").read_text())
     texts = {"system": system, "query": "who?", "document": "Me.\n"}
     messages = [{"role": role, "content": text} for role, text in texts.items() if text]
-    asked = system or "Given a web search query, retrieve relevant passages that answer the query"
+    instruction = (
+        system or "Given a web search query, retrieve relevant passages that answer the query"
+    )
     assert template.render(Chat(messages=messages)) == (
         "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query "
         'and the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
-        f"<|im_start|>user\n<Instruct>: {asked}\n<Query>: who?\n<Document>: Me.\n<|im_end|>\n"
+        f"<|im_start|>user\n<Instruct>: {instruction}\n<Query>: who?\n<Document>: Me.\n<|im_end|>\n"
         "<|im_start|>assistant\n<think>\n\n</think>\n\n"
     )
 

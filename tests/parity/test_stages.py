@@ -133,20 +133,24 @@ def test_each_weight_is_in_the_stage_that_needs_it(checkpoints, model_type: str,
     folder = checkpoints(model_type, variant)
     whole = make_engine(uniproc.UniProcExecutor, folder).executor.worker.runner.model
     engine = make_engine(stages.Executor, folder, **cramped(folder, pipeline_parallel_size=3))
-    found = [
+    names_of_stages = [
         {name for name, _ in worker.runner.model.named_parameters()}
         for worker in engine.executor.workers
     ]
     # One layer each; the embedding is first, the final norm and the head are last.
     layers = [
-        {int(part) for name in own for part in name.split(".") if part.isdigit()} for own in found
+        {int(part) for name in stage_names for part in name.split(".") if part.isdigit()}
+        for stage_names in names_of_stages
     ]
     assert layers == [{0}, {1}, {2}]
-    ends = [{name for name in own if not re.search(r"\.\d\.", name)} for own in found]
+    ends = [
+        {name for name in stage_names if not re.search(r"\.\d\.", name)}
+        for stage_names in names_of_stages
+    ]
     first, norm = EMBEDDING[model_type], NORM[model_type]
     assert ends == [first, set(), norm | {"lm_head.weight"}]
     names = {name for name, _ in whole.named_parameters()}
-    assert set().union(*found) == names | {"lm_head.weight"}
+    assert set().union(*names_of_stages) == names | {"lm_head.weight"}
 
 
 @pytest.mark.parametrize("is_async", [pytest.param(False, marks=pytest.mark.slow), True])

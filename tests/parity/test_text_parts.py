@@ -70,9 +70,9 @@ NUM_OUTPUTS = 6
 def whole_model(model_type: str) -> Any:
     import transformers
 
-    text, vision, others = WHOLE[model_type]
+    text, vision, options_of_type = WHOLE[model_type]
     tokens = {f"{kind}_token_id": at for at, kind in enumerate(("image", "video"), 190)}
-    options = {"text_config": text, "vision_config": vision} | tokens | others
+    options = {"text_config": text, "vision_config": vision} | tokens | options_of_type
     config = transformers.AutoConfig.for_model(model_type, **options)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -91,9 +91,9 @@ def check(folder: Path, model: Any, **options: object) -> None:
     driver.generate([slot], NUM_OUTPUTS, chunk=8)
     with torch.inference_mode():
         logits = model(input_ids=torch.tensor([driver.tokens[slot]])).logits[0]
-    wanted = logits[len(prompt) - 1 : -1]
-    torch.testing.assert_close(torch.stack(driver.logits[slot]), wanted, atol=1e-4, rtol=0)
-    assert driver.tokens[slot][len(prompt) :] == wanted.argmax(-1).tolist()
+    expected = logits[len(prompt) - 1 : -1]
+    torch.testing.assert_close(torch.stack(driver.logits[slot]), expected, atol=1e-4, rtol=0)
+    assert driver.tokens[slot][len(prompt) :] == expected.argmax(-1).tolist()
 
 
 @pytest.mark.parametrize("model_type", WHOLE)
@@ -102,7 +102,7 @@ def test_text_of_a_model_that_sees(tmp_path, caplog, model_type):
     model.save_pretrained(tmp_path)
     with caplog.at_level(logging.INFO, logger="servd.worker"):
         check(tmp_path, model, model_impl="servd")
-    said = [each.getMessage() for each in caplog.records if "skipping" in each.getMessage()]
+    said = [record.getMessage() for record in caplog.records if "skipping" in record.getMessage()]
     assert len(said) == 1 and "servd reads text only" in said[0]
     assert "visual" in said[0] or "vision_tower" in said[0]
 

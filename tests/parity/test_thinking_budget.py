@@ -39,7 +39,9 @@ def test_reasoning_ends_where_the_budget_does_and_the_form_begins_there(llm: LLM
     bound = msgspec.structs.replace(limited, structured_output=form)
     unlimited = msgspec.structs.replace(GREEDY, structured_output=form)
     params = [GREEDY, limited, bound, unlimited]
-    outputs = llm.generate(PROMPTS * 4, [one for one in params for _ in PROMPTS])
+    outputs = llm.generate(
+        PROMPTS * 4, [request_params for request_params in params for _ in PROMPTS]
+    )
     tokenizer = llm.engine.processor.tokenizer
     for number, output in enumerate(outputs):
         kind, prompt = divmod(number, len(PROMPTS))
@@ -56,6 +58,6 @@ def test_reasoning_ends_where_the_budget_does_and_the_form_begins_there(llm: LLM
             assert re.fullmatch("[0-9]{3}-[a-f]{2}", answer)
             assert output.outputs[0].finish_reason is FinishReason.STOP
         else:  # the model continues from there by itself
-            rest = msgspec.structs.replace(GREEDY, max_tokens=GREEDY.max_tokens - BUDGET - 1)
-            (again,) = llm.generate([output.prompt_token_ids + token_ids[: BUDGET + 1]], rest)
+            remaining = msgspec.structs.replace(GREEDY, max_tokens=GREEDY.max_tokens - BUDGET - 1)
+            (again,) = llm.generate([output.prompt_token_ids + token_ids[: BUDGET + 1]], remaining)
             assert token_ids[BUDGET + 1 :] == again.outputs[0].token_ids

@@ -177,17 +177,19 @@ class Driver:
             assert end <= len(self.tokens[slot])
             samples = end == len(self.tokens[slot])
             num_drafts = len(self.drafts[slot]) if samples else 0
-            most = max_new_drafts.get(slot, 0) if samples else 0
+            max_drafts = max_new_drafts.get(slot, 0) if samples else 0
             end += num_drafts
             if self.gives_back:
                 self._give_back(slot, start)
-            num_blocks = -(-(end + most) // self.block_size) * self.num_groups
+            num_blocks = -(-(end + max_drafts) // self.block_size) * self.num_groups
             missing = max(num_blocks - len(self.blocks[slot]), 0)
             new_blocks = [self.free_blocks.pop() for _ in range(missing)]
             self.blocks[slot] += new_blocks
             self.computed[slot] = end
             scheduled.append(
-                ScheduledRequest(slot, end - start, new_blocks, samples, start, num_drafts, most)
+                ScheduledRequest(
+                    slot, end - start, new_blocks, samples, start, num_drafts, max_drafts
+                )
             )
         self.step_number += 1
         self.worker.execute_model(
@@ -207,7 +209,7 @@ class Driver:
                 del logits[: 1 + row.num_drafts]
         return output
 
-    def left(self, slot: int) -> int:
+    def num_left(self, slot: int) -> int:
         """Tokens of the slot that are known and not computed."""
         return len(self.tokens[slot]) - self.computed[slot]
 
@@ -218,4 +220,4 @@ class Driver:
     def generate(self, slots: list[int], num_outputs: int, chunk: int = 10**6) -> None:
         """Step until each slot has N outputs; prompts in chunks, beside decoding."""
         while pending := [s for s in slots if len(self.outputs(s)) < num_outputs]:
-            self.step({s: min(chunk, self.left(s)) for s in pending})
+            self.step({s: min(chunk, self.num_left(s)) for s in pending})

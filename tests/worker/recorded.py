@@ -114,7 +114,7 @@ class Recorder(TorchDispatchMode):
 def _waits(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether the size of the result is known to the device alone."""
     if name in ("index", "index_put", "index_put_"):
-        return any(each is not None and each.dtype == torch.bool for each in args[1])
+        return any(index is not None and index.dtype == torch.bool for index in args[1])
     if name == "repeat_interleave" and isinstance(args[-1], torch.Tensor):
         return kwargs.get("output_size") is None
     return False

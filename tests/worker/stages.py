@@ -62,10 +62,10 @@ class Executor(executor.Executor):
             with patch("servd.worker.worker.Parallel.connect", return_value=parallel):
                 self.workers.append(Worker(self.config, self.spec, stage, self.progress))
         self.ready = [worker.load_model() for worker in self.workers]
-        least = min(self.ready, key=lambda ready: ready.num_blocks)
+        smallest = min(self.ready, key=lambda ready: ready.num_blocks)
         for worker in self.workers:
-            worker.allocate_kv_cache(least.num_blocks)
-        return least
+            worker.allocate_kv_cache(smallest.num_blocks)
+        return smallest
 
     def execute_model(self, scheduled: SchedulerOutput) -> None:
         for worker in self.workers:

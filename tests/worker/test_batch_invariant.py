@@ -71,15 +71,15 @@ def test_a_product_equals_float64_and_its_rows_are_those_of_fewer(bias, device, 
     x = torch.randn(130, 2 * 100, generator=generator).to(device)[:, :100]  # a slice of columns
     weight = torch.randn(70, 100, generator=generator).to(device)
     biases = torch.randn(70, generator=generator).to(device)
-    given = biases if bias else None
-    whole = product(x, weight, given)
+    bias_or_none = biases if bias else None
+    whole = product(x, weight, bias_or_none)
     exact = torch.nn.functional.linear(
-        x.double(), weight.double(), None if given is None else given.double()
+        x.double(), weight.double(), None if bias_or_none is None else bias_or_none.double()
     )
     torch.testing.assert_close(whole.double(), exact, atol=1e-4, rtol=0)
     for rows in (slice(0, 1), slice(63, 66), slice(129, 130)):
-        assert torch.equal(product(x[rows], weight, given), whole[rows])
-    assert product(x[:0], weight, given).shape == (0, 70)
+        assert torch.equal(product(x[rows], weight, bias_or_none), whole[rows])
+    assert product(x[:0], weight, bias_or_none).shape == (0, 70)
 
 
 def test_what_depends_on_the_step_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -25,8 +25,10 @@ def test_each_rank_gets_its_own_part_of_a_block_back(dtype, shape):
     memory = os.memfd_create("test")
     os.ftruncate(memory, NUM_SLOTS * 2 * bytes_per_block)
     path = f"/proc/self/fd/{memory}"
-    stores = [BlockStore(path, each, Parallel(rank, 2)) for rank, each in enumerate(caches)]
-    before = [[cache.clone() for cache in each] for each in caches]
+    stores = [
+        BlockStore(path, rank_caches, Parallel(rank, 2)) for rank, rank_caches in enumerate(caches)
+    ]
+    before = [[cache.clone() for cache in rank_caches] for rank_caches in caches]
     swaps = BlockSwaps(path, [(2, 0), (0, 4)], [(3, 0), (1, 2)])
     for store in stores:
         store.swap_blocks(swaps)

@@ -57,8 +57,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory):
 @pytest.fixture
 def few_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     use_recorded_runner(monkeypatch)
-    monkeypatch.setattr(graph_runner, "decode_sizes", lambda most: [2, most])
-    monkeypatch.setattr(graph_runner, "mixed_sizes", lambda most: [most])
+    monkeypatch.setattr(graph_runner, "decode_sizes", lambda size: [2, size])
+    monkeypatch.setattr(graph_runner, "mixed_sizes", lambda size: [size])
 
 
 def serve(folder: Path, **options: Any) -> tuple[Driver, list[list[int]]]:
@@ -67,10 +67,10 @@ def serve(folder: Path, **options: Any) -> tuple[Driver, list[list[int]]]:
         config_for(folder, max_num_seqs=2, max_num_batched_tokens=16, max_model_len=64, **options)
     )
     slots = [driver.add([7, 8, 9, 7, 8]), driver.add([4] * 11)]
-    most = 2 if "speculative_config" in options else 0
+    num_drafts = 2 if "speculative_config" in options else 0
     while short := [slot for slot in slots if len(driver.tokens[slot]) < 10]:
-        chunks = {slot: min(driver.left(slot), 8) for slot in short}
-        driver.step(chunks, max_new_drafts=dict.fromkeys(short, most))
+        chunks = {slot: min(driver.num_left(slot), 8) for slot in short}
+        driver.step(chunks, max_new_drafts=dict.fromkeys(short, num_drafts))
     return driver, [driver.tokens[slot][:10] for slot in slots]
 
 
@@ -82,7 +82,7 @@ def test_steps_are_graphs_or_a_warning_says_why_not(
     options = EXTRAS[extra] | {"quantization": quantization}
     caplog.set_level(logging.WARNING, "servd.worker")
     driver, tokens = serve(folder, **options)
-    warnings = [each for each in caplog.messages if each.startswith("no CUDA graphs: ")]
+    warnings = [message for message in caplog.messages if message.startswith("no CUDA graphs: ")]
     graphs = driver.worker.runner.graphs
     assert (graphs is None) == bool(warnings) and len(warnings) <= 1
     assert tokens == serve(folder, enforce_eager=True, **options)[1]

@@ -16,30 +16,35 @@ def make_inputs(**changes: object) -> DecodeInputs:
     return inputs
 
 
-def given(inputs: DecodeInputs, size: int) -> list[list[int]]:
+def rows_of(inputs: DecodeInputs, size: int) -> list[list[int]]:
     """By token."""
     return inputs.buffers_of(size).step[:NUM_GIVEN].T.tolist()
 
 
 def test_steps_are_padded_to_the_sizes_of_graphs():
     inputs = make_inputs()
-    _, slots = inputs.fill([4, 1, 3], np.array([4, 9, 0, 2, 11, 12]))
-    assert slots.tolist() == [4, 1, 3]
+    step = inputs.fill([4, 1, 3], np.array([4, 9, 0, 2, 11, 12]))
+    assert step.slots.tolist() == [4, 1, 3]
     rows = [[4, -1, 0, 4, 0, 11], [1, -1, 0, 9, 2, 12], [3, -1, 0, NULL, 0, BLOCK]]
-    assert given(inputs, 3) == rows
+    assert rows_of(inputs, 3) == rows
     inputs.sizes = [2, 4, 8]
-    columns, _ = inputs.fill([4, 1, 3], np.array([4, 9, 0, 2, 11, 12]))
-    assert given(inputs, 4) == [*rows, PADDING]
-    assert columns.step.shape[1] == 4 and columns.slots.tolist() == [4, 1, 3]
+    step = inputs.fill([4, 1, 3], np.array([4, 9, 0, 2, 11, 12]))
+    assert rows_of(inputs, 4) == [*rows, PADDING]
+    assert step.step.shape[1] == 4 and step.slots.tolist() == [4, 1, 3]
     inputs.fill([2], NO_CHANGES)
-    assert given(inputs, 2) == [[2, -1, 0, *PADDING[3:]], PADDING]
+    assert rows_of(inputs, 2) == [[2, -1, 0, *PADDING[3:]], PADDING]
 
 
 def test_any_tokens_are_padded_too():
     inputs = make_inputs()
     inputs.fill([4, 1, 3], np.array([4, 0, 11]))
     inputs.put(torch.tensor([[5, 5], [7, 8], [1, 2]]), 4)
-    assert given(inputs, 4) == [[5, 7, 1, *PADDING[3:]], [5, 8, 2, *PADDING[3:]], PADDING, PADDING]
+    assert rows_of(inputs, 4) == [
+        [5, 7, 1, *PADDING[3:]],
+        [5, 8, 2, *PADDING[3:]],
+        PADDING,
+        PADDING,
+    ]
 
 
 class LazyEvent:
@@ -59,11 +64,11 @@ def test_pinned_memory_is_filled_when_the_device_has_read_it():
     inputs, log = make_inputs(), []
     pinned = [torch.zeros_like(inputs.memory) for _ in range(NUM_BUFFERS)]
     inputs.make_buffers = lambda: [
-        (each.numpy(), each, LazyEvent(log, str(i))) for i, each in enumerate(pinned)
+        (memory.numpy(), memory, LazyEvent(log, str(i))) for i, memory in enumerate(pinned)
     ]
     for step in range(NUM_BUFFERS + 1):
         inputs.fill([step], NO_CHANGES)
-        assert given(inputs, 1) == [[step, -1, 0, *PADDING[3:]]]
+        assert rows_of(inputs, 1) == [[step, -1, 0, *PADDING[3:]]]
     names = [str(i % NUM_BUFFERS) for i in range(NUM_BUFFERS + 1)]
     assert log == [f"{what} {name}" for name in names for what in ("wait", "send")]
-    assert [int(each[0]) for each in pinned] == [NUM_BUFFERS, 1, 2, 3]
+    assert [int(memory[0]) for memory in pinned] == [NUM_BUFFERS, 1, 2, 3]

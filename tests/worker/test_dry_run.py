@@ -65,13 +65,13 @@ def test_heads_of_4_bits_are_as_planned(tmp_path: Path):
 
 def bytes_of(module: torch.nn.Module) -> int:
     """What a model's tensors take, those of its packed matrices too."""
-    found = {}
+    sizes = {}
     for weight in module.parameters():
         form = getattr(weight, "quant_method", None)
         for tensor in [weight] if form is None else vars(form).values():
             if isinstance(tensor, torch.Tensor):
-                found[tensor.data_ptr()] = tensor.nbytes
-    return sum(found.values())
+                sizes[tensor.data_ptr()] = tensor.nbytes
+    return sum(sizes.values())
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -105,7 +105,7 @@ class Meter:
     def __init__(self, device: torch.device) -> None:
         assert device.type == "cuda"
 
-    def taken(self) -> int:
+    def used(self) -> int:
         return 10_000_000
 
     def held(self) -> int:

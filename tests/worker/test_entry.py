@@ -159,8 +159,8 @@ def test_a_bug_while_a_request_enters_fails_only_that_request(engine: Engine, mo
     """Also while another one decodes, and in the middle of chunked prefill."""
     add = Sampler.add
 
-    def broken(self, slot, params, *rest):
-        add(self, slot, params, *rest)
+    def broken(self, slot, params, *arguments):
+        add(self, slot, params, *arguments)
         if params.seed == 13:
             raise RuntimeError("a bug with /a/path")
 

@@ -54,22 +54,22 @@ def test_sizes_are_close_to_each_other(max_num_rows: int):
     )
 
 
-@pytest.mark.parametrize("most", [0, 1, 2, 16, 100, 500, 2048, 8192])
-def test_a_mixed_step_is_padded_by_a_quarter_at_most(most: int):
-    sizes = mixed_sizes(most)
+@pytest.mark.parametrize("max_num_tokens", [0, 1, 2, 16, 100, 500, 2048, 8192])
+def test_a_mixed_step_is_padded_by_a_quarter_at_most(max_num_tokens: int):
+    sizes = mixed_sizes(max_num_tokens)
     assert sizes == sorted(set(sizes)) and len(sizes) <= 24
-    assert sizes[-1:] == ([min(most, 2048)] if most > 1 else [])
+    assert sizes[-1:] == ([min(max_num_tokens, 2048)] if max_num_tokens > 1 else [])
     assert all(
         larger <= 1.25 * size or larger - size <= 16 for size, larger in itertools.pairwise(sizes)
     )
 
 
 def test_a_step_is_padded_with_rows_of_nobody_and_a_size_is_captured_once():
-    seen: list[list[list[int]]] = []
+    calls: list[list[list[int]]] = []
     recorded: list[int] = []
 
     def forward(tokens: torch.Tensor, ends: torch.Tensor | None) -> torch.Tensor:
-        seen.append(tokens[:2].tolist() + ([] if ends is None else [ends.tolist()]))
+        calls.append(tokens[:2].tolist() + ([] if ends is None else [ends.tolist()]))
         return (10 * tokens[0] + tokens[1])[:, None].float()
 
     def count(run):
@@ -80,17 +80,17 @@ def test_a_step_is_padded_with_rows_of_nobody_and_a_size_is_captured_once():
     runner = GraphRunner(forward, 8, 16, inputs, torch.empty(0, 1), count)
 
     def run(slots: list[int], columns: list[int], ends: list[int] | None = None):
-        given = None if ends is None else torch.tensor(ends)
-        hidden = runner(torch.tensor([slots, columns]), given)
+        end_tensor = None if ends is None else torch.tensor(ends)
+        hidden = runner(torch.tensor([slots, columns]), end_tensor)
         return hidden if hidden is None else hidden.flatten().tolist()
 
     assert run([1, 2, 3, 4], [5, 6, 7, 8]) == [15, 26, 37, 48]
     assert run([3, 1, 2], [2, 9, 4]) == [32, 19, 24]
-    assert seen[0] == [[NULL] * 4, [0] * 4], "compiled and captured on rows of nobody"
-    assert seen[-1] == [[3, 1, 2, NULL], [2, 9, 4, 0]]
+    assert calls[0] == [[NULL] * 4, [0] * 4], "compiled and captured on rows of nobody"
+    assert calls[-1] == [[3, 1, 2, NULL], [2, 9, 4, 0]]
     assert len(recorded) == 1
     assert run([3, 3, 3, 1], [0, 1, 2, 9], [2, 3]) == [30, 31, 32, 19]
-    assert seen[-1] == [[3, 3, 3, 1, *[NULL] * 12], [0, 1, 2, 9, *[0] * 12], [2, *[3] * 7]], (
+    assert calls[-1] == [[3, 3, 3, 1, *[NULL] * 12], [0, 1, 2, 9, *[0] * 12], [2, *[3] * 7]], (
         "the rows after the last one have no token"
     )
     assert len(recorded) == 2
@@ -192,8 +192,8 @@ def small_engine(folder: Path, enforce_eager: bool, depth: int):
 def serve(engine: EngineCore, params: list[SamplingParams]) -> Log:
     """Requests come, leave in their midst, and are computed again; their tokens."""
     log = Log()
-    for i, each in enumerate(params):
-        engine.handle(EngineCoreRequest(str(i), [i, 8, 9] * (i + 1), each))
+    for i, request_params in enumerate(params):
+        engine.handle(EngineCoreRequest(str(i), [i, 8, 9] * (i + 1), request_params))
     for _ in range(6):
         log.step(engine)
     engine.handle(AbortRequests(["1", "6"]))  # one decodes, with its next step in flight
@@ -290,11 +290,11 @@ def test_a_cache_that_is_made_again_has_graphs_of_its_own(folder: Path):
         return [driver.free(slot) for slot in slots]
 
     expected = serve()
-    old, before = worker.runner.kv_caches, [each.nan_to_num() for each in worker.runner.kv_caches]
+    old, before = worker.runner.kv_caches, [cache.nan_to_num() for cache in worker.runner.kv_caches]
     worker.allocate_kv_cache(driver.ready.num_blocks)
     assert serve() == expected
     assert all(
-        torch.equal(each.nan_to_num(), was) for each, was in zip(old, before, strict=True)
+        torch.equal(cache.nan_to_num(), was) for cache, was in zip(old, before, strict=True)
     ), "nothing writes to the old one"
 
 
@@ -310,7 +310,7 @@ def test_all_that_is_captured_and_every_way_to_sample_comes_before_the_first_req
     assert fractions == sorted(fractions) and fractions[-1] == 1
     runner = driver.worker.runner
     assert set(at_start) >= set(runner.graphs.sizes)
-    assert not runner.sampler.uses.any(), "no slot keeps what it had"
+    assert not runner.sampler.features.any(), "no slot keeps what it had"
     used = [SamplingParams(temperature=0.0), runner.sampler.costliest]
     driver.generate([driver.add([1, 2, 3], params) for params in used], 5)
     assert captured == at_start
@@ -344,15 +344,15 @@ def test_graphs_are_dropped_before_the_group_of_ranks_is_left(folder, monkeypatc
     worker = Driver(config_for(folder, load_format="dummy")).worker
     graphs = worker.runner.graphs
     held = weakref.ref(next(iter(graphs.graphs.values())))
-    left = []
+    counts = []
 
     def leave() -> None:
-        left.append((len(graphs.graphs), len(graphs.heads), held()))
+        counts.append((len(graphs.graphs), len(graphs.heads), held()))
 
     monkeypatch.setattr(type(worker.parallel), "close", lambda self: leave())
     assert held() is not None
     worker.shutdown()
-    assert left == [(0, 0, None)]
+    assert counts == [(0, 0, None)]
 
 
 def test_the_thread_that_waits_for_a_step_uses_the_device_of_its_rank(monkeypatch):
@@ -381,7 +381,7 @@ def test_tensors_of_groups_of_layers_are_aligned_whatever_the_number_of_rows():
     states.block_tables.arrange(3)
     for num_rows in (1, 2, 3):
         rows = torch.zeros(num_rows, dtype=torch.int64)
-        for other in decode_attention(states, rows, rows).others:
+        for other in decode_attention(states, rows, rows).other_groups:
             assert other.slot_mapping.data_ptr() % 16 == other.block_tables.data_ptr() % 16 == 0
 
 

@@ -8,7 +8,7 @@ import torch
 
 from servd.messages.engine import DecodeBatch, NewRequest, ScheduledRequest, SchedulerOutput
 from servd.messages.params import SamplingParams
-from servd.worker.batch.input_batch import AttentionRows, InputBatch
+from servd.worker.batch.input_batch import AttentionRows, InputBatch, gather_rows
 from servd.worker.batch.request_states import RequestStates
 
 NUM_SLOTS, BLOCK_SIZE, VOCAB_SIZE = 9, 4, 50
@@ -25,6 +25,10 @@ def filled_states(seed: int) -> tuple[RequestStates, dict[int, int]]:
         params = SamplingParams()
         states.add(NewRequest(slot, token_ids, len(token_ids), num_computed, blocks, params))
     return states, computed
+
+
+def prepare(scheduled: SchedulerOutput, states: RequestStates) -> InputBatch:
+    return InputBatch.from_rows(gather_rows(scheduled), states, not scheduled.scheduled)
 
 
 def plain(value: object) -> object:
@@ -47,19 +51,19 @@ def test_columns_are_gathered_as_rows_are():
             step = SchedulerOutput(1, [], decodes=decodes)
             if not is_columns:
                 step = SchedulerOutput(1, step.rows)
-            batches.append(InputBatch.gather(step, states))
+            batches.append(prepare(step, states))
             assert states.block_tables.tables[slots, :4].max(1).values.tolist() == [
                 100 + slot for slot in slots
             ]
-        one, other = batches
+        batch, other = batches
         for field in dataclasses.fields(InputBatch):
             if field.name not in ("states", "buffers", "is_plain"):
-                assert plain(getattr(one, field.name)) == plain(getattr(other, field.name)), field
-        assert one.states.num_computed.tolist() == other.states.num_computed.tolist()
-        assert plain(one.token_ids) == plain(other.token_ids)
+                assert plain(getattr(batch, field.name)) == plain(getattr(other, field.name)), field
+        assert batch.states.num_computed.tolist() == other.states.num_computed.tolist()
+        assert plain(batch.token_ids) == plain(other.token_ids)
         for name in ("query_start_loc", "seq_lens_device", "block_tables", "slot_mapping"):
-            assert plain(getattr(one.attention, name)) == plain(getattr(other.attention, name))
-        assert one.is_decode and one.samples_all and one.is_plain
+            assert plain(getattr(batch.attention, name)) == plain(getattr(other.attention, name))
+        assert batch.is_decode and batch.samples_all and batch.is_plain
 
 
 def test_drafts_at_hand_are_gathered_as_those_of_a_device_are():
@@ -82,25 +86,25 @@ def test_drafts_at_hand_are_gathered_as_those_of_a_device_are():
                 states.block_tables.append(row.slot, row.new_block_ids)
                 first = computed[row.slot] + 1
                 states.token_ids[row.slot, first : first + len(ids)] = torch.tensor(ids).int()
-            batches.append(InputBatch.gather(SchedulerOutput(1, rows), states))
-        one, other = batches
-        assert one.buffers is not None and other.buffers is None
+            batches.append(prepare(SchedulerOutput(1, rows), states))
+        batch, other = batches
+        assert batch.buffers is not None and other.buffers is None
         for field in dataclasses.fields(InputBatch):
             if field.name not in ("states", "buffers"):
-                assert plain(getattr(one, field.name)) == plain(getattr(other, field.name)), field
-        assert one.states.num_computed.tolist() == other.states.num_computed.tolist()
+                assert plain(getattr(batch, field.name)) == plain(getattr(other, field.name)), field
+        assert batch.states.num_computed.tolist() == other.states.num_computed.tolist()
         for name in ("token_ids", "input_ids", "sample_columns"):
-            assert plain(getattr(one, name)) == plain(getattr(other, name))
+            assert plain(getattr(batch, name)) == plain(getattr(other, name))
         for name in ("query_start_loc", "seq_lens_device", "block_tables", "slot_mapping"):
-            assert plain(getattr(one.attention, name)) == plain(getattr(other.attention, name))
+            assert plain(getattr(batch.attention, name)) == plain(getattr(other.attention, name))
 
 
 def test_columns_come_before_rows():
     """In one step, as the answer of the workers is read."""
     states, computed = filled_states(0)
     decodes = DecodeBatch([5, 2], [computed[5], computed[2]])
-    others = SchedulerOutput(1, [], decodes=DecodeBatch([7], [computed[7]])).rows
-    batch = InputBatch.gather(SchedulerOutput(1, others, decodes=decodes), states)
+    rows = SchedulerOutput(1, [], decodes=DecodeBatch([7], [computed[7]])).rows
+    batch = prepare(SchedulerOutput(1, rows, decodes=decodes), states)
     assert batch.host_slots.tolist() == [5, 2, 7]
     assert batch.seq_lens.tolist() == [computed[slot] + 1 for slot in (5, 2, 7)]
     assert batch.sample_rows.tolist() == [0, 1, 2]
@@ -110,10 +114,10 @@ def test_a_part_of_columns_is_computed_though_the_whole_has_not_begun():
     """As when a graph fails; and that it has begun is no harm."""
     expected, computed = filled_states(0)
     decodes = DecodeBatch([5, 2, 7], [computed[slot] for slot in (5, 2, 7)])
-    whole = InputBatch.gather(SchedulerOutput(1, [], decodes=decodes), expected)
+    whole = prepare(SchedulerOutput(1, [], decodes=decodes), expected)
     states, _ = filled_states(0)
     states.inputs.sizes = [4]  # of graphs
-    batch = InputBatch.gather(SchedulerOutput(1, [], decodes=decodes), states)
+    batch = prepare(SchedulerOutput(1, [], decodes=decodes), states)
     assert states.num_computed.tolist() != expected.num_computed.tolist()
     for first, end in ((0, 2), (2, 3)):
         part, same = batch.part(first, end), whole.part(first, end)

@@ -45,11 +45,11 @@ class Engine:
         self.cached: dict[str, int] = {}
         while self.core.has_work:
             for outputs in self.core.step().values():
-                for each in outputs.all_outputs:
-                    tokens[each.request_id] += each.new_token_ids
-                    self.cached.setdefault(each.request_id, each.num_cached_tokens)
-                    if each.error is not None:
-                        self.errors[each.request_id] = each.error
+                for output in outputs.all_outputs:
+                    tokens[output.request_id] += output.new_token_ids
+                    self.cached.setdefault(output.request_id, output.num_cached_tokens)
+                    if output.error is not None:
+                        self.errors[output.request_id] = output.error
         return tokens
 
 

@@ -179,9 +179,9 @@ def main() -> None:
     for name, types, constants, options in KERNELS:
         module, _, kernel_name = name.rpartition(".")
         kernel = getattr(importlib.import_module(module), kernel_name)
-        given = iter(types.split())
+        types_left = iter(types.split())
         signature = {
-            arg: "constexpr" if arg in constants else next(given) for arg in kernel.arg_names
+            arg: "constexpr" if arg in constants else next(types_left) for arg in kernel.arg_names
         }
         aligned = {
             (at,): [["tt.divisibility", 16]]

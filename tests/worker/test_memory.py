@@ -36,16 +36,16 @@ uses = st.builds(
 @given(use=uses, missing=st.integers(1, 10 * GB))
 def test_advice_is_enough_and_no_more_than_that(use: MemoryUse, missing: int):
     advice = " ".join(use.hints(missing))
-    if found := re.search(r"lower --max-num-seqs to (\d+)", advice):
-        num_seqs = int(found[1])
+    if match := re.search(r"lower --max-num-seqs to (\d+)", advice):
+        num_seqs = int(match[1])
         assert 1 <= num_seqs < use.max_num_seqs
         assert use.freed_with(num_seqs) >= missing
         assert num_seqs + 1 == use.max_num_seqs or use.freed_with(num_seqs + 1) < missing
     else:
         assert use.max_num_seqs == 1 or use.freed_with(1) < missing
-    if found := re.search(r"raise --gpu-memory-utilization to ([\d.]+)", advice):
-        assert use.utilization < float(found[1]) <= 1
-        more = dataclasses.replace(use, utilization=float(found[1]))
+    if match := re.search(r"raise --gpu-memory-utilization to ([\d.]+)", advice):
+        assert use.utilization < float(match[1]) <= 1
+        more = dataclasses.replace(use, utilization=float(match[1]))
         assert more.available - use.available >= missing - 1
     assert advice
 
@@ -63,7 +63,7 @@ class ScriptedMeter:
                 1_900_000,
             ],  # weights; with a cache; and with what sampling keeps
             "peak": [0, 5_000_000, 6_000_000, 0, 4_000_000, 9_900_000],
-            "taken": [
+            "used": [
                 20_000_000,
                 23_000_000,
                 23_500_000,

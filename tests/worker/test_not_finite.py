@@ -43,9 +43,9 @@ def test_a_request_that_meets_nan_ends_and_its_blocks_serve_others(
     try:
         short = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
         prompts = [[*range(i, i + 15)] for i in range(5, 9)]
-        expected = [each.outputs[0].token_ids for each in llm.generate(prompts, short)]
+        expected = [output.outputs[0].token_ids for output in llm.generate(prompts, short)]
         with pytest.raises(EngineError, match="NaN or infinite"):
             llm.generate([[*range(5, 48)]], short)
-        assert [each.outputs[0].token_ids for each in llm.generate(prompts, short)] == expected
+        assert [output.outputs[0].token_ids for output in llm.generate(prompts, short)] == expected
     finally:
         llm.close()

@@ -176,7 +176,7 @@ def test_keys_of_a_schema_cost_few_steps(tiny_llama: Path, batch, depth, specula
         token_ids = log.token_ids(request_id)
         assert token_ids == expected.token_ids(request_id)
         assert json.loads(tokenizer.decode(token_ids)).keys() == set(KEYS)
-        num_steps = len([each for each in log.outputs[request_id] if each.new_token_ids])
+        num_steps = len([output for output in log.outputs[request_id] if output.new_token_ids])
         assert num_steps <= 0.6 * len(token_ids)
 
 
@@ -189,8 +189,8 @@ def check_depths(folder: Path, requests: list[EngineCoreRequest]) -> Log:
         num_preemptions += log.total("num_preemptions")
         for request_id in log.outputs:
             got, whole = (
-                [(token_id, bool(logprobs), end) for token_id, logprobs, end in each]
-                for each in (outputs(log, request_id), outputs(whole_log, request_id))
+                [(token_id, bool(logprobs), end) for token_id, logprobs, end in log_outputs]
+                for log_outputs in (outputs(log, request_id), outputs(whole_log, request_id))
             )
             assert got == whole or (request_id == "1" and got == whole[: len(got)])
         assert len(log.token_ids("1")) < len(whole_log.token_ids("1")), "aborted in its midst"

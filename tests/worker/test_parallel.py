@@ -31,11 +31,11 @@ def generate(
     adapter: Adapter | None,
     address: str | None,
     result: str,
-    given: dict[str, object],
+    more_options: dict[str, object],
 ) -> None:
     """Run one rank of a model, then with an adapter; write tokens and logits of the first steps."""
     impl = "transformers" if folder.endswith("through") else "auto"
-    options = {"enable_lora": adapter is not None, "model_impl": impl} | given
+    options = {"enable_lora": adapter is not None, "model_impl": impl} | more_options
     worker = Worker(
         config_for(folder, tensor_parallel_size=size, **options),
         read_spec(folder),
@@ -46,7 +46,7 @@ def generate(
     torch.set_num_threads(1)
     worker.load_model()
     worker.allocate_kv_cache(16)
-    results = [answer(worker, each) for each in dict.fromkeys((None, adapter))]
+    results = [answer(worker, name) for name in dict.fromkeys((None, adapter))]
     torch.save(results, f"{result}.{rank}")
     worker.shutdown()
 
@@ -70,8 +70,11 @@ def answer(worker: Worker, adapter: Adapter | None) -> tuple[list[int], torch.Te
 
     first = ScheduledRequest(2, len(PROMPT), blocks(3))
     worker.execute_model(SchedulerOutput(1, [first], [new], [2]))
-    assert worker.runner.launched is not None and worker.runner.launched.computed is not None
-    logits = worker.runner.model.compute_logits(worker.runner.launched.computed[1][-1:])
+    assert (
+        worker.runner.execute_model_state is not None
+        and worker.runner.execute_model_state.computed is not None
+    )
+    logits = worker.runner.model.compute_logits(worker.runner.execute_model_state.computed[1][-1:])
     tokens = worker.sample_tokens().result().sampled_token_ids[0]
     for step in range(2, NUM_OUTPUTS + 1):
         needs_block = (len(PROMPT) + step - 1) % 4 == 1
@@ -144,8 +147,8 @@ def test_heads_of_which_there_are_fewer_than_ranks_are_shared_by_neighbours():
             assert weight is not None
             for part, rows in enumerate((q, k)):
                 weight.load(rows.reshape(-1, *weight.shape[1:]), part)
-            own = torch.cat((q[2 * rank :][:2], k[2 * (rank // 2) :][:2]))
-            assert torch.equal(weight.data.flatten(), own.flatten())
+            rank_rows = torch.cat((q[2 * rank :][:2], k[2 * (rank // 2) :][:2]))
+            assert torch.equal(weight.data.flatten(), rank_rows.flatten())
         assert linear.local_features == [2, 2]
 
 

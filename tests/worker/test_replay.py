@@ -31,17 +31,17 @@ def make_engine() -> EngineCore:
 
 def run(engine: EngineCore, requests: list[EngineCoreRequest]) -> dict[str, list[Any]]:
     """By request, each token with its log-probabilities."""
-    found: dict[str, list[Any]] = {}
+    results: dict[str, list[Any]] = {}
     for request in requests:
         engine.handle(request)
     while engine.has_work:
         for outputs in engine.step().values():
-            for each in outputs.all_outputs:
-                scores = each.logprobs or [None] * len(each.new_token_ids)
-                found.setdefault(each.request_id, []).extend(
-                    zip(each.new_token_ids, scores, strict=True)
+            for output in outputs.all_outputs:
+                scores = output.logprobs or [None] * len(output.new_token_ids)
+                results.setdefault(output.request_id, []).extend(
+                    zip(output.new_token_ids, scores, strict=True)
                 )
-    return found
+    return results
 
 
 def make_request(
@@ -69,11 +69,11 @@ def test_replayed_at_any_position_a_request_gets_the_same_bits(size):
             )
             for number, place in enumerate(places)
         ]
-        others = [
+        further = [
             make_request(f"o{i}", draw, draw.randrange(1, 90), draw.randrange(1, 60), seed=i)
             for i in range(draw.randrange(5))
         ]
-        both = draw.sample([*replayed, *others], len(replayed) + len(others))
-        found = run(next_one, both)
-        for each, place in zip(replayed, places, strict=True):
-            assert found[each.request_id] == whole[place:], (place, len(others))
+        both = draw.sample([*replayed, *further], len(replayed) + len(further))
+        results = run(next_one, both)
+        for replayed_request, place in zip(replayed, places, strict=True):
+            assert results[replayed_request.request_id] == whole[place:], (place, len(further))

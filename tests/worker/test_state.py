@@ -61,14 +61,14 @@ def requests(*lengths: int, params: SamplingParams = GREEDY) -> list[EngineCoreR
 @pytest.mark.parametrize("depth", [1, 2])
 def test_tokens_are_those_of_transformers_among_preempted_aborted_and_many(folder: Path, depth):
     engine = engine_of(folder, depth, num_blocks=22, max_num_seqs=3, max_num_batched_tokens=24)
-    wanted = requests(30, 28, 3, 33, 1, 33, 12)
+    all_requests = requests(30, 28, 3, 33, 1, 33, 12)
     log = Log()
-    for request in wanted[:4]:
+    for request in all_requests[:4]:
         engine.handle(request)
     for _ in range(4):
         log.step(engine)
     engine.handle(AbortRequests(["1"]))
-    for request in wanted[4:]:
+    for request in all_requests[4:]:
         engine.handle(request)
     several = msgspec.structs.replace(GREEDY, n=2)
     [twice] = requests(17, params=several)
@@ -76,11 +76,11 @@ def test_tokens_are_those_of_transformers_among_preempted_aborted_and_many(folde
     engine.handle(twice)
     log.run(engine)
     assert log.total("num_preemptions") > 0 and not log.total("prefix_cache_hits")
-    for request in [*wanted[:1], *wanted[2:]]:
+    for request in [*all_requests[:1], *all_requests[2:]]:
         prompt = request.prompt_token_ids
         assert prompt + log.token_ids(request.request_id) == greedy(folder, prompt, 9)
     prompt = twice.prompt_token_ids
-    assert [prompt + log.token_ids(each) for each in twice.choice_ids] == 2 * [
+    assert [prompt + log.token_ids(choice_id) for choice_id in twice.choice_ids] == 2 * [
         greedy(folder, prompt, 9)
     ]
 
@@ -101,7 +101,7 @@ def test_what_a_grammar_forces_is_not_drafted(folder: Path):
     form = StructuredOutput("json", json.dumps(schema | {"additionalProperties": False}))
     params = msgspec.structs.replace(GREEDY, max_tokens=25, structured_output=form)
     [request] = requests(11, params=params)
-    found = []
+    results = []
     for jumps in (True, False):
         engine = engine_of(folder, max_num_batched_tokens=64)
         if not jumps:
@@ -109,13 +109,13 @@ def test_what_a_grammar_forces_is_not_drafted(folder: Path):
         settle = with_grammars(engine)
         engine.handle(request)
         settle()
-        found.append(Log().run(engine).token_ids("0"))
-    assert found[0] == found[1] and len(found[0]) > 4
+        results.append(Log().run(engine).token_ids("0"))
+    assert results[0] == results[1] and len(results[0]) > 4
 
 
 def test_a_step_that_fails_half_way_has_changed_no_state(folder: Path, monkeypatch):
     """All but the last layer have run when the last one fails of a request."""
-    engine, wanted = engine_of(folder), requests(5, 14, 3)
+    engine, all_requests = engine_of(folder), requests(5, 14, 3)
     runner, forward = engine.executor.worker.runner, LlamaMLP.forward
     run, last = runner.forward, runner.model.model.layers[-1].mlp
     parts: list[InputBatch] = []
@@ -131,11 +131,11 @@ def test_a_step_that_fails_half_way_has_changed_no_state(folder: Path, monkeypat
 
     monkeypatch.setattr(runner, "forward", noted)
     monkeypatch.setattr(LlamaMLP, "forward", checked)
-    for request in wanted:
+    for request in all_requests:
         engine.handle(request)
     log = Log().run(engine)
     assert log.outputs["1"][-1].error and len(log.token_ids("1")) == 4
-    for request in (wanted[0], wanted[2]):
+    for request in (all_requests[0], all_requests[2]):
         prompt = request.prompt_token_ids
         assert prompt + log.token_ids(request.request_id) == greedy(folder, prompt, 9)
 
@@ -143,9 +143,9 @@ def test_a_step_that_fails_half_way_has_changed_no_state(folder: Path, monkeypat
 def test_states_have_columns_of_their_own_in_a_row_for_each_slot(folder: Path):
     driver = Driver(config_of(folder, max_num_seqs=3))
     runner = driver.worker.runner
-    layers = [each for each in runner.model.modules() if isinstance(each, state.State)]
-    columns = [range(each.first, each.first + each.num_columns) for each in layers]
-    assert [number for each in columns for number in each] == [*range(columns[-1].stop)]
+    layers = [module for module in runner.model.modules() if isinstance(module, state.State)]
+    columns = [range(module.first, module.first + module.num_columns) for module in layers]
+    assert [number for module in columns for number in module] == [*range(columns[-1].stop)]
     assert len(layers) == 3 and runner.states.of_layers.shape == (4, columns[-1].stop)
     # 2 heads of keys of 12 numbers, 6 of values of 10; 3 inputs of the convolution.
     assert len(columns[0]) == 3 * (2 * 24 + 60) + 6 * 12 * 10

@@ -129,11 +129,11 @@ def test_not_enough_memory_says_what_would_be(llama: Path):
 def test_the_context_is_shortened_to_the_cache_unless_asked_for(llama, caplog):
     with caplog.at_level(logging.WARNING, logger="servd"):
         load(llama, kv_cache_memory=20_000, shorten_max_model_len=True)
-    asked, given = map(
+    limit, smaller = map(
         int, re.search(r"shortening the context from (\d+) to (\d+) tokens", caplog.text).groups()
     )
-    assert asked == 128 > given
-    load(llama, kv_cache_memory=20_000, max_model_len=given)
+    assert limit == 128 > smaller
+    load(llama, kv_cache_memory=20_000, max_model_len=smaller)
     with pytest.raises(NotEnoughMemory):
         load(llama, kv_cache_memory=1, shorten_max_model_len=True)
 

@@ -166,7 +166,9 @@ class AttentionBackend(ABC, Generic[Metadata]):
             q = norms[0](q)
             k = norms[1](k)
         if rotation is not None and is_partial:
-            q, k, rotation = rotate(q, rotation), rotate(k, rotation), None
+            q = rotate(q, rotation)
+            k = rotate(k, rotation)
+            rotation = None
         if self.fused_write is not None:
             return self.fused_write(q, k, v, kv_cache, metadata.slot_mapping, rotation, *fused)
         if rotation is not None:

@@ -135,7 +135,8 @@ class NativeBackend(AttentionBackend[NativeMetadata]):
 
     def move(self, kv_cache: Tensor, sources: Tensor, targets: Tensor) -> None:
         if self.spec.value_dim is not None:
-            return super().move(kv_cache, sources, targets)
+            super().move(kv_cache, sources, targets)
+            return
         size = self.spec.block_size
         numbers, scales = kv_cache.tensor_split([size * self.spec.head_dim], dim=-1)
         keys = numbers[0].unflatten(-1, (-1, size))
@@ -146,8 +147,8 @@ class NativeBackend(AttentionBackend[NativeMetadata]):
             (slots // size, slots % size) for slots in (sources, targets)
         )
         keys[to_block, :, :, to_offset] = keys[block, :, :, offset]
-        for each in rows:
-            each[to_block, :, to_offset] = each[block, :, offset]
+        for cache in rows:
+            cache[to_block, :, to_offset] = cache[block, :, offset]
 
     def attend(
         self,

@@ -121,7 +121,8 @@ class TorchSdpaBackend(AttentionBackend[TorchSdpaMetadata]):
             ).unsqueeze(1)
             # The row's last key is the padding.
             keys, slots = (
-                torch.where(keys < 0, each[:, -1:], each) for each in (keys, batch.tails[rows_d])
+                torch.where(keys < 0, indices[:, -1:], indices)
+                for indices in (keys, batch.tails[rows_d])
             )
             keys += torch.arange(len(rows), device=device)[:, None] * num_blocks * block_size
             tails = keys, slots
@@ -146,11 +147,11 @@ class TorchSdpaBackend(AttentionBackend[TorchSdpaMetadata]):
         out = q.new_empty(*q.shape[:2], size)
         for group in metadata.groups:
             queries = q if group.tokens is None else q[group.tokens]
-            found = [self._gather(each, group) for each in blocks]
+            gathered = [self._gather(cache_blocks, group) for cache_blocks in blocks]
             attended = self._attention(
                 queries.unflatten(0, (group.num_rows, -1)).transpose(1, 2),
-                found[0],
-                found[-1][..., -size:],
+                gathered[0],
+                gathered[-1][..., -size:],
                 group.mask,
                 scale,
                 sinks,

@@ -80,8 +80,8 @@ class TritonBackend(AttentionBackend[TritonMetadata]):
         if spec.kv_dtype == torch.float8_e4m3fn and spec.device.type == "cuda":
             capability = torch.cuda.get_device_capability(spec.device)
             if capability < (8, 9):
-                found = ".".join(map(str, capability))
-                return f"a cache in fp8 needs compute capability 8.9 (Ada) or later, not {found}"
+                version = ".".join(map(str, capability))
+                return f"a cache in fp8 needs compute capability 8.9 (Ada) or later, not {version}"
         return None
 
     def build_metadata(self, batch: AttentionBatch) -> TritonMetadata:

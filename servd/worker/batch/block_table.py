@@ -47,9 +47,10 @@ class BlockTables:
     def append(self, slot: int, block_ids: list[int]) -> None:
         """Append blocks, interleaved by group, to a slot. The next `apply` writes them."""
         start = self.num_blocks[slot]
-        end = self.num_blocks[slot] = start + len(block_ids)
-        most = self.tables.shape[1] * self.num_groups
-        assert end <= most, f"slot {slot} gets more blocks than max_model_len needs"
+        end = start + len(block_ids)
+        self.num_blocks[slot] = end
+        num_columns = self.tables.shape[1] * self.num_groups
+        assert end <= num_columns, f"slot {slot} gets more blocks than max_model_len needs"
         self.pending += zip([slot] * len(block_ids), range(start, end), block_ids, strict=True)
 
     def take_changes(self) -> np.ndarray:

@@ -82,52 +82,52 @@ class DecodeInputs:
     def buffers_of(self, num_tokens: int, size: int | None = None) -> DecodeBuffers:
         """Return cached views for a step of `num_tokens`, padded to `size`."""
         size = num_tokens if size is None else size
-        if (found := self.views.get((num_tokens, size))) is None:
+        if (buffers := self.views.get((num_tokens, size))) is None:
             step = self.memory[: NUM_NUMBERS * size].view(NUM_NUMBERS, size)
-            own = step[:, :num_tokens]
-            found = self.views[num_tokens, size] = DecodeBuffers(
+            numbers = step[:, :num_tokens]
+            buffers = self.views[num_tokens, size] = DecodeBuffers(
                 step,
                 self.seq_lens[:size],
-                tokens=own[: COLUMN + 1],
-                slots=own[SLOT],
-                columns=own[COLUMN],
-                next_columns=own[NEXT_COLUMN],
-                token_ids=own[TOKEN_ID],
-                kv_slots=own[KV_SLOT],
+                tokens=numbers[: COLUMN + 1],
+                slots=numbers[SLOT],
+                columns=numbers[COLUMN],
+                next_columns=numbers[NEXT_COLUMN],
+                token_ids=numbers[TOKEN_ID],
+                kv_slots=numbers[KV_SLOT],
                 indices=self.indices[:num_tokens],
                 starts=self.starts[: num_tokens + 1],
             )
-        return found
+        return buffers
 
     def fill(
         self,
         slots: Sequence[int] | np.ndarray,
         changes: np.ndarray,
         columns: np.ndarray | int = NOT_COMPUTED,
-    ) -> tuple[DecodeBuffers, np.ndarray]:
+    ) -> DecodeBuffers:
         """Fill in the host's part of a step, and start its copy to the device. Returns the buffers,
-        without the inputs that `begin_decode` computes, and the slots, int64 [n], on the host. Both
-        are valid until the next step. `slots`: each token's slot; distinct with NOT_COMPUTED.
-        `changes`: see `BlockTables.take_changes`; at most as many blocks as tokens. `columns`: each
-        token's column, int64 [n].
+        without the inputs that `begin_decode` computes; they are valid until the next step.
+        `slots`: each token's slot; distinct with NOT_COMPUTED. `changes`: see
+        `BlockTables.take_changes`; at most as many blocks as tokens. `columns`: each token's
+        column, int64 [n].
         """
         num_tokens = len(slots)
         num_changes = len(changes) // 3
         size = self.size_for(num_tokens)
         numbers, pinned, is_sent = self._next_buffer()
-        given = numbers[: NUM_GIVEN * size].reshape(NUM_GIVEN, size)
-        given[SLOT, :num_tokens] = slots
-        given[COLUMN, :num_tokens] = columns
-        given[PLACE] = 0
-        given[TABLE_ROW:, :num_changes] = changes.reshape(3, num_changes)
-        given[TABLE_ROW:, num_changes:] = self.padding[TABLE_ROW:]
+        inputs = numbers[: NUM_GIVEN * size].reshape(NUM_GIVEN, size)
+        inputs[SLOT, :num_tokens] = slots
+        inputs[COLUMN, :num_tokens] = columns
+        inputs[PLACE] = 0
+        inputs[TABLE_ROW:, :num_changes] = changes.reshape(3, num_changes)
+        inputs[TABLE_ROW:, num_changes:] = self.padding[TABLE_ROW:]
         if num_tokens < size:
-            given[:PLACE, num_tokens:] = self.padding[:PLACE]
+            inputs[:PLACE, num_tokens:] = self.padding[:PLACE]
         if is_sent is not None:
             part = slice(0, NUM_GIVEN * size)
             self.memory[part].copy_(pinned[part], non_blocking=True)
             is_sent.record()
-        return self.buffers_of(num_tokens, size), given[SLOT, :num_tokens]
+        return self.buffers_of(num_tokens, size)
 
     def put(self, tokens: Tensor, size: int) -> None:
         """Copy `tokens` (as in `InputBatch`) to the buffer of a graph of `size` tokens."""
@@ -159,4 +159,4 @@ class DecodeInputs:
             return [(self.memory.numpy(), self.memory, None)]
         size = self.memory.shape
         pinned = [torch.empty(size, dtype=torch.int64, pin_memory=True) for _ in range(NUM_BUFFERS)]
-        return [(each.numpy(), each, torch.cuda.Event()) for each in pinned]
+        return [(memory.numpy(), memory, torch.cuda.Event()) for memory in pinned]

@@ -75,7 +75,7 @@ class Chain:
         of these drafts in the KV cache of their rows.
         """
         slots, positions, columns = map(torch.as_tensor, (slots, positions, columns))
-        batches = (decode_attention(self.states, slots, each) for each in columns)
+        batches = (decode_attention(self.states, slots, row_columns) for row_columns in columns)
         made = self.draft(self.run(first), zip(positions, batches, strict=True))
         return torch.stack([*made], dim=1)
 

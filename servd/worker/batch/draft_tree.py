@@ -31,13 +31,13 @@ class DraftTree:
         self.chain = [place - 1 for path, place in places.items() if path and not any(path)]
         # For each place, the previous place on its branch, [num_drafts + 1].
         self.parents = np.array([places[path[:-1]] for path in places])
-        seen = [
+        visible = [
             [*range(len(path) + 1 - self.depth, 1)]
             + [places[path[:end]] for end in range(1, len(path) + 1)]
             for path in places
         ]
         # Columns of the last tokens that each place sees, relative to the last known token's.
-        self.seen = torch.tensor(seen, device=device)  # int64 [num_drafts + 1, depth]
+        self.visible = torch.tensor(visible, device=device)  # int64 [num_drafts + 1, depth]
         # Position less column of each place, int64 [num_drafts + 1].
         self.host_shifts = np.array([len(path) - place for path, place in places.items()])
         self.shifts = torch.tensor(self.host_shifts, device=device)
@@ -50,4 +50,4 @@ class DraftTree:
         """Return columns of the last tokens that each token sees, including itself, int64 [n,
         depth]; 0 before the first token.
         """
-        return ((columns - places).unsqueeze(1) + self.seen[places]).clamp_(min=0)
+        return ((columns - places).unsqueeze(1) + self.visible[places]).clamp_(min=0)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from servd.messages.engine import DecodeBatch, SchedulerOutput
+from servd.messages.engine import SchedulerOutput
 from servd.worker.attention import AttentionBatch
 from servd.worker.batch.decode_inputs import PLACE, DecodeBuffers
 from servd.worker.batch.request_states import RequestStates
@@ -19,6 +20,149 @@ Forward = Callable[..., torch.Tensor]
 """A model: from input_ids and positions, int64 [num_tokens] each, an AttentionBatch, and further
 inputs, float32 [num_tokens, n], to hidden states [num_tokens, hidden].
 """
+
+
+ROW = np.dtype(
+    [
+        ("slot", np.int64),
+        ("num_tokens", np.int64),
+        ("num_computed_tokens", np.int64),
+        ("num_drafts", np.int64),  # at the end of the row's tokens
+        ("max_new_drafts", np.int64),  # for the next step
+        ("samples", np.bool_),
+    ],
+    align=True,
+)
+"""A row of a step, on the host; see `ScheduledRequest`."""
+
+
+def gather_rows(scheduled: SchedulerOutput) -> np.ndarray:
+    """Return the rows of a step: ROW [num_rows]."""
+    decodes = scheduled.decodes
+    num_decodes = len(decodes.slots)
+    rows = np.zeros(scheduled.num_rows, dtype=ROW)
+    decode_rows = rows[:num_decodes]
+    decode_rows["slot"] = decodes.slots
+    decode_rows["num_tokens"] = 1
+    decode_rows["num_computed_tokens"] = decodes.num_computed_tokens
+    decode_rows["samples"] = True
+    if scheduled.scheduled:
+        rows[num_decodes:] = [
+            (
+                s.slot,
+                s.num_scheduled_tokens,
+                s.num_computed_tokens,
+                s.num_drafts,
+                s.max_new_drafts,
+                s.samples,
+            )
+            for s in scheduled.scheduled
+        ]
+    return rows
+
+
+class TokenIndices(NamedTuple):
+    """The tokens of a step, on the host; all are int64."""
+
+    slots: np.ndarray  # [num_tokens]: of each token's request
+    offsets: np.ndarray  # [num_tokens]: from the first token of its row
+    places: np.ndarray  # [num_tokens]: see `DraftTree`; empty without trees
+    bounds: np.ndarray  # [num_tokens]: upper bound of the sequence's length at each token
+    known_ends: np.ndarray  # [num_rows]: index of the last token that is known
+    row_ends: np.ndarray  # [n]: index of the last token of each row of the attention
+    sample_rows: np.ndarray  # [n]: see `InputBatch`
+    sample_tokens: np.ndarray  # [m]
+
+    @classmethod
+    def from_rows(cls, rows: np.ndarray, states: RequestStates) -> TokenIndices:
+        query_lens = rows["num_tokens"]
+        num_drafts = rows["num_drafts"]
+        ends = query_lens.cumsum()
+        row_indices = np.arange(len(rows)).repeat(query_lens)
+        tokens = np.arange(len(row_indices))
+        offsets = tokens - (ends - query_lens)[row_indices]
+        slots = rows["slot"][row_indices]
+        bounds = rows["num_computed_tokens"][row_indices] + offsets + 1
+        places = tokens[:0]
+        if states.tree is not None:
+            num_known = query_lens - num_drafts
+            places = np.maximum(offsets + 1 - num_known[row_indices], 0) * states.is_tree[slots]
+            bounds += states.tree.host_shifts[places]
+        known_ends = ends - 1 - num_drafts
+        row_ends = ends - 1
+        sample_rows = np.flatnonzero(rows["samples"])
+        sample_tokens = known_ends[sample_rows]
+        if len(sample_rows) + num_drafts.sum() == len(tokens):  # each token is sampled
+            row_ends = tokens
+            sample_tokens = tokens
+        elif num_drafts.any():
+            is_end = num_drafts[row_indices] > 0
+            is_end[row_ends] = True
+            row_ends = np.flatnonzero(is_end)
+            counts = num_drafts[sample_rows] + 1
+            sample_tokens = np.repeat(sample_tokens - np.cumsum(counts) + counts, counts)
+            sample_tokens += np.arange(len(sample_tokens))
+        return cls(slots, offsets, places, bounds, known_ends, row_ends, sample_rows, sample_tokens)
+
+    @classmethod
+    def from_decodes(cls, rows: np.ndarray, states: RequestStates) -> TokenIndices:
+        """Return the tokens of rows that compute one token each, and sample, from constants."""
+        indices = states.indices[: len(rows)]
+        zeros = states.zeros[: len(rows)]
+        bounds = rows["num_computed_tokens"] + 1
+        return cls(rows["slot"], zeros, zeros[:0], bounds, indices, indices, indices, indices)
+
+
+class DeviceTokens(NamedTuple):
+    """The tokens of a step, on the device; see `InputBatch`."""
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    sample_tokens: torch.Tensor
+    sample_slots: torch.Tensor
+    sample_positions: torch.Tensor
+    row_ends: torch.Tensor | None = None  # int64 [n]; None: each token is a row of the attention
+    buffers: DecodeBuffers | None = None
+
+    @classmethod
+    def from_buffers(cls, step: DecodeBuffers) -> DeviceTokens:
+        positions = step.columns
+        return cls(
+            step.tokens, positions, step.indices, step.slots, step.next_columns, buffers=step
+        )
+
+    @classmethod
+    def upload(cls, rows: np.ndarray, host: TokenIndices, states: RequestStates) -> DeviceTokens:
+        """Copy all indices of the step to the device at once, and count its tokens as computed."""
+        parts = (
+            host.slots,
+            host.offsets,
+            host.places,
+            host.row_ends,
+            host.sample_tokens,
+            host.slots[host.sample_tokens],
+            rows["slot"],
+            rows["num_tokens"] - rows["num_drafts"],
+            states.block_tables.take_changes(),
+        )
+        packed = upload(np.concatenate(parts), states.token_ids.device)
+        slots, columns, places, row_ends, sample_tokens, sample_slots, *row_parts = packed.split(
+            [len(part) for part in parts]
+        )
+        row_slots, num_known, changes = row_parts
+        states.block_tables.apply(changes)
+        columns += states.num_computed.index_select(0, slots)
+        states.num_computed.index_add_(0, row_slots, num_known)
+        positions = states.positions(columns, places)
+        num_tokens = len(slots)
+        return cls(
+            packed[: 2 * num_tokens + len(places)].view(-1, num_tokens),
+            positions,
+            sample_tokens,
+            sample_slots,
+            positions.index_select(0, sample_tokens) + 1,
+            row_ends=None if len(row_ends) == num_tokens else row_ends,
+        )
 
 
 @dataclass(frozen=True)
@@ -32,17 +176,12 @@ class InputBatch:
     """
 
     states: RequestStates
+    rows: np.ndarray  # ROW [num_rows], on the host
     # int64 [2 or 3, num_tokens]: slot, column, and with draft trees place of each token; see
     # `DraftTree`.
     tokens: torch.Tensor
     positions: torch.Tensor  # int64 [num_tokens]: of each token in its sequence
-    host_slots: np.ndarray  # int64 [num_rows], on the host
-    query_lens: np.ndarray  # int64 [num_rows], on the host
-    # int64 [num_rows], on the host: lengths after this step, if all drafts are accepted.
-    seq_lens: np.ndarray
-    num_drafts: np.ndarray  # int64 [num_rows], on the host: drafts at each row's end
     known_ends: np.ndarray  # int64 [num_rows], on the host: index of the last token that is known
-    max_new_drafts: np.ndarray  # int64 [num_rows], on the host: drafts for the next step
     attention_rows: AttentionRows
     sample_rows: np.ndarray  # int64 [n], on the host: indices of the rows that sample
     # One entry per token to sample: one for each of these rows, and one for each of its drafts.
@@ -52,188 +191,84 @@ class InputBatch:
     sample_positions: torch.Tensor  # int64 [m]: position of the sampled token in its sequence
     # Set if each row computes one known token and samples (on a CPU also with drafts): the buffers
     # of the step, of which this batch's tensors are views until the next step is gathered.
-    buffers: DecodeBuffers | None = None
-    is_part: bool = False  # whether it is a part of a step, for which graphs must not be used
+    buffers: DecodeBuffers | None
     # Whether it is known that each row computes one token, without drafts for this step or the
     # next.
-    is_plain: bool = False
+    is_plain: bool
+    is_part: bool = False  # whether it is a part of a step, for which graphs must not be used
 
     @classmethod
-    def gather(cls, scheduled: SchedulerOutput, states: RequestStates) -> InputBatch:
-        """Return the batch of a step, and update the block tables. The step's tokens, except
-        drafts, count as computed from now on.
+    def from_rows(cls, rows: np.ndarray, states: RequestStates, is_plain: bool) -> InputBatch:
+        """Return the batch of a step's rows, and update the block tables. The step's tokens, except
+        drafts, count as computed from now on. `is_plain`: see above.
         """
-        if not scheduled.scheduled and states.tree is None:
-            return cls._decode(scheduled.decodes, states)
-        rows = _columns(scheduled)
-        slots, query_lens, computed, num_drafts, max_new_drafts, samples = rows
-        if samples.all() and (query_lens - num_drafts).max() == 1:
-            return cls._verify(slots, computed, num_drafts, max_new_drafts, states)
-        return cls._gather(rows, states)
-
-    @classmethod
-    def _gather(cls, rows: np.ndarray, states: RequestStates) -> InputBatch:
-        slots, query_lens, computed, num_drafts, max_new_drafts, samples = rows
-        ends = np.cumsum(query_lens)
-        token_slots = np.repeat(slots, query_lens)
-        offsets = np.arange(ends[-1]) - np.repeat(ends - query_lens, query_lens)
-        bounds = np.repeat(computed, query_lens) + offsets + 1
-        sample_rows = np.flatnonzero(samples)
-        row_ends = ends - 1
-        known_ends = ends - 1 - num_drafts
-        sample_tokens = known_ends[sample_rows]
-        places = token_slots[:0]
-        if num_drafts.any():
-            is_end = np.repeat(num_drafts > 0, query_lens)
-            is_end[row_ends] = True
-            row_ends = np.flatnonzero(is_end)
-            counts = num_drafts[sample_rows] + 1
-            sample_tokens = np.repeat(sample_tokens - np.cumsum(counts) + counts, counts)
-            sample_tokens += np.arange(len(sample_tokens))
-
-        if states.tree is not None:
-            places = np.maximum(offsets + 1 - np.repeat(query_lens - num_drafts, query_lens), 0)
-            places *= states.is_tree[token_slots]
-            bounds += states.tree.host_shifts[places]
-
-        sample_host_slots = token_slots[sample_tokens]
-        # All indices of the step go to the device in one copy.
-        parts = (
-            token_slots,
-            offsets,
-            places,
-            row_ends,
-            slots,
-            query_lens - num_drafts,
-            sample_tokens,
-            sample_host_slots,
-            states.block_tables.take_changes(),
-        )
-        packed = upload(np.concatenate(parts), states.token_ids.device)
-        (
-            slots_d,
-            columns,
-            places_d,
-            row_ends_d,
-            row_slots,
-            num_known,
-            sample_tokens_d,
-            sample_slots,
-            changes,
-        ) = packed.split([len(part) for part in parts])
-        states.block_tables.apply(changes)
-        columns += states.num_computed.index_select(0, slots_d)
-        states.num_computed.index_add_(0, row_slots, num_known)
-        positions = states.positions(columns, places_d)
-        if positions.device.type == "cpu":
-            bounds = positions.numpy() + 1  # exact, as the host can read them
-        row_lens = np.diff(row_ends, prepend=-1)
+        inputs = states.inputs
+        if is_plain:
+            # One kernel computes all inputs: the first kernel of the graph, if there is a graph.
+            host = TokenIndices.from_decodes(rows, states)
+            device = DeviceTokens.from_buffers(states.begin_decodes(rows["slot"]))
+        else:
+            host = TokenIndices.from_rows(rows, states)
+            num_samples = len(host.sample_tokens)
+            is_decode = len(host.slots) == num_samples <= inputs.max_num_tokens
+            if is_decode and inputs.is_shared and not inputs.sizes and states.tree is None:
+                step = states.begin_verify(rows["slot"], host.slots, host.offsets)
+                device = DeviceTokens.from_buffers(step)
+            else:
+                device = DeviceTokens.upload(rows, host, states)
+        bounds = host.bounds
+        is_known = not (is_plain and inputs.sizes)  # else a graph will compute positions
+        if device.positions.device.type == "cpu" and is_known:
+            bounds = device.positions.numpy() + 1  # exact, as the host can read them
+        sample_host_slots = host.slots
+        if is_plain:
+            row_lens = states.ones[: len(rows)]
+        elif device.buffers is not None:  # each token is a row, and is sampled
+            row_lens = np.ones_like(host.offsets)
+        else:
+            row_lens = np.diff(host.row_ends, prepend=-1)
+            bounds = bounds[host.row_ends]
+            sample_host_slots = host.slots[host.sample_tokens]
         return cls(
             states=states,
-            tokens=packed[: 2 * len(columns) + len(places)].view(-1, len(columns)),
-            positions=positions,
-            host_slots=slots,
-            query_lens=query_lens,
-            seq_lens=computed + query_lens,
-            num_drafts=num_drafts,
-            known_ends=known_ends,
-            max_new_drafts=max_new_drafts,
-            attention_rows=AttentionRows(row_lens, bounds[row_ends], row_ends_d),
-            sample_rows=sample_rows,
+            rows=rows,
+            tokens=device.tokens,
+            positions=device.positions,
+            known_ends=host.known_ends,
+            attention_rows=AttentionRows(row_lens, bounds, device.row_ends),
+            sample_rows=host.sample_rows,
             sample_host_slots=sample_host_slots,
-            sample_tokens=sample_tokens_d,
-            sample_slots=sample_slots,
-            sample_positions=positions.index_select(0, sample_tokens_d) + 1,
+            sample_tokens=device.sample_tokens,
+            sample_slots=device.sample_slots,
+            sample_positions=device.sample_positions,
+            buffers=device.buffers,
+            is_plain=is_plain,
         )
 
-    @classmethod
-    def _decode(cls, decodes: DecodeBatch, states: RequestStates) -> InputBatch:
-        """Return a step in which each row decodes one token. One kernel computes all inputs: the
-        first kernel of the graph, if there is a graph.
-        """
-        num_rows = len(decodes.slots)
-        inputs = states.inputs
-        buffers, slots = inputs.fill(decodes.slots, states.take_changes(num_rows))
-        if not inputs.sizes:
-            states.begin_decode(buffers)
-        if inputs.is_shared and not inputs.sizes:  # the host can read the exact lengths
-            seq_lens = buffers.next_columns.numpy()
-        else:
-            seq_lens = np.array(decodes.num_computed_tokens, dtype=np.int64) + 1
-        indices, ones, zeros = (
-            each[:num_rows] for each in (states.indices, states.ones, states.zeros)
-        )
-        return cls(
-            states=states,
-            tokens=buffers.tokens,
-            positions=buffers.columns,
-            host_slots=slots,
-            query_lens=ones,
-            seq_lens=seq_lens,
-            num_drafts=zeros,
-            known_ends=indices,
-            max_new_drafts=zeros,
-            attention_rows=AttentionRows(ones, seq_lens, None),
-            sample_rows=indices,
-            sample_host_slots=slots,
-            sample_tokens=buffers.indices,
-            sample_slots=buffers.slots,
-            sample_positions=buffers.next_columns,
-            buffers=buffers,
-            is_plain=True,
-        )
+    @property
+    def host_slots(self) -> np.ndarray:
+        """Slots of the rows, int64 [num_rows], on the host."""
+        return self.rows["slot"]
 
-    @classmethod
-    def _verify(
-        cls,
-        slots: np.ndarray,
-        computed: np.ndarray,
-        num_drafts: np.ndarray,
-        max_new_drafts: np.ndarray,
-        states: RequestStates,
-    ) -> InputBatch:
-        """Return a step in which each row computes one known token and its drafts. Arrays are int64
-        [num_rows], on the host.
-        """
-        query_lens = num_drafts + 1
-        step = None
-        indices = states.indices[: len(slots)]
-        known_ends = query_lens.cumsum() - query_lens
-        rows = indices.repeat(query_lens)
-        offsets = np.arange(len(rows)) - known_ends[rows]
-        token_slots = slots[rows]
-        bounds = computed[rows] + offsets + 1
-        inputs = states.inputs
-        is_shared = inputs.is_shared and not inputs.sizes and len(rows) <= inputs.max_num_tokens
-        if is_shared and states.tree is None:
-            step = states.begin_verify(slots, token_slots, offsets)
-            tokens = step.tokens
-            positions = step.columns
-            next_positions = step.next_columns
-        else:
-            tokens, positions, bounds = _find(states, token_slots, offsets, bounds)
-            next_positions = positions + 1
-        if positions.device.type == "cpu":
-            bounds = next_positions.numpy()  # exact, as the host can read them
-        ones = np.ones_like(offsets)
-        return cls(
-            states=states,
-            tokens=tokens,
-            positions=positions,
-            host_slots=slots,
-            query_lens=query_lens,
-            seq_lens=computed + query_lens,
-            num_drafts=num_drafts,
-            known_ends=known_ends,
-            max_new_drafts=max_new_drafts,
-            attention_rows=AttentionRows(ones, bounds, None),
-            sample_rows=indices,
-            sample_host_slots=token_slots,
-            sample_tokens=torch.arange(len(rows), device=positions.device),
-            sample_slots=tokens[0],
-            sample_positions=next_positions,
-            buffers=step,
-        )
+    @property
+    def query_lens(self) -> np.ndarray:
+        """Numbers of tokens of the rows, int64 [num_rows], on the host."""
+        return self.rows["num_tokens"]
+
+    @property
+    def num_drafts(self) -> np.ndarray:
+        """Numbers of drafts at the rows' ends, int64 [num_rows], on the host."""
+        return self.rows["num_drafts"]
+
+    @property
+    def max_new_drafts(self) -> np.ndarray:
+        """Numbers of drafts for the rows' next step, int64 [num_rows], on the host."""
+        return self.rows["max_new_drafts"]
+
+    @property
+    def seq_lens(self) -> np.ndarray:
+        """Lengths after this step, if all drafts are accepted: int64 [num_rows], on the host."""
+        return self.rows["num_computed_tokens"] + self.rows["num_tokens"]
 
     def part(self, first: int, end: int) -> InputBatch:
         """Return only the rows [first, end), for the forward pass."""
@@ -246,9 +281,7 @@ class InputBatch:
             self,
             tokens=self.tokens[:, begin:stop],
             positions=self.positions[begin:stop],
-            host_slots=self.host_slots[first:end],
-            query_lens=self.query_lens[first:end],
-            num_drafts=self.num_drafts[first:end],
+            rows=self.rows[first:end],
             attention_rows=self.attention_rows.part(begin, stop),
             buffers=None,
             is_part=True,
@@ -309,30 +342,6 @@ class InputBatch:
         return self.attention_rows.gather(self.states, *self.tokens)
 
 
-def _find(
-    states: RequestStates, token_slots: np.ndarray, offsets: np.ndarray, bounds: np.ndarray
-) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
-    """Return tokens, positions and bounds of rows that compute one known token and drafts.
-    `token_slots`: each token's slot; `offsets`: each token's distance from the first token of its
-    row; `bounds`: upper bounds of the sequence lengths at each token, if drafts are chains.
-    """
-    num_tokens = len(offsets)
-    changes = states.block_tables.take_changes()
-    places = offsets[:0]
-    if states.tree is not None:
-        places = offsets * states.is_tree[token_slots]
-        bounds = bounds + states.tree.host_shifts[places]
-    parts = token_slots, offsets, places, changes
-    packed = upload(np.concatenate(parts), states.token_ids.device)
-    tokens = packed[: 2 * num_tokens + len(places)].view(-1, num_tokens)
-    states.block_tables.apply(packed[2 * num_tokens + len(places) :])
-    slots, columns, *rest = tokens.unbind()
-    is_known = columns.eq(0).long()
-    columns += states.num_computed.index_select(0, slots)
-    states.num_computed.index_add_(0, slots, is_known)
-    return tokens, states.positions(columns, rest[0]) if rest else columns, bounds
-
-
 @dataclass(frozen=True)
 class AttentionRows:
     """The rows of a step as the attention sees them."""
@@ -345,8 +354,8 @@ class AttentionRows:
         """Return the rows of the tokens [begin, stop), which must be whole rows."""
         ends = np.cumsum(self.query_lens)
         rows = slice(*np.searchsorted(ends, [begin, stop], side="right").tolist())
-        own = None if self.ends is None else self.ends[rows] - begin
-        return AttentionRows(self.query_lens[rows], self.seq_lens[rows], own)
+        row_ends = None if self.ends is None else self.ends[rows] - begin
+        return AttentionRows(self.query_lens[rows], self.seq_lens[rows], row_ends)
 
     def gather(
         self,
@@ -376,30 +385,6 @@ class AttentionRows:
             slots=last[0],
         )
         return batch if tables.num_groups == 1 else _of_groups(batch, states, slots, columns, last)
-
-
-def _columns(scheduled: SchedulerOutput) -> np.ndarray:
-    """Return slot, tokens, computed tokens, drafts, new drafts and samples: int64 [6, num_rows]."""
-    decodes = scheduled.decodes
-    first = len(scheduled.decodes.slots)
-    columns = np.empty((6, scheduled.num_rows), dtype=np.int64)
-    columns[0, :first] = decodes.slots
-    columns[2, :first] = decodes.num_computed_tokens
-    columns[1, :first] = columns[5, :first] = 1
-    columns[3:5, :first] = 0
-    if scheduled.scheduled:
-        columns[:, first:].T[:] = [
-            (
-                s.slot,
-                s.num_scheduled_tokens,
-                s.num_computed_tokens,
-                s.num_drafts,
-                s.max_new_drafts,
-                s.samples,
-            )
-            for s in scheduled.scheduled
-        ]
-    return columns
 
 
 def buffers_attention(
@@ -472,8 +457,8 @@ def mixed_attention(
     query_lens = np.full(len(ends), tokens.shape[1], dtype=np.int64)
     seq_lens = np.full(len(ends), states.max_model_len, dtype=np.int64)
     attention = AttentionRows(query_lens, seq_lens, ends).gather(states, *tokens)
-    others = [replace(each, has_exact_query_lens=False) for each in attention.others]
-    return replace(attention, has_exact_query_lens=False, others=others)
+    groups = [replace(group, has_exact_query_lens=False) for group in attention.other_groups]
+    return replace(attention, has_exact_query_lens=False, other_groups=groups)
 
 
 def _of_groups(
@@ -483,12 +468,12 @@ def _of_groups(
     columns: torch.Tensor,
     last: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
 ) -> AttentionBatch:
-    """Return `batch` with `others`: the batches of further groups of layers. `last`: slots, columns
-    and places of the last token of each row.
+    """Return `batch` with `other_groups`: batches of further groups of layers. `last`: slots,
+    columns and places of the last token of each row.
     """
     tables = states.block_tables
     (last_slots, last_columns, last_places) = last
-    others = []
+    groups = []
     for first_row in tables.other_groups:
         last_rows = first_row + last_slots
         # Tensors of their own, not rows of one: Triton compiles kernels again for other alignments.
@@ -498,5 +483,5 @@ def _of_groups(
             block_tables=tables.tables[last_rows, : batch.block_tables.shape[1]],
             tails=states.tails(last_rows, last_columns, last_places),
         )
-        others.append(other)
-    return replace(batch, others=others)
+        groups.append(other)
+    return replace(batch, other_groups=groups)

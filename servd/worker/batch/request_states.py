@@ -97,6 +97,15 @@ class RequestStates:
             tables.block_size,
         )
 
+    def begin_decodes(self, slots: np.ndarray) -> DecodeBuffers:
+        """Return the inputs of a step in which slots, int64 [n], compute their next token; before a
+        graph, without those that `begin_decode` computes.
+        """
+        step = self.inputs.fill(slots, self.take_changes(len(slots)))
+        if not self.inputs.sizes:
+            self.begin_decode(step)
+        return step
+
     def begin_verify(
         self, slots: np.ndarray, token_slots: np.ndarray, offsets: np.ndarray
     ) -> DecodeBuffers:
@@ -107,14 +116,14 @@ class RequestStates:
         num_computed = self.num_computed.numpy()
         columns = num_computed[token_slots] + offsets
         num_computed[slots] += 1
-        step, _ = self.inputs.fill(token_slots, self.take_changes(len(offsets)), columns)
+        step = self.inputs.fill(token_slots, self.take_changes(len(offsets)), columns)
         self.begin_decode(step)
         return step
 
-    def take_changes(self, most: int) -> np.ndarray:
-        """Return the changes of the block tables; apply them instead if they exceed `most`."""
+    def take_changes(self, max_changes: int) -> np.ndarray:
+        """Return the changes of the block tables, or apply them if they exceed `max_changes`."""
         changes = self.block_tables.take_changes()
-        if len(changes) <= 3 * most:
+        if len(changes) <= 3 * max_changes:
             return changes
         self.block_tables.apply(upload(changes, self.token_ids.device))
         return NO_CHANGES
@@ -126,8 +135,8 @@ class RequestStates:
     def read(self, slots: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
         """Return token ids, or -1, at these columns of the slots; all are int64."""
         if self.inputs.is_shared:  # NumPy takes a third of torch's time for few tokens
-            found = self.token_ids.numpy()[slots.numpy(), columns.numpy()]
-            return torch.from_numpy(found.astype(np.int64))
+            token_ids = self.token_ids.numpy()[slots.numpy(), columns.numpy()]
+            return torch.from_numpy(token_ids.astype(np.int64))
         return self.token_ids[slots, columns].long()
 
     def write(self, slots: torch.Tensor, columns: torch.Tensor, token_ids: torch.Tensor) -> None:

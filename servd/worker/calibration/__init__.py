@@ -70,19 +70,20 @@ def quantize(
         layers.add(name)
         return codes.dequantize()
 
-    before = after = 0.0
+    before = 0.0
+    after = 0.0
     if rows:
         before = model.perplexity(torch.tensor(held_out))
         model.exchange(torch.tensor(rows).split(BATCH), make_codes, progress)
         after = model.perplexity(torch.tensor(held_out))
     else:
-        found = dict(model.matrices())
-        for done, (name, weight) in enumerate(found.items(), 1):
+        weights = dict(model.matrices())
+        for done, (name, weight) in enumerate(weights.items(), 1):
             make_codes(name, weight)
-            progress(done / len(found))
+            progress(done / len(weights))
     if not matrices:
         raise UnsupportedModel(f"{folder}: no matrix has a multiple of {group_size} columns")
-    left = sorted(set(model.names.values()) - layers)
-    num_bytes = checkpoint.write(folder, output, matrices, left)
-    share = sum(each.codes.numel() for each in matrices.values()) / model.num_weights
+    ignored = sorted(set(model.names.values()) - layers)
+    num_bytes = checkpoint.write(folder, output, matrices, ignored)
+    share = sum(matrix.codes.numel() for matrix in matrices.values()) / model.num_weights
     return Result(len(matrices), share, before, after, num_bytes)

@@ -19,9 +19,9 @@ from servd.worker.quantization._files import read_tensors
 LAYOUT = "pack-quantized"
 
 
-def write(folder: Path, output: Path, matrices: dict[str, Codes], left: list[str]) -> int:
+def write(folder: Path, output: Path, matrices: dict[str, Codes], ignored: list[str]) -> int:
     """Copy the checkpoint of `folder` to `output`, with `matrices` (by tensor name) in place of the
-    originals. Create `output`, and return the size of all weights in bytes. `left`: names of the
+    originals. Create `output`, and return the size of all weights in bytes. `ignored`: names of the
     layers that stay unquantized.
     """
     output.mkdir(parents=True)
@@ -47,12 +47,12 @@ def write(folder: Path, output: Path, matrices: dict[str, Codes], left: list[str
         stated = {"metadata": {"total_size": num_bytes}, "weight_map": where}
         index.write_text(json.dumps(stated, indent=2))
     config = read_json(folder / "config.json")
-    config["quantization_config"] = _scheme(next(iter(matrices.values())), left)
+    config["quantization_config"] = _scheme(next(iter(matrices.values())), ignored)
     (output / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     return num_bytes
 
 
-def _scheme(matrix: Codes, left: list[str]) -> dict[str, Any]:
+def _scheme(matrix: Codes, ignored: list[str]) -> dict[str, Any]:
     weights = {
         "num_bits": matrix.bits,
         "type": "int",
@@ -65,7 +65,7 @@ def _scheme(matrix: Codes, left: list[str]) -> dict[str, Any]:
     return {
         "quant_method": "compressed-tensors",
         "format": LAYOUT,
-        "ignore": left,
+        "ignore": ignored,
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
     }

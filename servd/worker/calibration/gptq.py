@@ -70,23 +70,24 @@ def correct_drift(weight: Tensor, moments: Tensor, drift: Tensor) -> Tensor:
     """
     best = 0.0
     change = torch.zeros_like(weight)
-    wanted = weight @ drift  # [2, out, in]
+    targets = weight @ drift  # [2, out, in]
     for times in RIDGES:
-        gain = cost = 0.0  # summed over both directions: one half predicts the other
-        for one, other in ((0, 1), (1, 0)):
-            half = _least_squares(moments[one], wanted[one], times)
-            gain += float((wanted[other] * half).sum())
+        gain = 0.0  # summed over both directions, as is the cost: a half predicts the other
+        cost = 0.0
+        for half_index, other in ((0, 1), (1, 0)):
+            half = _least_squares(moments[half_index], targets[half_index], times)
+            gain += float((targets[other] * half).sum())
             cost += float((half @ moments[other] * half).sum())
         share = min(gain / max(cost, SMALLEST), 1.0)
         less = 2 * share * gain - share**2 * cost  # squares of errors
         if share > CHANCE and less > best:
             best = less
-            change = share * _least_squares(moments.sum(0), wanted.sum(0), times)
+            change = share * _least_squares(moments.sum(0), targets.sum(0), times)
     return change
 
 
-def _least_squares(moments: Tensor, wanted: Tensor, times: float) -> Tensor:
-    return torch.linalg.solve(_damped(moments, times), wanted.t()).t()
+def _least_squares(moments: Tensor, targets: Tensor, times: float) -> Tensor:
+    return torch.linalg.solve(_damped(moments, times), targets.t()).t()
 
 
 def _damped(moments: Tensor, times: float = 1) -> Tensor:
@@ -107,7 +108,7 @@ class Codes:
     def __init__(self, weight: Tensor, importance: Tensor, bits: int, group_size: int) -> None:
         self.bits = bits
         self.middle = 1 << bits - 1
-        self.most = (1 << bits) - 1
+        self.max_code = (1 << bits) - 1
         self.group_size = group_size
         self.codes = torch.empty_like(weight)  # [out, in], of whole numbers
         groups = self._grouped(weight)
@@ -126,27 +127,27 @@ class Codes:
         """Round the columns in `order` by GPTQ. `weight`: [out, in]; `upper`: Cholesky factor of
         the inverse of the moments, in the same order.
         """
-        left = weight[:, order]  # numbers to be rounded, as errors so far have changed them
+        remaining = weight[:, order]  # numbers to be rounded, as errors so far have changed them
         columns = order.tolist()
         for start in range(0, len(columns), BLOCK):
             end = min(start + BLOCK, len(columns))
             errors = torch.empty(len(weight), end - start)
             for i in range(start, end):
-                self.codes[:, columns[i]], rounded = self._nearest(left[:, i], columns[i])
-                error = (left[:, i] - rounded) / upper[i, i]
-                left[:, i:end] -= torch.outer(error, upper[i, i:end])
+                self.codes[:, columns[i]], rounded = self._nearest(remaining[:, i], columns[i])
+                error = (remaining[:, i] - rounded) / upper[i, i]
+                remaining[:, i:end] -= torch.outer(error, upper[i, i:end])
                 errors[:, i - start] = error
-            left[:, end:] -= errors @ upper[start:end, end:]
+            remaining[:, end:] -= errors @ upper[start:end, end:]
 
     def fit_scales(self, weight: Tensor, moments: Tensor) -> None:
         """Fit all scales of a row at once, by least squares."""
         values = self._values()
-        wanted = (self._grouped(weight @ moments) * values).sum(2)
+        targets = (self._grouped(weight @ moments) * values).sum(2)
         parts = moments.split(self.group_size)
         products = [self._grouped(values[:, g] @ part) * values for g, part in enumerate(parts)]
         normal = torch.stack([product.sum(2) for product in products], dim=1)
         normal.diagonal(dim1=1, dim2=2).mul_(1.0001).add_(SMALLEST)  # groups of zeros
-        self.scale = _storable(torch.linalg.solve(normal, wanted))
+        self.scale = _storable(torch.linalg.solve(normal, targets))
 
     def descend(self, weight: Tensor, moments: Tensor) -> None:
         """Improve each column once: choose its best codes while all other columns stay."""
@@ -175,21 +176,21 @@ class Codes:
         number of a group is positive, its scale is negative: there is one more code below 0.
         """
         largest = groups.gather(2, groups.abs().argmax(2, keepdim=True)).squeeze(2)
-        least = torch.full_like(largest, torch.inf)
+        min_error = torch.full_like(largest, torch.inf)
         scale = largest
         for width in WIDTHS:
             tried = _storable(-largest * width / self.middle)
-            near = (groups / tried[..., None] + self.middle).round_().clamp_(0, self.most)
+            near = (groups / tried[..., None] + self.middle).round_().clamp_(0, self.max_code)
             near = near.sub_(self.middle).mul_(tried[..., None])
             error = near.sub_(groups).square_().mul_(importance).sum(2)
-            scale = torch.where(error < least, tried, scale)
-            least = torch.minimum(least, error)
+            scale = torch.where(error < min_error, tried, scale)
+            min_error = torch.minimum(min_error, error)
         return scale
 
     def _nearest(self, numbers: Tensor, column: int) -> tuple[Tensor, Tensor]:
         """Return the codes nearest to a column's numbers [out], and the values of these codes."""
         scale = self.scale[:, column // self.group_size]
-        codes = (numbers / scale + self.middle).round_().clamp_(0, self.most)
+        codes = (numbers / scale + self.middle).round_().clamp_(0, self.max_code)
         return codes, (codes - self.middle) * scale
 
 

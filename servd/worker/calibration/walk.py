@@ -79,7 +79,8 @@ class CalibrationModel:
             original = copy.deepcopy(layer)
             twins = dict(zip(layer.modules(), original.modules(), strict=True))
             for modules in self._by_input(layer, inputs[0], calls[0][index]):
-                moments = drift = torch.zeros(())
+                moments = torch.zeros(())
+                drift = torch.zeros(())
                 for hidden, of_original, of_layers in zip(inputs, exact, calls, strict=True):
                     x = _input_of(modules[0], layer, hidden, of_layers[index])
                     y = _input_of(twins[modules[0]], original, of_original, of_layers[index])
@@ -119,18 +120,18 @@ class CalibrationModel:
         self, layer: nn.Module, hidden: Tensor, call: Call
     ) -> list[list[nn.Linear | Conv1D]]:
         """Return the layer's matrices in order of use; one list has those with the same input."""
-        found: list[tuple[Tensor, list[nn.Linear | Conv1D]]] = []
+        groups: list[tuple[Tensor, list[nn.Linear | Conv1D]]] = []
 
         def see(module: nn.Linear | Conv1D, args: tuple[Tensor, ...]) -> None:
-            if not found or found[-1][0] is not args[0]:
-                found.append((args[0], []))
-            found[-1][1].append(module)
+            if not groups or groups[-1][0] is not args[0]:
+                groups.append((args[0], []))
+            groups[-1][1].append(module)
 
         hooks = [m.register_forward_pre_hook(see) for m in layer.modules() if m in self.names]
         _run(layer, hidden, call)
         for hook in hooks:
             hook.remove()
-        return [modules for _, modules in found]
+        return [modules for _, modules in groups]
 
 
 def _matrix_of(module: Any) -> Tensor:
@@ -140,10 +141,10 @@ def _matrix_of(module: Any) -> Tensor:
 
 def _input_of(module: nn.Module, layer: nn.Module, hidden: Tensor, call: Call) -> Tensor:
     """Return the input of `module` in this call of `layer`, [tokens, in]."""
-    seen: list[Tensor] = []
+    inputs: list[Tensor] = []
 
     def stop(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-        seen.append(args[0].flatten(0, -2))
+        inputs.append(args[0].flatten(0, -2))
         raise Reached
 
     hook = module.register_forward_pre_hook(stop)
@@ -153,7 +154,7 @@ def _input_of(module: nn.Module, layer: nn.Module, hidden: Tensor, call: Call) -
         pass
     finally:
         hook.remove()
-    return seen[0]
+    return inputs[0]
 
 
 def _products(y: Tensor, x: Tensor) -> Tensor:

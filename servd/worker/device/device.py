@@ -31,9 +31,9 @@ def set_num_threads(num_workers: int = 1, cgroup: Path = CGROUP) -> int:
     """
     allowed = len(os.sched_getaffinity(0))
     quota = cpu_quota(cgroup)
-    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    setting = os.environ.get("OMP_NUM_THREADS", "")
     cpus = allowed if quota is None else min(allowed, max(1, int(quota)))
-    num_threads = max(1, int(wanted) if wanted.isdigit() else cpus // num_workers)
+    num_threads = max(1, int(setting) if setting.isdigit() else cpus // num_workers)
     torch.set_num_threads(num_threads)
     native.set_num_threads(num_threads)
     log.info(
@@ -43,7 +43,7 @@ def set_num_threads(num_workers: int = 1, cgroup: Path = CGROUP) -> int:
         allowed,
         "no limit" if quota is None else f"{quota:g}",
         num_workers,
-        wanted or "not set",
+        setting or "not set",
     )
     return num_threads
 
@@ -52,11 +52,11 @@ def require_c_compiler() -> None:
     """Check for a C compiler, which Triton needs for the launchers of its kernels. Raises
     ConfigError: no compiler was found.
     """
-    named = os.environ.get("CC")
-    if not any(map(shutil.which, [named] if named else ["gcc", "clang"])):
+    compiler = os.environ.get("CC")
+    if not any(map(shutil.which, [compiler] if compiler else ["gcc", "clang"])):
         raise ConfigError(
-            f"kernels for the GPU need a C compiler, and there is no {named or 'gcc or clang'} on "
-            "PATH: install gcc and Python's headers (python3-dev), or set CC"
+            f"kernels for the GPU need a C compiler, and there is no {compiler or 'gcc or clang'} "
+            "on PATH: install gcc and Python's headers (python3-dev), or set CC"
         )
 
 
@@ -85,19 +85,19 @@ def keep_compiled_kernels() -> None:
     os.environ.setdefault("TRITON_CACHE_DIR", str(cache_folder("triton")))
 
 
-def keep_freed_memory(largest: int = 32 << 20, most: int = 1 << 30) -> None:
+def keep_freed_memory(largest: int = 32 << 20, max_kept: int = 1 << 30) -> None:
     """Have glibc keep freed memory for the next step instead of returning it to the system.
 
     The kernel clears newly mapped memory page by page, which took a quarter of the time of GPT-2's
-    prompts. `largest`: bytes of the largest block to keep (glibc's maximum); `most`: bytes to keep
-    in total.
+    prompts. `largest`: bytes of the largest block to keep (glibc's maximum); `max_kept`: bytes to
+    keep in total.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     # The user's settings have precedence.
-    own = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"}
-    if mallopt is not None and not own & os.environ.keys():
+    variables = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"}
+    if mallopt is not None and not variables & os.environ.keys():
         mallopt(M_MMAP_THRESHOLD, largest)
-        mallopt(M_TRIM_THRESHOLD, most)
+        mallopt(M_TRIM_THRESHOLD, max_kept)
 
 
 def cpu_quota(cgroup: Path = CGROUP) -> float | None:
@@ -132,9 +132,9 @@ def _cached_files(stat: Path) -> int:
     """Return the bytes of cached files (e.g. a checkpoint) that count as memory of a control group.
     The kernel frees them on demand.
     """
-    found = dict(line.split(" ", 1) for line in _read(stat).splitlines() if " " in line)
-    prefix = "total_" if "total_active_file" in found else ""  # v1: with groups below
-    return sum(int(found.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
+    counters = dict(line.split(" ", 1) for line in _read(stat).splitlines() if " " in line)
+    prefix = "total_" if "total_active_file" in counters else ""  # v1: with groups below
+    return sum(int(counters.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
 
 
 def _read(path: Path) -> str:
@@ -145,7 +145,11 @@ def _read(path: Path) -> str:
 
 
 def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Copy an array to the device asynchronously. On a CPU, the tensor shares the memory."""
+    """Copy an array to the device asynchronously. On a CPU, the tensor shares its memory, but not
+    that of a column of structured rows.
+    """
+    if not array.flags.c_contiguous:  # a GPU would copy it synchronously
+        array = array.copy()
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 

@@ -20,7 +20,7 @@ class Meter(Protocol):
         """Return the maximum of `allocated` since the last call."""
         ...
 
-    def taken(self) -> int:
+    def used(self) -> int:
         """Free the allocator's cache, and return the bytes in use by all processes."""
         ...
 
@@ -48,7 +48,7 @@ class CudaMeter:
         torch.cuda.reset_peak_memory_stats(self.device)
         return peak
 
-    def taken(self) -> int:
+    def used(self) -> int:
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
         return self.total - torch.cuda.mem_get_info(self.device)[0]
@@ -96,12 +96,12 @@ class MemoryUse:
 
     def hints(self, missing: int) -> list[str]:
         """Return changes of options that would each free `missing` bytes."""
-        found = []
+        hints = []
         if enough := next(
             (n for n in range(self.max_num_seqs - 1, 0, -1) if self.freed_with(n) >= missing), None
         ):
-            found.append(f"lower --max-num-seqs to {enough}")
+            hints.append(f"lower --max-num-seqs to {enough}")
         utilization = math.ceil(100 * (self.utilization + missing / self.total)) / 100
         if utilization <= 1:
-            found.append(f"raise --gpu-memory-utilization to {utilization:g}")
-        return found or ["use a device with more memory"]
+            hints.append(f"raise --gpu-memory-utilization to {utilization:g}")
+        return hints or ["use a device with more memory"]

@@ -95,7 +95,7 @@ class Parallel:
         gather(parts, x.contiguous(), group=self.group)
         return parts.unflatten(0, (self.size, -1)).movedim(0, -2).flatten(-2)
 
-    def own(self, total: int) -> range:
+    def share_range(self, total: int) -> range:
         """Return this rank's part of `total` indivisible items, such as experts."""
         return range(total * self.rank // self.size, total * (self.rank + 1) // self.size)
 

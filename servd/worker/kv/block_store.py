@@ -29,7 +29,7 @@ class BlockStore:
         dtype = torch.uint8 if any(size % 8 for size in bytes_each) else torch.int64
         memory = torch.frombuffer(self._memory, dtype=dtype)
         blocks = [cache.flatten(2).view(dtype) for cache in caches]
-        sizes = [len(each) * each.shape[2] for each in blocks]
+        sizes = [len(cache) * cache.shape[2] for cache in blocks]
         slots = memory.view(-1, parallel.size, sum(sizes))[:, parallel.rank]
         # By layer: its cache [2 or 1, num_blocks, n], and its part of the slots [num_slots, 2 or 1,
         # n].

@@ -80,8 +80,8 @@ def count_blocks(
 
 def _either(hints: Sequence[str]) -> str:
     """Join hints: "lower this, lower that or raise something"."""
-    *others, last = hints
-    return f"{', '.join(others)} or {last}" if others else last
+    *first_hints, last = hints
+    return f"{', '.join(first_hints)} or {last}" if first_hints else last
 
 
 def allocate(backend: AttentionBackend[Any], model: Loadable, num_blocks: int) -> list[Tensor]:

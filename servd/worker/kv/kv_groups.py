@@ -39,23 +39,23 @@ def arrange(
     if why := _obstacle(config, backend, has_draft):
         log.info("layers with a window keep all tokens in the KV cache: %s", why)
         return (None,)
-    counts = {window: len(found) for window, found in caches.items()}
-    layout = KVLayout.of(config)
+    counts = {window: len(numbers) for window, numbers in caches.items()}
+    layout = KVLayout.from_config(config)
 
     def blocks(size: int) -> int:  # per layer, of the longest request, in groups of `size` layers
         groups = {window: -(-count // size) for window, count in counts.items()}
-        most = {window: layout.max_blocks(window, longest, 1) for window in groups}
-        return size * sum(groups[window] * most[window] for window in groups)
+        max_blocks = {window: layout.max_blocks(window, longest, 1) for window in groups}
+        return size * sum(groups[window] * max_blocks[window] for window in groups)
 
     size = min(range(max(counts.values()), min(counts.values()) - 1, -1), key=blocks)
     if blocks(size) >= len(widest) * layout.blocks(longest):
         return (None,)
     windows: list[int | None] = []
     places: dict[int, tuple[int, int]] = {}
-    for window, found in caches.items():
-        for at, number in enumerate(found):
+    for window, numbers in caches.items():
+        for at, number in enumerate(numbers):
             places[number] = len(windows) + at // size, at % size
-        windows += [None if window == longest else window] * -(-len(found) // size)
+        windows += [None if window == longest else window] * -(-len(numbers) // size)
     for layer in layers:
         layer.group, layer.layer = places[layer.layer]
     log.info("KV cache in groups of %d layers, which keep %s tokens", size, _names(windows))
@@ -77,4 +77,4 @@ def _obstacle(config: Config, backend: AttentionBackend[Any], has_draft: bool) -
 
 def _names(windows: list[int | None]) -> str:
     names = ["all" if window is None else str(window) for window in windows]
-    return ", ".join(f"{names.count(each)} x {each}" for each in dict.fromkeys(names))
+    return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))

@@ -138,7 +138,8 @@ class Matrix(Weight):
 
     def _load_share(self, share: Tensor | Quantized, part: int, copy: Copy) -> None:
         if isinstance(share, Tensor):
-            return super()._load_share(share, part, copy)
+            super()._load_share(share, part, copy)
+            return
         rows = self.rows_of(part)
         self.quantized[part] = share.padded(rows.stop - rows.start)
         self.missing.discard(part)

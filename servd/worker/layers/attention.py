@@ -31,7 +31,7 @@ class ForwardContext:
 
         def of_layers(window: int | None, group: int) -> tuple[AttentionBackend[Any], Any]:
             chosen = backend.with_window(window)
-            return chosen, chosen.build_metadata(batch.others[group - 1] if group else batch)
+            return chosen, chosen.build_metadata(batch.other_groups[group - 1] if group else batch)
 
         # (window, group) -> the backend of such layers, and its metadata of the step.
         self.of_layers = cache(of_layers)
@@ -124,7 +124,9 @@ class Attention(nn.Module):
             self.kv_scales.values() if kv_cache.dtype == torch.float8_e4m3fn else (1.0, 1.0)
         )
         if norms is not None and k_scale != 1.0:  # keys are normalised before they are scaled
-            q, k, norms = norms[0](q), norms[1](k), None
+            q = norms[0](q)
+            k = norms[1](k)
+            norms = None
         k = k if k_scale == 1.0 else k / k_scale
         if v is None:
             v_scale = k_scale
@@ -148,8 +150,8 @@ def spec_of(model: Loadable, **options: Any) -> AttentionSpec:
     """Return the attention that a backend must compute. `options`: its other fields. Raises
     UnsupportedModel if layers differ in more than their windows.
     """
-    first, *others = attention_layers(model)
-    for layer in others:
+    first, *other_layers = attention_layers(model)
+    for layer in other_layers:
         if layer.shape != first.shape:
             raise UnsupportedModel(
                 f"layers with different attention are not supported: layer {first.layer} has "

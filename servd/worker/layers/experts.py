@@ -151,10 +151,10 @@ class SparseMoE(nn.Module):
         if not 0 < top_k <= num_experts:
             raise UnsupportedModel(f"{top_k} experts of a token, and {num_experts} experts in all")
         self.gate = Router(hidden_size, num_experts, parallel, bias)
-        own = range(num_experts)
+        expert_range = range(num_experts)
         slices = parallel
         if parallel.has_whole_experts:
-            own = parallel.own(num_experts)
+            expert_range = parallel.share_range(num_experts)
             slices = Parallel()
             if num_experts < parallel.size:
                 raise ConfigError(
@@ -162,7 +162,7 @@ class SparseMoE(nn.Module):
                     f"{parallel.size} ranks; leave it out, and each rank gets a slice of every "
                     "expert"
                 )
-        experts = {number: Expert(hidden_size, size, slices, bias) for number in own}
+        experts = {number: Expert(hidden_size, size, slices, bias) for number in expert_range}
         self.experts = nn.ModuleList(
             experts.get(number) or ExpertElsewhere(parallel, bias) for number in range(num_experts)
         )
@@ -170,8 +170,8 @@ class SparseMoE(nn.Module):
             [expert.gate_up_proj for expert in experts.values()],
             [expert.down_proj for expert in experts.values()],
         )
-        self.own = slice(own.start, own.stop + 1)
-        self.has_all = len(own) == num_experts
+        self.starts_range = slice(expert_range.start, expert_range.stop + 1)
+        self.has_all = len(expert_range) == num_experts
         self.activation: Activation = (
             Gate(activation) if isinstance(activation, str) else activation
         )
@@ -182,11 +182,13 @@ class SparseMoE(nn.Module):
     @cached_property
     def grouped(self) -> tuple[GroupedQuantMethod, GroupedQuantMethod]:
         first, second = (
-            grouped_quant_method([each.weight for each in layers]) for layers in self.layers
+            grouped_quant_method([linear.weight for linear in layers]) for layers in self.layers
         )
         if self.gate.bias is None:
             return first, second
-        biases = [[each.bias for each in layers if each.bias is not None] for layers in self.layers]
+        biases = [
+            [linear.bias for linear in layers if linear.bias is not None] for layers in self.layers
+        ]
         # The ranks' results for an expert are summed, so only one of them adds the bias.
         if self.parallel.rank == 0 or self.parallel.has_whole_experts:
             second = WithBiases(second, biases[1])
@@ -204,7 +206,7 @@ class SparseMoE(nn.Module):
         """Return the experts' outputs for x [num_tokens, hidden], equal on all ranks."""
         gate_up, down = self.grouped
         routing = self.route(x)
-        starts = routing.starts if self.has_all else routing.starts[self.own]
+        starts = routing.starts if self.has_all else routing.starts[self.starts_range]
         y = self.activation(gate_up.multiply(x, routing.tokens, starts))
         y = down.multiply(y, None, starts)
         if not self.has_all:  # add the other ranks' experts

@@ -1,18 +1,15 @@
 """Weight matrices packed for the CPU kernels (ops/cpu)."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from servd.worker.device.huge_pages import HugePages
 from servd.worker.layers.quantized import Quantized
 from servd.worker.ops.native import INT6, TYPES, call, loaded_library
 
 EXACT_TERMS = 3  # terms of bfloat16 or int8 that are as exact as float32: see ops/cpu/terms.h
-pages = HugePages()
 RUN = 16  # products that are summed before a group's scale is applied: see ops/cpu/dots.h
 
 
@@ -42,6 +39,52 @@ class Packed:
         raise NotImplementedError
 
 
+class PackedWeight(Packed):
+    """A matrix that is one `PackedWeight` of ops/cpu/kernels.h.
+
+    Args:
+        packed: the result of `_pack`; `type` and `num_terms` as there.
+        scale: float32 [out], or with groups packed; None: no scale.
+        group_size: weights of a row that share a scale and an offset; 0: no groups.
+        table: float32 [16]: the values of 4-bit codes.
+    """
+
+    def __init__(
+        self,
+        shape: torch.Size,
+        type: int,
+        num_terms: int,
+        packed: Tensor,
+        scale: Tensor | None,
+        group_size: int = 0,
+        table: Tensor | None = None,
+        offset: Tensor | None = None,
+        factors: Tensor | None = None,
+    ) -> None:
+        super().__init__(shape)
+        self.type = type
+        self.num_terms = num_terms
+        self.packed = packed
+        self.scale = scale
+        self.group_size = group_size
+        self.table = table
+        self.offset = offset
+        self.factors = factors
+        self.scale_type = TYPES[torch.float32 if scale is None else scale.dtype]
+        tensors = (packed, scale, offset, factors, table)
+        self.nbytes = sum(tensor.nbytes for tensor in tensors if tensor is not None)
+        groups = (table, self.scale_type, scale, offset, factors, group_size)
+        self.arguments = (type, num_terms, packed, *groups, *shape)
+
+    def _multiply(self, out: Tensor, x: Tensor, bias: Tensor | None) -> None:
+        call("matmul", x, len(x), *self.arguments, bias, out, out.stride(0))
+
+    def rows(self, index: Tensor) -> Tensor:
+        out = torch.empty(len(index), self.shape[1])
+        call("gather_rows", *self.arguments, index.contiguous(), len(index), out)
+        return out
+
+
 def spread(x: Tensor, is_inverse: bool = False) -> Tensor:
     """Return rows of float32 [n, size], rotated so that outliers spread over all elements and one
     scale per row is precise enough. Dot products of two rotated rows are unchanged.
@@ -51,7 +94,7 @@ def spread(x: Tensor, is_inverse: bool = False) -> Tensor:
     return out
 
 
-class PackedMatrix(Packed):
+class PackedMatrix(PackedWeight):
     """
     Args:
         weight: [out, in] of any strides, float32, bfloat16, float16 or int8.
@@ -68,65 +111,49 @@ class PackedMatrix(Packed):
         x_dtype: torch.dtype = torch.float32,
         is_spread: bool = False,
     ) -> None:
-        super().__init__(weight.shape)
+        num_terms = 1 if weight.dtype == x_dtype else EXACT_TERMS
+        packed = _pack(weight, num_terms)
+        super().__init__(weight.shape, TYPES[weight.dtype], num_terms, packed, scale)
         self.is_spread = is_spread
-        self.type = TYPES[weight.dtype]
-        self.num_terms = 1 if weight.dtype == x_dtype else EXACT_TERMS
-        self.scale = scale
-        self.packed = _pack(weight, self.num_terms)
-        self.nbytes = self.packed.nbytes + (scale.nbytes if scale is not None else 0)
 
     def _multiply(self, out: Tensor, x: Tensor, bias: Tensor | None) -> None:
-        x = spread(x) if self.is_spread else x
-        given = self.type, self.num_terms, x, *x.shape, self.packed, self.scale, bias
-        call("matmul", *given, out, out.stride(0), out.shape[1])
+        super()._multiply(out, spread(x) if self.is_spread else x, bias)
 
     def rows(self, index: Tensor) -> Tensor:
-        index = index.contiguous()
-        out = torch.empty(len(index), self.shape[1])
-        given = self.type, self.num_terms, self.packed, self.scale
-        call("gather_rows", *given, *self.shape, index, len(index), out)
+        out = super().rows(index)
         return spread(out, is_inverse=True) if self.is_spread else out
 
 
-class GroupedMatrix(Packed):
+class GroupedMatrix(PackedWeight):
     """A matrix with a scale, and optionally an offset, for each group of elements of a row.
     `x_dtype`: see `PackedMatrix`; int8 for weights whose codes are integers.
     """
 
     def __init__(self, quantized: Quantized, x_dtype: torch.dtype = torch.float32) -> None:
-        super().__init__(quantized.shape)
-        self.num_terms = _num_terms(quantized, x_dtype)
-        table = quantized.table
-        scale = quantized.scale
+        num_terms = _num_terms(quantized, x_dtype)
+        type = _type_of(quantized, num_terms)
         offset = quantized.offset
-        self.type = _type_of(quantized, self.num_terms)
-        self.scale_type = TYPES[scale.dtype]
-        self.group_size = quantized.group_size
-        self.table = None if table is None else torch.tensor(table)
-        self.packed = _pack(quantized.codes, self.num_terms, self.type)
-        self.scale = _pack(scale)
-        self.offset = None if offset is None else _pack(offset)
-        self.factors = None if quantized.factors is None else _pack(quantized.factors)
+        factors = quantized.factors
+        super().__init__(
+            quantized.shape,
+            type,
+            num_terms,
+            _pack(quantized.codes, num_terms, type),
+            _pack(quantized.scale),
+            quantized.group_size,
+            None if quantized.table is None else torch.tensor(quantized.table),
+            None if offset is None else _pack(offset),
+            None if factors is None else _pack(factors),
+        )
         self.columns = quantized.columns
-        kept = (self.packed, self.scale, self.offset, self.factors, self.table, self.columns)
-        self.nbytes = sum(tensor.nbytes for tensor in kept if tensor is not None)
+        if self.columns is not None:
+            self.nbytes += self.columns.nbytes
 
     def _multiply(self, out: Tensor, x: Tensor, bias: Tensor | None) -> None:
-        if self.columns is not None:
-            x = _take_columns(x, self.columns)
-        given = (self.type, self.num_terms, x, *x.shape, self.packed, *self._groups())
-        call("matmul_grouped", *given, bias, out, out.stride(0), out.shape[1])
-
-    def _groups(self) -> tuple[Any, ...]:
-        groups = (self.table, self.scale_type, self.scale, self.offset, self.factors)
-        return *groups, self.group_size
+        super()._multiply(out, x if self.columns is None else _take_columns(x, self.columns), bias)
 
     def rows(self, index: Tensor) -> Tensor:
-        index = index.contiguous()
-        out = torch.empty(len(index), self.shape[1])
-        given = (self.type, self.num_terms, self.packed, *self._groups())
-        call("gather_grouped", *given, *self.shape, index, len(index), out)
+        out = super().rows(index)
         return out if self.columns is None else out[:, self.columns.argsort()]
 
 
@@ -160,13 +187,19 @@ class ExpertMatrices:
     def __init__(self, matrices: Sequence[PackedMatrix] | Sequence[GroupedMatrix]) -> None:
         self.matrices = matrices  # keeps the memory that the tables point to
         first = matrices[0]
-        self.out_features = first.shape[0]
-        self.type = first.type
-        self.packed = _addresses([matrix.packed for matrix in matrices])
-        self.scales = _addresses([matrix.scale for matrix in matrices])
-        grouped = [matrix for matrix in matrices if isinstance(matrix, GroupedMatrix)]
-        self.offsets = _addresses([matrix.offset for matrix in grouped])
-        self.factors = _addresses([matrix.factors for matrix in grouped])
+        self.arguments = (
+            first.type,
+            first.num_terms,
+            len(matrices),
+            _addresses([matrix.packed for matrix in matrices]),
+            first.table,
+            first.scale_type,
+            _addresses([matrix.scale for matrix in matrices]),
+            _addresses([matrix.offset for matrix in matrices]),
+            _addresses([matrix.factors for matrix in matrices]),
+            first.group_size,
+            *first.shape,
+        )
 
     @staticmethod
     def kind(matrix: object) -> tuple[object, ...] | None:
@@ -184,15 +217,8 @@ class ExpertMatrices:
         if isinstance(first, PackedMatrix) and first.is_spread:
             x = spread(x)
         num_rows = len(x) if index is None else len(index)
-        out = torch.empty(num_rows, self.out_features)
-        rows = (x, *x.shape, index, starts)
-        given = (self.type, first.num_terms, *rows, len(self.matrices), self.packed)
-        if isinstance(first, GroupedMatrix):
-            groups = (first.table, first.scale_type, self.scales, self.offsets, self.factors)
-            given = (*given, *groups, first.group_size)
-            call("matmul_experts_grouped", *given, out, *out.shape)
-        else:
-            call("matmul_experts", *given, self.scales, out, *out.shape)
+        out = torch.empty(num_rows, first.shape[0])
+        call("matmul_experts", x, len(x), index, starts, *self.arguments, out, num_rows)
         return out
 
 
@@ -227,7 +253,8 @@ def _pack(weight: Tensor, num_terms: int = 0, type: int | None = None) -> Tensor
     type = TYPES[weight.dtype] if type is None else type
     if type in (TYPES[torch.uint8], INT6):
         weight = weight.contiguous()
-    num_values = loaded_library().packed_size(type, num_terms, *weight.shape)
-    packed = pages.empty(num_values, weight.dtype)
+    library = loaded_library()
+    num_values = library.packed_size(type, num_terms, *weight.shape)
+    packed = library.pages.empty(num_values, weight.dtype)
     call("pack", type, num_terms, weight, *weight.stride(), *weight.shape, packed)
     return packed

@@ -31,14 +31,14 @@ class State(nn.Module):
         assert ctx.states is not None
         begins = ctx.begins.unsqueeze(1)
         first = self.first
-        found = list[Tensor]()
+        parts = list[Tensor]()
         for shape in self.shapes:
             part = ctx.states.narrow(1, first, shape.numel())
             rows = part.index_select(0, ctx.slots).masked_fill_(begins, 0)
             ctx.pending.append((part, rows))
-            found.append(rows.view(-1, *shape))
+            parts.append(rows.view(-1, *shape))
             first += shape.numel()
-        return found
+        return parts
 
 
 def arrange(model: Loadable) -> int:

@@ -208,16 +208,16 @@ def _check_finite(tensor: Tensor | Quantized) -> None:
 def _check_complete(folder: str, weights: dict[str, Weight]) -> None:
     missing = [name for name, weight in weights.items() if weight.missing]
     if missing:
-        named = ", ".join(missing[:MAX_NAMED])
+        text = ", ".join(missing[:MAX_NAMED])
         if len(missing) > MAX_NAMED:
-            named += ", ..."
+            text += ", ..."
         raise ModelNotFound(
-            f"{folder} lacks the weights of {len(missing)} parameters of the model: {named}"
+            f"{folder} lacks the weights of {len(missing)} parameters of the model: {text}"
         )
 
 
-def _check_importance(known: Set[str], names: Set[str], plain: list[str]) -> None:
-    if not known & names:
+def _check_importance(importance_names: Set[str], names: Set[str], plain: list[str]) -> None:
+    if not importance_names & names:
         raise ConfigError("--quantization-imatrix: the file has no layer of this model")
     if plain:
         log.warning(
@@ -247,8 +247,8 @@ def _check(files: list[Path]) -> None:
 def _log_choice(files: list[Path]) -> None:
     """Log which files are read if the folder has others of their kind."""
     first = files[0]
-    if others := {*first.parent.glob(f"*{first.suffix}")} - {*files}:
-        names = ", ".join(sorted(other.name for other in others)[:MAX_NAMED])
+    if other_files := {*first.parent.glob(f"*{first.suffix}")} - {*files}:
+        names = ", ".join(sorted(other.name for other in other_files)[:MAX_NAMED])
         log.info("%d weight files are read, from %s on; not %s", len(files), first.name, names)
 
 
@@ -263,18 +263,18 @@ def _checkpoint(files: list[Path], weight: Tensor) -> NamedTensors:
 def _of_text(tensors: NamedTensors, is_told: bool) -> NamedTensors:
     """Yield the language model's tensors of a multimodal checkpoint, under text-only names."""
     num_others = 0
-    others = set[str]()
+    skipped = set[str]()
     for name, tensor in tensors:
         if (renamed := text_name(name)) is not None:
             yield renamed, tensor
             continue
         num_others += 1
-        others.add(name.removeprefix("model.").partition(".")[0])
+        skipped.add(name.removeprefix("model.").partition(".")[0])
     if is_told:
         log.info(
             "skipping %d tensors of %s: servd reads text only",
             num_others,
-            ", ".join(sorted(others)) or "nothing",
+            ", ".join(sorted(skipped)) or "nothing",
         )
 
 
@@ -305,13 +305,13 @@ def _load_kv_scale(
     """Load the tensor if it is an attention layer's scale; return whether it is one.
     Raises ValueError if it is not one positive number.
     """
-    if not (found := KV_SCALE.fullmatch(name)):
+    if not (match := KV_SCALE.fullmatch(name)):
         return False
-    layer = f"{found[1]}.attention"
+    layer = f"{match[1]}.attention"
     attention = attentions.get(layer) or attentions.get(model.base_prefix + layer)
     if attention is None:
         return False
-    if found[2] not in "kv":  # queries and probabilities are not rounded
+    if match[2] not in "kv":  # queries and probabilities are not rounded
         return True
     if tensor.numel() != 1:
         raise ValueError(
@@ -321,7 +321,7 @@ def _load_kv_scale(
     scale = tensor.item()
     if not 0 < scale < math.inf:
         raise ValueError(f"the value {scale}, expected a positive number")
-    attention.kv_scales[found[2]] = scale
+    attention.kv_scales[match[2]] = scale
     return True
 
 

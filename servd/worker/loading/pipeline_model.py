@@ -18,7 +18,7 @@ from servd.worker.layers.norm import LayerNorm, RMSNorm
 from servd.worker.layers.quantized import LAYER
 
 
-class StageInput(nn.Module):
+class IntermediateTensors(nn.Module):
     """A replacement for the embedding: the previous stage's output, at a fixed address."""
 
     def __init__(self, hidden_size: int) -> None:
@@ -60,8 +60,8 @@ def cut(model: Any, parallel: Parallel, num_layers: int) -> None:
     model does not build its layers with `Parallel.layers`.
     """
     layers = attention_layers(model)
-    own = parallel.own_layers(num_layers)
-    if len(layers) != len(own):
+    layer_range = parallel.own_layers(num_layers)
+    if len(layers) != len(layer_range):
         raise UnsupportedModel(
             f"{type(model).__name__} has no stages: leave --pipeline-parallel-size at 1"
         )
@@ -81,7 +81,7 @@ def cut(model: Any, parallel: Parallel, num_layers: int) -> None:
             if head and full == embedding:
                 yield head, tensor
             elif (layer := LAYER.search(name)) is not None:
-                if int(layer[1]) in own:
+                if int(layer[1]) in layer_range:
                     yield name, tensor
             elif name != head and not elsewhere & {name, full}:
                 yield name, tensor
@@ -98,7 +98,9 @@ def _replace_ends(model: Any, parallel: Parallel) -> str:
         if is_tokens:
             embedding = f"{model.base_prefix}{name}.weight"
         if isinstance(part, VocabEmbedding | Embedding) and not parallel.is_first_stage:
-            setattr(base, name, StageInput(part.weight.shape[1]) if is_tokens else Nothing())
+            setattr(
+                base, name, IntermediateTensors(part.weight.shape[1]) if is_tokens else Nothing()
+            )
         elif isinstance(part, RMSNorm | LayerNorm) and not parallel.is_last_stage:
             setattr(base, name, Sum())
     if not parallel.is_last_stage:

@@ -85,8 +85,8 @@ class AdaptedMatrix:
         if matrix.shard_dim == 1:
             a = _whole(matrix.share(a))
         return [
-            (each, a.t().contiguous(), self._own(rows, each).t().contiguous())
-            for each, rows in parts
+            (part_number, a.t().contiguous(), self._own(rows, part_number).t().contiguous())
+            for part_number, rows in parts
         ]
 
     def _own(self, rows: Tensor, part: int) -> Tensor:
@@ -127,12 +127,12 @@ def adapt(
 
 def layers_of(model: Model) -> dict[str, tuple[int, int]]:
     """Return each linear layer's inputs and outputs over all ranks, by the names of `layer_of`."""
-    found: dict[str, tuple[int, int]] = {}
+    sizes: dict[str, tuple[int, int]] = {}
     for layer, (matrix, part) in _linear_layers(model).items():
         shapes = matrix.part_shapes
         outputs = sum(shape[0] for shape in shapes) if part is None else shapes[part][0]
-        found[layer] = shapes[0][1], outputs
-    return found
+        sizes[layer] = shapes[0][1], outputs
+    return sizes
 
 
 def _linear_layers(model: Model) -> dict[str, tuple[Matrix, int | None]]:
@@ -153,7 +153,7 @@ def _linear_layers(model: Model) -> dict[str, tuple[Matrix, int | None]]:
             continue
         parent, _, last = name.rpartition(".")
         parts = fused.get(last) if len(matrix.part_shapes) > 1 else None
-        for part, own in parts or [(None, last)]:
-            if (layer := layer_of(f"{parent}.{own}")) is not None:
+        for part, leaf in parts or [(None, last)]:
+            if (layer := layer_of(f"{parent}.{leaf}")) is not None:
                 layers[layer] = matrix, part
     return layers

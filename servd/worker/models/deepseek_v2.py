@@ -63,7 +63,7 @@ class DeepseekV2Attention(nn.Module):
         num_heads = parallel.share(spec.num_heads)
         self.sizes = config["qk_rope_head_dim"], config["qk_nope_head_dim"]
         self.latent_sizes = config["qk_rope_head_dim"], config["kv_lora_rank"]
-        (rope, own) = self.sizes
+        (rope, plain_size) = self.sizes
         (_, latent) = self.latent_sizes
         if rope % 2:
             raise UnsupportedModel(f"qk_rope_head_dim {rope} is odd: positions turn pairs")
@@ -72,7 +72,7 @@ class DeepseekV2Attention(nn.Module):
         self.parallel = parallel
         self.has_neighbours = config.get("rope_interleave", True)
         q_rank = config.get("q_lora_rank")
-        q_size = [spec.num_heads * (rope + own)]
+        q_size = [spec.num_heads * (rope + plain_size)]
         self.has_short_queries = q_rank is not None
         if q_rank is None:
             self.q_proj = ColumnParallelLinear(hidden_size, q_size, parallel, bias=False)
@@ -82,14 +82,14 @@ class DeepseekV2Attention(nn.Module):
             self.q_b_proj = ColumnParallelLinear(q_rank, q_size, parallel, bias=False)
         self.kv_a_proj_with_mqa = ReplicatedLinear(hidden_size, rope + latent, parallel, bias=bias)
         self.kv_a_layernorm = RMSNorm(latent, NORM_EPS, parallel)
-        self.keys = OfHeads(num_heads, own, latent)
+        self.keys = OfHeads(num_heads, plain_size, latent)
         self.values = OfHeads(num_heads, latent, value)
         self.o_proj = RowParallelLinear(spec.num_heads * value, hidden_size, parallel, bias=bias)
         self.orders = self.row_orders(spec.num_heads)
         for name, order in self.orders.items():
             linear: ColumnParallelLinear | ReplicatedLinear = getattr(self, name)
             linear.weight.row_order = order
-        scale = scale_of(spec, rope + own)
+        scale = scale_of(spec, rope + plain_size)
         self.attention = Attention(layer, num_heads, 1, rope + latent, scale, value_dim=latent)
 
     def forward(self, x: Tensor, rotation: Rotation | None, ctx: ForwardContext) -> Tensor:
@@ -98,10 +98,10 @@ class DeepseekV2Attention(nn.Module):
             q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
         else:
             q = self.q_proj(x)
-        turned, own = q.unflatten(-1, (self.num_heads, -1)).split(self.sizes, dim=-1)
+        turned, plain = q.unflatten(-1, (self.num_heads, -1)).split(self.sizes, dim=-1)
         k, latent = self.kv_a_proj_with_mqa(x).split(self.latent_sizes, dim=-1)
         k = torch.cat((k, self.kv_a_layernorm(latent)), dim=-1)
-        q = torch.cat((turned, self.keys(own)), dim=-1)
+        q = torch.cat((turned, self.keys(plain)), dim=-1)
         out = self.attention(q, k, None, ctx, rotation)
         out = self.values(out.unflatten(-1, (self.num_heads, -1)))
         return self.o_proj(out.flatten(1))
@@ -110,21 +110,21 @@ class DeepseekV2Attention(nn.Module):
         """Return the order of the checkpoint's rows, by layer: rotated elements come first. If
         their pairs are interleaved in the checkpoint, they are split into first and second halves.
         """
-        (rope, own) = self.sizes
+        (rope, plain_size) = self.sizes
         (_, latent) = self.latent_sizes
         with torch.device("cpu"):
             pairs = torch.arange(rope)
             if self.has_neighbours:
                 pairs = pairs.view(-1, 2).T.flatten()
-            query = torch.cat((own + pairs, torch.arange(own)))
-            firsts = torch.arange(num_heads)[:, None] * (rope + own)
+            query = torch.cat((plain_size + pairs, torch.arange(plain_size)))
+            firsts = torch.arange(num_heads)[:, None] * (rope + plain_size)
             key = torch.cat((latent + pairs, torch.arange(latent)))
         queries = "q_b_proj" if self.has_short_queries else "q_proj"
         return {queries: (firsts + query).flatten(), "kv_a_proj_with_mqa": key}
 
     def convert(self, name: str, tensor: Tensor | Quantized) -> NamedTensors:
         layer = name.partition(".")[0]
-        own = self.sizes[1]
+        plain_size = self.sizes[1]
         if layer == "kv_b_proj":
             whole = tensor.dequantize() if isinstance(tensor, Quantized) else tensor
             num_heads = self.num_heads * self.parallel.size
@@ -132,8 +132,8 @@ class DeepseekV2Attention(nn.Module):
                 raise UnsupportedModel(f"{name} has {len(whole)} rows for {num_heads} heads")
             heads = whole.unflatten(0, (num_heads, -1))
             for number, head in enumerate(heads.split(self.num_heads)[self.parallel.rank]):
-                yield f"keys.weights.{number}", head[:own].T
-                yield f"values.weights.{number}", head[own:]
+                yield f"keys.weights.{number}", head[:plain_size].T
+                yield f"values.weights.{number}", head[plain_size:]
         elif (order := self.orders.get(layer)) is None or len(order) != tensor.shape[0]:
             yield name, tensor  # loading refuses other shapes
         else:
@@ -197,10 +197,10 @@ class DeepseekMoE(SparseMoE):
         if self.score is None:
             return super().route(x)
         weights, scores, of_groups = self.score(self.gate, x, self.num_groups)
-        others = torch.ones_like(of_groups, dtype=torch.bool)
-        others.scatter_(1, of_groups.topk(self.num_chosen).indices, False)
+        is_dropped = torch.ones_like(of_groups, dtype=torch.bool)
+        is_dropped.scatter_(1, of_groups.topk(self.num_chosen).indices, False)
         scores = scores.unflatten(1, (self.num_groups, -1))
-        scores = scores.masked_fill(others.unsqueeze(2), -torch.inf).flatten(1)
+        scores = scores.masked_fill(is_dropped.unsqueeze(2), -torch.inf).flatten(1)
         experts = scores.topk(self.top_k).indices
         weights = weights.gather(1, experts)
         if self.renormalize:
@@ -228,12 +228,12 @@ def convert_latent(model: LlamaForCausalLM, tensors: NamedTensors) -> NamedTenso
     layers: dict[str, Any] = dict(model.get_submodule("model.layers").named_children())
     for name, tensor in tensors:
         number = LAYER.search(name)
-        prefix, _, rest = name.rpartition(".self_attn.")
+        prefix, _, leaf = name.rpartition(".self_attn.")
         if number is None:
             yield name, tensor
         elif number[1] in layers and prefix:
-            for found, part in layers[number[1]].self_attn.convert(rest, tensor):
-                yield f"{prefix}.self_attn.{found}", part
+            for part_name, part in layers[number[1]].self_attn.convert(leaf, tensor):
+                yield f"{prefix}.self_attn.{part_name}", part
         elif number[1] in layers:
             yield name, tensor
 

@@ -19,8 +19,8 @@ from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM
 
 def rotary(spec: ModelSpec, rope: dict[str, Any]) -> Rotary:
     """Return a rotation with these parameters instead of those of config.json."""
-    others = ("rope_parameters", "rope_scaling", "original_max_position_embeddings")
-    config = {key: value for key, value in spec.config.items() if key not in others}
+    rope_keys = ("rope_parameters", "rope_scaling", "original_max_position_embeddings")
+    config = {key: value for key, value in spec.config.items() if key not in rope_keys}
     return Rotary(replace(spec, config=config | {"rope_parameters": rope}))
 
 

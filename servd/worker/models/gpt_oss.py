@@ -73,12 +73,12 @@ class GptOssForCausalLM(LlamaForCausalLM):
         interleaved, and matrices are [in, out] unless quantized. GGUF has them split.
         """
         for name, tensor in tensors:
-            prefix, is_of_experts, rest = name.partition(".mlp.experts.")
-            if not is_of_experts or rest.endswith((".weight", ".bias")):
+            prefix, is_of_experts, path = name.partition(".mlp.experts.")
+            if not is_of_experts or path.endswith((".weight", ".bias")):
                 name = name.replace(".mlp.router.", ".mlp.gate.")
                 yield name.replace(".sinks.weight", ".sinks"), tensor
                 continue
-            expert, is_quantized, what = rest.rpartition(".")  # NUMBER.NAME if quantized
+            expert, is_quantized, what = path.rpartition(".")  # NUMBER.NAME if quantized
             module, is_bias, _ = what.partition("_bias")
             leaf = "bias" if is_bias else "weight"
             parts = [tensor] if isinstance(tensor, Quantized) else tensor.unbind()

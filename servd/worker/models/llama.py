@@ -54,7 +54,7 @@ class LlamaAttention(nn.Module):
         """Return the projection to queries, keys and values. If there are more ranks than key
         heads, several ranks hold the same key and value head.
         """
-        q_size, kv_size = (each * spec.head_dim for each in (spec.num_heads, spec.num_kv_heads))
+        q_size, kv_size = (count * spec.head_dim for count in (spec.num_heads, spec.num_kv_heads))
         num_copies = parallel.num_copies(spec.num_kv_heads)
         return ColumnParallelLinear(
             in_features,

@@ -136,9 +136,12 @@ class ModernBertModel(nn.Module):
         super().__init__()
         self.embeddings = ModernBertEmbeddings(spec, parallel)
         types = layer_types(spec.config, spec.num_layers)
-        self.rotaries = nn.ModuleDict({each: make_rotary(spec, each) for each in (FULL, LOCAL)})
+        self.rotaries = nn.ModuleDict(
+            {layer_type: make_rotary(spec, layer_type) for layer_type in (FULL, LOCAL)}
+        )
         self.layers = nn.ModuleList(
-            ModernBertLayer(spec, layer, each, parallel) for layer, each in enumerate(types)
+            ModernBertLayer(spec, layer, layer_type, parallel)
+            for layer, layer_type in enumerate(types)
         )
         self.final_norm = norm(spec, parallel)
 

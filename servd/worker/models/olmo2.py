@@ -34,8 +34,8 @@ class Olmo2Attention(LlamaAttention):
         num_copies = together.shape[1] * head_dim // len(norm.weight)  # of each head, on neighbours
         # One head of three dimensions: a slice of qkv is normed where it is.
         normed = norm(together[:, ::num_copies].flatten(1).unsqueeze(1))
-        own = self.parallel.rank // num_copies * num_heads
-        return normed.unflatten(2, (-1, head_dim)).squeeze(1).narrow(1, own, num_heads)
+        first_head = self.parallel.rank // num_copies * num_heads
+        return normed.unflatten(2, (-1, head_dim)).squeeze(1).narrow(1, first_head, num_heads)
 
 
 class Olmo2Layer(LlamaLayer):

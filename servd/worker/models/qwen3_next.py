@@ -145,8 +145,8 @@ class GatedDeltaNet(nn.Module):
         """Return the output [num_tokens, hidden] for x of the same shape."""
         qkv, gate, b, a = self.project(x)
         # Logarithm of the decay.
-        left = -self.A_log.exp() * F.softplus(a.float() + self.dt_bias)
-        inputs = qkv.float(), left, b.float().sigmoid()
+        decay = -self.A_log.exp() * F.softplus(a.float() + self.dt_bias)
+        inputs = qkv.float(), decay, b.float().sigmoid()
         out = self.norm(self._of_rows(ctx, *inputs).to(x.dtype))
         out = out * self.activation(gate.float().contiguous())
         return self.out_proj(out.flatten(1).to(x.dtype))
@@ -166,29 +166,29 @@ class GatedDeltaNet(nn.Module):
             rows = upload(single, device)
             tokens = upload(ends[single] - 1, device)
             kept = before[rows], matrices[rows]
-            out[tokens] = self._step([each[tokens] for each in inputs], *kept)
+            out[tokens] = self._step([x[tokens] for x in inputs], *kept)
             before[rows], matrices[rows] = kept
         for row in np.flatnonzero(lens > 1):
             part = slice(ends[row] - lens[row], ends[row])
-            out[part] = self._scan([each[part] for each in inputs], before[row], matrices[row])
+            out[part] = self._scan([x[part] for x in inputs], before[row], matrices[row])
         return out
 
     def _heads(self, qkv: Tensor, before: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, k, v [..., num_tokens, num_values, size] of qkv [..., num_tokens, channels]."""
         q, k, v = self.conv1d(qkv, before).split(self.sizes, dim=-1)
-        q, k = (each.unflatten(-1, (self.num_keys, self.key_dim)) for each in (q, k))
+        q, k = (x.unflatten(-1, (self.num_keys, self.key_dim)) for x in (q, k))
         q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
         per_key = self.num_values // self.num_keys
-        q, k = (each.repeat_interleave(per_key, dim=-2) for each in (q, k))
+        q, k = (x.repeat_interleave(per_key, dim=-2) for x in (q, k))
         return q * self.key_dim**-0.5, k, v.unflatten(-1, (self.num_values, self.value_dim))
 
     def _step(self, inputs: Sequence[Tensor], before: Tensor, matrices: Tensor) -> Tensor:
         """Return the outputs of one token of each row, rows first. Update the state in place."""
-        qkv, left, rate = inputs
-        q, k, v = (each.squeeze(1) for each in self._heads(qkv.unsqueeze(1), before))
-        matrices.mul_(left.exp()[..., None, None])
-        found = (k.unsqueeze(-2) @ matrices).squeeze(-2)
-        change = (v - found) * rate.unsqueeze(-1)
+        qkv, decay, rate = inputs
+        q, k, v = (x.squeeze(1) for x in self._heads(qkv.unsqueeze(1), before))
+        matrices.mul_(decay.exp()[..., None, None])
+        values = (k.unsqueeze(-2) @ matrices).squeeze(-2)
+        change = (v - values) * rate.unsqueeze(-1)
         flat = matrices.view(-1, self.key_dim, self.value_dim)
         flat.baddbmm_(k.reshape(-1, self.key_dim, 1), change.view(-1, 1, self.value_dim))
         return (q.unsqueeze(-2) @ matrices).squeeze(-2)
@@ -197,7 +197,7 @@ class GatedDeltaNet(nn.Module):
         """Return the outputs of one row, chunk by chunk (https://arxiv.org/abs/2406.06484):
         corrections within a chunk solve a triangular system. Updates the state in place.
         """
-        qkv, left, rate = inputs
+        qkv, decay, rate = inputs
         num_tokens = len(qkv)
         size = min(CHUNK, num_tokens)
 
@@ -205,18 +205,18 @@ class GatedDeltaNet(nn.Module):
             x = F.pad(x, (0, 0, 0, 0, 0, -num_tokens % size))
             return x.unflatten(0, (-1, size)).permute(2, 0, 1, 3)
 
-        q, k, v = (chunks(each) for each in self._heads(qkv, before))
-        left = chunks(left.unsqueeze(-1)).cumsum(2)
+        q, k, v = (chunks(x) for x in self._heads(qkv, before))
+        decay = chunks(decay.unsqueeze(-1)).cumsum(2)
         rate = chunks(rate.unsqueeze(-1))
-        between = (left - left.mT).exp().tril()  # decay from a token to later ones
+        between = (decay - decay.mT).exp().tril()  # decay from a token to later ones
         system = (k * rate) @ k.mT * between
-        sides = torch.cat((v * rate, k * rate * left.exp()), dim=-1)
+        sides = torch.cat((v * rate, k * rate * decay.exp()), dim=-1)
         solved = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
         new, old = solved.split((self.value_dim, self.key_dim), dim=-1)
         among = (q @ k.mT) * between
-        last = left[:, :, -1:]
-        q = q * left.exp()
-        k = k * (last - left).exp()
+        last = decay[:, :, -1:]
+        q = q * decay.exp()
+        k = k * (last - decay).exp()
         faded = last.exp()
         out = torch.empty_like(new)
         for at in range(out.shape[1]):
@@ -270,15 +270,15 @@ def linear_layers(spec: ModelSpec) -> list[bool]:
     """Return which layers have linear attention. Raises UnsupportedModel if all have it."""
     types = spec.config.get("layer_types")
     every = spec.config.get("full_attention_interval", 4)
-    found = [
+    parts = [
         types[layer] == "linear_attention" if types else (layer + 1) % every > 0
         for layer in range(spec.num_layers)
     ]
-    if all(found):
+    if all(parts):
         raise UnsupportedModel(
             "linear attention in all layers: at least one layer must have a KV cache"
         )
-    return found
+    return parts
 
 
 def make_mixer(

@@ -32,4 +32,4 @@ class AttentionBatch:
     slots: Tensor | None = None
     # The same step for further groups of layers, which have other blocks; see
     # `WorkerReady.kv_windows`.
-    others: Sequence[AttentionBatch] = ()
+    other_groups: Sequence[AttentionBatch] = ()

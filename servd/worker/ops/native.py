@@ -18,6 +18,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from servd.base.errors import ConfigError
 from servd.worker.ops import reference
+from servd.worker.ops._huge_pages import HugePages
 from servd.worker.ops.reference import LowRank, Routing
 
 log = logging.getLogger("servd.worker")
@@ -155,6 +156,7 @@ class Library:
         self._run = lib.servd_run
         self._run.argtypes = [c_char_p, c_int64, ctypes.POINTER(c_char), c_int64]
         self.is_usable = bool(lib.servd_is_usable())
+        self.pages = HugePages()  # of the weights that its kernels multiply
         packed_size = lib.servd_packed_size
         packed_size.argtypes = [c_int, c_int, c_int64, c_int64]
         packed_size.restype = c_int64
@@ -197,11 +199,11 @@ class Library:
 
 @cache
 def library() -> Library | None:
-    wanted = os.environ.get(SWITCH, "")
-    if wanted and wanted not in (*CAPABILITIES, "off"):
-        raise ConfigError(f"{SWITCH}={wanted}: must be {', '.join(CAPABILITIES)} or off")
+    choice = os.environ.get(SWITCH, "")
+    if choice and choice not in (*CAPABILITIES, "off"):
+        raise ConfigError(f"{SWITCH}={choice}: must be {', '.join(CAPABILITIES)} or off")
     for name in CAPABILITIES:
-        if wanted not in ("", name) or not _may_run(name):
+        if choice not in ("", name) or not _may_run(name):
             continue
         for path in FOLDER.glob(f"_{name}.*"):
             try:
@@ -229,18 +231,18 @@ def _may_run(name: str) -> bool:
 
 def explain_absence() -> str:
     """Return the cost of a missing library and the remedy; "" if there is one, or it is off."""
-    wanted = os.environ.get(SWITCH, "")
-    if library() is not None or wanted == "off":
+    choice = os.environ.get(SWITCH, "")
+    if library() is not None or choice == "off":
         return ""
-    built = [*FOLDER.glob(f"_{wanted or '*'}.so")]
-    if not wanted and not built:
+    built = [*FOLDER.glob(f"_{choice or '*'}.so")]
+    if not choice and not built:
         why = "servd was installed without a C++ compiler: install g++, then install servd again"
-    elif not wanted or any(map(_is_stale, built)):
+    elif not choice or any(map(_is_stale, built)):
         why = "none of the CPU kernels can be used here: install servd again"
-    elif built or not _may_run(wanted):
-        why = f"{SWITCH}={wanted}: not for this CPU"
+    elif built or not _may_run(choice):
+        why = f"{SWITCH}={choice}: not for this CPU"
     else:
-        why = f"{SWITCH}={wanted}: not built here: {REMEDY}"
+        why = f"{SWITCH}={choice}: not built here: {REMEDY}"
     return f"computing is about ten times slower than it could be, by torch alone: {why}"
 
 
@@ -253,7 +255,8 @@ def set_num_threads(num_threads: int) -> None:
 def call(kernel: str, *arguments: Argument) -> None:
     """Call a kernel of the library. A TorchFunctionMode sees the call, like torch's functions."""
     if has_torch_function(arguments):
-        return handle_torch_function(call, arguments, kernel, *arguments)
+        handle_torch_function(call, arguments, kernel, *arguments)
+        return
     lib = loaded_library()
     lib.run(lib.encode(kernel, *arguments))
 
@@ -459,7 +462,8 @@ def add_low_rank(out: Tensor, x: Tensor, factors: LowRank, places: Tensor) -> No
     a = factors.a
     b = factors.b
     if not _fits(out) or x.dtype != torch.float32:
-        return reference.add_low_rank(out, x, factors, places)
+        reference.add_low_rank(out, x, factors, places)
+        return
     call(
         "add_low_rank",
         TYPES[a.dtype],

@@ -51,14 +51,14 @@ def begin_decode(
 ) -> None:
     slots, columns, _, rows, places, blocks = step[:NUM_GIVEN].unbind()
     tables[rows, places] = blocks.int()
-    known = num_computed[slots]
+    next_columns = num_computed[slots]
     is_next = columns < 0
-    columns.copy_(torch.where(is_next, known, columns))
-    num_computed[slots] = known + is_next  # equal slots get equal numbers
+    columns.copy_(torch.where(is_next, next_columns, columns))
+    num_computed[slots] = next_columns + is_next  # equal slots get equal numbers
     step[NEXT_COLUMN] = columns + 1
     step[TOKEN_ID] = token_ids[slots, columns].clamp(min=0)
-    own = tables[slots, columns // block_size].long()
-    step[KV_SLOT] = own * block_size + columns % block_size
+    kv_blocks = tables[slots, columns // block_size].long()
+    step[KV_SLOT] = kv_blocks * block_size + columns % block_size
     seq_lens.copy_(step[NEXT_COLUMN])
 
 
@@ -147,5 +147,5 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     after the pairs are unchanged.
     """
     cos, sin = (part.unsqueeze(1) for part in rotation)
-    first, second, rest = x.tensor_split((cos.shape[-1], 2 * cos.shape[-1]), dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+    first, second, passed = x.tensor_split((cos.shape[-1], 2 * cos.shape[-1]), dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, passed), dim=-1)

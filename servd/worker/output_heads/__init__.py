@@ -55,4 +55,4 @@ def load(
 ) -> list[OutputHead]:
     """Return one `OutputHead` of each file, made with these arguments."""
     classes = [plugins.load_class(__name__, name, OutputHead) for name in plugins.names(__name__)]
-    return [each(states, compute_logits, spec) for each in classes]
+    return [head_class(states, compute_logits, spec) for head_class in classes]

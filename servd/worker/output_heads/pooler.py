@@ -114,8 +114,8 @@ class Pooler(OutputHead):
 
 def score_of(logits: Tensor, tokens: list[int]) -> Tensor:
     """Return scores [n, 1] from logits [n, vocab]."""
-    score, *others = logits[:, tokens].split(1, dim=1)
-    return score - others[0] if others else score
+    score, *negative_scores = logits[:, tokens].split(1, dim=1)
+    return score - negative_scores[0] if negative_scores else score
 
 
 @dataclass(frozen=True)
@@ -167,11 +167,11 @@ class Pooled:
         return replace(self, vectors=self.vectors.to("cpu", non_blocking=True))
 
     def write(self, output: ModelRunnerOutput) -> None:
-        found = {
+        pooled = {
             row: (p, vector[None])
             for (row, p), vector in zip(self.params.items(), self.vectors, strict=True)
         }
-        for row, (params, vectors) in (found | self.by_token).items():
+        for row, (params, vectors) in (pooled | self.by_token).items():
             vectors = vectors[:, : params.dimensions].numpy()
             if params.normalize is not False:
                 vectors = vectors / np.maximum(

@@ -24,19 +24,21 @@ class PromptLogprobsHead(OutputHead):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.max_rows = self.states.max_num_seqs
-        self.asked: dict[int, tuple[int, int]] = {}  # slot -> (tokens in the prompt, k most likely)
+        self.requested: dict[
+            int, tuple[int, int]
+        ] = {}  # slot -> (tokens in the prompt, k most likely)
 
     def add(self, request: NewRequest) -> None:
         params = request.params
         if isinstance(params, SamplingParams) and params.prompt_logprobs is not None:
-            self.asked[request.slot] = (request.num_prompt_tokens, params.prompt_logprobs)
+            self.requested[request.slot] = (request.num_prompt_tokens, params.prompt_logprobs)
 
     def remove(self, slot: int) -> None:
-        self.asked.pop(slot, None)
+        self.requested.pop(slot, None)
 
     def read(self, hidden: Tensor, batch: InputBatch) -> PromptLogprobsPart | None:
         """Score the prompt tokens after each token of the step. `hidden`: [num_tokens, hidden]."""
-        if not self.asked:
+        if not self.requested:
             return None
         parts: list[tuple[int, int, int]] = []
         tokens: list[np.ndarray] = []  # index in the step
@@ -46,7 +48,7 @@ class PromptLogprobsHead(OutputHead):
         lens = batch.query_lens
         starts = np.cumsum(lens) - lens
         for row, slot in enumerate(batch.host_slots.tolist()):
-            num_prompt_tokens, k = self.asked.get(slot, (0, 0))
+            num_prompt_tokens, k = self.requested.get(slot, (0, 0))
             first = int(batch.seq_lens[row] - lens[row])
             count = min(int(lens[row]), num_prompt_tokens - 1 - first)
             if count > 0:

@@ -55,12 +55,12 @@ def _unpickle(path: Path) -> dict[str, Tensor]:
     # These tensors have storage even in a dry run.
     with without_function_modes():
         try:
-            found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except Exception as error:  # broken bytes may raise anything
             raise OSError(error) from None
-    if not isinstance(found, dict) or not all(map(_is_plain, found.items())):
+    if not isinstance(tensors, dict) or not all(map(_is_plain, tensors.items())):
         raise OSError("it contains more than named plain tensors")
-    return found
+    return tensors
 
 
 def _check_archive(path: Path) -> None:
@@ -77,9 +77,9 @@ def _check_archive(path: Path) -> None:
             raise OSError(f"{entry.filename} has {entry.file_size} bytes, at most {MAX_PICKLE}")
 
 
-def _is_plain(named: tuple[Any, Any]) -> bool:
+def _is_plain(entry: tuple[Any, Any]) -> bool:
     """Return whether an item is a name and a dense, real tensor with data within the file."""
-    name, tensor = named
+    name, tensor = entry
     return (
         isinstance(name, str)
         and type(tensor) in (Tensor, nn.Parameter)

@@ -34,7 +34,7 @@ def read(path: Path) -> dict[str, Tensor]:
         if tensor.tensor_type.name != "F32":
             raise ConfigError(f"--quantization-imatrix {path}: {tensor.name} is not of float32")
         numbers[tensor.name] = torch.from_numpy(tensor.data)
-    found = {}
+    importance = {}
     for name, sums in numbers.items():
         stem = name.removesuffix(SUMS)
         if stem == name or (counts := numbers.get(stem + COUNTS)) is None:
@@ -42,7 +42,7 @@ def read(path: Path) -> dict[str, Tensor]:
         mean = sums.reshape(-1, sums.shape[-1]).sum(0) / counts.sum().clamp(min=1)
         if not bool(((mean >= 0) & mean.isfinite()).all()):
             raise ConfigError(f"--quantization-imatrix {path}: {name} has numbers below 0")
-        found[rename(stem)] = mean + LEAST * mean.mean() + torch.finfo().tiny
-    if not any(name.startswith("model.layers.") for name in found):
+        importance[rename(stem)] = mean + LEAST * mean.mean() + torch.finfo().tiny
+    if not any(name.startswith("model.layers.") for name in importance):
         raise ConfigError(f"--quantization-imatrix {path}: the file has no layers of a model")
-    return found
+    return importance

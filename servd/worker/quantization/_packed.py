@@ -27,7 +27,7 @@ def read_modules(
     module's weight; None: the module has no such weight. A module's parts may be in several files.
     Raises ModelNotFound for broken files; UnsupportedModel if a module is no matrix of this format.
     """
-    found: dict[str, dict[str, Any]] = {}
+    modules: dict[str, dict[str, Any]] = {}
     with ExitStack() as stack:
         for path in files:
             try:
@@ -40,8 +40,8 @@ def read_modules(
                     leaf = f"weight.{leaf}"
                 else:
                     module, _, leaf = name.rpartition(".")
-                found.setdefault(module, {})[leaf] = file
-        for name, leaves in found.items():
+                modules.setdefault(module, {})[leaf] = file
+        for name, leaves in modules.items():
             prefix = f"{name}." if name else ""
             module = {leaf: file.get_tensor(prefix + leaf) for leaf, file in leaves.items()}
             if (weight := _decoded(name, module, decode)) is not None:
@@ -66,7 +66,9 @@ def _decoded(
         raise UnsupportedModel(f"layer {name} cannot be read: {why[:200]}") from error
     if weight is not None and not weight.scale.is_meta:
         factors = (weight.scale, weight.offset)
-        if not all(bool(each.float().isfinite().all()) for each in factors if each is not None):
+        if not all(
+            bool(factor.float().isfinite().all()) for factor in factors if factor is not None
+        ):
             raise UnsupportedModel(f"layer {name} has a scale that is not a finite number")
     return weight
 
@@ -92,7 +94,7 @@ def take(name: str, module: Module, device: torch.device, *leaves: str) -> list[
     """Return and remove these matrices of a module, on the device. Raises UnsupportedModel if a
     matrix is missing, or a tensor is no matrix.
     """
-    taken = []
+    tensors = []
     for leaf in leaves:
         if leaf not in module:
             raise UnsupportedModel(f"layer {name} has no {leaf} beside its {leaves[0]}")
@@ -101,8 +103,8 @@ def take(name: str, module: Module, device: torch.device, *leaves: str) -> list[
             raise UnsupportedModel(
                 f"layer {name} has {leaf} of shape {list(tensor.shape)}, expected a matrix"
             )
-        taken.append(tensor.to(device))
-    return taken
+        tensors.append(tensor.to(device))
+    return tensors
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:
@@ -185,9 +187,9 @@ def side_by_side(name: str, weight: Quantized, group_of: Tensor) -> Quantized:
         return weight
     if group_of.is_meta:
         return weight.with_columns(torch.empty(group_of.shape, dtype=torch.int64))
-    wanted = torch.arange(weight.shape[1], device=group_of.device) // weight.group_size
+    groups = torch.arange(weight.shape[1], device=group_of.device) // weight.group_size
     columns = group_of.to(torch.int64).argsort(stable=True)
-    if not torch.equal(group_of[columns].to(torch.int64), wanted):
+    if not torch.equal(group_of[columns].to(torch.int64), groups):
         raise UnsupportedModel(
             f"layer {name} has a g_idx whose groups are not of {weight.group_size} columns each"
         )
@@ -207,23 +209,23 @@ def scales_of_rows(
         block: rows and columns of a block.
     """
     num_rows, size = shape
-    given = list(scale.shape)
+    shape_of_scale = list(scale.shape)
     group_size = size
     scale = scale if scale.dtype in (torch.bfloat16, torch.float16) else scale.float()
     if scale.numel() == 1:
         return scale.reshape(1, 1).expand(num_rows, 1).contiguous(), size
     if block:
         group_size = block[1]
-        fits = given == [-(-num_rows // block[0]), -(-size // group_size)]
+        fits = shape_of_scale == [-(-num_rows // block[0]), -(-size // group_size)]
         scale = scale.repeat_interleave(block[0], dim=0)[:num_rows] if fits else scale
     else:
-        scale = scale.reshape(num_rows, 1) if given == [num_rows] else scale
+        scale = scale.reshape(num_rows, 1) if shape_of_scale == [num_rows] else scale
         fits = scale.dim() == 2 and len(scale) == num_rows and size % scale.shape[1] == 0
         group_size = size // scale.shape[1] if fits else size
     if not fits:
         raise UnsupportedModel(
-            f"layer {name} has scales {given} for a matrix of {list(shape)}, which fit neither "
-            f"rows nor groups of columns{f' nor blocks of {list(block)}' if block else ''}"
+            f"layer {name} has scales {shape_of_scale} for a matrix of {list(shape)}, which fit "
+            f"neither rows nor groups of columns{f' nor blocks of {list(block)}' if block else ''}"
         )
     return scale.contiguous(), group_size
 

@@ -35,16 +35,16 @@ def read(files: list[Path], config: dict[str, Any], device: torch.device) -> Nam
     values = opened[0][1]
     name = values["general.architecture"]
     for reader, _ in opened:
-        for found in reader.tensors:
-            renamed = rename(found.name, name)
+        for entry in reader.tensors:
+            renamed = rename(entry.name, name)
             if "{}" in renamed:
-                if found.data.ndim < 2:
-                    raise UnsupportedModel(f"tensor {found.name} is not of several experts")
-                for number, data in enumerate(found.data):
-                    part = _decode(found._replace(data=data), device)
+                if entry.data.ndim < 2:
+                    raise UnsupportedModel(f"tensor {entry.name} is not of several experts")
+                for number, data in enumerate(entry.data):
+                    part = _decode(entry._replace(data=data), device)
                     yield renamed.replace("{}", str(number)), part
-            elif not found.name.startswith(IN_CONFIG):
-                yield renamed, _as_original(_decode(found, device), found.name, values)
+            elif not entry.name.startswith(IN_CONFIG):
+                yield renamed, _as_original(_decode(entry, device), entry.name, values)
 
 
 def rename(name: str, architecture: str = "llama") -> str:
@@ -113,8 +113,8 @@ def _decode(tensor: ReaderTensor, device: torch.device) -> Tensor | Quantized:
         return torch.from_numpy(quants.dequantize(tensor.data, tensor.tensor_type)).to(device)
     unpacked = _unpack(BLOCKS[kind], data, *GGML_QUANT_SIZES[tensor.tensor_type], device)
     largest = max(map(abs, unpacked.table or (128,)))  # MXFP4's largest scales overflow
-    for each in (unpacked.scale, unpacked.offset, unpacked.factors):
-        if not (each is None or each.is_meta or bool((each.float() * largest).isfinite().all())):
+    for part in (unpacked.scale, unpacked.offset, unpacked.factors):
+        if not (part is None or part.is_meta or bool((part.float() * largest).isfinite().all())):
             raise UnsupportedModel(f"tensor {tensor.name} has a scale that is no finite number")
     return unpacked
 

@@ -42,8 +42,8 @@ def _weight(
         return None
     words, zeros, scale = take(name, module, device, "qweight", "qzeros", "scales")
     num_groups, num_rows = scale.shape
-    bits, rest = divmod(32 * zeros.shape[1], num_rows)
-    if rest or bits not in MISSING:
+    bits, remainder = divmod(32 * zeros.shape[1], num_rows)
+    if remainder or bits not in MISSING:
         raise UnsupportedModel(
             f"layer {name} has {32 * zeros.shape[1] / num_rows:g} bits per weight; of GPTQ, 2, 4 "
             "and 8 are supported"

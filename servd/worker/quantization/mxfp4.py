@@ -19,21 +19,21 @@ BIAS = 127  # of exponents; 255 is no number
 
 def read(files: list[Path], config: dict[str, Any], device: torch.device) -> NamedTensors:
     """Yield tensors; `experts.NAME_blocks` and `NAME_scales` become `experts.NUMBER.NAME`."""
-    found: dict[str, dict[str, Tensor]] = {}
+    pairs: dict[str, dict[str, Tensor]] = {}
     for name, tensor in read_tensors(files):
         stem, _, kind = name.rpartition("_")
         if kind not in ("blocks", "scales"):
             yield name, tensor
             continue
-        pair = found.setdefault(stem, {})
+        pair = pairs.setdefault(stem, {})
         pair[kind] = tensor
         if len(pair) == 2:
-            del found[stem]
+            del pairs[stem]
             module, _, leaf = stem.rpartition(".")
             for number, matrix in enumerate(_matrices(stem, pair, device)):
                 yield f"{module}.{number}.{leaf}", matrix
-    if found:
-        raise UnsupportedModel(f"of {', '.join(found)} the file has only blocks, or only scales")
+    if pairs:
+        raise UnsupportedModel(f"of {', '.join(pairs)} the file has only blocks, or only scales")
 
 
 def _matrices(name: str, pair: dict[str, Tensor], device: torch.device) -> Iterator[Quantized]:

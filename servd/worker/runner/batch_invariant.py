@@ -50,6 +50,7 @@ def make_batch_invariant(runner: ModelRunner) -> None:
             raise ConfigError(
                 f"--batch-invariant does not work with quantized weights ({name}); leave it out"
             )
-        weight.quant_method, weight.data = InvariantMatrix(weight.data), weight.data.new_empty(0)
+        weight.quant_method = InvariantMatrix(weight.data)
+        weight.data = weight.data.new_empty(0)
     spec = replace(runner.backend.spec, batch_invariant=True)
     runner.backend = type(runner.backend)(spec)

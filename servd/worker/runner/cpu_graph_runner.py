@@ -67,61 +67,66 @@ class CPUGraphRunner:
         self.tokens = np.zeros((2, max_num_rows), dtype=np.int64)  # ids, positions
         self.query_lens, self.seq_lens = np.ones((2, max_num_rows), dtype=np.int64)
         self.places = [Places(max_num_rows, max_num_blocks) for _ in range(num_groups)]
-        self.others: list[np.ndarray] = []
+        self.extra_inputs: list[np.ndarray] = []
         self.memory = Memory(max_num_rows)
         self.graphs: dict[tuple[int, Hashable], CPUGraph] = {}
         self.variant: Callable[[], Hashable] = lambda: False  # see `ModelRunner.variant`
 
     def __call__(
-        self, input_ids: Tensor, positions: Tensor, attention: AttentionBatch, *others: Tensor
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        attention: AttentionBatch,
+        *extra_inputsinputs: Tensor,
     ) -> Tensor:
         """Return hidden states [num_rows, hidden] of a decode step, valid until the next call.
-        `others` are float32 [num_rows, n] each.
+        `extra_inputs` are float32 [num_rows, n] each.
         """
         if self.is_recordable:
             try:
-                return self._run(input_ids, positions, attention, *others)
+                return self._run(input_ids, positions, attention, *extra_inputsinputs)
             except NotRecordable as error:
                 log.warning("decode steps run without recorded graphs, which is slower: %s", error)
                 self.is_recordable = False
-        return self.forward(input_ids, positions, attention, *others)
+        return self.forward(input_ids, positions, attention, *extra_inputsinputs)
 
     def _run(
-        self, input_ids: Tensor, positions: Tensor, attention: AttentionBatch, *others: Tensor
+        self, input_ids: Tensor, positions: Tensor, attention: AttentionBatch, *extra_inputs: Tensor
     ) -> Tensor:
-        self.fill(input_ids, positions, attention, *others)
+        self.fill(input_ids, positions, attention, *extra_inputs)
         num_rows = len(input_ids)
         key = num_rows, self.variant()
         if (graph := self.graphs.get(key)) is None:
-            graph = self.graphs[key] = self._record(num_rows)
+            graph = self._record(num_rows)
+            self.graphs[key] = graph
         else:
             graph.run()
         return graph.results[0]
 
     def fill(
-        self, input_ids: Tensor, positions: Tensor, attention: AttentionBatch, *others: Tensor
+        self, input_ids: Tensor, positions: Tensor, attention: AttentionBatch, *extra_inputs: Tensor
     ) -> None:
         num_rows = len(input_ids)
         self.tokens[0, :num_rows] = input_ids.numpy()
         self.tokens[1, :num_rows] = positions.numpy()
         self.seq_lens[:num_rows] = attention.seq_lens
-        for places, group in zip(self.places, (attention, *attention.others), strict=True):
+        for places, group in zip(self.places, (attention, *attention.other_groups), strict=True):
             places.fill(group, num_rows)
-        self.fill_others(others)
+        self.fill_others(extra_inputs)
 
-    def fill_others(self, others: Sequence[Tensor]) -> None:
-        """Fill the buffers of further inputs, the `others` of `__call__`."""
-        for number, other in enumerate(others):
-            if number == len(self.others):
+    def fill_others(self, extra_inputs: Sequence[Tensor]) -> None:
+        """Fill the buffers of further inputs, the `extra_inputs` of `__call__`."""
+        for number, other in enumerate(extra_inputs):
+            if number == len(self.extra_inputs):
                 shape = len(self.seq_lens), other.shape[1]
-                self.others.append(np.zeros(shape, dtype=np.float32))
-            self.others[number][: len(other)] = other.numpy()
+                self.extra_inputs.append(np.zeros(shape, dtype=np.float32))
+            self.extra_inputs[number][: len(other)] = other.numpy()
 
     def inputs(self, num_rows: int) -> tuple[Any, ...]:
         input_ids, positions = torch.from_numpy(self.tokens)[:, :num_rows]
         starts = torch.arange(num_rows + 1, dtype=torch.int32)
         seq_lens = self.seq_lens[:num_rows]
-        attention, *others = [
+        attention, *groups = [
             AttentionBatch(
                 query_lens=self.query_lens[:num_rows],
                 seq_lens=seq_lens,
@@ -133,12 +138,12 @@ class CPUGraphRunner:
             )
             for places in self.places
         ]
-        attention = replace(attention, others=others)
+        attention = replace(attention, other_groups=groups)
         return (
             input_ids,
             positions,
             attention,
-            *(torch.from_numpy(other[:num_rows]) for other in self.others),
+            *(torch.from_numpy(other[:num_rows]) for other in self.extra_inputs),
         )
 
     def _record(self, num_rows: int) -> CPUGraph:
@@ -204,15 +209,15 @@ class ChainRunner(Chain):
                 self.features = np.zeros((len(self.last), features.shape[1]), np.float32)
             self.features[:num_rows] = features.numpy()
         self.block_tables[:num_rows] = tables.tables.numpy()[slots]
-        given = positions, tables.host_slot_mapping(slots, columns), columns + 1
-        if found := self.graphs.get((num_tokens, num_rows)):
-            numbers, graphs = found
-            for kind, each in enumerate(given):
-                numbers[:num_passes, kind] = each
+        pass_numbers = positions, tables.host_slot_mapping(slots, columns), columns + 1
+        if recorded := self.graphs.get((num_tokens, num_rows)):
+            numbers, graphs = recorded
+            for kind, values in enumerate(pass_numbers):
+                numbers[:num_passes, kind] = values
             graphs[num_passes].run()
         else:  # further passes repeat the last place
             places = np.arange(self.max_passes).clip(max=num_passes - 1)
-            numbers = np.stack(given, axis=1)[places]
+            numbers = np.stack(pass_numbers, axis=1)[places]
             graphs = self._record(num_tokens, num_rows, numbers)
             self.graphs[num_tokens, num_rows] = numbers, graphs
         return torch.stack(graphs[num_passes].results, dim=1)
@@ -260,7 +265,7 @@ class ChainRunner(Chain):
             for draft in self.draft(features, passes):
                 made.append(draft)
                 calls = b"".join(before.calls + recorder.calls)
-                graphs.append(CPUGraph(calls, [self.memory.lend(each) for each in made]))
+                graphs.append(CPUGraph(calls, [self.memory.lend(tensor) for tensor in made]))
         return graphs
 
 
@@ -275,10 +280,10 @@ class OnlyViews(DispatchMode):
         if not func.is_view:
             raise NotRecordable(f"{func} is not of the native library")
         result = func(*args, **(kwargs or {}))
-        given = {_memory_of(tensor) for tensor in args if isinstance(tensor, Tensor)}
+        memories = {_memory_of(tensor) for tensor in args if isinstance(tensor, Tensor)}
         views = result if isinstance(result, list | tuple) else [result]
         # `contiguous` and similar functions may copy.
-        if any(_memory_of(view) not in given for view in views):
+        if any(_memory_of(view) not in memories for view in views):
             raise NotRecordable(f"{func} makes a copy")
         return result
 
@@ -309,14 +314,14 @@ class Memory:
         self.users[index : index + 1] = [weakref.ref(part)]
         return torch.from_numpy(part).view(shape)
 
-    def lend(self, taken: Tensor) -> Tensor:
+    def lend(self, tensor: Tensor) -> Tensor:
         """Return a tensor of the same memory that does not keep the buffer in use. Raises
-        NotRecordable if `taken` is not a whole buffer.
+        NotRecordable if `tensor` is not a whole buffer.
         """
         for buffer in self.buffers:
-            if buffer.ctypes.data == taken.data_ptr() and taken.is_contiguous():
-                part = torch.from_numpy(buffer[: taken.nbytes // buffer.itemsize])
-                return part.view(taken.dtype).view(taken.shape)
+            if buffer.ctypes.data == tensor.data_ptr() and tensor.is_contiguous():
+                part = torch.from_numpy(buffer[: tensor.nbytes // buffer.itemsize])
+                return part.view(tensor.dtype).view(tensor.shape)
         raise NotRecordable("a result is none of the native library")
 
 

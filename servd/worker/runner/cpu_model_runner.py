@@ -60,7 +60,7 @@ class CPUModelRunner(ModelRunner):
         self.num_threads = torch.get_num_threads()
         keep_freed_memory()  # only now: memory freed by loading goes back to the system
         self.states.inputs.reserve(self.max_num_samples)
-        self.graphs = self.make_graphs(self.run, self.max_num_samples)
+        self.graphs = self.make_graphs(self.run_model, self.max_num_samples)
         if self.graphs is not None:
             proposer = self.proposer
             self.graphs.variant = lambda: (self.variant, proposer is None or proposer.is_reading)
@@ -89,13 +89,18 @@ class CPUModelRunner(ModelRunner):
             max_drafts=self.max_drafts,
         )
 
-    def forward(self, batch: InputBatch) -> Tensor:
+    def drop_graphs(self) -> None:
+        self.graphs = None
+
+    def run_graph(self, batch: InputBatch) -> Tensor | None:
         graphs = self.graphs if batch.is_decode else None
         # After each of its few operations in a graph torch's threads busy-wait for milliseconds
         # on the CPUs of the native kernels' threads, which made a step of 32 tokens 20 % slower.
         is_graph = graphs is not None and graphs.is_recordable
         torch.set_num_threads(1 if is_graph else self.num_threads)
-        return (graphs or self.run)(batch.input_ids, batch.positions, batch.attention)
+        if graphs is None:
+            return None
+        return graphs(batch.input_ids, batch.positions, batch.attention)
 
     def to_host(self, parts: Sequence[StepPart]) -> tuple[Sequence[StepPart], Callable[[], None]]:
         """Return the parts unchanged: on a CPU, there is nothing to copy or to wait for."""

@@ -64,8 +64,8 @@ class Weightless(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _first(given: Tensor | Sequence[Tensor]) -> Tensor:
-    return given if isinstance(given, Tensor) else given[0]
+def _first(value: Tensor | Sequence[Tensor]) -> Tensor:
+    return value if isinstance(value, Tensor) else value[0]
 
 
 def plan(config: Config, spec: ModelSpec) -> MemoryPlan:
@@ -79,9 +79,9 @@ def plan(config: Config, spec: ModelSpec) -> MemoryPlan:
     num_ranks = config.parallel.num_workers * max(config.parallel.num_engines_here, 1)
     if isinstance(runner, GPUModelRunner):
         meter = CudaMeter(runner.device)
-        use = runner.memory_use = MemoryUse(
+        use = MemoryUse(
             total=meter.total,
-            outside=meter.taken() - meter.held(),
+            outside=meter.used() - meter.held(),
             persistent=sizes.persistent,
             per_request=sizes.requests // runner.max_num_seqs,
             forward=sizes.forward,
@@ -90,6 +90,7 @@ def plan(config: Config, spec: ModelSpec) -> MemoryPlan:
             utilization=config.cache.gpu_memory_utilization,
             max_num_seqs=runner.max_num_seqs,
         )
+        runner.memory_use = use
         free = int(use.total * use.utilization) - use.outside
         room = use.available
     else:
@@ -133,7 +134,7 @@ def check_fits(runner: ModelRunner, sizes: MemorySizes) -> None:
     cache = runner.config.cache
     if runner.device.type == "cuda":
         meter = CudaMeter(runner.device)
-        free = int(meter.total * cache.gpu_memory_utilization) - meter.taken() + meter.held()
+        free = int(meter.total * cache.gpu_memory_utilization) - meter.used() + meter.held()
     else:
         free = available_memory()
     where = f"{format_bytes(max(free, 0))} of memory are free on {name_of(runner.device)}"
@@ -142,9 +143,9 @@ def check_fits(runner: ModelRunner, sizes: MemorySizes) -> None:
         lacking = advise_more_memory(sizes.persistent - free, bool(method))
         needed = format_bytes(sizes.persistent)
         raise NotEnoughMemory(f"the model takes {needed}, and {where}: it needs {lacking}")
-    if (asked := cache.kv_cache_memory) is not None and asked > free:
+    if (requested := cache.kv_cache_memory) is not None and requested > free:
         raise NotEnoughMemory(
-            f"--kv-cache-memory {format_bytes(asked)}: {where}: lower it, or leave it out"
+            f"--kv-cache-memory {format_bytes(requested)}: {where}: lower it, or leave it out"
         )
 
 

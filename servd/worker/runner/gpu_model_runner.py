@@ -66,7 +66,7 @@ class GPUModelRunner(ModelRunner):
         step = inputs.buffers_of(1)
         self.states.begin_decode(step)
         hidden = torch.zeros(1, self.spec.hidden_size, dtype=self.dtype, device=self.device)
-        self.choose(hidden, step)
+        self.sample_greedy(hidden, step)
 
     @property
     def variants(self) -> list[bool]:
@@ -91,7 +91,7 @@ class GPUModelRunner(ModelRunner):
         if not self.backend.supports_graphs:
             reason = f"attention backend {self.backend_name} cannot be captured"
         elif not all(
-            getattr(each, "is_capturable", True) for _, each in self.model.named_modules()
+            getattr(module, "is_capturable", True) for _, module in self.model.named_modules()
         ):
             reason = (
                 "quantized experts are multiplied one by one, and the host has to know how many"
@@ -115,18 +115,16 @@ class GPUModelRunner(ModelRunner):
             torch.empty(0, self.spec.hidden_size, dtype=self.dtype, device=self.device),
             self.recorder(),
             2 if self.states.tree is None else 3,
-            super().choose if self.parallel.is_last_stage else None,
+            super().sample_greedy if self.parallel.is_last_stage else None,
         )
         graphs.variant = lambda: self.variant
         return graphs
 
-    def forward(self, batch: InputBatch) -> torch.Tensor:
-        """Return hidden states. Steps run as graphs, or kernel by kernel if they are too large."""
-        if self.graphs is not None and not batch.is_part:
-            ends = None if batch.is_decode else batch.attention_rows.ends
-            if (hidden := self.graphs(batch.tokens, ends, batch.buffers)) is not None:
-                return hidden
-        return super().forward(batch)
+    def run_graph(self, batch: InputBatch) -> torch.Tensor | None:
+        """Return hidden states by a graph; None if the step is too large or a part of a step."""
+        if self.graphs is None or batch.is_part:
+            return None
+        return self.graphs(batch.tokens, batch.attention_rows.ends, batch.buffers)
 
     def _captured(self, tokens: torch.Tensor, ends: torch.Tensor | None) -> torch.Tensor:
         states = self.states
@@ -135,18 +133,18 @@ class GPUModelRunner(ModelRunner):
             states.begin_decode(step)
             attention = captured_attention(states, step)
             places = None if states.tree is None else step.step[PLACE]
-            return self.run(step.token_ids, states.positions(step.columns, places), attention)
+            return self.run_model(step.token_ids, states.positions(step.columns, places), attention)
         slots, columns, *places = tokens
         input_ids = states.token_ids[slots, columns].long().clamp_(min=0)  # see InputBatch
         positions = states.positions(columns, *(places or [None]))
-        return self.run(input_ids, positions, mixed_attention(states, tokens, ends))
+        return self.run_model(input_ids, positions, mixed_attention(states, tokens, ends))
 
-    def choose(self, hidden: torch.Tensor, buffers: DecodeBuffers) -> torch.Tensor:
+    def sample_greedy(self, hidden: torch.Tensor, buffers: DecodeBuffers) -> torch.Tensor:
         graphs = self.graphs
-        chosen = None
+        token_ids = None
         if graphs is not None and hidden.data_ptr() == graphs.hidden.data_ptr():
-            chosen = graphs.chosen_of(buffers)
-        return super().choose(hidden, buffers) if chosen is None else chosen
+            token_ids = graphs.chosen_of(buffers)
+        return super().sample_greedy(hidden, buffers) if token_ids is None else token_ids
 
     @torch.inference_mode()
     def _capture(self, graphs: GraphRunner, size: GraphSize) -> None:
@@ -182,12 +180,13 @@ class GPUModelRunner(ModelRunner):
     def _profile(self, meter: Meter) -> MemoryUse:
         """Run the largest steps and capture graphs, with the fewest KV-cache blocks needed."""
         longest = min(self.max_num_tokens, self.max_model_len)
-        each = min(self.max_num_tokens // self.max_num_seqs, self.max_model_len)
+        row_len = min(self.max_num_tokens // self.max_num_seqs, self.max_model_len)
         before = meter.allocated()
         super().allocate_kv_cache(-(-longest // self.config.cache.block_size))
         cache_bytes = meter.allocated() - before
-        forward = sampling = 0
-        steps = [(1, longest, 0), (self.max_num_seqs, each, 0)]
+        forward = 0
+        sampling = 0
+        steps = [(1, longest, 0), (self.max_num_seqs, row_len, 0)]
         if num_drafts := self.max_drafts:
             num_rows = min(self.max_num_seqs, self.max_num_samples // (1 + num_drafts))
             steps.append((num_rows, 1 + num_drafts, num_drafts))
@@ -202,7 +201,7 @@ class GPUModelRunner(ModelRunner):
         self.kv_caches = []
         return MemoryUse(
             total=meter.total,
-            outside=meter.taken() - meter.held(),
+            outside=meter.used() - meter.held(),
             persistent=kept - cache_bytes,
             per_request=(kept - cache_bytes - before + self.states.nbytes) // self.max_num_seqs,
             forward=forward - kept,
@@ -253,15 +252,15 @@ class GPUModelRunner(ModelRunner):
         """
         if (graphs := self.make_graphs()) is None:
             return 0
-        most = GraphSize(graphs.decode_sizes[-1], is_decode=True)
-        first = [*dict.fromkeys((*graphs.sizes[:2], most))]
-        taken = [meter.taken()]
+        largest = GraphSize(graphs.decode_sizes[-1], is_decode=True)
+        first = [*dict.fromkeys((*graphs.sizes[:2], largest))]
+        used = [meter.used()]
         for size in first:
             self._capture(graphs, size)
-            taken.append(meter.taken())
-        each = taken[2] - taken[1] if len(first) > 1 else 0
-        one = taken[-1] - taken[0] + each * (len(graphs.sizes) - len(first))
-        return len(self.variants) * one + graphs.nbytes
+            used.append(meter.used())
+        per_graph = used[2] - used[1] if len(first) > 1 else 0
+        per_variant = used[-1] - used[0] + per_graph * (len(graphs.sizes) - len(first))
+        return len(self.variants) * per_variant + graphs.nbytes
 
     # ---- output ----
 
@@ -281,3 +280,4 @@ class GPUModelRunner(ModelRunner):
         if self.graphs is not None:
             self.graphs.graphs.clear()
             self.graphs.heads.clear()
+            self.graphs = None

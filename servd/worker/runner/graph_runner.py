@@ -54,11 +54,11 @@ def decode_sizes(max_num_rows: int) -> list[int]:
 
 def mixed_sizes(max_num_tokens: int) -> list[int]:
     """Return the token counts of mixed graphs: four in each doubling."""
-    most = min(max_num_tokens, MOST_MIXED_TOKENS)
+    limit = min(max_num_tokens, MOST_MIXED_TOKENS)
     sizes = [16, 32, 48, *(quarter << up for up in range(4, 9) for quarter in (4, 5, 6, 7))]
-    chosen = [size for size in sizes if size < most]
-    if most > 1:
-        chosen.append(most)
+    chosen = [size for size in sizes if size < limit]
+    if limit > 1:
+        chosen.append(limit)
     return chosen
 
 
@@ -90,12 +90,12 @@ class GraphRunner:
         self.decode_inputs = decode_inputs
         self.decode_sizes = decode_sizes(max_num_rows)
         self.mixed_sizes = mixed_sizes(max_mixed_tokens)
-        most = max(self.decode_sizes + self.mixed_sizes)
-        self.hidden = hidden.new_zeros(most, hidden.shape[1])  # the output of all graphs
+        max_size = max(self.decode_sizes + self.mixed_sizes)
+        self.hidden = hidden.new_zeros(max_size, hidden.shape[1])  # the output of all graphs
         self.chosen = torch.zeros(max_num_rows, dtype=torch.int64, device=hidden.device)
         padding = [[decode_inputs.null_slot], *[[0]] * (num_inputs - 1)]
         self.padding = torch.tensor(padding, device=hidden.device)
-        # Inputs of mixed graphs, int64 [num_inputs, most].
+        # Inputs of mixed graphs, int64 [num_inputs, max_size].
         self.inputs = self.padding.repeat(1, max(self.mixed_sizes, default=0))
         self.ends = torch.zeros(max_num_rows, dtype=torch.int64, device=hidden.device)
         self.graphs: dict[tuple[GraphSize, bool], Run] = {}

@@ -25,7 +25,7 @@ class Failures:
     errors: dict[int, str]  # row -> message
 
     @classmethod
-    def of(cls, batch: InputBatch, failed: Mapping[int, str]) -> Failures:
+    def from_batch(cls, batch: InputBatch, failed: Mapping[int, str]) -> Failures:
         slots = enumerate(batch.host_slots.tolist())
         return cls({row: failed[slot] for row, slot in slots if slot in failed})
 
@@ -48,14 +48,14 @@ def forward_apart(
     a part; its result may be overwritten by the next call. `error`: the error of the whole step.
     """
     num_rows = len(batch.query_lens)
-    found: dict[int, torch.Tensor] = {}  # by first row
+    hidden_states: dict[int, torch.Tensor] = {}  # by first row
     errors: dict[int, Exception] = {}
     traceback.clear_frames(error.__traceback__)  # they hold tensors
     parts = [(num_rows - 1, num_rows), (0, num_rows - 1)] if num_rows > 1 else []  # last first
     while parts:
         first, end = parts.pop()
         try:
-            found[first] = forward(batch.part(first, end)).clone()
+            hidden_states[first] = forward(batch.part(first, end)).clone()
         except Exception as of_part:
             traceback.clear_frames(of_part.__traceback__)
             middle = (first + end) // 2
@@ -63,12 +63,12 @@ def forward_apart(
                 errors[first] = of_part
             else:
                 parts += [(middle, end), (first, middle)]
-    if not found:
+    if not hidden_states:
         raise error
-    one = next(iter(found.values()))
+    example = next(iter(hidden_states.values()))
     for row in errors:
-        found[row] = one.new_zeros(int(batch.query_lens[row]), one.shape[1])
-    hidden = torch.cat([found[first] for first in sorted(found)])
+        hidden_states[row] = example.new_zeros(int(batch.query_lens[row]), example.shape[1])
+    hidden = torch.cat([hidden_states[first] for first in sorted(hidden_states)])
     return hidden, {row: _report(of_row) for row, of_row in errors.items()}
 
 

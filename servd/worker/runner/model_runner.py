@@ -28,7 +28,7 @@ from servd.worker import output_heads, spec_decode
 from servd.worker.attention import AttentionBackend, AttentionBatch, make_backend
 from servd.worker.batch.decode_inputs import DecodeBuffers
 from servd.worker.batch.draft_chain import Chain, Drafter
-from servd.worker.batch.input_batch import InputBatch
+from servd.worker.batch.input_batch import InputBatch, gather_rows
 from servd.worker.batch.request_states import RequestStates
 from servd.worker.device.device import upload
 from servd.worker.device.parallel import Parallel
@@ -49,7 +49,7 @@ log = logging.getLogger("servd.worker")
 
 
 @dataclass(frozen=True)
-class LaunchedStep:
+class ExecuteModelState:
     """A step between `execute_model` and `sample_tokens`."""
 
     num_rows: tuple[int, int]  # in `SchedulerOutput.decodes`, and in `SchedulerOutput.scheduled`
@@ -60,7 +60,7 @@ class LaunchedStep:
 
 @dataclass(frozen=True)
 class AsyncOutput:
-    num_rows: tuple[int, int]  # see LaunchedStep
+    num_rows: tuple[int, int]  # see ExecuteModelState
     parts: Sequence[StepPart] = ()  # on the host after `wait`
     wait: Callable[[], None] = lambda: None
     times_ns: Sequence[int] = ()  # times until the launch
@@ -100,7 +100,7 @@ class ModelRunner(ABC):
         )
         self.kv_caches: list[torch.Tensor] = []
         self.block_store: BlockStore | None = None
-        self.launched: LaunchedStep | None = None
+        self.execute_model_state: ExecuteModelState | None = None
         self.failed: dict[int, str] = {}  # slot -> error of its request
 
     @property
@@ -167,7 +167,7 @@ class ModelRunner(ABC):
         self.kv_windows = kv_groups.arrange(self.model, self.config, self.backend, has_draft)
         self.states.block_tables.arrange(len(self.kv_windows))
         self.request_listeners = [
-            each for each in (*self.output_heads, self.adapters, self.proposer) if each is not None
+            part for part in (*self.output_heads, self.adapters, self.proposer) if part is not None
         ]
 
     def _load_weights(self, progress: Callable[[float], None]) -> None:
@@ -190,11 +190,17 @@ class ModelRunner(ABC):
     def _make_adapters(self) -> AdapterSlots | None:
         if not self.config.lora.enable_lora:
             return None
-        most = max(self.max_num_tokens, self.max_num_samples)
+        max_num_rows = max(self.max_num_tokens, self.max_num_samples)
         name = self.config.lora.lora_dtype
         dtype = self.compute_dtype if name == "auto" else getattr(torch, name)
         return AdapterSlots(
-            self.config.lora, self.model, dtype, self.device, self.max_num_seqs, most, self.parallel
+            self.config.lora,
+            self.model,
+            dtype,
+            self.device,
+            self.max_num_seqs,
+            max_num_rows,
+            self.parallel,
         )
 
     def count_blocks(self, room: int | None = None) -> int:
@@ -206,7 +212,7 @@ class ModelRunner(ABC):
             memory = self.kv_cache_memory() if room is None else room
         return kv_cache.count_blocks(
             self.config,
-            KVLayout.of(self.config, self.kv_windows),
+            KVLayout.from_config(self.config, self.kv_windows),
             self.bytes_per_block,
             memory,
             self.weights_bytes,
@@ -220,8 +226,8 @@ class ModelRunner(ABC):
 
     @property
     def bytes_per_block(self) -> int:
-        own = kv_cache.bytes_per_block(self.backend, self.model)
-        return own + (self.proposer.bytes_per_block if self.proposer else 0)
+        num_bytes = kv_cache.bytes_per_block(self.backend, self.model)
+        return num_bytes + (self.proposer.bytes_per_block if self.proposer else 0)
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
         self.kv_caches = kv_cache.allocate(self.backend, self.model, num_blocks)
@@ -231,50 +237,75 @@ class ModelRunner(ABC):
     def warm_up(self, progress: Callable[[float], None]) -> None:  # noqa: B027
         """Capture and compile, so that first requests need not wait. `progress`: gets 0 to 1."""
 
+    def release(self) -> None:
+        """Free weights, caches and graphs. Steps cannot run any more. Else they would stay until a
+        garbage collection, as they are in reference cycles with the runner, which takes 0.1 s.
+        """
+        self.drop_graphs()
+        self.kv_caches = []
+        self.block_store = None
+        self.proposer = None
+        self.adapters = None
+        self.output_heads = []
+        self.request_listeners = []
+        if hasattr(self, "model"):  # not if loading failed
+            del self.model
+
     # ---- steps ----
 
     @torch.inference_mode()
     def execute_model(self, scheduled: SchedulerOutput) -> None:
         """Update the request states and launch the forward pass."""
-        if self.launched is not None:
+        if self.execute_model_state is not None:
             raise RuntimeError("execute_model was called twice without sample_tokens")
         begin = now_ns()
         if scheduled.swaps is not None:
             self._swap_blocks(scheduled.swaps)
         self._update_states(scheduled)
         num_rows = len(scheduled.decodes.slots), len(scheduled.scheduled)
-        self.launched = LaunchedStep(num_rows)
+        self.execute_model_state = ExecuteModelState(num_rows)
         if not any(num_rows):
             return
-        batch = InputBatch.gather(scheduled, self.states)
+        batch = self._prepare_inputs(scheduled)
         prepared = now_ns()
-        hidden = self._forward(batch)
+        try:
+            hidden = self.forward(batch)
+        except Exception as error:
+            hidden = self._forward_apart(batch, error)
         read = (head.read(hidden, batch) for head in self.output_heads)
         parts: list[StepPart] = [part for part in read if part is not None]
         if self.failed:
-            parts.append(Failures.of(batch, self.failed))
+            parts.append(Failures.from_batch(batch, self.failed))
         times_ns = (begin, prepared, now_ns())
-        self.launched = LaunchedStep(num_rows, (batch, hidden), parts, times_ns)
+        self.execute_model_state = ExecuteModelState(num_rows, (batch, hidden), parts, times_ns)
 
-    def _forward(self, batch: InputBatch) -> torch.Tensor:
-        """Return hidden states [num_tokens, hidden]. Adds requests that fail to `failed`."""
-        try:
-            return self._begin(batch)
-        except Exception as error:
-            if self.parallel.size * self.parallel.num_stages > 1:  # other ranks would wait
-                raise
-            hidden, errors = forward_apart(batch, self._begin, error)
-            if self.adapters is not None:
-                self.adapters.begin_step(batch)
-        self.failed |= {int(batch.host_slots[row]): why for row, why in errors.items()}
-        return hidden
+    def _prepare_inputs(self, scheduled: SchedulerOutput) -> InputBatch:
+        """Return the inputs of a step, and update the block tables. The step's tokens, except
+        drafts, count as computed from now on.
+        """
+        is_plain = not scheduled.scheduled and self.states.tree is None
+        return InputBatch.from_rows(gather_rows(scheduled), self.states, is_plain)
 
-    def _begin(self, batch: InputBatch) -> torch.Tensor:
+    def forward(self, batch: InputBatch) -> torch.Tensor:
+        """Return hidden states [num_tokens, hidden] of a step."""
         if self.adapters is not None:
             self.adapters.begin_step(batch)
         if self.proposer is not None:
             self.proposer.begin_step(batch)
-        return self.forward(batch)
+        hidden = self.run_graph(batch)
+        if hidden is None:
+            hidden = self.run_model(batch.input_ids, batch.positions, batch.attention)
+        return hidden
+
+    def _forward_apart(self, batch: InputBatch, error: Exception) -> torch.Tensor:
+        """Return hidden states after `error`; requests that fail alone are added to `failed`."""
+        if self.parallel.size * self.parallel.num_stages > 1:  # other ranks would wait
+            raise error
+        hidden, errors = forward_apart(batch, self.forward, error)
+        if self.adapters is not None:
+            self.adapters.begin_step(batch)
+        self.failed |= {int(batch.host_slots[row]): text for row, text in errors.items()}
+        return hidden
 
     def _swap_blocks(self, swaps: BlockSwaps) -> None:
         """Copy blocks between the cache and the engine's host memory, mapped by the first copy."""
@@ -283,15 +314,11 @@ class ModelRunner(ABC):
             self.block_store = BlockStore(swaps.memory, caches, self.parallel)
         self.block_store.swap_blocks(swaps)
 
-    def forward(self, batch: InputBatch) -> torch.Tensor:
-        """Return hidden states [num_tokens, hidden] of a step."""
-        return self.run(batch.input_ids, batch.positions, batch.attention)
-
     def make_chain(self, drafter: Drafter, max_num_rows: int, max_num_tokens: int) -> Chain:
         """Return a chain that drafts with another model, for the requests of this model."""
         return Chain(drafter, self.states)
 
-    def run(
+    def run_model(
         self, input_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBatch
     ) -> torch.Tensor:
         """Return hidden states [num_tokens, hidden] from int64 [num_tokens] ids and positions."""
@@ -303,12 +330,12 @@ class ModelRunner(ABC):
     @torch.inference_mode()
     def sample_tokens(self, bitmask: GrammarOutput | None = None) -> AsyncOutput:
         """Sample for the step launched last, store the tokens, and draft for the next step."""
-        if self.launched is None:
+        if self.execute_model_state is None:
             raise RuntimeError("sample_tokens was called before execute_model")
-        launched, self.launched = self.launched, None
-        parts = [*launched.parts]
-        if launched.computed is not None:
-            batch, hidden = launched.computed
+        state, self.execute_model_state = self.execute_model_state, None
+        parts = [*state.parts]
+        if state.computed is not None:
+            batch, hidden = state.computed
             num_kept = None
             if len(batch.sample_rows):
                 part = self._sample(batch, hidden, bitmask)
@@ -318,27 +345,25 @@ class ModelRunner(ABC):
                     hidden = self._line_up(batch, hidden, part.sampled.order)
             if self.proposer and (drafts := self.proposer.draft(batch, hidden, num_kept)):
                 parts.append(drafts)
-        return AsyncOutput(launched.num_rows, *self.to_host(parts), launched.times_ns)
+        return AsyncOutput(state.num_rows, *self.to_host(parts), state.times_ns)
 
     def _sample(
         self, batch: InputBatch, hidden: torch.Tensor, bitmask: GrammarOutput | None
     ) -> SampledTokens:
-        drafts = SpecDecodeMetadata.of(batch, self.acceptance_chances)
+        drafts = SpecDecodeMetadata.from_batch(batch, self.acceptance_chances)
         buffers = batch.buffers
-        has_others = drafts is not None and drafts.is_synthetic
-        if buffers is not None and bitmask is None and not has_others:
+        is_synthetic = drafts is not None and drafts.is_synthetic
+        if buffers is not None and bitmask is None and not is_synthetic:
             if self.sampler.is_plain(batch.host_slots):
-                return self._sample_plain(batch, self.choose(hidden, buffers), drafts)
-        chosen = hidden if batch.samples_all else hidden[batch.sample_tokens]
-        logits = self.model.compute_logits(chosen)  # [m, vocab]
-        sampled = self.sampler(
-            logits,
-            batch.sample_slots,
-            batch.sample_host_slots,
-            batch.sample_positions,
-            self._unpack(bitmask, batch) if bitmask else None,
-            drafts,
+                token_ids = self.sample_greedy(hidden, buffers)
+                return self._sample_plain(batch, token_ids, drafts)
+        sample_hidden = hidden if batch.samples_all else hidden[batch.sample_tokens]
+        logits = self.model.compute_logits(sample_hidden)  # [m, vocab]
+        metadata = self.sampler.make_metadata(
+            batch.sample_slots, batch.sample_host_slots, batch.sample_positions
         )
+        masks = self._unpack(bitmask, batch) if bitmask else None
+        sampled = self.sampler(logits, metadata, masks, drafts)
         self.states.write(batch.sample_slots, batch.sample_columns, sampled.token_ids)
         if sampled.num_kept is not None:
             self.states.keep(batch.host_slots[batch.sample_rows], sampled.num_kept)
@@ -353,7 +378,7 @@ class ModelRunner(ABC):
         output = SamplerOutput(token_ids, None, num_kept)
         return SampledTokens(batch.sample_rows, batch.num_drafts, output)
 
-    def choose(self, hidden: torch.Tensor, buffers: DecodeBuffers) -> torch.Tensor:
+    def sample_greedy(self, hidden: torch.Tensor, buffers: DecodeBuffers) -> torch.Tensor:
         logits = self.model.compute_logits(hidden)
         token_ids = self.states.token_ids
         return self.sampler.ops.choose(logits, buffers.slots, buffers.next_columns, token_ids)
@@ -368,7 +393,7 @@ class ModelRunner(ABC):
             changed = tokens != moved
             tokens = tokens[changed]
             moved = moved[changed]
-        for group in (batch.attention, *batch.attention.others):
+        for group in (batch.attention, *batch.attention.other_groups):
             sources = group.slot_mapping[moved]
             targets = group.slot_mapping[tokens]
             for cache in self.kv_caches:
@@ -445,6 +470,10 @@ class ModelRunner(ABC):
 
     # ---- what the device decides ----
 
+    def run_graph(self, batch: InputBatch) -> torch.Tensor | None:
+        """Return the hidden states of a step that runs as a graph; None: run it without."""
+        return None
+
     @abstractmethod
     def kv_cache_memory(self) -> int:
         """Return the bytes that the KV cache may take. Called after load_model."""
@@ -453,8 +482,8 @@ class ModelRunner(ABC):
         """Return options that would free `missing` bytes, e.g. "lower --max-num-seqs to 4"."""
         return []
 
-    def drop_graphs(self) -> None:  # noqa: B027 - only a GPU has them
-        """Free captured steps. No captured step may run afterwards."""
+    def drop_graphs(self) -> None:  # noqa: B027
+        """Free captured or recorded steps. No such step may run afterwards."""
 
     @abstractmethod
     def to_host(self, parts: Sequence[StepPart]) -> tuple[Sequence[StepPart], Callable[[], None]]:

@@ -12,7 +12,7 @@ import torch
 
 from servd.messages.engine import GrammarOutput, SchedulerOutput
 from servd.worker.device.device import upload
-from servd.worker.loading.pipeline_model import StageInput
+from servd.worker.loading.pipeline_model import IntermediateTensors
 from servd.worker.runner.model_runner import AsyncOutput, ModelRunner
 
 
@@ -25,9 +25,11 @@ class Stage:
         self.runner = runner
         self.parallel = runner.parallel
         modules = runner.model.named_modules()
-        self.stage_input = next((each for _, each in modules if isinstance(each, StageInput)), None)
-        if self.stage_input is not None:
-            self.stage_input.make_room(runner.max_num_tokens)
+        self.intermediate_tensors = next(
+            (m for _, m in modules if isinstance(m, IntermediateTensors)), None
+        )
+        if self.intermediate_tensors is not None:
+            self.intermediate_tensors.make_room(runner.max_num_tokens)
         if not self.parallel.is_last_stage:
             runner.output_heads.clear()  # heads need the last layer's output
         self.sent: deque[tuple[Any, torch.Tensor]] = deque()  # sends in progress
@@ -40,14 +42,16 @@ class Stage:
         self.step = scheduled.step
         self.slots = scheduled.slots
         self.entered |= dict.fromkeys((new.slot for new in scheduled.new_requests), self.step)
-        if self.stage_input is not None and scheduled.total_num_scheduled_tokens:
-            self.parallel.receive(self.stage_input.stream[: scheduled.total_num_scheduled_tokens])
+        if self.intermediate_tensors is not None and scheduled.total_num_scheduled_tokens:
+            self.parallel.receive(
+                self.intermediate_tensors.stream[: scheduled.total_num_scheduled_tokens]
+            )
         self.runner.execute_model(scheduled)
-        launched = self.runner.launched
-        assert launched is not None
-        if launched.computed is not None and not self.parallel.is_last_stage:
+        state = self.runner.execute_model_state
+        assert state is not None
+        if state.computed is not None and not self.parallel.is_last_stage:
             # A copy: the next step may reuse the memory.
-            stream = launched.computed[1].clone()
+            stream = state.computed[1].clone()
             self.sent.append((self.parallel.send(stream), stream))
             if len(self.sent) > self.parallel.num_stages:
                 self.sent.popleft()[0].wait()
@@ -56,11 +60,11 @@ class Stage:
         """Sample in the last stage. Other stages receive the tokens by `take_tokens`."""
         if self.parallel.is_last_stage:
             return self.runner.sample_tokens(bitmask)
-        launched, self.runner.launched = self.runner.launched, None
-        if launched is None:
+        state, self.runner.execute_model_state = self.runner.execute_model_state, None
+        if state is None:
             raise RuntimeError("sample_tokens was called before execute_model")
         self.in_flight.append((self.step, self.slots))
-        return AsyncOutput(launched.num_rows, times_ns=launched.times_ns)
+        return AsyncOutput(state.num_rows, times_ns=state.times_ns)
 
     @torch.inference_mode()
     def take_tokens(self, sampled: list[list[int]]) -> None:

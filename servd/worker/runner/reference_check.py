@@ -37,7 +37,7 @@ from servd.worker.runner.model_runner import ModelRunner
 
 log = logging.getLogger("servd.worker")
 
-Own = list[tuple[nn.Parameter, Tensor]]
+Weights = list[tuple[nn.Parameter, Tensor]]
 
 LENGTHS = (5, 17, 40)  # tokens of the prompts
 TIMEOUT = 600.0  # seconds
@@ -96,7 +96,7 @@ class ReferenceCheck:
         """
         if not self.is_on:
             return
-        found = self._compute(run_step)
+        vectors = self._compute(run_step)
         if self.runner.parallel.rank != 0:
             return
         if self.process is not None:
@@ -111,23 +111,23 @@ class ReferenceCheck:
                     "vectors are not checked: transformers has no reference (%s)", reason[-1]
                 )
                 return
-        self._compare(found, json.loads(self.cached.read_text()))
+        self._compare(vectors, json.loads(self.cached.read_text()))
 
-    def _compare(self, found: list[np.ndarray], reference: list[list[float]]) -> None:
+    def _compare(self, vectors: list[np.ndarray], reference: list[list[float]]) -> None:
         runner = self.runner
         margin = QUANTIZED_MARGIN if runner.config.model.quantization else MARGINS[runner.dtype]
         # A difference of two logits may be near zero, but its rounding error is that of the logits.
-        least = LEAST_LOGIT if self.files.score_tokens else 1e-6
+        min_norm = LEAST_LOGIT if self.files.score_tokens else 1e-6
         distances = [
-            float(np.linalg.norm(one - np.array(other)) / max(np.linalg.norm(other), least))
-            if len(one) == len(other)
+            float(np.linalg.norm(vector - np.array(other)) / max(np.linalg.norm(other), min_norm))
+            if len(vector) == len(other)
             else math.inf
-            for one, other in zip(found, reference, strict=True)
+            for vector, other in zip(vectors, reference, strict=True)
         ]
         numbers = ", ".join(f"{distance:.2g}" for distance in distances)
         if not max(distances) <= margin:  # NaN fails, too
             raise UnsupportedModel(
-                f"{runner.spec.folder}: vectors of {len(found)} prompts differ from those of "
+                f"{runner.spec.folder}: vectors of {len(vectors)} prompts differ from those of "
                 f"transformers in float32 by {numbers} of their length; the limit for "
                 f"{runner.dtype} is {margin:g}, so the model is not served. Report it, or switch "
                 "the check off with --no-check-vectors"
@@ -147,7 +147,8 @@ class ReferenceCheck:
         size = runner.config.cache.block_size
         for slot, ids in enumerate(self.prompts):
             end = block - (-len(ids) // size) * len(runner.kv_windows)
-            blocks, block = list(range(block, end)), end
+            blocks = list(range(block, end))
+            block = end
             row = params if not self.files.has_token_types else _pair(params, ids)
             new.append(NewRequest(slot, ids, len(ids), 0, [], row, []))
             scheduled.append(ScheduledRequest(slot, len(ids), blocks, True, 0))
@@ -206,7 +207,7 @@ def reference(folder: str, limit: int) -> list[list[float]]:
         options["config"] = transformers.CONFIG_MAPPING["gte"].from_dict(spec.config)
     model = kind.from_pretrained(folder, **options).eval()
     _compute_in_float32(model)
-    found = []
+    vectors = []
     for ids in prompts(spec, limit):
         options = {}
         if is_head and files.has_token_types:
@@ -219,8 +220,8 @@ def reference(folder: str, limit: int) -> list[list[float]]:
         else:
             hidden = output.last_hidden_state[0].float()  # [num_tokens, hidden]
             vector = _run_modules(Path(folder), hidden)
-        found.append(vector.tolist())
-    return found
+        vectors.append(vector.tolist())
+    return vectors
 
 
 def _run_modules(folder: Path, hidden: Tensor) -> Tensor:
@@ -259,17 +260,17 @@ def _run_modules(folder: Path, hidden: Tensor) -> Tensor:
 def _compute_in_float32(model: nn.Module) -> None:
     """Convert each module's weights to float32 while it runs, and the output of embeddings."""
     for module in model.modules():
-        own = [(weight, weight.data) for weight in module.parameters(recurse=False)]
+        weights = [(weight, weight.data) for weight in module.parameters(recurse=False)]
         if isinstance(module, nn.Embedding):
             module.register_forward_hook(lambda _, __, output: output.float())
-        elif any(weight.dtype != torch.float32 for weight, _ in own):
+        elif any(weight.dtype != torch.float32 for weight, _ in weights):
 
-            def widen(_: nn.Module, __: Any, own: Own = own) -> None:
-                for weight, _narrow in own:
+            def widen(_: nn.Module, __: Any, weights: Weights = weights) -> None:
+                for weight, _narrow in weights:
                     weight.data = weight.data.float()
 
-            def restore(_: nn.Module, __: Any, ___: Any, own: Own = own) -> None:
-                for weight, narrow in own:
+            def restore(_: nn.Module, __: Any, ___: Any, weights: Weights = weights) -> None:
+                for weight, narrow in weights:
                     weight.data = narrow
 
             module.register_forward_pre_hook(widen)
@@ -279,11 +280,11 @@ def _compute_in_float32(model: nn.Module) -> None:
 def main() -> None:
     """Write the reference of the model in a folder to a file. Arguments: FOLDER LIMIT FILE."""
     folder, limit, file = sys.argv[1:]
-    found = json.dumps(reference(folder, int(limit)))
+    text = json.dumps(reference(folder, int(limit)))
     target = Path(file)
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = target.with_suffix(f".{os.getpid()}")
-    scratch.write_text(found)
+    scratch.write_text(text)
     scratch.rename(target)
 
 

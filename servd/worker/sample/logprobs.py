@@ -13,7 +13,7 @@ from servd.messages.engine import TokenLogprobs
 from servd.messages.params import SamplingParams
 from servd.worker.device.device import upload
 from servd.worker.sample import ops
-from servd.worker.sample.rows import Rows
+from servd.worker.sample.sampling_metadata import SamplingMetadata
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class LogprobsTensors:
 
     def to_lists(self) -> list[TokenLogprobs | None]:
         """Return one entry per row of the step, None if not requested. Call on host tensors."""
-        asked = zip(
+        entries = zip(
             self.token_ids.tolist(),
             self.logprobs.tolist(),
             self.ranks.tolist(),
@@ -49,13 +49,13 @@ class LogprobsTensors:
             if k is None:
                 rows.append(None)
             else:
-                token_ids, logprobs, rank, num_named = next(asked)
+                token_ids, logprobs, rank, num_named = next(entries)
                 likely = slice(1 + k)
-                named = slice(first_named, first_named + num_named)
+                extra = slice(first_named, first_named + num_named)
                 rows.append(
                     TokenLogprobs(
-                        token_ids[likely] + token_ids[named],
-                        logprobs[likely] + logprobs[named],
+                        token_ids[likely] + token_ids[extra],
+                        logprobs[likely] + logprobs[extra],
                         rank,
                     )
                 )
@@ -70,18 +70,20 @@ class SampledLogprobs:
     def __init__(self, are_logits: bool = False) -> None:
         self.are_logits = are_logits
         self.num_logprobs: dict[int, int] = {}  # slot -> k
-        self.named: dict[int, list[int]] = {}  # slot -> token ids requested by name
+        self.requested_ids: dict[int, list[int]] = {}  # slot -> token ids requested by name
 
     def add(self, slot: int, params: SamplingParams) -> bool:
-        self.named.pop(slot, None)
+        self.requested_ids.pop(slot, None)
         if params.logprobs is None:
             return False
         self.num_logprobs[slot] = params.logprobs
         if params.logprob_token_ids:
-            self.named[slot] = params.logprob_token_ids
+            self.requested_ids[slot] = params.logprob_token_ids
         return True
 
-    def gather(self, logits: Tensor, sampled: Tensor, rows: Rows, num_rows: int) -> LogprobsTensors:
+    def gather(
+        self, logits: Tensor, sampled: Tensor, rows: SamplingMetadata, num_rows: int
+    ) -> LogprobsTensors:
         """Return the log-probabilities that `rows`, of the step's `num_rows`, request. `logits`:
         [m, vocab] float32, of these rows; `sampled`: [num_rows] int64.
         """
@@ -89,8 +91,10 @@ class SampledLogprobs:
         slots = rows.host_slots.tolist()
         for row, slot in zip(rows.host_index.tolist(), slots, strict=True):
             num_logprobs[row] = self.num_logprobs[slot]
-        named = [self.named.get(slot, []) for slot in slots] if self.named else []
-        reported = gather_logprobs(logits, sampled[rows.index], num_logprobs, named)
+        requested_ids = (
+            [self.requested_ids.get(slot, []) for slot in slots] if self.requested_ids else []
+        )
+        reported = gather_logprobs(logits, sampled[rows.index], num_logprobs, requested_ids)
         if self.are_logits:
             return replace(reported, logprobs=logits.gather(1, reported.token_ids))
         return reported
@@ -100,7 +104,7 @@ def gather_logprobs(
     logits: Tensor,
     sampled: Tensor,
     num_logprobs: list[int | None],
-    named: Sequence[Sequence[int]] = (),
+    requested_ids: Sequence[Sequence[int]] = (),
 ) -> LogprobsTensors:
     """Return the log-probabilities that the rows request.
 
@@ -113,10 +117,10 @@ def gather_logprobs(
     k_max = max(k for k in num_logprobs if k is not None)
     log_totals, ranks = ops.for_device(logits.device).score(logits, sampled)
     columns = [sampled.unsqueeze(1), logits.topk(min(k_max, logits.shape[1]), dim=-1).indices]
-    num_named = [len(ids) for ids in named] or [0] * len(logits)
+    num_named = [len(ids) for ids in requested_ids] or [0] * len(logits)
     if any(num_named):
-        padded = np.zeros((len(named), max(num_named)), dtype=np.int64)
-        for row, ids in zip(padded, named, strict=True):
+        padded = np.zeros((len(requested_ids), max(num_named)), dtype=np.int64)
+        for row, ids in zip(padded, requested_ids, strict=True):
             row[: len(ids)] = ids
         columns.append(upload(padded, logits.device))
     token_ids = torch.cat(columns, dim=1)

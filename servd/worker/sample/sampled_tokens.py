@@ -40,8 +40,8 @@ class SampledTokens:
             output.errors = output.errors | dict.fromkeys(void, NOT_FINITE)
         if sampled.logprobs:
             logprobs = sampled.logprobs.to_lists()
-            asked = {row: [x for x in logprobs[part] if x] for row, part in self._parts()}
-            output.logprobs |= {row: each for row, each in asked.items() if each}
+            row_logprobs = {row: [x for x in logprobs[part] if x] for row, part in self._parts()}
+            output.logprobs |= {row: entries for row, entries in row_logprobs.items() if entries}
 
     def _add_dead_ends(self, output: ModelRunnerOutput, is_forbidden: np.ndarray) -> None:
         """Add the first token of each row that stands for a choice among forbidden tokens."""

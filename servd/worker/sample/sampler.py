@@ -2,7 +2,8 @@
 
     sampler = Sampler(vocab_size, max_num_seqs, device)
     sampler.add(slot, params, prompt_token_ids, output_token_ids, eos_token_ids)  # a request enters
-    output = sampler(logits, slots, host_slots, positions, bitmask)  # overwrites the logits
+    metadata = sampler.make_metadata(slots, host_slots, positions)
+    output = sampler(logits, metadata, bitmask)  # overwrites the logits
     sampler.remove(slot)
 
 Order, equivalent to vLLM's: log-probabilities of the raw logits; the logits processors in the order
@@ -30,7 +31,7 @@ from servd.worker.sample.fixed_point import MAX_VOCAB_SIZE
 from servd.worker.sample.logit_edits import LogitEdits
 from servd.worker.sample.logits_processors import LogitsProcessor, SlotRequest
 from servd.worker.sample.logprobs import LogprobsTensors, SampledLogprobs
-from servd.worker.sample.rows import Rows
+from servd.worker.sample.sampling_metadata import SamplingMetadata
 from servd.worker.sample.top_k_top_p import TopKTopPFilter
 from servd.worker.sample.verification import SpecDecodeMetadata
 
@@ -81,7 +82,7 @@ class Sampler:
         mode: LogprobsMode = "raw_logprobs",
     ) -> None:
         assert vocab_size <= MAX_VOCAB_SIZE, vocab_size
-        self.uses = np.zeros(max_num_seqs, dtype=np.int64)  # feature bits of each slot
+        self.features = np.zeros(max_num_seqs, dtype=np.int64)  # feature bits of each slot
         self.temperature = torch.ones(max_num_seqs, device=device)
         self.seeds = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self.ops = ops.for_device(device)
@@ -90,10 +91,10 @@ class Sampler:
         self.tells_processed = mode.startswith("processed")
         self.null_slot = max_num_seqs  # for rows after a rejected draft, which must change no state
         processors = logits_processors.load(vocab_size, max_num_seqs + 1, device)
-        self.processors = [(FIRST_PROCESSOR << i, each) for i, each in enumerate(processors)]
+        self.processors = [(FIRST_PROCESSOR << i, p) for i, p in enumerate(processors)]
         # The bits of processors that depend on the tokens sampled before.
         self.stateful = sum(
-            bit for bit, each in self.processors if type(each).update is not LogitsProcessor.update
+            bit for bit, p in self.processors if type(p).update is not LogitsProcessor.update
         )
 
     @property
@@ -133,28 +134,39 @@ class Sampler:
         with params.stop_token_ids, for the first params.min_tokens outputs.
         """
         request = SlotRequest(slot, params, prompt_token_ids, output_token_ids, eos_token_ids)
-        self.uses[slot] = 0
-        uses = sum(bit for bit, processor in self.processors if processor.add(request))
+        self.features[slot] = 0
+        features = sum(bit for bit, processor in self.processors if processor.add(request))
         if not params.is_greedy:
-            uses |= RANDOM
+            features |= RANDOM
             self.temperature[slot] = params.temperature
             self.seeds[slot] = params.seed or 0
-            uses |= FILTERED * self.top_k_top_p.add(slot, params)
-        self.uses[slot] = uses | LOGPROBS * self.logprobs.add(slot, params)
-        return not (uses & self.stateful or params.structured_output)
+            if self.top_k_top_p.add(slot, params):
+                features |= FILTERED
+        may_branch = not (features & self.stateful or params.structured_output)
+        if self.logprobs.add(slot, params):
+            features |= LOGPROBS
+        self.features[slot] = features
+        return may_branch
 
     def is_plain(self, host_slots: npt.NDArray[np.int64]) -> bool:
-        return not self.uses[host_slots].any()
+        return not self.features[host_slots].any()
 
     def remove(self, slot: int) -> None:
-        self.uses[slot] = 0
+        self.features[slot] = 0
+
+    def make_metadata(
+        self, slots: Tensor, host_slots: Sequence[int] | npt.NDArray[np.int64], positions: Tensor
+    ) -> SamplingMetadata:
+        """Return the rows of a step; for the arguments see `SamplingMetadata`. `slots` are distinct
+        without drafts.
+        """
+        host_slots = np.asarray(host_slots, dtype=np.int64)
+        return SamplingMetadata(slots, positions, host_slots, self.features[host_slots])
 
     def __call__(
         self,
         logits: Tensor,
-        slots: Tensor,
-        host_slots: Sequence[int] | npt.NDArray[np.int64],
-        positions: Tensor,
+        metadata: SamplingMetadata,
         bitmask: Tensor | None = None,
         drafts: SpecDecodeMetadata | None = None,
     ) -> SamplerOutput:
@@ -163,92 +175,104 @@ class Sampler:
         Args:
             logits: [n, vocab] float32 or narrower; overwritten. A row without a finite maximum (all
                 -inf, +inf, NaN) yields its argmax, greedy or not, and does not affect other rows.
-            slots: [n] int64 on the device; distinct without drafts.
-            positions: [n] int64 on the device: index of the sampled token in its sequence.
             bitmask: [n, ceil(vocab / 32)] int32 on the device, bit set = allowed; all -1 in rows
                 without a grammar.
             drafts: the drafts of a step with drafts; then n is `SpecDecodeMetadata`'s m.
         """
-        host_slots = np.asarray(host_slots, dtype=np.int64)
-        step = Rows(slots, positions, host_slots, self.uses[host_slots])
-        used = int(np.bitwise_or.reduce(step.uses))
+        used = int(np.bitwise_or.reduce(metadata.features))
         if used & ~(RANDOM | FILTERED) or bitmask is not None:
             logits = logits.float()
-        asked = step.subset(LOGPROBS) if used & LOGPROBS else None
+        reported_rows = metadata.subset(LOGPROBS) if used & LOGPROBS else None
         reported = None  # logits to report, of requesting rows; of all rows, if `order` may change
         in_order = drafts is None or drafts.parents is None
-        if asked is not None and not self.tells_processed:
-            reported = asked.copy_of(logits) if in_order else logits.clone()
+        if reported_rows is not None and not self.tells_processed:
+            reported = reported_rows.copy_of(logits) if in_order else logits.clone()
         if drafts is not None and used & self.stateful:
-            token_ids = self._choose_in_turn(logits, step, bitmask, drafts)
+            token_ids = self._choose_in_turn(logits, metadata, bitmask, drafts)
         else:
-            token_ids = self._choose(logits, step, bitmask)
-        if asked is not None and reported is None:
-            reported = asked.copy_of(logits) if in_order else logits
+            token_ids = self._choose(logits, metadata, bitmask)
+        if reported_rows is not None and reported is None:
+            reported = reported_rows.copy_of(logits) if in_order else logits
         best = logits.gather(1, token_ids.unsqueeze(1))
-        num_kept = order = logprobs = None
+        num_kept = None
+        order = None
+        logprobs = None
         if drafts is not None:
             token_ids = drafts.settle(token_ids)
             num_kept, order = drafts.verify(token_ids)
         if order is not None:
             token_ids = token_ids[order]
             best = best[order]
-            if asked is not None and reported is not None:
-                reported = reported[order[asked.index]]
-        if asked is not None and reported is not None:
-            logprobs = self.logprobs.gather(reported, token_ids, asked, len(host_slots))
+            if reported_rows is not None and reported is not None:
+                reported = reported[order[reported_rows.index]]
+        if reported_rows is not None and reported is not None:
+            logprobs = self.logprobs.gather(
+                reported, token_ids, reported_rows, len(metadata.host_slots)
+            )
         return SamplerOutput(token_ids, logprobs, num_kept, order, best)
 
     def _choose(
-        self, logits: Tensor, step: Rows, bitmask: Tensor | None, is_kept: Tensor | None = None
+        self,
+        logits: Tensor,
+        metadata: SamplingMetadata,
+        bitmask: Tensor | None,
+        is_kept: Tensor | None = None,
     ) -> Tensor:
         """Return sampled tokens [n]. Rows that are not `is_kept`, [n] bool, change no state."""
-        used = int(np.bitwise_or.reduce(step.uses))
-        active = [(bit, each, step.subset(bit)) for bit, each in self.processors if used & bit]
+        used = int(np.bitwise_or.reduce(metadata.features))
+        active = [(bit, p, metadata.subset(bit)) for bit, p in self.processors if used & bit]
         edits = LogitEdits(bitmask=bitmask)
         for _, processor, rows in active:
             processor.apply(logits, rows, edits)
         token_ids = self.ops.edit_logits(logits, edits)
         if used & RANDOM:
-            self._draw(logits, token_ids, step.subset(RANDOM))
+            self._draw(logits, token_ids, metadata.subset(RANDOM))
         if is_kept is not None:
-            step = replace(step, slots=step.slots.masked_fill(~is_kept, self.null_slot))
+            metadata = replace(metadata, slots=metadata.slots.masked_fill(~is_kept, self.null_slot))
         for bit, processor, rows in active:
-            processor.update(token_ids, rows if is_kept is None else step.subset(bit))
+            processor.update(token_ids, rows if is_kept is None else metadata.subset(bit))
         return token_ids
 
     def _choose_in_turn(
-        self, logits: Tensor, step: Rows, bitmask: Tensor | None, drafts: SpecDecodeMetadata
+        self,
+        logits: Tensor,
+        metadata: SamplingMetadata,
+        bitmask: Tensor | None,
+        drafts: SpecDecodeMetadata,
     ) -> Tensor:
         """Sample rows whose processors depend on earlier drafts: draft by draft in all rows."""
-        token_ids = torch.empty_like(step.slots)
-        is_kept = torch.ones(len(drafts.num_drafts), dtype=torch.bool, device=step.slots.device)
-        for rows, chosen in drafts.turns():
-            row, index = upload(np.stack((rows, chosen)), step.slots.device)
-            part = Rows(
-                step.slots[index], step.positions[index], step.host_slots[chosen], step.uses[chosen]
+        token_ids = torch.empty_like(metadata.slots)
+        is_kept = torch.ones(len(drafts.num_drafts), dtype=torch.bool, device=metadata.slots.device)
+        for rows, tokens in drafts.turns():
+            row, index = upload(np.stack((rows, tokens)), metadata.slots.device)
+            part = SamplingMetadata(
+                metadata.slots[index],
+                metadata.positions[index],
+                metadata.host_slots[tokens],
+                metadata.features[tokens],
             )
             masks = None if bitmask is None else bitmask[index]
-            chosen_logits = logits[index]
-            choices = self._choose(chosen_logits, part, masks, is_kept[row])
+            row_logits = logits[index]
+            choices = self._choose(row_logits, part, masks, is_kept[row])
             token_ids[index] = choices
             if self.tells_processed:
-                logits[index] = chosen_logits
+                logits[index] = row_logits
             else:  # those of the choices, which show whether every token was forbidden
-                logits[index, choices] = chosen_logits.gather(1, choices.unsqueeze(1)).squeeze(1)
+                logits[index, choices] = row_logits.gather(1, choices.unsqueeze(1)).squeeze(1)
             is_kept[row] &= token_ids[index] == drafts.draft_ids[index]
         return token_ids
 
-    def _draw(self, logits: Tensor, token_ids: Tensor, rows: Rows) -> None:
+    def _draw(self, logits: Tensor, token_ids: Tensor, rows: SamplingMetadata) -> None:
         """Replace the most probable tokens by drawn tokens in the rows that draw. If processed
         logits are reported, replace the rows' logits too.
         """
-        whole, best, logits = logits, token_ids[rows.index], logits[rows.index].float()
-        peaks = logits.gather(1, best.unsqueeze(1)).squeeze(1)  # NaN if the row holds any
-        weights = self.ops.to_weights(logits, peaks, self.temperature[rows.slots])
+        best = token_ids[rows.index]
+        row_logits = logits[rows.index].float()
+        peaks = row_logits.gather(1, best.unsqueeze(1)).squeeze(1)  # NaN if the row holds any
+        weights = self.ops.to_weights(row_logits, peaks, self.temperature[rows.slots])
         lowest = self.top_k_top_p.lowest(weights, rows, FILTERED)
         drawn = self.ops.draw(weights, lowest, self.seeds[rows.slots], rows.positions)
         token_ids[rows.index] = torch.where(peaks.isfinite(), drawn, best)
-        if self.tells_processed and (rows.uses & LOGPROBS).any():
-            scaled = logits / self.temperature[rows.slots].unsqueeze(1)
-            whole[rows.index] = scaled.masked_fill_(weights < lowest.unsqueeze(1), -torch.inf)
+        if self.tells_processed and (rows.features & LOGPROBS).any():
+            scaled = row_logits / self.temperature[rows.slots].unsqueeze(1)
+            logits[rows.index] = scaled.masked_fill_(weights < lowest.unsqueeze(1), -torch.inf)

@@ -6,7 +6,7 @@ from torch import Tensor
 from servd.messages.params import SamplingParams
 from servd.worker.sample.fixed_point import WEIGHT_ONE
 from servd.worker.sample.ops import SamplingOps
-from servd.worker.sample.rows import Rows
+from servd.worker.sample.sampling_metadata import SamplingMetadata
 
 
 class TopKTopPFilter:
@@ -33,12 +33,12 @@ class TopKTopPFilter:
         self.top_p[slot] = params.top_p
         return bool(top_k) or params.top_p < 1
 
-    def lowest(self, weights: Tensor, rows: Rows, bit: int) -> Tensor:
+    def lowest(self, weights: Tensor, rows: SamplingMetadata, bit: int) -> Tensor:
         """Return the smallest weight that each of `rows` [n, vocab] may draw: [n] float32. Rows
         with `bit` have a top-k or a top-p.
         """
         lowest = self.min_p[rows.slots]
-        if (rows.uses & bit).any():
+        if (rows.features & bit).any():
             part = rows.subset(bit)
             lowest[part.index] = self.ops.filter_top_k_top_p(
                 weights[part.index],

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from servd.worker.batch.input_batch import InputBatch
 from servd.worker.device.device import upload
-from servd.worker.sample.rows import Int64Array
+from servd.worker.sample.sampling_metadata import Int64Array
 from servd.worker.sample.uniform import uniform
 
 
@@ -38,7 +38,7 @@ class SpecDecodeMetadata:
     parents: Int64Array | None = None
 
     @classmethod
-    def of(cls, batch: InputBatch, chances: Tensor | None) -> SpecDecodeMetadata | None:
+    def from_batch(cls, batch: InputBatch, chances: Tensor | None) -> SpecDecodeMetadata | None:
         """Return the drafts of a step; None without drafts. `chances`: [k], for benchmarks: the
         chance that a draft is kept if the earlier drafts are.
         """
@@ -48,22 +48,22 @@ class SpecDecodeMetadata:
         states = batch.states
         slots = batch.sample_slots
         # The draft in the place of a sampled token is the next token of the step.
-        found = batch.token_ids.roll(-1)
+        draft_ids = batch.token_ids.roll(-1)
         if not batch.samples_all:
-            found = found[batch.sample_tokens]
+            draft_ids = draft_ids[batch.sample_tokens]
         if chances is not None:
             counts = num_drafts + 1
             offsets = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
             numbers = upload(offsets.clip(max=len(chances) - 1), slots.device)
             is_kept = uniform(slots, batch.sample_positions) < chances[numbers]
             is_kept &= upload(offsets < np.repeat(num_drafts, counts), slots.device)
-            found = found.masked_fill(~is_kept, -1)
+            draft_ids = draft_ids.masked_fill(~is_kept, -1)
         parents = None
         if states.tree is not None:
             is_tree = states.is_tree[batch.host_slots[batch.sample_rows]]
             parents = np.tile(np.arange(num_drafts.max() + 1) - 1, (len(num_drafts), 1)).clip(0)
             parents[is_tree, : len(states.tree.parents)] = states.tree.parents[: parents.shape[1]]
-        return cls(num_drafts, found, chances is not None, parents)
+        return cls(num_drafts, draft_ids, chances is not None, parents)
 
     @cached_property
     def grid(self) -> Int64Array:

@@ -63,15 +63,15 @@ class Target:
 
     def make_backend(self, draft: Loadable) -> AttentionBackend[Any]:
         """Return the backend for a draft's attention, with the target's block tables."""
-        own = self.backend.spec
+        target_spec = self.backend.spec
         spec = spec_of(
             draft,
-            block_size=own.block_size,
-            dtype=own.dtype,
-            kv_dtype=own.kv_dtype,
-            device=own.device,
+            block_size=target_spec.block_size,
+            dtype=target_spec.dtype,
+            kv_dtype=target_spec.kv_dtype,
+            device=target_spec.device,
             # Only the device knows how many drafts were kept.
-            exact_seq_lens=own.device.type == "cpu",
+            exact_seq_lens=target_spec.device.type == "cpu",
         )
         return make_backend(self.config.parallel.attention_backend, spec)[1]
 
@@ -111,8 +111,10 @@ class Proposer(ABC):
         parts: list[Any] = [part for part in vars(self).values() if isinstance(part, nn.Module)]
         size = format_bytes(sum(map(model_loader.count_bytes, parts)))
         draft = f"{self.config.model or 'a part of the model'}, {size}" if parts else "no model"
-        most = self.config.num_speculative_tokens
-        return f"drafts by {self.config.method} ({draft}), up to {most} in a step of a request"
+        max_drafts = self.config.num_speculative_tokens
+        return (
+            f"drafts by {self.config.method} ({draft}), up to {max_drafts} in a step of a request"
+        )
 
     def draft_tree(self, paths: Sequence[Path]) -> None:
         """Enable branching drafts: `propose` returns the token of each path.
@@ -204,27 +206,27 @@ class Proposer(ABC):
     ) -> DraftTokenIds | None:
         """Return drafts for the rows of a step that need them, once its tokens are written."""
         self.follow(batch, hidden, num_kept)
-        if batch.is_plain or not len(wanted := batch.drafting_rows):
+        if batch.is_plain or not len(rows := batch.drafting_rows):
             return None
         states = self.states
         device = batch.tokens.device
-        host_slots = batch.host_slots[wanted]
-        limits = batch.max_new_drafts[wanted]
+        host_slots = batch.host_slots[rows]
+        limits = batch.max_new_drafts[rows]
         slots = upload(host_slots, device)
         num_drafts = int(limits.max())
         token_ids = self.propose(slots, int(batch.seq_lens.max()) + 1, num_drafts)
         if states.tree is not None and not (is_tree := states.is_tree[host_slots]).all():
             # Rows that may not have a tree get the tree's likeliest drafts.
-            rows = upload(np.flatnonzero(~is_tree), device)
+            chain_rows = upload(np.flatnonzero(~is_tree), device)
             chain = [draft for draft in states.tree.chain if draft < num_drafts]
-            token_ids[rows, : len(chain)] = token_ids[rows][:, chain]
-            token_ids[rows, len(chain) :] = -1
+            token_ids[chain_rows, : len(chain)] = token_ids[chain_rows][:, chain]
+            token_ids[chain_rows, len(chain) :] = -1
         if limits.min() < num_drafts:
             is_over = np.arange(num_drafts) >= limits[:, None]
             token_ids = token_ids.masked_fill(upload(is_over, device), -1)
         newest = states.num_computed.index_select(0, slots).unsqueeze(1)
         states.write(slots.unsqueeze(1), newest + self.after[:num_drafts], token_ids)
-        return DraftTokenIds(wanted, token_ids)
+        return DraftTokenIds(rows, token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +241,7 @@ class DraftTokenIds:
 
     def write(self, output: ModelRunnerOutput) -> None:
         for row, token_ids in zip(self.rows.tolist(), self.token_ids.tolist(), strict=True):
-            output.draft_token_ids[row] = [each for each in token_ids if each >= 0]
+            output.draft_token_ids[row] = [token_id for token_id in token_ids if token_id >= 0]
 
 
 def load(target: Target) -> Proposer | None:
@@ -247,8 +249,8 @@ def load(target: Target) -> Proposer | None:
     config = target.config.model.speculative_config
     if config is None:
         return None
-    found = plugins.load_class(__name__, config.method, Proposer)
-    if not (isinstance(found, type) and issubclass(found, Proposer)):
+    proposer_class = plugins.load_class(__name__, config.method, Proposer)
+    if not (isinstance(proposer_class, type) and issubclass(proposer_class, Proposer)):
         raise ConfigError(
             f"--speculative-config: method {config.method} is not a subclass of "
             "servd.worker.spec_decode.Proposer"
@@ -262,4 +264,4 @@ def load(target: Target) -> Proposer | None:
             backend.spec.block_size,
             backend.spec.head_dim,
         )
-    return found(config, target)
+    return proposer_class(config, target)

@@ -103,8 +103,8 @@ class DraftModelProposer(Proposer):
         # Short rows first, so that a long row, computed in pieces, delays no other row.
         order = np.argsort(missing)
         lens = np.where(runs, missing, 0)
-        left = self.max_num_tokens - np.cumsum(lens[order]) + lens[order]
-        lens[order] = np.minimum(lens[order], left.clip(0))
+        room_left = self.max_num_tokens - np.cumsum(lens[order]) + lens[order]
+        lens[order] = np.minimum(lens[order], room_left.clip(0))
         self.behind[slots] = missing - wants - lens
         limits[lens < missing] = 0
         if limits.max(initial=0) > 1:  # chains overwrite the newest token of rows with one draft
@@ -154,18 +154,20 @@ class DraftModelProposer(Proposer):
     def propose(self, slots: Tensor, max_len: int, num_drafts: int) -> Tensor:
         drafts = slots.new_full((len(slots), num_drafts), -1)
         rows = np.flatnonzero(self.limits)
-        most = int(self.limits.max(initial=0))
-        if not most:
+        max_drafts = int(self.limits.max(initial=0))
+        if not max_drafts:
             return drafts
         limits = upload(self.limits[rows], slots.device)
         index = upload(rows, slots.device)
         slots = slots[index]
         # A row has blocks for its drafts except the last, which is not computed: the chain puts
         # further drafts in the row's last place.
-        depths = torch.minimum(self.after[: most - 1].unsqueeze(1), limits - 1)
+        depths = torch.minimum(self.after[: max_drafts - 1].unsqueeze(1), limits - 1)
         positions = self.states.num_computed[slots] + depths  # [most - 1, n]
         made = self.chain(self.first, slots, positions, positions)
-        drafts[index, :most] = made.masked_fill_(self.after[:most] > limits.unsqueeze(1), -1)
+        drafts[index, :max_drafts] = made.masked_fill_(
+            self.after[:max_drafts] > limits.unsqueeze(1), -1
+        )
         return drafts
 
     def top(self, features: Tensor) -> Tensor:

@@ -167,16 +167,16 @@ class EagleProposer(Proposer):
         return {self.rename(name) for name in tensor_shapes(folder)}
 
     def check(self, names: Set[str]) -> None:
-        own = self.spec
-        wanted = self.target.spec
-        self.check_size("tokens in the vocabulary", own.vocab_size, wanted.vocab_size)
-        self.check_size("numbers in a hidden state", own.hidden_size, wanted.hidden_size)
+        spec = self.spec
+        target_spec = self.target.spec
+        self.check_size("tokens in the vocabulary", spec.vocab_size, target_spec.vocab_size)
+        self.check_size("numbers in a hidden state", spec.hidden_size, target_spec.hidden_size)
 
-    def check_size(self, what: str, own: int, wanted: int) -> None:
-        if own != wanted:
+    def check_size(self, what: str, size: int, target_size: int) -> None:
+        if size != target_size:
             raise ConfigError(
-                f"--speculative-config: {self.config.model} has {own} {what} but the model has "
-                f"{wanted}; use a head of this model"
+                f"--speculative-config: {self.config.model} has {size} {what} but the model has "
+                f"{target_size}; use a head of this model"
             )
 
     @property
@@ -250,11 +250,11 @@ class EagleProposer(Proposer):
             depths = depths.clip(max=sent(self.limits - 1, slots.device))
         columns = at_hand(self.num_followed)[rows] + depths  # [num_drafts - 1, n]
         drafts = self.chain(self.first, rows, newest + depths, columns)
-        most = self.config.max_model_len or self.states.max_model_len
-        if max_len + num_drafts <= most:
+        max_model_len = self.config.max_model_len or self.states.max_model_len
+        if max_len + num_drafts <= max_model_len:
             return drafts
         return drafts.masked_fill_(
-            self.after[:num_drafts] >= most - torch.as_tensor(newest).unsqueeze(1), -1
+            self.after[:num_drafts] >= max_model_len - torch.as_tensor(newest).unsqueeze(1), -1
         )
 
     def top(self, features: Tensor) -> Tensor:

@@ -42,9 +42,9 @@ class AuxHiddenStates:
         self.is_native = spec.device.type == "cpu" and native.library() is not None
         self.is_read = True  # whether this step's streams are needed
         parts = (part for _, part in target.model.named_modules())
-        found = next(part for part in parts if isinstance(part, nn.ModuleList))
+        blocks = next(part for part in parts if isinstance(part, nn.ModuleList))
         for stream, layer in zip(self.streams, layers, strict=True):
-            found[layer].register_forward_pre_hook(partial(self._keep, stream))
+            blocks[layer].register_forward_pre_hook(partial(self._keep, stream))
 
     def _keep(self, stream: Tensor, layer: nn.Module, args: tuple[Any, ...]) -> None:
         if not self.is_read:
@@ -184,8 +184,8 @@ class Eagle3Proposer(EagleProposer):
 
     def __init__(self, config: SpeculativeConfig, target: Target) -> None:
         super().__init__(config, target)
-        own = self.spec.config.get("draft_vocab_size") or 0
-        self.check_token_map(self.head.d2t, own, is_relative=True)
+        draft_vocab_size = self.spec.config.get("draft_vocab_size") or 0
+        self.check_token_map(self.head.d2t, draft_vocab_size, is_relative=True)
         if (d2t := self.head.d2t) is not None and not d2t.is_meta:
             self.head.token_map = d2t.data + torch.arange(len(d2t), device=d2t.device)
 
@@ -202,7 +202,8 @@ class Eagle3Proposer(EagleProposer):
     def check(self, names: Set[str]) -> None:
         """Check sizes. With its own embedding, the head's hidden states may differ in size."""
         if "embed_tokens.weight" not in names:
-            return super().check(names)
-        own = self.spec.vocab_size
-        wanted = self.target.spec.vocab_size
-        return self.check_size("tokens in the vocabulary", own, wanted)
+            super().check(names)
+            return
+        size = self.spec.vocab_size
+        target_size = self.target.spec.vocab_size
+        self.check_size("tokens in the vocabulary", size, target_size)

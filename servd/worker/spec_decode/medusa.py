@@ -41,9 +41,9 @@ NAMES = (
 
 def rename(name: str) -> str:
     name = name.removeprefix("medusa_heads.")
-    for pattern, known in NAMES:
-        if found := pattern.match(name):
-            return found.expand(known) + name[found.end() :]
+    for pattern, replacement in NAMES:
+        if match := pattern.match(name):
+            return match.expand(replacement) + name[match.end() :]
     return name
 
 
@@ -52,14 +52,14 @@ def best_paths(num_drafts: int, num_heads: int) -> list[Path]:
     fewer drafts, use the first paths.
     """
     paths: list[Path] = []
-    rest: list[tuple[float, Path]] = [(-1.0, (0,))]
+    candidates: list[tuple[float, Path]] = [(-1.0, (0,))]
     while len(paths) < num_drafts:
-        chance, path = heappop(rest)
+        chance, path = heappop(candidates)
         paths.append(path)
         rank = path[-1]
-        heappush(rest, (chance * ((rank + 1) / (rank + 2)) ** 2, (*path[:-1], rank + 1)))
+        heappush(candidates, (chance * ((rank + 1) / (rank + 2)) ** 2, (*path[:-1], rank + 1)))
         if len(path) < num_heads:
-            heappush(rest, (chance * 0.6, (*path, 0)))
+            heappush(candidates, (chance * 0.6, (*path, 0)))
     return paths
 
 
@@ -156,8 +156,8 @@ class MedusaProposer(Proposer):
                 f"hidden size {size}; use heads of this model"
             )
         self.heads = target.load(lambda: MedusaHeads(shapes, target), folder, rename)
-        own = [shape[0] for name, shape in shapes.items() if name.startswith("lm_heads.")]
-        self.check_token_map(self.heads.token_map, max(own, default=0))
+        vocab_sizes = [shape[0] for name, shape in shapes.items() if name.startswith("lm_heads.")]
+        self.check_token_map(self.heads.token_map, max(vocab_sizes, default=0))
         num_heads = self.heads.num_heads
         num_drafts = config.num_speculative_tokens
         if num_drafts > num_heads:
@@ -165,12 +165,12 @@ class MedusaProposer(Proposer):
 
     def follow(self, batch: InputBatch, hidden: Tensor, num_kept: Tensor | None) -> None:
         """Keep the hidden states [n, hidden] of the rows that need drafts."""
-        wanted = batch.drafting_rows
-        if not len(wanted):
+        drafting_rows = batch.drafting_rows
+        if not len(drafting_rows):
             return
         last = batch.ends(num_kept)
-        if len(wanted) < len(last):
-            last = last.index_select(0, upload(wanted, hidden.device))
+        if len(drafting_rows) < len(last):
+            last = last.index_select(0, upload(drafting_rows, hidden.device))
         self.hidden = hidden.index_select(0, last)
 
     def propose(self, slots: Tensor, max_len: int, num_drafts: int) -> Tensor:

@@ -32,11 +32,11 @@ NAMES = {
 
 def rename(name: str, layer: int) -> str | None:
     """Return servd's name of a checkpoint's tensor; None if shared or not in layer `layer`."""
-    _, is_own, rest = name.partition(f"layers.{layer}.")
+    _, is_own, leaf = name.partition(f"layers.{layer}.")
     for theirs, ours in NAMES.items():
-        if rest.startswith(theirs):
-            return None if ours is None else ours + rest.removeprefix(theirs)
-    return f"layers.0.{rest}" if is_own else None
+        if leaf.startswith(theirs):
+            return None if ours is None else ours + leaf.removeprefix(theirs)
+    return f"layers.0.{leaf}" if is_own else None
 
 
 class MtpHead(EagleHead):
@@ -65,14 +65,14 @@ class MtpHead(EagleHead):
 
     def convert(self, tensors: NamedTensors) -> NamedTensors:
         for name, tensor in tensors:
-            if (found := rename(name, self.number)) is None:
+            if (renamed := rename(name, self.number)) is None:
                 continue
-            prefix, is_attention, rest = found.partition(".self_attn.")
+            prefix, is_attention, leaf = renamed.partition(".self_attn.")
             convert = getattr(self.layers[0].self_attn, "convert", None)
             if not is_attention or convert is None:
-                yield found, tensor
+                yield renamed, tensor
                 continue
-            for part, of_part in convert(rest, tensor):
+            for part, of_part in convert(leaf, tensor):
                 yield f"{prefix}.self_attn.{part}", of_part
 
     def enter(self, embedded: Tensor, features: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -97,8 +97,8 @@ class MtpProposer(EagleProposer):
         return target.spec.folder if self.config.model is None else super().find_folder(target)
 
     def find_names(self, folder: str) -> set[str]:
-        found = {rename(name, self.spec.num_layers) for name in tensor_shapes(folder)}
-        return {name for name in found if name is not None}
+        names = {rename(name, self.spec.num_layers) for name in tensor_shapes(folder)}
+        return {name for name in names if name is not None}
 
     def check(self, names: Set[str]) -> None:
         super().check(names)

@@ -21,11 +21,11 @@ class NgramProposer(Proposer):
         run = places < last  # do the tokens that end here equal the row's last ones?
         lengths = torch.zeros_like(tokens)
         for back in range(self.config.prompt_lookup_max):
-            wanted = tokens.gather(1, (last - back).clamp_(min=0))
-            run = run & (places >= back) & (tokens.roll(back, dims=1) == wanted)
+            suffix = tokens.gather(1, (last - back).clamp_(min=0))
+            run = run & (places >= back) & (tokens.roll(back, dims=1) == suffix)
             lengths += run
-        longest, found = (lengths.long() * max_len + places).max(dim=1, keepdim=True)
+        longest, place = (lengths.long() * max_len + places).max(dim=1, keepdim=True)
         # If fewer tokens than drafts follow the match, they repeat.
-        after = torch.arange(num_drafts, device=slots.device) % (last - found).clamp_(min=1)
-        drafts = tokens.gather(1, (found + 1 + after).clamp_(max=max_len - 1)).long()
+        after = torch.arange(num_drafts, device=slots.device) % (last - place).clamp_(min=1)
+        drafts = tokens.gather(1, (place + 1 + after).clamp_(max=max_len - 1)).long()
         return drafts.masked_fill_(longest < self.config.prompt_lookup_min * max_len, -1)

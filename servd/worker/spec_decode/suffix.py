@@ -56,22 +56,22 @@ class SuffixText:
         for token_id in last[-SHORTEST:]:
             key = key << TOKEN_BITS | token_id
         place = self._newest.get(key, -1)
-        found = []
+        matches = []
         for _ in range(MAX_PLACES):
             if place < 0:
                 break
             if place < len(self.token_ids) and self.token_ids[place] != END:
-                found.append((self._match(last, place), place))
+                matches.append((self._match(last, place), place))
             place = self._before[place - 1]
-        longest = max((length for length, _ in found), default=0)
-        return longest, [place for length, place in found if length == longest]
+        longest = max((length for length, _ in matches), default=0)
+        return longest, [place for length, place in matches if length == longest]
 
     def _match(self, last: Sequence[int], place: int) -> int:
-        most = min(len(last), place)
-        for length in range(SHORTEST, most):
+        max_length = min(len(last), place)
+        for length in range(SHORTEST, max_length):
             if self.token_ids[place - length - 1] != last[-length - 1]:
                 return length
-        return most
+        return max_length
 
     def follow(self, places: list[int], num_tokens: int, min_chance: float) -> Sequence[int]:
         """Return the most frequent continuation at these places, token by token, until the share of
@@ -141,8 +141,8 @@ class SuffixProposer(Proposer):
 
     def _read(self, slot: int) -> SuffixText:
         text = self._rows[slot].text
-        known = int(self.states.num_computed[slot]) + 1
-        text.extend(self.states.token_ids[slot, len(text.token_ids) : known].tolist())
+        end = int(self.states.num_computed[slot]) + 1
+        text.extend(self.states.token_ids[slot, len(text.token_ids) : end].tolist())
         return text
 
     def propose(self, slots: Tensor, max_len: int, num_drafts: int) -> Tensor:
@@ -154,12 +154,12 @@ class SuffixProposer(Proposer):
         if slot not in self._rows:
             return []  # the request wants no drafts, or could not enter
         config = self.config
-        own = self._read(slot)
-        last = own.token_ids[-config.suffix_decoding_max_tree_depth :]
-        others = [] if self._rows[slot].is_private else self._outputs
-        found = [(*text.find(last), text) for text in (own, *others)]
-        length, places, text = max(found, key=lambda each: each[0])
+        row_text = self._read(slot)
+        last = row_text.token_ids[-config.suffix_decoding_max_tree_depth :]
+        other_texts = [] if self._rows[slot].is_private else self._outputs
+        matches = [(*text.find(last), text) for text in (row_text, *other_texts)]
+        length, places, text = max(matches, key=lambda match: match[0])
         if length < SHORTEST:
             return []
-        most = min(num_drafts, int(length * config.suffix_decoding_max_spec_factor))
-        return text.follow(places, most, config.suffix_decoding_min_token_prob)
+        max_drafts = min(num_drafts, int(length * config.suffix_decoding_max_spec_factor))
+        return text.follow(places, max_drafts, config.suffix_decoding_min_token_prob)

@@ -45,11 +45,11 @@ def rotated(x: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
     if rotation is None:
         return x
     num_pairs = rotation[0].shape[-1]
-    first, second, rest = x.double().tensor_split((num_pairs, 2 * num_pairs), -1)
+    first, second, passed = x.double().tensor_split((num_pairs, 2 * num_pairs), -1)
     turned = (
         torch.complex(first, second) * torch.complex(*(part.double() for part in rotation))[:, None]
     )
-    return torch.cat((turned.real, turned.imag, rest), -1).to(x.dtype)
+    return torch.cat((turned.real, turned.imag, passed), -1).to(x.dtype)
 
 
 def rounded(x: torch.Tensor) -> torch.Tensor:
@@ -146,8 +146,8 @@ class Rows:
         slots = np.concatenate([self.slots(row, first[row], last[row]) for row in rows])
         tails = np.zeros((len(rows), self.tail), dtype=np.int64)
         for tail, row in zip(tails, rows, strict=True):
-            found = self.slots(row, max(last[row] - self.tail, 0), last[row])
-            tail[self.tail - len(found) :] = found
+            tail_slots = self.slots(row, max(last[row] - self.tail, 0), last[row])
+            tail[self.tail - len(tail_slots) :] = tail_slots
         return AttentionBatch(
             query_lens=lens,
             seq_lens=last[rows],

@@ -210,7 +210,7 @@ def test_moved_keys_and_values_are_found_where_they_went(name, kv_dtype):
     for rows.tail in (4, 0):
         slots.append(np.concatenate([rows.slots(row, n - 4, n) for row, n in enumerate(last)]))
 
-    backend.move(cache, *(torch.from_numpy(each) for each in slots))
+    backend.move(cache, *(torch.from_numpy(part) for part in slots))
 
     metadata = backend.build_metadata(rows.batch(first, last))
     out = backend.attend(torch.cat(rows.q), cache, metadata, spec.head_dim**-0.5, None)

@@ -91,8 +91,8 @@ def test_later_steps_are_right_too(name: str, window: int | None):
                 before[:, blocks[slot]].flatten(1, 2).clone()
             )  # [MAX_LEN, kv_heads, head_dim] each
             keys[position], values[position] = k[row], v[row]
-            seen = slice(max(0, position + 1 - (window or MAX_LEN)), position + 1)
-            expected = attend(q[row], keys[seen], values[seen], 0.3)
+            visible = slice(max(0, position + 1 - (window or MAX_LEN)), position + 1)
+            expected = attend(q[row], keys[visible], values[visible], 0.3)
             torch.testing.assert_close(out[row].double(), expected, atol=TOLERANCE, rtol=0)
             assert torch.equal(
                 cache[:, blocks[slot][position // BLOCK_SIZE], position % BLOCK_SIZE],

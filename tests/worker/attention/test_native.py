@@ -50,15 +50,15 @@ def test_drafts_beside_a_token_change_no_bit_of_it(kv_dtype: torch.dtype, num_dr
         rows.step(backend, cache, np.zeros_like(first), first)
     alone = [rows.step(backend, caches[0], first + i, first + i + 1) for i in range(num_drafts + 1)]
     whole = rows.batch(first, rows.seq_lens)
-    each = np.repeat(np.arange(len(lens)), num_drafts + 1)
+    rows_of_tokens = np.repeat(np.arange(len(lens)), num_drafts + 1)
     seq_lens = (first[:, None] + np.arange(1, num_drafts + 2)).flatten()
     drafts = dataclasses.replace(
         whole,
-        query_lens=np.ones_like(each),
+        query_lens=np.ones_like(rows_of_tokens),
         seq_lens=seq_lens,
         seq_lens_device=torch.from_numpy(seq_lens).int(),
-        query_start_loc=torch.arange(len(each) + 1, dtype=torch.int32),
-        block_tables=whole.block_tables[each],
+        query_start_loc=torch.arange(len(rows_of_tokens) + 1, dtype=torch.int32),
+        block_tables=whole.block_tables[rows_of_tokens],
     )
     metadata = backend.build_metadata(drafts)
     queries = rows.write(backend, caches[1], metadata, first, rows.seq_lens)
@@ -118,7 +118,7 @@ def test_blocks_that_are_not_read_may_be_any():
     backend = NativeBackend(dataclasses.replace(SPEC, sliding_window=16))
     tables = torch.full((1, 60), 1 << 30, dtype=torch.int32)
     tables[0, 49] = 0  # which the window is in
-    one = AttentionBatch(
+    batch = AttentionBatch(
         query_lens=np.array([1]),
         seq_lens=np.array([800]),
         query_start_loc=torch.tensor([0, 1], dtype=torch.int32),
@@ -127,7 +127,7 @@ def test_blocks_that_are_not_read_may_be_any():
         slot_mapping=torch.tensor([15]),
     )
     cache = torch.zeros(backend.kv_cache_shape(1))
-    out = backend.attend(torch.ones(1, 4, 16), cache, backend.build_metadata(one), 1.0, None)
+    out = backend.attend(torch.ones(1, 4, 16), cache, backend.build_metadata(batch), 1.0, None)
     assert torch.equal(out, torch.zeros(1, 4, 16))
 
 

@@ -87,10 +87,10 @@ class Bounded(TritonBackend):
     """The host knows of each row no more than that it has 60 tokens at most, or 4,096 in all."""
 
     def build_metadata(self, batch):
-        most = np.full(len(batch.seq_lens), 60)
+        longest = np.full(len(batch.seq_lens), 60)
         return super().build_metadata(
             dataclasses.replace(
-                batch, seq_lens=most * 0 + 4096, query_lens=most, has_exact_query_lens=False
+                batch, seq_lens=longest * 0 + 4096, query_lens=longest, has_exact_query_lens=False
             )
         )
 
@@ -152,8 +152,8 @@ def test_writing_leaves_everything_else_alone(spec):
 def test_heads_are_normed_before_they_are_turned(spec, rotary):
     rows, eps = Rows(spec, [(0, 5), (7, 3)], rotary=rotary), 1e-5
     q, k, v = (
-        torch.cat([x[first:] for x, first in zip(each, rows.computed, strict=True)])
-        for each in (rows.q, rows.keys, rows.values)
+        torch.cat([x[first:] for x, first in zip(row_starts, rows.computed, strict=True)])
+        for row_starts in (rows.q, rows.keys, rows.values)
     )
     metadata = TritonBackend(spec).build_metadata(rows.batch(rows.computed, rows.seq_lens))
     generator = torch.Generator().manual_seed(2)

@@ -31,7 +31,7 @@ def quantize(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, st
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         (("int4",), "14 matrices, 53% of the weights, are int4: 4.500 bits each"),
         (("int8",), "14 matrices, 53% of the weights, are int8: 8.500 bits each"),
@@ -40,12 +40,14 @@ def quantize(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, st
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, tuple) else "",
 )
-def test_transformers_and_servd_read_what_is_written(tiny_llama, tmp_path, options, told, capsys):
+def test_transformers_and_servd_read_what_is_written(
+    tiny_llama, tmp_path, options, message, capsys
+):
     pytest.importorskip("compressed_tensors")
     made = tmp_path / "made"
     more = ("--calibrate", TEXT, "--output", made, "--tokens", 4096)
     code, said = quantize(capsys, tiny_llama, "--to", *options, *more)
-    assert code == 0 and re.search(told, said), said
+    assert code == 0 and re.search(message, said), said
     stated = json.loads((made / "config.json").read_text())["quantization_config"]
     smaller = {name[:-14] for name in load_file(made / "model.safetensors") if "packed" in name}
     assert not smaller & {*stated["ignore"]} and "lm_head" in stated["ignore"]
@@ -119,8 +121,8 @@ def test_files_stay_as_many_as_they_were(tiny_llama, tmp_path, capsys):
     for folder, made in ((tiny_llama, "one"), (parts, "two")):
         options = "--to", "int4", "--calibrate", TEXT, "--tokens", 1024, "--output", tmp_path / made
         assert quantize(capsys, folder, *options)[0] == 0
-    one, two = ({**read(tmp_path / made)} for made in ("one", "two"))
-    assert one.keys() == two.keys()
+    first, two = ({**read(tmp_path / made)} for made in ("one", "two"))
+    assert first.keys() == two.keys()
     written = json.loads((tmp_path / "two/model.safetensors.index.json").read_text())
     for file in set(where.values()):
         assert {n for n, f in written["weight_map"].items() if f == file} == set(

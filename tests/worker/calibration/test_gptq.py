@@ -33,11 +33,11 @@ def error(weight: Tensor, other: Tensor, x: Tensor) -> float:
     return float((x.double() @ other.double().t() - exact).norm() / exact.norm())
 
 
-def nearest(weight: Tensor, group_size: int, most: int) -> Tensor:
+def nearest(weight: Tensor, group_size: int, max_code: int) -> Tensor:
     """Rounded to nearest, between the least and the largest number of a group, in float64."""
     groups = weight.double().unflatten(1, (-1, group_size))
     low, high = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
-    scale = (high - low) / most
+    scale = (high - low) / max_code
     return (((groups - low) / scale).round() * scale + low).flatten(1)
 
 
@@ -94,11 +94,11 @@ def test_it_makes_up_for_inputs_that_have_changed():
     weight, y = made(16, 64)
     noise = torch.randn(y.shape, generator=torch.Generator().manual_seed(1))
     x = y + 0.3 * y.std(0) * noise
-    wanted = y.double() @ weight.double().t()
+    exact = y.double() @ weight.double().t()
 
     def distance(drift: Tensor | None) -> float:
         rounded = quantize(weight, products(x, x), 8, 32, drift).dequantize()
-        return float((x.double() @ rounded.double().t() - wanted).norm() / wanted.norm())
+        return float((x.double() @ rounded.double().t() - exact).norm() / exact.norm())
 
     assert distance(products(y - x, x)) < 0.9 * distance(None)
 
@@ -119,17 +119,21 @@ CHANGES: dict[str, Callable[[Tensor, Draw], tuple[Tensor, Tensor]]] = {
 def test_what_is_made_up_for_is_never_worse_for_inputs_that_were_not_shown(kind, per_column):
     """Least squares alone are 1.7 times as far off as nothing with one input for two columns, and
     1.09 times with five for each, where there is only noise."""
-    shown = int(per_column * SIZE)
+    num_shown = int(per_column * SIZE)
     for seed in range(8):
         generator = torch.Generator().manual_seed(seed)
         draw = partial(torch.randn, generator=generator)
         weight, mixed = draw(32, SIZE), draw(SIZE, SIZE) / SIZE**0.5
-        y, x = CHANGES[kind](draw(shown + 2000, SIZE) @ mixed, draw)
-        moments, drift = products(x[:shown], x[:shown]), products((y - x)[:shown], x[:shown])
+        y, x = CHANGES[kind](draw(num_shown + 2000, SIZE) @ mixed, draw)
+        moments, drift = (
+            products(x[:num_shown], x[:num_shown]),
+            products((y - x)[:num_shown], x[:num_shown]),
+        )
         change = correct_drift(weight, moments, drift)
-        wanted = y[shown:] @ weight.t()
+        exact = y[num_shown:] @ weight.t()
         before, after = (
-            float((x[shown:] @ each.t() - wanted).norm()) for each in (weight, weight + change)
+            float((x[num_shown:] @ candidate.t() - exact).norm())
+            for candidate in (weight, weight + change)
         )
         by_chance = 1.02 if per_column < 1 else 1.005  # halves of 12 inputs may agree
         assert after <= by_chance * before, (seed, after / before)

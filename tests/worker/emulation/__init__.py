@@ -102,20 +102,20 @@ class EmulatedLibrary(native.Library):
     def _find_targets(
         self, signature: native.Signature, arguments: Any, table: Tensor
     ) -> list[Span]:
-        given = dict(zip(signature.names, arguments, strict=True))
-        n, k = given["n"], given["k"]
-        name = next(name for name, value in given.items() if value is table)
+        values = dict(zip(signature.names, arguments, strict=True))
+        n, k = values["n"], values["k"]
+        name = next(name for name, value in values.items() if value is table)
         if name == "packed":
-            type = given["type"]
-            size = self._packed_size(type, given["terms"], n, k)
+            type = values["type"]
+            size = self._packed_size(type, values["terms"], n, k)
         elif name == "factors":
             type = native.TYPES[torch.float16]
             size = self._packed_size(
-                type, 0, n, -(-k // 256) * (1 + (given["offsets"] is not None))
+                type, 0, n, -(-k // 256) * (1 + (values["offsets"] is not None))
             )
-        elif "group_size" in given:
-            type = given["scale_type"]
-            size = self._packed_size(type, 0, n, -(-k // given["group_size"]))
+        elif values["group_size"]:
+            type = values["scale_type"]
+            size = self._packed_size(type, 0, n, -(-k // values["group_size"]))
         else:
             type = 0
             size = n
@@ -174,8 +174,8 @@ def pytest_configure() -> None:
 
     @cache
     def library() -> native.Library | None:
-        wanted = os.environ.get(native.SWITCH, "")
-        return emulated if wanted in ("", emulated.name) else None
+        choice = os.environ.get(native.SWITCH, "")
+        return emulated if choice in ("", emulated.name) else None
 
     native.library = library
     torch.set_num_threads(1)

@@ -53,8 +53,8 @@ def test_what_one_rank_cannot_load_is_an_error_on_all(tmp_path: Path, llama: Pat
     assert adapters is not None
     inputs, outputs = adapters.layers["layers.0.self_attn.q_proj"]
     shapes = {f"{Q_PROJ}.lora_A.weight": (4, inputs), f"{Q_PROJ}.lora_B.weight": (outputs, 4)}
-    named = store(tmp_path, sql=write_adapter(tmp_path / "sql", shapes=shapes))
-    request = NewRequest(2, [1, 2], 2, 0, [0], GREEDY, adapter=named["sql"])
+    stored = store(tmp_path, sql=write_adapter(tmp_path / "sql", shapes=shapes))
+    request = NewRequest(2, [1, 2], 2, 0, [0], GREEDY, adapter=stored["sql"])
     adapters.parallel = other = OtherRank()  # type: ignore[assignment]
     with pytest.raises(InvalidRequest, match="sql could not be loaded on all ranks"):
         adapters.add(request)

@@ -30,11 +30,11 @@ def test_ranks_of_a_column_parallel_layer_have_slices_of_each_part(part):
     whole = torch.zeros(NUM_TOKENS, 11)
     columns = slice(0, 11) if part is None else [slice(0, 7), slice(7, 11)][part]
     whole[[1, 2, 4], columns] = (tokens @ a.T @ b.T)[[1, 2, 4]]
-    found = []
+    outputs = []
     for rank in range(2):
         layer = ColumnParallelLinear(6, sizes, Parallel(rank, 2), bias=False)
-        found.append(adapted(layer, tokens, part, a, b).split(layer.local_features, dim=1))
-    got = [torch.cat(of_ranks, dim=1) for of_ranks in zip(*found, strict=True)]
+        outputs.append(adapted(layer, tokens, part, a, b).split(layer.local_features, dim=1))
+    got = [torch.cat(of_ranks, dim=1) for of_ranks in zip(*outputs, strict=True)]
     torch.testing.assert_close(torch.cat([got[0][:, :7], got[1]], dim=1), whole)
 
 

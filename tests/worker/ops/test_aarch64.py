@@ -197,5 +197,5 @@ def test_sums_of_integers_have_the_bits_of_this_cpu(name, x_dtype, folder, load,
     expected = products()
     emulated = load(folder / f"_{name}.so")
     monkeypatch.setattr(native, "library", lambda: emulated)
-    for got, wanted in zip(products(), expected, strict=True):
-        assert torch.equal(got, wanted)
+    for got, product in zip(products(), expected, strict=True):
+        assert torch.equal(got, product)

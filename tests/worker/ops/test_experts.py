@@ -49,12 +49,12 @@ def test_each_expert_multiplies_its_own_rows(form: str):
     starts = bounds(*counts)
     index = (torch.arange(sum(counts)) * 7 % 40).int()
     for rows in (index, None):
-        given = x if rows is not None else x[index]
-        got = packed.ExpertMatrices(matrices).multiply(given, rows, starts)  # type: ignore[arg-type]
+        inputs = x if rows is not None else x[index]
+        got = packed.ExpertMatrices(matrices).multiply(inputs, rows, starts)  # type: ignore[arg-type]
         parts = x[index].split(counts)
         for part, alone, matrix in zip(got.split(counts), parts, matrices, strict=True):
             assert torch.equal(part, matrix.multiply(alone, None))
-        some = packed.ExpertMatrices(matrices[1:4]).multiply(given, rows, starts[1:5])  # type: ignore[arg-type]
+        some = packed.ExpertMatrices(matrices[1:4]).multiply(inputs, rows, starts[1:5])  # type: ignore[arg-type]
         assert torch.equal(some[starts[1] : starts[4]], got[starts[1] : starts[4]])
 
 

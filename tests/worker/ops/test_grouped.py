@@ -68,8 +68,8 @@ def example(
     scale, offset = torch.rand(2, *groups, generator=generator)
     factors = None
     if scale_dtype == torch.int8:
-        most = 63 if has_offset else 127  # products with the values are exact
-        scale, offset = (scale * 2 * most - most).round(), (offset * 63).round()
+        max_value = 63 if has_offset else 127  # products with the values are exact
+        scale, offset = (scale * 2 * max_value - max_value).round(), (offset * 63).round()
         size = (shape[0], -(-shape[1] // 256) * (1 + has_offset))
         factors = torch.randn(size, generator=generator).half()
     scale, offset = scale.to(scale_dtype), offset.to(scale_dtype)
@@ -192,12 +192,12 @@ def test_the_largest_sums_are_those_of_integers(values, size, group_size, x_dtyp
     assert set(whole.flatten().tolist()) == {int(values[0]), int(values[-1])}
     x = torch.tensor([[127], [-127]]).expand(2, size).contiguous()
     x = torch.cat([x, 127 - 254 * (torch.arange(size) % 2).unsqueeze(0)])
-    expected, most = x @ whole.T, 127 * whole.abs().sum(1)
+    expected, bound = x @ whole.T, 127 * whole.abs().sum(1)
     error = packed.multiply(x.float(), None).double() - expected
     rounded = (
         1e-6 if native.loaded_library().name in INTEGER_SUMS else 2**-24 * size
     )  # float32 sums
-    assert bool((error.abs() <= rounded * most).all())
+    assert bool((error.abs() <= rounded * bound).all())
 
 
 @pytest.mark.usefixtures("kernels")
@@ -228,7 +228,7 @@ def test_factors_change_no_bit_of_products(case, x_dtype: torch.dtype):
     assert torch.equal(*products)
     experts = [ExpertMatrices([form] * 3) for form in forms]
     starts = torch.tensor([0, 2, 2, 7], dtype=torch.int32)
-    assert all(torch.equal(each.multiply(x, None, starts), products[0]) for each in experts)
+    assert all(torch.equal(matrices.multiply(x, None, starts), products[0]) for matrices in experts)
 
 
 @pytest.mark.usefixtures("kernels")

@@ -320,14 +320,14 @@ def test_no_kernel_takes_a_tensor_of_another_type_or_of_less_than_it_reads(tiny_
     run = native.Library.run
     monkeypatch.setattr(native.Library, "run", lambda *_: pytest.fail("it ran"))
     for kernel, arguments in calls.items():
-        for place, given in enumerate(arguments):
-            if not isinstance(given, torch.Tensor) or not given.numel():
+        for place, tensor in enumerate(arguments):
+            if not isinstance(tensor, torch.Tensor) or not tensor.numel():
                 continue
-            other = torch.float16 if given.dtype != torch.float16 else torch.bfloat16
+            other = torch.float16 if tensor.dtype != torch.float16 else torch.bfloat16
             for bad in (
-                given.to(other),
-                given.new_empty(0),
-                torch.empty_like(given, device="meta"),
+                tensor.to(other),
+                tensor.new_empty(0),
+                torch.empty_like(tensor, device="meta"),
             ):
                 with pytest.raises(ValueError, match=f"^{kernel}: "):
                     native.call(kernel, *arguments[:place], bad, *arguments[place + 1 :])
@@ -411,7 +411,8 @@ def test_a_program_ends_at_a_bad_index():
 @pytest.mark.parametrize(
     ("kernel", "arguments"),
     [
-        ("matmul", lambda x: (0, 1, x, 2**40, 1, x, None, None, x, 1, 1))  # before its loop
+        # Before its loop. Of the weight: type, terms, packed, table, scales, group size, n, k.
+        ("matmul", lambda x: (x, 2**40, 0, 1, x, None, 0, None, None, None, 0, 1, 1, None, x, 1))
     ],
 )
 def test_a_kernel_without_memory_for_its_work_is_an_error_that_names_it(

@@ -256,8 +256,8 @@ def test_a_decode_step_begins(module: ops.Ops, num_tokens: int, device: torch.de
     token_ids = rng.integers(-1, 100, (null + 1, 24))
     computed = rng.integers(0, 24, null + 1)
     computed[null] = 0
-    given = np.zeros((NUM_NUMBERS, num_tokens), dtype=np.int64)
-    slots, columns, places, *changes = given[:NUM_GIVEN]
+    inputs = np.zeros((NUM_NUMBERS, num_tokens), dtype=np.int64)
+    slots, columns, places, *changes = inputs[:NUM_GIVEN]
     slots[:] = rng.permutation(null)[:num_tokens]
     columns[:] = -1
     changes[0][:], changes[1][:], changes[2][:] = null, 0, tables[null, 0]
@@ -273,7 +273,7 @@ def test_a_decode_step_begins(module: ops.Ops, num_tokens: int, device: torch.de
     tensors = [
         torch.from_numpy(array).to(device=device, dtype=dtype)
         for array, dtype in (
-            (given, torch.int64),
+            (inputs, torch.int64),
             (token_ids, torch.int32),
             (computed, torch.int64),
             (tables, torch.int32),
@@ -285,15 +285,15 @@ def test_a_decode_step_begins(module: ops.Ops, num_tokens: int, device: torch.de
 
     for row, place, block in zip(*changes, strict=True):
         tables[row, place] = block
-    found = []
+    rows_of_step = []
     for slot, column in zip(slots.tolist(), columns.tolist(), strict=True):
         if column < 0:
             column = int(computed[slot])
             computed[slot] += 1
         kv_slot = tables[slot, column // block_size] * block_size + column % block_size
-        found.append([slot, column, column + 1, max(token_ids[slot, column], 0), kv_slot])
+        rows_of_step.append([slot, column, column + 1, max(token_ids[slot, column], 0), kv_slot])
     got = step[[SLOT, COLUMN, NEXT_COLUMN, TOKEN_ID, KV_SLOT]].T.tolist()
-    assert got == found
-    assert seq_lens.tolist() == [each[2] for each in found]
+    assert got == rows_of_step
+    assert seq_lens.tolist() == [numbers[2] for numbers in rows_of_step]
     assert state[1].tolist() == computed.tolist() and computed[null] == 0
     assert state[2].tolist() == tables.tolist()

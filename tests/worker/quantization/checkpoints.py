@@ -82,11 +82,11 @@ def check(
     runner = driver.worker.runner
     assert isinstance(runner, CPUModelRunner)
     assert runner.graphs is None or (runner.graphs.is_recordable and runner.graphs.graphs)
-    taken = runner.weights_bytes
-    assert taken < sum(tensor.nbytes for tensor in meant.values())
+    num_bytes = runner.weights_bytes
+    assert num_bytes < sum(tensor.nbytes for tensor in meant.values())
     for planned in (folder, _hollow(folder)) if is_plannable else (folder,):
         runner = load_dry(CPUModelRunner, config, read_spec(planned), torch.device("cpu"))
-        assert runner.weights_bytes == taken
+        assert runner.weights_bytes == num_bytes
 
 
 def _hollow(folder: Path) -> Path:

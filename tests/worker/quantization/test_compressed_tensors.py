@@ -91,13 +91,15 @@ def _ranges(
     }[stated["strategy"]]
     blocks = weight.reshape(rows // height, height, columns // width, width).transpose(1, 2)
     low, high = blocks.amin((2, 3)), blocks.amax((2, 3))
-    most = MOST if stated.get("type") == "float" else (1 << stated.get("num_bits", 8) - 1) - 1
+    max_value = MOST if stated.get("type") == "float" else (1 << stated.get("num_bits", 8) - 1) - 1
     zero = None
     if stated.get("symmetric", True):
-        scale = (torch.maximum(-low, high) / most).to(dtype)
+        scale = (torch.maximum(-low, high) / max_value).to(dtype)
     else:
-        scale = ((high - low) / (2 * most + 1)).to(dtype)
-        zero = (-low / scale - most - 1).round().clamp(-most - 1, most).to(torch.int8)
+        scale = ((high - low) / (2 * max_value + 1)).to(dtype)
+        zero = (
+            (-low / scale - max_value - 1).round().clamp(-max_value - 1, max_value).to(torch.int8)
+        )
     if stated["strategy"] == "tensor":
         scale, zero = scale.flatten(), None if zero is None else zero.flatten()
     return scale, zero

@@ -172,14 +172,14 @@ def test_a_checkpoint_of_16_bits_on_a_cpu_gets_the_tokens_of_torchs_attention(
             reference.logits[slot],
             strict=True,
         )
-        for got_token, wanted_token, got, wanted in steps:
+        for got_token, wanted_token, got, expected in steps:
             # Another last bit of the attention may round an activation to the next number of e4m3.
             got = got.log_softmax(-1)
-            wanted = wanted.log_softmax(-1)
-            assert kl_div(got, wanted, log_target=True, reduction="sum") < 3e-2
+            expected = expected.log_softmax(-1)
+            assert kl_div(got, expected, log_target=True, reduction="sum") < 3e-2
             if got_token != wanted_token:  # only where the two were about equally likely
-                gap = wanted[wanted_token] - wanted[got_token]
-                assert gap <= 2 * (got - wanted).abs().max()
+                gap = expected[wanted_token] - expected[got_token]
+                assert gap <= 2 * (got - expected).abs().max()
                 break
 
 

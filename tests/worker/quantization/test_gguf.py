@@ -85,8 +85,10 @@ def test_activations_are_rounded_only_beside_blocks(
     model = LlamaForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32)
     path = write_model(tmp_path / "tiny.gguf", model, quant)
     runner = Driver(config_for(hub.find_model(str(path)), block_size=16)).worker.runner
-    weights = [each for _, each in runner.model.named_parameters() if isinstance(each, Matrix)]
-    assert {each.quant_method.num_terms for each in weights} == {num_terms}
+    weights = [
+        weight for _, weight in runner.model.named_parameters() if isinstance(weight, Matrix)
+    ]
+    assert {weight.quant_method.num_terms for weight in weights} == {num_terms}
     assert {cache.dtype for cache in runner.kv_caches} == {kv_dtype}
 
 
@@ -268,12 +270,12 @@ def test_a_model_in_parts_is_read_from_all_of_them(tiny_llama: Path, tmp_path: P
     assert len(parts) == 5
     folder = hub.find_model(f"{tmp_path}:split")
     assert folder == hub.find_model(str(parts[0])) == hub.find_model(str(parts[3]))
-    one = hub.find_model(str(whole))
-    assert read_facts(str(folder)).num_parameters == read_facts(str(one)).num_parameters
-    found = [Driver(config_for(each)) for each in (folder, one)]
-    for driver in found:
+    single_file = hub.find_model(str(whole))
+    assert read_facts(str(folder)).num_parameters == read_facts(str(single_file)).num_parameters
+    drivers = [Driver(config_for(path)) for path in (folder, single_file)]
+    for driver in drivers:
         driver.generate([driver.add([5, 17, 99, 200])], 12)
-    assert found[0].tokens == found[1].tokens
+    assert drivers[0].tokens == drivers[1].tokens
     parts[2].unlink()
     with pytest.raises(ModelNotFound, match=r"lacks 1 of 5 weight files: split-00003-of"):
         hub.find_model(str(parts[0]))

@@ -40,15 +40,15 @@ def rounded(
         torch.stack([weight[:, group_of == group].aminmax(dim=1)[i] for group in group_of.unique()])
         for i in range(2)
     )
-    most = (1 << bits) - 1
+    max_code = (1 << bits) - 1
     if is_symmetric:
-        scale = (2 * torch.maximum(-low, high) / most).half().t()
-        zero = torch.full(scale.shape, (most + 1) // 2)
+        scale = (2 * torch.maximum(-low, high) / max_code).half().t()
+        zero = torch.full(scale.shape, (max_code + 1) // 2)
     else:
-        scale = ((high - low) / most).half().t()
-        zero = (-low.t() / scale).round().clamp(0, most).long()
+        scale = ((high - low) / max_code).half().t()
+        zero = (-low.t() / scale).round().clamp(0, max_code).long()
     codes = (weight / scale[:, group_of]).round() + zero[:, group_of]
-    return codes.clamp(0, most).long(), zero, scale
+    return codes.clamp(0, max_code).long(), zero, scale
 
 
 def gptq(
@@ -68,8 +68,8 @@ def gptq(
     codes, zero, scale = rounded(weight, group_of, bits, sym)
     zeros = pack(zero.t(), bits)
     if version == 1:
-        one = sum(1 << shift for shift in range(0, 32, bits))
-        less = (zeros.long() - one) % (1 << 32)
+        ones = sum(1 << shift for shift in range(0, 32, bits))
+        less = (zeros.long() - ones) % (1 << 32)
         zeros = (less - ((less >> 31) << 32)).int()
     tensors = {
         ".qweight": pack(codes, bits).t(),

@@ -90,13 +90,16 @@ def test_matrices_of_a_model_get_theirs(tiny_llama: Path, tmp_path: Path):
     for name, matrix in exact.items():
         if not isinstance(matrix, Matrix):
             continue
-        a, b = (each[name].rows(rows) for each in (plain, weighed))
+        a, b = (parameters[name].rows(rows) for parameters in (plain, weighed))
         assert torch.equal(a, b) == ("embed" in name or "lm_head" in name), name
     for layer, (leaf, name) in product(range(2), NAMES_OF_ONE.items()):
         name = f"model.layers.{layer}.{name}.weight"
         mean = torch.from_numpy(means[f"blk.{layer}.{leaf}"]).double()
-        wrong = [(each[name].rows(rows) - exact[name].rows(rows)) for each in (plain, weighed)]
-        before, after = (float((each.double().square() @ mean).sum()) for each in wrong)
+        wrong = [
+            (parameters[name].rows(rows) - exact[name].rows(rows))
+            for parameters in (plain, weighed)
+        ]
+        before, after = (float((parameters.double().square() @ mean).sum()) for parameters in wrong)
         assert after < 0.9 * before
 
 
@@ -111,7 +114,7 @@ def test_a_plan_with_one_is_that_without(tiny_llama: Path, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "changed", "error", "told"),
+    ("kind", "changed", "error", "message"),
     [
         ("model", {}, ConfigError, "this GGUF file is of model, not of llama-imatrix"),
         (
@@ -122,10 +125,10 @@ def test_a_plan_with_one_is_that_without(tiny_llama: Path, tmp_path: Path):
         ),
     ],
 )
-def test_another_file_is_refused(tiny_llama, tmp_path, kind, changed, error, told):
+def test_another_file_is_refused(tiny_llama, tmp_path, kind, changed, error, message):
     write(tmp_path / "file", kind, **changed)
     options = {"quantization": "int4", "quantization_imatrix": str(tmp_path / "file")}
-    with pytest.raises(error, match=told):
+    with pytest.raises(error, match=message):
         Driver(config_for(tiny_llama, **options))
 
 

@@ -68,13 +68,13 @@ def test_scales_are_fitted_to_their_codes(switch: str, is_weighed: bool, monkeyp
     for _ in forced(switch, monkeypatch):
         rounded = quantize(weight, importance=importance).rows(torch.arange(300))
     assert torch.equal(rounded[7], weight[7])
-    groups, found = weight.double().view(-1, 32), rounded.double().view(-1, 32)
+    groups, fitted = weight.double().view(-1, 32), rounded.double().view(-1, 32)
     counts = torch.ones(96) if importance is None else importance
     counts = counts.double().repeat(300).view(-1, 32)
-    is_varied = found.amax(1) > found.amin(1)
-    groups, found, counts = groups[is_varied], found[is_varied], counts[is_varied]
-    best = fit_once_more(groups, counts, found)
-    errors = [(counts * (each - groups).square()).sum() for each in (found, best)]
+    is_varied = fitted.amax(1) > fitted.amin(1)
+    groups, fitted, counts = groups[is_varied], fitted[is_varied], counts[is_varied]
+    best = fit_once_more(groups, counts, fitted)
+    errors = [(counts * (values - groups).square()).sum() for values in (fitted, best)]
     assert errors[1] <= errors[0] <= 1.03 * errors[1]
 
 

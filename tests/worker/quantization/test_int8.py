@@ -47,8 +47,8 @@ def test_what_is_large_in_one_place_or_everywhere_is_spread(size: int, start: in
     x = torch.stack([torch.zeros(size), torch.ones(size), torch.arange(size) % 2 * 2.0 - 1])
     x[0, start] = 1
     turned = packed.spread(x)
-    most = turned.abs().amax(1) / turned.square().mean(1).sqrt()
-    assert bool((most < 6).all())  # of its root mean square
+    peaks = turned.abs().amax(1) / turned.square().mean(1).sqrt()
+    assert bool((peaks < 6).all())  # of its root mean square
 
 
 def test_all_instruction_sets_turn_to_the_same_bits(monkeypatch: pytest.MonkeyPatch):

@@ -9,8 +9,8 @@ from servd.messages.params import MAX_BAD_WORD_TOKENS, SamplingParams
 from servd.worker.sample.logit_edits import LogitEdits
 from servd.worker.sample.logits_processors import SlotRequest
 from servd.worker.sample.logits_processors.bad_words import BadWordsProcessor
-from servd.worker.sample.rows import Rows
 from servd.worker.sample.sampler import Sampler
+from servd.worker.sample.sampling_metadata import SamplingMetadata
 
 VOCAB_SIZE = 5  # so small that sequences meet the words all the time
 CPU = torch.device("cpu")
@@ -38,7 +38,9 @@ def test_masks_equal_transformers(seed):
     for _ in range(30):
         host_slots = rng.permutation(4)
         positions = torch.zeros(4, dtype=torch.int64)
-        rows = Rows(torch.tensor(host_slots), positions, host_slots, uses[host_slots]).subset(1)
+        rows = SamplingMetadata(
+            torch.tensor(host_slots), positions, host_slots, uses[host_slots]
+        ).subset(1)
         logits = torch.randn(4, VOCAB_SIZE, generator=torch.Generator().manual_seed(seed))
         got = logits.clone()
         step.apply(got, rows, LogitEdits())
@@ -59,7 +61,9 @@ def test_the_longest_allowed_word():
     step = BadWordsProcessor(VOCAB_SIZE, 1, CPU)
     word = [3] * MAX_BAD_WORD_TOKENS
     uses = step.add(SlotRequest(0, SamplingParams(bad_words_token_ids=[word]), word[:-2], [], []))
-    rows = Rows(torch.tensor([0]), torch.tensor([0]), np.array([0]), np.array([int(uses)]))
+    rows = SamplingMetadata(
+        torch.tensor([0]), torch.tensor([0]), np.array([0]), np.array([int(uses)])
+    )
     for is_next in (False, True, True):
         logits = torch.zeros(1, VOCAB_SIZE)
         step.apply(logits, rows, LogitEdits())
@@ -76,5 +80,9 @@ def test_the_sampler_never_completes_a_word():
         logits = torch.zeros(2, VOCAB_SIZE)
         logits[:, favourite], logits[:, 4] = 2.0, 1.0
         slots = torch.tensor([0, 1])
-        got.append(sampler(logits, slots, [0, 1], slots + position).token_ids.tolist())
+        got.append(
+            sampler(
+                logits, sampler.make_metadata(slots, [0, 1], slots + position)
+            ).token_ids.tolist()
+        )
     assert got == [[1, 1], [4, 2], [2, 2], [1, 1], [4, 2]]

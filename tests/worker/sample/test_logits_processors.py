@@ -11,8 +11,8 @@ from servd.worker.sample import logits_processors
 from servd.worker.sample.logit_edits import LogitEdits
 from servd.worker.sample.logits_processors import LogitsProcessor, SlotRequest
 from servd.worker.sample.ops import reference
-from servd.worker.sample.rows import Rows
 from servd.worker.sample.sampler import Sampler
+from servd.worker.sample.sampling_metadata import SamplingMetadata
 
 NAMES = plugins.names(logits_processors.__name__)
 CPU = torch.device("cpu")
@@ -26,9 +26,9 @@ def kind(name: str) -> type[LogitsProcessor]:
     return plugins.load_class(logits_processors.__name__, name, LogitsProcessor)
 
 
-def example(name: str, **others) -> SamplingParams:
+def example(name: str, **options) -> SamplingParams:
     """Uses this processor alone."""
-    return SamplingParams(**{"temperature": 0.0, **kind(name).example, **others})
+    return SamplingParams(**{"temperature": 0.0, **kind(name).example, **options})
 
 
 def logits_at(seed: int, rows: int) -> torch.Tensor:
@@ -65,7 +65,9 @@ def test_it_changes_the_rows_that_use_it_and_no_other(name):
     assert processor.add(SlotRequest(2, example(name), PROMPT, [], EOS))
     logits = logits_at(1, rows=3)
     slots, positions = torch.tensor([1, 2, 3]), torch.tensor([len(PROMPT)] * 3)
-    rows = Rows(slots, positions, slots.numpy(), torch.tensor([0, 1, 0]).numpy()).subset(1)
+    rows = SamplingMetadata(
+        slots, positions, slots.numpy(), torch.tensor([0, 1, 0]).numpy()
+    ).subset(1)
     changed = logits.clone()
     edits = LogitEdits()
     processor.apply(changed, rows, edits)
@@ -79,18 +81,23 @@ def test_it_changes_the_rows_that_use_it_and_no_other(name):
 def test_outputs_depend_on_the_request_alone(name, preempted_at):
     """Not on its neighbours, nor on a preemption, nor on who had its slot before."""
 
-    def outputs(sampler: Sampler, slot: int, others: list[int], preempted_at=None) -> list[int]:
+    def outputs(
+        sampler: Sampler, slot: int, other_slots: list[int], preempted_at=None
+    ) -> list[int]:
         made: list[int] = []
         sampler.add(slot, params, PROMPT, made, EOS)
         for step in range(5):
             if step == preempted_at:
                 sampler.remove(slot)
                 sampler.add(slot, params, PROMPT, made, EOS)
-            rows = [*others, slot]
+            rows = [*other_slots, slot]
             logits = logits_at(step, rows=1).expand(len(rows), -1).clone()
             positions = torch.full((len(rows),), len(PROMPT) + step)
             made = (
-                made + sampler(logits, torch.tensor(rows), rows, positions).token_ids.tolist()[-1:]
+                made
+                + sampler(
+                    logits, sampler.make_metadata(torch.tensor(rows), rows, positions)
+                ).token_ids.tolist()[-1:]
             )
         return made
 
@@ -108,4 +115,4 @@ def test_the_costliest_request_uses_everything():
     sampler = Sampler(VOCAB, NUM_SLOTS, CPU)
     sampler.costliest.validate(VOCAB)
     sampler.add(0, sampler.costliest, PROMPT, [], EOS)
-    assert sampler.uses[0] == (8 << len(NAMES)) - 1
+    assert sampler.features[0] == (8 << len(NAMES)) - 1

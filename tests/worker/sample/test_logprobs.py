@@ -14,7 +14,10 @@ def run(params: list[SamplingParams], logits: torch.Tensor, mode="raw_logprobs")
     for slot, p in enumerate(params):
         sampler.add(slot, p, [1, 2, 3], [], [0])
     slots = list(range(len(params)))
-    output = sampler(logits.clone(), torch.tensor(slots), slots, torch.full((len(params),), 3))
+    output = sampler(
+        logits.clone(),
+        sampler.make_metadata(torch.tensor(slots), slots, torch.full((len(params),), 3)),
+    )
     lists = output.logprobs.to_host().to_lists() if output.logprobs is not None else None
     return output.token_ids.tolist(), lists
 
@@ -91,7 +94,8 @@ def test_no_more_alternatives_than_tokens():
     sampler = Sampler(4, 1, torch.device("cpu"))
     sampler.add(0, SamplingParams(temperature=0, logprobs=20), [1], [], [])
     output = sampler(
-        torch.tensor([[1.0, 3.0, 2.0, 0.0]]), torch.tensor([0]), [0], torch.tensor([1])
+        torch.tensor([[1.0, 3.0, 2.0, 0.0]]),
+        sampler.make_metadata(torch.tensor([0]), [0], torch.tensor([1])),
     )
     assert output.logprobs is not None
     assert output.logprobs.to_lists()[0].token_ids == [1, 1, 2, 0, 3]
@@ -99,18 +103,21 @@ def test_no_more_alternatives_than_tokens():
 
 def test_named_tokens_come_after_the_most_likely():
     sampler = Sampler(VOCAB, 4, torch.device("cpu"))
-    named = {0: [3, 9], 1: [], 3: [7]}
-    for slot, ids in named.items():
+    requested = {0: [3, 9], 1: [], 3: [7]}
+    for slot, ids in requested.items():
         sampler.add(
             slot, SamplingParams(temperature=0.0, logprobs=slot, logprob_token_ids=ids), [1], [], []
         )
     sampler.add(2, SamplingParams(temperature=0.0), [1], [], [])
     logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(0))
     expected = logits.double().log_softmax(-1)
-    output = sampler(logits, torch.arange(4), list(range(4)), torch.ones(4, dtype=torch.int64))
+    output = sampler(
+        logits,
+        sampler.make_metadata(torch.arange(4), list(range(4)), torch.ones(4, dtype=torch.int64)),
+    )
     rows = output.logprobs.to_lists()
     assert rows[2] is None
-    for slot, ids in named.items():
+    for slot, ids in requested.items():
         assert rows[slot].token_ids[1 + slot :] == ids and len(
             rows[slot].token_ids
         ) == 1 + slot + len(ids)

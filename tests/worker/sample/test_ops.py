@@ -58,8 +58,8 @@ def test_the_most_probable_token_is_written(module, shape, dtype, device):
     logits[0, vocab // 2 :] = logits[0].max()  # the first of equals
     token_ids = torch.full((n + 2, 9), -5, dtype=torch.int32, device=device)
     slots, columns = draw.permutation(n + 2)[:n], draw.integers(0, 9, n)
-    given = (torch.from_numpy(each).to(device) for each in (slots, columns))
-    chosen = module.choose(logits, *given, token_ids)
+    tensors = (torch.from_numpy(part).to(device) for part in (slots, columns))
+    chosen = module.choose(logits, *tensors, token_ids)
     expected = logits.double().cpu().numpy().argmax(1)
     assert chosen.tolist() == expected.tolist() and chosen.dtype == torch.int64
     written = np.full((n + 2, 9), -5)
@@ -89,16 +89,16 @@ def random_biases(
     """For all rows but the last: on an eighth of the tokens, shuffled; and as a matrix."""
     n, vocab = shape
     rng = np.random.default_rng(seed)
-    named = [
+    biased_ids = [
         rng.permutation(vocab)[: vocab // 8 + 1 if row < max(n - 1, 1) else 0] for row in range(n)
     ]
     dense = np.zeros(shape, dtype=np.float32)
-    for row, token_ids in enumerate(named):
+    for row, token_ids in enumerate(biased_ids):
         dense[row, token_ids] = rng.uniform(-100, 100, len(token_ids))
-    starts = np.cumsum([0, *map(len, named)])
-    values = np.concatenate([dense[row, token_ids] for row, token_ids in enumerate(named)])
+    starts = np.cumsum([0, *map(len, biased_ids)])
+    values = np.concatenate([dense[row, token_ids] for row, token_ids in enumerate(biased_ids)])
     tensors = [
-        torch.from_numpy(array).to(device) for array in (starts, np.concatenate(named), values)
+        torch.from_numpy(array).to(device) for array in (starts, np.concatenate(biased_ids), values)
     ]
     return Biased(*tensors), dense
 

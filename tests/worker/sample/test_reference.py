@@ -18,7 +18,7 @@ from servd.worker.sample import logits_processors
 from servd.worker.sample.logit_edits import LogitEdits
 from servd.worker.sample.logits_processors import LogitsProcessor, SlotRequest
 from servd.worker.sample.ops import reference
-from servd.worker.sample.rows import Rows
+from servd.worker.sample.sampling_metadata import SamplingMetadata
 from servd.worker.sample.top_k_top_p import TopKTopPFilter
 from tests.worker.sample.reference import narrow, processed_logits, softmax
 
@@ -33,14 +33,14 @@ def processor(name: str, vocab_size: int) -> LogitsProcessor:
     return kind(vocab_size, NUM_SLOTS, CPU)
 
 
-def rows_of(requests: list[SlotRequest], uses: list[bool]) -> Rows:
+def rows_of(requests: list[SlotRequest], uses: list[bool]) -> SamplingMetadata:
     """Each request's row, at the position after its outputs; bit 1 states that it is used."""
     slots = [request.slot for request in requests]
     positions = [
         len(request.prompt_token_ids) + len(request.output_token_ids) for request in requests
     ]
     bits = np.array(uses, dtype=np.int64)
-    return Rows(torch.tensor(slots), torch.tensor(positions), np.array(slots), bits)
+    return SamplingMetadata(torch.tensor(slots), torch.tensor(positions), np.array(slots), bits)
 
 
 def apply(
@@ -49,7 +49,7 @@ def apply(
     """What becomes of logits, with each row in its request's slot."""
     rows = rows_of(requests, [processor.add(request) for request in requests])
     logits = logits.clone()
-    if rows.uses.any():
+    if rows.features.any():
         edits = LogitEdits()
         processor.apply(logits, rows.subset(1), edits)
         reference.edit_logits(logits, edits)

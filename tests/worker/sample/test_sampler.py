@@ -30,7 +30,11 @@ def logits_at(seed: int, rows: int = 1, vocab_size: int = VOCAB) -> torch.Tensor
 def sample(
     sampler: Sampler, logits: torch.Tensor, slots: list[int], positions: list[int], bitmask=None
 ) -> list[int]:
-    output = sampler(logits.clone(), torch.tensor(slots), slots, torch.tensor(positions), bitmask)
+    output = sampler(
+        logits.clone(),
+        sampler.make_metadata(torch.tensor(slots), slots, torch.tensor(positions)),
+        bitmask,
+    )
     return output.token_ids.tolist()
 
 
@@ -100,24 +104,27 @@ def test_drawn_frequencies_fit_the_exact_distribution(params):
     assert chi_square < freedom + 5 * math.sqrt(2 * freedom) + 10
 
 
-@pytest.mark.parametrize("others", [[], [EVERYTHING], [SamplingParams(seed=2, logprobs=2)]])
-def test_logits_in_the_type_of_the_model_are_those_of_the_same_numbers_in_float32(others):
+@pytest.mark.parametrize("more_params", [[], [EVERYTHING], [SamplingParams(seed=2, logprobs=2)]])
+def test_logits_in_the_type_of_the_model_are_those_of_the_same_numbers_in_float32(more_params):
     """Where nothing changes them, they are read as they are."""
-    params = [SamplingParams(temperature=0), SamplingParams(seed=1, top_p=0.9), *others]
+    params = [SamplingParams(temperature=0), SamplingParams(seed=1, top_p=0.9), *more_params]
     slots = list(range(len(params)))
-    found = []
+    results = []
     for dtype in (torch.bfloat16, torch.float32):
         sampler = new_sampler()
-        for slot, each in enumerate(params):
-            sampler.add(slot, each, [3, 4, 4], [], EOS)
+        for slot, row_params in enumerate(params):
+            sampler.add(slot, row_params, [3, 4, 4], [], EOS)
         logits = logits_at(seed=9, rows=len(params)).bfloat16().to(dtype)
         logits[1, 3] = torch.nan
-        output = sampler(logits, torch.tensor(slots), slots, torch.tensor([3] * len(slots)))
+        output = sampler(
+            logits,
+            sampler.make_metadata(torch.tensor(slots), slots, torch.tensor([3] * len(slots))),
+        )
         logprobs = output.logprobs and output.logprobs.to_lists()
         is_finite = np.isfinite(output.best_logits).tolist()
-        found.append((output.token_ids.tolist(), is_finite, logprobs))
-    assert found[0] == found[1]
-    assert found[0][1][:2] == [True, False]
+        results.append((output.token_ids.tolist(), is_finite, logprobs))
+    assert results[0] == results[1]
+    assert results[0][1][:2] == [True, False]
 
 
 @pytest.mark.parametrize("temperature", [1e-5, 100.0])
@@ -294,7 +301,9 @@ def test_contradictory_constraints_still_yield_a_valid_id():
 
 def test_a_step_in_which_no_row_samples():
     nothing = torch.empty(0, dtype=torch.int64)
-    output = new_sampler()(torch.empty(0, VOCAB), nothing, [], nothing)
+    sampler = new_sampler()
+    metadata = sampler.make_metadata(nothing, [], nothing)
+    output = sampler(torch.empty(0, VOCAB), metadata)
     assert output.token_ids.shape == (0,)
     assert output.logprobs is None
 
@@ -321,7 +330,8 @@ def test_cuda_draws_the_same_tokens_and_never_waits(sync_mode):
             sampler.add(slot, p, [1, 2, 3], [], EOS)
         with sync_mode("error" if device.type == "cuda" else "default"):
             outputs = [
-                sampler(logits, on_device, slots, positions, bitmask) for logits, positions in steps
+                sampler(logits, sampler.make_metadata(on_device, slots, positions), bitmask)
+                for logits, positions in steps
             ]
         tokens.append([output.token_ids.tolist() for output in outputs])
     assert tokens[0] == tokens[1]
@@ -337,5 +347,5 @@ def test_a_row_that_is_not_finite_is_told_from_others(temperature, value):
     logits[1, 5] = value
     logits[2, :7] = -torch.inf  # forbidden
     slots = torch.arange(3)
-    output = sampler(logits, slots, slots.numpy(), torch.full((3,), 4))
+    output = sampler(logits, sampler.make_metadata(slots, slots.numpy(), torch.full((3,), 4)))
     assert np.isfinite(output.best_logits).tolist() == [True, False, True]

@@ -27,7 +27,8 @@ def run(
         logits[:, favourite] += 100
         position = len(PROMPT) + step
         tokens = sampler(
-            logits, torch.tensor([0, 2]), [0, 2], torch.tensor([position] * 2)
+            logits,
+            sampler.make_metadata(torch.tensor([0, 2]), [0, 2], torch.tensor([position] * 2)),
         ).token_ids.tolist()
         assert tokens[0] == favourite  # the other one is left alone
         outputs.append(tokens[1])
@@ -54,19 +55,19 @@ def budget(num_tokens: int, start_id: int | None = None, **params) -> SamplingPa
     ],
 )
 def test_the_end_tag_comes_after_so_many_tokens(params, preempted_at):
-    wanted = [4, 5, 6, 7, 8, 9, 4]
-    assert run(budget(3, **params), wanted, preempted_at) == [4, 5, 6, END, 8, 9, 4]
-    assert run(budget(0, **params), wanted, preempted_at) == [END, 5, 6, 7, 8, 9, 4]
+    choices = [4, 5, 6, 7, 8, 9, 4]
+    assert run(budget(3, **params), choices, preempted_at) == [4, 5, 6, END, 8, 9, 4]
+    assert run(budget(0, **params), choices, preempted_at) == [END, 5, 6, 7, 8, 9, 4]
     # The model opens the reasoning itself; the tag is no part of it.
     opened = run(budget(2, START, **params), [4, START, 6, 7, 8, 9, 4], preempted_at)
     assert opened == [4, START, 6, 7, END, 9, 4]
-    assert run(budget(2, START, **params), wanted, preempted_at) == wanted
+    assert run(budget(2, START, **params), choices, preempted_at) == choices
 
 
 @pytest.mark.parametrize("preempted_at", [None, 2, 3])
 def test_reasoning_that_ends_by_itself_is_not_ended_again(preempted_at):
-    for start_id, wanted in (
+    for start_id, expected in (
         (None, [4, END, 6, 7, START, 9, 8, 7]),
         (START, [START, END, 6, START, 8, 9, 7, 6]),
     ):
-        assert run(budget(2, start_id, temperature=0.0), wanted, preempted_at) == wanted
+        assert run(budget(2, start_id, temperature=0.0), expected, preempted_at) == expected

@@ -98,9 +98,9 @@ def step(
         padded = np.array([([0, *b] + [0] * max(counts))[: max(counts)] for b in branches])
     output: SamplerOutput = sampler(
         torch.stack([logits_after(tokens) for tokens in before]),
-        torch.tensor(slots),
-        slots,
-        torch.tensor([len(tokens) for tokens in before]),
+        sampler.make_metadata(
+            torch.tensor(slots), slots, torch.tensor([len(tokens) for tokens in before])
+        ),
         torch.tensor(masks, dtype=torch.int32) if any(row.has_grammar for row in rows) else None,
         SpecDecodeMetadata(np.array(counts) - 1, draft_ids, False, padded) if any(drafts) else None,
     )
@@ -162,12 +162,12 @@ def test_branches_change_no_token_and_no_logprob(cases, seed):
         drafts, branches, lengths = [], [], []
         for row in active:
             text = without[row.slot][0]
-            known = len(row.tokens)
+            num_known = len(row.tokens)
             tree, parents = [], []
             texts = [row.tokens]
             for _ in range(chance.randrange(9)):
                 parent = chance.randrange(len(texts)) if row.branches else len(texts) - 1
-                siblings = [tree[i] for i, each in enumerate(parents) if each == parent]
+                siblings = [tree[i] for i, place in enumerate(parents) if place == parent]
                 follows = text[len(texts[parent]) :][:1]
                 token = chance.choice([*follows * 20, *range(VOCAB)])
                 if token not in siblings:
@@ -176,8 +176,8 @@ def test_branches_change_no_token_and_no_logprob(cases, seed):
                     texts.append([*texts[parent], token])
             drafts.append(tree)
             branches.append(parents)
-            right = [len(each) - known for each in texts if each == text[: len(each)]]
-            lengths.append(min(known + max(right) + 1, NUM_TOKENS))
+            right = [len(place) - num_known for place in texts if place == text[: len(place)]]
+            lengths.append(min(num_known + max(right) + 1, NUM_TOKENS))
         step(sampler, active, drafts, branches)
         assert [min(len(row.tokens), NUM_TOKENS) for row in active] == lengths
     for row, (tokens, logprobs) in zip(rows, without, strict=True):
@@ -236,9 +236,11 @@ def test_drawn_frequencies_around_drafts_fit_the_exact_distribution(shape, case,
     slots = np.repeat(np.arange(num_rows), len(inputs))
     output = sampler(
         logits.repeat(num_rows, 1),
-        torch.from_numpy(slots),
-        slots,
-        torch.tensor([len(tokens) for tokens in inputs]).repeat(num_rows),
+        sampler.make_metadata(
+            torch.from_numpy(slots),
+            slots,
+            torch.tensor([len(tokens) for tokens in inputs]).repeat(num_rows),
+        ),
         masks.int().repeat(num_rows, 1) if has_grammar else None,
         SpecDecodeMetadata(
             np.full(num_rows, len(shape)),
@@ -306,7 +308,7 @@ def test_synthetic_acceptance_keeps_drafts_at_the_given_rates(keys, rates):
         token_ids=drafts[:, :-1].flatten(),
         states=SimpleNamespace(tree=None),
     )
-    metadata = SpecDecodeMetadata.of(batch, torch.tensor(config.acceptance_chances))
+    metadata = SpecDecodeMetadata.from_batch(batch, torch.tensor(config.acceptance_chances))
     assert metadata is not None
     sampled = torch.randint(0, 50, (len(slots),))  # never what was drafted
     token_ids = metadata.settle(sampled).view(num_rows, -1)

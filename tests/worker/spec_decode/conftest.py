@@ -14,9 +14,9 @@ def counts(monkeypatch) -> list[tuple[int, int]]:
     monkeypatch.setattr(draft_length, "PAUSE_STEPS", 0)
     count = Acceptance.count
 
-    def spy(self, num_drafts, num_kept, *asked):
+    def spy(self, num_drafts, num_kept, *arguments):
         counted.append((num_drafts, num_kept))
-        count(self, num_drafts, num_kept, *asked)
+        count(self, num_drafts, num_kept, *arguments)
 
     monkeypatch.setattr(Acceptance, "count", spy)
     return counted

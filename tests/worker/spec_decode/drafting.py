@@ -40,22 +40,22 @@ def drafts_of(
         driver.add([draw.randrange(driver.spec.vocab_size) for _ in range(draw.randint(2, 30))])
         for _ in range(5)
     ]
-    found: list[tuple[list[int], list[int], set[int]]] = []
+    drafted: list[tuple[list[int], list[int], set[int]]] = []
     alone: dict[int, set[int]] = {slot: set() for slot in slots}
     for _ in range(30):
         chosen = draw.sample(slots, draw.randint(1, len(slots)))
-        chunks = {slot: draw.randint(1, driver.left(slot)) for slot in chosen}
-        most = {slot: draw.randint(0, num_drafts) for slot in chosen}
+        chunks = {slot: draw.randint(1, driver.num_left(slot)) for slot in chosen}
+        max_drafts = {slot: draw.randint(0, num_drafts) for slot in chosen}
         for slot, chunk in chunks.items():
-            samples = chunk == driver.left(slot)
-            if chunk == 1 and not (samples and (driver.drafts[slot] or most[slot])):
+            samples = chunk == driver.num_left(slot)
+            if chunk == 1 and not (samples and (driver.drafts[slot] or max_drafts[slot])):
                 alone[slot].add(driver.computed[slot])
-        driver.step(chunks, max_new_drafts=most)
+        driver.step(chunks, max_new_drafts=max_drafts)
         for slot in chosen:
             if driver.drafts[slot]:
-                assert len(driver.drafts[slot]) == most[slot]
-                found.append(
+                assert len(driver.drafts[slot]) == max_drafts[slot]
+                drafted.append(
                     (list(driver.tokens[slot]), list(driver.drafts[slot]), set(alone[slot]))
                 )
-    assert len(found) > 30
-    return found
+    assert len(drafted) > 30
+    return drafted

@@ -48,9 +48,9 @@ def make_requests(count: int, grammar: StructuredOutput | None) -> list[EngineCo
     ]
     return [
         EngineCoreRequest(
-            str(i), prompt, SamplingParams(temperature=0.0, max_tokens=40, structured_output=each)
+            str(i), prompt, SamplingParams(temperature=0.0, max_tokens=40, structured_output=schema)
         )
-        for i, (prompt, each) in enumerate(zip(prompts, grammars, strict=True))
+        for i, (prompt, schema) in enumerate(zip(prompts, grammars, strict=True))
     ]
 
 
@@ -100,9 +100,9 @@ class Recorder:
     def propose(self, method, proposer, slots, *args) -> torch.Tensor:
         drafts = method(proposer, slots, *args)
         for row, slot in enumerate(slots.tolist()):
-            known = proposer.states.token_ids[slot, : int(proposer.states.num_computed[slot]) + 1]
+            tokens = proposer.states.token_ids[slot, : int(proposer.states.num_computed[slot]) + 1]
             for step in range(int((drafts[row] >= 0).sum())):
-                before = known.tolist() + drafts[row, :step].tolist()
+                before = tokens.tolist() + drafts[row, :step].tolist()
                 self.drafted.append((before, int(drafts[row, step])))
         return drafts
 
@@ -186,11 +186,11 @@ def test_a_row_far_behind_catches_up_and_blocks_no_other(tiny_llama, draft, monk
     driver = Driver(speculative(tiny_llama, folder, **options))
     far, near = driver.add([5, 6, 7]), driver.add([8, 9])
     driver.generate([far], 60)
-    found: list[tuple[int, int]] = []
+    counts: list[tuple[int, int]] = []
     for _ in range(3):
-        driver.step({slot: driver.left(slot) for slot in (far, near)}, None, {far: 2, near: 2})
-        found.append((len(driver.drafts[far]), len(driver.drafts[near])))
-    assert found == [(0, 2), (2, 2), (2, 2)]
+        driver.step({slot: driver.num_left(slot) for slot in (far, near)}, None, {far: 2, near: 2})
+        counts.append((len(driver.drafts[far]), len(driver.drafts[near])))
+    assert counts == [(0, 2), (2, 2), (2, 2)]
     recorder.check(folder)
 
 

@@ -174,7 +174,7 @@ def test_decode_steps_remain_programs_and_drafts_are(target: Path, tmp_path: Pat
     graphs = driver.worker.runner.graphs
     assert graphs is not None and len(graphs.graphs) == 1
     for num_drafts in (2, NUM_DRAFTS, NUM_DRAFTS - 1):  # all are parts of one graph
-        driver.step({slot: driver.left(slot)}, max_new_drafts={slot: num_drafts})
+        driver.step({slot: driver.num_left(slot)}, max_new_drafts={slot: num_drafts})
     proposer = driver.worker.runner.proposer
     assert proposer.chain.passes.is_recordable
     assert {num_rows for _, num_rows in proposer.chain.graphs} == {1}
@@ -206,7 +206,7 @@ def test_tokens_that_nobody_drafts_at_are_not_followed(
     calls: list[int] = []
     run = proposer.advance
     monkeypatch.setattr(
-        proposer, "advance", lambda ids, *rest: calls.append(len(ids)) or run(ids, *rest)
+        proposer, "advance", lambda ids, *arguments: calls.append(len(ids)) or run(ids, *arguments)
     )
     prompt = [7, 8, 9, 10, 11, 12, 13, 14]
     slot = driver.add(prompt)
@@ -215,14 +215,14 @@ def test_tokens_that_nobody_drafts_at_are_not_followed(
     beside = driver.add([5])
     driver.generate([slot, beside], num_missed + 1)
     assert calls == [8]
-    driver.step({slot: driver.left(slot), beside: 1}, max_new_drafts={slot: NUM_DRAFTS})
+    driver.step({slot: driver.num_left(slot), beside: 1}, max_new_drafts={slot: NUM_DRAFTS})
     assert calls == [8, *[1] * NUM_DRAFTS]
     skipped = range(8, 8 + num_missed)
     assert skipped.stop + 1 == len(driver.tokens[slot]) - 1
     for _ in range(3):
         expected = plain.drafts(driver.tokens[slot], NUM_DRAFTS, skipped)
         assert driver.drafts[slot] == expected
-        driver.step({slot: driver.left(slot)}, max_new_drafts={slot: NUM_DRAFTS})
+        driver.step({slot: driver.num_left(slot)}, max_new_drafts={slot: NUM_DRAFTS})
 
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3"])
@@ -239,7 +239,7 @@ def test_prompts_are_not_followed_where_nobody_drafts_for_long(target, tmp_path,
     driver.step({other: 1}, max_new_drafts={other: NUM_DRAFTS})
     assert driver.drafts[other] == plain.drafts(driver.tokens[other], NUM_DRAFTS, range(5))
     for _ in range(6):  # they are wanted again
-        driver.step({other: driver.left(other)}, max_new_drafts={other: NUM_DRAFTS})
+        driver.step({other: driver.num_left(other)}, max_new_drafts={other: NUM_DRAFTS})
     late = driver.add([31, 32, 33])
     driver.step({late: 3})
     driver.step({late: 1}, max_new_drafts={late: NUM_DRAFTS})
@@ -260,8 +260,8 @@ def test_nothing_is_drafted_past_max_model_len(target: Path, tmp_path: Path):
 def test_a_head_of_eagle_with_all_of_its_own(target: Path, tmp_path: Path):
     config = checkpoints.eagle(target, tmp_path)
     size, vocab_size = read_spec(target).hidden_size, read_spec(target).vocab_size
-    own = {"fc.bias": draw(size), "embed_tokens.weight": draw(vocab_size, size, seed=5)}
-    rewrite(tmp_path, own | {"lm_head.weight": draw(vocab_size, size, seed=6)})
+    tensors = {"fc.bias": draw(size), "embed_tokens.weight": draw(vocab_size, size, seed=5)}
+    rewrite(tmp_path, tensors | {"lm_head.weight": draw(vocab_size, size, seed=6)})
     plain = PlainHead(target, tmp_path)
     plain.top = lambda feature: int(plain.linear(feature, "lm_head").argmax())  # type: ignore[method-assign]
     speculative = {"method": "eagle", "num_speculative_tokens": NUM_DRAFTS} | config
@@ -306,13 +306,15 @@ def test_norms_before_fc(target: Path, tmp_path: Path, norm: str):
 def test_a_folder_in_speculators_format(target: Path, tmp_path: Path):
     config = checkpoints.eagle3(target, tmp_path)
     options = read_json(tmp_path / "config.json")
-    own = {key: options.pop(key) for key in ("draft_vocab_size", "eagle_config", "architectures")}
-    own |= own.pop("eagle_config") | {"speculators_model_type": "eagle3"}
+    head_config = {
+        key: options.pop(key) for key in ("draft_vocab_size", "eagle_config", "architectures")
+    }
+    head_config |= head_config.pop("eagle_config") | {"speculators_model_type": "eagle3"}
     weights = load_file(tmp_path / "model.safetensors")
     weights = {name.replace("midlayer.", "layers.0."): weight for name, weight in weights.items()}
     size, vocab_size = read_spec(target).hidden_size, read_spec(target).vocab_size
     weights["embed_tokens.weight"] = draw(vocab_size, size, seed=5)
-    write(tmp_path, {"transformer_layer_config": options} | own, weights)
+    write(tmp_path, {"transformer_layer_config": options} | head_config, weights)
     assert_drafts(target, "eagle3", config)
 
 
@@ -328,7 +330,7 @@ def test_drafts_of_an_echo_are_all_kept(tmp_path: Path):
     driver = Driver(config_for(target, speculative_config=config))
     slot = driver.add([7, 8, 9])
     for num_sampled in (1, 1 + NUM_DRAFTS, 1 + NUM_DRAFTS):
-        output = driver.step({slot: driver.left(slot)}, max_new_drafts={slot: NUM_DRAFTS})
+        output = driver.step({slot: driver.num_left(slot)}, max_new_drafts={slot: NUM_DRAFTS})
         assert output.sampled_token_ids == [[9] * num_sampled]
 
 

@@ -50,12 +50,12 @@ def config_of(name: str, target: Path, folder: Path) -> dict[str, Any]:
     """What `--speculative-config` has for a method; Medusa makes a tree."""
     make = getattr(checkpoints, name, None)
     config = {"method": name} | (make(target, folder) if make else {})
-    own = {
+    options = {
         "ngram": {"prompt_lookup_min": 1, "prompt_lookup_max": 3},
         "medusa": {"num_speculative_tokens": 8},
         "draft_model": {"model": str(target)},
     }
-    return config | own.get(name, {})
+    return config | options.get(name, {})
 
 
 def make_echo(target: Path, folder: Path) -> None:
@@ -88,7 +88,7 @@ def test_as_many_drafts_are_kept_as_the_text_says(name: str, target: Path, tmp_p
     slots, lengths = [driver.add(PROMPT, params) for params in draws], set()
     for _ in range(14):
         drafts = {slot: list(driver.drafts[slot]) for slot in slots}
-        chunks = {slot: driver.left(slot) for slot in slots}
+        chunks = {slot: driver.num_left(slot) for slot in slots}
         output = driver.step(chunks, max_new_drafts=dict.fromkeys(slots, 3))
         for slot, text, sampled in zip(slots, texts, output.sampled_token_ids, strict=True):
             start, num_kept = len(driver.tokens[slot]) - len(sampled), 0
@@ -111,14 +111,14 @@ def test_logits_beside_drafts_have_the_bits_of_plain_steps(options, tiny_llama, 
     draws = [SamplingParams(temperature=i % 2, seed=i, max_tokens=None) for i in range(3)]
     prompts = [[7, 9 + i] * length for i, length in enumerate((2, 30, 125))]
     plain = Driver(config_for(tiny_llama, **options))
-    slots = [plain.add(*each) for each in zip(prompts, draws, strict=True)]
+    slots = [plain.add(*arguments) for arguments in zip(prompts, draws, strict=True)]
     for slot in slots:
         plain.generate([slot], 30)
     draw, texts = random.Random(0), dict[int, list[int]]()
 
     def propose(self: NgramProposer, slots: torch.Tensor, _: int, num_drafts: int):
-        known = [int(self.states.num_computed[slot]) + 1 for slot in slots]
-        right = [texts[int(slot)][n:] for slot, n in zip(slots, known, strict=True)]
+        ends = [int(self.states.num_computed[slot]) + 1 for slot in slots]
+        right = [texts[int(slot)][n:] for slot, n in zip(slots, ends, strict=True)]
         padded = [(text + [0] * num_drafts)[:num_drafts] for text in right]
         return torch.tensor([[i if draw.random() < 0.8 else 5 for i in row] for row in padded])
 
@@ -126,12 +126,12 @@ def test_logits_beside_drafts_have_the_bits_of_plain_steps(options, tiny_llama, 
     drafts = {"method": "ngram", "num_speculative_tokens": 5}
     driver = Driver(config_for(tiny_llama, **options, speculative_config=drafts))
     of_plain, num_steps = dict[int, int](), 0
-    for other, *each in zip(slots, prompts, draws, strict=True):
-        slot = driver.add(*each)
+    for other, *arguments in zip(slots, prompts, draws, strict=True):
+        slot = driver.add(*arguments)
         of_plain[slot], texts[slot] = other, plain.tokens[other]
     while pending := [slot for slot in texts if len(driver.outputs(slot)) < 30]:
         num_steps += 1
-        chunks = {slot: driver.left(slot) for slot in pending}
+        chunks = {slot: driver.num_left(slot) for slot in pending}
         driver.step(chunks, max_new_drafts=dict.fromkeys(pending, 5))
     assert num_steps < 20
     for slot, other in of_plain.items():
@@ -163,16 +163,16 @@ def allowed_after(outputs: tuple[int, ...], has_grammar: bool) -> list[int]:
 def chances(target: Path, sampling: str, has_grammar: bool) -> dict[tuple[int, ...], float]:
     """Chance of each text of NUM_TOKENS, or less if it ends before, by enumeration."""
     params = SamplingParams(**OPTIONS | SAMPLINGS[sampling])
-    found: dict[tuple[int, ...], float] = {(): 1.0}
+    chances: dict[tuple[int, ...], float] = {(): 1.0}
     for length in range(NUM_TOKENS):
-        texts = [text for text in found if len(text) == length and EOS not in text]
+        texts = [text for text in chances if len(text) == length and EOS not in text]
         logits = reference(target)(torch.tensor([[*PROMPT, *text] for text in texts])).logits
         for text, row in zip(texts, logits[:, -1], strict=True):
             allowed = allowed_after(text, has_grammar)
             shares = distribution(row, params, PROMPT, text, [EOS], allowed)
-            chance = found.pop(text)
-            found |= {(*text, i): chance * shares[i] for i in range(EOS + 1) if shares[i]}
-    return found
+            chance = chances.pop(text)
+            chances |= {(*text, i): chance * shares[i] for i in range(EOS + 1) if shares[i]}
+    return chances
 
 
 @pytest.mark.slow
@@ -210,13 +210,13 @@ def test_texts_come_as_often_as_enumerated(name, sampling, has_grammar, target, 
     drawn = Counter(tuple(log.token_ids(str(seed))) for seed in range(num_requests))
     exact = chances(target, sampling, has_grammar)
     assert drawn.keys() <= exact.keys()
-    expected, found = (
+    expected, measured = (
         np.array([of[text] * scale for text in exact])
         for of, scale in ((exact, num_requests), (drawn, 1))
     )
     rare = expected < 5  # counted together
-    expected, found = (np.append(of[~rare], of[rare].sum()) for of in (expected, found))
-    chi_square = ((found - expected) ** 2 / expected.clip(min=1)).sum()
+    expected, measured = (np.append(of[~rare], of[rare].sum()) for of in (expected, measured))
+    chi_square = ((measured - expected) ** 2 / expected.clip(min=1)).sum()
     freedom = len(expected) - 1
     assert freedom > 10 and chi_square < freedom + 5 * math.sqrt(2 * freedom) + 10
 

@@ -101,7 +101,7 @@ def test_drafts_of_an_echo_are_all_kept(tmp_path: Path):
     driver = Driver(config_for(target, speculative_config=config))
     slot = driver.add([7, 8, 9])
     for num_sampled in (1, 1 + NUM_HEADS, 1 + NUM_HEADS):
-        output = driver.step({slot: driver.left(slot)}, max_new_drafts={slot: NUM_HEADS})
+        output = driver.step({slot: driver.num_left(slot)}, max_new_drafts={slot: NUM_HEADS})
         assert output.sampled_token_ids == [[9] * num_sampled]
 
 

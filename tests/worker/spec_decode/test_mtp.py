@@ -66,15 +66,15 @@ def test_drafts_are_those_of_transformers(tmp_path: Path):
     keys = {"method": "mtp", "num_speculative_tokens": 1}
     driver, draw = Driver(config_for(folder, speculative_config=keys)), random.Random(3)
     slots = [driver.add([draw.randrange(199) for _ in range(n)]) for n in (17, 5)]
-    seen = set()
+    drafts = set()
     for _ in range(NUM_STEPS):
         driver.step(
-            {slot: driver.left(slot) for slot in slots}, max_new_drafts=dict.fromkeys(slots, 1)
+            {slot: driver.num_left(slot) for slot in slots}, max_new_drafts=dict.fromkeys(slots, 1)
         )
         for slot in slots:
             assert driver.drafts[slot] == [drafted(folder, model, driver.tokens[slot])]
-            seen.update(driver.drafts[slot])
-    assert len(seen) > 3
+            drafts.update(driver.drafts[slot])
+    assert len(drafts) > 3
 
 
 @pytest.mark.parametrize(

@@ -40,5 +40,5 @@ def test_drafts_are_those_of_a_plain_search(rows, shortest, more):
     config = SpeculativeConfig.from_keys({"method": "ngram", **lengths})
     slots = torch.arange(len(rows)).flip(0)
     drafts = NgramProposer(config, target).propose(slots, max(map(len, rows)), NUM_DRAFTS)
-    got = [[each for each in row if each >= 0] for row in drafts.tolist()]
+    got = [[token_id for token_id in row if token_id >= 0] for row in drafts.tolist()]
     assert got == [search(tokens, shortest, shortest + more) for tokens in reversed(rows)]

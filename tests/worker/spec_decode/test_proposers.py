@@ -64,17 +64,17 @@ def assert_equal(log: Log, expected: Log) -> None:
     """Tokens, ends and whose log-probabilities: the same; the numbers: but for rounding."""
     assert log.outputs.keys() == expected.outputs.keys()
     for request_id in log.outputs:
-        got, wanted = (
+        got, expected_state = (
             [log.outputs[request_id][0].prompt_logprobs, *outputs(log, request_id)]
             for log in (log, expected)
         )
-        assert flat(got) == flat(wanted, within=1e-4)
+        assert flat(got) == flat(expected_state, within=1e-4)
 
 
 def flat(value: Any, within: float = 0.0) -> Any:
     """Lists and tuples that can be compared, with numbers that may be so far away."""
     if isinstance(value, list | tuple):
-        return [flat(each, within) for each in value]
+        return [flat(entry, within) for entry in value]
     if isinstance(value, TokenLogprobs):
         numbers = pytest.approx(value.logprobs, abs=within) if within else value.logprobs
         return value.token_ids, numbers, value.rank

@@ -62,5 +62,5 @@ def test_two_ranks_draft_what_one_does(tmp_path: Path, method: str):
         draft, (2, str(target), speculative, address, two), nprocs=2, start_method="fork"
     )
     expected = torch.load(tmp_path / "one.0")
-    assert [len(each) for each in expected] == [NUM_DRAFTS, NUM_DRAFTS]
+    assert [len(drafts) for drafts in expected] == [NUM_DRAFTS, NUM_DRAFTS]
     assert torch.load(f"{two}.0") == torch.load(f"{two}.1") == expected

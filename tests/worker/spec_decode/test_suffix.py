@@ -52,14 +52,18 @@ def drafts_of(proposer: suffix.SuffixProposer) -> list[int]:
     return [token_id for token_id in token_ids if token_id >= 0]
 
 
-def search(own: list[int], others: list[list[int]], factor: float, chance: float) -> list[int]:
+def search(
+    text: list[int], other_texts: list[list[int]], factor: float, chance: float
+) -> list[int]:
     """The most frequent continuation of the longest match, which is the request's if it has one."""
-    found = [longest_match([own], own), longest_match(others, own)]
-    length, runs = max(found, key=lambda each: each[0])
+    matches = [longest_match([text], text), longest_match(other_texts, text)]
+    length, runs = max(matches, key=lambda entry: entry[0])
     num_runs, drafts = len(runs), []
     while length >= suffix.SHORTEST and len(drafts) < min(NUM_DRAFTS, int(length * factor)):
         token_id, count = max(
-            Counter(run[0] for run in runs if run).items(), key=lambda each: each[1], default=(0, 0)
+            Counter(run[0] for run in runs if run).items(),
+            key=lambda entry: entry[1],
+            default=(0, 0),
         )
         if not count or count < chance * num_runs:
             break
@@ -68,14 +72,14 @@ def search(own: list[int], others: list[list[int]], factor: float, chance: float
     return drafts
 
 
-def longest_match(texts: list[list[int]], own: list[int]) -> tuple[int, list[list[int]]]:
+def longest_match(texts: list[list[int]], last: list[int]) -> tuple[int, list[list[int]]]:
     """How many of the last tokens occur, and what followed, the newest first."""
-    for length in range(min(DEPTH, len(own)), 0, -1):
+    for length in range(min(DEPTH, len(last)), 0, -1):
         runs = [
             text[at:]
             for text in reversed(texts)
             for at in range(len(text) - 1, length - 1, -1)
-            if text[at - length : at] == own[-length:]
+            if text[at - length : at] == last[-length:]
         ]
         if runs:
             return length, runs
@@ -86,19 +90,19 @@ texts = st.lists(st.integers(0, 1), min_size=1, max_size=25)
 
 
 @given(
-    others=st.lists(texts, max_size=4),
+    other_texts=st.lists(texts, max_size=4),
     prompt=texts,
     output=texts,
     factor=st.sampled_from([0.5, 1.0, 4.0]),
     chance=st.sampled_from([0.0, 0.1, 0.4, 1.0]),
 )
-def test_drafts_are_those_of_a_plain_search(others, prompt, output, factor, chance):
+def test_drafts_are_those_of_a_plain_search(other_texts, prompt, output, factor, chance):
     proposer = make_proposer(max_tree_depth=DEPTH, max_spec_factor=factor, min_token_prob=chance)
-    for other in others:
+    for other in other_texts:
         enter(proposer, [99], other)
         proposer.remove(0)
     enter(proposer, prompt, output)
-    assert drafts_of(proposer) == search(prompt + output, others, factor, chance)
+    assert drafts_of(proposer) == search(prompt + output, other_texts, factor, chance)
 
 
 def test_others_outputs_are_forgotten_in_time():
@@ -107,11 +111,11 @@ def test_others_outputs_are_forgotten_in_time():
     for first in range(0, 40, 4):
         enter(proposer, [99], [first, first + 1, first + 2, first + 3])
         proposer.remove(0)
-    known = []
+    kept = []
     for first in range(0, 40, 4):
         enter(proposer, [98], [first, first + 1, first + 2])
-        known += [first] if drafts_of(proposer) == [first + 3] else []
-    assert known == list(range(40))[-4 * len(known) :: 4] and 3 <= len(known) <= 6
+        kept += [first] if drafts_of(proposer) == [first + 3] else []
+    assert kept == list(range(40))[-4 * len(kept) :: 4] and 3 <= len(kept) <= 6
 
 
 def test_others_outputs_have_bounded_size(monkeypatch):

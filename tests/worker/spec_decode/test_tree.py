@@ -44,8 +44,8 @@ def tree_for(target: Path, folder: Path, **options: Any) -> dict[str, Any]:
 
 def test_each_place_sees_its_branch_and_its_depth_is_its_position():
     tree = DraftTree([(0,), (1,), (0, 0), (1, 0), (0, 0, 2)], CPU)
-    known = 100
-    columns, places = known + torch.arange(-3, 6), torch.tensor([0, 0, 0, 0, 1, 2, 3, 4, 5])
+    num_known = 100
+    columns, places = num_known + torch.arange(-3, 6), torch.tensor([0, 0, 0, 0, 1, 2, 3, 4, 5])
     assert tree.positions(columns, places).tolist() == [97, 98, 99, 100, 101, 101, 102, 102, 103]
     assert tree.tails(columns, places)[4:].tolist() == [
         [99, 100, 101],
@@ -105,7 +105,7 @@ def test_as_many_are_kept_as_a_walk_by_hand_finds(target, tmp_path, monkeypatch)
     lengths = []
     for _ in range(16):
         drafts = {slot: driver.drafts[slot] for slot in slots}
-        chunks = {slot: driver.left(slot) for slot in slots}
+        chunks = {slot: driver.num_left(slot) for slot in slots}
         output = driver.step(chunks, max_new_drafts=dict.fromkeys(slots, len(paths)))
         for slot, text, sampled in zip(slots, texts, output.sampled_token_ids, strict=True):
             start = len(driver.tokens[slot]) - len(sampled)
@@ -130,20 +130,20 @@ def test_the_cache_holds_what_it_holds_without_drafts(target: Path, tmp_path: Pa
     slots, num_steps = random_requests(driver), 0
     while any(len(driver.tokens[slot]) < 50 for slot in slots):
         num_steps += 1
-        chunks = {slot: driver.left(slot) for slot in slots}
+        chunks = {slot: driver.num_left(slot) for slot in slots}
         driver.step(chunks, max_new_drafts=dict.fromkeys(slots, NUM_DRAFTS))
     assert num_steps < 45, "some drafts were kept"
     for slot in slots:
         blocks = driver.blocks[slot][:3]
         text = driver.free(slot, keep_blocks=3) + [1, 2, 3]
-        for each, cached in ((driver, blocks), (cold, [])):
-            new = each.add(text, cached_blocks=cached)
-            each.step({new: each.left(new)})
-            if each is driver:
+        for runner, cached in ((driver, blocks), (cold, [])):
+            new = runner.add(text, cached_blocks=cached)
+            runner.step({new: runner.num_left(new)})
+            if runner is driver:
                 logits = driver.logits[new][0]
             else:
                 assert torch.equal(cold.logits[new][0], logits)
-            each.free(new)
+            runner.free(new)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def serve_few_tokens(
 
 def logprobs_of(log: Log) -> dict[str, list[object]]:
     return {
-        name: [each for output in outputs for each in output.logprobs or []]
+        name: [entry for output in outputs for entry in output.logprobs or []]
         for name, outputs in log.outputs.items()
     }
 
@@ -226,8 +226,10 @@ def test_kept_drafts_move_in_every_group_of_layers(tmp_path: Path):
         slots = [driver.add([draw.randrange(4) for _ in range(n)]) for n in (5, 17, 9)]
         num_steps.append(0)
         while short := [slot for slot in slots if len(driver.tokens[slot]) < 60]:
-            most = dict.fromkeys(short, NUM_DRAFTS if drafts else 0)
-            driver.step({slot: driver.left(slot) for slot in short}, max_new_drafts=most)
+            max_new_drafts = dict.fromkeys(short, NUM_DRAFTS if drafts else 0)
+            driver.step(
+                {slot: driver.num_left(slot) for slot in short}, max_new_drafts=max_new_drafts
+            )
             num_steps[-1] += 1
         texts.append([driver.tokens[slot][:60] for slot in slots])
     assert texts[0] == texts[1] and num_steps[1] < num_steps[0]

@@ -1,7 +1,9 @@
-// The tiles of AMX: products of 16 rows of x, 64 bytes of k each, with the weights of 16 outputs.
+// Products by AMX: an instruction multiplies a tile of 16 rows of x, 64 bytes each, with the weights of
+// 16 outputs.
 //
-// An instruction takes as long for 1 row as for 16. Few rows wait for the weights, of which tiles
-// have fewer on their way than VNNI: up to Dots::MR rows of int8 go through it. Sums are as exact.
+// An instruction takes as long for 1 row as for 16. With few rows, the kernel waits for memory, and VNNI
+// keeps more loads in flight than tiles do. Up to Dots::MR rows of int8 therefore use VNNI, with the
+// same sums.
 
 #pragma once
 
@@ -16,12 +18,13 @@ namespace {
 constexpr int TILE_ROWS = 16;
 constexpr int TILE_BYTES = 64;  // of a row
 
-// The shape of a thread's tile registers. Setting it takes as long as a dozen products.
+// The shape of a thread's tile registers. Setting the shape takes as long as a dozen products.
 class TileConfig {
   public:
     ~TileConfig() { _tile_release(); }
 
-    // Registers 0 and 1 are outputs of 16 rows and 4 their x; 2, 3 and 5 those of the rows after.
+    // Registers 0 and 1 are the outputs of the first 16 rows, and register 4 is their x. Registers 2, 3
+    // and 5 are the same for the other rows. Registers 6 and 7 are weights.
     void set_rows(int rows) {
         if (rows == this->rows) return;
         this->rows = rows;
@@ -36,7 +39,7 @@ class TileConfig {
             config.num_rows[tile] = uint8_t(std::clamp(height, 0, TILE_ROWS));
             config.row_bytes[tile] = config.num_rows[tile] ? TILE_BYTES : 0;
         }
-        // _tile_loadconfig of GCC 12 says that it reads 8 bytes; the others could be left unwritten.
+        // GCC 12 declares that _tile_loadconfig reads 8 bytes, and might not write the other bytes.
         asm volatile("ldtilecfg %0" ::"m"(config));
     }
 
@@ -44,15 +47,15 @@ class TileConfig {
     int rows = 0;
 };
 
-// y [rows, NR], float or int32, plus x times a block of a panel; `bytes` of a row of x are as many
-// as tiles have. `IS_HIGH`: more than 16 rows.
+// Adds x times a block of a panel to y [rows, NR], float or int32. `bytes`: of a row of x, a multiple of
+// TILE_BYTES. `IS_HIGH`: whether there are more than 16 rows.
 template <typename W, bool IS_HIGH>
 void add_products(const Terms& terms, const char* w, int64_t bytes, void* y, int64_t y_stride,
                   bool is_first, Prefetch ahead) {
     const int64_t y_bytes = y_stride * 4, w_bytes = NR * 4, half = TILE_BYTES;
     char *const top = (char*)y, *const below = top + TILE_ROWS * y_bytes;
     const int64_t to_prefetch = TILE_BYTES / sizeof(W) * ahead.step;
-    // The instructions are statements of their own, and GCC does not know that they read memory.
+    // GCC does not know that the tile instructions read memory.
     asm volatile("" ::: "memory");
     if (is_first) {
         _tile_zero(0);
@@ -105,7 +108,7 @@ void add_products(const Terms& terms, const char* w, int64_t bytes, void* y, int
     asm volatile("" ::: "memory");
 }
 
-// What products by tiles are made of: see `Tiled`.
+// The unit of `Tiled` that multiplies by tiles.
 struct Tiles {
     using Task = TileConfig;
     static constexpr int MR = 2 * TILE_ROWS;
@@ -114,14 +117,14 @@ struct Tiles {
     static int64_t first_row(int64_t tile, int64_t, int64_t rows) {
         return std::min(tile * MR, rows);
     }
-    // The terms of few rows are multiplied as rows of their own, all at once.
+    // The terms of a few rows are multiplied at once, as if each term were a row.
     static Pass pass_of(int rows, int terms) { return {rows, rows * terms <= MR ? terms : 1}; }
 
     template <typename W>
     static void add(TileConfig& config, int rows, const Terms& terms, const W* w, int64_t kc,
                     void* y, int64_t y_stride, bool is_first, Prefetch ahead) {
-        // VNNI takes rows of one term that are side by side. A tile that is alone prefetches as many
-        // bytes as it uses; weights that several tiles share are in the cache.
+        // VNNI needs rows of one term, side by side. Only a single tile prefetches as many bytes as it
+        // uses; weights that several tiles share are in the cache already.
         if constexpr (std::is_same_v<W, int8_t>) {
             const bool is_alone = ahead.step == NR * int64_t(sizeof(W));
             const bool is_dense = terms.stride == TERM_STRIDE;

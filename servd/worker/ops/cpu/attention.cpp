@@ -1,10 +1,9 @@
 // Attention over the paged KV cache, in place, and the rotation and writing of new keys and values.
 //
-// The cache of a layer is keys [blocks, kv_heads, head_dim, block_size], then values
-// [blocks, kv_heads, block_size, head_dim]: a vector of keys holds one dimension of neighbouring
-// tokens, so that scores need no sums across a vector. Of int8, what a head has of a block is
-// followed by a float for each token, its scale. Where the values are a part of the keys, there are
-// only keys, [blocks, kv_heads, block_size, head_dim]: they are read in both ways.
+// The cache of a layer is keys [blocks, kv_heads, head_dim, block_size], then values [blocks, kv_heads,
+// block_size, head_dim]. A vector of keys holds one dimension of neighbouring tokens, so scores need no
+// sums across a vector. In int8, each head of a block is followed by a float per token, its scale. If
+// values are a part of the keys, the cache has only keys, [blocks, kv_heads, block_size, head_dim].
 //
 // As in FlashAttention, a tile of queries reads a tile of keys at a time, with an online softmax.
 // As in FlashDecoding, a long context is split, and the partial results are merged.
@@ -21,9 +20,9 @@ namespace {
 
 constexpr int TILE_KEYS = 256;
 constexpr int MAX_TILE_QUERIES = 8;  // they share the reading of a key
-constexpr int64_t SPLIT_KEYS = 1024;  // whatever the batch, so that a request gets the same bits
-// A row with fewer tiles has its splits divided over the threads. With more tiles, the partial
-// results of all splits would fill memory.
+constexpr int64_t SPLIT_KEYS = 1024;  // in any batch, so that a request gets the same bits
+// The splits of a row with fewer tiles are divided over the threads. With more tiles, the partial results
+// of all splits would take too much memory.
 constexpr int64_t MIN_TILES = 64;
 constexpr int MAX_HEAD_DIM = 256, MAX_VALUE_DIM = 512;  // the latter where keys have the values
 constexpr int MIN_BLOCK_SIZE = 16;
@@ -43,12 +42,12 @@ struct Attention {
     float scale, soft_cap;  // a cap of 0 is none
     const float* sinks;  // [num_heads], or null
 
-    // The first key that a query sees which sees the keys before `key_end`.
+    // Returns the first key that a query sees, if it sees the keys before `key_end`.
     int64_t key_begin(int64_t key_end) const {
         return window > 0 ? std::max<int64_t>(0, key_end - window) : 0;
     }
 
-    // The end of the keys that the query at a position of a sequence sees.
+    // Returns the end of the keys that the query at a position of a sequence sees.
     int64_t key_end(int64_t position, int64_t seq_len) const {
         if (causal) return position + 1;
         return window > 0 ? std::min(position + window, seq_len) : seq_len;
@@ -64,13 +63,13 @@ struct QueryTile {
     int64_t key_begin[MAX_TILE_QUERIES], key_end[MAX_TILE_QUERIES];  // what each may see
     float max[MAX_TILE_QUERIES], sum[MAX_TILE_QUERIES];  // max score; sum of e^(score - max)
     alignas(64) float acc[MAX_TILE_QUERIES][MAX_VALUE_DIM];  // values times e^(score - max)
-    int64_t tail_begin;   // keys from it on are not where the block table says,
-    const int64_t* tail;  // but at these slots of the cache
+    int64_t tail_begin;   // keys from here on are not in the blocks of the block table,
+    const int64_t* tail;  // but in these slots of the cache
 };
 
-// Memory that is read next is prefetched: a head of a block is but a page or two, and the
-// processor's own prefetching ends with the page, which cost a tenth of the attention of a batch.
-// The address may lie past the end of the cache, which does no harm.
+// Prefetches the memory that is read next. A head of a block is only a page or two, and the processor's
+// own prefetching stops at the end of a page, which cost a tenth of the attention of a batch. The address
+// may lie beyond the end of the cache, which does no harm.
 inline void prefetch(const void* address) { __builtin_prefetch(address, 0, 3); }
 
 // Two vectors of keys, which may lie in different blocks.
@@ -79,15 +78,15 @@ struct KeyVectors {
     const C *first, *second;
 };
 
-// Values of one block, which follow one another in memory.
+// Values of one block, side by side in memory.
 template <typename C>
 struct ValueSpan {
     const C* values;
-    int begin, size;  // tokens, counted in the tile of keys
-    const C* next;    // what is read after them
+    int begin, size;  // tokens, as indices in the tile of keys
+    const C* next;    // to prefetch
 };
 
-// Scores of ROWS queries, from `from` on, with two vectors of keys.
+// Computes the scores of ROWS queries, from `from` on, with two vectors of keys.
 template <int ROWS, typename C>
 inline void compute_scores(const Attention& a, const QueryTile& tile, int from, KeyVectors<C> keys,
                            KeyVectors<C> next, float (*scores)[TILE_KEYS], int at) {
@@ -110,7 +109,7 @@ inline void compute_scores(const Attention& a, const QueryTile& tile, int from, 
     }
 }
 
-// The sum of a vector, by halves.
+// Returns the sum of a vector, by halves.
 inline float sum_halves(Vec x) {
     float numbers[WIDTH];
     store(numbers, x);
@@ -120,7 +119,7 @@ inline float sum_halves(Vec x) {
     return numbers[0];
 }
 
-// Scores of ROWS queries, from `from` on, with two keys that lie each in one piece.
+// Computes the scores of ROWS queries, from `from` on, with two keys, each contiguous.
 template <int ROWS, typename C>
 inline void compute_dots(const Attention& a, const QueryTile& tile, int from, KeyVectors<C> keys,
                          float (*scores)[TILE_KEYS], int at) {
@@ -140,7 +139,7 @@ inline void compute_dots(const Attention& a, const QueryTile& tile, int from, Ke
     }
 }
 
-// Adds weights times values to VECTORS vectors, from dimension d on, of the sums of ROWS queries.
+// Adds weights times values to the sums of ROWS queries: to VECTORS vectors from dimension d on.
 template <int ROWS, int VECTORS, typename C>
 inline void accumulate_dims(const Attention& a, QueryTile& tile, int from, int64_t d,
                             const ValueSpan<C>* spans, int num_spans,
@@ -179,18 +178,18 @@ void accumulate_values(const Attention& a, QueryTile& tile, int from, const Valu
         accumulate_dims<ROWS, 1>(a, tile, from, d, spans, num_spans, weights);
 }
 
-// Whether numbers of a cache of this type have a scale for each token and head.
+// Whether a cache of this type has a scale for each token and head.
 template <typename C>
 constexpr bool HAS_SCALES = std::is_same_v<C, int8_t>;
 
-// Numbers of the type that a token's keys or values of a head take.
+// Numbers of the type in a token's keys or values of a head.
 template <typename C>
 constexpr int64_t size_with_scale(int64_t head_dim) {
     return head_dim + (HAS_SCALES<C> ? sizeof(float) : 0);
 }
 
-// Calls body(count, first row): as many rows at once as the registers hold, then those that are
-// left, few at once: one alone waits for each of its sums before it can go on with the next term.
+// Calls body(count, first row) with as many rows as the registers hold, then with the remaining rows, a few
+// at a time: a single row would wait for each sum before its next term.
 template <typename Body>
 inline void for_rows(int count, Body body) {
     constexpr int MANY = WIDTH == 16 ? 8 : 4;
@@ -217,8 +216,8 @@ void cap_scores(float* scores, int count, float cap) {
         store(scores + j, (sigmoid(load(scores + j) * (2.0f / cap)) * 2.0f - 1.0f) * cap);
 }
 
-// Turns a query's scores with the keys [start, start + count) into weights e^(score - max). If the
-// maximum rises, what was summed up so far is rescaled.
+// Turns a query's scores with the keys [start, start + count) into weights e^(score - max). If the maximum
+// rises, the sums so far are rescaled.
 void online_softmax(QueryTile& tile, int row, float* scores, int64_t start, int count,
                     int64_t value_dim) {
     const int64_t low = std::max<int64_t>(tile.key_begin[row] - start, 0);
@@ -231,7 +230,7 @@ void online_softmax(QueryTile& tile, int row, float* scores, int64_t start, int 
         maxima = select(load(scores + j) > maxima, load(scores + j), maxima);
     float max = tile.max[row];
     for (int i = 0; i < WIDTH; i++) max = std::max(max, maxima[i]);
-    if (max == -INFINITY) {  // none of these keys is seen
+    if (max == -INFINITY) {  // the query sees none of these keys
         for (int j = 0; j < padded; j++) scores[j] = 0;
         return;
     }
@@ -249,7 +248,7 @@ void online_softmax(QueryTile& tile, int row, float* scores, int64_t start, int 
             store(&tile.acc[row][d], load(&tile.acc[row][d]) * rescale);
 }
 
-// Lets the queries of a tile read the keys and values [begin, end).
+// Adds the keys and values [begin, end) to the softmax of the queries of a tile.
 template <typename C>
 void attend_keys(const Attention& a, QueryTile& tile, const int32_t* block_table, int64_t kv_head,
                  int64_t begin, int64_t end) {
@@ -267,7 +266,7 @@ void attend_keys(const Attention& a, QueryTile& tile, const int32_t* block_table
     for (int64_t start = begin, stop; start < end; start = stop) {
         stop = std::min((start / TILE_KEYS + 1) * TILE_KEYS, end);
         const int count = int(stop - start);
-        // The first of the tail's keys.
+        // The first key of the tail.
         const int tail = int(std::clamp<int64_t>(tile.tail_begin - start, 0, count));
         const auto slot_of = [&](int j) { return tile.tail[start + j - tile.tail_begin]; };
         int num_spans = 0;
@@ -288,15 +287,15 @@ void attend_keys(const Attention& a, QueryTile& tile, const int32_t* block_table
             if (num_spans > 0) spans[num_spans - 1].next = values;
             j += size;
         }
-        // After the last values: the next tile's keys, or those of the next head, whose task is
-        // often the next one.
+        // After the last values, prefetch the keys of the next tile, or of the next head, whose task is
+        // often the next.
         const bool is_last = stop == end, has_next_head = kv_head + 1 < a.kv_heads;
         spans[num_spans - 1].next = head_of(a.keys, is_last ? begin : stop) +
                                     (is_last && has_next_head ? head_size : 0);
         const auto key_at = [&](int j) {
             return head_of(a.keys, start + j) + (start + j) % a.block_size;
         };
-        const auto keys_at = [&](int j) -> KeyVectors<C> {  // the same twice if there is no second
+        const auto keys_at = [&](int j) -> KeyVectors<C> {  // the same key twice if there is no second
             return {key_at(j), key_at(j + WIDTH < count ? j + WIDTH : j)};
         };
         const auto whole_key_at = [&](int j) {
@@ -319,7 +318,7 @@ void attend_keys(const Attention& a, QueryTile& tile, const int32_t* block_table
             });
             keys = next;
         }
-        for (int j = tail; j < count && a.values; j++) {  // again, with the vector that the key is in
+        for (int j = tail; j < count && a.values; j++) {  // once more, with the vector of the key
             alignas(64) float found[MAX_TILE_QUERIES][TILE_KEYS];
             const int64_t offset = slot_of(j) % a.block_size;
             const C* key = head_in(a.keys, slot_of(j) / a.block_size) + offset / WIDTH * WIDTH;
@@ -340,13 +339,13 @@ void attend_keys(const Attention& a, QueryTile& tile, const int32_t* block_table
     }
 }
 
-// One unit of work: a tile of queries of one sequence and one kv head, over some of its splits.
+// A unit of work: a tile of queries of one sequence and one kv head, for some of its splits.
 struct Task {
     int32_t row, kv_head, query, split, num_splits;
 };
 
-// Merges the partial results of a query's splits, [splits][value_dim + 2]: acc, max and sum of each.
-// A sink is the score of one more key, whose value is zero; -INFINITY: there is none.
+// Merges the partial results of a query's splits, [splits][value_dim + 2]: acc, max and sum of each. A sink
+// is the score of one more key, whose value is zero; -INFINITY means no sink.
 void merge_partials(const float* partials, int64_t num_splits, int64_t value_dim, float sink,
                     float* out) {
     const int64_t partial_size = value_dim + 2;
@@ -357,7 +356,7 @@ void merge_partials(const float* partials, int64_t num_splits, int64_t value_dim
     float sum = expf(sink - max);
     for (int64_t split = 0; split < num_splits; split++, partials += partial_size) {
         const float factor = expf(partials[value_dim] - max);
-        if (factor == 0) continue;  // none of its keys was seen
+        if (factor == 0) continue;  // the query saw none of its keys
         sum += partials[value_dim + 1] * factor;
         for (int64_t d = 0; d < value_dim; d += WIDTH)
             store(out + d, load(out + d) + load(partials + d) * factor);
@@ -365,8 +364,8 @@ void merge_partials(const float* partials, int64_t num_splits, int64_t value_dim
     for (int64_t d = 0; d < value_dim; d += WIDTH) store(out + d, load(out + d) / sum);
 }
 
-// Computes the splits of a task. Queries of the tile, and what they see, are set;
-// partial_of(query, split) is where a partial result goes.
+// Computes the splits of a task. The tile's queries and the keys that they see are set already.
+// partial_of(query, split) is the place of a partial result.
 template <typename C, typename PartialOf>
 void attend_splits(const Attention& a, QueryTile& tile, const int32_t* block_table,
                    const Task& task, PartialOf partial_of) {
@@ -378,8 +377,8 @@ void attend_splits(const Attention& a, QueryTile& tile, const int32_t* block_tab
             tile.sum[i] = 0;
             memset(tile.acc[i], 0, a.value_dim * 4);
         }
-        // Tiles end at multiples of TILE_KEYS and begin with a vector, so that a key is in the same
-        // tile and lane for every query of the sequence. Blocks before a window are not read.
+        // Tiles end at multiples of TILE_KEYS and begin with a vector, so a key has the same tile and lane
+        // for every query of the sequence. Blocks before a window are not read.
         const int64_t begin =
             std::max(split * SPLIT_KEYS, first_key / MIN_BLOCK_SIZE * MIN_BLOCK_SIZE);
         const int64_t end = std::min((split + 1) * SPLIT_KEYS, last_key);
@@ -400,7 +399,7 @@ void attend_batch(const Attention& a, const int64_t* query_lens, const int64_t* 
     const int64_t tile_size =
         group >= MAX_TILE_QUERIES ? MAX_TILE_QUERIES : MAX_TILE_QUERIES / group * group;
     const int64_t partial_size = a.value_dim + 2;
-    // Sequences are split from their beginning.
+    // Splits are counted from the beginning of a sequence.
     const auto splits_of = [&](int64_t row) {
         return (seq_lens[row] + SPLIT_KEYS - 1) / SPLIT_KEYS;
     };
@@ -416,7 +415,7 @@ void attend_batch(const Attention& a, const int64_t* query_lens, const int64_t* 
         if (is_divided(row)) num_partials += query_lens[row] * a.num_heads * splits_of(row);
     }
     std::unique_ptr<Task[]> tasks(new Task[num_tasks]);
-    // The first token, and the first of the shared partial results, of each row.
+    // The first token and the first shared partial result of each row.
     std::unique_ptr<int64_t[]> tokens(new int64_t[num_rows]), partials(new int64_t[num_rows]);
     int64_t num_filled = 0, token = 0, partial = 0;
     for (int64_t row = 0; row < num_rows; row++) {
@@ -473,13 +472,13 @@ void attend_batch(const Attention& a, const int64_t* query_lens, const int64_t* 
     });
 }
 
-// Writes numbers of a head to every `stride`-th place from `to` on.
+// Writes the numbers of a head to every `stride`-th place from `to` on.
 template <typename C>
 inline void write_head(const float* from, int64_t size, C* to, int64_t stride, float*) {
     for (int64_t d = 0; d < size; d++) narrow(from[d], to + d * stride);
 }
 
-// As whole numbers of at most 127, and a scale: NaN where a number is not finite.
+// The same as int8 with a scale, which is NaN if a number is not finite.
 inline void write_head(const float* from, int64_t size, int8_t* to, int64_t stride, float* scale) {
     Vec largest{}, poison{};
     for (int64_t d = 0; d < size; d += WIDTH) {
@@ -531,8 +530,8 @@ void write_tokens(const float* q, int64_t q_stride, const float* k, int64_t k_st
                 if constexpr (!HAS_SCALES<C>) return nullptr;
                 return reinterpret_cast<float*>(of_head + head_dim * block_size) + offset;
             };
-            // Each number of a key goes to another line, and none of these is in the cache: the
-            // next head's lines are prefetched meanwhile.
+            // Each number of a key goes to another cache line, which is not in the cache. Prefetch the next
+            // head's lines meanwhile.
             for (int64_t d = 0; d < head_dim && head + 1 < kv_heads; d++)
                 __builtin_prefetch(key + head_size + d * block_size, 1);
             for (int64_t d = 0; d < half; d++) {
@@ -546,7 +545,7 @@ void write_tokens(const float* q, int64_t q_stride, const float* k, int64_t k_st
     });
 }
 
-// Calls `call` with a null pointer of the type of a cache.
+// Calls `call` with a null pointer to the type of a cache.
 template <typename Call>
 void with_cache_type(int type, Call call) {
     switch (type) {
@@ -561,7 +560,8 @@ void with_cache_type(int type, Call call) {
 
 namespace kernels {
 
-// cos and sin are null in a model without rotary positions; then queries stay where they are.
+// Rotates queries and keys, and writes keys and values to the cache. cos and sin are null in a model
+// without rotary positions; then queries stay where they are.
 void write_kv(int type, const float* q, int64_t q_stride, const float* k, int64_t k_stride,
               const float* v, int64_t v_stride, float* q_out, const float* cos, const float* sin,
               void* keys, void* values, int64_t num_blocks, const int64_t* slot_mapping,
@@ -575,12 +575,12 @@ void write_kv(int type, const float* q, int64_t q_stride, const float* k, int64_
     });
 }
 
-// Row r computes the last query_lens[r] of its seq_lens[r] tokens; q has those of one row after
-// those of another. A query sees the keys before its own, and all after it too if not `causal`; of
-// either at most window - 1, unless that is 0. The last tail_size tokens of a row are not where its
-// block table says, but at the slots tails[row] of the cache; those before its first may be any.
-// A soft cap of 0 is none; sinks [num_heads] may be null. Values may be null: they are the last
-// value_dim numbers of the keys; else value_dim is head_dim.
+// Row r computes the last query_lens[r] of its seq_lens[r] tokens; q has the tokens of row after row. A
+// query sees the keys up to its own position, and later keys too if not `causal`. With a window > 0, it
+// sees at most window - 1 keys on either side. The last tail_size tokens of a row are in the slots
+// tails[row] of the cache, not in the blocks of its block table; slots before its first token may have
+// any number. A soft cap of 0 means no cap; sinks [num_heads] may be null. If values are null, they are
+// the last value_dim numbers of the keys; otherwise value_dim is head_dim.
 void attend(int type, const float* q, int64_t q_stride, int64_t num_tokens, const void* keys,
             const void* values, int64_t num_blocks, const int32_t* block_tables,
             int64_t max_blocks, const int64_t* query_lens, const int64_t* seq_lens,

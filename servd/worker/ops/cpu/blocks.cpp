@@ -1,4 +1,4 @@
-// Blocks of GGUF files to codes, scales and offsets.
+// Unpacks blocks of GGUF files into codes, scales and offsets.
 //
 // A weight is code * scale + offset, and its code may be an index into a table: see
 // ../../quantization/gguf.py. ggml-common.h of ggml defines the layouts.
@@ -12,8 +12,8 @@
 
 namespace {
 
-// Adds numbers of BITS bits to codes, above the `shift` lowest ones. Each RUN bytes have the lowest
-// bits of RUN numbers, then the next bits of the RUN numbers after those, and so on.
+// Adds numbers of BITS bits to codes, shifted left by `shift`. Each RUN bytes have RUN numbers in their
+// lowest bits, the next RUN numbers in the bits above, and so on.
 template <int BITS, int RUN, int BYTES>
 void add_bits(const uint8_t* from, int shift, uint8_t* codes) {
     for (int run = 0; run < BYTES; run += RUN)
@@ -22,7 +22,7 @@ void add_bits(const uint8_t* from, int shift, uint8_t* codes) {
                 *codes++ |= (from[run + i] >> bit & ((1 << BITS) - 1)) << shift;
 }
 
-// The fifth bit of number i is bit i of the 4 bytes.
+// Adds the fifth bits of 32 numbers: the bit of number i is bit i of the 4 bytes.
 void add_fifth_bits(const uint8_t* from, uint8_t* codes) {
     for (int i = 0; i < 32; i++) codes[i] |= (from[i / 8] >> i % 8 & 1) << 4;
 }
@@ -37,8 +37,8 @@ Float16 half_at(const uint8_t* from) {
     return half;
 }
 
-// Each type of block: SIZE codes in BYTES bytes, and GROUPS scales and offsets, which are times a
-// factor of the block if they are of int8. `unpack` is given codes of 0.
+// The types of blocks: SIZE codes in BYTES bytes, and GROUPS scales and offsets. Scales and offsets of int8
+// are multiplied by a factor of the block. `unpack` adds to codes that are 0.
 
 struct Q4_0 {
     using Scale = Float16;
@@ -93,8 +93,8 @@ struct Q8_0 {
     }
 };
 
-// Types with factors have them at the byte FACTORS: that of scales, and then that which is taken
-// off for each unit of an offset.
+// Types with factors have two at the byte FACTORS: the factor of scales, and the factor of offsets, which
+// are subtracted.
 
 struct Q2_K {
     using Scale = int8_t;
@@ -123,7 +123,7 @@ struct Q3_K {
     }
 };
 
-// Of Q4_K and Q5_K: 8 scales and 8 offsets of 6 bits each in 12 bytes.
+// Scales and offsets of Q4_K and Q5_K: 8 each, of 6 bits, in 12 bytes.
 void unpack_scales(const uint8_t* bytes, int8_t* scale, int8_t* offset) {
     const uint8_t *first = bytes, *second = bytes + 4, *rest = bytes + 8;
     for (int i = 0; i < 4; i++) {
@@ -167,19 +167,19 @@ struct Q6_K {
     }
 };
 
-struct MXFP4 {  // its table has twice the numbers
+struct MXFP4 {  // its table has twice the values
     using Scale = float;
     static constexpr bool HAS_OFFSET = false;
     static constexpr int SIZE = 32, BYTES = 17, GROUPS = 1;
     static void unpack(const uint8_t* block, uint8_t* codes, Scale* scale, Scale*) {
-        const uint32_t exponent = block[0];  // of 2, and 128 more
+        const uint32_t exponent = block[0];  // of 2, plus 128
         const uint32_t bits = exponent < 2 ? 0x200000u << exponent : (exponent - 1) << 23;
         memcpy(scale, &bits, sizeof bits);
         add_bits<4, 16, 16>(block + 1, 0, codes);
     }
 };
 
-// Calls `call` with a block of the type of this number in GGUF.
+// Calls `call` with a block of the type that has this number in GGUF.
 template <typename Call>
 void with_block(int number, const Call& call) {
     switch (number) {
@@ -202,9 +202,9 @@ void with_block(int number, const Call& call) {
 
 namespace kernels {
 
-// Blocks of a type to codes of a byte [rows, num_blocks * size], and scales, and offsets if not
-// null, [rows, num_blocks * groups]; a block has `size` weights in `bytes`. Factors are of each
-// block's scales, and then of its offsets, if there are any.
+// Unpacks blocks of a type into codes [rows, num_blocks * size], a byte each, and into scales and offsets
+// [rows, num_blocks * groups]; offsets may be null. A block has `size` weights in `bytes`. Factors have an
+// entry for the scales of each block, then one for its offsets if there are any.
 void unpack_blocks(int type, const void* blocks, int64_t rows, int64_t num_blocks, int64_t bytes,
                    int64_t size, int64_t groups, int code_type, void* codes, int scale_type,
                    void* scale, void* offset, void* factors) {

@@ -1,6 +1,6 @@
-// Checks of what a kernel is given to index with, once per call and before anything is written.
+// Checks of a kernel's indices, once per call and before the kernel writes anything.
 //
-// They throw std::out_of_range, which servd_run (graph.cpp) hands to Python as an IndexError.
+// They throw std::out_of_range, which servd_run (graph.cpp) passes to Python as an IndexError.
 
 #pragma once
 
@@ -18,7 +18,7 @@ inline void check_at_most(const char* name, int64_t value, int64_t limit) {
 template <typename T>
 void check_ids(const char* name, const T* ids, int64_t begin, int64_t end, int64_t limit,
                int64_t low = 0) {
-    bool outside = false;  // no branch in the loop, so that it becomes one of vectors
+    bool outside = false;  // no branch in the loop, so that the compiler vectorizes it
     for (int64_t i = begin; i < end; i++) outside |= ids[i] < low || ids[i] >= limit;
     for (int64_t i = begin; outside && i < end; i++)
         if (ids[i] < low || ids[i] >= limit)

@@ -1,9 +1,9 @@
-// Dot products by AVX-512, AVX2 and NEON: four products of int8 (VNNI, `sdot`), or two of bfloat16 or
-// of 16 bits (`vpmaddwd`), are added in each 32 bits of a vector: four or two times as many as in
-// float32. `smmla` and `bfmmla` add twice as many again.
+// Dot products by AVX-512, AVX2 and NEON. Each 32 bits of a vector add four products of int8 (VNNI,
+// `sdot`), or two products of bfloat16 or of 16-bit numbers (`vpmaddwd`). That is four or two times as
+// many products as in float32; `smmla` and `bfmmla` add twice as many again.
 //
-// The first factor of VNNI has no sign. Weights are it, and so much more that none is negative:
-// sums begin with what that will add too much. `sdot` and `vpmaddwd` have signs.
+// VNNI multiplies unsigned by signed bytes. Weights are the unsigned factor, shifted so that none is
+// negative; each sum starts at -shift * sum(x) to undo that. `sdot` and `vpmaddwd` multiply signed numbers.
 
 #pragma once
 
@@ -15,7 +15,7 @@
 
 namespace {
 
-// Weights of a panel's halves for K neighbours of k, in SIZE bytes.
+// The weights of a panel's two halves for K neighbours along k, in SIZE bytes.
 #if defined(__AVX512VNNI__)
 typedef __m512i Codes;
 inline Codes repeat_codes(int32_t neighbours) { return _mm512_set1_epi32(neighbours); }
@@ -30,7 +30,7 @@ struct Vnni {
 
 struct Bytes : Vnni {
     static constexpr int64_t SIZE = K * NR;
-    static constexpr int more = 128;
+    static constexpr int shift = 128;
     const __m512i sign = _mm512_set1_epi8(-128);
 
     explicit Bytes(const float* = nullptr) {}
@@ -40,17 +40,17 @@ struct Bytes : Vnni {
     }
 };
 
-// 4 bits choose from whole numbers.
+// Codes of 4 bits that choose from a table of whole numbers.
 struct Nibbles : Vnni {
     static constexpr int64_t SIZE = K * NR / 2;
-    int more;
+    int shift;
     __m512i values, mask = _mm512_set1_epi8(15);
 
     explicit Nibbles(const float* table) {
         const __m512i numbers = _mm512_cvtps_epi32(_mm512_loadu_ps(table));
-        more = -_mm512_reduce_min_epi32(numbers);
+        shift = -_mm512_reduce_min_epi32(numbers);
         values = _mm512_broadcast_i32x4(
-            _mm512_cvtepi32_epi8(_mm512_add_epi32(numbers, _mm512_set1_epi32(more))));
+            _mm512_cvtepi32_epi8(_mm512_add_epi32(numbers, _mm512_set1_epi32(shift))));
     }
     void read(const char* from, __m512i& w0, __m512i& w1) const {
         const __m512i pairs = _mm512_loadu_si512(from);
@@ -59,17 +59,17 @@ struct Nibbles : Vnni {
     }
 };
 
-// The low 4 bits as in Nibbles; after them the others, of each half in two of the 32 bytes.
+// Codes of 6 bits: the low 4 bits as in Nibbles, then the high 2 bits of four codes in each byte.
 struct Sixes : Vnni {
     static constexpr int64_t SIZE = K * NR * 6 / 8;
-    static constexpr int more = 32;
+    static constexpr int shift = 32;
     const __m512i low = _mm512_set1_epi8(15), all = _mm512_set1_epi8(63);
     const __m512i left = _mm512_inserti64x4(_mm512_set1_epi32(4), _mm256_set1_epi32(2), 1);
     const __m512i right = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi32(2), 1);
 
     explicit Sixes(const float* = nullptr) {}
     void read(const char* from, __m512i& w0, __m512i& w1) const {
-        constexpr int CHOICE = 0xca;  // bits of the second where the first is 1, else of the third
+        constexpr int CHOICE = 0xca;  // bits of the second operand where the first is 1, else of the third
         const __m512i pairs = _mm512_loadu_si512(from);
         const __m512i high =
             _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)(from + K * WIDTH)));
@@ -85,18 +85,18 @@ typedef __m256i Codes;
 inline Codes repeat_codes(int32_t neighbours) { return _mm256_set1_epi32(neighbours); }
 inline Codes load_codes(const char* from) { return _mm256_loadu_si256((const __m256i*)from); }
 
-// Chooses from 16 bytes by the low and the high bits of 32 bytes.
+// Chooses from 16 bytes: w0 by the low halves of 32 bytes, w1 by their high halves.
 inline void choose_codes(Codes values, Codes pairs, Codes& w0, Codes& w1) {
     const Codes mask = _mm256_set1_epi8(15);
     w0 = _mm256_shuffle_epi8(values, _mm256_and_si256(pairs, mask));
     w1 = _mm256_shuffle_epi8(values, _mm256_and_si256(_mm256_srli_epi16(pairs, 4), mask));
 }
-inline Codes load_values(const float* table, int more) {
+inline Codes load_values(const float* table, int shift) {
     int8_t numbers[16];
-    for (int i = 0; i < 16; i++) numbers[i] = int8_t(int(table[i]) + more);
+    for (int i = 0; i < 16; i++) numbers[i] = int8_t(int(table[i]) + shift);
     return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)numbers));
 }
-// The low 4 bits of a byte, the others by `high`: of each half in two of 16 bytes.
+// Joins the low 4 bits of codes with their high 2 bits, which follow in 16 bytes.
 inline void join_codes(const char* from, Codes& w0, Codes& w1) {
     const Codes low = _mm256_set1_epi8(15), above = _mm256_set1_epi8(48);
     const Codes left = _mm256_setr_epi32(4, 4, 4, 4, 2, 2, 2, 2);
@@ -122,7 +122,7 @@ struct Vnni {
 
 struct Bytes : Vnni {
     static constexpr int64_t SIZE = K * NR;
-    static constexpr int more = 128;
+    static constexpr int shift = 128;
     const Codes sign = _mm256_set1_epi8(-128);
 
     explicit Bytes(const float* = nullptr) {}
@@ -134,11 +134,11 @@ struct Bytes : Vnni {
 
 struct Nibbles : Vnni {
     static constexpr int64_t SIZE = K * NR / 2;
-    int more;
+    int shift;
     Codes values;
 
     explicit Nibbles(const float* table)
-        : more(-least_of(table)), values(load_values(table, more)) {}
+        : shift(-least_of(table)), values(load_values(table, shift)) {}
     void read(const char* from, Codes& w0, Codes& w1) const {
         choose_codes(values, load_codes(from), w0, w1);
     }
@@ -146,17 +146,16 @@ struct Nibbles : Vnni {
 
 struct Sixes : Vnni {
     static constexpr int64_t SIZE = K * NR * 6 / 8;
-    static constexpr int more = 32;
+    static constexpr int shift = 32;
 
     explicit Sixes(const float* = nullptr) {}
     void read(const char* from, Codes& w0, Codes& w1) const { join_codes(from, w0, w1); }
 };
 #else
-// `vpmaddwd` multiplies numbers of 16 bits: bytes are widened when they are read, x when it is
-// rounded.
+// `vpmaddwd` multiplies 16-bit numbers. Weights are widened when they are read, x when it is rounded.
 struct Bytes {
     using X = int16_t;
-    static constexpr int K = 2, more = 0;
+    static constexpr int K = 2, shift = 0;
     static constexpr int64_t SIZE = K * NR;
 
     explicit Bytes(const float* = nullptr) {}
@@ -173,20 +172,20 @@ inline IntVec add_pairs(IntVec sum, Codes pairs) {
     return sum + (IntVec)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
 }
 
-// 4 bits choose from whole numbers. `vpmaddubsw` adds two products with bytes of x in 16 bits, where
-// they must fit; its first factor has no sign. Numbers of a narrow range are made so much larger
-// that none is negative, and the products with FEW bytes of x fit together. Others give their sign
-// to x: two products are at most 2 * 128 * 127.
+// Codes of 4 bits that choose from a table of whole numbers. `vpmaddubsw` multiplies unsigned by signed
+// bytes, and adds two products in 16 bits, which must not overflow. If the numbers have a narrow range,
+// they are shifted so that none is negative, and the products with FEW bytes of x fit in 16 bits.
+// Otherwise x takes the sign of the weights, and two products are at most 2 * 128 * 127.
 template <bool IS_NARROW>
 struct NibblesOf {
     using X = int8_t;
     static constexpr int K = 4, FEW = 32, RANGE = 32767 / (FEW / 2 * 127);
     static constexpr int64_t SIZE = K * NR / 2;
-    int more;
+    int shift;
     Codes values;
 
     explicit NibblesOf(const float* table)
-        : more(IS_NARROW ? -least_of(table) : 0), values(load_values(table, more)) {}
+        : shift(IS_NARROW ? -least_of(table) : 0), values(load_values(table, shift)) {}
     static bool fits(const float* table) {
         return *std::max_element(table, table + 16) - least_of(table) <= RANGE;
     }
@@ -203,7 +202,7 @@ using WideNibbles = NibblesOf<false>;
 
 struct Sixes {
     using X = int8_t;
-    static constexpr int K = 4, FEW = 8, more = 32;
+    static constexpr int K = 4, FEW = 8, shift = 32;
     static constexpr int64_t SIZE = K * NR * 6 / 8;
     static_assert(FEW / 2 * 127 * 63 <= 32767);
 
@@ -220,14 +219,13 @@ inline int8x16_t load_values(const float* table) {
 }
 
 #if defined(__ARM_FEATURE_MATMUL_INT8)
-// 8 bytes of each of 4 outputs. An instruction multiplies those of 2 outputs with 8 bytes of 2 rows
-// of x.
+// 8 bytes of each of 4 outputs. An instruction multiplies 8 bytes of 2 outputs with 8 bytes of 2 rows of x.
 struct Codes { int8x16_t pair[2]; };
 
 struct Smmla {
     using X = int8_t;
     using Sum = int32x4_t;
-    static constexpr int K = 8, more = 0;
+    static constexpr int K = 8, shift = 0;
     static Sum add(Sum sum, int8x16_t x, int8x16_t w) { return vmmlaq_s32(sum, x, w); }
 };
 
@@ -241,7 +239,7 @@ struct Bytes : Smmla {
     }
 };
 
-// 4 bits choose from whole numbers.
+// Codes of 4 bits that choose from a table of whole numbers.
 struct Nibbles : Smmla {
     static constexpr int64_t SIZE = K * NR / 2;
     int8x16_t values;
@@ -271,8 +269,8 @@ inline Codes repeat_codes(int32_t neighbours) {
 
 struct Sdot {
     using X = int8_t;
-    static constexpr int K = 4, more = 0;
-    // No IntVec: GCC would copy it before each sum.
+    static constexpr int K = 4, shift = 0;
+    // Not an IntVec, which GCC would copy before each sum.
     static int32x4_t add(int32x4_t sum, Codes w, Codes x) { return vdotq_s32(sum, w, x); }
 };
 
@@ -285,7 +283,7 @@ struct Bytes : Sdot {
     }
 };
 
-// 4 bits choose from whole numbers.
+// Codes of 4 bits that choose from a table of whole numbers.
 struct Nibbles : Sdot {
     static constexpr int64_t SIZE = K * NR / 2;
     Codes values;
@@ -313,9 +311,9 @@ struct BFloat16s {
 };
 #endif
 
-// Adds the products of ROWS rows of x, STRIDE bytes apart, with weights to sums of both halves.
+// Adds the products of weights and ROWS rows of x, STRIDE bytes apart, to the sums of both halves.
 #if defined(__ARM_FEATURE_MATMUL_INT8)
-// a0 a1 a2 a3, b0 b1 b2 b3 to a0 a1 b0 b1, a2 a3 b2 b3, and back.
+// Turns a0 a1 a2 a3, b0 b1 b2 b3 into a0 a1 b0 b1, a2 a3 b2 b3, and back.
 template <typename From, typename To>
 inline void swap_pairs(const From& a, const From& b, To& first, To& second) {
     const int64x2_t pairs_of_a = (int64x2_t)a, pairs_of_b = (int64x2_t)b;
@@ -326,13 +324,13 @@ template <int ROWS, int64_t STRIDE, typename Weights>
 inline void add_dots(IntVec (&sums)[ROWS][2], const void* x, int64_t bytes, const Weights& weights,
                      const char*& from, Prefetch& ahead) {
     const int64_t to_prefetch = Weights::K * ahead.step;
-    const auto second = [](int row) { return std::min(row + 1, ROWS - 1); };  // may be the same
-    typename Weights::Sum own[(ROWS + 1) / 2][2][2];  // two rows by two outputs, of both halves
+    const auto second = [](int row) { return std::min(row + 1, ROWS - 1); };  // the same row if there is no second
+    typename Weights::Sum totals[(ROWS + 1) / 2][2][2];  // two rows by two outputs, of both halves
 #pragma GCC unroll 16
     for (int row = 0; row < ROWS; row += 2)
         for (int half = 0; half < 2; half++)
-            swap_pairs(sums[row][half], sums[second(row)][half], own[row / 2][half][0],
-                       own[row / 2][half][1]);
+            swap_pairs(sums[row][half], sums[second(row)][half], totals[row / 2][half][0],
+                       totals[row / 2][half][1]);
     for (int64_t i = 0; i < bytes; i += 8, from += Weights::SIZE) {
         __builtin_prefetch(ahead.line, 0, 2);
         ahead.line += to_prefetch;
@@ -343,7 +341,7 @@ inline void add_dots(IntVec (&sums)[ROWS][2], const void* x, int64_t bytes, cons
             const int8_t* const p = (const int8_t*)x + i;
             const int8x16_t a =
                 vcombine_s8(vld1_s8(p + row * STRIDE), vld1_s8(p + second(row) * STRIDE));
-            auto& of_rows = own[row / 2];
+            auto& of_rows = totals[row / 2];
             for (int pair = 0; pair < 2; pair++) {
                 of_rows[0][pair] = Weights::add(of_rows[0][pair], a, w0.pair[pair]);
                 of_rows[1][pair] = Weights::add(of_rows[1][pair], a, w1.pair[pair]);
@@ -353,7 +351,7 @@ inline void add_dots(IntVec (&sums)[ROWS][2], const void* x, int64_t bytes, cons
 #pragma GCC unroll 16
     for (int row = 0; row < ROWS; row += 2)
         for (int half = 0; half < 2; half++)
-            swap_pairs(own[row / 2][half][0], own[row / 2][half][1], sums[row][half],
+            swap_pairs(totals[row / 2][half][0], totals[row / 2][half][1], sums[row][half],
                        sums[second(row)][half]);
 }
 #else
@@ -362,10 +360,10 @@ inline void add_dots(IntVec (&sums)[ROWS][2], const void* x, int64_t bytes, cons
                      const char*& from, Prefetch& ahead) {
     const int64_t to_prefetch = Weights::K * ahead.step;
     using Sum = decltype(Weights::add(IntVec{}, Codes{}, Codes{}));
-    Sum own[ROWS][2];  // GCC may leave in memory what it is given
+    Sum totals[ROWS][2];  // local: GCC may leave arguments in memory
 #pragma GCC unroll 16
     for (int row = 0; row < ROWS; row++)
-        own[row][0] = (Sum)sums[row][0], own[row][1] = (Sum)sums[row][1];
+        totals[row][0] = (Sum)sums[row][0], totals[row][1] = (Sum)sums[row][1];
     for (int64_t i = 0; i < bytes; i += 4, from += Weights::SIZE) {
         __builtin_prefetch(ahead.line, 0, 2);
         if (Weights::SIZE > LINE) __builtin_prefetch(ahead.line + LINE, 0, 2);
@@ -377,18 +375,18 @@ inline void add_dots(IntVec (&sums)[ROWS][2], const void* x, int64_t bytes, cons
             int32_t neighbours;
             memcpy(&neighbours, (const char*)x + row * STRIDE + i, 4);
             const Codes a = repeat_codes(neighbours);
-            own[row][0] = Weights::add(own[row][0], w0, a);
-            own[row][1] = Weights::add(own[row][1], w1, a);
+            totals[row][0] = Weights::add(totals[row][0], w0, a);
+            totals[row][1] = Weights::add(totals[row][1], w1, a);
         }
     }
 #pragma GCC unroll 16
     for (int row = 0; row < ROWS; row++)
-        sums[row][0] = (IntVec)own[row][0], sums[row][1] = (IntVec)own[row][1];
+        sums[row][0] = (IntVec)totals[row][0], sums[row][1] = (IntVec)totals[row][1];
 }
 #endif
 
 #if defined(ADDS_IN_16_BITS)
-// The same of numbers so small that the products of FEW bytes of x fit in 16 bits together.
+// The same for numbers so small that the products of FEW bytes of x fit in 16 bits.
 template <int ROWS, int64_t STRIDE, typename Weights>
 inline void add_few_dots(IntVec (&sums)[ROWS][2], const void* x, int64_t bytes,
                          const Weights& weights, const char*& from, Prefetch& ahead) {
@@ -410,7 +408,7 @@ inline void add_few_dots(IntVec (&sums)[ROWS][2], const void* x, int64_t bytes,
                 const Codes a = repeat_codes(neighbours);
                 Codes sum0 = _mm256_add_epi16(few[row][0], _mm256_maddubs_epi16(w0, a));
                 Codes sum1 = _mm256_add_epi16(few[row][1], _mm256_maddubs_epi16(w1, a));
-                // Before the next row: GCC would make all products first, and keep them in memory.
+                // Before the next row: GCC would compute all products first, and spill them to memory.
                 asm volatile("" : "+x"(sum0), "+x"(sum1));
                 few[row][0] = sum0, few[row][1] = sum1;
             }
@@ -434,12 +432,12 @@ inline void add_dots(IntVec (&sums)[ROWS][2], const void* x, int64_t bytes, cons
 }
 #endif
 
-// What products of weights without groups are made of: see `Tiled`.
+// The unit of `Tiled` that multiplies by dot products.
 struct Dots {
     struct Task {};
-    // With two sums each, they fill the registers but a few.
+    // Each row has two sums; together they take all registers but a few.
     static constexpr int MR = WIDTH == 8 ? 6 : 12;
-    static constexpr bool IS_UNSIGNED = Bytes::more != 0;
+    static constexpr bool IS_UNSIGNED = Bytes::shift != 0;
 
     static int64_t first_row(int64_t tile, int64_t tiles, int64_t rows) {
         return first_row_of(tile, tiles, rows);
@@ -481,24 +479,24 @@ struct Dots {
     }
 };
 
-// Weights in groups. The sums of a run of k, which is within a group, are multiplied with its scale
-// and with that of x: one term is so much nearer to x where its runs are short.
+// Weights in groups. A run is a part of a group along k. The sum of a run is multiplied by the group's
+// scale and by the scale of x in this run: short runs make one term of x more exact.
 template <typename W, int TERMS, typename Weights>
 struct GroupedDots {
     using X = int8_t;
     struct Task {};
-    static constexpr int MR = 6 / TERMS;  // sums in float32 need registers, too
+    static constexpr int MR = 6 / TERMS;  // sums in float32 take registers, too
     static constexpr int64_t MAX_KC = MAX_TERM, SHORTEST = 16, SHORT = 32, LONG = 128;
     static constexpr int64_t KC_UNIT = LONG;
     static constexpr int64_t ROW_BYTES = NR * BITS<W> / 8;
-    // After the numbers of a term, what the sums of its runs begin with; then those of the row: x's
-    // sums in its runs, for offsets, and its scales.
+    // A term is followed by the start values of its runs' sums. A row ends with the sums of x in its runs,
+    // for offsets, and with its scales.
     static constexpr int64_t RUNS = MAX_KC / SHORTEST;
     struct Term {
         typename Weights::X x[MAX_KC];
         int32_t begin[RUNS];
         float total[RUNS], scale[RUNS];
-        float fill[LINE / 4];  // terms are not on the same lines of the cache
+        float fill[LINE / 4];  // so that terms do not share cache lines
     };
 
     const uint8_t* packed;
@@ -525,8 +523,8 @@ struct GroupedDots {
 
     void copy(const float* from, int64_t kc, int8_t* to) const {
         Term* const terms = (Term*)to;
-        const int more = Weights(groups.table).more;
-        constexpr int STEP = std::max(WIDTH, Weights::K);  // zeros up to it
+        const int shift = Weights(groups.table).shift;
+        constexpr int STEP = std::max(WIDTH, Weights::K);  // x is padded to a multiple with zeros
         for (int64_t i = 0, number = 0; i < kc; i += run(), number++) {
             const int64_t count = std::min(run(), kc - i), end = (count + STEP - 1) / STEP * STEP;
             const float scale = to_terms(from + i, count, end, TERMS, terms->x + i, sizeof(Term));
@@ -534,7 +532,7 @@ struct GroupedDots {
             for (int term = 0; term < TERMS; term++, unit /= FINER) {
                 const auto* x = terms[term].x;
                 const int sum = std::accumulate(x + i, x + i + count, 0);
-                terms[term].begin[number] = -more * sum;
+                terms[term].begin[number] = -shift * sum;
                 total += unit * sum;
             }
             terms->total[number] = total, terms->scale[number] = scale;
@@ -555,7 +553,7 @@ struct GroupedDots {
         const Weights values(groups.table);
         const int64_t run = this->run();
         Scales of(groups, weights.panel, k);
-        const uint32_t size = uint32_t(std::min(groups.size, k));  // is divided by in each run
+        const uint32_t size = uint32_t(std::min(groups.size, k));  // 32 bits, because each run divides by it
         const char* from = weights.row;
         Vec acc[ROWS][2] = {};
         for (int64_t i = 0, number = 0; i < kc; i += run, number++) {
@@ -594,7 +592,7 @@ struct GroupedDots {
     }
 };
 
-// Calls `call` with a null pointer of what reads packed weights of the type.
+// Calls `call` with a null pointer to the reader of packed weights of type W.
 template <typename W, typename Call>
 void with_weights(const float* table, const Call& call) {
     if constexpr (std::is_same_v<W, Int4>) {

@@ -1,7 +1,7 @@
-// Routing of tokens to experts. The products are in matrix.cpp.
+// Routes tokens to experts, and adds the experts' results. matrix.cpp has the products.
 //
-// Each pair of a token and an expert that it goes through has a *place*; places are sorted by
-// expert, so that an expert's are rows of one product.
+// Each pair of a token and one of its experts has a *place*. Places are sorted by expert, so the places of
+// an expert are the rows of one product.
 
 #include <memory>
 
@@ -12,9 +12,10 @@
 
 namespace kernels {
 
-// logits [rows, num_experts] to: the token of each place, [rows * top_k]; the first place of each
-// expert, and the end, [num_experts + 1]; places and weights of each token, [rows, top_k], by
-// falling weight. Weights are probabilities, or if `renormalize` they are divided by their sum.
+// Chooses the experts of each token from logits [rows, num_experts]. Writes to `tokens` the token of each
+// place [rows * top_k], to `starts` the first place of each expert and the end [num_experts + 1], and to
+// `places` and `weights` those of each token [rows, top_k], by falling weight. Weights are probabilities;
+// with `renormalize`, they are divided by their sum.
 void route(const float* logits, int64_t rows, int64_t num_experts, int64_t top_k, int renormalize,
            int32_t* tokens, int32_t* starts, int32_t* places, float* weights) {
     check_at_most("top_k", top_k, num_experts);
@@ -49,7 +50,7 @@ void route(const float* logits, int64_t rows, int64_t num_experts, int64_t top_k
     }
 }
 
-// out [rows, size]: the weighted sum of each token's rows of y [num_pairs, size].
+// Writes to out [rows, size] the weighted sum of each token's rows of y [num_pairs, size].
 void combine(const float* y, int64_t num_pairs, const int32_t* places, const float* weights,
              int64_t rows, int64_t top_k, int64_t size, float* out) {
     check_ids("places", places, 0, rows * top_k, num_pairs);

@@ -1,15 +1,16 @@
 // The table of kernels, and graphs: calls of kernels as data.
 //
-// Python reads names and parameters from the table (../native.py), and checks each call against
-// them, so that a kernel is stated once. Every call from there is a graph, mostly of one call; the longer ones are recorded
-// (../../cpu_graph_runner.py) and run as often as wanted.
+// Python reads names and parameters from the table and checks each call against them (../native.py).
+// A call from Python is a graph of one call. ../../runner/cpu_graph_runner.py records longer graphs
+// and runs them many times.
 
+#include <array>
 #include <cstdio>
 #include <cstring>
 #include <iterator>
 #include <new>
+#include <tuple>
 #include <type_traits>
-#include <utility>
 
 #include "checks.h"
 #include "kernels.h"
@@ -25,15 +26,15 @@ namespace {
 
 struct Kernel {
     const char* name;
-    const char* types;  // a letter for each parameter
+    const char* types;  // a letter for each argument
     const char* parameters;  // their names, and what an address must point to
-    const int64_t* (*call)(const int64_t* arguments);  // returns their end
+    const int64_t* (*call)(const int64_t* words);  // returns the end of the arguments
 };
 
 enum Status { DONE = 0, BAD_INDEX = 1, OUT_OF_MEMORY = 2 };
 
-// Numbers: as in Python's struct module. Addresses: the same letter for what is there, capital; V
-// if it depends on another parameter, A if these are addresses, too.
+// Numbers have the letters of Python's struct module. An address has the capital letter of its
+// elements: V if they depend on another argument, A if they are addresses too.
 template <typename T>
 constexpr char letter_of() {
     if constexpr (std::is_pointer_v<T>) {
@@ -51,74 +52,91 @@ constexpr char letter_of() {
     }
 }
 
-// An argument takes a word, and lies at its beginning.
+// How a parameter of type T is read from words. An argument takes a word, and lies at its beginning.
 template <typename T>
-T read(const int64_t& word) {
-    T argument;
-    memcpy(&argument, &word, sizeof argument);
-    return argument;
-}
+struct Parameter {
+    static constexpr std::array<char, 1> TYPES = {letter_of<T>()};
+
+    static T read(const int64_t*& words) {
+        T argument;
+        memcpy(&argument, words++, sizeof argument);
+        return argument;
+    }
+};
+
+// A struct takes a word for each of its members.
+template <typename T, typename... Members>
+struct Struct {
+    static constexpr std::array<char, sizeof...(Members)> TYPES = {letter_of<Members>()...};
+
+    static T read(const int64_t*& words) {
+        return T{Parameter<Members>::read(words)...};  // braces: from left to right
+    }
+};
+
+using Address = const void*;
+using Table = const void* const*;
+template <>
+struct Parameter<PackedWeight>
+    : Struct<PackedWeight, int, int, Address, const float*, int, Address, Address, Address,
+             int64_t, int64_t, int64_t> {};
+template <>
+struct Parameter<PackedExperts>
+    : Struct<PackedExperts, int, int, int64_t, Table, const float*, int, Table, Table, Table,
+             int64_t, int64_t, int64_t> {};
 
 template <auto FUNCTION>
 struct Adapter;
 
 template <typename... T, void (*FUNCTION)(T...)>
 struct Adapter<FUNCTION> {
-    static constexpr char types[] = {letter_of<T>()..., '\0'};
-
-    static const int64_t* call(const int64_t* arguments) {
-        call(arguments, std::index_sequence_for<T...>{});
-        return arguments + sizeof...(T);
+    static constexpr auto join_types() {
+        std::array<char, (Parameter<T>::TYPES.size() + ... + 1)> types{};
+        size_t end = 0;
+        const auto append = [&](const auto& letters) {
+            for (const char letter : letters) types[end++] = letter;
+        };
+        (append(Parameter<T>::TYPES), ...);
+        return types;
     }
+    static constexpr auto TYPES = join_types();
 
-    template <size_t... INDEX>
-    static void call(const int64_t* arguments, std::index_sequence<INDEX...>) {
-        FUNCTION(read<T>(arguments[INDEX])...);
+    static const int64_t* call(const int64_t* words) {
+        std::apply(FUNCTION, std::tuple<T...>{Parameter<T>::read(words)...});
+        return words;
     }
 };
 
 }  // namespace
 
+// The members of a PackedWeight.
+#define WEIGHT \
+    "type, terms, packed<type>[packed_size(type, terms, n, k)], table?[16], scale_type, " \
+    "scale?<scale_type>[packed_size(scale_type, 0, n, -(-k // group_size)) if group_size else n], " \
+    "offset?<scale_type>[packed_size(scale_type, 0, n, -(-k // group_size))], " \
+    "factors?<2>[packed_size(2, 0, n, -(-k // 256) * (1 + (offset is not None)))], " \
+    "group_size, n, k"
+
 #define KERNEL(name, parameters) \
-    {#name, Adapter<kernels::name>::types, parameters, Adapter<kernels::name>::call}
+    {#name, Adapter<kernels::name>::TYPES.data(), parameters, Adapter<kernels::name>::call}
 
 extern "C" {
 
-// The parameters of each kernel, in its order. For an address: [elements that lie there one after
-// the other], or {elements up to the last one that is used}; <type> of the elements, if the kernel
-// does not say; ? if it may be null, ?other if it may be where another parameter is. Library.encode
-// of ../native.py checks each call against them.
+// The parameters of each kernel, in its order. An address states the elements there: [number] if
+// they must be contiguous, {number} up to the last element that is used otherwise. It also has the
+// <type> of the elements if the kernel does not state it, ? if it may be null, and ?other if it may be
+// null only where another parameter is. `Library.encode` in ../native.py checks each call against them.
 extern const Kernel servd_kernel_table[] = {
     KERNEL(set_threads, "number"),
     KERNEL(pack,
            "type, terms, weight<type>{n * k and (n - 1) * row_stride + (k - 1) * column_stride + 1}, "
            "row_stride, column_stride, n, k, packed<type>[packed_size(type, terms, n, k)]"),
-    KERNEL(matmul,
-           "type, terms, x[rows * k], rows, k, packed<type>[packed_size(type, terms, n, k)], "
-           "scale?[n], bias?[n], y{(rows - 1) * y_stride + n}, y_stride, n"),
-    KERNEL(matmul_grouped,
-           "type, terms, x[rows * k], rows, k, packed<type>[packed_size(type, terms, n, k)], "
-           "table?[16], scale_type, "
-           "scale<scale_type>[packed_size(scale_type, 0, n, -(-k // group_size))], "
-           "offset?<scale_type>[packed_size(scale_type, 0, n, -(-k // group_size))], "
-           "factors?<2>[packed_size(2, 0, n, -(-k // 256) * (1 + (offset is not None)))], "
-           "group_size, bias?[n], y{(rows - 1) * y_stride + n}, y_stride, n"),
+    KERNEL(matmul, "x[rows * k], rows, " WEIGHT ", bias?[n], y{(rows - 1) * y_stride + n}, y_stride"),
     KERNEL(matmul_experts,
-           "type, terms, x[x_rows * k], x_rows, k, index?[rows], starts[num_experts + 1], "
-           "num_experts, packed[num_experts], scales?[num_experts], y[rows * n], rows, n"),
-    KERNEL(matmul_experts_grouped,
-           "type, terms, x[x_rows * k], x_rows, k, index?[rows], starts[num_experts + 1], "
-           "num_experts, packed[num_experts], table?[16], scale_type, scales[num_experts], "
-           "offsets?[num_experts], factors?[num_experts], group_size, y[rows * n], rows, n"),
-    KERNEL(gather_rows,
-           "type, terms, packed<type>[packed_size(type, terms, n, k)], scale?[n], n, k, "
-           "index[count], count, out[count * k]"),
-    KERNEL(gather_grouped,
-           "type, terms, packed<type>[packed_size(type, terms, n, k)], table?[16], scale_type, "
-           "scale<scale_type>[packed_size(scale_type, 0, n, -(-k // group_size))], "
-           "offset?<scale_type>[packed_size(scale_type, 0, n, -(-k // group_size))], "
-           "factors?<2>[packed_size(2, 0, n, -(-k // 256) * (1 + (offset is not None)))], "
-           "group_size, n, k, index[count], count, out[count * k]"),
+           "x[x_rows * k], x_rows, index?[rows], starts[num_experts + 1], type, terms, num_experts, "
+           "packed[num_experts], table?[16], scale_type, scales?[num_experts], "
+           "offsets?[num_experts], factors?[num_experts], group_size, n, k, y[rows * n], rows"),
+    KERNEL(gather_rows, WEIGHT ", index[count], count, out[count * k]"),
     KERNEL(round_rows, "x[rows * size], rows, size, codes<3>[rows * size], scale[rows]"),
     KERNEL(round_groups,
            "x[rows * size], rows, size, importance?[size], codes<4>[rows * size], "

@@ -8,25 +8,25 @@
 
 namespace {
 
-struct Int4 { uint8_t bits; };  // two of them in a byte, see pack_pairs
+struct Int4 { uint8_t bits; };  // two share a byte, see pack_pairs
 struct Int6 { uint8_t bits; };  // see pack_sixes
 struct Float8 { uint8_t bits; };  // e4m3; NaN must not occur
 
 template <typename W>
 constexpr int BITS = std::is_same_v<W, Int4> ? 4 : std::is_same_v<W, Int6> ? 6 : 8;
-// What values are multiples of: those of 8-bit floats are read as 16-bit floats 256 times smaller.
+// Factor on values: 8-bit floats are read as 16-bit floats that are 256 times smaller.
 template <typename W>
 constexpr float UNIT = std::is_same_v<W, Float8> ? 256.0f : 1.0f;
 
 constexpr int64_t FACTOR_SIZE = 256;  // weights of a row that share a factor
 
 struct Groups {
-    const float* table;  // [16], the values of 4 bits
+    const float* table;  // [16], the values of 4-bit codes
     int type;  // of scale and offset: FLOAT32, BFLOAT16, FLOAT16, or INT8, times a factor
     const void *scale, *offset;  // offset may be null
-    // Of scales of INT8, and after each, if there are offsets, that of these; else null.
+    // Factors of INT8 scales, each followed by the factor of the offsets if there are any; or null.
     const Float16* factors;
-    int64_t size;  // weights of a group; the last one of a row may have less
+    int64_t size;  // weights of a group; the last group of a row may be smaller
 
     int64_t number(int64_t k) const { return (k + size - 1) / size; }
     int64_t number_of_factors(int64_t k) const {
@@ -72,7 +72,7 @@ inline Vec load(const Float8* p) {
 #endif
 }
 
-// The values of 4 bits, in registers where 16 of them can be chosen from.
+// The values of 4-bit codes, in registers if an instruction can choose from 16 values.
 #if defined(__AVX512F__)
 typedef __m512 Table;
 inline Table load_table(const float* p) { return p ? _mm512_loadu_ps(p) : _mm512_setzero_ps(); }
@@ -91,7 +91,7 @@ typedef const float* Table;
 inline Table load_table(const float* p) { return p; }
 #endif
 
-// WIDTH bytes: the low halves are the first vector, the high ones the second.
+// Loads WIDTH bytes: the low halves become the first vector, the high halves the second.
 inline void load_pairs(const uint8_t* p, const Table& table, Vec& low, Vec& high) {
 #if defined(__AVX512F__)
     const __m512i codes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
@@ -106,7 +106,7 @@ inline void load_pairs(const uint8_t* p, const Table& table, Vec& low, Vec& high
 #endif
 }
 
-// Calls `call` with a null pointer of the type.
+// Calls `call` with a null pointer to the type.
 template <typename Call>
 void with_group_type(int type, Call call) {
     switch (type) {

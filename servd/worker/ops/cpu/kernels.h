@@ -1,53 +1,67 @@
-// The kernels. Python finds those that are listed in graph.cpp, by the names they have here.
+// The kernels. graph.cpp lists them, and Python calls them by their names here.
 //
 // An address may be null where the definition says so. Strides and sizes count elements. `type` is
-// a `Type` of vectors.h. A kernel that reads or writes at indices it is given checks them first.
+// a `Type` of vectors.h. A kernel checks indices before it reads or writes there.
 
 #pragma once
 
 #include <cstdint>
 
+// A weight matrix [n, k] in panels, see `pack`. Groups of weights along k have a scale, and may have
+// an offset: weight = value * scale + offset. Graphs pass the members one after the other.
+struct PackedWeight {
+    int type, terms;  // of the values, and of the x that it multiplies: see terms.h
+    const void* packed;
+    const float* table;  // [16], the values of 4-bit codes, or null
+    int scale_type;
+    const void *scale, *offset, *factors;  // packed; without groups, scale is float [n]; or null
+    int64_t group_size;  // 0: without groups
+    int64_t n, k;
+};
+
+// Matrices of one shape and type, one for each expert. A table [num_experts] has their addresses.
+struct PackedExperts {
+    int type, terms;
+    int64_t num_experts;
+    const void* const* packed;
+    const float* table;
+    int scale_type;
+    const void *const *scales, *const *offsets, *const *factors;  // or null
+    int64_t group_size, n, k;
+
+    PackedWeight at(int64_t expert) const {
+        const auto address = [=](const void* const* table) {
+            return table ? table[expert] : nullptr;
+        };
+        return {type, terms, packed[expert], table, scale_type, address(scales), address(offsets),
+                address(factors), group_size, n, k};
+    }
+};
+
 namespace kernels {
 
 void set_threads(int number);
 
-// What a step is given: steps.cpp
+// The inputs of a decode step: steps.cpp
 void begin_decode(int64_t* step, int64_t num_tokens, int32_t* seq_lens, const int32_t* token_ids,
                   int64_t num_slots, int64_t num_columns, int64_t* num_computed, int32_t* tables,
                   int64_t num_rows, int64_t num_blocks, int64_t block_size);
 
 // Matrices: matrix.cpp
-void pack(int type, int terms, const void* weight, int64_t row_stride, int64_t column_stride, int64_t n,
-          int64_t k, void* packed);
-void matmul(int type, int terms, const float* x, int64_t rows, int64_t k, const void* packed,
-            const float* scale, const float* bias, float* y, int64_t y_stride, int64_t n);
-void matmul_grouped(int type, int terms, const float* x, int64_t rows, int64_t k,
-                    const void* packed, const float* table, int scale_type, const void* scale,
-                    const void* offset, const void* factors, int64_t group_size,
-                    const float* bias, float* y, int64_t y_stride, int64_t n);
-void matmul_experts(int type, int terms, const float* x, int64_t x_rows, int64_t k,
-                    const int32_t* index, const int32_t* starts, int64_t num_experts,
-                    const void* const* packed, const float* const* scales, float* y, int64_t rows,
-                    int64_t n);
-void matmul_experts_grouped(int type, int terms, const float* x, int64_t x_rows, int64_t k,
-                            const int32_t* index, const int32_t* starts, int64_t num_experts,
-                            const void* const* packed, const float* table, int scale_type,
-                            const void* const* scales, const void* const* offsets,
-                            const void* const* factors, int64_t group_size, float* y,
-                            int64_t rows, int64_t n);
-void gather_rows(int type, int terms, const void* packed, const float* scale, int64_t n, int64_t k,
-                 const int64_t* index, int64_t count, float* out);
-void gather_grouped(int type, int terms, const void* packed, const float* table, int scale_type,
-                    const void* scale, const void* offset, const void* factors,
-                    int64_t group_size, int64_t n, int64_t k, const int64_t* index, int64_t count,
-                    float* out);
+void pack(int type, int terms, const void* weight, int64_t row_stride, int64_t column_stride,
+          int64_t n, int64_t k, void* packed);
+void matmul(const float* x, int64_t rows, PackedWeight weight, const float* bias, float* y,
+            int64_t y_stride);
+void matmul_experts(const float* x, int64_t x_rows, const int32_t* index, const int32_t* starts,
+                    PackedExperts experts, float* y, int64_t rows);
+void gather_rows(PackedWeight weight, const int64_t* index, int64_t count, float* out);
 
-// Weights to fewer bits: rounding.cpp
+// Rounding weights to fewer bits: rounding.cpp
 void round_rows(const float* x, int64_t rows, int64_t size, void* codes, float* scale);
 void round_groups(const float* x, int64_t rows, int64_t size, const float* importance, void* codes,
                   void* scale, void* offset);
 
-// Weights of GGUF: blocks.cpp
+// Unpacking weights of GGUF files: blocks.cpp
 void unpack_blocks(int type, const void* blocks, int64_t rows, int64_t num_blocks, int64_t bytes,
                    int64_t size, int64_t groups, int code_type, void* codes, int scale_type,
                    void* scale, void* offset, void* factors);
@@ -83,7 +97,7 @@ void scale(const float* x, float factor, const float* residual, int64_t count, f
 void spread(const float* x, int64_t rows, int64_t size, int is_inverse, float* out);
 void activate(const float* x, int64_t rows, int64_t size, int function, int gated, float* out);
 
-// Which experts a token goes through, and the sum of what they yield: experts.cpp
+// Routing tokens to experts, and adding the results: experts.cpp
 void route(const float* logits, int64_t rows, int64_t num_experts, int64_t top_k, int renormalize,
            int32_t* tokens, int32_t* starts, int32_t* places, float* weights);
 void combine(const float* y, int64_t num_pairs, const int32_t* places, const float* weights,

@@ -70,15 +70,15 @@ void norm_rows(const float* x, int64_t per_stride, int64_t stride, const float* 
     });
 }
 
-// One or minus one, without a pattern.
+// Returns 1 or -1, pseudo-randomly.
 inline float sign_of(int64_t i) {
     uint32_t bits = uint32_t(i) * 0x9e3779b1u;
     bits = (bits ^ bits >> 15) * 0x85ebca6bu;
     return bits >> 31 ? -1.0f : 1.0f;
 }
 
-// Hadamard's transform of x [2^n] after signs, or the inverse of both; `other` is as long. A step
-// has the sums and differences of x's halves by turns; n of them are the transform.
+// Multiplies x [2^n] by signs and applies Hadamard's transform, or inverts both. `other` is a buffer of the
+// same length. Each of the n steps interleaves the sums and differences of x's halves.
 void transform(float* x, float* other, int64_t size, bool is_inverse) {
     const float factor = 1 / sqrtf(float(size));
     for (int64_t i = 0; !is_inverse && i < size; i++) x[i] *= factor * sign_of(i);
@@ -99,7 +99,7 @@ void transform(float* x, float* other, int64_t size, bool is_inverse) {
 
 namespace kernels {
 
-// Rows `index` [count] of a table [num_rows, size].
+// Copies the rows `index` [count] of a table [num_rows, size].
 void embed(const float* table, int64_t num_rows, int64_t size, const int64_t* index, int64_t count,
            float* out) {
     check_ids("index", index, 0, count, num_rows);
@@ -107,7 +107,7 @@ void embed(const float* table, int64_t num_rows, int64_t size, const int64_t* in
         memcpy(out + i * size, table + index[i] * size, size * 4);
 }
 
-// cos and sin of every position times every frequency, [count, size] each.
+// Computes cos and sin of every position times every frequency, [count, size] each.
 void rotation(const int64_t* positions, int64_t count, const float* inv_freq, int64_t size,
               float magnitude, float* cos, float* sin) {
     parallel_for(count * size, 1024, [&](int64_t i) {
@@ -117,9 +117,9 @@ void rotation(const int64_t* positions, int64_t count, const float* inv_freq, in
     });
 }
 
-// Layer norm if `centered`, else RMS norm, of x + residual, which `sums` gets; residual and bias
-// may be null. Rows of x [rows, size] follow on one another `per_stride` at a time; the next ones
-// begin `stride` after the first of these.
+// Computes the layer norm if `centered`, else the RMS norm, of x + residual, and writes x + residual to
+// `sums`. residual and bias may be null. `per_stride` rows of x [rows, size] are contiguous; the next
+// ones begin `stride` after the first of them.
 void norm(int centered, const float* x, int64_t per_stride, int64_t stride, const float* residual,
           const float* weight, const float* bias, float eps, float* out, float* sums, int64_t rows,
           int64_t size) {
@@ -127,7 +127,7 @@ void norm(int centered, const float* x, int64_t per_stride, int64_t stride, cons
     run(x, per_stride, stride, residual, weight, bias, eps, out, sums, rows, size);
 }
 
-// x [count] times the factor, plus the residual if it is not null.
+// Computes x [count] times the factor, plus the residual if it is not null.
 void scale(const float* x, float factor, const float* residual, int64_t count, float* out) {
     parallel_for((count + WIDTH - 1) / WIDTH, 2048, [&](int64_t i) {
         const int left = int(std::min<int64_t>(WIDTH, count - i * WIDTH));
@@ -137,14 +137,13 @@ void scale(const float* x, float factor, const float* residual, int64_t count, f
     });
 }
 
-// Rows of x [rows, size] turned, so that what is large in one place is spread over all of them;
-// products of two turned rows are what they were. The transform is of the first 2^n numbers, and
-// then of the last.
+// Rotates the rows of x [rows, size], so that outliers spread over all elements. Dot products of two
+// rotated rows are unchanged. The first 2^n numbers are transformed, then the last 2^n.
 void spread(const float* x, int64_t rows, int64_t size, int is_inverse, float* out) {
     int64_t part = 1;
     while (2 * part <= size) part *= 2;
     parallel_for(rows, 1 + 4096 / (size + 1), [&](int64_t row) {
-        // Of a thread's own, and small: memory for all rows would be new pages in every call.
+        // A small buffer per thread: a buffer for all rows would take new pages in every call.
         const std::unique_ptr<float[]> scratch(new float[part]);
         float *const to = out + row * size, *const other = scratch.get();
         std::copy_n(x + row * size, size, to);
@@ -155,8 +154,8 @@ void spread(const float* x, int64_t rows, int64_t size, int is_inverse, float* o
     });
 }
 
-// The function of x [rows, size]. If gated, rows are 2 * size wide, and the function of the first
-// half is multiplied with the second half.
+// Applies the function to x [rows, size]. If gated, rows have 2 * size numbers, and the function of the
+// first half is multiplied by the second half.
 void activate(const float* x, int64_t rows, int64_t size, int function, int gated, float* out) {
     const int64_t stride = gated ? 2 * size : size, full = size / WIDTH * WIDTH;
     const int rest = int(size - full);

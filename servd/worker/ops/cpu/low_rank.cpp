@@ -1,4 +1,4 @@
-// Products with adapters: y += (x A) B, the small matrices of each row being those of its adapter.
+// Products with adapters: y += (x A) B, where A and B are the small matrices of each row's adapter.
 
 #include <vector>
 
@@ -9,11 +9,11 @@
 
 namespace {
 
-constexpr int TILE = 4;     // rows with one adapter, for which its numbers are loaded once
+constexpr int TILE = 4;     // rows of one adapter, which share the loads of its numbers
 constexpr int COLUMNS = 4;  // vectors of the result that stay in registers
-constexpr int64_t CHUNK = 256;  // columns of y in one go
+constexpr int64_t CHUNK = 256;  // columns of y in a task
 
-// The last rows of a tile may repeat one: a row is computed in the same way in any tile.
+// The last rows of a tile may repeat a row. A row is computed in the same way in any tile.
 struct Tile {
     int64_t slot;
     int64_t rows[TILE];
@@ -26,13 +26,13 @@ struct Chunk {
 
 std::vector<Tile> tiles_of(const int64_t* adapter_slots, int64_t rows, const int64_t* ranks,
                            int64_t num_adapter_slots, int64_t parts) {
-    std::vector<int64_t> open(num_adapter_slots, -1);  // the tile of each slot that is not full
+    std::vector<int64_t> open(num_adapter_slots, -1);  // each slot's tile that is not full yet
     std::vector<Tile> tiles;
     for (int64_t row = 0; row < rows; row++) {
         const int64_t slot = adapter_slots[row];
         if (slot < 0) continue;
-        const int64_t* const own = ranks + slot * parts;
-        if (std::all_of(own, own + parts, [](int64_t rank) { return rank == 0; })) continue;
+        const int64_t* const slot_ranks = ranks + slot * parts;
+        if (std::all_of(slot_ranks, slot_ranks + parts, [](int64_t rank) { return rank == 0; })) continue;
         if (open[slot] < 0 || tiles[open[slot]].count == TILE) {
             open[slot] = int64_t(tiles.size());
             tiles.push_back({slot, {row, row, row, row}, 0});
@@ -51,7 +51,7 @@ inline Vec load_part(const T* p, int64_t count) {
     return load(values);
 }
 
-// h [TILE, width]: columns `first` on of x A, for the rows of a tile.
+// Writes x A from column `first` on to h [TILE, width], for the rows of a tile.
 template <typename T, int COUNT>
 void shrink(const Tile& tile, const float* x, int64_t k, const T* a, int64_t width, int64_t first,
             float* h) {
@@ -81,15 +81,15 @@ template <typename T>
 void expand(const Tile& tile, const Chunk& chunk, const float* h, int64_t width, int64_t rank,
             const T* b, int64_t n, float* y) {
     for (int64_t o = chunk.begin; o < chunk.end; o += WIDTH) {
-        const int64_t left = chunk.end - o;
+        const int64_t count = chunk.end - o;
         Vec total[TILE] = {};
         for (int64_t j = 0; j < rank; j++) {
-            const Vec from = load_part(b + j * n + o, left);
+            const Vec from = load_part(b + j * n + o, count);
             for (int r = 0; r < TILE; r++) total[r] += h[r * width + j] * from;
         }
         for (int r = 0; r < tile.count; r++) {
             float* const to = y + tile.rows[r] * n + o;
-            store_up_to(to, load_up_to(to, int(left)) + total[r], int(left));
+            store_up_to(to, load_up_to(to, int(count)) + total[r], int(count));
         }
     }
 }
@@ -127,10 +127,9 @@ void add_low_rank(const float* x, int64_t rows, int64_t k, const T* a, int64_t w
 
 namespace kernels {
 
-// Adds the product with its adapter to each row of y [rows, n]; x is [rows, k]. Of each slot, a
-// [k, width] holds `max_rank` columns for each part of the outputs, b [max_rank, n] what these are
-// multiplied with; ranks [num_adapter_slots, parts] says how many of them count. A row without a slot
-// (-1) stays as it is.
+// Adds the product of x [rows, k] and its adapter to each row of y [rows, n]. A slot's a [k, width] has
+// `max_rank` columns for each part of the outputs, and its b [max_rank, n] has the other factor.
+// ranks [num_adapter_slots, parts] has the number of columns in use. A row without an adapter has slot -1.
 void add_low_rank(int type, const float* x, int64_t rows, int64_t k, const void* a, int64_t width,
                   const void* b, int64_t max_rank, const int64_t* ranks, const int64_t* part_ends,
                   int64_t num_adapter_slots, int64_t parts, const int64_t* adapter_slots, float* y, int64_t n) {

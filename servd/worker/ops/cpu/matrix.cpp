@@ -1,12 +1,12 @@
 // Matrix products over packed weights, in the manner of BLIS.
 //
-// y [rows, n] = x [rows, k] @ w.T + bias. The weights w [n, k] are packed in panels of NR outputs;
-// panels.h has the micro-kernel that multiplies a panel with a tile of x in float32; terms.h says
-// what those of fewer bits have in common.
+// y [rows, n] = x [rows, k] @ w.T + bias. The weights w [n, k] are packed in panels of NR outputs. panels.h
+// has the micro-kernel of float32, which multiplies a panel with a tile of x; terms.h explains the
+// micro-kernels of fewer bits.
 //
-// Weights of 4 and 8 bits may be in groups along k, with a scale and an offset for each group of an
-// output: those are packed as weights are, [n / NR][k / group][NR], and the weights that products
-// see are exactly those that the format states.
+// Weights of 4 and 8 bits may be in groups along k, with a scale and an offset for each group of an output.
+// Scales and offsets are packed like weights, [n / NR][k / group][NR]. Products use exactly the weights
+// that the format states.
 
 #include <memory>
 
@@ -18,24 +18,24 @@
 
 namespace {
 
-// A chunk's tiles: their columns stay in the second-level cache for one panel after another.
+// Tiles in a chunk: the tiles stay in the second-level cache while the panels pass.
 constexpr int64_t MAX_TILES = 8, MIN_TILES = 2, CHUNK_BYTES = 5 << 18;
 
-// A matrix, and the rows of y that are products with it.
+// A matrix, and the rows of y that it makes.
 template <typename Matrix>
 struct Product {
     Matrix matrix;
-    const float* scale;  // one for each output, or null
+    const float* scale;  // [n], or null
     int64_t first_row, rows;
 };
 
-// The tasks of a product, and where they begin among all of them.
+// The tasks of a product, and the number of the first.
 struct Tasks {
     int64_t first, num_tiles, num_chunks;
 };
 
-// Row r of y [rows, n] is row `index[r]` of x, or row r if index is null, times its product's
-// matrix. All matrices are of the same shape and type. One loop over the parts of all of them.
+// y [rows, n]: row r is row `index[r]` of x, or row r if index is null, times its product's matrix. All
+// matrices have the same shape and type. One parallel loop computes all products.
 template <typename Matrix>
 void multiply_each(const Product<Matrix>* products, int64_t num_products, const float* x,
                    const int32_t* index, int64_t rows, int64_t k, const float* bias, float* y,
@@ -44,14 +44,14 @@ void multiply_each(const Product<Matrix>* products, int64_t num_products, const 
     constexpr int64_t MR = Matrix::MR, MAX_KC = Matrix::MAX_KC, KC_UNIT = Matrix::KC_UNIT;
     const int64_t num_panels = (n + NR - 1) / NR;
     const int64_t num_k_blocks = std::max<int64_t>(1, (k + MAX_KC - 1) / MAX_KC);  // k = 0: bias
-    const int64_t max_kc =  // the last block may have less
+    const int64_t max_kc =  // the last block may be smaller
         ((k + num_k_blocks - 1) / num_k_blocks + KC_UNIT - 1) / KC_UNIT * KC_UNIT;
     const auto row_of_x = [=](int64_t row) { return x + (index ? index[row] : row) * k; };
     const int64_t x_stride = products[0].matrix.x_stride();
     std::unique_ptr<X[]> copy;  // [num_k_blocks][rows][x_stride]
     if (rows > 1 || !std::is_same_v<X, float>) {
         copy.reset(new X[num_k_blocks * rows * x_stride]);
-        // Numbers that a thread copies in one go; rounding them takes longer.
+        // Numbers that a thread copies at once; rounding takes longer than copying.
         constexpr int64_t MANY = std::is_same_v<X, float> ? 32768 : 8192;
         parallel_for(rows, std::max<int64_t>(1, MANY / (k + 1)), [&](int64_t row) {
             for (int64_t block = 0; block < num_k_blocks; block++)
@@ -71,7 +71,7 @@ void multiply_each(const Product<Matrix>* products, int64_t num_products, const 
         num_tasks += chunks * num_panels;
         most_chunks = std::max(most_chunks, chunks);
     }
-    // If all k of a chunk is too large for the cache, all chunks do a block of k before the next.
+    // If all k of a chunk do not fit in the cache, all chunks finish a block of k before the next.
     const int64_t together = most_chunks == 1 || fitting >= MIN_TILES ? num_k_blocks : 1;
     for (int64_t first = 0; first < num_k_blocks; first += together)
         parallel_for(num_tasks, 1, [&](int64_t task) {
@@ -100,7 +100,7 @@ void multiply_each(const Product<Matrix>* products, int64_t num_products, const 
                 const char* next = is_last_here ? here + (k - start + first * max_kc) * ROW
                                                 : here + kc * ROW;
                 const bool has_next = !is_last_here || panel + 1 < num_panels;
-                // A tile alone prefetches what it will need itself; several share what comes after.
+                // A single tile prefetches its own weights; several tiles share the next panel's.
                 const auto ahead = [&, tiles = num_tiles](int64_t tile) -> Prefetch {
                     if (tiles == 1) return {here + PREFETCH_DISTANCE, ROW};
                     if (!has_next) return {(const char*)from, 0};
@@ -131,25 +131,31 @@ void multiply(const float* x, int64_t rows, const Matrix& matrix, const float* s
     multiply_each(&product, 1, x, nullptr, rows, matrix.k, bias, y, y_stride, n);
 }
 
-// The products of experts; `matrix_of` gives the one of an expert.
+const float* row_scale_of(const PackedWeight& weight) {
+    return weight.group_size ? nullptr : (const float*)weight.scale;
+}
+
+// The products of experts; `matrix_of` makes a Matrix of a PackedWeight.
 template <typename MatrixOf>
 void multiply_experts(const float* x, const int32_t* index, int64_t x_rows, const int32_t* starts,
-                      int64_t num_experts, const float* const* scales, float* y, int64_t rows,
-                      int64_t k, int64_t n, MatrixOf matrix_of) {
-    using Matrix = decltype(matrix_of(0));
+                      const PackedExperts& experts, float* y, int64_t rows, MatrixOf matrix_of) {
+    using Matrix = decltype(matrix_of(experts.at(0)));
+    const int64_t num_experts = experts.num_experts, n = experts.n;
     if (index) check_ids("index", index, 0, rows, x_rows);
     check_ids("starts", starts, 0, num_experts + 1, rows + 1);
     std::unique_ptr<Product<Matrix>[]> products(new Product<Matrix>[num_experts]);
     int64_t number = 0;
     for (int64_t i = 0; i < num_experts; i++)
-        if (const int64_t count = starts[i + 1] - starts[i]; count > 0)
-            products[number++] = {matrix_of(i), scales ? scales[i] : nullptr, starts[i], count};
+        if (const int64_t count = starts[i + 1] - starts[i]; count > 0) {
+            const PackedWeight weight = experts.at(i);
+            products[number++] = {matrix_of(weight), row_scale_of(weight), starts[i], count};
+        }
     if (number > 0)
-        multiply_each(&products[0], number, x, index, rows, k, nullptr, y, n, n);
+        multiply_each(&products[0], number, x, index, rows, experts.k, nullptr, y, n, n);
 }
 
-// A panel of up to NR rows, a square at a time: so lines of both stay in the cache, whatever the
-// strides are.
+// Packs a panel of up to NR rows, square by square, so that the cache lines of source and target stay in
+// the cache for any strides.
 template <int NEXT, typename W>
 void pack_panel(const W* weight, int64_t row_stride, int64_t column_stride, int64_t rows, int64_t k,
                 W* packed) {
@@ -181,8 +187,8 @@ void pack_panels(const W* weight, int64_t row_stride, int64_t column_stride, int
     });
 }
 
-// Codes [n, k] of a byte each to pairs: a byte has those of columns i and i + WIDTH of a panel.
-// NEXT of them at a time are in order in both.
+// Packs codes [rows, k] of a byte each in pairs: a byte has the codes of outputs i and i + WIDTH of a
+// panel. NEXT neighbours along k are side by side.
 template <int NEXT>
 void pack_pairs_of_panel(const uint8_t* codes, int64_t rows, int64_t k, uint8_t* packed) {
     using Word = std::conditional_t<NEXT == 8, uint64_t,
@@ -214,8 +220,9 @@ void pack_pairs(const uint8_t* codes, int64_t n, int64_t k, int terms, uint8_t* 
     });
 }
 
-// Codes [n, k] from -32 to 31: for each 4 neighbours of k, the low 4 bits of each code as pairs, and
-// the others of 4 codes in a byte: of columns i, i + WIDTH / 2, i + WIDTH and i + 3 * WIDTH / 2.
+// Packs codes [n, k] from -32 to 31. For each 4 neighbours along k, the low 4 bits of the codes come
+// first, in pairs. Then a byte has the high 2 bits of four codes: of outputs i, i + WIDTH / 2, i + WIDTH
+// and i + 3 * WIDTH / 2.
 void pack_sixes(const int8_t* codes, int64_t n, int64_t k, uint8_t* packed) {
     const int64_t size = NR * padded(k, 4) * 6 / 8;
     parallel_for((n + NR - 1) / NR, 1, [&](int64_t panel) {
@@ -224,7 +231,7 @@ void pack_sixes(const int8_t* codes, int64_t n, int64_t k, uint8_t* packed) {
         const auto read = [&](int64_t row, int64_t i) {
             uint32_t word = 0;
             if (row < n) memcpy(&word, codes + row * k + i, std::min<int64_t>(4, k - i));
-            return word ^ 0x20202020;  // 32 more, in 6 bits
+            return word ^ 0x20202020;  // adds 32, in 6 bits
         };
         for (int64_t i = 0; i < k; i += 4, to += 3 * NR)
             for (int64_t row = 0; row < WIDTH; row++) {
@@ -272,14 +279,26 @@ float as_float(int type, const void* p, int64_t index) {
     }
 }
 
+// The groups of a weight. Throws std::out_of_range if it has none that the kernels can read.
+Groups groups_of(const PackedWeight& weight) {
+    const bool has_factors = weight.factors != nullptr;
+    if (has_factors != (weight.scale_type == INT8) ||
+        (has_factors && FACTOR_SIZE % weight.group_size != 0))
+        throw std::out_of_range("factors are for scales of int8 in groups that divide " +
+                                std::to_string(FACTOR_SIZE));
+    return {weight.table, weight.scale_type, weight.scale, weight.offset,
+            (const Float16*)weight.factors, weight.group_size};
+}
+
 template <typename W>
-void gather(const void* packed, int terms, const Groups& groups, int64_t k, const int64_t* index,
-            int64_t count, float* out) {
+void gather_grouped(const PackedWeight& weight, const Groups& groups, const int64_t* index,
+                    int64_t count, float* out) {
+    const int64_t k = weight.k;
     for (int64_t row = 0; row < count; row++)
         for (int64_t i = 0; i < k; i++) {
             const int64_t group = place_of(index[row], i / groups.size, groups.number(k), 1);
-            const float value =
-                value_at<W>(packed, groups.table, index[row], i, k, neighbours<W>(terms));
+            const float value = value_at<W>(weight.packed, groups.table, index[row], i, k,
+                                            neighbours<W>(weight.terms));
             float scale = as_float(groups.type, groups.scale, group);
             float offset = groups.offset ? as_float(groups.type, groups.offset, group) : 0;
             if (groups.factors) {
@@ -294,25 +313,38 @@ void gather(const void* packed, int terms, const Groups& groups, int64_t k, cons
 }
 
 template <typename W>
-void gather(const void* packed, int terms, const float* scale, int64_t k, const int64_t* index,
-            int64_t count, float* out) {
+void gather_plain(const PackedWeight& weight, const int64_t* index, int64_t count, float* out) {
+    const float* const scale = row_scale_of(weight);
+    const int64_t k = weight.k;
     for (int64_t row = 0; row < count; row++)
         for (int64_t i = 0; i < k; i++)
-            out[row * k + i] = (scale ? scale[index[row]] : 1.0f) *
-                               value_at<W>(packed, nullptr, index[row], i, k, neighbours<W>(terms));
+            out[row * k + i] =
+                (scale ? scale[index[row]] : 1.0f) *
+                value_at<W>(weight.packed, nullptr, index[row], i, k, neighbours<W>(weight.terms));
 }
 
-void check_factors(int scale_type, const void* factors, int64_t group_size) {
-    const bool has_factors = factors != nullptr;
-    if (has_factors != (scale_type == INT8) || (has_factors && FACTOR_SIZE % group_size != 0))
-        throw std::out_of_range("factors are for scales of int8 in groups that divide " +
-                                std::to_string(FACTOR_SIZE));
+// Calls `call` with a function that makes the Matrix of a PackedWeight of this one's type.
+template <typename Call>
+void with_matrix_of(const PackedWeight& weight, const Call& call) {
+    if (weight.group_size == 0)
+        return with_type(weight.type, [&](auto* p) {
+            with_matrix<std::remove_pointer_t<decltype(p)>>(weight.terms, [&](auto matrix_of) {
+                call([&](const PackedWeight& w) { return matrix_of(w.packed, w.k); });
+            });
+        });
+    groups_of(weight);  // checks them
+    with_group_type(weight.type, [&](auto* p) {
+        using W = std::remove_pointer_t<decltype(p)>;
+        with_grouped<W>(weight.terms, weight.table, [&](auto matrix_of) {
+            call([&](const PackedWeight& w) { return matrix_of(w.packed, w.k, groups_of(w)); });
+        });
+    });
 }
 
 }  // namespace
 
 extern "C" {
-// Numbers of a matrix [n, k] when it is packed; see `pack`.
+// Returns how many numbers a packed matrix [n, k] has; see `pack`.
 int64_t servd_packed_size(int type, int terms, int64_t n, int64_t k) {
     const int64_t rows = (n + NR - 1) / NR * NR;
     if (type == INT4) return rows * padded(k, neighbours<Int4>(terms)) / 2;
@@ -320,7 +352,7 @@ int64_t servd_packed_size(int type, int terms, int64_t n, int64_t k) {
 #if defined(HAS_SIXES)
     if (type == INT6) return rows * padded(k, 4) * 6 / 8;
 #else
-    if (type == INT6) return 0;  // there is no product of them
+    if (type == INT6) return 0;  // these kernels cannot multiply them
 #endif
     with_type(type, [&](auto* p) {
         size = rows * padded(k, neighbours<std::remove_pointer_t<decltype(p)>>(terms));
@@ -331,11 +363,11 @@ int64_t servd_packed_size(int type, int terms, int64_t n, int64_t k) {
 
 namespace kernels {
 
-// weight [n, k] of any strides to packed panels of NR rows. Codes of 4 and 6 bits have a byte each,
-// and no strides. `terms`: those of x that it will be multiplied with; 0: x is float32, or these are
-// scales.
-void pack(int type, int terms, const void* weight, int64_t row_stride, int64_t column_stride, int64_t n,
-          int64_t k, void* packed) {
+// Packs weight [n, k] of any strides in panels of NR rows. Codes of 4 and 6 bits take a byte each and
+// must be contiguous. `terms`: the terms of the x that the weight will multiply; 0: x is float32, or
+// the weight contains scales.
+void pack(int type, int terms, const void* weight, int64_t row_stride, int64_t column_stride,
+          int64_t n, int64_t k, void* packed) {
     if (type == INT4) return pack_pairs((const uint8_t*)weight, n, k, terms, (uint8_t*)packed);
     if (type == INT6) return pack_sixes((const int8_t*)weight, n, k, (uint8_t*)packed);
     with_type(type, [&](auto* p) {
@@ -344,89 +376,34 @@ void pack(int type, int terms, const void* weight, int64_t row_stride, int64_t c
     });
 }
 
-// y [rows, n] = x [rows, k] @ weight.T * scale + bias; scale and bias [n] may be null.
-// `terms`: as it was packed, see terms.h.
-void matmul(int type, int terms, const float* x, int64_t rows, int64_t k, const void* packed,
-            const float* scale, const float* bias, float* y, int64_t y_stride, int64_t n) {
-    with_type(type, [&](auto* p) {
-        with_matrix<std::remove_pointer_t<decltype(p)>>(terms, [&](auto matrix_of) {
-            multiply(x, rows, matrix_of(packed, k), scale, bias, y, y_stride, n);
+// y [rows, n] = x [rows, k] @ weight.T + bias; bias [n] may be null.
+void matmul(const float* x, int64_t rows, PackedWeight weight, const float* bias, float* y,
+            int64_t y_stride) {
+    with_matrix_of(weight, [&](auto matrix_of) {
+        multiply(x, rows, matrix_of(weight), row_scale_of(weight), bias, y, y_stride, weight.n);
+    });
+}
+
+// y [rows, n]: row r of y is row index[r] of x [x_rows, k], or row r if index is null, times the
+// matrix of its expert. Expert e has the rows from starts[e] to starts[e + 1].
+void matmul_experts(const float* x, int64_t x_rows, const int32_t* index, const int32_t* starts,
+                    PackedExperts experts, float* y, int64_t rows) {
+    if (experts.num_experts == 0) return;
+    with_matrix_of(experts.at(0), [&](auto matrix_of) {
+        multiply_experts(x, index, x_rows, starts, experts, y, rows, matrix_of);
+    });
+}
+
+// out [count, k]: rows `index` [count] of the weight.
+void gather_rows(PackedWeight weight, const int64_t* index, int64_t count, float* out) {
+    check_ids("index", index, 0, count, weight.n);
+    if (weight.group_size == 0)
+        return with_type(weight.type, [&](auto* p) {
+            gather_plain<std::remove_pointer_t<decltype(p)>>(weight, index, count, out);
         });
-    });
-}
-
-// The same of weights in groups: value * scale + offset. Scales, and offsets if not null, are of
-// `scale_type` and packed; `table` [16] has the values of 4 bits. Scales and offsets of int8 are
-// times the factors, packed, of each FACTOR_SIZE weights.
-void matmul_grouped(int type, int terms, const float* x, int64_t rows, int64_t k,
-                    const void* packed, const float* table, int scale_type, const void* scale,
-                    const void* offset, const void* factors, int64_t group_size,
-                    const float* bias, float* y, int64_t y_stride, int64_t n) {
-    check_factors(scale_type, factors, group_size);
-    with_group_type(type, [&](auto* p) {
-        with_grouped<std::remove_pointer_t<decltype(p)>>(terms, table, [&](auto matrix_of) {
-            const Groups groups{table, scale_type, scale, offset, (const Float16*)factors, group_size};
-            multiply(x, rows, matrix_of(packed, k, groups), nullptr, bias, y, y_stride, n);
-        });
-    });
-}
-
-// Row r of y [rows, n] is row index[r] of x [x_rows, k], or row r if index is null, times the
-// matrix of the expert whose rows, from starts[expert] to starts[expert + 1], it is among. Tables
-// [num_experts] have the matrices, packed, and their scales; that of scales may be null.
-void matmul_experts(int type, int terms, const float* x, int64_t x_rows, int64_t k,
-                    const int32_t* index, const int32_t* starts, int64_t num_experts,
-                    const void* const* packed, const float* const* scales, float* y, int64_t rows,
-                    int64_t n) {
-    with_type(type, [&](auto* p) {
-        with_matrix<std::remove_pointer_t<decltype(p)>>(terms, [&](auto matrix_of) {
-            multiply_experts(x, index, x_rows, starts, num_experts, scales, y, rows, k, n,
-                             [&](int64_t i) { return matrix_of(packed[i], k); });
-        });
-    });
-}
-
-// The same of weights in groups; the tables of offsets and of factors may be null.
-void matmul_experts_grouped(int type, int terms, const float* x, int64_t x_rows, int64_t k,
-                            const int32_t* index, const int32_t* starts, int64_t num_experts,
-                            const void* const* packed, const float* table, int scale_type,
-                            const void* const* scales, const void* const* offsets,
-                            const void* const* factors, int64_t group_size, float* y,
-                            int64_t rows, int64_t n) {
-    check_factors(scale_type, factors, group_size);
-    with_group_type(type, [&](auto* p) {
-        with_grouped<std::remove_pointer_t<decltype(p)>>(terms, table, [&](auto matrix_of) {
-            multiply_experts(x, index, x_rows, starts, num_experts, nullptr, y, rows, k, n,
-                             [&](int64_t i) {
-                                 const Groups groups{table, scale_type, scales[i],
-                                                     offsets ? offsets[i] : nullptr,
-                                                     factors ? (const Float16*)factors[i] : nullptr,
-                                                     group_size};
-                                 return matrix_of(packed[i], k, groups);
-                             });
-        });
-    });
-}
-
-// Rows `index` [count] of weight [n, k] * scale.
-void gather_rows(int type, int terms, const void* packed, const float* scale, int64_t n, int64_t k,
-                 const int64_t* index, int64_t count, float* out) {
-    check_ids("index", index, 0, count, n);
-    with_type(type, [&](auto* p) {
-        gather<std::remove_pointer_t<decltype(p)>>(packed, terms, scale, k, index, count, out);
-    });
-}
-
-// The same of weights in groups.
-void gather_grouped(int type, int terms, const void* packed, const float* table, int scale_type,
-                    const void* scale, const void* offset, const void* factors,
-                    int64_t group_size, int64_t n, int64_t k, const int64_t* index, int64_t count,
-                    float* out) {
-    check_ids("index", index, 0, count, n);
-    check_factors(scale_type, factors, group_size);
-    const Groups groups{table, scale_type, scale, offset, (const Float16*)factors, group_size};
-    with_group_type(type, [&](auto* p) {
-        gather<std::remove_pointer_t<decltype(p)>>(packed, terms, groups, k, index, count, out);
+    const Groups groups = groups_of(weight);
+    with_group_type(weight.type, [&](auto* p) {
+        gather_grouped<std::remove_pointer_t<decltype(p)>>(weight, groups, index, count, out);
     });
 }
 

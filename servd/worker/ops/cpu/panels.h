@@ -1,9 +1,8 @@
 // The micro-kernel of float32: a tile of x [MR rows] times a panel of weights [NR outputs].
 //
-// Weights are packed [n / NR][k][NR], so that the micro-kernel reads them once, in order, and
-// multiplies each vector of them with the rows of the tile. Weights of 16 and 8 bits are widened
-// whenever they are read: turning a panel's kc rows into float32 once, for all tiles, was slower by
-// up to a quarter, because they are larger then.
+// Weights are packed as [n / NR][k][NR]. The micro-kernel reads them once, in order, and multiplies each
+// vector with the rows of the tile. It widens weights of 16 and 8 bits whenever it reads them. Widening
+// a panel once for all tiles was up to a quarter slower, because float32 takes more memory.
 
 #pragma once
 
@@ -13,9 +12,9 @@ namespace {
 
 constexpr int NR = 2 * WIDTH;
 constexpr int64_t LINE = 64;  // bytes in a cache line
-// In bytes; the processor's own prefetching ends with the page, and lost a quarter. 4 KiB is best on
-// an EPYC. A Xeon with AMX is up to a tenth faster with 16 KiB, also by these other libraries, which
-// hardly any CPU but Intel's takes.
+// In bytes. The processor's own prefetching stops at the end of a page, which cost a quarter. An EPYC is
+// fastest with 4 KiB. A Xeon with AMX is up to a tenth faster with 16 KiB, also with the other libraries
+// below, which run almost only on Intel's CPUs.
 #if defined(__AMX_BF16__) || defined(__AVXVNNI__) || \
     (defined(__AVX512F__) && !defined(__AVX512BF16__))
 constexpr int64_t PREFETCH_DISTANCE = 16384;
@@ -23,7 +22,7 @@ constexpr int64_t PREFETCH_DISTANCE = 16384;
 constexpr int64_t PREFETCH_DISTANCE = 4096;
 #endif
 
-// Where outputs are written, and what is done with them at the end of k.
+// A tile of outputs: where to write it, and its scale and bias, which are applied after the last k.
 struct OutputTile {
     float* y;
     int64_t stride;
@@ -32,16 +31,16 @@ struct OutputTile {
     bool is_first_k, is_last_k;  // whether this is the first or last block of k
 };
 
-// Weights that are needed after these are prefetched while the processor computes: the first tile
-// of a panel would wait for them, and the others leave the memory idle. The tiles of a panel share
-// this evenly. The addresses may lie past the end of all weights, which does no harm.
+// The next weights, which a tile prefetches while it computes. Without it, the first tile of a panel
+// waits for memory and the other tiles leave the memory idle. The tiles of a panel share the work evenly.
+// The addresses may lie beyond the end of the weights, which does no harm.
 struct Prefetch {
     const char* line;
-    int64_t step;  // bytes for each vector of weights that is used: up to two lines
+    int64_t step;  // bytes to prefetch for each vector of weights: up to two lines
 };
 
-// Scale and bias of a tile. One function for all numbers of rows: compilers join a product and a
-// sum into one rounding in one place and not in another.
+// Applies scale and bias to a tile. One function for any number of rows: otherwise compilers would fuse
+// product and sum in some copies only, and results would differ in the last bit.
 __attribute__((noinline)) void epilogue(const OutputTile& out, int rows) {
     for (int half = 0; half < 2; half++) {
         const int count = std::min(WIDTH, out.columns - half * WIDTH), column = half * WIDTH;
@@ -54,26 +53,24 @@ __attribute__((noinline)) void epilogue(const OutputTile& out, int rows) {
     }
 }
 
-// What the loop over tiles (matrix.cpp) knows of a product in float32.
+// The interface of products in float32 to the loop over tiles (matrix.cpp).
 struct Float {
     using X = float;
-    struct Task {};  // what a thread needs for a task
-    // With two vectors of NR, the rows of a tile fill the registers but a few.
+    struct Task {};  // a thread's state during a task
+    // A tile has two vectors per row, and takes all registers but a few.
 #if defined(__aarch64__)
     static constexpr int MR = 12;
 #else
     static constexpr int MR = WIDTH == 16 ? 14 : WIDTH == 8 ? 6 : 4;
 #endif
-    // Depth of a block of k: a tile, a panel and the next panel of it stay in the second-level
-    // cache.
+    // Depth of a block of k, so that a tile, its panel and the next panel stay in the second-level cache.
     static constexpr int64_t MAX_KC = 768, KC_UNIT = 1;
-    // Tiles are copied, with rows this far apart: at their own distance, they fall on the same
-    // lines of the cache where k is a multiple of 1024.
+    // Distance of rows in copied tiles. In x itself, rows share cache lines if k is a multiple of 1024.
     static constexpr int64_t X_STRIDE = MAX_KC + 16;
 
     int64_t x_stride() const { return X_STRIDE; }
     void copy(const float* from, int64_t kc, float* to) const { std::copy_n(from, kc, to); }
-    // Where a tile begins: they are nearly equal.
+    // Returns the first row of a tile. Tiles have nearly the same height.
     static int64_t first_row(int64_t tile, int64_t tiles, int64_t rows) {
         return rows * tile / tiles;
     }
@@ -108,7 +105,7 @@ __attribute__((noinline)) void microkernel(const float* x, Cursor weights, int64
     if (out.is_last_k && (out.scale || out.bias)) epilogue(out, ROWS);
 }
 
-// Calls `call` with a number of up to MOST as a constant.
+// Calls `call` with a number, up to MOST, as a constant.
 template <int MOST, typename Call>
 void with_constant(int number, const Call& call) {
     if constexpr (MOST > 0) {
@@ -117,7 +114,7 @@ void with_constant(int number, const Call& call) {
     }
 }
 
-// Weights as they are. A cursor reads a panel from a row on; one row of it are NR weights.
+// Weights without groups. A cursor reads a panel row by row, NR weights each.
 template <typename W>
 struct Plain : Float {
     static constexpr int64_t ROW_BYTES = NR * sizeof(W);
@@ -141,7 +138,7 @@ struct Plain : Float {
     Cursor at(int64_t panel, int64_t start) const { return {packed + (panel * k + start) * NR}; }
 };
 
-// The scales and offsets of one group after another of a panel, in its halves.
+// Reads the scales and offsets of a panel group by group, for its two halves.
 struct Scales {
     const Groups& groups;
     int64_t groups_before, factors_before;  // in the panels before this one
@@ -152,7 +149,8 @@ struct Scales {
           groups_before(panel * groups.number(k)),
           factors_before(panel * groups.number_of_factors(k)) {}
 
-    // Those of a group, in which weight i of a row is. `is_first`: no other was read before.
+    // Reads the scales of a group. `i`: index of a weight of the group; `is_first`: whether this is the
+    // first call.
     void read(int64_t group, int64_t i, bool is_first) {
         if (groups.factors && (is_first || i % FACTOR_SIZE == 0)) read_factors(i / FACTOR_SIZE);
         for (int half = 0; half < 2; half++) {
@@ -176,7 +174,7 @@ struct Scales {
     }
 };
 
-// value * scale + offset, where the value is of a table for 4 bits.
+// Weights in groups: value * scale + offset. Codes of 4 bits choose their value from a table.
 template <typename W>
 struct Grouped : Float {
     static constexpr int64_t ROW_BYTES = NR * BITS<W> / 8;
@@ -190,7 +188,7 @@ struct Grouped : Float {
         Table table;
         Scales of;
 
-        // The scales for row i; returns the end of their group.
+        // Reads the scales for row i, and returns the end of their group.
         int64_t enter_group(int64_t i, int64_t end) {
             const int64_t size = of.groups.size, group = (start + i) / size;
             of.read(group, start + i, i == 0);

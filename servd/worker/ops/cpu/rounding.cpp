@@ -1,4 +1,4 @@
-// Weights in float32 to numbers of 8 and 4 bits: ../../quantization/int8.py and int4.py.
+// Rounds weights in float32 to codes of 8 and 4 bits, for ../../quantization/int8.py and int4.py.
 
 #include "kernels.h"
 #include "threads.h"
@@ -12,7 +12,7 @@ constexpr int NUM_FITS = 3;
 constexpr float GRID_WIDTHS[] = {1.0f, 0.92f, 0.84f};  // relative to the group's numbers
 constexpr float SMALLEST = 1e-12f;
 
-// To nearest, ties to even, if |x| < 2^22.
+// Rounds to nearest, ties to even, if |x| < 2^22.
 inline Vec round_near(Vec x) {
     const float shift = 12582912.0f;  // 1.5 * 2^23
     return (x + shift) - shift;
@@ -24,11 +24,11 @@ inline float largest(Vec x) {
     return result;
 }
 
-// A group's numbers, and how much each counts; these add up to 1.
+// A group's numbers, and their weights in the error, which add up to 1.
 struct Group {
     Vec x[NUM_VECS], share[NUM_VECS];
 
-    // Those after `count` are as the last one.
+    // Numbers after `count` repeat the last one, with weight 0.
     Group(const float* from, const float* counts, int64_t count) {
         float numbers[GROUP], shares[GROUP];
         for (int i = 0; i < GROUP; i++) {
@@ -63,14 +63,14 @@ struct Grid {
     }
 };
 
-// What scale and offset are in 16 bits.
+// Returns a grid with scale and offset rounded to bfloat16.
 Grid narrowed(const Grid& grid) {
     BFloat16 scale, offset;
     narrow(grid.scale, &scale), narrow(grid.offset, &offset);
     return {widen(scale), widen(offset)};
 }
 
-// A grid over `width` times the range of the numbers, fitted to them by least squares.
+// Returns a grid over `width` times the range of the numbers, fitted to them by least squares.
 Grid fit(const Group& group, float width) {
     Vec high = group.x[0], low = -group.x[0], weighed{};
     for (int i = 0; i < NUM_VECS; i++) {
@@ -105,7 +105,7 @@ Grid fit(const Group& group, float width) {
 
 namespace kernels {
 
-// Rows of x [rows, size] to codes of 8 bits with a scale for each row, which makes the largest 127.
+// Rounds the rows of x [rows, size] to 8-bit codes with a scale for each row: the largest |code| is 127.
 void round_rows(const float* x, int64_t rows, int64_t size, void* codes, float* scale) {
     parallel_for(rows, 1 + 4096 / (size + 1), [&](int64_t row) {
         const float* const from = x + row * size;
@@ -128,9 +128,9 @@ void round_rows(const float* x, int64_t rows, int64_t size, void* codes, float* 
     });
 }
 
-// Groups of 32 numbers of the rows of x [rows, size] to codes of 4 bits, a byte each, with scales
-// and offsets in bfloat16 [rows, groups]; the last group may be smaller. `importance` [size] says
-// how much an error in a column counts, or is null; with it, more grids are tried.
+// Rounds groups of 32 numbers of the rows of x [rows, size] to 4-bit codes, a byte each, with scales and
+// offsets in bfloat16 [rows, groups]. The last group may be smaller. `importance` [size] weights the
+// errors of columns, and makes the search try more grids; it may be null.
 void round_groups(const float* x, int64_t rows, int64_t size, const float* importance, void* codes,
                   void* scale, void* offset) {
     const int64_t num_groups = (size + GROUP - 1) / GROUP;

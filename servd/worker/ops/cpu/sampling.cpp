@@ -1,9 +1,9 @@
-// The sampler's passes over the vocabulary: one row per thread, so that a row's result depends on
-// nothing else.
+// The sampler's passes over the vocabulary. A thread computes a whole row, so a row's result does not
+// depend on other rows.
 //
-// Weights are probabilities as integers (servd/worker/sample/fixed_point.py), kept in float32 and
-// added up in int64. Their bits, as integers, are ordered as they are: what top-k and top-p keep is
-// searched by these bits, without a sort.
+// Weights are probabilities as integers (servd/worker/sample/fixed_point.py), stored in float32 and summed
+// in int64. The bits of weights, as integers, have the same order as the weights. Top-k and top-p search
+// their limit in these bits, without sorting.
 
 #include <memory>
 
@@ -16,8 +16,8 @@ namespace {
 
 constexpr float WEIGHT_ONE = 17592186044416.0f;  // 2^44
 constexpr int32_t IN_PROMPT = 1 << 30;  // bit of a count: the token occurs in the prompt
-constexpr int64_t BLOCK = 1024;  // tokens that are looked at before it is known if they matter
-constexpr int BIN_BITS = 20;  // weights of a bin differ in these last bits only
+constexpr int64_t BLOCK = 1024;  // tokens that are read at once, before a branch
+constexpr int BIN_BITS = 20;  // weights of a bin differ only in this many low bits
 constexpr int NUM_BINS = 1 << (31 - BIN_BITS);
 
 inline int32_t bits_of(float x) {
@@ -54,7 +54,7 @@ void apply_penalties(float* logits, const int32_t* counts, const float* factors,
     }
 }
 
-// The first NaN, or else the first maximum.
+// Returns the index of the first NaN, or else of the first maximum.
 int64_t argmax(const float* logits, int64_t vocab) {
     float best = -INFINITY;
     int64_t best_block = 0;
@@ -85,16 +85,16 @@ int64_t argmax(const float* logits, int64_t vocab) {
         if (logits[i] == best) return i;
 }
 
-// What the search knows about the weights above some number.
+// Count and sum of the weights above some number.
 struct Above {
     int64_t count = 0, mass = 0;
 };
 
-// The smallest bits such that the weights above them have together less than the limit. `above`
-// gets what these weights have.
+// Returns the smallest bits such that the weights above them stay below the limit, and writes count and
+// sum of these weights to `above`.
 //
-// Bins count all weights. The bin that holds the answer is found first; then its weights are
-// collected, in `found`, and halved bit by bit.
+// Bins count all weights. The search finds the bin with the answer, collects its weights in `found`, and
+// halves them bit by bit.
 template <typename Reaches>
 int32_t search(const float* weights, float lowest, int64_t vocab, const Above* bins, int32_t* found,
                Above& above, Reaches reaches) {
@@ -111,7 +111,7 @@ int32_t search(const float* weights, float lowest, int64_t vocab, const Above* b
         found[num_found] = bits;
         num_found += (bits >> BIN_BITS) == bin && weights[i] >= lowest;
     }
-    int32_t answer = low;  // nothing of the bin is left below it
+    int32_t answer = low;  // no weight of the bin is lower
     for (int32_t bit = 1 << (BIN_BITS - 1); bit > 0; bit >>= 1) {
         Above with_part = above;
         for (int64_t i = 0; i < num_found; i++) {
@@ -123,8 +123,8 @@ int32_t search(const float* weights, float lowest, int64_t vocab, const Above* b
         }
         if (reaches(with_part)) answer += bit;
     }
-    // `answer` is the greatest number such that what is at or above it reaches the limit: a weight,
-    // or the low end.
+    // `answer` is the greatest number such that the weights at or above it reach the limit: a weight, or the
+    // low end of the bin.
     for (int64_t i = 0; i < num_found; i++) {
         float weight;
         memcpy(&weight, &found[i], 4);
@@ -152,7 +152,7 @@ float filter_row(const float* weights, float lowest, int64_t k, double p, int64_
                      [=](Above a) { return a.count >= k; });
         float weight;
         memcpy(&weight, &kth, 4);
-        // As many of those that tie with the k-th as make k.
+        // Of the weights that tie with the k-th, keep as many as make k.
         all.mass = above.mass + (k - above.count) * int64_t(weight);
     }
     const double limit = p * double(all.mass);
@@ -228,9 +228,9 @@ void score_row(const float* logits, int64_t token, int64_t vocab, float* log_tot
 
 namespace kernels {
 
-// Applies bitmask [rows, words] and penalties to the logits, where they are not null; `best` gets
-// each row's argmax. slots [rows]: where counts [num_slots, vocab] and factors [num_slots, 3] have
-// a row's penalties, or -1.
+// Applies bitmask [rows, words] and penalties to the logits, if they are not null, and writes each row's
+// argmax to `best`. slots [rows]: a row's index in counts [num_slots, vocab] and factors [num_slots, 3],
+// or -1 for no penalties.
 void edit_logits(float* logits, int64_t stride, const int32_t* bitmask, int64_t bitmask_rows, int64_t words,
            const int64_t* slots, int64_t num_slots, const int32_t* counts, const float* factors,
            int64_t rows, int64_t vocab, int64_t* best) {
@@ -246,14 +246,14 @@ void edit_logits(float* logits, int64_t stride, const int32_t* bitmask, int64_t 
     });
 }
 
-// chosen [rows]: each row's argmax, which is written to token_ids [num_slots, num_columns] too; with
-// all bits turned where its logit is NaN or infinite.
+// Writes each row's argmax to chosen [rows] and to token_ids [num_slots, num_columns]; in `chosen`, all bits
+// are inverted if the logit is NaN or infinite.
 void choose(const float* logits, int64_t stride, int64_t rows, int64_t vocab, const int64_t* slots,
             const int64_t* columns, int32_t* token_ids, int64_t num_slots, int64_t num_columns,
             int64_t* chosen) {
     check_ids("slots", slots, 0, rows, num_slots);
     check_ids("columns", columns, 0, rows, num_columns);
-    const int64_t grain = 1 + 16384 / vocab;  // one thread for a vocabulary of tests
+    const int64_t grain = 1 + 16384 / vocab;  // a small vocabulary, as in tests, takes one thread
     parallel_for(rows, grain, [&](int64_t row) {
         const float* x = logits + row * stride;
         const int64_t best = argmax(x, vocab);
@@ -262,15 +262,15 @@ void choose(const float* logits, int64_t stride, int64_t rows, int64_t vocab, co
     });
 }
 
-// peaks and temperatures [rows]; weights [rows, vocab].
+// Turns logits into weights [rows, vocab]; peaks and temperatures are [rows].
 void to_weights(const float* logits, int64_t stride, const float* peaks, const float* temperatures,
                 int64_t rows, int64_t vocab, float* weights) {
     const int64_t full = vocab / WIDTH * WIDTH;
     parallel_for(rows, 1, [&](int64_t row) {
         const float* x = logits + row * stride;
         float* to = weights + row * vocab;
-        // At most 0 before the division, so no temperature can overflow it. No NaN, which has no
-        // integer.
+        // At most 0 before the division, so that no temperature overflows it. NaN, which has no integer
+        // value, is replaced.
         const auto weight_of = [&](Vec logit) {
             const Vec weight = exp_of((logit - peaks[row]) / temperatures[row]) * WEIGHT_ONE;
             return select(weight <= WEIGHT_ONE, weight, Vec{});
@@ -281,7 +281,7 @@ void to_weights(const float* logits, int64_t stride, const float* peaks, const f
     });
 }
 
-// limits [rows]: the lowest weight that top_k (0: all) and top_p keep, at least `lowest`.
+// Writes limits [rows]: the lowest weight that top_k (0: all) and top_p keep, at least `lowest`.
 void filter_top_k_top_p(const float* weights, const float* lowest, const int64_t* top_k, const double* top_p,
             int64_t rows, int64_t vocab, float* limits) {
     parallel_for(rows, 1, [&](int64_t row) {
@@ -299,7 +299,7 @@ void draw(const float* weights, const float* lowest, const int64_t* seeds,
     });
 }
 
-// log_totals [rows]: log of the sum of e^logit; ranks [rows]: the token's rank, from 1.
+// Writes log_totals [rows], the log of the sum of e^logit, and ranks [rows], each token's rank from 1.
 void score(const float* logits, int64_t stride, const int64_t* token_ids, int64_t rows,
            int64_t vocab, float* log_totals, int64_t* ranks) {
     check_ids("token_ids", token_ids, 0, rows, vocab);

@@ -1,5 +1,4 @@
-// What follows from the rows that a decode step is given. The rows of `step` are those of
-// servd/worker/batch/decode_inputs.py.
+// Completes the inputs of a decode step. servd/worker/ops/_decode_rows.py lists the rows of `step`.
 
 #include <algorithm>
 
@@ -27,7 +26,7 @@ void begin_decode(int64_t* step, int64_t num_tokens, int32_t* seq_lens, const in
     check_ids("slots", slots, 0, num_tokens, num_slots);
     check_ids("rows of the block tables", rows, 0, num_tokens, num_rows);
     check_ids("columns of the block tables", table_columns, 0, num_tokens, num_blocks);
-    // The columns are checked before anything is written: `next` is no more than room for them.
+    // Check the columns before writing anything: `next` only holds them meanwhile.
     for (int64_t i = 0; i < num_tokens; i++)
         next[i] = columns[i] < 0 ? num_computed[slots[i]] : columns[i];
     check_ids("columns", next, 0, num_tokens, std::min(num_columns, num_blocks * block_size));

@@ -1,11 +1,12 @@
-// x as a sum of terms of few bits, for instructions that multiply and add several of them at once.
+// Splits x, float32, into a sum of terms of bfloat16 or int8, for instructions that multiply and add
+// several of them at once. Three terms are as exact as float32; one term rounds x.
 //
-// AMX, VNNI, `vdpbf16ps` and `sdot` of Arm want what is in four bytes of x side by side: weights are
-// packed as [k / 2][NR][2] in bfloat16 and [k / 4][NR][4] in int8, those of 4 bits as pairs of such
-// bytes, and k is padded with zeros. `smmla` and `bfmmla` of Arm want eight bytes. AVX2 without VNNI
-// multiplies int8 as numbers of 16 bits, [k / 2][NR][2]. x is float32. It is made a sum of terms of
-// bfloat16 or int8, whose products are added: as many as make it exact, or one where that is asked
-// for.
+// The instructions need neighbours along k side by side, so weights are packed for them and k is
+// padded with zeros:
+// - AMX, VNNI, `vdpbf16ps` and Arm's `sdot` need four bytes: [k / 2][NR][2] in bfloat16 and
+//   [k / 4][NR][4] in int8. Weights of 4 bits are pairs of such bytes.
+// - Arm's `smmla` and `bfmmla` need eight bytes.
+// - AVX2 without VNNI multiplies int8 as 16-bit numbers: [k / 2][NR][2].
 
 #pragma once
 
@@ -28,8 +29,8 @@
 
 namespace {
 
-// Numbers of neighbouring k that are side by side in packed weights of this type, which multiply x
-// in this many terms; none: they multiply float32.
+// Returns how many neighbours along k are side by side in packed weights of type W that multiply x in
+// this many terms; 1: the weights multiply float32.
 template <typename W>
 constexpr int neighbours(int terms) {
 #if defined(__AMX_BF16__)
@@ -52,51 +53,51 @@ constexpr int neighbours(int terms) {
     return 1;
 }
 
-// k of a packed matrix.
+// Returns k of a packed matrix, with padding.
 inline int64_t padded(int64_t k, int neighbours) {
     const int64_t unit = 16 * std::min(neighbours, 4);
     return neighbours == 1 ? k : (k + unit - 1) / unit * unit;
 }
 
-// Where weight [row, i] of a matrix [n, k] is when it is packed in panels of `width` rows.
+// Returns the index of weight [row, i] in a matrix [n, k] that is packed in panels of `width` rows.
 inline int64_t place_of(int64_t row, int64_t i, int64_t k, int neighbours, int64_t width = NR) {
     const int64_t panel = row / width * width * padded(k, neighbours), column = row % width;
     return panel + (i / neighbours * width + column) * neighbours + i % neighbours;
 }
 
 #if defined(HAS_DOTS)
-// Rows of x that an instruction multiplies.
+// Rows of x that one instruction multiplies.
 #if defined(__ARM_FEATURE_MATMUL_INT8)
 constexpr int64_t TOGETHER = 2;
 #else
 constexpr int64_t TOGETHER = 1;
 #endif
-// Where a tile begins: they are nearly equal.
+// Returns the first row of a tile. Tiles have nearly the same height.
 inline int64_t first_row_of(int64_t tile, int64_t tiles, int64_t rows) {
     return std::min(rows, (rows * tile / tiles + TOGETHER - 1) / TOGETHER * TOGETHER);
 }
 
-// Rows of x in terms: each `stride` bytes after the one before, its terms `term_stride` apart.
+// Rows of x in terms. Rows are `stride` bytes apart, and the terms of a row `term_stride` bytes.
 struct Terms {
     const char* x;
     int64_t stride, term_stride;
     int count;
 };
 
-// How many rows are multiplied in one go, and how many terms of each.
+// The rows, and the terms of each row, that one pass multiplies.
 struct Pass {
     int rows, terms;
 };
 
-// What multiplies weights of the type. Terms of bytes have 16 bits where they are multiplied so.
+// The type of the terms that multiply weights of type W: 16 bits for bytes that are multiplied as such.
 template <typename W>
 using TermOf =
     std::conditional_t<std::is_same_v<W, int8_t> && neighbours<W>(1) == 2, int16_t, W>;
 
 constexpr int64_t MAX_TERM = 1024;  // numbers of int8 in a block of k
 constexpr int64_t TERM_BYTES = MAX_TERM * sizeof(TermOf<int8_t>);
-// With a line more the rows of a tile are not on the same lines of the cache. There int8 has the
-// scale of a row's block, and what sums of the term begin with.
+// One cache line more, so that the rows of a tile do not share cache lines. For int8, that line holds
+// the scale of the row's block and the start value of the term's sums.
 constexpr int64_t TERM_STRIDE = TERM_BYTES + LINE;
 inline float scale_of(const void* x) {
     float scale;
@@ -108,14 +109,14 @@ inline int32_t begin_of(const void* x) {
     memcpy(&begin, (const char*)x + TERM_BYTES + sizeof(float), sizeof begin);
     return begin;
 }
-constexpr float FINER = 254;  // times as large is what a term of int8 leaves for the next one
+constexpr float FINER = 254;  // a term of int8 has units 254 times smaller than the term before
 
-inline Vec load_block(const float* from, int64_t i, int64_t kc) {  // 0 beyond its end
+inline Vec load_block(const float* from, int64_t i, int64_t kc) {  // zeros after the end
     return load_up_to(from + i, int(std::clamp<int64_t>(kc - i, 0, WIDTH)));
 }
 
-// To nearest, ties to even. An instruction: a sum and a difference would become one with the product
-// before them.
+// Rounds to nearest, ties to even. By an instruction: compilers would fuse an addition that rounds with
+// the product before it.
 inline IntVec round_each(Vec x) {
 #if defined(__AVX512F__)
     return (IntVec)_mm512_cvtps_epi32((__m512)x);
@@ -144,7 +145,7 @@ inline void store_codes(X* to, IntVec codes) {
 #endif
 }
 
-// x * y + z, rounded once.
+// Returns x * y + z, rounded once.
 inline Vec multiply_add(Vec x, Vec y, Vec z) {
 #if defined(__AVX512F__)
     return (Vec)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)z);
@@ -157,8 +158,9 @@ inline Vec multiply_add(Vec x, Vec y, Vec z) {
 
 inline Vec to_floats(IntVec x) { return __builtin_convertvector(x, Vec); }
 
-// int8: x over the scale, which makes the largest 127 and is returned; zeros after it, up to `end`.
-// Each term is what the ones before leave; three have an error of 2^-24 of the largest.
+// Writes x [kc] in terms of int8, with zeros up to `end`, and returns their scale: the largest |x| is
+// 127 times the scale. Each term holds the rest that the terms before it leave. Three terms have an
+// error of 2^-24 of the largest |x|.
 template <typename X>
 float to_terms(const float* from, int64_t kc, int64_t end, int terms, X* to, int64_t stride) {
     Vec largest{}, zero{};
@@ -170,7 +172,7 @@ float to_terms(const float* from, int64_t kc, int64_t end, int terms, X* to, int
     float size = 0;
     for (int i = 0; i < WIDTH; i++) size = std::max(size, largest[i]);
     const float scale = size / 127 + sum(zero);
-    // What is smaller counts as 0: the factor would be infinite.
+    // Smaller numbers count as 0: the factor would be infinite.
     const float factor = size > 1e-36f ? 127 / size : 0;
     for (int64_t i = 0; i < end; i += WIDTH) {
         Vec rest = load_block(from, i, kc) * factor;

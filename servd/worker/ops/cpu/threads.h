@@ -1,9 +1,8 @@
 // Divides loops over threads.
 //
-// A loop of OpenMP ends when every thread has arrived. A thread that waits for its processor,
-// because another program or servd's own API process is using it, then holds up the others at every
-// kernel: with one busy neighbour on one of two processors, steps took ten times as long. Here a
-// loop ends when its parts are done, and threads that run take the parts of those that do not.
+// A loop of OpenMP ends when every thread has arrived. If another process occupies a thread's processor,
+// the other threads wait for it at every kernel: with one busy processor of two, steps took ten times as
+// long. Here a loop ends when its parts are done, and running threads take over the parts of waiting ones.
 
 #pragma once
 
@@ -13,8 +12,8 @@ using Part = void (*)(const void* body, int64_t begin, int64_t end);
 
 void run_parts(int64_t count, int64_t size, Part part, const void* body);
 
-// Calls body(i) for every i of [0, count), in any order and several at once; `size` neighbours are
-// done in one go. Nothing may be thrown within it: other threads are still at work.
+// Calls body(i) for every i of [0, count), in any order and in parallel; a thread takes `size` neighbours
+// at once. The body must not throw, because other threads still run.
 template <typename Body>
 void parallel_for(int64_t count, int64_t size, const Body& body) {
     const Part part = [](const void* at, int64_t begin, int64_t end) noexcept {

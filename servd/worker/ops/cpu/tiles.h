@@ -1,8 +1,7 @@
-// Products of weights without groups by AMX, VNNI, `vdpbf16ps`, `vpmaddwd`, `sdot`,
-// `smmla` and `bfmmla`.
+// Products of weights without groups by AMX, VNNI, `vdpbf16ps`, `vpmaddwd`, `sdot`, `smmla` and `bfmmla`.
 //
-// Every number of rows goes through the same sums in the same order, so that a row has the same
-// bits alone and among others. Those of int8 are exact: they are the same by all of these.
+// Sums have the same order for any number of rows, so a row gets the same bits alone and in a batch. Sums
+// of int8 are exact, and therefore equal for all of these instructions.
 
 #pragma once
 
@@ -22,14 +21,14 @@ using Unit = Tiles;
 using Unit = Dots;
 #endif
 
-// What the loop over tiles (matrix.cpp) knows of them.
+// The interface of these products to the loop over tiles (matrix.cpp).
 template <typename W>
 struct Tiled {
     using X = TermOf<W>;
     using Task = Unit::Task;
     static constexpr int MR = Unit::MR;
-    // A panel's block, 32 KiB, stays in the first-level cache while the tiles of a chunk go by; the
-    // sum of this many products of int8 is exact in float32, too.
+    // A panel's block, 32 KiB, stays in the first-level cache for all tiles of a chunk. A sum of this many
+    // products of int8 is exact in float32.
     static constexpr int64_t MAX_KC = TERM_BYTES / sizeof(X), KC_UNIT = LINE / sizeof(W);
     static constexpr int64_t ROW_BYTES = NR * sizeof(W);
     static constexpr int64_t NEXT = TERM_STRIDE / sizeof(X);  // from a term to the next one
@@ -54,8 +53,8 @@ struct Tiled {
 };
 
 #if defined(HAS_BFLOAT16_DOTS)
-// ---- bfloat16: one term has an error of up to 2^-8 of x, two of 2^-17. Three have none: float32
-// has 24 bits, and they 8 each.
+// ---- bfloat16: one term has an error of up to 2^-8 of x, two terms of 2^-17. Three terms are exact:
+// they have 8 bits each, and float32 has 24.
 
 template <>
 void Tiled<BFloat16>::copy(const float* from, int64_t kc, BFloat16* to) const {
@@ -69,7 +68,7 @@ void Tiled<BFloat16>::copy(const float* from, int64_t kc, BFloat16* to) const {
             const __m256i bits = (__m256i)_mm512_cvtneps_pbh(rest);
             _mm256_storeu_si256((__m256i*)(to + term * NEXT + i), bits);
             const __m512 rounded = (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16);
-            // Of infinity, infinity is the first term and the others are 0.
+            // The first term of infinity is infinity, and its other terms are 0.
             const __mmask16 same = _mm512_cmp_ps_mask(rest, rounded, _CMP_EQ_OQ);
             rest = _mm512_maskz_sub_ps(__mmask16(~same), rest, rounded);
         }
@@ -80,14 +79,14 @@ void Tiled<BFloat16>::copy(const float* from, int64_t kc, BFloat16* to) const {
 template <>
 void Tiled<BFloat16>::multiply(Task& task, const BFloat16* x, int rows, Cursor weights, int64_t kc,
                                const OutputTile& out, Prefetch ahead) const {
-    alignas(64) float edge[MR * NR];  // tiles are stored whole
+    alignas(64) float edge[MR * NR];  // units store whole tiles only
     const bool is_whole = out.columns == NR;
     float* const y = is_whole ? out.y : edge;
     const int64_t stride = is_whole ? out.stride : NR;
     for (int row = 0; !is_whole && !out.is_first_k && row < rows; row++)
         std::copy_n(out.y + row * out.stride, out.columns, y + row * stride);
-    const Terms given{(const char*)x, terms * TERM_STRIDE, TERM_STRIDE, terms};
-    Unit::add(task, rows, given, weights.row, kc, y, stride, out.is_first_k, ahead);
+    const Terms row_terms{(const char*)x, terms * TERM_STRIDE, TERM_STRIDE, terms};
+    Unit::add(task, rows, row_terms, weights.row, kc, y, stride, out.is_first_k, ahead);
     for (int row = 0; !is_whole && row < rows; row++)
         std::copy_n(y + row * stride, out.columns, out.y + row * out.stride);
     if (out.is_last_k && (out.scale || out.bias)) epilogue(out, rows);
@@ -102,12 +101,12 @@ void Tiled<int8_t>::copy(const float* from, int64_t kc, X* to) const {
     const float scale = to_terms(from, kc, padded(kc, 4), terms, to, TERM_STRIDE);
     memcpy(to + MAX_KC, &scale, sizeof scale);
     for (int term = 0; Unit::IS_UNSIGNED && term < terms; term++, to += NEXT) {
-        const int32_t begin = -Bytes::more * std::accumulate(to, to + kc, 0);
+        const int32_t begin = -Bytes::shift * std::accumulate(to, to + kc, 0);
         memcpy((char*)(to + MAX_KC) + sizeof scale, &begin, sizeof begin);
     }
 }
 
-// One function for all numbers of rows, as `epilogue` is.
+// One function for any number of rows, like `epilogue`.
 __attribute__((noinline)) void add_sums(const int32_t* sums, float scale, bool is_first, float* y,
                                         int columns) {
     for (int half = 0; half < 2; half++) {
@@ -123,16 +122,16 @@ template <>
 void Tiled<int8_t>::multiply(Task& task, const X* x, int rows, Cursor weights, int64_t kc,
                              const OutputTile& out, Prefetch ahead) const {
     alignas(64) int32_t sums[MR * NR];
-    const auto [most, at_once] = Unit::pass_of(rows, terms);
-    for (int first = 0; first < rows; first += most) {
-        const int count = std::min(most, rows - first);
+    const auto [max_rows, at_once] = Unit::pass_of(rows, terms);
+    for (int first = 0; first < rows; first += max_rows) {
+        const int count = std::min(max_rows, rows - first);
         const X* const part = x + first * x_stride();
         float unit = 1;
         for (int term = 0; term < terms; term++, unit /= FINER) {
             const char* from = (const char*)part + term * TERM_STRIDE;
-            const Terms given{from, at_once == 1 ? x_stride() : TERM_STRIDE, 0, 1};
+            const Terms row_terms{from, at_once == 1 ? x_stride() : TERM_STRIDE, 0, 1};
             if (term % at_once == 0)
-                Unit::add(task, count * at_once, given, weights.row, kc, sums, NR, true, ahead);
+                Unit::add(task, count * at_once, row_terms, weights.row, kc, sums, NR, true, ahead);
             ahead.step = 0;
             for (int row = 0; row < count; row++)
                 add_sums(sums + (row * at_once + term % at_once) * NR,
@@ -144,7 +143,7 @@ void Tiled<int8_t>::multiply(Task& task, const X* x, int rows, Cursor weights, i
 }
 #endif
 
-// Calls `call` with the products of a packed matrix [n, k] with the given terms of x.
+// Calls `call` with a function that makes the Matrix of packed weights [n, k] and x in these terms.
 template <typename W, typename Call>
 void with_matrix(int terms, const Call& call) {
 #if defined(HAS_DOTS)
@@ -157,7 +156,7 @@ void with_matrix(int terms, const Call& call) {
     call([](const void* packed, int64_t k) { return Plain<W>{{}, (const W*)packed, k}; });
 }
 
-// The same of weights in groups.
+// The same for weights in groups.
 template <typename W, typename Call>
 void with_grouped(int terms, const float* table, const Call& call) {
     const auto with = [&](auto* p) {

@@ -1,10 +1,9 @@
-// Vectors as wide as the machine's registers, numbers of 8 and 16 bits, and e^x: what the kernels
-// share. They are compiled once per instruction set.
+// What the kernels share: vectors as wide as the machine's registers, numbers of 8 and 16 bits, and e^x.
+// Kernels are compiled once per instruction set.
 //
 // Two rules hold everywhere:
-// - A number is computed by the same operations in the same order whatever else is in the batch,
-//   and however the work is divided over the threads, so that a request gets the same bits alone
-//   and among others.
+// - Each number is computed by the same operations in the same order, whatever else is in the batch and
+//   however threads divide the work. A request therefore gets the same bits alone and in a batch.
 // - Weights and cache may have 8 or 16 bits; arithmetic is float32.
 
 #pragma once
@@ -35,7 +34,7 @@ typedef int32_t IntVec __attribute__((vector_size(WIDTH * 4), aligned(4), may_al
 struct BFloat16 { uint16_t bits; };
 struct Float16 { uint16_t bits; };
 
-// x - 0 and not x + 0, which would turn -0 into 0 and cost an instruction.
+// x - 0 instead of x + 0, which would turn -0 into 0 and cost an instruction.
 inline Vec splat(float x) { return x - Vec{}; }
 inline Vec load(const float* p) { return *reinterpret_cast<const Vec*>(p); }
 inline void store(float* p, Vec x) { *reinterpret_cast<Vec*>(p) = x; }
@@ -58,7 +57,7 @@ inline float widen(Float16 x) {
     uint32_t bits = uint32_t(x.bits & 0x7fff) << 13;
     float result;
     memcpy(&result, &bits, 4);
-    // The exponents differ by 112; what is subnormal here becomes normal.
+    // The exponents differ by 112; subnormal numbers become normal.
     if ((x.bits & 0x7c00) == 0x7c00) result = bits & 0x7fffff ? NAN : INFINITY;
     else result *= 0x1p112f;
     return x.bits & 0x8000 ? -result : result;
@@ -86,7 +85,7 @@ inline void narrow(float x, Float16* to) {
     else if (size >= 0x477ff000) to->bits = uint16_t(sign | 0x7c00);  // 65520 and more
     else if (size >= 0x38800000)
         to->bits = uint16_t(sign | ((size - (112u << 23) + 0xfff + (size >> 13 & 1)) >> 13));
-    else {  // subnormal: the sum with 0.5 is rounded where it must be
+    else {  // subnormal: adding 0.5 rounds at the right bit
         const float shifted = fabsf(x) + 0.5f;
         memcpy(&bits, &shifted, 4);
         to->bits = uint16_t(sign | (bits - 0x3f000000));
@@ -170,7 +169,7 @@ inline Vec exp_of(Vec x) {
 
 inline Vec sigmoid(Vec x) { return 1.0f / (1.0f + exp_of(-x)); }
 
-// Elements that are left of a row when full vectors are done.
+// Loads and stores of the elements after the last full vector of a row.
 #if defined(__AVX512F__)
 inline Vec load_first(const float* p, int count) {
     return (Vec)_mm512_maskz_loadu_ps(__mmask16((1u << count) - 1), p);
@@ -200,7 +199,7 @@ inline void store_up_to(float* p, Vec x, int count) {
 
 enum Type { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, INT8 = 3, INT4 = 4, FLOAT8 = 5, INT6 = 6 };
 
-// Calls `call` with a null pointer of the type.
+// Calls `call` with a null pointer to the type.
 template <typename Call>
 void with_type(int type, Call call) {
     switch (type) {

@@ -149,10 +149,10 @@ def _continue_softmax(
         if SOFT_CAP is not None:  # tanh(x) is 2 * sigmoid(2 * x) - 1
             scores = SOFT_CAP * (2.0 * tl.sigmoid(scores * (2.0 / SOFT_CAP)) - 1.0)
         if MASKED:
-            seen = visible[None, :] & (key[None, :] <= position[:, None])
+            is_visible = visible[None, :] & (key[None, :] <= position[:, None])
             if WINDOW is not None:
-                seen &= key[None, :] > position[:, None] - WINDOW
-            scores = tl.where(seen, scores, float("-inf"))
+                is_visible &= key[None, :] > position[:, None] - WINDOW
+            scores = tl.where(is_visible, scores, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(scores, 1))
         # -inf - -inf is not a number.
         shift = tl.where(new_highest == float("-inf"), 0.0, new_highest)

@@ -51,17 +51,17 @@ def add_low_rank(out: Tensor, x: Tensor, factors: LowRank, places: Tensor) -> No
 
 @triton.jit
 def tile_of_product(
-    left, left_stride, right, right_stride, rows, columns, own, size, end, DEPTH: tl.constexpr
+    x, x_stride, right, right_stride, rows, columns, has_adapter, size, end, DEPTH: tl.constexpr
 ):
-    """Return left[rows, :size] times right[:size, columns], [ROWS, COLUMNS] float32; 0 where a row
-    is not `own` and from column `end` on. Offsets are int64, beyond 2**31 numbers.
+    """Return x[rows, :size] times right[:size, columns], [ROWS, COLUMNS] float32; 0 where a row
+    has no adapter and from column `end` on. Offsets are int64, beyond 2**31 numbers.
     """
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for start in range(0, size, DEPTH):
         depth = start + tl.arange(0, DEPTH)
-        from_left = tl.load(
-            left + rows.to(tl.int64)[:, None] * left_stride + depth,
-            mask=own[:, None] & (depth < size)[None, :],
+        from_x = tl.load(
+            x + rows.to(tl.int64)[:, None] * x_stride + depth,
+            mask=has_adapter[:, None] & (depth < size)[None, :],
             other=0.0,
         )
         from_right = tl.load(
@@ -69,7 +69,7 @@ def tile_of_product(
             mask=(depth < size)[:, None] & (columns < end)[None, :],
             other=0.0,
         )
-        total += tl.dot(from_left.to(from_right.dtype), from_right, input_precision="ieee")
+        total += tl.dot(from_x.to(from_right.dtype), from_right, input_precision="ieee")
     return total
 
 
@@ -79,15 +79,15 @@ def shrink_kernel(x, a, places, hidden, num_rows, k, width, DEPTH: tl.constexpr)
     place = tl.program_id(1).to(tl.int64)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    own = tl.load(places + rows, mask=rows < num_rows, other=-1) == place
-    if tl.max(own.to(tl.int32), axis=0) > 0:
+    has_adapter = tl.load(places + rows, mask=rows < num_rows, other=-1) == place
+    if tl.max(has_adapter.to(tl.int32), axis=0) > 0:
         total = tile_of_product(
-            x, k, a + place * k * width, width, rows, columns, own, k, width, DEPTH
+            x, k, a + place * k * width, width, rows, columns, has_adapter, k, width, DEPTH
         )
         tl.store(
             hidden + rows.to(tl.int64)[:, None] * width + columns,
             total,
-            mask=own[:, None] & (columns < width)[None, :],
+            mask=has_adapter[:, None] & (columns < width)[None, :],
         )
 
 
@@ -111,13 +111,13 @@ def expand_kernel(
     place = tl.program_id(1).to(tl.int64)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = start + tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    own = tl.load(places + rows, mask=rows < num_rows, other=-1) == place
-    if tl.max(own.to(tl.int32), axis=0) > 0:
+    has_adapter = tl.load(places + rows, mask=rows < num_rows, other=-1) == place
+    if tl.max(has_adapter.to(tl.int32), axis=0) > 0:
         matrix = b + place * max_rank * n
         total = tile_of_product(
-            hidden + first, width, matrix, n, rows, columns, own, max_rank, end, DEPTH
+            hidden + first, width, matrix, n, rows, columns, has_adapter, max_rank, end, DEPTH
         )
         to = out + rows.to(tl.int64)[:, None] * stride + columns
-        mask = own[:, None] & (columns < end)[None, :]
+        mask = has_adapter[:, None] & (columns < end)[None, :]
         total += tl.load(to, mask=mask, other=0.0).to(tl.float32)
         tl.store(to, total.to(out.dtype.element_ty), mask=mask)

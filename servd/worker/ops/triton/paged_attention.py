@@ -270,8 +270,8 @@ class PagedAttention:
         return out
 
     def _grid(self, num_pieces: int, more: int = 1) -> tuple[int]:
-        most = more * PROGRAMS_PER_SM * num_sms(self.device)
-        return (min(num_pieces * self.num_kv_heads, most),)
+        max_programs = more * PROGRAMS_PER_SM * num_sms(self.device)
+        return (min(num_pieces * self.num_kv_heads, max_programs),)
 
 
 # ---- the device's part: piece by piece, kv heads side by side as in the cache ----
@@ -379,7 +379,7 @@ def decode_kernel(
     """Compute all tokens of a row over one split of its keys, or over all keys if unsplit."""
     splits_ptr = work_ptr + num_rows + 1
     tokens_ptr = splits_ptr + num_rows + 1
-    least = tl.load(tokens_ptr + num_rows + 1)
+    min_keys = tl.load(tokens_ptr + num_rows + 1)
     num_pieces = tl.load(splits_ptr + num_rows) * KV_HEADS
     for piece in range(tl.program_id(0), num_pieces, tl.num_programs(0)):
         kv_head = piece % KV_HEADS
@@ -387,7 +387,7 @@ def decode_kernel(
         start, query_len, seq_len = _lengths(row, starts_ptr, seq_lens_ptr)
         computed = seq_len - query_len
         first_key = first_key_of(computed, WINDOW)
-        begin, size, num_splits = splits_of(first_key, seq_len, least, TILE_KEYS, MAX_SPLITS)
+        begin, size, num_splits = splits_of(first_key, seq_len, min_keys, TILE_KEYS, MAX_SPLITS)
         query, head, valid = lines_of(kv_head, 0, query_len, GROUP, LINES)
         tail_ptr = tails_ptr
         if TAIL > 0:

@@ -57,12 +57,14 @@ def work_list_kernel(
         first_key = first_key_of(seq_len - query_len, WINDOW)
         keys = seq_len - first_key // TILE_KEYS * TILE_KEYS
         num_keys += tl.where((query_len > 0) & (query_len <= SPLIT_QUERIES), keys, 0)
-    least = tl.cdiv(tl.cdiv(tl.sum(num_keys, 0), tl.maximum(num_wanted, 1)), TILE_KEYS) * TILE_KEYS
-    least = tl.maximum(tl.where(num_wanted > 0, least, 0), MIN_SPLIT)
+    min_keys = (
+        tl.cdiv(tl.cdiv(tl.sum(num_keys, 0), tl.maximum(num_wanted, 1)), TILE_KEYS) * TILE_KEYS
+    )
+    min_keys = tl.maximum(tl.where(num_wanted > 0, min_keys, 0), MIN_SPLIT)
     tiles_ptr = work_ptr
     splits_ptr = work_ptr + num_rows + 1
     tokens_ptr = splits_ptr + num_rows + 1
-    tl.store(work_ptr + 3 * num_rows + 3, least)
+    tl.store(work_ptr + 3 * num_rows + 3, min_keys)
     num_tiles = 0
     num_splits = 0
     num_tokens = 0
@@ -71,7 +73,7 @@ def work_list_kernel(
         is_split = (query_len > 0) & (query_len <= SPLIT_QUERIES)
         tiles = tl.where(is_split, 0, tl.cdiv(query_len, TILE_QUERIES))
         first_key = first_key_of(seq_len - query_len, WINDOW)
-        _, _, splits = splits_of(first_key, seq_len, least, TILE_KEYS, MAX_SPLITS)
+        _, _, splits = splits_of(first_key, seq_len, min_keys, TILE_KEYS, MAX_SPLITS)
         splits = tl.where(is_split, splits, 0)
         num_tiles = _append(tiles_ptr, tiles, num_tiles, row, num_rows)
         num_splits = _append(splits_ptr, splits, num_splits, row, num_rows)
@@ -120,9 +122,9 @@ def first_key_of(first_position, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def splits_of(first_key, seq_len, least, TILE_KEYS: tl.constexpr, MAX_SPLITS: tl.constexpr):
+def splits_of(first_key, seq_len, min_keys, TILE_KEYS: tl.constexpr, MAX_SPLITS: tl.constexpr):
     """Return first key, keys per split, number of splits; borders are multiples of TILE_KEYS."""
     begin = first_key // TILE_KEYS * TILE_KEYS
-    wanted = tl.minimum(tl.cdiv(seq_len - begin, least), MAX_SPLITS)
-    size = tl.cdiv(tl.cdiv(seq_len - begin, tl.maximum(wanted, 1)), TILE_KEYS) * TILE_KEYS
+    num_splits = tl.minimum(tl.cdiv(seq_len - begin, min_keys), MAX_SPLITS)
+    size = tl.cdiv(tl.cdiv(seq_len - begin, tl.maximum(num_splits, 1)), TILE_KEYS) * TILE_KEYS
     return begin, size, tl.cdiv(seq_len - begin, tl.maximum(size, 1))

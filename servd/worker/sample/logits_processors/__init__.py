@@ -24,7 +24,7 @@ from torch import Tensor
 from servd.base import plugins
 from servd.messages.params import SamplingParams
 from servd.worker.sample.logit_edits import LogitEdits
-from servd.worker.sample.rows import Rows
+from servd.worker.sample.sampling_metadata import SamplingMetadata
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +59,14 @@ class LogitsProcessor(ABC):
         """Prepare the slot; return whether the request uses the feature."""
 
     @abstractmethod
-    def apply(self, logits: Tensor, rows: Rows, edits: LogitEdits) -> None:
+    def apply(self, logits: Tensor, rows: SamplingMetadata, edits: LogitEdits) -> None:
         """Change the logits of `rows` in place, or add the change to the fused pass.
 
         `logits` [all rows of the step, vocab] includes rows without the feature. `rows.index` and
         `rows.repeat` select the rows with the feature; `rows.slots` [n] selects their state.
         """
 
-    def update(self, token_ids: Tensor, rows: Rows) -> None:  # noqa: B027 - few need it
+    def update(self, token_ids: Tensor, rows: SamplingMetadata) -> None:  # noqa: B027 - few need it
         """Update the state by the sampled tokens [n] of all rows; `rows` use the feature."""
 
 
@@ -74,5 +74,5 @@ def load(vocab_size: int, max_num_seqs: int, device: torch.device) -> list[Logit
     """Return a processor from each file, in order. The arguments are those of `LogitsProcessor`."""
     names = plugins.names(__name__)
     classes = [plugins.load_class(__name__, name, LogitsProcessor) for name in names]
-    classes.sort(key=lambda each: each.order)
-    return [each(vocab_size, max_num_seqs, device) for each in classes]
+    classes.sort(key=lambda processor_class: processor_class.order)
+    return [processor_class(vocab_size, max_num_seqs, device) for processor_class in classes]

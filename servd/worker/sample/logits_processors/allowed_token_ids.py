@@ -9,7 +9,7 @@ from servd.worker.device.device import upload
 from servd.worker.sample.bitmask import pack
 from servd.worker.sample.logit_edits import LogitEdits
 from servd.worker.sample.logits_processors import LogitsProcessor, SlotRequest
-from servd.worker.sample.rows import Rows
+from servd.worker.sample.sampling_metadata import SamplingMetadata
 
 
 class AllowedTokenIdsProcessor(LogitsProcessor):
@@ -29,5 +29,5 @@ class AllowedTokenIdsProcessor(LogitsProcessor):
         self.bitmasks[request.slot] = upload(pack(allowed, self.vocab_size), self.device)
         return True
 
-    def apply(self, logits: Tensor, rows: Rows, edits: LogitEdits) -> None:
+    def apply(self, logits: Tensor, rows: SamplingMetadata, edits: LogitEdits) -> None:
         edits.writable_bitmask(logits)[rows.index] &= self.bitmasks[rows.slots]

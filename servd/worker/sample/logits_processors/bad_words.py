@@ -11,7 +11,7 @@ from servd.messages.params import MAX_BAD_WORD_TOKENS
 from servd.worker.device.device import upload
 from servd.worker.sample.logit_edits import LogitEdits
 from servd.worker.sample.logits_processors import LogitsProcessor, SlotRequest
-from servd.worker.sample.rows import Rows
+from servd.worker.sample.sampling_metadata import SamplingMetadata
 
 ANY = -1  # in a sequence: matches every token
 NONE = -2  # in a history: before the beginning of the prompt
@@ -48,7 +48,7 @@ class BadWordsProcessor(LogitsProcessor):
         self.history[request.slot] = upload(history, self.device)
         return True
 
-    def apply(self, logits: Tensor, rows: Rows, edits: LogitEdits) -> None:
+    def apply(self, logits: Tensor, rows: SamplingMetadata, edits: LogitEdits) -> None:
         per_row = [self.words[slot] for slot in rows.host_slots.tolist()]
         counts = [len(words) for words in per_row]
         words = torch.cat(per_row)  # [words in all, WINDOW + 1]
@@ -59,7 +59,7 @@ class BadWordsProcessor(LogitsProcessor):
         # Added, because several words of a row may end in the same token.
         logits.index_put_((rows.repeat(counts), words[:, -1]), bias, accumulate=True)
 
-    def update(self, token_ids: Tensor, rows: Rows) -> None:
+    def update(self, token_ids: Tensor, rows: SamplingMetadata) -> None:
         before = self.history[rows.slots][:, 1:]
         new = token_ids[rows.index].unsqueeze(1)
         self.history[rows.slots] = torch.cat([before, new], dim=1)

@@ -9,7 +9,7 @@ from torch import Tensor
 from servd.worker.device.device import upload
 from servd.worker.sample.logit_edits import Biased, LogitEdits
 from servd.worker.sample.logits_processors import LogitsProcessor, SlotRequest
-from servd.worker.sample.rows import Rows
+from servd.worker.sample.sampling_metadata import SamplingMetadata
 
 
 class LogitBiasProcessor(LogitsProcessor):
@@ -30,7 +30,7 @@ class LogitBiasProcessor(LogitsProcessor):
         self.biases[slot] = upload(np.array(list(bias.values()), dtype=np.float32), self.device)
         return True
 
-    def apply(self, logits: Tensor, rows: Rows, edits: LogitEdits) -> None:
+    def apply(self, logits: Tensor, rows: SamplingMetadata, edits: LogitEdits) -> None:
         slots = rows.host_slots.tolist()
         counts = np.zeros(len(logits) + 1, dtype=np.int64)
         counts[1:][rows.host_index] = [len(self.token_ids[slot]) for slot in slots]

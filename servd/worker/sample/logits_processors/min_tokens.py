@@ -9,7 +9,7 @@ from torch import Tensor
 from servd.worker.device.device import upload
 from servd.worker.sample.logit_edits import LogitEdits
 from servd.worker.sample.logits_processors import LogitsProcessor, SlotRequest
-from servd.worker.sample.rows import Rows
+from servd.worker.sample.sampling_metadata import SamplingMetadata
 
 
 class MinTokensProcessor(LogitsProcessor):
@@ -32,7 +32,7 @@ class MinTokensProcessor(LogitsProcessor):
         self.first_end[request.slot] = len(request.prompt_token_ids) + request.params.min_tokens
         return True
 
-    def apply(self, logits: Tensor, rows: Rows, edits: LogitEdits) -> None:
+    def apply(self, logits: Tensor, rows: SamplingMetadata, edits: LogitEdits) -> None:
         per_row = [self.end_ids[slot] for slot in rows.host_slots.tolist()]
         counts = [len(end_ids) for end_ids in per_row]
         at = rows.repeat(counts), torch.cat(per_row)

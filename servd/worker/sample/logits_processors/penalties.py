@@ -10,7 +10,7 @@ from torch import Tensor
 from servd.worker.device.device import upload
 from servd.worker.sample.logit_edits import IN_PROMPT, LogitEdits, Penalized
 from servd.worker.sample.logits_processors import LogitsProcessor, SlotRequest
-from servd.worker.sample.rows import Rows
+from servd.worker.sample.sampling_metadata import SamplingMetadata
 
 
 class PenaltiesProcessor(LogitsProcessor):
@@ -45,8 +45,8 @@ class PenaltiesProcessor(LogitsProcessor):
         counts.scatter_add_(0, outputs, torch.ones_like(outputs, dtype=torch.int32))
         return True
 
-    def apply(self, logits: Tensor, rows: Rows, edits: LogitEdits) -> None:
+    def apply(self, logits: Tensor, rows: SamplingMetadata, edits: LogitEdits) -> None:
         edits.penalized = Penalized(rows.index, rows.slots, self.counts, self.factors)
 
-    def update(self, token_ids: Tensor, rows: Rows) -> None:
+    def update(self, token_ids: Tensor, rows: SamplingMetadata) -> None:
         self.counts[rows.slots, token_ids[rows.index]] += 1

@@ -8,7 +8,7 @@ from torch import Tensor
 from servd.messages.params import ReasoningTags
 from servd.worker.sample.logit_edits import LogitEdits
 from servd.worker.sample.logits_processors import LogitsProcessor, SlotRequest
-from servd.worker.sample.rows import Rows
+from servd.worker.sample.sampling_metadata import SamplingMetadata
 
 NEVER = 2**62  # a position
 NO_TOKEN = -1
@@ -50,7 +50,7 @@ class ThinkingTokenBudgetProcessor(LogitsProcessor):
         self.due[slot] = begin + budget if is_reasoning else NEVER
         return True
 
-    def apply(self, logits: Tensor, rows: Rows, edits: LogitEdits) -> None:
+    def apply(self, logits: Tensor, rows: SamplingMetadata, edits: LogitEdits) -> None:
         is_due = rows.positions >= self.due[rows.slots]
         end_ids = self.end_ids[rows.slots]
         # Make the end tag's logit finite, and forbid all other tokens by the bitmask.
@@ -64,7 +64,7 @@ class ThinkingTokenBudgetProcessor(LogitsProcessor):
         )
         bitmask[rows.index] = torch.where(is_due.unsqueeze(1), only_end, allowed)
 
-    def update(self, token_ids: Tensor, rows: Rows) -> None:
+    def update(self, token_ids: Tensor, rows: SamplingMetadata) -> None:
         sampled = token_ids[rows.index]
         slots = rows.slots
         start_ids = self.start_ids[slots]

@@ -108,7 +108,7 @@ def smallest_keeping(weights: Tensor, masses: Tensor, limits: Tensor) -> Tensor:
     num_rows = len(weights)
     rows = torch.arange(num_rows, dtype=torch.int32, device=weights.device).unsqueeze(1)
     bits = weights.view(torch.int32)
-    found = torch.zeros(num_rows, dtype=torch.int32, device=weights.device)
+    smallest = torch.zeros(num_rows, dtype=torch.int32, device=weights.device)
     mass_above = torch.zeros(num_rows, 1, dtype=torch.int64, device=weights.device)
     for position, width in DIGITS:
         digits = (bits >> position) & ((1 << width) - 1)
@@ -121,13 +121,13 @@ def smallest_keeping(weights: Tensor, masses: Tensor, limits: Tensor) -> Tensor:
         digit = (above < limits.unsqueeze(1)).int().argmax(dim=1, keepdim=True)
         mass_above = above.gather(1, digit)
         digit = digit.squeeze(1).int()
-        found += digit << position
+        smallest += digit << position
         same = digits == digit[rows]
         at = same.nonzero(as_tuple=True)
         rows = rows.expand_as(same)[at]
         bits = bits[at]
         masses = masses[at]
-    return found.view(torch.float32)
+    return smallest.view(torch.float32)
 
 
 def draw(weights: Tensor, lowest: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:

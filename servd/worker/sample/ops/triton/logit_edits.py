@@ -45,9 +45,9 @@ def edit_logits_kernel(
         end = tl.load(starts_ptr + row + 1)
         for first in range(tl.load(starts_ptr + row), end, ENTRIES):
             entry = first + tl.arange(0, ENTRIES)
-            named = tl.load(ids_ptr + entry, mask=entry < end, other=-1)
-            is_here = (named >= block * BLOCK) & (named < (block + 1) * BLOCK)
-            named_at = logits_ptr + row * row_stride + named
+            token_ids = tl.load(ids_ptr + entry, mask=entry < end, other=-1)
+            is_here = (token_ids >= block * BLOCK) & (token_ids < (block + 1) * BLOCK)
+            named_at = logits_ptr + row * row_stride + token_ids
             bias = tl.load(biases_ptr + entry, mask=is_here, other=0.0)
             tl.store(named_at, tl.load(named_at, mask=is_here, other=0.0) + bias, mask=is_here)
         tl.debug_barrier()  # other threads of this program load what was stored
@@ -113,8 +113,10 @@ def choose_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, BLOCKS)
-    found = tl.load(best_ptr + row * num_blocks + block, mask=block < num_blocks, other=-(2**63))
-    best = tl.max(found, axis=0)
+    block_best = tl.load(
+        best_ptr + row * num_blocks + block, mask=block < num_blocks, other=-(2**63)
+    )
+    best = tl.max(block_best, axis=0)
     token = LAST - (best & 0xFFFFFFFF)
     at = tl.load(slots_ptr + row) * token_stride + tl.load(columns_ptr + row)
     tl.store(token_ids_ptr + at, token.to(tl.int32))

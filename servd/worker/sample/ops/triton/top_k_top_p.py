@@ -141,7 +141,9 @@ def top_k_top_p_kernel(weights_ptr, lowest_ptr, top_k_ptr, top_p_ptr, found_ptr,
 
 def filter_top_k_top_p(weights: Tensor, lowest: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     num_rows, vocab = weights.shape
-    found = torch.empty(num_rows, CAPACITY.value, dtype=torch.int32, device=weights.device)
+    candidates = torch.empty(num_rows, CAPACITY.value, dtype=torch.int32, device=weights.device)
     out = torch.empty_like(lowest)
-    top_k_top_p_kernel[(num_rows,)](weights, lowest, top_k, top_p, found, out, vocab, num_warps=16)
+    top_k_top_p_kernel[(num_rows,)](
+        weights, lowest, top_k, top_p, candidates, out, vocab, num_warps=16
+    )
     return out

@@ -1,4 +1,4 @@
-"""Rows: a subset of the rows to sample, chosen on the host, without waiting for the device."""
+"""SamplingMetadata: the rows to sample, or a subset chosen on the host, without waiting."""
 
 from __future__ import annotations
 
@@ -16,29 +16,35 @@ Int64Array = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Rows:
+class SamplingMetadata:
     """The rows to sample in a step: all rows, or those that use one feature."""
 
     slots: Tensor  # [n] int64, on the device
     positions: Tensor  # [n] int64, on the device: index in the sequence of the token to sample
     host_slots: Int64Array  # [n]
-    uses: Int64Array  # [n] feature bits, see sampler.py
-    chosen: Int64Array | None = None  # [n] index among all rows; None: these are all
+    features: Int64Array  # [n] bits, see sampler.py
+    host_indices: Int64Array | None = None  # [n] index among all rows; None: these are all
 
-    def subset(self, bit: int) -> Rows:
-        is_chosen = (self.uses & bit) != 0
-        if is_chosen.all():
-            return Rows(self.slots, self.positions, self.host_slots, self.uses)
-        chosen = np.flatnonzero(is_chosen)
-        index = upload(chosen, self.slots.device)
-        host_slots = self.host_slots[is_chosen]
-        uses = self.uses[is_chosen]
-        return Rows(self.slots[index], self.positions[index], host_slots, uses, chosen)
+    def subset(self, bit: int) -> SamplingMetadata:
+        has_bit = (self.features & bit) != 0
+        if has_bit.all():
+            return SamplingMetadata(self.slots, self.positions, self.host_slots, self.features)
+        indices = np.flatnonzero(has_bit)
+        index = upload(indices, self.slots.device)
+        return SamplingMetadata(
+            self.slots[index],
+            self.positions[index],
+            self.host_slots[indices],
+            self.features[indices],
+            indices,
+        )
 
     @cached_property
     def index(self) -> Tensor | slice:
         """Each row's index in the step, int64 [n] on the device; all rows: `slice(None)`."""
-        return slice(None) if self.chosen is None else upload(self.chosen, self.slots.device)
+        if self.host_indices is None:
+            return slice(None)
+        return upload(self.host_indices, self.slots.device)
 
     def copy_of(self, logits: Tensor) -> Tensor:
         index = self.index
@@ -47,7 +53,7 @@ class Rows:
     @property
     def host_index(self) -> Int64Array:
         """Each row's index in the step, int64 [n] on the host."""
-        return np.arange(len(self.host_slots)) if self.chosen is None else self.chosen
+        return np.arange(len(self.host_slots)) if self.host_indices is None else self.host_indices
 
     def repeat(self, counts: Sequence[int] | int) -> Tensor:
         """Return each row's index, repeated by its count: int64 [sum of counts], on the device."""

@@ -5,7 +5,7 @@ import weakref
 
 import torch
 
-from servd.worker.device.huge_pages import ALIGNMENT, BLOCK, PAGE, HugePages
+from servd.worker.ops._huge_pages import ALIGNMENT, BLOCK, PAGE, HugePages
 
 
 def test_tensors_share_a_block_and_keep_apart():

@@ -34,7 +34,8 @@ class HugePages:
             block = self.block() if self.block else None
             if block is None or self.end + num_bytes > len(block):
                 block = self._map(num_bytes)
-            start, self.end = self.end, self.end + -(-num_bytes // ALIGNMENT) * ALIGNMENT
+            start = self.end
+            self.end += -(-num_bytes // ALIGNMENT) * ALIGNMENT
         return torch.frombuffer(block, dtype=torch.uint8, count=num_bytes, offset=start).view(dtype)
 
     def _map(self, num_bytes: int) -> mmap.mmap:
