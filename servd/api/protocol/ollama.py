@@ -117,8 +117,8 @@ class OllamaRequest(TranslatedRequest):
 
     def chat(self, messages: list[Any], tools: list[Any] | None = None) -> ChatCompletionRequest:
         """Return the chat request with these messages. Raise InvalidRequest if it is not valid."""
-        given = (self.options or {}).items()
-        fields = {OPTIONS[name]: value for name, value in given if name in OPTIONS}
+        options = (self.options or {}).items()
+        fields = {OPTIONS[name]: value for name, value in options if name in OPTIONS}
         limit = fields.get("max_tokens")
         if isinstance(limit, int | float) and limit <= 0:  # no limit
             del fields["max_tokens"]
@@ -220,8 +220,10 @@ def chat_messages(messages: list[Any]) -> Iterator[dict[str, Any]]:
         if calls:
             made["tool_calls"] = calls
         if message["role"] == "tool":
-            asked = message.get("tool_call_id") or message.get("tool_name") or message.get("name")
-            waiting = previous[asked]
+            call_name = (
+                message.get("tool_call_id") or message.get("tool_name") or message.get("name")
+            )
+            waiting = previous[call_name]
             while waiting and waiting[0].has_result:
                 waiting.popleft()
             if waiting:

@@ -72,9 +72,9 @@ class CompletionFormatter(ChoiceFormatter):
         for choice in choices:  # only the first of n scores the prompt
             choice.prompt_logprobs = choices[choice.index - choice.index % self.n].prompt_logprobs
         answers = [self._choice(choice, is_first=True) for choice in choices]
-        shown = [self.prompt_logprobs(first) for first in choices[:: self.n]]
+        prompt_logprobs = [self.prompt_logprobs(first) for first in choices[:: self.n]]
         for answer in answers:
-            answer.prompt_logprobs = shown[answer.index // self.n]
+            answer.prompt_logprobs = prompt_logprobs[answer.index // self.n]
         response = self._completion(answers, self.usage())
         response.timings = self.timings()
         response.metrics = self.metrics()

@@ -56,15 +56,15 @@ class Branch(msgspec.Struct):
 
     def shares(self) -> Iterator[tuple[list[int], float]]:
         """For each next token, yield the options that continue with it, and its probability."""
-        most = max(self.logprobs[token_id] for token_id in self.members)
-        weights = [math.exp(self.logprobs[token_id] - most) for token_id in self.members]
+        highest = max(self.logprobs[token_id] for token_id in self.members)
+        weights = [math.exp(self.logprobs[token_id] - highest) for token_id in self.members]
         for members, weight in zip(self.members.values(), weights, strict=True):
             yield members, weight / sum(weights)
 
 
 def branches(options: list[list[int]]) -> list[Branch]:
     """Return the branches where the options differ, shortest prefix first, in linear time."""
-    found: list[Branch] = []
+    tree: list[Branch] = []
     groups = [(0, list(range(len(options))))]
     while groups:
         depth, members = groups.pop()
@@ -75,10 +75,10 @@ def branches(options: list[list[int]]) -> list[Branch]:
                 by_token.setdefault(options[member][depth], []).append(member)
             depth += 1
             if len(by_token) > 1:
-                found.append(Branch(options[members[0]][: depth - 1], by_token))
+                tree.append(Branch(options[members[0]][: depth - 1], by_token))
                 groups += [(depth, group) for group in by_token.values() if len(group) > 1]
                 break
-    return found
+    return tree
 
 
 class ServingDecisions(OpenAIServing):
@@ -187,16 +187,16 @@ class OptionScorer:
         Raises ContextTooLong: the prompt with an option does not fit; EngineError.
         """
         self.num_prompt_tokens += len(prompt_token_ids)
-        found = await asyncio.to_thread(branches, options)
+        tree = await asyncio.to_thread(branches, options)
         # The first request brings the prompt into the cache.
-        for group in (found[:1], found[1:]):
+        for group in (tree[:1], tree[1:]):
             await gather(
                 self._score(prompt_token_ids, branch, token_ids)
                 for branch in group
                 for token_ids in _batches(list(branch.members))
             )
         result = [1.0] * len(options)
-        for members, share in itertools.chain.from_iterable(b.shares() for b in found):
+        for members, share in itertools.chain.from_iterable(b.shares() for b in tree):
             for member in members:
                 result[member] *= share
         total = sum(result)  # above 1 if texts that differ have the same tokens

@@ -307,9 +307,9 @@ class ChoiceFormatter(ResponseFormatter):
         speculative = config.model.speculative_config
         if level == "none" or speculative is None or len(self.choices) != 1:
             return UNSET
-        most = speculative.num_speculative_tokens
+        limit = speculative.num_speculative_tokens
         return ResponseMetrics(
-            SpeculativeDecodingMetrics.of_steps(self.drafts, most, level == "detailed")
+            SpeculativeDecodingMetrics.of_steps(self.drafts, limit, level == "detailed")
         )
 
     def kv_transfer_params(self) -> KVTransferAnswer | UnsetType:

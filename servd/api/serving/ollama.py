@@ -241,8 +241,8 @@ class OllamaFormatter(EventFormatter):
 def answer(model: str, text: str, is_chat: bool, more: dict[str, Any]) -> dict[str, Any]:
     """Return an unfinished body of /api/chat or /api/generate. `more`: other keys of a message."""
     message = {"message": {"role": "assistant", "content": text, **more}}
-    shown = message if is_chat else {"response": text, **more}
-    return {"model": model, "created_at": timestamp(time.time()), **shown, "done": False}
+    content = message if is_chat else {"response": text, **more}
+    return {"model": model, "created_at": timestamp(time.time()), **content, "done": False}
 
 
 def unloaded(model: str, is_chat: bool) -> dict[str, Any]:

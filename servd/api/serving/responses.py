@@ -310,8 +310,8 @@ class ResponsesFormatter(EventFormatter):
         if not isinstance(self.item, MessageItem):
             yield from self._open_text(MessageItem(self._item_id("msg")), OutputText())
         assert isinstance(self.item, MessageItem)
-        shown = self.token_texts.chat_logprobs(self._take_logprobs(text))
-        logprobs = shown.content if shown else []
+        choice_logprobs = self.token_texts.chat_logprobs(self._take_logprobs(text))
+        logprobs = choice_logprobs.content if choice_logprobs else []
         self.item.content[0].logprobs += logprobs
         yield from self._text(text, logprobs=logprobs)
 
@@ -406,21 +406,23 @@ class ResponsesFormatter(EventFormatter):
         """
         if not self.logprobs:
             return []
-        tokens = [self.info.tokenizer.token_bytes(each.token_ids[0]) for each in self.logprobs]
+        tokens = [
+            self.info.tokenizer.token_bytes(position.token_ids[0]) for position in self.logprobs
+        ]
         written = b"".join(tokens)
-        wanted = text.encode()
+        needle = text.encode()
         # Search at the end first, as in most streams: a tag may contain a short text, too.
-        first = len(written.removesuffix(wanted))
+        first = len(written.removesuffix(needle))
         if first == len(written):
-            first = written.find(wanted)
+            first = written.find(needle)
         if first < 0:  # a parser has written it anew
-            taken, self.logprobs = self.logprobs, []
-            return taken
+            logprobs, self.logprobs = self.logprobs, []
+            return logprobs
         ends = list(accumulate(map(len, tokens)))
         begin = bisect_right(ends, first)
-        end = bisect_left(ends, first + len(wanted)) + 1 if text else begin
-        taken, self.logprobs = self.logprobs[begin:end], self.logprobs[end:]
-        return taken
+        end = bisect_left(ends, first + len(needle)) + 1 if text else begin
+        logprobs, self.logprobs = self.logprobs[begin:end], self.logprobs[end:]
+        return logprobs
 
     def _item_id(self, kind: str) -> str:
         return f"{kind}_{self.body_so_far.id.removeprefix('resp_')}_{len(self.body_so_far.output)}"

@@ -53,10 +53,10 @@ class RunManifest(msgspec.Struct):
     def find_differences(self, other: RunManifest) -> list[str]:
         """Return the differences to another manifest, one per entry, without the prompts."""
         facts: list[dict[str, str]] = []
-        for each in (self, other):
-            found = msgspec.structs.asdict(each)
-            del found["prompts"]
-            facts.append(found | found.pop("versions"))
+        for manifest in (self, other):
+            fields = msgspec.structs.asdict(manifest)
+            del fields["prompts"]
+            facts.append(fields | fields.pop("versions"))
         then, now = facts
         return [
             f"{name}: {then.get(name, 'none')} then, {now.get(name, 'none')} now"
@@ -135,13 +135,13 @@ class ManifestRecorder:
 
 def find_versions() -> dict[str, str]:
     """Return the versions of Python, servd, and the packages that may affect outputs."""
-    found = {"python": platform.python_version(), "servd": servd.__version__}
+    versions = {"python": platform.python_version(), "servd": servd.__version__}
     for package in PACKAGES:
         try:
-            found[package] = importlib.metadata.version(package)
+            versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:  # torch may come from elsewhere
             continue
-    return found
+    return versions
 
 
 @lru_cache(maxsize=1)

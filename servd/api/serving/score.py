@@ -109,9 +109,11 @@ async def _cosines(
     """Return cosines of float32 vectors of length 1: of one with all others, or of pairs."""
 
     def compute() -> list[float]:
-        left = [unpack_vector(vector) for vector in firsts]
-        left *= len(seconds) // len(left)
-        right = map(unpack_vector, seconds)
-        return [sum(map(operator.mul, a, b)) for a, b in zip(left, right, strict=True)]
+        first_vectors = [unpack_vector(vector) for vector in firsts]
+        first_vectors *= len(seconds) // len(first_vectors)
+        second_vectors = map(unpack_vector, seconds)
+        return [
+            sum(map(operator.mul, a, b)) for a, b in zip(first_vectors, second_vectors, strict=True)
+        ]
 
     return await run_for(request, sum(map(len, seconds)) // 4, compute)
