@@ -217,3 +217,18 @@ def test_commands_exist(text):
                     assert importlib.util.find_spec(module), module
             commands += 1
     assert commands
+
+
+def test_names_are_where_their_page_says():
+    page = (ROOT / "docs/explanation/names.md").read_text()
+    rows = re.findall(r"^\| (`[^|]*) \| (`[^|]*) \|", page, re.MULTILINE)
+    assert len(rows) > 20
+    for names, places in rows:
+        sources = ""
+        for place in re.findall(r"`([^`]+)`", places):
+            path = ROOT / "servd" / place
+            files = path.glob("*.py") if path.is_dir() else [path]
+            sources += "".join(file.read_text() for file in files)
+        for name in re.findall(r"`([\w.]+)`", names):
+            last = name.rpartition(".")[2]
+            assert re.search(rf"\b(class|def) {last}\b|\b{last}\b *[:=]", sources), (name, places)
