@@ -48,7 +48,7 @@ from servd.api.serving.events import CUT_OFF, Event, EventFormatter, encode_even
 from servd.api.serving.formatter import ResponseInfo
 from servd.api.serving.logprobs import TokenTexts
 from servd.api.serving.serving import OpenAIServing, Outputs
-from servd.base.errors import InvalidRequest, NotFound, Overloaded
+from servd.base.errors import InvalidRequest, NotFound
 from servd.messages.engine import TokenLogprobs
 from servd.messages.outputs import CompletionOutput
 from servd.messages.params import SamplingParams
@@ -119,11 +119,11 @@ class OpenAIServingResponses(OpenAIServing):
             num_bytes = _num_bytes(stored.response, body, previous) + log.num_bytes
             store.put(msgspec.structs.replace(stored, num_bytes=num_bytes))
 
-        formatter.begin([await anext(outputs)])
         try:
+            formatter.begin([await anext(outputs)])
             store.check_room()  # other responses may have started meanwhile
-        except Overloaded:
-            await outputs.aclose()
+        except BaseException:
+            await outputs.aclose()  # end the admission
             raise
         [timeline], call.timelines = call.timelines, []  # it is longer than the call
         span, call.span = call.span, None

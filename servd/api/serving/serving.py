@@ -149,8 +149,12 @@ class OpenAIServing:
         wants_manifest = wants_manifest and formatter.may_have_manifest
         if wants_manifest and formatter.body.use_beam_search:
             raise InvalidRequest("beam search has no run manifest: leave out X-Servd-Receipt")
-        async with while_connected(request.receive):
-            formatter.begin([await anext(outputs) for _ in range(formatter.num_prompts)])
+        try:
+            async with while_connected(request.receive):
+                formatter.begin([await anext(outputs) for _ in range(formatter.num_prompts)])
+        except BaseException:
+            await outputs.aclose()  # end the admission
+            raise
         manifest = None
         if wants_manifest:
             manifest = ManifestRecorder(self.context, formatter.prompts)
