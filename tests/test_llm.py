@@ -281,10 +281,10 @@ def test_beam_search(make_llm):
         params = BeamSearchParams(beam_width=2, max_tokens=3, early_stopping=early)
         assert len(llm.beam_search("a", params)[0].outputs) == 2
     for wrong, sentence in {
-        "beam_width": "between 1 and 16",
-        "max_tokens": "between 1 and",
+        "beam_width": "at least 1, got 0",
+        "max_tokens": "at least 1, got 0",
         "length_penalty": "10",
-        "early_stopping": "must be true or false or 'never', got 0",
+        "early_stopping": "got 0",
     }.items():
         fields = {"beam_width": 2, "max_tokens": 4, wrong: 11.5 if "pen" in wrong else 0}
         with pytest.raises(InvalidRequest, match=f"{wrong}.*{sentence}"):

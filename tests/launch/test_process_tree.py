@@ -179,11 +179,11 @@ def test_adapters_are_read_again(tmp_path: Path, caplog):
     store = AdapterStore.beside(tree.ipc_dir)
     tree.load_adapters(entries(a=1, b=2))
     store.load("c", str(write_adapter(tmp_path / "other", 3)), 8, {})  # by a route
-    before = {name: adapter.digest for name, adapter in store.named().items()}
+    before = {name: adapter.digest for name, adapter in store.read_adapters().items()}
 
     reader.options["lora_modules"] = entries(a=4, d=5)
     tree.reload()
-    after = {name: adapter.digest for name, adapter in store.named().items()}
+    after = {name: adapter.digest for name, adapter in store.read_adapters().items()}
     assert after.keys() == {"a", "c", "d"}
     assert after["a"] != before["a"] and after["c"] == before["c"]
     assert [entry.partition("=")[0] for entry in tree.config.lora.lora_modules] == ["a", "d"]
@@ -191,7 +191,7 @@ def test_adapters_are_read_again(tmp_path: Path, caplog):
     reader.options["lora_modules"] = [*entries(a=6), f"e={tmp_path / 'nowhere'}"]
     tree.reload()
     assert "nothing changed" in caplog.text
-    assert {name: adapter.digest for name, adapter in store.named().items()} == after
+    assert {name: adapter.digest for name, adapter in store.read_adapters().items()} == after
 
 
 def test_an_api_server_whose_loop_stands_still_is_killed_and_one_that_works_is_not(

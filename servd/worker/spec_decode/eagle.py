@@ -198,7 +198,7 @@ class EagleProposer(Proposer):
         if batch.is_plain:
             self.interest *= INTEREST_MEMORY
             return
-        lens = batch.query_lens
+        lens = np.ascontiguousarray(batch.query_lens)  # as kernels read it
         wants = batch.max_new_drafts > 0
         if wants.any():
             self.interest = min(self.interest + 1, MOST_INTEREST)

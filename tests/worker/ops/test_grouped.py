@@ -244,7 +244,7 @@ def test_codes_of_6_bits_take_less_and_change_no_bit_of_products(shape):
         x = inputs(count, shape[1])
         assert torch.equal(*(form.multiply(x, None) for form in forms))
     if not can_multiply:
-        forms[1].type = native.INT6
+        forms[1].arguments = (native.INT6, *forms[1].arguments[1:])
         with pytest.raises(IndexError, match="6 bits"):
             forms[1].multiply(x, None)
 
