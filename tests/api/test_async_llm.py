@@ -232,6 +232,7 @@ async def test_a_fault_of_the_server_ends_all_requests_and_later_ones_are_served
 
 
 async def test_an_observer_that_fails_keeps_nothing_running(llm, monkeypatch, caplog):
+    monkeypatch.setattr(Metrics, "received", lambda *_: 1 / 0)
     monkeypatch.setattr(Tracer, "stepped", lambda *_: 1 / 0)
     monkeypatch.setattr(Tracer, "ended", lambda *_: 1 / 0)
     first = await start(generate(llm, "a"))
@@ -244,6 +245,7 @@ async def test_an_observer_that_fails_keeps_nothing_running(llm, monkeypatch, ca
     assert llm.engines[0].client.aborted() == ["b"]
     assert not llm.requests and not llm.engines[0].running
     assert "Tracer failed at the end of a" in caplog.text
+    assert "Metrics failed at tokens of a" in caplog.text
 
 
 async def test_text_before_the_death_is_delivered(llm):

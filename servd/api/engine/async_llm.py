@@ -260,9 +260,9 @@ class AsyncLLM:
                         yield output
                 return
             collector = RequestOutputCollector(self.loop, options.owner, in_pieces)
-            collector.fail_at(call.deadline)
             is_part = parent is not None
             states = self._make_states(inputs, timelines, collector, is_part)
+            collector.fail_at(call.deadline)
             try:
                 await self.loop.call_for_all(options.owner, states, self.add_request)
                 while collector.num_open:
@@ -363,7 +363,7 @@ class AsyncLLM:
                         await self._grammar_threads.run(owner, check)
                         prompt.marks.append(Mark("checked", now_ns()))
         except TimeoutError:
-            raise DeadlineExceeded() from None
+            raise DeadlineExceeded from None
         return inputs
 
     def _make_states(

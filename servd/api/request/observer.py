@@ -46,7 +46,11 @@ class Observers(Observer):
 
     def received(self, state: RequestState, delta: CompletionOutput, at_ns: int) -> None:
         for observer in self.receivers:
-            observer.received(state, delta, at_ns)
+            try:
+                observer.received(state, delta, at_ns)
+            except Exception:
+                name = type(observer).__name__
+                log.exception("%s failed at tokens of %s", name, state.request_id)
 
     def stepped(self, steps: Sequence[StepRecord], stats: SchedulerStats | None, rank: int) -> None:
         for observer in self.observers:
