@@ -380,7 +380,7 @@ def test_classes_of_models_are_at_most_two_deep():
 # (230), weights, heads and rotations (245), tokenizers and GGUF (280), adapters and vectors (220).
 # The shape and the names of the system, whose files and classes came first (1,440): what they make
 # superfluous is to be deleted in the same issue, until 56,000 are left.
-MAX_LINES = 63_766
+MAX_LINES = 63_764
 
 
 def test_the_package_stays_small():

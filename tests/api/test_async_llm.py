@@ -291,6 +291,18 @@ async def test_a_request_id_in_use(llm):
     assert llm.engines[0].client.aborted() == []
 
 
+async def test_a_request_id_that_two_requests_take_at_once(llm):
+    first, second = generate(llm), generate(llm)
+    await anext(first)
+    await anext(second)
+    task = await start(first)
+    with pytest.raises(InvalidRequest, match="'r'"):
+        await next_delta(second)
+    llm.engines[0].client.answer("fine", FinishReason.LENGTH)
+    assert (await task)[0].text == "fine"
+    assert not llm.requests
+
+
 async def test_long_prompts_do_not_hold_up_the_loop(llm, monkeypatch):
     threads: list[str] = []
     encode = llm.processor.tokenizer.encode

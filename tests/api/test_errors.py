@@ -424,7 +424,9 @@ async def test_a_full_server():
         with served.async_llm.admit(Call(), RequestOptions(), ["r"]):
             answer = await served.http.post(COMPLETIONS, json=body)
             check(answer, 429, code="overloaded")
-            assert "retry-after" in answer.headers
+            assert "retry-after" in answer.headers and "server-timing" in answer.headers
+            refused = [name for name in served.async_llm.tracer.recent if name.startswith("cmpl-")]
+            assert len(refused) == 3
             assert served.engine.sent == [] and served.async_llm.num_unfinished == 1
             assert rejections(served) == {"max_waiting_requests": 1}
         assert (await served.http.post(COMPLETIONS, json=body)).status_code == 200

@@ -172,6 +172,11 @@ class AsyncLLM:
             EngineDeadError: the engine is dead.
             RequestError: see `Admission.enter`.
         """
+        # A request of more prompts is refused.
+        known_ids = request_ids[: self.admission.config.max_waiting_requests]
+        timelines = [call.open_timeline(request_id) for request_id in known_ids]
+        if call.route:
+            self.tracer.running.update(zip(known_ids, timelines, strict=True))
         match self.status:
             case EngineGone(reason=reason):
                 raise EngineDeadError(f"the engine has ended: {reason}")
@@ -189,9 +194,7 @@ class AsyncLLM:
             call.key, call.client, len(request_ids), num_waiting, options.priority_class, timeout
         ) as admitted:
             call.headers = admitted.headers
-            admitted.timelines = [call.open_timeline(request_id) for request_id in request_ids]
-            if call.route:
-                self.tracer.running.update(zip(request_ids, admitted.timelines, strict=True))
+            admitted.timelines = timelines
             yield admitted
 
     async def generate(
@@ -260,11 +263,20 @@ class AsyncLLM:
                         yield output
                 return
             collector = RequestOutputCollector(self.loop, options.owner, in_pieces)
-            is_part = parent is not None
-            states = self._make_states(inputs, timelines, collector, is_part)
             collector.fail_at(call.deadline)
+            exemplar = _exemplar()
+            is_part = parent is not None
+            states: list[RequestState] = []
+
+            def start(index: int) -> None:
+                state = self.output_processor.add_request(
+                    inputs[index], timelines[index], collector, index, is_part, exemplar
+                )
+                states.append(state)
+                self.add_request(state)
+
             try:
-                await self.loop.call_for_all(options.owner, states, self.add_request)
+                await self.loop.call_for_all(options.owner, range(len(inputs)), start)
                 while collector.num_open:
                     for index, delta in await collector.get():
                         if delta.finish_reason is FinishReason.ERROR:
@@ -356,6 +368,8 @@ class AsyncLLM:
                 if admitted is not None:
                     num_tokens = sum(len(prompt.request.prompt_token_ids) for prompt in inputs)
                     admitted.count_tokens(num_tokens)
+                    for timeline, prompt in zip(admitted.timelines, inputs, strict=True):
+                        timeline.params = prompt.params
                 for prompt in inputs:
                     output = prompt.params.structured_output
                     if output is not None and not processor.grammars.knows(output):
@@ -365,29 +379,6 @@ class AsyncLLM:
         except TimeoutError:
             raise DeadlineExceeded from None
         return inputs
-
-    def _make_states(
-        self,
-        inputs: Sequence[ProcessedInputs],
-        timelines: Sequence[Timeline],
-        collector: RequestOutputCollector,
-        is_part: bool,
-    ) -> list[RequestState]:
-        """Return the states of a request's prompts. Raise InvalidRequest if an id is in use."""
-        trace_id = current_request.get().get("trace_id")
-        exemplar = {"trace_id": trace_id} if trace_id else None
-        states: list[RequestState] = []
-        for index, prompt in enumerate(inputs):
-            request_id = prompt.request.request_id
-            if request_id in self.requests:
-                raise InvalidRequest(
-                    f"a request with the id {request_id!r} is running", param="request_id"
-                )
-            state = self.output_processor.add_request(
-                prompt, timelines[index], collector, index, is_part, exemplar
-            )
-            states.append(state)
-        return states
 
     async def _search(
         self,
@@ -416,7 +407,11 @@ class AsyncLLM:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def add_request(self, state: RequestState) -> None:
-        """Send a prompt to an engine."""
+        """Send a prompt to an engine. Raise InvalidRequest if its id is in use."""
+        if state.request_id in self.requests:
+            raise InvalidRequest(
+                f"a request with the id {state.request_id!r} is running", param="request_id"
+            )
         if isinstance(self.status, EngineGone):  # it died since `admit`
             raise EngineDeadError(f"the engine has ended: {self.status.reason}")
         assert state.collector is not None
@@ -520,6 +515,12 @@ class AsyncLLM:
         except Overloaded:
             self.metrics.labelled["vllm:admission_rejections", "max_waiting_requests"].inc()
             raise
+
+
+def _exemplar() -> dict[str, str] | None:
+    """Return the label of the current trace, for OpenMetrics."""
+    trace_id = current_request.get().get("trace_id")
+    return {"trace_id": trace_id} if trace_id else None
 
 
 def _significance(engine: EngineClient) -> int:

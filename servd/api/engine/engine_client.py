@@ -86,7 +86,7 @@ class EngineClient:
         self._reading: asyncio.Handle | None = None  # the next `output_handler`
         # Outputs that wait to be processed, by the engine's id of the choice, and when they came.
         self._outputs: dict[str, list[EngineCoreOutput]] = {}
-        self.output_handlerd_ns = 0
+        self._received_ns = 0
 
     def start(self) -> None:
         self._reading_on = asyncio.get_running_loop()
@@ -309,7 +309,7 @@ class EngineClient:
 
     def _take_outputs(self, outputs: Sequence[EngineCoreOutput]) -> None:
         """Merge outputs with those that wait to be processed, by choice."""
-        self.output_handlerd_ns = now_ns()
+        self._received_ns = now_ns()
         for output in outputs:
             self._outputs.setdefault(output.request_id, []).append(output)
             if not output.marks:
@@ -340,10 +340,7 @@ class EngineClient:
         now = now_ns()
         self.observer.received(state, delta, now)
         if delta.finish_reason is not None:
-            state.timeline.marks += [
-                Mark("returned", self.output_handlerd_ns),
-                Mark("detokenised", now),
-            ]
+            state.timeline.marks += [Mark("returned", self._received_ns), Mark("detokenised", now)]
         assert state.collector is not None
         state.collector.put(state.index, delta)
         if self.recovery.is_trying and not self._outputs:

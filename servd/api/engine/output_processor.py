@@ -40,7 +40,6 @@ class OutputProcessor:
         ]
         if not is_part:
             timeline.choices = choices
-            timeline.params = inputs.params
         return RequestState(
             request,
             inputs.params,

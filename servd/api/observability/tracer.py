@@ -173,7 +173,8 @@ class Tracer(Observer):
         """
         known = self.list_requests(owner)
         by_id = {each.request_id: each for each in known}
-        found = by_id.get(request_id) or by_id.get(f"{request_id}-0")
+        names = (request_id, f"{request_id}-0", request_id.removesuffix("-0"))
+        found = next((by_id[name] for name in names if name in by_id), None)
         return found or next((each for each in known if each.http_id == request_id), None)
 
     def list_requests(self, owner: str) -> list[Timeline]:
