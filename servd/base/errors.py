@@ -163,9 +163,5 @@ class UnsupportedModel(ConfigError):
     """The architecture in config.json has no file in servd/worker/models/."""
 
 
-class DifferentTokens(UnsupportedModel):
-    """servd's tokens differ from those of transformers, for an unknown reason."""
-
-
 class NotEnoughMemory(ConfigError):
     """Weights or KV cache do not fit. The message has the required and the available memory."""

@@ -6,7 +6,7 @@ Slow imports are inside functions.
 # pyright: reportPrivateUsage=false
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from importlib import import_module
 from typing import Any
@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 # The oldest and newest versions that tests run with; `make test-oldest` has the oldest.
 TESTED = {"torch": "2.11-2.13", "transformers": "5.17-5.24"}
@@ -28,11 +27,6 @@ class DispatchMode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # True, the default, imports torch's compiler at the first call, for seconds
-
-
-def leaves(values: Any) -> Iterable[Any]:
-    """Return all values in an operation's nested arguments, by a private function of torch."""
-    return tree_iter(values)
 
 
 def without_function_modes() -> AbstractContextManager[Any]:
@@ -70,7 +64,7 @@ def stored_tensors(module: nn.Module) -> dict[str, Tensor]:
     tell persistent buffers from others, nor return a tensor for both modules that share it.
     """
     transient = module._non_persistent_buffers_set
-    buffers = {name: each for name, each in module._buffers.items() if name not in transient}
+    buffers = {name: x for name, x in module._buffers.items() if name not in transient}
     return {k: v for k, v in {**module._parameters, **buffers}.items() if v is not None}
 
 
@@ -149,28 +143,7 @@ def parallel_plan(model: Any) -> dict[str, str]:
     return model._tp_plan or {}
 
 
-def is_stateful(model: Any) -> bool:
-    """Return whether the model states that it keeps a state besides a KV cache. transformers reads
-    this only in `generate`.
-    """
-    return model._is_stateful
-
-
-def set_attention(config: Any, name: str) -> None:
-    """Make layers with this config call a registered attention. The public setter of transformers
-    checks the whole model again, and refuses models that `teach_attention` changed.
-    """
-    config._attn_implementation = name
-
-
-def sliding_window_rule(window: int) -> Callable[..., Any]:
-    """Return transformers' rule of a sliding window for masks, which is undocumented."""
-    from transformers.masking_utils import sliding_window_causal_mask_function
-
-    return sliding_window_causal_mask_function(window)
-
-
-def teach_attention(model_type: str, name: str, flash: Callable[..., Tensor]) -> None:
+def replace_flash_attention(model_type: str, name: str, flash: Callable[..., Tensor]) -> None:
     """Make old classes, which lack transformers' attention interface, call `flash` instead of flash
     attention, with the module as first argument. `name` is the name of the implementation.
     """
@@ -179,8 +152,8 @@ def teach_attention(model_type: str, name: str, flash: Callable[..., Tensor]) ->
 
     class Flash(table["flash_attention_2"]):
         def forward(self, *args: Any, **kwargs: Any) -> Any:
-            modeling._flash_attention_forward = lambda *given, **options: flash(
-                self, *given, **options
+            modeling._flash_attention_forward = lambda *tensors, **options: flash(
+                self, *tensors, **options
             )
             return super().forward(*args, **kwargs)
 

@@ -17,7 +17,7 @@ from transformers import (
 )
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from servd.base.errors import DifferentTokens, UnsupportedModel
+from servd.base.errors import UnsupportedModel
 from servd.checkpoint.config_json import read_json
 from servd.checkpoint.model_spec import ModelSpec
 from servd.checkpoint.pooling import ENCODERS
@@ -28,55 +28,68 @@ from servd.worker.layers.attention import ForwardContext
 from servd.worker.layers.quantized import NamedTensors, Quantized
 from servd.worker.layers.weight import Weight
 from servd.worker.models._transformers_attention import (
-    NOTED,
-    OLDER,
+    SERVD,
+    connect_attention,
     context,
-    first_line,
-    inspect,
-    teach,
+    replace_flash_attention,
 )
-from servd.worker.models._transformers_fusion import PACKED, fuse
+from servd.worker.models._transformers_fusion import fuse
+from servd.worker.models._transformers_types import TESTED
+from servd.worker.models.llama import LlamaForCausalLM
 
-# Found by tests/parity/test_causal_classes.py.
-DIFFERENT = ("MoshiForCausalLM",)
+# Older classes that have a class for flash attention in place of the attention interface.
+OLDER = ("falcon", "gpt_neo")
+# Linear layers whose weight is read outside of them: LongCat's router.
+READ_DIRECTLY = (".router.classifier",)
 # Styles of transformers' plans for tensor parallelism: SPLIT has the dimension in which ranks
 # split a linear layer; layers with a style in WHOLE stay whole here.
 SPLIT = {"colwise": 0, "rowwise": 1}
-WHOLE = {
-    "colwise_gather_output",
-    "rowwise_split_input",
-    "mla_kv_a_proj",
-    "replicate",
-    "replicated_with_grad_allreduce",
-    "embedding_rowwise",
-    "embedding_colwise",
-}
+WHOLE = frozenset(
+    """
+    colwise_gather_output rowwise_split_input mla_kv_a_proj replicate
+    replicated_with_grad_allreduce embedding_rowwise embedding_colwise
+    """.split()
+)
 
 
-class Linear(nn.Linear):
-    weight: Matrix  # pyright: ignore[reportIncompatibleVariableOverride]
-    servd_ranks: Parallel | None = None  # ranks, each with a slice of the inputs
+class Linear(nn.Module):
+    """A linear layer over servd's weights. `ranks`: those that each have a slice of the inputs."""
 
-    def forward(self, input: Tensor) -> Tensor:  # [..., in] -> [..., out]
-        x = input.reshape(-1, input.shape[-1])
-        if self.servd_ranks is None:
-            out = self.weight.product(x, self.bias)
+    weight: Matrix
+    bias: Weight | None
+
+    def __init__(self, ranks: Parallel | None) -> None:
+        super().__init__()
+        self.ranks = ranks
+        self.register_parameter("bias", None)
+
+    def forward(self, x: Tensor) -> Tensor:  # [..., in] -> [..., out]
+        rows = x.reshape(-1, x.shape[-1])
+        if self.ranks is None:
+            out = self.weight.product(rows, self.bias)
         else:
-            out = self.servd_ranks.all_reduce(self.weight.product(x))
+            out = self.ranks.all_reduce(self.weight.product(rows))
             out = out if self.bias is None else out + self.bias
-        return out.view(*input.shape[:-1], -1)
+        return out.view(*x.shape[:-1], -1)
 
 
-class Table(nn.Embedding):
-    """An embedding whose rows may also be the matrix of the output head."""
+class Table(nn.Module):
+    """An embedding, scaled or not, whose rows may also be the matrix of the output head."""
 
-    weight: Matrix  # pyright: ignore[reportIncompatibleVariableOverride]
+    weight: Matrix
 
-    def forward(self, input: Tensor) -> Tensor:  # [...] -> [..., size]
-        return self.weight.rows(input.flatten()).view(*input.shape, -1)
+    def __init__(self, scale: Tensor | float | None) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, ids: Tensor) -> Tensor:  # [...] -> [..., size]
+        rows = self.weight.rows(ids.flatten()).view(*ids.shape, -1)
+        if isinstance(self.scale, Tensor):
+            return rows * self.scale.to(rows.dtype)
+        return rows if self.scale is None else rows * self.scale
 
 
-class Hidden(MoeModelOutputWithPast):
+class LayersOutput(MoeModelOutputWithPast):
     """The output of layers. Every other attribute that a model reads is None."""
 
     def __getattr__(self, name: str) -> None:
@@ -84,12 +97,12 @@ class Hidden(MoeModelOutputWithPast):
             raise AttributeError(name)
 
 
-class Given(nn.Module):
+class NoLayers(nn.Module):
     """A replacement for a model's layers, so that the rest of the model can run alone."""
 
-    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> Hidden:
+    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> LayersOutput:
         """Return the input as the last hidden state."""
-        return Hidden(last_hidden_state=inputs_embeds)
+        return LayersOutput(last_hidden_state=inputs_embeds)
 
     def __getattr__(self, name: str) -> Any:
         # Models made from half of an encoder-decoder read this from their layers.
@@ -97,9 +110,9 @@ class Given(nn.Module):
 
 
 class TransformersForCausalLM(nn.Module):
-    """Any causal model of transformers whose tokens interact in attention layers only."""
+    """A causal model of transformers whose tokens interact in attention layers only."""
 
-    packed: ClassVar[dict[str, tuple[str, int]]] = PACKED
+    packed: ClassVar[dict[str, tuple[str, int]]] = LlamaForCausalLM.packed  # after `fuse`
     ignored: ClassVar[tuple[str, ...]] = ()  # see `convert`
     base_prefix: ClassVar[str] = "hf."
 
@@ -109,27 +122,21 @@ class TransformersForCausalLM(nn.Module):
             self.hf = build(spec)
             # Not registered in the module: the names and whole shapes of a checkpoint.
             self.__dict__["state"] = self.hf.state_dict()
-            if spec.num_kv_heads % parallel.size:
-                raise UnsupportedModel(
-                    f"--tensor-parallel-size {parallel.size} must divide its {spec.num_kv_heads} "
-                    "key-value heads"
-                )
-            if parallel.size > 1:
-                split(self.hf, parallel.size)
+            split_dims = split(self.hf, spec, parallel.size) if parallel.size > 1 else {}
             max_model_len = spec.max_model_len or spec.max_position_embeddings
-            layers, linears = inspect(self.hf, spec.num_layers, max_model_len)
+            layers = connect_attention(self.hf, max_model_len)
         except UnsupportedModel as error:
-            raise type(error)(
+            raise UnsupportedModel(
                 f"{spec.architecture or spec.model_type} cannot run in servd: {error}"
             ) from error
+        fuse(self.hf, layers, split_dims, parallel)
         for name, calls in layers.items():
             self.hf.get_submodule(name).servd_attention = nn.ModuleList(calls)
         # Not registered as submodules.
         self.__dict__["attentions"] = [self.hf.get_submodule(name) for name in layers]
         self.hf.tie_weights()
-        fuse(self.hf, self.__dict__["attentions"], linears, parallel)
-        exchange_weights(self.hf, spec.vocab_size, linears, parallel)
-        head = compat.copy_with(self.hf, **{self.hf.base_model_prefix: Given()})
+        exchange_weights(self.hf, spec.vocab_size, split_dims, parallel)
+        head = compat.copy_with(self.hf, **{self.hf.base_model_prefix: NoLayers()})
         self.__dict__["head"] = head  # not a submodule: all its parts are shared
 
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
@@ -153,83 +160,75 @@ class TransformersForCausalLM(nn.Module):
         state = self.__dict__["state"]
         prefix = self.hf.base_model_prefix
         original = copy.copy(self.hf)
-        original.get_parameter = state.__getitem__  # converters ask for parameters as before `fuse`
+        # Converters ask for parameters with the names and shapes of the checkpoint.
+        original.get_parameter = state.__getitem__
         pending: dict[str, tuple[Any, list[tuple[str, str, Tensor]]]] = {}
         for source, tensor in tensors:
             name, pattern = compat.rename_tensor(source, renamings, converters, prefix, state)
             if name not in state and source in state:
                 name = source
                 pattern = None
-            is_unneeded = name not in state and any(re.search(each, name) for each in unneeded)
+            is_unneeded = name not in state and any(re.search(p, name) for p in unneeded)
             if is_unneeded or name in self.hf.all_tied_weights_keys:
                 continue
             if pattern is None:
-                yield (
-                    name,
-                    tensor if tensor.shape or isinstance(tensor, Quantized) else tensor[None],
-                )
+                if isinstance(tensor, Tensor) and not tensor.shape:
+                    tensor = tensor[None]
+                yield name, tensor
             elif isinstance(tensor, Quantized):
                 raise UnsupportedModel(f"tensor {source} is quantized, and has to be converted")
             else:
-                found = pending.setdefault(name, (copy.deepcopy(by_pattern[pattern]), []))
-                found[1].append((source, pattern, tensor))
+                _, parts = pending.setdefault(name, (copy.deepcopy(by_pattern[pattern]), []))
+                parts.append((source, pattern, tensor))
         for name, (converter, parts) in pending.items():
-            for source, pattern, tensor in sorted(parts, key=lambda part: natural(part[0])):
+            for source, pattern, tensor in sorted(parts, key=lambda part: sort_key(part[0])):
                 converter.add_tensor(name, source, pattern, tensor)
             made = converter.convert(name, model=original, config=self.hf.config)
             yield from ((n, t[0] if isinstance(t, list) else t) for n, t in made.items())
 
 
-def natural(name: str) -> list[Any]:
+def sort_key(name: str) -> list[Any]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
 
 def build(spec: ModelSpec) -> Any:
     """Return the model of transformers, with parameters without storage. Raises UnsupportedModel if
-    there is none, or it does not predict the next token.
+    there is none, it does not predict the next token, or it was not tested.
     """
     try:
         # Left out, transformers would ask a terminal whether to run the checkpoint's code.
         config = AutoConfig.from_pretrained(spec.folder, trust_remote_code=False)
         if spec.config != read_json(Path(spec.folder) / "config.json"):  # or a part of a model
             config = CONFIG_MAPPING[spec.model_type].from_dict(spec.config)
-        refuse_encoders(config, spec)
-        if getattr(config, "recurrent_kv_cache_mode", None) == "last_loop":
-            raise UnsupportedModel(
-                "recurrent_kv_cache_mode 'last_loop': the tokens would depend on the division of "
-                "the prompt into steps"
-            )
-        for each in (config, config.get_text_config()):
-            each.return_dict = True  # some old checkpoints set it to False
+        check_class(config, spec)
+        for part in (config, config.get_text_config()):
+            part.return_dict = True  # some old checkpoints set it to False
         if config.model_type in OLDER:
-            teach(config.model_type)
+            replace_flash_attention(config.model_type)
         with compat.without_weights():
             model = AutoModelForCausalLM.from_config(
                 config,
                 dtype=torch.get_default_dtype(),
-                attn_implementation=NOTED,
+                attn_implementation=SERVD,
                 trust_remote_code=False,
             )
     except UnsupportedModel:
         raise
-    except Exception as error:  # others wrote this code
-        if error.args == (NOTED,):  # older classes have a table of attention classes
-            raise UnsupportedModel("its attention is not called through the interface") from None
+    except Exception as error:  # code of transformers raised it
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise UnsupportedModel(
             "servd has no file for it, and transformers does not build it "
-            f"({first_line(error)}): upgrade transformers if the model is new; servd does not "
+            f"({reason}): upgrade transformers if the model is new; servd does not "
             "run code of a checkpoint"
         ) from error
-    if type(model).__name__ in DIFFERENT:
-        raise DifferentTokens("its tokens differ from those of transformers, for an unknown reason")
     for module in model.modules():
         for name, buffer in [*module.named_buffers(recurse=False, remove_duplicate=False)]:
             setattr(module, name, buffer.to(device=torch.get_default_device()))
     return model.requires_grad_(False).eval()  # in training, OPT leaves out layers by chance
 
 
-def refuse_encoders(config: Any, spec: ModelSpec) -> None:
-    """Raise UnsupportedModel for a model whose tokens see later ones."""
+def check_class(config: Any, spec: ModelSpec) -> None:
+    """Raise UnsupportedModel if the class was not tested, or if its tokens see later ones."""
     if config.is_encoder_decoder:
         raise UnsupportedModel("encoder-decoders are not supported")
     is_causal = spec.architecture.endswith(("CausalLM", "HeadModel"))
@@ -238,17 +237,35 @@ def refuse_encoders(config: Any, spec: ModelSpec) -> None:
             f"{spec.model_type} is an encoder, and servd has files for other encoders only: "
             f"{', '.join(sorted(ENCODERS))}"
         )
+    if config.model_type not in TESTED:
+        raise UnsupportedModel(
+            f"the class of transformers for model_type {config.model_type!r} is not among those "
+            "that servd was tested with (docs/reference/models.md lists them): choose a model of "
+            "a listed type, or add a file for it (docs/how-to/add-a-model.md)"
+        )
+    if getattr(config, "alibi", False):
+        raise UnsupportedModel("it has ALiBi, which servd's attention cannot add")
+    if getattr(config, "recurrent_kv_cache_mode", None) == "last_loop":
+        raise UnsupportedModel(
+            "recurrent_kv_cache_mode 'last_loop': the tokens would depend on the division of "
+            "the prompt into steps"
+        )
 
 
-def split(model: Any, size: int) -> None:
-    """Reduce linear layers to a rank's share, by the plan of transformers. Code that inspects the
-    model afterwards finds the heads of one rank. Raises UnsupportedModel if there is no plan, or if
-    it splits parts that servd does not split.
+def split(model: Any, spec: ModelSpec, size: int) -> dict[str, int]:
+    """Reduce linear layers to a rank's share, by the plan of transformers. Return the dimension in
+    which each is split. Code that inspects the model afterwards finds the heads of one rank. Raises
+    UnsupportedModel if there is no plan, or if it splits parts that servd does not split.
     """
+    if spec.num_kv_heads % size:
+        raise UnsupportedModel(
+            f"--tensor-parallel-size {size} must divide its {spec.num_kv_heads} key-value heads"
+        )
     parts = {**dict(model.named_parameters()), **dict(model.named_modules())}
     plan = compat.parallel_plan(model)
     if not SPLIT.keys() & plan.values():
         raise UnsupportedModel("it has no tensor-parallel plan: leave --tensor-parallel-size at 1")
+    dims: dict[str, int] = {}
     for pattern, style in plan.items():
         rule = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
         for name, linear in parts.items():
@@ -258,52 +275,54 @@ def split(model: Any, size: int) -> None:
                 raise UnsupportedModel(
                     f"{name}: --tensor-parallel-size splits no experts ({style})"
                 )
-            dim = vars(linear)["servd_split"] = SPLIT[style]
+            dim = SPLIT[style]
+            dims[name] = dim
             if linear.weight.shape[dim] % size:
                 raise UnsupportedModel(
                     f"{name}: --tensor-parallel-size {size} must divide {linear.weight.shape[dim]}"
                 )
-            kept = linear.weight.chunk(size, dim)[0]
-            linear.out_features, linear.in_features = kept.shape
-            linear.weight = nn.Parameter(kept, requires_grad=False)
+            share = linear.weight.chunk(size, dim)[0]
+            linear.out_features, linear.in_features = share.shape
+            linear.weight = nn.Parameter(share, requires_grad=False)
             if linear.bias is not None and dim == 0:
                 linear.bias = nn.Parameter(linear.bias.chunk(size)[0], requires_grad=False)
+    return dims
 
 
-def exchange_weights(model: Any, vocab_size: int, linears: set[str], parallel: Parallel) -> None:
-    """Replace all parameters, and the buffers that checkpoints have, by servd's weights. Use
-    servd's products in the layers of `linears`.
+def exchange_weights(
+    model: Any, vocab_size: int, split_dims: dict[str, int], parallel: Parallel
+) -> None:
+    """Replace linear layers and the vocabulary's tables by servd's layers, and all parameters, and
+    the buffers that checkpoints have, by servd's weights.
     """
-    made: dict[int, Weight] = {}
-    precise = "|".join(compat.precise_modules(model)) or "$^"
-    for path, module in list(model.named_modules()):
-        is_linear = path in linears
-        is_table = isinstance(module, nn.Embedding) and module.num_embeddings == vocab_size
-        dim = getattr(module, "servd_split", None)
-        if is_linear:
-            module.__class__ = Linear  # pyright: ignore[reportAttributeAccessIssue]
-            vars(module)["servd_ranks"] = parallel if dim == 1 else None
-        elif dim is not None:
-            raise UnsupportedModel(f"{path}: --tensor-parallel-size splits only products")
-        elif is_table:
-            # Before nn.Embedding in the order of bases, so that a subclass continues to it.
-            kind = type(module)
-            bases = (Table,) if kind is nn.Embedding else (kind, Table)
-            module.__class__ = type(kind.__name__, bases, {})
+    weights: dict[int, Weight] = {}
+    layers: dict[nn.Module, nn.Module] = {}
+    precise = re.compile(rf"(^|\.)({'|'.join(compat.precise_modules(model)) or '$^'})($|\.)")
+    for path, module in model.named_modules():
+        dim = split_dims.get(path)
+        if type(module) is nn.Linear and not path.endswith(READ_DIRECTLY):
+            layers[module] = Linear(parallel if dim == 1 else None)
+        elif isinstance(module, nn.Embedding) and module.num_embeddings == vocab_size:
+            if type(module) is nn.Embedding or hasattr(module, "embed_scale"):
+                layers[module] = Table(getattr(module, "embed_scale", None))
+        layer = layers.get(module, module)
         for name, old in compat.stored_tensors(module).items():
-            if isinstance(old, Weight):
+            if isinstance(old, Weight):  # of a fused part
                 continue
-            if id(old) not in made:
-                is_matrix = name == "weight" and (is_linear or is_table)
+            if id(old) not in weights:
+                is_matrix = name == "weight" and layer is not module
                 shape = [*old.shape] or [1]
                 shard_dim = dim if is_matrix or dim == 0 else None
                 if shard_dim is not None:
                     shape[shard_dim] *= parallel.size
                 kind = Matrix if is_matrix else Weight
                 weight = kind(shape, parallel, shard_dim=shard_dim)
-                is_precise = re.search(rf"(^|\.)({precise})($|\.)", f"{path}.{name}")
+                is_precise = precise.search(f"{path}.{name}")
                 if is_precise or not old.dtype.is_floating_point:
                     dtype = torch.float32 if is_precise else old.dtype
                     weight.data = torch.empty(weight.shape, dtype=dtype)
-                made[id(old)] = weight
-            compat.replace_stored_tensor(module, name, made[id(old)])
+                weights[id(old)] = weight
+            compat.replace_stored_tensor(layer, name, weights[id(old)])
+    for path, module in list(model.named_modules(remove_duplicate=False)):
+        if module in layers:
+            model.set_submodule(path, layers[module])
