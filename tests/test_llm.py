@@ -261,6 +261,12 @@ def test_an_engine_sleeps_wakes_and_forgets_prefixes(separate_process, make_llm)
     assert num_cached() == 0 and num_cached() == 96
     llm.sleep()
     assert num_cached() == 0  # a request wakes it, too
+    assert llm.collective_rpc("start_profile") == [None]
+    with pytest.raises(InvalidRequest, match="no method 'exec', only: sleep, start_profile"):
+        llm.collective_rpc("exec", ["rm"])
+    with pytest.raises(InvalidRequest, match="nowhere has no config.json"):
+        llm.collective_rpc("update_weights", ["/nowhere"])
+    assert num_cached() == 96
     llm.engine.add_request("a", "b", params)
     with pytest.raises(InvalidRequest, match="1 requests are unfinished"):
         llm.sleep()

@@ -30,7 +30,7 @@ GROUPS = {
     "Generate text": ("chat", "completions", "responses", "messages", "decisions"),
     "Vectors and scores": ("embeddings", "cohere", "pooling", "classify", "score", "rerank"),
     "Tokens and prompts": ("tokenize", "render"),
-    "Models and adapters": ("models", "lora", "sleep"),
+    "Models and adapters": ("models", "lora", "sleep", "collective_rpc"),
     "Files and batches": ("files", "batches"),
     "Health and monitoring": ("health", "metrics", "requests", "cache", "server_info", "audit"),
     "Console and API description": ("console", "openapi"),

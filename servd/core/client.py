@@ -11,12 +11,12 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
 
 import servd
-from servd.base.errors import ConfigError, EngineDeadError
+from servd.base.errors import ConfigError, EngineDeadError, InvalidRequest
 from servd.base.private_dir import PARENT_DIR, private_dir
 from servd.checkpoint.model_spec import ModelSpec
 from servd.config import Config
@@ -26,6 +26,8 @@ from servd.ipc.heartbeat import Heartbeat, make_file
 from servd.ipc.start_messages import StartEngine
 from servd.messages.engine import (
     Attach,
+    CollectiveRpc,
+    CollectiveRpcResult,
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -33,9 +35,8 @@ from servd.messages.engine import (
     EngineReady,
     EngineStatus,
     FromEngine,
-    Sleep,
+    RpcMethod,
     ToEngine,
-    WakeUp,
 )
 from servd.messages.stats import SchedulerStats
 
@@ -68,6 +69,22 @@ def engine_address(ipc_dir: str, generation: int) -> str:
     message to a dead engine never reaches its replacement.
     """
     return address(ipc_dir, f"engine-{generation}" if generation else "engine")
+
+
+def make_rpc(method: str, args: Sequence[Any]) -> CollectiveRpc:
+    """Return the message of a call. Raises InvalidRequest if there is no such RpcMethod, or if it
+    has other arguments.
+    """
+    match method, [*args]:
+        case ("update_weights", [str()]) | ("sleep", [] | [1 | 2]):
+            return CollectiveRpc(method, [*args])
+        case ("start_profile" | "stop_profile" | "wake_up", []):
+            return CollectiveRpc(method)
+    if method not in get_args(RpcMethod):
+        methods = ", ".join(sorted(get_args(RpcMethod)))
+        raise InvalidRequest(f"there is no method {method[:64]!r}, only: {methods}", param="method")
+    takes = {"update_weights": "one argument, a folder", "sleep": "one argument, the level 1 or 2"}
+    raise InvalidRequest(f"{method} has {takes.get(method, 'no arguments')}", param="args")
 
 
 class EngineProcess(Child):
@@ -134,19 +151,31 @@ class InprocClient(EngineCoreClient):
     def send(self, message: ToEngine) -> None:
         """Pass a message to the engine at once. A new request wakes the engine."""
         if isinstance(message, EngineCoreRequest):
-            self.sleep(False)
+            self._wake_up()
         self.engine.handle(message)
 
-    def sleep(self, is_asleep: bool) -> None:
-        """Free the model's memory, or load it again."""
-        if is_asleep and not self.engine.is_asleep:
+    def collective_rpc(self, call: CollectiveRpc) -> list[str | None]:
+        """Call a method of all workers; return their results by rank."""
+        if call.method == "sleep":
+            self._sleep()
+            return []
+        self._wake_up()
+        if call.method == "wake_up":
+            return []
+        self._end_steps()
+        return self.engine.collective_rpc(call.method, call.args)
+
+    def _sleep(self) -> None:
+        if not self.engine.is_asleep:
             from servd.core.engine_core import release_memory
 
             self._end_steps()
             self.engine.sleep()
             gc.collect()  # reference cycles of the model
             release_memory()
-        elif not is_asleep and self.engine.is_asleep:
+
+    def _wake_up(self) -> None:
+        if self.engine.is_asleep:
             self.engine.wake_up()
 
     def get_output(self) -> tuple[list[EngineCoreOutput], SchedulerStats | None]:
@@ -225,8 +254,6 @@ class AsyncMPClient(MPClient):
 class SyncMPClient(MPClient):
     """An LLM's client, which starts the engine's process and waits for it."""
 
-    is_asleep = False
-
     def __init__(
         self, config: Config, spec: ModelSpec, progress: Callable[[str, float], None]
     ) -> None:
@@ -245,7 +272,9 @@ class SyncMPClient(MPClient):
             self.close()
             raise
 
-    def _wait_for_message(self) -> EngineStatus | EngineReady | EngineCoreOutputs:
+    def _wait_for_message(
+        self,
+    ) -> EngineStatus | EngineReady | EngineCoreOutputs | CollectiveRpcResult:
         """Return the next message. Raise EngineDeadError or ConfigError if the engine failed."""
         while (message := self.recv(timeout=0.5)) is None:
             if self.child.exit_code is not None:
@@ -253,18 +282,19 @@ class SyncMPClient(MPClient):
         match message:
             case EngineFailed(reason=reason, is_config_error=is_config_error):
                 raise (ConfigError if is_config_error else EngineDeadError)(reason)
-            case EngineReady(is_asleep=is_asleep):
-                self.is_asleep = is_asleep
-                return message
-            case EngineStatus() | EngineCoreOutputs():
+            case EngineReady() | EngineStatus() | EngineCoreOutputs() | CollectiveRpcResult():
                 return message
         raise AssertionError(message)  # other messages are for API servers
 
-    def sleep(self, is_asleep: bool) -> None:
-        """Put the engine to sleep or wake it, and wait until it has done so."""
-        self.send(Sleep() if is_asleep else WakeUp())
-        while self.is_asleep != is_asleep:
-            self._wait_for_message()
+    def collective_rpc(self, call: CollectiveRpc) -> list[str | None]:
+        """Call a method of all workers; wait for their results by rank."""
+        call.number = 1  # one at a time
+        self.send(call)
+        while not isinstance(message := self._wait_for_message(), CollectiveRpcResult):
+            pass
+        if message.error:
+            raise InvalidRequest(message.error, param="args")
+        return message.results
 
     def get_output(self) -> tuple[list[EngineCoreOutput], SchedulerStats | None]:
         """Wait for the outputs of a step and return them."""

@@ -3,10 +3,14 @@
 import ctypes
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import msgspec
+
+from servd.base.errors import ConfigError, InvalidRequest
 from servd.base.tracing import Clock, StepRecord, now_ns
-from servd.checkpoint.model_spec import ModelSpec
+from servd.checkpoint.model_spec import ModelSpec, read_spec
+from servd.checkpoint.weight_files import find_weight_files
 from servd.config import Config
 from servd.config.kv_layout import KVLayout
 from servd.core.executor import Executor, PendingOutput, start_executor
@@ -20,12 +24,12 @@ from servd.messages.engine import (
     AbortRequests,
     Attach,
     Audit,
+    CollectiveRpc,
     EngineCoreOutputs,
     EngineCoreRequest,
     ResetPrefixCache,
-    Sleep,
+    RpcMethod,
     ToEngine,
-    WakeUp,
     WorkerReady,
 )
 
@@ -90,6 +94,43 @@ class EngineCore:
         assert worker.num_blocks == num_blocks, worker
         self.connect(executor, worker)
 
+    def collective_rpc(self, method: RpcMethod, args: Sequence[str | int]) -> list[str | None]:
+        """Call a method of every worker between two steps; return the results by rank. With
+        `update_weights`, no request may be unfinished. Raises InvalidRequest, before anything
+        changes, if the checkpoint does not fit.
+        """
+        spec = self._spec_of(str(args[0])) if method == "update_weights" else self.spec
+        while self.in_flight:
+            self._collect_outputs()
+        if method != "update_weights":
+            return self.executor.collective_rpc(method, args)
+        self.scheduler.forget_workers()
+        self.grammars.forget_rows()
+        results = self.executor.collective_rpc(method, args)
+        self.spec = spec
+        self.config = self.config.replace(model=spec.folder)  # what `wake_up` loads
+        self.connect(self.executor, self.worker)
+        return results
+
+    def _spec_of(self, folder: str) -> ModelSpec:
+        """Return the spec with another checkpoint of the same model. Raises InvalidRequest."""
+        try:
+            other = read_spec(folder, self.config.model.hf_overrides)
+            find_weight_files(folder, self.config.model.load_format)
+        except ConfigError as error:
+            raise InvalidRequest(str(error), param="args") from None
+        ignored = {"_name_or_path", "transformers_version"}
+        keys = (self.spec.config.keys() | other.config.keys()) - ignored
+        for key in sorted(keys):
+            ours, theirs = (spec.config.get(key) for spec in (self.spec, other))
+            if ours != theirs:
+                raise InvalidRequest(
+                    f"{folder}/config.json has {key} {theirs!r:.50}, and the model that is served "
+                    f"{ours!r:.50}: to serve another architecture, restart servd",
+                    param="args",
+                )
+        return msgspec.structs.replace(self.spec, folder=folder)
+
     def connect(self, executor: Executor, worker: WorkerReady) -> None:
         """Use `executor` from now on: the first one, or a replacement after `sleep`."""
         self.executor = executor
@@ -126,7 +167,7 @@ class EngineCore:
                 self.scheduler.abort_requests(request_ids)
             case ResetPrefixCache():
                 self.scheduler.kv_cache.reset()
-            case Attach() | Audit() | Sleep() | WakeUp():
+            case Attach() | Audit() | CollectiveRpc():
                 pass  # EngineCoreProc handles these
 
     def _add_request(self, request: EngineCoreRequest, has_grammar: bool = False) -> None:

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
@@ -17,7 +18,7 @@ from typing import NamedTuple
 import msgspec
 
 from servd.base import log
-from servd.base.errors import ConfigError, EngineError
+from servd.base.errors import ConfigError, EngineError, InvalidRequest
 from servd.base.tracing import FIRST_STEP, OVERDUE_FACTOR, Pace, StepRecord
 from servd.core.audit import audit
 from servd.core.client import engine_address, identity
@@ -34,6 +35,8 @@ from servd.messages.engine import (
     AbortRequests,
     Attach,
     Audit,
+    CollectiveRpc,
+    CollectiveRpcResult,
     Detach,
     EngineAudit,
     EngineCoreOutput,
@@ -45,9 +48,7 @@ from servd.messages.engine import (
     EngineStatus,
     FinishReason,
     FromEngine,
-    Sleep,
     ToEngine,
-    WakeUp,
     WorkerFailed,
 )
 from servd.messages.params import MAX_N, SamplingParams
@@ -102,7 +103,7 @@ class EngineCoreProc:
         self.executor: Executor | None = None
         self.engine: EngineCore  # `load` sets it, and `ready`
         self.ready: EngineReady  # as last sent
-        self.wants_sleep = False  # to sleep as soon as there is nothing to do
+        self.idle_calls: deque[CollectiveRpc] = deque()  # to make once there is nothing to do
         self.was_asleep = start.was_asleep  # before a restart: sleeps again when it is first idle
         self.heartbeat = Heartbeat(start.heartbeat)
         self.pace = Pace()
@@ -222,8 +223,8 @@ class EngineCoreProc:
     def _next_input(self) -> Input:
         """Wait for a message and return it. Meanwhile prepare structured outputs, then sleep."""
         grammars = self.engine.grammars
-        if self.wants_sleep and not self.engine.has_work and not grammars.num_waiting:
-            self.sleep()
+        while self.idle_calls and not self.engine.has_work and not grammars.num_waiting:
+            self._call_workers(self.idle_calls.popleft())
         sleep_after = IDLE if self.was_asleep else self.start.config.server.sleep_idle_seconds
         chores = [(IDLE, grammars.warm_up)]
         if sleep_after is not None:
@@ -242,11 +243,10 @@ class EngineCoreProc:
             case Audit(client):
                 for report in audit(message, self.engine):
                     self.output_queue.put((client, report))
-            case Sleep():
-                self.wants_sleep = True
-            case WakeUp():
-                self.wants_sleep = False
-                self.wake_up()
+            case CollectiveRpc(method="sleep" | "update_weights"):
+                self.idle_calls.append(message)
+            case CollectiveRpc():
+                self._call_workers(message)
             case ClientGone(client):
                 self.engine.handle(abort_all_of(client, self.engine))
             case _:
@@ -262,9 +262,39 @@ class EngineCoreProc:
         )
         self.heartbeat.compute(record.prefills)
 
+    def _call_workers(self, call: CollectiveRpc) -> None:
+        """Call a method of all workers, and answer."""
+        answer = CollectiveRpcResult([])
+        match call.method:
+            case "sleep":
+                self.sleep()
+            case "wake_up":
+                for other in [other for other in self.idle_calls if other.method == "sleep"]:
+                    self.idle_calls.remove(other)
+                    self._answer(other, CollectiveRpcResult([]))
+                self.wake_up()
+            case method:
+                self.wake_up()
+                self.heartbeat.pause()  # it may take as long as a start
+                if method == "update_weights":
+                    self._report_asleep(True)  # requests wait until the model is loaded
+                try:
+                    answer.results = self.engine.collective_rpc(method, call.args)
+                except InvalidRequest as error:
+                    answer.error = str(error)
+        if call.method == "update_weights":
+            gc.unfreeze()  # the last model
+            self._keep_executor(self.engine.executor)
+            self._report_asleep(False)
+        self._answer(call, answer)
+
+    def _answer(self, call: CollectiveRpc, answer: CollectiveRpcResult) -> None:
+        if call.number:
+            answer.number = call.number
+            self.output_queue.put((call.client, answer))
+
     def sleep(self) -> None:
         """Free the model's memory while the engine is idle."""
-        self.wants_sleep = False
         self.was_asleep = False
         if self.engine.is_asleep:
             return
@@ -367,7 +397,7 @@ class EngineCoreProc:
                     for number in [*self.outboxes]:
                         self._send(number, message)
                 case (number, message):
-                    if isinstance(message, EngineCoreOutputs | EngineAudit):
+                    if isinstance(message, EngineCoreOutputs | EngineAudit | CollectiveRpcResult):
                         message.generation = self.start.generation
                     if isinstance(message, EngineCoreOutputs):
                         line.count(message)

@@ -123,12 +123,18 @@ class ResetPrefixCache(Message, tag=True):
     """Remove all cached blocks that no request uses."""
 
 
-class Sleep(Message, tag=True):
-    """Free weights and KV cache as soon as the engine is idle. The next request wakes it."""
+RpcMethod = Literal["update_weights", "start_profile", "stop_profile", "sleep", "wake_up"]
 
 
-class WakeUp(Message, tag=True):
-    """Load the model again, before a request needs it."""
+class CollectiveRpc(Message, tag=True):
+    """Call a method of all workers. `sleep` frees weights and KV cache, `wake_up` loads the model
+    again. Engines call `sleep` and `update_weights` once they are idle; a request wakes them.
+    """
+
+    method: RpcMethod
+    args: list[str | int] = []
+    client: int = 0
+    number: int = 0  # of this client's calls; 0: without an answer
 
 
 class Audit(Message, tag=True):
@@ -145,7 +151,7 @@ class Detach(Message, tag=True):
 
 
 ToEngine = (
-    Attach | Detach | EngineCoreRequest | AbortRequests | ResetPrefixCache | Sleep | WakeUp | Audit
+    Attach | Detach | EngineCoreRequest | AbortRequests | ResetPrefixCache | CollectiveRpc | Audit
 )
 
 
@@ -200,6 +206,16 @@ class EngineAudit(Message, tag=True):
     problems: list[str]
     request_ids: list[str]  # unfinished requests of this client
     num_requests: int  # of all clients
+    generation: int = 0
+
+
+class CollectiveRpcResult(Message, tag=True):
+    """The result of a CollectiveRpc: of one worker, or of all workers of an engine by rank."""
+
+    results: list[str | None]
+    rank: int = 0  # of the worker
+    number: int = 0  # as in CollectiveRpc
+    error: str = ""  # why nothing was called
     generation: int = 0
 
 
@@ -294,6 +310,7 @@ FromEngine = (
     | EngineReady
     | EngineCoreOutputs
     | EngineAudit
+    | CollectiveRpcResult
     | EngineFailed
     | EngineRestarting
     | EngineGone
@@ -424,7 +441,15 @@ class Shutdown(Message, tag=True):
     """Free the device and exit."""
 
 
-ToWorker = LoadModel | AllocateKVCache | SchedulerOutput | SampleTokens | TakeTokens | Shutdown
+ToWorker = (
+    LoadModel
+    | AllocateKVCache
+    | SchedulerOutput
+    | SampleTokens
+    | TakeTokens
+    | CollectiveRpc
+    | Shutdown
+)
 
 
 # ---- worker -> core ----
@@ -466,4 +491,4 @@ class WorkerFailed(Message, tag=True):
     is_config_error: bool = False
 
 
-FromWorker = WorkerProgress | WorkerReady | ModelRunnerOutput | WorkerFailed
+FromWorker = WorkerProgress | WorkerReady | ModelRunnerOutput | CollectiveRpcResult | WorkerFailed

@@ -242,11 +242,25 @@ class LLM:
 
     def sleep(self, level: int = 1) -> None:
         """Free weights and KV cache, at any `level`. The next call loads the model again."""
-        self.engine.sleep()
+        self.engine.collective_rpc("sleep")
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Load the whole model again before a call needs it. `tags` have no effect."""
-        self.engine.sleep(False)
+        self.engine.collective_rpc("wake_up")
+
+    def collective_rpc(self, method: str, args: Sequence[str | int] = ()) -> list[str | None]:
+        """Call a method of all workers, and return their results by rank.
+
+        Args:
+            method: `update_weights` loads another checkpoint of the same architecture;
+                `start_profile` and `stop_profile` record a trace of torch, whose path is the
+                result; `sleep` frees weights and KV cache; `wake_up` loads the model again.
+            args: of `update_weights`, the folder; of `sleep`, the level.
+
+        Raises:
+            InvalidRequest: there is no such method, or its arguments are wrong.
+        """
+        return self.engine.collective_rpc(method, args)
 
     def close(self) -> None:
         """Stop the engine and free its memory."""

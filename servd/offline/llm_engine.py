@@ -20,7 +20,7 @@ from servd.base.errors import ConfigError, InvalidRequest
 from servd.base.private_dir import private_dir
 from servd.checkpoint.adapter_store import AdapterStore
 from servd.config import Config
-from servd.core.client import EngineCoreClient, InprocClient, SyncMPClient
+from servd.core.client import EngineCoreClient, InprocClient, SyncMPClient, make_rpc
 from servd.messages.adapter import Adapter, LoRARequest
 from servd.messages.engine import AbortRequests, RequestOptions, ResetPrefixCache
 from servd.messages.outputs import CompletionOutput
@@ -172,17 +172,20 @@ class LLMEngine:
         """Empty the prefix cache on the device and in host memory."""
         self.engine_core.send(ResetPrefixCache())
 
-    def sleep(self, is_asleep: bool = True) -> None:
-        """Free weights and KV cache, or load the model again. A new request also loads the model.
+    def collective_rpc(self, method: str, args: Sequence[str | int] = ()) -> list[str | None]:
+        """Call a method of all workers; see `LLM.collective_rpc`.
 
         Raises:
-            InvalidRequest: a request is unfinished.
+            InvalidRequest: a request is unfinished, or there is no such method.
         """
-        if is_asleep and self.requests:
+        call = make_rpc(method, args)
+        if self.requests and method == "wake_up":
+            return []  # they have woken it
+        if self.requests:
             raise InvalidRequest(
                 f"{len(self.requests)} requests are unfinished: call step until all have finished"
             )
-        self.engine_core.sleep(is_asleep)
+        return self.engine_core.collective_rpc(call)
 
     def has_unfinished_requests(self) -> bool:
         """Return whether a request is unfinished, so that `step` has outputs to wait for."""

@@ -2,11 +2,15 @@
 
 import gc
 import logging
+import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import ClassVar
 
+import msgspec
 import torch
+from torch.autograd.profiler import profile
 
 from servd.checkpoint.model_spec import ModelSpec
 from servd.config import Config
@@ -56,6 +60,8 @@ class Worker:
         distributed_init: str | None = None,
     ) -> None:
         self.progress = progress
+        self.profiler: profile | None = None
+        self.profiling = ExitStack()  # holds the profiler
         options = config.parallel
         runner_class: type[ModelRunner]
         if config.parallel.device == "cuda":
@@ -120,6 +126,7 @@ class Worker:
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
         """Allocate the cache, with as many blocks as other workers have; prepare to run steps."""
+        self.num_blocks = num_blocks
         self.runner.allocate_kv_cache(num_blocks)
         self.reference_check.run(self.run_step)
         self.runner.warm_up(lambda fraction: self.progress("warming up", fraction))
@@ -144,12 +151,48 @@ class Worker:
         assert isinstance(self.steps, Stage)
         self.steps.take_tokens(sampled)
 
+    def update_weights(self, folder: str) -> None:
+        """Load another checkpoint of the same architecture, in place of this one. The KV cache is
+        empty afterwards, and as large as before.
+        """
+        self.release()
+        self.progress = lambda phase, fraction: None  # it is no start
+        spec = msgspec.structs.replace(self.runner.spec, folder=folder)
+        runner_class = type(self.runner)
+        self.runner = runner_class(self.runner.config, spec, self.device, self.parallel)
+        self.load_model()
+        self.allocate_kv_cache(self.num_blocks)
+
+    def start_profile(self) -> None:
+        """Record the operations of torch, until `stop_profile`."""
+        if self.profiler is None:
+            device = "cuda" if self.device.type == "cuda" else None
+            # torch.profiler would first import the compiler, for seconds.
+            self.profiler = self.profiling.enter_context(
+                profile(use_device=device, use_kineto=True)
+            )
+
+    def stop_profile(self) -> str | None:
+        """Write what was recorded as a Chrome trace; return its path. None: nothing was."""
+        if self.profiler is None:
+            return None
+        self.profiling.close()
+        folder = tempfile.mkdtemp(prefix="servd-profile-")
+        path = f"{folder}/rank-{self.parallel.rank}.json"
+        self.profiler.export_chrome_trace(path)
+        self.profiler = None
+        return path
+
     def shutdown(self) -> None:
         """Leave the process group. Free memory and threads, for a process that continues."""
-        self.runner.release()  # first: NCCL waits for ever for graphs that hold its kernels
+        self.release()  # first: NCCL waits for ever for graphs that hold its kernels
         self.parallel.close()
         if self.device.type == "cpu":
             torch.set_num_threads(self.num_threads)
-        else:
+
+    def release(self) -> None:
+        """Free the model and its KV cache."""
+        self.runner.release()
+        if self.device.type == "cuda":
             gc.collect()
             torch.cuda.empty_cache()

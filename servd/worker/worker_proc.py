@@ -74,6 +74,10 @@ class WorkerProc:
                 self.answers.put(partial(self.output, pending.result))
             case messages.TakeTokens(sampled):
                 self.worker.take_tokens(sampled)
+            case messages.CollectiveRpc(method, args):
+                result = getattr(self.worker, method)(*args)
+                answer = messages.CollectiveRpcResult([result], self.start.rank)
+                self.answers.put(lambda: answer)
             case messages.LoadModel():
                 self.ready: messages.WorkerReady = self.worker.load_model()
                 self.answers.put(lambda: self.ready)

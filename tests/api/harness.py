@@ -26,6 +26,7 @@ from servd.api.request.request_state import ProcessedInputs, RequestState
 from servd.api.request.timeline import Timeline
 from servd.api.text.tokenizer import Tokenizer
 from servd.base import tracing
+from servd.base.errors import InvalidRequest
 from servd.checkpoint.adapter_store import AdapterStore
 from servd.checkpoint.model_spec import FAKE_SPEC, ModelSpec
 from servd.config import Config
@@ -37,13 +38,13 @@ from servd.core.executor.fake import FakeExecutor, FakeRow
 from servd.core.structured_output.manager import Compiled
 from servd.messages.engine import (
     Audit,
+    CollectiveRpc,
+    CollectiveRpcResult,
     EngineCoreRequest,
     EngineReady,
     EngineRestarting,
     FromEngine,
-    Sleep,
     ToEngine,
-    WakeUp,
 )
 from servd.messages.params import SamplingParams
 from tests.fake_tokens import expected_tokens
@@ -134,12 +135,24 @@ class InProcessEngine:
                 found.generation = self.generation
                 self.tell(found)
             return
-        if isinstance(message, Sleep | WakeUp):  # at once, as if there were nothing to do
-            self.tell(msgspec.structs.replace(self.ready, is_asleep=isinstance(message, Sleep)))
+        if isinstance(message, CollectiveRpc):  # at once, as if there were nothing to do
+            is_asleep = message.method == "sleep"
+            self.tell(msgspec.structs.replace(self.ready, is_asleep=is_asleep))
+            if message.number:
+                self.tell(self._answer(message))
             return
         loop = asyncio.get_running_loop()
         self.core.grammars.on_compiled = lambda news: loop.call_soon_threadsafe(self._handle, news)
         self._handle(message)
+
+    def _answer(self, call: CollectiveRpc) -> CollectiveRpcResult:
+        answer = CollectiveRpcResult([], number=call.number, generation=self.generation)
+        try:
+            if call.method not in ("sleep", "wake_up"):
+                answer.results = self.core.collective_rpc(call.method, call.args)
+        except InvalidRequest as error:
+            answer.error = str(error)
+        return answer
 
     def _handle(self, message: ToEngine | Compiled) -> None:
         self.core.handle(message)

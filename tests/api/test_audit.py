@@ -59,7 +59,7 @@ async def test_an_answer_that_comes_too_late_harms_nobody(served: Served, monkey
     first, second = held
     assert first.number != second.number
     # Its time is up, and the route does not know yet.
-    async_llm.engines[0].audits[second.number].cancel()
+    async_llm.engines[0].answers[second.number].cancel()
     async_llm.engines[0]._take_status(EngineAudit(second.number, [], [], 0))
     waiting.cancel()
 

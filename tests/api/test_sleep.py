@@ -7,7 +7,7 @@ import msgspec
 
 from servd.api.engine import engine_client
 from servd.base.tracing import now_ns
-from servd.messages.engine import Sleep, WakeUp
+from servd.messages.engine import CollectiveRpc
 from tests.api.harness import serve, until
 
 
@@ -25,7 +25,7 @@ async def test_a_server_sleeps_and_wakes():
         assert not await state("GET", "/is_sleeping")
         assert await state("POST", "/sleep?level=2") and await state("GET", "/is_sleeping")
         assert not await state("POST", "/wake_up") and not await state("GET", "/is_sleeping")
-        assert [type(message) for message in served.engine.sent] == [Sleep, WakeUp]
+        assert served.engine.sent == [CollectiveRpc("sleep"), CollectiveRpc("wake_up")]
         metrics = (await served.http.get("/metrics")).text
         for operation in ("sleep", "wake"):
             name = "vllm:sleep_mode_operation_duration_seconds_count"

@@ -26,6 +26,8 @@ from servd.messages.engine import (
     AbortRequests,
     Attach,
     Audit,
+    CollectiveRpc,
+    CollectiveRpcResult,
     EngineAudit,
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -36,9 +38,7 @@ from servd.messages.engine import (
     FinishReason,
     FromEngine,
     ResetPrefixCache,
-    Sleep,
     ToEngine,
-    WakeUp,
     WorkerFailed,
 )
 from servd.messages.params import MAX_CANDIDATES, PoolingParams, StructuredOutput
@@ -224,7 +224,7 @@ def test_an_engine_sleeps_when_nothing_is_left_and_a_request_wakes_it(running: A
     ask = partial(make_request, "a", prompt, max_tokens=20, ignore_eos=True)
     assert not next_of(running, EngineReady).is_asleep
     running.input_queue.put(ask())
-    running.input_queue.put(Sleep())  # while it runs
+    running.input_queue.put(CollectiveRpc("sleep"))  # while it runs
     assert output_of(running) == expected_tokens(prompt, 20, FAKE_SPEC.vocab_size)
     assert next_of(running, EngineReady).is_asleep and running.engine.is_asleep
     running.input_queue.put(AbortRequests(["unknown"]))
@@ -236,10 +236,19 @@ def test_an_engine_sleeps_when_nothing_is_left_and_a_request_wakes_it(running: A
     assert not next_of(running, EngineReady).is_asleep
     # Nothing that the last executor had computed or held counts.
     assert output_of(running) == expected_tokens(prompt, 20, FAKE_SPEC.vocab_size)
-    running.input_queue.put(Sleep())
+    running.input_queue.put(CollectiveRpc("sleep"))
     assert next_of(running, EngineReady).is_asleep
-    running.input_queue.put(WakeUp())
+    running.input_queue.put(CollectiveRpc("wake_up"))
     assert not next_of(running, EngineReady).is_asleep
+    running.input_queue.put(ask())
+    running.input_queue.put(CollectiveRpc("sleep", number=1))  # while it runs
+    running.input_queue.put(CollectiveRpc("wake_up", number=2))  # withdraws it
+    running.input_queue.put(CollectiveRpc("update_weights", ["/nowhere"], number=3))
+    running.input_queue.put(CollectiveRpc("stop_profile", number=4))
+    answers = [next_of(running, CollectiveRpcResult) for _ in range(4)]
+    answers.sort(key=lambda answer: answer.number)
+    assert [answer.results for answer in answers] == [[], [], [], [None]]
+    assert "/nowhere" in answers[2].error and not running.engine.is_asleep
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -249,7 +258,7 @@ def test_a_grammar_from_before_the_sleep_rules_nobody_after_it(running: Any):
     ruled = make_request("a", prompt, max_tokens=20, structured_output=output)
     running.input_queue.put(ruled)
     assert bytes(output_of(running)[:2]) == b"ab"
-    running.input_queue.put(Sleep())
+    running.input_queue.put(CollectiveRpc("sleep"))
     while not next_of(running, EngineReady).is_asleep:
         pass
     running.input_queue.put(make_request("b", prompt, max_tokens=20, ignore_eos=True))
@@ -260,10 +269,10 @@ def test_a_grammar_from_before_the_sleep_rules_nobody_after_it(running: Any):
 def test_an_engine_wakes_with_as_many_blocks_as_it_had(running, monkeypatch):
     num_blocks = next_of(running, EngineReady).worker.num_blocks
     for now_free in (num_blocks // 2, 2 * num_blocks):
-        running.input_queue.put(Sleep())
+        running.input_queue.put(CollectiveRpc("sleep"))
         assert next_of(running, EngineReady).is_asleep
         monkeypatch.setattr(fake, "MAX_CACHE_TOKENS", 16 * now_free)
-        running.input_queue.put(WakeUp())
+        running.input_queue.put(CollectiveRpc("wake_up"))
         assert not next_of(running, EngineReady).is_asleep
         assert len(running.executor.cache) == 16 * num_blocks
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
@@ -10,7 +11,13 @@ from unittest.mock import patch
 import torch
 
 from servd.core import executor
-from servd.messages.engine import GrammarOutput, ModelRunnerOutput, SchedulerOutput, WorkerReady
+from servd.messages.engine import (
+    GrammarOutput,
+    ModelRunnerOutput,
+    RpcMethod,
+    SchedulerOutput,
+    WorkerReady,
+)
 from servd.worker.device.parallel import Parallel
 from servd.worker.worker import Worker
 
@@ -73,6 +80,9 @@ class Executor(executor.Executor):
 
     def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> executor.PendingOutput:
         return Pending(self, [worker.sample_tokens(grammar_output) for worker in self.workers][-1])
+
+    def collective_rpc(self, method: RpcMethod, args: Sequence[str | int]) -> list[str | None]:
+        return [getattr(worker, method)(*args) for worker in self.workers]
 
     def shutdown(self) -> None:
         for worker in self.workers:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 from uuid import uuid4
 
 import msgspec
@@ -20,13 +21,16 @@ from servd.api.observability.tracer import Tracer
 from servd.api.request.latency import request_of
 from servd.api.request.observer import Observer
 from servd.api.request.request_state import RequestState, find_choice
-from servd.base.errors import EngineDeadError, EngineError
+from servd.base.errors import EngineDeadError, EngineError, InvalidRequest
 from servd.base.tracing import Mark, now_ns
 from servd.config import Config
 from servd.core.client import AsyncMPClient
 from servd.messages.engine import (
     STALLED,
     AbortRequests,
+    Audit,
+    CollectiveRpc,
+    CollectiveRpcResult,
     EngineAudit,
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -79,7 +83,7 @@ class EngineClient:
         self.loading_since = time.monotonic()
         self.running: dict[str, RequestState] = {}
         self.recovery = Recovery(self.client, self.running)
-        self.audits: dict[int, asyncio.Future[EngineAudit]] = {}
+        self.answers: dict[int, asyncio.Future[Any]] = {}  # by number of the question
         self.cache_number = 0
         self.num_watched = 0  # running requests whose messages are measured
         self._reading_on: asyncio.AbstractEventLoop | None = None
@@ -160,6 +164,33 @@ class EngineClient:
         for choice in state.choices:
             choice.release()
         self.recovery.try_next()
+
+    def ask(self, question: Audit | CollectiveRpc) -> asyncio.Future[Any]:
+        """Send a message at once. The EngineAudit or CollectiveRpcResult comes later, or
+        EngineDeadError if the engine dies meanwhile.
+        """
+        number = now_ns()  # a late answer must not be taken for another one
+        answer = asyncio.get_running_loop().create_future()
+        self.answers[number] = answer
+        answer.add_done_callback(lambda answer: self.answers.pop(number))
+        self.client.send(
+            msgspec.structs.replace(question, client=self.client.client, number=number)
+        )
+        return answer
+
+    async def collective_rpc(self, call: CollectiveRpc) -> list[str | None]:
+        """Call a method of the engine's workers; return their results by rank. Raises
+        InvalidRequest if the engine refuses it.
+        """
+        result: CollectiveRpcResult = await self.ask(call)
+        if result.error:
+            raise InvalidRequest(result.error, param="args")
+        return result.results
+
+    def _fail_answers(self) -> None:
+        for answer in self.answers.values():
+            if not answer.done():
+                answer.set_exception(EngineDeadError("the engine died before it answered"))
 
     def fail(self, error: EngineError) -> None:
         for state in self.running.values():
@@ -242,12 +273,13 @@ class EngineClient:
             case EngineGone(reason=reason):
                 log.log(level, "the engine is gone: %s", reason)
                 self.status = message
+                self._fail_answers()
                 self.fail(EngineDeadError(f"the engine is gone: {reason}"))
                 self.on_change(self)
-            case EngineAudit(number=number):
-                asked = self.audits.get(number)
-                if asked is not None and not asked.done():  # else it has timed out
-                    asked.set_result(message)
+            case EngineAudit(number=number) | CollectiveRpcResult(number=number):
+                answer = self.answers.get(number)
+                if answer is not None and not answer.done():  # else it has timed out
+                    answer.set_result(message)
             case EngineReady():
                 changes = message.is_asleep != self.is_asleep
                 self.status = message
@@ -275,6 +307,7 @@ class EngineClient:
             lost = [state for state in self.running.values() if state.is_open]
             self.tracer.lose_engine(lost, self.rank)
         self.status = EngineStatus("restarting")
+        self._fail_answers()
         self.is_stalled = False
         self.metrics.observe_restarts(message.generation)
         guilty = self.recovery.engine_died(message.generation, message.computing)

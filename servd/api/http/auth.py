@@ -25,6 +25,7 @@ OPEN_PATHS = frozenset({"/", "/health", "/ping"})  # reveal nothing about the mo
 OPEN_ROUTES = OPEN_PATHS | {"/console/{file:path}"}
 # Routes about other clients or the machine, and their scope. All others need "inference".
 SCOPE_OF_ROUTE: dict[str, Scope] = {
+    "/collective_rpc": "admin",
     "/debug/audit": "admin",
     "/is_sleeping": "admin",
     "/kv_event_sources": "metrics",

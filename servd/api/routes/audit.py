@@ -4,7 +4,6 @@ import asyncio
 import os
 import resource
 import threading
-from itertools import count
 
 import msgspec
 from fastapi import APIRouter
@@ -15,12 +14,11 @@ from servd.api.context import context_of, json_response
 from servd.api.engine.engine_client import EngineClient
 from servd.api.http.route import Route, refusals
 from servd.base.errors import Unavailable
-from servd.messages.engine import Audit
+from servd.messages.engine import Audit, EngineAudit
 
 router = APIRouter(route_class=Route)
 
 TIMEOUT = 30.0  # seconds for the engine's answer, which comes between two steps
-numbers = count()  # a late answer must not be taken for another audit's
 
 
 class Holdings(msgspec.Struct):
@@ -51,8 +49,8 @@ async def audit_server(request: Request) -> Response:
     for engine in async_llm.engines:
         if not engine.is_ready or engine.recovery.is_trying:  # some are held back
             raise Unavailable("the engine is not ready: retry later")
-        if engine.audits:  # each takes the engine as long as a step
-            raise Unavailable("another audit is running: retry later")
+        if engine.answers:  # each takes the engine as long as a step
+            raise Unavailable("another audit or collective_rpc is running: retry later")
     admission = async_llm.admission
     open_ids = [engine.open_ids() for engine in async_llm.engines]
     report = AuditReport(
@@ -79,17 +77,11 @@ async def _audit_engine(client: EngineClient, report: AuditReport) -> None:
     """Ask an engine for an audit and add its problems to `report`. As messages keep their order,
     the engine must have all requests open before and after, and none that was not open before.
     """
-    number = next(numbers)
-    answer = asyncio.get_running_loop().create_future()
-    client.audits[number] = answer
     before = client.open_ids()
-    client.client.send(Audit(client.client.client, number))
     try:
-        engine = await asyncio.wait_for(answer, TIMEOUT)
+        engine: EngineAudit = await asyncio.wait_for(client.ask(Audit(0, 0)), TIMEOUT)
     except TimeoutError:
         raise Unavailable("the engine did not answer: retry later") from None
-    finally:
-        del client.audits[number]
     theirs = set(engine.request_ids)
     after = client.open_ids()
     problems = list(engine.problems)

@@ -14,7 +14,7 @@ from servd.api.context import context_of, json_response
 from servd.api.engine.async_llm import AsyncLLM
 from servd.api.http.route import Route, refusals
 from servd.base.errors import InvalidRequest, Unavailable
-from servd.messages.engine import EngineReady, Sleep, WakeUp
+from servd.messages.engine import CollectiveRpc, EngineReady
 
 router = APIRouter(route_class=Route)
 
@@ -33,7 +33,7 @@ async def sleep(request: Request, level: Level = "1") -> Response:
     """Free the weights and the KV cache once no request runs. The next request loads them again."""
     check_level(level)
     await context_of(request).find_model(request.query_params.get("model"))
-    return await _ask(context_of(request).async_llm, Sleep())
+    return await _ask(context_of(request).async_llm, CollectiveRpc("sleep"))
 
 
 def check_level(level: str) -> None:
@@ -45,7 +45,7 @@ def check_level(level: str) -> None:
 @router.post("/wake_up", response_model=SleepState, responses=refusals(503))
 async def wake_up(request: Request) -> Response:
     """Load the model again, before a request needs it."""
-    return await _ask(context_of(request).async_llm, WakeUp())
+    return await _ask(context_of(request).async_llm, CollectiveRpc("wake_up"))
 
 
 @router.get("/is_sleeping", response_model=SleepState, responses=refusals(503))
@@ -54,8 +54,8 @@ async def is_sleeping(request: Request) -> Response:
     return json_response(SleepState(all(_sleep(context_of(request).async_llm))))
 
 
-async def _ask(async_llm: AsyncLLM, message: Sleep | WakeUp) -> Response:
-    wanted = [isinstance(message, Sleep) for _ in _sleep(async_llm)]
+async def _ask(async_llm: AsyncLLM, message: CollectiveRpc) -> Response:
+    wanted = [message.method == "sleep"] * len(_sleep(async_llm))
     for engine in async_llm.engines:
         engine.client.send(message)
     end = time.monotonic() + TIMEOUT

@@ -1,14 +1,20 @@
 """Executors run workers. Each file has one subclass of Executor; `--executor` takes its name."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ClassVar, Protocol
 
 from servd.base import plugins
 from servd.checkpoint import hub
 from servd.checkpoint.model_spec import ModelSpec
 from servd.config import Config
-from servd.messages.engine import GrammarOutput, ModelRunnerOutput, SchedulerOutput, WorkerReady
+from servd.messages.engine import (
+    GrammarOutput,
+    ModelRunnerOutput,
+    RpcMethod,
+    SchedulerOutput,
+    WorkerReady,
+)
 
 EXECUTORS = __name__  # the package, for servd.base.plugins
 
@@ -58,6 +64,10 @@ class Executor(ABC):
     @abstractmethod
     def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> PendingOutput:
         """Launch sampling for the step that `execute_model` launched last; return its output."""
+
+    @abstractmethod
+    def collective_rpc(self, method: RpcMethod, args: Sequence[str | int]) -> list[str | None]:
+        """Call a method of every Worker, while no step is in flight; return the results by rank."""
 
     @abstractmethod
     def shutdown(self) -> None:

@@ -21,6 +21,7 @@ from servd.messages.engine import (
     ModelRunnerOutput,
     NewRequest,
     PromptLogprobs,
+    RpcMethod,
     SchedulerOutput,
     TokenLogprobs,
     WorkerReady,
@@ -170,6 +171,9 @@ class FakeExecutor(executor.Executor):
             raise RuntimeError("sample_tokens was called without execute_model")
         launched, self.launched = self.launched, None
         return self.stream.submit(lambda: self._sample(launched.result(), grammar_output))
+
+    def collective_rpc(self, method: RpcMethod, args: Sequence[str | int]) -> list[str | None]:
+        return [None]
 
     def shutdown(self) -> None:
         if isinstance(self.stream, ThreadPoolExecutor):

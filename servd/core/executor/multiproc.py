@@ -3,7 +3,7 @@
 import queue
 import shutil
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import msgspec
@@ -19,10 +19,13 @@ from servd.ipc.hub import HubReceiver, HubSender
 from servd.ipc.start_messages import StartWorker
 from servd.messages.engine import (
     AllocateKVCache,
+    CollectiveRpc,
+    CollectiveRpcResult,
     FromWorker,
     GrammarOutput,
     LoadModel,
     ModelRunnerOutput,
+    RpcMethod,
     SampleTokens,
     SchedulerOutput,
     Shutdown,
@@ -136,6 +139,15 @@ class MultiProcExecutor(executor.Executor):
         for outbox in self.outboxes[:output_rank]:
             outbox.send(TakeTokens(output.rows))
         return output
+
+    def collective_rpc(self, method: RpcMethod, args: Sequence[str | int]) -> list[str | None]:
+        self._send(CollectiveRpc(method, [*args]))
+        results: dict[int, str | None] = {}
+        while len(results) < len(self.outboxes):
+            message = self._recv()
+            assert isinstance(message, CollectiveRpcResult)
+            (results[message.rank],) = message.results
+        return [results[rank] for rank in sorted(results)]
 
     def shutdown(self) -> None:
         if self.is_stopping:

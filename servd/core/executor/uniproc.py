@@ -1,11 +1,12 @@
 """UniProcExecutor: one worker, inside this process."""
 
 import importlib
+from collections.abc import Sequence
 from typing import Any
 
 from servd.core import executor
 from servd.ipc.child import import_ahead
-from servd.messages.engine import GrammarOutput, SchedulerOutput, WorkerReady
+from servd.messages.engine import GrammarOutput, RpcMethod, SchedulerOutput, WorkerReady
 
 WORKER_MODULE = "servd.worker.worker"
 
@@ -32,6 +33,9 @@ class UniProcExecutor(executor.Executor):
 
     def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> executor.PendingOutput:
         return self.worker.sample_tokens(grammar_output)
+
+    def collective_rpc(self, method: RpcMethod, args: Sequence[str | int]) -> list[str | None]:
+        return [getattr(self.worker, method)(*args)]
 
     def shutdown(self) -> None:
         if self.worker is not None:

@@ -1,0 +1,77 @@
+"""EngineCore.collective_rpc with real workers: other weights, profiles."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from servd.base.errors import InvalidRequest
+from servd.checkpoint.model_spec import read_spec
+from servd.core.engine_core import EngineCore
+from servd.core.executor import load_executor
+from servd.messages.engine import EngineCoreRequest
+from servd.messages.params import SamplingParams
+from tests.core.engines import Log
+from tests.parity.families import CASES, greedy
+from tests.worker.driver import config_for
+
+PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 13]
+NUM_OUTPUTS = 8
+
+
+def with_noise(folder: Path, other: Path) -> Path:
+    """Copy a checkpoint, with other weights."""
+    shutil.copytree(folder, other)
+    tensors = load_file(other / "model.safetensors")
+    torch.manual_seed(1)
+    noisy = {name: tensor + 0.1 * torch.randn_like(tensor) for name, tensor in tensors.items()}
+    save_file(noisy, other / "model.safetensors", {"format": "pt"})
+    return other
+
+
+def answer(engine: EngineCore, name: str) -> list[int]:
+    log = Log()
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUTS)
+    engine.handle(EngineCoreRequest(name, PROMPT, params))
+    log.run(engine)
+    return PROMPT + log.token_ids(name)
+
+
+@pytest.mark.parametrize(("executor", "num_ranks"), [("uniproc", 1), ("multiproc", 2)])
+def test_answers_after_update_weights_are_of_the_new_checkpoint(
+    checkpoints, tmp_path: Path, executor: str, num_ranks: int
+):
+    first = checkpoints("llama", next(iter(CASES["llama"])))
+    second = with_noise(first, tmp_path / "second")
+    other = tmp_path / "other"
+    shutil.copytree(first, other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
+    expected = greedy(second, PROMPT, NUM_OUTPUTS)
+    assert expected != greedy(first, PROMPT, NUM_OUTPUTS)
+
+    config = config_for(first, executor=executor, tensor_parallel_size=num_ranks)
+    workers = load_executor(executor)(config, read_spec(first), lambda phase, progress: None)
+    engine = EngineCore(config, read_spec(first), workers, workers.start())
+    try:
+        assert answer(engine, "before") == greedy(first, PROMPT, NUM_OUTPUTS)
+        assert engine.collective_rpc("update_weights", [str(second)]) == [None] * num_ranks
+        assert answer(engine, "after") == expected
+        for folder, reason in ((other, "rms_norm_eps 0.5"), (tmp_path / "none", "config.json")):
+            with pytest.raises(InvalidRequest, match=reason):
+                engine.collective_rpc("update_weights", [str(folder)])
+        assert engine.collective_rpc("start_profile", []) == [None] * num_ranks
+        assert answer(engine, "profiled") == expected
+        traces = engine.collective_rpc("stop_profile", [])
+        assert len(traces) == num_ranks
+        for trace in traces:
+            assert trace is not None and json.loads(Path(trace).read_text())["traceEvents"]
+            shutil.rmtree(Path(trace).parent)
+        engine.sleep()
+        engine.wake_up()
+        assert answer(engine, "awake") == expected
+    finally:
+        engine.executor.shutdown()
