@@ -90,7 +90,9 @@ class EngineCore:
         num_blocks = self.worker.num_blocks
         memory = num_blocks * self.worker.kv_bytes_per_block
         config = self.config.replace(kv_cache_memory=memory)
-        executor, worker = start_executor(config, self.spec, lambda phase, fraction: None)
+        executor, worker = start_executor(
+            config, self.spec, lambda phase, fraction: None, plans_memory=False
+        )
         assert worker.num_blocks == num_blocks, worker
         self.connect(executor, worker)
 

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
 from typing import NamedTuple
@@ -27,7 +27,7 @@ from servd.core.executor import Executor, load_executor, start_executor
 from servd.core.stats_line import StatsLine
 from servd.core.structured_output.manager import Compiled
 from servd.ipc.channels import Inbox, Outbox, UnreadableMessage
-from servd.ipc.child import read_start
+from servd.ipc.child import Child, read_start
 from servd.ipc.heartbeat import BEAT_INTERVAL, Heartbeat
 from servd.ipc.hub import HubClient, HubInbox, HubOutbox
 from servd.ipc.start_messages import StartEngine
@@ -91,9 +91,15 @@ class Attached(NamedTuple):
 class EngineCoreProc:
     """An EngineCore in a process: the busy loop runs steps, two threads serve the sockets."""
 
-    def __init__(self, start: StartEngine, prepare: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        start: StartEngine,
+        prepare: Callable[[], None] = lambda: None,
+        standby: Sequence[Child] = (),
+    ) -> None:
         self.start = start
-        self.prepare = prepare  # waits for the imports of the executor
+        self.prepare = prepare  # waits until the executor has imported, and has filled `standby`
+        self.standby = standby
         self.clock = StartupClock(start.started_at)
         self.input_queue: queue.SimpleQueue[Input] = queue.SimpleQueue()
         # (client or None for all, message), or a client that comes or goes; None ends the thread.
@@ -118,13 +124,14 @@ class EngineCoreProc:
     @classmethod
     def run_engine_core(cls) -> None:
         """Run `python -m servd.core.engine_core_proc [EXECUTOR NUM_WORKERS [NICENESS]]`."""
-        preparing = threading.Thread(target=prepare, args=sys.argv[1:], daemon=True)
+        standby: list[Child] = []
+        preparing = threading.Thread(target=prepare, args=[standby, *sys.argv[1:]], daemon=True)
         preparing.start()
         start = read_start(StartEngine, lambda config: log.set_level(config.observability))
         log.setup(start.name, start.config.observability)
         signal.signal(signal.SIGTERM, stop)
         try:
-            cls(start, preparing.join).serve()
+            cls(start, preparing.join, standby).serve()
         except ConfigError as error:
             log.exit_with(error)
 
@@ -162,7 +169,9 @@ class EngineCoreProc:
         config = self.start.config
         self.report_progress("importing", 0.0)
         self.prepare()
-        self.executor, worker = start_executor(config, self.start.spec, self.report_progress)
+        self.executor, worker = start_executor(
+            config, self.start.spec, self.report_progress, self.standby
+        )
         self._keep_executor(self.executor)
         self.engine = EngineCore(config, self.start.spec, self.executor, worker)
         self.engine.grammars.on_compiled = self.input_queue.put
@@ -462,9 +471,11 @@ def abort_all_of(client: int, engine: EngineCore) -> AbortRequests:
     return AbortRequests(ids)
 
 
-def prepare(executor: str = "", num_workers: str = "0", niceness: str = "0") -> None:
+def prepare(
+    standby: list[Child], executor: str = "", num_workers: str = "0", niceness: str = "0"
+) -> None:
     if executor:
-        load_executor(executor).prepare(int(num_workers), int(niceness))
+        load_executor(executor).prepare(standby, int(num_workers), int(niceness))
 
 
 def stop(signum: int, frame: FrameType | None) -> None:

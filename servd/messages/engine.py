@@ -323,6 +323,8 @@ FromEngine = (
 class LoadModel(Message, tag=True):
     """Load the weights, and report in WorkerReady how many KV blocks fit."""
 
+    plans_memory: bool = True  # whether to compare the memory with a plan: at the first start
+
 
 class AllocateKVCache(Message, tag=True):
     """Allocate the KV cache. `num_blocks` is the smallest number that a worker reported."""

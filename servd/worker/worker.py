@@ -6,7 +6,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import ClassVar
 
 import msgspec
 import torch
@@ -40,16 +39,11 @@ class Worker:
     """A device with its share of the model. Start with `load_model`, then `allocate_kv_cache`; run
     each step by `execute_model`, then `sample_tokens`.
 
-    Attributes:
-        compared: folders of models whose memory was compared with the plan, once per process.
-
     Args:
         rank: number of this worker among `ParallelConfig.num_workers`.
         progress: called with a start-up phase and its progress, 0 to 1.
         distributed_init: init_method of torch.distributed, e.g. "tcp://127.0.0.1:29500".
     """
-
-    compared: ClassVar[set[str]] = set()
 
     def __init__(
         self,
@@ -82,13 +76,15 @@ class Worker:
         )
         self.runner = runner_class(config, spec, self.device, self.parallel)
 
-    def load_model(self) -> WorkerReady:
-        """Load weights; return how many KV blocks fit. Raises ConfigError if this cannot run."""
+    def load_model(self, plans_memory: bool = True) -> WorkerReady:
+        """Load weights; return how many KV blocks fit. With `plans_memory`, first plan the memory
+        that this needs, and compare the plan with the result. Raises ConfigError if this cannot
+        run.
+        """
         start = time.monotonic()
         self.reference_check = ReferenceCheck(self.runner)
         planned = None
-        if self.parallel.rank == 0 and self.runner.spec.folder not in self.compared:
-            self.compared.add(self.runner.spec.folder)
+        if plans_memory and self.parallel.rank == 0:
             planned = dry_run.predict(self.runner)
         if planned is not None:
             dry_run.check_fits(self.runner, planned)
@@ -160,7 +156,7 @@ class Worker:
         spec = msgspec.structs.replace(self.runner.spec, folder=folder)
         runner_class = type(self.runner)
         self.runner = runner_class(self.runner.config, spec, self.device, self.parallel)
-        self.load_model()
+        self.load_model(plans_memory=False)
         self.allocate_kv_cache(self.num_blocks)
 
     def start_profile(self) -> None:

@@ -78,8 +78,8 @@ class WorkerProc:
                 result = getattr(self.worker, method)(*args)
                 answer = messages.CollectiveRpcResult([result], self.start.rank)
                 self.answers.put(lambda: answer)
-            case messages.LoadModel():
-                self.ready: messages.WorkerReady = self.worker.load_model()
+            case messages.LoadModel(plans_memory):
+                self.ready: messages.WorkerReady = self.worker.load_model(plans_memory)
                 self.answers.put(lambda: self.ready)
             case messages.AllocateKVCache(num_blocks):
                 self.worker.allocate_kv_cache(num_blocks)

@@ -85,7 +85,7 @@ class Driver:
         assert config.model.model is not None
         self.spec = read_spec(config.model.model, config.model.hf_overrides)
         self.worker = Worker(config, self.spec, 0, progress)
-        self.ready = self.worker.load_model()
+        self.ready = self.worker.load_model(plans_memory=False)
         self.worker.allocate_kv_cache(self.ready.num_blocks)
         self.spy = LogitsSpy(self.worker.runner.sampler)
         self.worker.runner.sampler = cast("Sampler", self.spy)

@@ -8,6 +8,7 @@ from servd.base import plugins
 from servd.checkpoint import hub
 from servd.checkpoint.model_spec import ModelSpec
 from servd.config import Config
+from servd.ipc.child import Child
 from servd.messages.engine import (
     GrammarOutput,
     ModelRunnerOutput,
@@ -43,12 +44,16 @@ class Executor(ABC):
         self.config = config
         self.spec = spec
         self.progress = progress
+        self.standby: Sequence[Child] = ()  # processes from `prepare`
+        self.plans_memory = True  # see Worker.load_model
         # Called from another thread when a worker process dies, even if no result is awaited.
         self.on_failure: Callable[[str], None] = lambda reason: None
 
     @classmethod
-    def prepare(cls, num_workers: int, niceness: int = 0) -> None:
-        """Do early, in a thread, the slow part of `start` that needs no configuration."""
+    def prepare(cls, standby: list[Child], num_workers: int, niceness: int = 0) -> None:
+        """Do early, in a thread, the slow part of `start` that needs no configuration. Add the
+        processes that wait for their start message to `standby`.
+        """
         return
 
     @abstractmethod
@@ -79,7 +84,12 @@ def load_executor(name: str) -> type[Executor]:
 
 
 def start_executor(
-    config: Config, spec: ModelSpec, progress: Progress
+    config: Config,
+    spec: ModelSpec,
+    progress: Progress,
+    standby: Sequence[Child] = (),
+    *,
+    plans_memory: bool = True,
 ) -> tuple[Executor, WorkerReady]:
     """Return the configured executor with a loaded model, whose weights it downloads if needed.
     Raises ConfigError if the weights cannot be downloaded or the model cannot be loaded here.
@@ -92,6 +102,8 @@ def start_executor(
         assert model.model is not None
         hub.download_weights(model.model, model.revision, model.download_dir, model.load_format)
     executor = executor_class(config, spec, progress)
+    executor.standby = standby
+    executor.plans_memory = plans_memory
     try:
         return executor, executor.start()
     except BaseException:

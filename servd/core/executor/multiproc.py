@@ -3,8 +3,7 @@
 import queue
 import shutil
 from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Sequence
 
 import msgspec
 
@@ -47,7 +46,6 @@ class MultiProcExecutor(executor.Executor):
     """
 
     worker_module = "servd.worker.worker_proc"
-    standby: ClassVar[list[Child]] = []  # with torch imported; they wait for their start message
 
     def __init__(self, config: Config, spec: ModelSpec, progress: executor.Progress) -> None:
         super().__init__(config, spec, progress)
@@ -64,27 +62,27 @@ class MultiProcExecutor(executor.Executor):
         self.ended: queue.SimpleQueue[str] = queue.SimpleQueue()  # why workers died
 
     @classmethod
-    def prepare(cls, num_workers: int, niceness: int = 0) -> None:
+    def prepare(cls, standby: list[Child], num_workers: int, niceness: int = 0) -> None:
         """Start the processes early, because they import torch."""
         for rank in range(num_workers):
             worker = Child(f"worker-{rank}", cls.worker_module, None, args=[str(niceness)])
-            cls.standby.append(worker)
+            standby.append(worker)
 
     def start(self) -> WorkerReady:
-        standby = {worker.name: worker for worker in self.standby}
-        self.standby.clear()
         for rank in range(self.config.parallel.num_workers):
             self.outboxes.append(self.open_outbox(rank))
             self.outputs.append(deque())
-        self.start_workers(standby)
-        self._send(LoadModel())
+        self.start_workers()
+        self._send(LoadModel(self.plans_memory))
         ready = self._recv_ready()
         self.progress("allocating KV cache", 0.0)
         self._send(AllocateKVCache(ready.num_blocks))
         return self._recv_ready()
 
-    def start_workers(self, standby: Mapping[str, Child]) -> None:
+    def start_workers(self) -> None:
         """Start a process for each worker. Reuse a standby process if there is one."""
+        standby = {worker.name: worker for worker in self.standby}
+        self.standby = ()
         for rank in range(self.config.parallel.num_workers):
             start = self.start_message(rank)
             name = f"worker-{rank}"

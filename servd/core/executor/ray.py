@@ -9,7 +9,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -109,7 +109,7 @@ class RayExecutor(MultiProcExecutor):
     actors: Sequence[Any] = ()
 
     @classmethod
-    def prepare(cls, num_workers: int, niceness: int = 0) -> None:
+    def prepare(cls, standby: list[Child], num_workers: int, niceness: int = 0) -> None:
         """Do nothing: the actors start the processes."""
 
     @property
@@ -128,7 +128,7 @@ class RayExecutor(MultiProcExecutor):
         self.inbox = HubReceiver(self.hub, FromWorker)
         return super().start()
 
-    def start_workers(self, standby: Mapping[str, Child]) -> None:
+    def start_workers(self) -> None:
         meeting_point = self.meeting_point
         runs: list[Any] = []
         for rank, actor in enumerate(self.actors):

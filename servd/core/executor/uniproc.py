@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from servd.core import executor
-from servd.ipc.child import import_ahead
+from servd.ipc.child import Child, import_ahead
 from servd.messages.engine import GrammarOutput, RpcMethod, SchedulerOutput, WorkerReady
 
 WORKER_MODULE = "servd.worker.worker"
@@ -17,13 +17,13 @@ class UniProcExecutor(executor.Executor):
     worker: Any = None  # a Worker; core does not import its type
 
     @classmethod
-    def prepare(cls, num_workers: int, niceness: int = 0) -> None:
+    def prepare(cls, standby: list[Child], num_workers: int, niceness: int = 0) -> None:
         import_ahead(WORKER_MODULE, niceness)
 
     def start(self) -> WorkerReady:
         worker_class = importlib.import_module(WORKER_MODULE).Worker
         self.worker = worker_class(self.config, self.spec, 0, self.progress)
-        ready: WorkerReady = self.worker.load_model()
+        ready: WorkerReady = self.worker.load_model(self.plans_memory)
         self.progress("allocating KV cache", 0.0)
         self.worker.allocate_kv_cache(ready.num_blocks)
         return ready

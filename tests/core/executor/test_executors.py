@@ -3,6 +3,7 @@
 import os
 import queue
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from servd.checkpoint.model_spec import FAKE_SPEC
 from servd.config import Config
 from servd.core.engine_core import EngineCore
 from servd.core.executor import fake, load_executor, multiproc, uniproc
+from servd.ipc.child import Child
 from tests.core.engines import generate, make_request, solo
 from tests.limits import WAIT_SECONDS
 
@@ -29,7 +31,7 @@ def start(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     executors = []
 
-    def start(name: str, **options):
+    def start(name: str, standby: Sequence[Child] = (), **options):
         config = Config.load(
             {"max_num_seqs": 4, "max_num_batched_tokens": 32, "max_model_len": 64} | options
         )
@@ -37,6 +39,7 @@ def start(monkeypatch):
         executor = load_executor(name)(
             config, FAKE_SPEC, lambda phase, fraction: progress.append((phase, fraction))
         )
+        executor.standby = standby
         executors.append(executor)
         return executor, executor.start(), progress
 
@@ -111,18 +114,25 @@ def test_all_workers_run_every_step_and_the_smallest_cache_decides(start):
 
 
 def test_workers_that_wait_ready_are_used_and_dead_ones_replaced(start):
-    multiproc.MultiProcExecutor.prepare(3)
-    prepared = [*multiproc.MultiProcExecutor.standby]
+    prepared: list[Child] = []
+    multiproc.MultiProcExecutor.prepare(prepared, 3)
     prepared[0].process.kill()
     prepared[0].process.wait(WAIT_SECONDS)
-    executor, ready, _ = start("multiproc", tensor_parallel_size=3)
-    assert not multiproc.MultiProcExecutor.standby
+    executor, ready, _ = start("multiproc", prepared, tensor_parallel_size=3)
+    assert not executor.standby
     assert {*executor.workers} > {*prepared[1:]}
     assert [worker.name for worker in executor.workers] == ["worker-0", "worker-1", "worker-2"]
     request = make_request("a", [1, 2, 3], 5)
     log = generate(EngineCore(executor.config, FAKE_SPEC, executor, ready), request)
     assert log.token_ids("a") == solo(request)
     assert prepared[0].exit_code == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(("name", "num_ranks"), [("uniproc", 1), ("multiproc", 3)])
+def test_collective_rpc_returns_the_results_by_rank(start, name, num_ranks):
+    executor, _, _ = start(name, tensor_parallel_size=num_ranks)
+    results = [f"of rank {rank}" for rank in range(num_ranks)]
+    assert executor.collective_rpc("stop_profile", []) == results
 
 
 def test_a_config_error_of_a_worker_is_a_config_error_here(start):

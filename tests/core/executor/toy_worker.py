@@ -22,7 +22,7 @@ class Worker:
         self.rank = rank
         self.executor = FakeExecutor(config, spec, progress)
 
-    def load_model(self):
+    def load_model(self, plans_memory=True):
         if self.failure == "bad-config":
             raise ConfigError("this machine is too small")
         ready = self.executor.start()
@@ -43,6 +43,9 @@ class Worker:
 
     def result(self):
         raise ZeroDivisionError("on the device")
+
+    def stop_profile(self):
+        return f"of rank {self.rank}"
 
     def shutdown(self):
         self.executor.shutdown()
