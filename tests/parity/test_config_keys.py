@@ -90,7 +90,8 @@ def test_a_key_is_followed_as_transformers_does_or_refused(tmp_path: Path, model
         try:
             outcome, details = compare(folder)
         except Exception as error:
-            outcome, details = "different", repr(error)
+            outcome = "different"
+            details = repr(error)
         if outcome == "different":
             wrong[name] = details
     print(*wrong.items(), sep="\n")

@@ -74,7 +74,8 @@ def test_steps_have_the_bits_of_single_calls(checkpoints, model_type, variant, o
     )
     graphs = graphs_of(driver)
     assert graphs is not None and graphs_of(by_calls) is None
-    results, expected = churn(driver), churn(by_calls)
+    results = churn(driver)
+    expected = churn(by_calls)
     assert graphs_of(driver) is graphs and len(graphs.graphs) > 5
     assert len(results) > 5
     for (tokens, logits), (expected_tokens, expected_logits) in zip(results, expected, strict=True):

@@ -62,7 +62,8 @@ def test_tokens_and_logits_equal_transformers(checkpoints, kernels, model_type, 
     slots = [driver.add(prompt) for prompt in prompts(45, 17, 1)]
     driver.generate(slots, num_outputs=20, chunk=19)
     for slot in slots:
-        tokens, num_prompt = driver.tokens[slot], driver.num_prompt[slot]
+        tokens = driver.tokens[slot]
+        num_prompt = driver.num_prompt[slot]
         assert tokens == greedy(folder, tokens[:num_prompt], len(tokens) - num_prompt)
         expected = logits_of(folder, tokens)[num_prompt - 1 : -1]
         torch.testing.assert_close(

@@ -67,7 +67,8 @@ def test_hidden_states(tmp_path: Path, model_type: str, variant: str, backend: s
 def test_classification_heads(tmp_path: Path, model_type: str, variant: str):
     from transformers import AutoModelForSequenceClassification
 
-    kind, options = "AutoModelForSequenceClassification", ENCODERS[model_type][variant]
+    kind = "AutoModelForSequenceClassification"
+    options = ENCODERS[model_type][variant]
     folder = make_checkpoint(tmp_path, model_type, options, kind)
     model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
     files = pooling.read(read_spec(folder))
@@ -85,7 +86,8 @@ def test_gte_as_it_was_published(tmp_path: Path, monkeypatch, caplog, is_packed:
     from transformers import AutoModel
 
     folder = make_checkpoint(tmp_path / "model", "gte", ENCODERS["gte"]["one type"], "AutoModel")
-    model, config = AutoModel.from_pretrained(folder).eval(), read_json(folder / "config.json")
+    model = AutoModel.from_pretrained(folder).eval()
+    config = read_json(folder / "config.json")
     config |= {"model_type": "new", "architectures": ["NewModel"], "rope_theta": 20000}
     config |= {"auto_map": {"AutoModel": "NewModel"}, "position_embedding_type": "rope"}
     config["rope_scaling"] = {"type": "ntk", "factor": 8.0}
@@ -154,7 +156,8 @@ def test_embeddings_are_made_as_the_files_say(tmp_path: Path):
     )
     texts = {"prompts": {"query": "query: "}, "default_prompt_name": "query"}
     write(folder / "config_sentence_transformers.json", texts)
-    weight, bias = torch.randn(20, 48), torch.randn(20)
+    weight = torch.randn(20, 48)
+    bias = torch.randn(20)
     save_file({"linear.weight": weight, "linear.bias": bias}, folder / "2_Dense/model.safetensors")
     model = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
 
@@ -184,7 +187,8 @@ def test_pairs_are_scored_with_their_token_types(tmp_path: Path):
     for text, (score,) in zip(TEXTS, got, strict=True):
         encoding = tokenizer.encode(TEXTS[0], text)
         assert 1 in encoding.type_ids
-        ids, types = torch.tensor([encoding.ids]), torch.tensor([encoding.type_ids])
+        ids = torch.tensor([encoding.ids])
+        types = torch.tensor([encoding.type_ids])
         expected = model(ids, token_type_ids=types).logits.item()
         assert score == pytest.approx(expected, abs=TOLERANCE)
 
@@ -247,7 +251,9 @@ def test_the_reference_runs_modules_in_their_order(tmp_path: Path):
     write(tmp_path / "modules.json", entries)
     write(tmp_path / "1_P/config.json", {"pooling_mode_mean_tokens": True, "include_prompt": True})
     dense = {"in_features": 6, "out_features": 4}
-    hidden, weight, bias = torch.randn(5, 6), torch.randn(4, 6), torch.randn(4)
+    hidden = torch.randn(5, 6)
+    weight = torch.randn(4, 6)
+    bias = torch.randn(4)
     tensors = {"linear.weight": weight, "linear.bias": bias}
     mean = hidden.mean(0)
     vectors = {

@@ -94,7 +94,9 @@ def test_hits_around_the_edge_of_a_window(checkpoints, monkeypatch, model_type: 
     folder = checkpoints(model_type, next(iter(CASES[model_type])))
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
     engine = make_engine(folder, num_blocks=120, depth=depth, speculative_config=drafts)
-    cache, draw, log = engine.scheduler.kv_cache, random.Random(3), Log()
+    cache = engine.scheduler.kv_cache
+    draw = random.Random(3)
+    log = Log()
     prompt = [draw.randrange(199) for _ in range(40)]
 
     def run(name: str, token_ids: list[int], num_cached: int) -> None:
@@ -139,7 +141,8 @@ def test_blocks_that_went_to_host_memory_and_to_files_come_back(
 
     def run(**options: object) -> Log:
         engine = make_engine(folder, num_blocks=26, depth=depth, **options)
-        connector, log = engine.scheduler.kv_cache.connector, Log()
+        connector = engine.scheduler.kv_cache.connector
+        log = Log()
         if isinstance(connector, OffloadConnector):
             connector.flush()
         for request in requests:

@@ -146,7 +146,8 @@ def test_adapters_of_layers_whose_rows_are_in_another_order(
 def test_an_adapter_of_what_all_tokens_go_through_beside_experts(checkpoints, tmp_path: Path):
     """PEFT would take experts for it, too: it is merged here."""
     base = checkpoints("deepseek_v2", next(iter(CASES["deepseek_v2"])))
-    merged, shapes = tmp_path / "merged", {}
+    merged = tmp_path / "merged"
+    shapes = {}
     shutil.copytree(base, merged)
     tensors = load_file(base / "model.safetensors")
     names = [f"model.layers.1.mlp.shared_experts.{leaf}_proj" for leaf in ("up", "down")]

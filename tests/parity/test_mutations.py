@@ -230,7 +230,8 @@ def wrongs(folders: dict[str, Path], place: Path, seeds: range) -> dict[str, str
         try:
             outcome, details = compare(folder)
         except Exception as error:
-            outcome, details = "different", repr(error)
+            outcome = "different"
+            details = repr(error)
         if outcome == "different":
             wrong[name] = details
         shutil.rmtree(folder)

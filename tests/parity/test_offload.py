@@ -23,10 +23,12 @@ GPT2 = {"n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024, "vocab_
 
 def run(executor_class, folder: Path, requests: list[EngineCoreRequest], **options: object) -> Log:
     """A life of an engine, which ends when what it has is written."""
-    config, spec = config_for(folder, **options), read_spec(folder)
+    config = config_for(folder, **options)
+    spec = read_spec(folder)
     executor = executor_class(config, spec, lambda phase, fraction: None)
     try:
-        engine, log = EngineCore(config, spec, executor, executor.start()), Log()
+        engine = EngineCore(config, spec, executor, executor.start())
+        log = Log()
         connector = engine.scheduler.kv_cache.connector
         if isinstance(connector, OffloadConnector):
             connector.flush()
@@ -48,7 +50,8 @@ def test_each_rank_gets_its_part_of_a_block_back(checkpoints, tmp_path, monkeypa
     monkeypatch.setattr(LoadCosts, "is_worth_loading", lambda self, place: True)
     monkeypatch.setattr(loads, "MIN_TIMEOUT_NS", 60_000_000_000)
     folder = checkpoints("llama", "untied")
-    draw, greedy = random.Random(2), SamplingParams(temperature=0.0, max_tokens=12)
+    draw = random.Random(2)
+    greedy = SamplingParams(temperature=0.0, max_tokens=12)
     prompts = [[draw.randrange(199) for _ in range(50)] for _ in range(4)] * 2
     requests = [EngineCoreRequest(str(i), prompt, greedy) for i, prompt in enumerate(prompts)]
     expected = run(uniproc.UniProcExecutor, folder, requests)
@@ -78,7 +81,8 @@ def test_the_first_token_of_a_known_prompt_comes_in_a_tenth_of_the_time(checkpoi
         + ", ".join(f'"{name}": {value}' for name, value in GPT2.items())
         + "}"
     )
-    draw, greedy = random.Random(3), SamplingParams(temperature=0.0, max_tokens=8)
+    draw = random.Random(3)
+    greedy = SamplingParams(temperature=0.0, max_tokens=8)
     warm_up, prompt = ([draw.randrange(50000) for _ in range(n)] for n in (100, 900))
     requests = [EngineCoreRequest("warm", warm_up, greedy), EngineCoreRequest("a", prompt, greedy)]
     options = {

@@ -47,7 +47,7 @@ def test_prompt_logprobs(folder: Path, chunks: list[int], request: pytest.Fixtur
     tolerance = tolerance_of(model)
     # A slice of logits has at most max_num_seqs rows: 3 here, so every chunk needs several.
     driver = Driver(config_for(folder, max_num_seqs=3))
-    (first, also, other) = prompts(31, 31, 31)
+    first, also, other = prompts(31, 31, 31)
     params = SamplingParams(temperature=0.0, prompt_logprobs=4, max_tokens=5)
     slots = [
         driver.add(first, params),
@@ -116,7 +116,7 @@ def test_pooled_vectors(folder: Path, chunks: list[int]):
 @pytest.mark.parametrize("pooling", ["mean", "all"])
 def test_a_slot_forgets_who_had_it(folder: Path, pooling: str):
     driver = Driver(config_for(folder, max_num_seqs=1))
-    (first, second) = prompts(9, 6)
+    first, second = prompts(9, 6)
     slot = driver.add(first, PoolingParams(pooling=pooling, normalize=False))
     driver.step({slot: 5})
     driver.free(slot)

@@ -60,7 +60,8 @@ def make_requests() -> list[EngineCoreRequest]:
 
 
 def make_engine(executor_class: Any, folder: Path, **options: Any) -> EngineCore:
-    config, spec = config_for(folder, **options), read_spec(folder)
+    config = config_for(folder, **options)
+    spec = read_spec(folder)
     executor = executor_class(config, spec, lambda phase, fraction: None)
     return EngineCore(config, spec, executor, executor.start())
 
@@ -107,7 +108,8 @@ def check(folder: Path, engine: EngineCore) -> None:
     expected = run(whole, requests)
     whole.executor.shutdown()
     for request in requests:
-        prompt, name = request.prompt_token_ids, request.request_id
+        prompt = request.prompt_token_ids
+        name = request.request_id
         assert log.token_ids(name) == expected.token_ids(name)
         if request.params == GREEDY:
             assert prompt + log.token_ids(name) == greedy(folder, prompt, NUM_OUTPUTS)
@@ -147,7 +149,8 @@ def test_each_weight_is_in_the_stage_that_needs_it(checkpoints, model_type: str,
         {name for name in stage_names if not re.search(r"\.\d\.", name)}
         for stage_names in names_of_stages
     ]
-    first, norm = EMBEDDING[model_type], NORM[model_type]
+    first = EMBEDDING[model_type]
+    norm = NORM[model_type]
     assert ends == [first, set(), norm | {"lm_head.weight"}]
     names = {name for name, _ in whole.named_parameters()}
     assert set().union(*names_of_stages) == names | {"lm_head.weight"}
@@ -181,7 +184,8 @@ def test_tokens_that_a_grammar_forces_reach_all_stages():
     engine = make_engine(stages.Executor, folder, block_size=16, pipeline_parallel_size=2)
     sizes: list[int] = []
     engine.on_scheduled = lambda record: sizes.append(record.num_tokens)
-    expected, log = Driver(whole, *requests).run(), Driver(engine, *requests).run()
+    expected = Driver(whole, *requests).run()
+    log = Driver(engine, *requests).run()
     for request in requests:
         name = request.request_id
         assert log.token_ids(name) == expected.token_ids(name)

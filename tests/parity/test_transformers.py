@@ -265,7 +265,8 @@ def test_a_rank_has_its_share(tmp_path: Path, model_type: str, num_heads: int):
     """That ranks together are right: tests/worker/test_parallel.py. The plan of OLMo 2, which
     norms all heads at once, leaves attention whole."""
     folder = make(tmp_path, model_type, CLASSES[model_type])
-    whole, share = build(folder), build(folder, 2)
+    whole = build(folder)
+    share = build(folder, 2)
     sizes = [
         sum(weight.numel() for name, weight in model.named_parameters() if "mlp" in name)
         for model in (whole, share)

@@ -173,7 +173,8 @@ class Driver:
         """
         scheduled: list[ScheduledRequest] = []
         for slot, num_tokens in chunks.items():
-            start, end = self.computed[slot], self.computed[slot] + num_tokens
+            start = self.computed[slot]
+            end = self.computed[slot] + num_tokens
             assert end <= len(self.tokens[slot])
             samples = end == len(self.tokens[slot])
             num_drafts = len(self.drafts[slot]) if samples else 0
@@ -195,7 +196,8 @@ class Driver:
         self.worker.execute_model(
             SchedulerOutput(self.step_number, scheduled, self.new, self.freed)
         )
-        self.new, self.freed = [], []
+        self.new = []
+        self.freed = []
         output = self.worker.sample_tokens(bitmask).result()
         logits = list(self.spy.rows)
         for index, row in enumerate(scheduled):

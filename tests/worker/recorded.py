@@ -154,7 +154,8 @@ class GraphBackend(torch_sdpa.TorchSdpaBackend):
     def attend(self, q, kv_cache, metadata, scale, sinks):
         if not isinstance(metadata, AttentionBatch):
             return super().attend(q, kv_cache, metadata, scale, sinks)
-        tokens, starts = torch.arange(len(q)), metadata.query_start_loc
+        tokens = torch.arange(len(q))
+        starts = metadata.query_start_loc
         rows = torch.searchsorted(starts[1:].contiguous(), tokens, right=True, out_int32=True)
         is_padding = rows >= len(starts) - 1
         rows = rows.clamp(max=len(starts) - 2)

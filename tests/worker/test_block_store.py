@@ -9,7 +9,8 @@ from servd.messages.engine import BlockSwaps
 from servd.worker.device.parallel import Parallel
 from servd.worker.kv.block_store import BlockStore
 
-NUM_BLOCKS, NUM_SLOTS = 5, 3
+NUM_BLOCKS = 5
+NUM_SLOTS = 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])

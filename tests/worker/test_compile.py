@@ -60,7 +60,8 @@ def outputs(
 @pytest.mark.parametrize("model_type, variant", VARIANTS)
 def test_steps_of_all_sizes_share_what_is_compiled(tmp_path: Path, model_type: str, variant: str):
     folder = make_checkpoint(tmp_path, model_type, CASES[model_type][variant])
-    driver, counter = Driver(config_for(folder)), Counter()
+    driver = Driver(config_for(folder))
+    counter = Counter()
     compile_layers(driver.worker.runner.model, counter)
     outputs(
         driver, PROMPTS[:1], 2, chunk=4

@@ -11,7 +11,8 @@ from servd.worker.loading.convert_tokenizer import main
 
 def test_vocab_and_merges_become_tokenizer_json(tiny_gpt2_tokenizer: Path, tmp_path: Path):
     whole = json.loads((tiny_gpt2_tokenizer / "tokenizer.json").read_text())
-    slow, fast = tmp_path / "slow", tmp_path / "fast"
+    slow = tmp_path / "slow"
+    fast = tmp_path / "fast"
     slow.mkdir()
     (slow / "vocab.json").write_text(json.dumps(whole["model"]["vocab"]))
     merges = [

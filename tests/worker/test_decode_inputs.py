@@ -6,7 +6,8 @@ import torch
 from servd.worker.batch.block_table import NO_CHANGES
 from servd.worker.batch.decode_inputs import NUM_BUFFERS, NUM_GIVEN, DecodeInputs
 
-NULL, BLOCK = 9, 50
+NULL = 9
+BLOCK = 50
 PADDING = [NULL, 0, 0, NULL, 0, BLOCK]
 
 
@@ -51,7 +52,8 @@ class LazyEvent:
     """Says that the device has read the memory when it is waited for."""
 
     def __init__(self, log: list[str], name: str) -> None:
-        self.log, self.name = log, name
+        self.log = log
+        self.name = name
 
     def record(self) -> None:
         self.log.append(f"send {self.name}")
@@ -61,7 +63,8 @@ class LazyEvent:
 
 
 def test_pinned_memory_is_filled_when_the_device_has_read_it():
-    inputs, log = make_inputs(), []
+    inputs = make_inputs()
+    log = []
     pinned = [torch.zeros_like(inputs.memory) for _ in range(NUM_BUFFERS)]
     inputs.make_buffers = lambda: [
         (memory.numpy(), memory, LazyEvent(log, str(i))) for i, memory in enumerate(pinned)

@@ -35,7 +35,8 @@ def planned_and_loaded(
     folder: Path, **options: Any
 ) -> tuple[dry_run.MemorySizes, CPUModelRunner, int]:
     """The plan of a checkpoint, and its runner with a KV cache of 5 blocks."""
-    config, spec = config_for(folder, **options), read_spec(folder)
+    config = config_for(folder, **options)
+    spec = read_spec(folder)
     sizes = dry_run.plan(config, spec).sizes
     worker = Worker(config, spec, 0, lambda *_: None)
     worker.load_model()

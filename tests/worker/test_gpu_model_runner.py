@@ -68,7 +68,8 @@ def serve(folder: Path, depth: int, **options: object) -> list[list[int]]:
         **ON_DEVICE | options,
     )
     executor = UniProcExecutor(config, spec, lambda *_: None)
-    engine, log = EngineCore(config, spec, executor, executor.start()), Log()
+    engine = EngineCore(config, spec, executor, executor.start())
+    log = Log()
     for i in range(8):
         params = SamplingParams(
             temperature=1.0,

@@ -100,7 +100,9 @@ def test_a_step_is_padded_with_rows_of_nobody_and_a_size_is_captured_once():
 
 def test_the_recorder_freezes_what_comes_from_the_host():
     """Otherwise the tests below would show nothing."""
-    x, y, step = torch.zeros(2), torch.zeros(2), 1
+    x = torch.zeros(2)
+    y = torch.zeros(2)
+    step = 1
 
     def run() -> None:
         y.copy_(x * 2 + step)
@@ -118,7 +120,8 @@ def run_steps(
     """Requests come, decode together in changing numbers, and leave."""
     driver = Driver(config_for(folder, **{"load_format": "dummy"} | options), seed=3)
     draw = random.Random(1)
-    outputs, logits = [], []
+    outputs = []
+    logits = []
     slots = [
         driver.add([draw.randrange(199) for _ in range(length)]) for length in (3, 9, 1, 14, 6)
     ]
@@ -232,7 +235,8 @@ OTHERS = {
 @pytest.mark.parametrize("other", [None, *OTHERS])
 def test_greedy_steps_are_sampled_by_a_graph(folder: Path, depth: int, other: str | None):
     """The last one of the requests may ask for more."""
-    results, counts = [], Counter[str]()
+    results = []
+    counts = Counter[str]()
     for enforce_eager in (False, True):
         engine, runner = small_engine(folder, enforce_eager, depth)
         if not enforce_eager:
@@ -251,7 +255,8 @@ class Counting:
     """Stands before a sampler, and counts the steps that it gets whole."""
 
     def __init__(self, sampler: Sampler, counts: Counter[str]) -> None:
-        self.sampler, self.counts = sampler, counts
+        self.sampler = sampler
+        self.counts = counts
 
     def __call__(self, *args: object) -> object:
         self.counts["sampler"] += 1
@@ -290,7 +295,8 @@ def test_a_cache_that_is_made_again_has_graphs_of_its_own(folder: Path):
         return [driver.free(slot) for slot in slots]
 
     expected = serve()
-    old, before = worker.runner.kv_caches, [cache.nan_to_num() for cache in worker.runner.kv_caches]
+    old = worker.runner.kv_caches
+    before = [cache.nan_to_num() for cache in worker.runner.kv_caches]
     worker.allocate_kv_cache(driver.ready.num_blocks)
     assert serve() == expected
     assert all(
@@ -301,7 +307,8 @@ def test_a_cache_that_is_made_again_has_graphs_of_its_own(folder: Path):
 def test_all_that_is_captured_and_every_way_to_sample_comes_before_the_first_request(
     folder, monkeypatch
 ):
-    captured, phases = [], []
+    captured = []
+    phases = []
     monkeypatch.setattr(GraphRunner, "capture", count_calls(GraphRunner.capture, captured))
     config = config_for(folder, load_format="dummy", max_num_seqs=6)
     driver = Driver(config, progress=lambda phase, fraction: phases.append((phase, fraction)))
@@ -322,9 +329,11 @@ def steps_by_kind(runner: RecordedRunner) -> Counter[str]:
     forward = runner.forward
 
     def counted(batch):
-        hidden, graphs = forward(batch), runner.graphs
+        hidden = forward(batch)
+        graphs = runner.graphs
         by_graph = graphs is not None and hidden.data_ptr() == graphs.hidden.data_ptr()
-        steps["eager" if not by_graph else "decode" if batch.is_decode else "mixed"] += 1
+        kind = "decode" if batch.is_decode else "mixed"
+        steps[kind if by_graph else "eager"] += 1
         return hidden
 
     runner.forward = counted

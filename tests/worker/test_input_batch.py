@@ -11,7 +11,9 @@ from servd.messages.params import SamplingParams
 from servd.worker.batch.input_batch import AttentionRows, InputBatch, gather_rows
 from servd.worker.batch.request_states import RequestStates
 
-NUM_SLOTS, BLOCK_SIZE, VOCAB_SIZE = 9, 4, 50
+NUM_SLOTS = 9
+BLOCK_SIZE = 4
+VOCAB_SIZE = 50
 
 
 def filled_states(seed: int) -> tuple[RequestStates, dict[int, int]]:
@@ -40,7 +42,8 @@ def plain(value: object) -> object:
 
 def test_columns_are_gathered_as_rows_are():
     for seed in range(20):
-        batches, draw = [], random.Random(seed)
+        batches = []
+        draw = random.Random(seed)
         slots = draw.sample(range(NUM_SLOTS), draw.randint(1, NUM_SLOTS))
         for is_columns in (True, False):
             states, computed = filled_states(seed)
@@ -68,7 +71,8 @@ def test_columns_are_gathered_as_rows_are():
 
 def test_drafts_at_hand_are_gathered_as_those_of_a_device_are():
     for seed in range(20):
-        batches, draw = [], random.Random(seed)
+        batches = []
+        draw = random.Random(seed)
         slots = draw.sample(range(NUM_SLOTS), draw.randint(1, NUM_SLOTS))
         drafts = [
             [draw.randrange(-1, VOCAB_SIZE) for _ in range(draw.randint(0, 5))] for _ in slots
@@ -120,7 +124,8 @@ def test_a_part_of_columns_is_computed_though_the_whole_has_not_begun():
     batch = prepare(SchedulerOutput(1, [], decodes=decodes), states)
     assert states.num_computed.tolist() != expected.num_computed.tolist()
     for first, end in ((0, 2), (2, 3)):
-        part, same = batch.part(first, end), whole.part(first, end)
+        part = batch.part(first, end)
+        same = whole.part(first, end)
         assert plain(part.input_ids) == plain(same.input_ids)
         assert plain(part.positions) == plain(same.positions)
         assert plain(part.attention.slot_mapping) == plain(same.attention.slot_mapping)

@@ -27,7 +27,8 @@ class Engine:
         executor = UniProcExecutor(config, self.spec, lambda phase, fraction: None)
         self.core = EngineCore(config, self.spec, executor, executor.start())
         runner = executor.worker.runner
-        self.forward, self.fails = runner.forward, fails
+        self.forward = runner.forward
+        self.fails = fails
         runner.forward = self.checked
 
     def checked(self, batch: InputBatch) -> torch.Tensor:

@@ -9,7 +9,8 @@ import pytest
 
 # Kernel, types of what is not constant (":16": a multiple of 16, as all pointers are), constants,
 # warps or all options.
-OPS, SAMPLE = "servd.worker.ops.triton", "servd.worker.sample.ops.triton"
+OPS = "servd.worker.ops.triton"
+SAMPLE = "servd.worker.sample.ops.triton"
 LOGITS = {"COUNT_BITS": 2**30 - 1, "LAST": 2**31 - 1, "ENTRIES": 256, "BLOCK": 4096}
 NO_BIAS = {"starts_ptr": None, "ids_ptr": None, "biases_ptr": None}
 NO_PENALTIES = {"bitmask_ptr": None, "slots_ptr": None, "counts_ptr": None, "factors_ptr": None}
@@ -20,8 +21,10 @@ DECODE = HEADS | PLAIN | {"TILE_KEYS": 64, "MAX_SPLITS": 16, "LINES": 16}
 PREFILL = HEADS | PLAIN | {"TILE_KEYS": 64, "LINES": 128}
 CACHE = "*bf16 *bf16 *bf16 *bf16"
 TREE = HEADS | {"TAIL": 5, "SOFT_CAP": 50.0}  # and sinks
-STEP, SIZES = "*i32 *i32 *i32 *i32", "i32:16 i32 i32 fp32"
-DECODING, PROMPTS = {"num_warps": 4, "num_stages": 5}, {"num_warps": 8, "num_stages": 5}
+STEP = "*i32 *i32 *i32 *i32"
+SIZES = "i32:16 i32 i32 fp32"
+DECODING = {"num_warps": 4, "num_stages": 5}
+PROMPTS = {"num_warps": 8, "num_stages": 5}
 EXPERTS = {"num_warps": 4}
 WORK = {"SPLIT_QUERIES": 4, "TILE_QUERIES": 32, "TILE_KEYS": 64, "MIN_SPLIT": 256, "MAX_SPLITS": 16}
 ROTARY = {"HEADS": 32, "KV_HEADS": 8, "HEAD_DIM": 128, "ROWS": 32}

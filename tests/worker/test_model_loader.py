@@ -34,7 +34,8 @@ def test_whole_matrices_are_packed_from_the_mapped_file(tiny_gpt2: Path):
     parallel = Parallel.connect(0, 1, cpu, None)
     model = model_loader.build_model(model_spec.read_spec(tiny_gpt2), torch.float32, cpu, parallel)
     pack = model_loader.quant_method_maker(torch.float32, None, str(tiny_gpt2)).dense
-    file, num_mapped = tiny_gpt2 / "model.safetensors", 0
+    file = tiny_gpt2 / "model.safetensors"
+    num_mapped = 0
 
     def make(weight: torch.Tensor) -> QuantMethod | None:
         nonlocal num_mapped
@@ -65,7 +66,8 @@ def test_pickled_weights_are_those_of_safetensors(tmp_path: Path, tiny_gpt2: Pat
     torch.save(tensors, tmp_path / "pytorch_model.bin")
     logits = []
     for folder, load_format in ((tiny_gpt2, "auto"), (tmp_path, "pt")):
-        config, spec = config_for(folder, load_format=load_format), model_spec.read_spec(folder)
+        config = config_for(folder, load_format=load_format)
+        spec = model_spec.read_spec(folder)
         planned = dry_run.plan(config, spec).sizes
         worker = Worker(config, spec, 0, lambda *_: None)
         worker.load_model()

@@ -34,7 +34,8 @@ class ThreadedExecutor(UniProcExecutor):
         self.launched = self.stream.submit(super().execute_model, scheduled)
 
     def sample_tokens(self, bitmask: GrammarOutput | None = None):
-        launched, sample = self.launched, super().sample_tokens
+        launched = self.launched
+        sample = super().sample_tokens
 
         def run():
             launched.result()
@@ -90,7 +91,8 @@ def serve(
     engine.depth = depth
     if not jumps_ahead:
         engine.grammars.grammar_tokens = dict
-    settle, log = with_grammars(engine), Log()
+    settle = with_grammars(engine)
+    log = Log()
     for wave in (requests[:3], requests[3:4], requests[4:]):
         for request in wave:
             engine.handle(request)
@@ -104,7 +106,8 @@ def serve(
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_no_depth_changes_what_is_sampled(tmp_path: Path, seed: int):
-    folder, draw = write_config(tmp_path), random.Random(seed)
+    folder = write_config(tmp_path)
+    draw = random.Random(seed)
     requests = [make_request(i, draw) for i in range(7)]
     expected = check_depths(folder, requests)
     assert {output[-1].finish_reason for output in expected.outputs.values()} == {"stop", "length"}
@@ -112,7 +115,8 @@ def test_no_depth_changes_what_is_sampled(tmp_path: Path, seed: int):
 
 def test_no_depth_changes_what_a_grammar_allows(tiny_llama: Path):
     """Beside free requests, with all that changes what the bitmask leaves."""
-    draw, tokenizer = random.Random(0), Tokenizer.from_file(str(tiny_llama / "tokenizer.json"))
+    draw = random.Random(0)
+    tokenizer = Tokenizer.from_file(str(tiny_llama / "tokenizer.json"))
     requests = []
     for i in range(7):
         params = SamplingParams(

@@ -87,7 +87,8 @@ def answer(worker: Worker, adapter: Adapter | None) -> tuple[list[int], torch.Te
 
 def adapter_of(folder: Path, num_kv_heads: int) -> Adapter:
     """One of every layer that ranks share, of a small Llama."""
-    shapes, size = {}, 8 * num_kv_heads
+    shapes = {}
+    size = 8 * num_kv_heads
     for module, inputs, outputs in (
         ("self_attn.k_proj", 48, size),
         ("self_attn.o_proj", 48, 48),
@@ -138,7 +139,8 @@ def test_two_ranks_equal_one(tmp_path: Path, model_type: str, options: dict[str,
 
 
 def test_heads_of_which_there_are_fewer_than_ranks_are_shared_by_neighbours():
-    q, k = torch.arange(8.0)[:, None], torch.arange(10.0, 14.0)[:, None]  # 4 and 2 heads of 2
+    q = torch.arange(8.0)[:, None]  # 4 and 2 heads of 2
+    k = torch.arange(10.0, 14.0)[:, None]
     for rank in range(4):
         parallel = Parallel(rank, 4)
         copies = [1, parallel.num_copies(2)]
@@ -200,7 +202,8 @@ def check(folder: Path, adapter: Adapter | None = None, **options: object) -> No
     """Tokens and logits of two ranks are those of one; of greedy tokens, transformers' own."""
     tmp_path = folder.parent
     generate(0, 1, str(folder), adapter, None, str(tmp_path / "one"), options)
-    address, two = f"file://{tmp_path}/rendezvous", str(tmp_path / "two")
+    address = f"file://{tmp_path}/rendezvous"
+    two = str(tmp_path / "two")
     mp.start_processes(
         generate, (2, str(folder), adapter, address, two, options), nprocs=2, start_method="fork"
     )

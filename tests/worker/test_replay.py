@@ -55,7 +55,9 @@ def make_request(
 
 @pytest.mark.parametrize("size", [1, 17, 40])
 def test_replayed_at_any_position_a_request_gets_the_same_bits(size):
-    draw, living, next_one = random.Random(size), make_engine(), make_engine()
+    draw = random.Random(size)
+    living = make_engine()
+    next_one = make_engine()
     request = make_request("r", draw, size, 120, temperature=1.0, seed=size, logprobs=2)
     whole = run(living, [request])["r"]
     # Beginnings and ends of blocks, and several positions at once: they find one another's blocks.

@@ -36,7 +36,8 @@ class LazyTensor(torch.Tensor):
 
 class LazyEvent:
     def __init__(self, device: LazyDevice) -> None:
-        self.device, self.is_recorded = device, False
+        self.device = device
+        self.is_recorded = False
 
     def record(self) -> None:
         self.is_recorded = True

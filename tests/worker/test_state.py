@@ -25,7 +25,8 @@ from tests.worker.driver import Driver, config_for
 from tests.worker.test_overlap import ThreadedExecutor
 
 pytestmark = pytest.mark.usefixtures("poisoned")
-MODEL, VARIANT = "qwen3_5_text", "of four layers"
+MODEL = "qwen3_5_text"
+VARIANT = "of four layers"
 BLOCK_BYTES = 2 * 4 * 2 * 16 * 4  # keys and values of one layer, by hand
 GREEDY = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
 
@@ -46,7 +47,8 @@ def config_of(folder: Path, num_blocks: int = 200, **options: Any) -> Config:
 
 def engine_of(folder: Path, depth: int = 1, **options: Any) -> EngineCore:
     """A whole engine in this process."""
-    config, spec = config_of(folder, async_scheduling=depth > 1, **options), read_spec(folder)
+    config = config_of(folder, async_scheduling=depth > 1, **options)
+    spec = read_spec(folder)
     kind = ThreadedExecutor if depth > 1 else UniProcExecutor
     executor = kind(config, spec, lambda *_: None)
     return EngineCore(config, spec, executor, executor.start())
@@ -115,9 +117,12 @@ def test_what_a_grammar_forces_is_not_drafted(folder: Path):
 
 def test_a_step_that_fails_half_way_has_changed_no_state(folder: Path, monkeypatch):
     """All but the last layer have run when the last one fails of a request."""
-    engine, all_requests = engine_of(folder), requests(5, 14, 3)
-    runner, forward = engine.executor.worker.runner, LlamaMLP.forward
-    run, last = runner.forward, runner.model.model.layers[-1].mlp
+    engine = engine_of(folder)
+    all_requests = requests(5, 14, 3)
+    runner = engine.executor.worker.runner
+    forward = LlamaMLP.forward
+    run = runner.forward
+    last = runner.model.model.layers[-1].mlp
     parts: list[InputBatch] = []
 
     def noted(batch: InputBatch) -> Any:

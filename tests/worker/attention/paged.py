@@ -19,11 +19,9 @@ def dense(
 ) -> torch.Tensor:
     """Attention of the last len(q) tokens of one row, in float64. [tokens, heads, head_dim]"""
     groups = q.shape[1] // keys.shape[1]
-    q, keys, values = (
-        q.double(),
-        keys.double().repeat_interleave(groups, 1),
-        values.double().repeat_interleave(groups, 1),
-    )
+    q = q.double()
+    keys = keys.double().repeat_interleave(groups, 1)
+    values = values.double().repeat_interleave(groups, 1)
     scores = torch.einsum("qhd,khd->hqk", q, keys) * scale
     if soft_cap is not None:
         scores = soft_cap * (scores / soft_cap).tanh()
@@ -142,7 +140,8 @@ class Rows:
     def batch(self, first: np.ndarray, last: np.ndarray) -> AttentionBatch:
         """The step that computes tokens [first, last) of each row that has some."""
         rows = np.flatnonzero(last > first)
-        lens, device = (last - first)[rows], self.spec.device
+        lens = (last - first)[rows]
+        device = self.spec.device
         slots = np.concatenate([self.slots(row, first[row], last[row]) for row in rows])
         tails = np.zeros((len(rows), self.tail), dtype=np.int64)
         for tail, row in zip(tails, rows, strict=True):
@@ -195,7 +194,8 @@ class Rows:
 
     def run(self, backend: AttentionBackend, fill: float | None = None) -> torch.Tensor:
         """This step, after those before. What is in no row's cache is noise, or `fill`."""
-        shape, spec = backend.kv_cache_shape(self.num_blocks), self.spec
+        shape = backend.kv_cache_shape(self.num_blocks)
+        spec = self.spec
         noise = (
             self._random(torch.Generator().manual_seed(1), *shape)
             if fill is None
@@ -210,13 +210,16 @@ class Rows:
 
     def expected(self, rounds: bool = True) -> torch.Tensor:
         """What the step yields, in float64; `rounds`: from a cache of its type."""
-        spec, outputs = self.spec, []
+        spec = self.spec
+        outputs = []
         for row, (computed, length) in enumerate(zip(self.computed, self.seq_lens, strict=True)):
             rotation = self.rotation(torch.arange(length))
-            q, keys = rotated(self.q[row], rotation), rotated(self.keys[row], rotation)
+            q = rotated(self.q[row], rotation)
+            keys = rotated(self.keys[row], rotation)
             values = self.values[row]
             if spec.kv_dtype == torch.int8 and rounds:
-                keys, values = rounded(keys), rounded(values)
+                keys = rounded(keys)
+                values = rounded(values)
             if spec.value_dim is not None:
                 values = keys[..., -spec.value_dim :]
             outputs.append(

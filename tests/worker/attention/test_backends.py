@@ -183,7 +183,8 @@ def test_values_may_be_a_part_of_the_keys(name, device, batch, tail, block_size,
         return
     if (reason := backend_class.supports(spec)) is not None:
         pytest.skip(f"{name}: {reason}")
-    rows, backend = Rows(spec, BATCHES[batch], rotary=True, tail=tail), backend_class(spec)
+    rows = Rows(spec, BATCHES[batch], rotary=True, tail=tail)
+    backend = backend_class(spec)
     if kv_dtype != dtype:  # keys are rounded after they are turned, where tests do not round
         rows.angles = None
     out = rows.run(backend)
@@ -202,8 +203,10 @@ def test_moved_keys_and_values_are_found_where_they_went(name, kv_dtype):
     backend_class = backend_for(name, spec)
     if not backend_class.supports_tails:
         pytest.skip(f"{name} has no tails")
-    rows, backend = Rows(spec, [(0, 34), (0, 7)], tail=4), backend_class(spec)
-    first, last = np.zeros_like(rows.seq_lens), rows.seq_lens
+    rows = Rows(spec, [(0, 34), (0, 7)], tail=4)
+    backend = backend_class(spec)
+    first = np.zeros_like(rows.seq_lens)
+    last = rows.seq_lens
     cache = torch.zeros(backend.kv_cache_shape(rows.num_blocks)).to(kv_dtype)
     expected = rows.step(backend, cache, first, last)
     slots = []
@@ -256,7 +259,8 @@ def test_a_cache_of_int8_keeps_its_numbers_to_a_254th_of_the_largest():
         -2, 1
     ).view(3, 1)
     x[3, 1] = 0
-    x[4, 1, 5], x[5, 1, 6] = torch.inf, torch.nan
+    x[4, 1, 5] = torch.inf
+    x[5, 1, 6] = torch.nan
     packed = _int8.pack(x)
     assert packed.shape == (50, 3, _int8.row_size(torch.int8, 64)) and packed.dtype == torch.int8
     got = _int8.unpack(packed, torch.float32)
@@ -274,7 +278,8 @@ def test_numbers_that_an_8_bit_cache_cannot_hold_become_its_largest(name: str, d
         1, 1, 16, 16, None, torch.float32, torch.float8_e4m3fn, torch.device(device)
     )
     backend_class = backend_for(name, spec)
-    rows, backend = Rows(spec, [(0, 2)]), backend_class(spec)
+    rows = Rows(spec, [(0, 2)])
+    backend = backend_class(spec)
     metadata = backend.build_metadata(batch := rows.batch(rows.computed, rows.seq_lens))
     k = torch.tensor([[[1000.0] * 8 + [-3.0] * 8], [[-449.0] * 16]], device=device)
     cache = torch.zeros(backend.kv_cache_shape(rows.num_blocks), dtype=spec.kv_dtype, device=device)

@@ -14,7 +14,11 @@ from servd.worker.batch.request_states import RequestStates
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE, TOLERANCE = (torch.bfloat16, 3e-2) if DEVICE.type == "cuda" else (torch.float32, 1e-5)
-NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, MAX_LEN = 4, 2, 32, 16, 96
+NUM_HEADS = 4
+NUM_KV_HEADS = 2
+HEAD_DIM = 32
+BLOCK_SIZE = 16
+MAX_LEN = 96
 STEPS = [
     ([0, 1, 2, 3], [40, 0, 95, 15]),
     ([2, 0], [16, 79]),
@@ -35,7 +39,8 @@ def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: flo
 def replace_contents(batch: AttentionBatch, other: AttentionBatch) -> None:
     """What a graph's first kernels do: same tensors, new numbers. What is on the host stays."""
     for field in dataclasses.fields(batch):
-        old, new = getattr(batch, field.name), getattr(other, field.name)
+        old = getattr(batch, field.name)
+        new = getattr(other, field.name)
         if isinstance(old, torch.Tensor):
             assert old.shape == new.shape
             old.copy_(new)
@@ -90,7 +95,8 @@ def test_later_steps_are_right_too(name: str, window: int | None):
             keys, values = (
                 before[:, blocks[slot]].flatten(1, 2).clone()
             )  # [MAX_LEN, kv_heads, head_dim] each
-            keys[position], values[position] = k[row], v[row]
+            keys[position] = k[row]
+            values[position] = v[row]
             visible = slice(max(0, position + 1 - (window or MAX_LEN)), position + 1)
             expected = attend(q[row], keys[visible], values[visible], 0.3)
             torch.testing.assert_close(out[row].double(), expected, atol=TOLERANCE, rtol=0)

@@ -43,7 +43,8 @@ def test_drafts_beside_a_token_change_no_bit_of_it(kv_dtype: torch.dtype, num_dr
     computed = [3, 14, 254, 1020]
     lens = [(n, num_drafts + 1) for n in computed]
     rows = Rows(dataclasses.replace(SPEC, kv_dtype=kv_dtype), lens, rotary=True)
-    backend, first = NativeBackend(rows.spec), np.array(computed)
+    backend = NativeBackend(rows.spec)
+    first = np.array(computed)
     shape = backend.kv_cache_shape(rows.num_blocks)
     caches = torch.zeros(2, *shape, dtype=kv_dtype)
     for cache in caches:
@@ -100,7 +101,8 @@ def batch(**changes: Any) -> AttentionBatch:
 def test_a_step_outside_of_the_cache_is_an_error_that_names_it(changes, message):
     backend = NativeBackend(SPEC)
     cache = torch.zeros(backend.kv_cache_shape(6))
-    q, kv = torch.ones(4, 4, 16), torch.ones(4, 2, 16)
+    q = torch.ones(4, 4, 16)
+    kv = torch.ones(4, 2, 16)
 
     def step(batch: AttentionBatch) -> torch.Tensor:
         metadata = backend.build_metadata(batch)
@@ -151,7 +153,8 @@ def test_what_is_in_blocks_before_a_window_is_not_read(kv_dtype: torch.dtype):
 def test_a_prompt_takes_no_memory_for_every_part_of_its_context():
     """A window keeps the work small; 16 queries and 4 million keys would have 300 MB of sums."""
     spec = AttentionSpec(64, 1, 16, 16, 16, torch.float32, torch.float32, torch.device("cpu"))
-    num_tokens, num_keys = 16, 1 << 22
+    num_tokens = 16
+    num_keys = 1 << 22
     backend = NativeBackend(spec)
     cache = torch.zeros(backend.kv_cache_shape(1))
     metadata = backend.build_metadata(

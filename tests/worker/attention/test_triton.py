@@ -73,7 +73,8 @@ def test_a_row_is_the_same_to_the_bit_whatever_else_is_in_the_batch(invariant):
 @pytest.mark.usefixtures("short_splits")
 def test_chunks_of_a_prompt_yield_what_the_whole_yields_to_the_bit(spec):
     spec = dataclasses.replace(spec, sliding_window=40)
-    rows, backend = Rows(spec, [(0, 90)], rotary=True), TritonBackend(spec)
+    rows = Rows(spec, [(0, 90)], rotary=True)
+    backend = TritonBackend(spec)
     whole = rows.run(backend)
     cache = torch.full(backend.kv_cache_shape(rows.num_blocks), torch.nan, device=spec.device)
     chunks = [
@@ -101,17 +102,21 @@ class Bounded(TritonBackend):
 def test_a_plan_of_upper_bounds_serves_every_step(spec, lens, batch_invariant):
     """A captured step is planned for the longest rows, and runs on whatever tensors hold."""
     spec = dataclasses.replace(spec, batch_invariant=batch_invariant)
-    exact, backend = Rows(spec, lens), TritonBackend(spec)
-    bounded, batch = Bounded(spec), exact.batch(exact.computed, exact.seq_lens)
+    exact = Rows(spec, lens)
+    backend = TritonBackend(spec)
+    bounded = Bounded(spec)
+    batch = exact.batch(exact.computed, exact.seq_lens)
     assert bounded.build_metadata(batch).plan != backend.build_metadata(batch).plan
     assert torch.equal(exact.run(bounded), exact.run(backend))
 
 
 @pytest.mark.usefixtures("short_splits")
 def test_rows_and_tokens_of_padding_change_nothing(spec):
-    rows, backend = Rows(spec, SPLIT_LENS), Bounded(spec)
+    rows = Rows(spec, SPLIT_LENS)
+    backend = Bounded(spec)
     batch = rows.batch(rows.computed, rows.seq_lens)
-    starts, tables = batch.query_start_loc, batch.block_tables
+    starts = batch.query_start_loc
+    tables = batch.block_tables
     padded = dataclasses.replace(
         batch,
         seq_lens=np.append(batch.seq_lens, [1, 1]),
@@ -131,7 +136,8 @@ def test_rows_and_tokens_of_padding_change_nothing(spec):
 
 
 def test_writing_leaves_everything_else_alone(spec):
-    rows, backend = Rows(spec, [(0, 5), (0, 3)], rotary=True), TritonBackend(spec)
+    rows = Rows(spec, [(0, 5), (0, 3)], rotary=True)
+    backend = TritonBackend(spec)
     batch = rows.batch(rows.computed, rows.seq_lens)
     slots = batch.slot_mapping.clone()
     slots[2] = -1  # padding
@@ -150,7 +156,8 @@ def test_writing_leaves_everything_else_alone(spec):
 
 @pytest.mark.parametrize("rotary", [False, True])
 def test_heads_are_normed_before_they_are_turned(spec, rotary):
-    rows, eps = Rows(spec, [(0, 5), (7, 3)], rotary=rotary), 1e-5
+    rows = Rows(spec, [(0, 5), (7, 3)], rotary=rotary)
+    eps = 1e-5
     q, k, v = (
         torch.cat([x[first:] for x, first in zip(row_starts, rows.computed, strict=True)])
         for row_starts in (rows.q, rows.keys, rows.values)
@@ -167,7 +174,8 @@ def test_heads_are_normed_before_they_are_turned(spec, rotary):
     ]
     if rotation is not None:
         exact = [rotate(x, tuple(part.double() for part in rotation)) for x in exact]
-    fused, apart = TritonBackend(spec), TritonBackend(spec)
+    fused = TritonBackend(spec)
+    apart = TritonBackend(spec)
     apart.fuses_norms = False
     for backend in (fused, apart):
         cache = torch.full(backend.kv_cache_shape(rows.num_blocks), torch.nan, device=spec.device)

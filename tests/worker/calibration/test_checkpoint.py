@@ -78,7 +78,8 @@ def test_gpt2_whose_matrices_are_the_other_way_round(tiny_gpt2, tmp_path, capsys
 def test_the_demo_model_with_its_own_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     tokenizer = Tokenizer.from_file(str(DEMO_FOLDER / "tokenizer.json"))
     examples = encode(islice(Corpus(parse([]).seed, held_out=True), 80), tokenizer, 1024)
-    text, made = tmp_path / "text", tmp_path / "made"
+    text = tmp_path / "text"
+    made = tmp_path / "made"
     text.write_text("".join(tokenizer.decode(e.ids, skip_special_tokens=False) for e in examples))
     options = "--to", "int4", "--calibrate", text, "--tokens", 12288, "--output", made
     code, said = quantize(capsys, "demo", *options)
@@ -113,7 +114,9 @@ def test_files_stay_as_many_as_they_were(tiny_llama, tmp_path, capsys):
         (parts / file.name).write_bytes(file.read_bytes())
     (parts / "model.safetensors").unlink()
     tensors = load_file(tiny_llama / "model.safetensors")
-    where = {name: f"model-0000{1 + ('mlp' in name)}-of-00002.safetensors" for name in tensors}
+    where = {
+        name: f"model-0000{2 if 'mlp' in name else 1}-of-00002.safetensors" for name in tensors
+    }
     for file in set(where.values()):
         save_file({n: t for n, t in tensors.items() if where[n] == file}, parts / file)
     index = {"metadata": {"total_size": 1}, "weight_map": where}
@@ -131,7 +134,8 @@ def test_files_stay_as_many_as_they_were(tiny_llama, tmp_path, capsys):
 
 
 def test_what_cannot_be_is_said(tiny_llama, tmp_path, capsys):
-    short, bytes_ = tmp_path / "short.txt", tmp_path / "bytes"
+    short = tmp_path / "short.txt"
+    bytes_ = tmp_path / "bytes"
     short.write_text("too short")
     bytes_.write_bytes(b"\xff\xfe")
     made = tmp_path / "made"

@@ -36,7 +36,8 @@ def error(weight: Tensor, other: Tensor, x: Tensor) -> float:
 def nearest(weight: Tensor, group_size: int, max_code: int) -> Tensor:
     """Rounded to nearest, between the least and the largest number of a group, in float64."""
     groups = weight.double().unflatten(1, (-1, group_size))
-    low, high = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
+    low = groups.amin(2, keepdim=True)
+    high = groups.amax(2, keepdim=True)
     scale = (high - low) / max_code
     return (((groups - low) / scale).round() * scale + low).flatten(1)
 
@@ -123,12 +124,11 @@ def test_what_is_made_up_for_is_never_worse_for_inputs_that_were_not_shown(kind,
     for seed in range(8):
         generator = torch.Generator().manual_seed(seed)
         draw = partial(torch.randn, generator=generator)
-        weight, mixed = draw(32, SIZE), draw(SIZE, SIZE) / SIZE**0.5
+        weight = draw(32, SIZE)
+        mixed = draw(SIZE, SIZE) / SIZE**0.5
         y, x = CHANGES[kind](draw(num_shown + 2000, SIZE) @ mixed, draw)
-        moments, drift = (
-            products(x[:num_shown], x[:num_shown]),
-            products((y - x)[:num_shown], x[:num_shown]),
-        )
+        moments = products(x[:num_shown], x[:num_shown])
+        drift = products((y - x)[:num_shown], x[:num_shown])
         change = correct_drift(weight, moments, drift)
         exact = y[num_shown:] @ weight.t()
         before, after = (

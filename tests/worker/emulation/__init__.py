@@ -103,16 +103,16 @@ class EmulatedLibrary(native.Library):
         self, signature: native.Signature, arguments: Any, table: Tensor
     ) -> list[Span]:
         values = dict(zip(signature.names, arguments, strict=True))
-        n, k = values["n"], values["k"]
+        n = values["n"]
+        k = values["k"]
         name = next(name for name, value in values.items() if value is table)
         if name == "packed":
             type = values["type"]
             size = self._packed_size(type, values["terms"], n, k)
         elif name == "factors":
             type = native.TYPES[torch.float16]
-            size = self._packed_size(
-                type, 0, n, -(-k // 256) * (1 + (values["offsets"] is not None))
-            )
+            num_factors = 1 if values["offsets"] is None else 2
+            size = self._packed_size(type, 0, n, -(-k // 256) * num_factors)
         elif values["group_size"]:
             type = values["scale_type"]
             size = self._packed_size(type, 0, n, -(-k // values["group_size"]))

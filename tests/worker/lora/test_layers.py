@@ -10,7 +10,8 @@ from servd.worker.layers.linear import ColumnParallelLinear, RowParallelLinear
 from servd.worker.lora.layers import AdaptedMatrix, AdapterRows
 from servd.worker.ops import native
 
-RANK, NUM_TOKENS = 3, 5
+RANK = 3
+NUM_TOKENS = 5
 
 
 def adapted(layer, tokens: torch.Tensor, part: int | None, a, b) -> torch.Tensor:
@@ -25,8 +26,10 @@ def adapted(layer, tokens: torch.Tensor, part: int | None, a, b) -> torch.Tensor
 
 @pytest.mark.parametrize("part", [None, 0, 1])
 def test_ranks_of_a_column_parallel_layer_have_slices_of_each_part(part):
-    sizes, tokens = [7, 4], torch.randn(NUM_TOKENS, 6)
-    a, b = torch.randn(RANK, 6), torch.randn(11 if part is None else sizes[part], RANK)
+    sizes = [7, 4]
+    tokens = torch.randn(NUM_TOKENS, 6)
+    a = torch.randn(RANK, 6)
+    b = torch.randn(11 if part is None else sizes[part], RANK)
     whole = torch.zeros(NUM_TOKENS, 11)
     columns = slice(0, 11) if part is None else [slice(0, 7), slice(7, 11)][part]
     whole[[1, 2, 4], columns] = (tokens @ a.T @ b.T)[[1, 2, 4]]
@@ -39,7 +42,9 @@ def test_ranks_of_a_column_parallel_layer_have_slices_of_each_part(part):
 
 
 def test_ranks_of_a_row_parallel_layer_add_up():
-    tokens, a, b = torch.randn(NUM_TOKENS, 9), torch.randn(RANK, 9), torch.randn(4, RANK)
+    tokens = torch.randn(NUM_TOKENS, 9)
+    a = torch.randn(RANK, 9)
+    b = torch.randn(4, RANK)
     whole = torch.zeros(NUM_TOKENS, 4)
     whole[[1, 2, 4]] = (tokens @ a.T @ b.T)[[1, 2, 4]]
     slices = torch.nn.functional.pad(tokens, (0, 1)).chunk(2, dim=1)
@@ -71,7 +76,9 @@ def test_the_same_is_added_to_a_quantized_matrix(monkeypatch, quantization, dtyp
     layer.weight.data.normal_()
     quantize = plugins.load("servd.worker.quantization", quantization, "quantize")
     layer.weight.process_weights(MakeQuantMethod(quantize))
-    tokens, a, b = torch.randn(NUM_TOKENS, 64), torch.randn(RANK, 64), torch.randn(48, RANK)
+    tokens = torch.randn(NUM_TOKENS, 64)
+    a = torch.randn(RANK, 64)
+    b = torch.randn(48, RANK)
     plain = layer.weight.product(tokens)
     rows = AdapterRows(torch.tensor([-1, 1, 1, 0, 1]), is_active=True)
     matrix = AdaptedMatrix(layer.weight, rows, 2, 4, dtype)

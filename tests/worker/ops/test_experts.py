@@ -15,7 +15,8 @@ from servd.worker.ops import native
 from servd.worker.quantization import int4, int8
 from tests.worker.cpu_kernels import forced
 
-NUM_EXPERTS, SIZE = 6, 1000
+NUM_EXPERTS = 6
+SIZE = 1000
 FORMS = {
     "float32": PackedMatrix,
     "bfloat16": lambda weight: PackedMatrix(weight.bfloat16()),
@@ -45,7 +46,8 @@ def test_each_expert_multiplies_its_own_rows(form: str):
     matrices: list[QuantMethod] = [
         FORMS[form](random(33 + i, SIZE)[:33]) for i in range(NUM_EXPERTS)
     ]
-    x, counts = random(40, SIZE), (3, 0, 131, 1, 14, 0)
+    x = random(40, SIZE)
+    counts = (3, 0, 131, 1, 14, 0)
     starts = bounds(*counts)
     index = (torch.arange(sum(counts)) * 7 % 40).int()
     for rows in (index, None):
@@ -61,7 +63,8 @@ def test_each_expert_multiplies_its_own_rows(form: str):
 @pytest.mark.usefixtures("kernels")
 def test_rows_outside_of_x_are_refused():
     matrices = [PackedMatrix(random(8, 16)) for _ in range(2)]
-    experts, x = packed.ExpertMatrices(matrices), random(3, 16)
+    experts = packed.ExpertMatrices(matrices)
+    x = random(3, 16)
     with pytest.raises(IndexError, match=r"index\[1\] is 3"):
         experts.multiply(x, torch.tensor([0, 3], dtype=torch.int32), bounds(1, 1))
     with pytest.raises(IndexError, match=r"starts\[2\] is 5"):
@@ -76,7 +79,8 @@ def test_triton_multiplies_the_rows_of_each(dtype: torch.dtype, counts: tuple[in
     from servd.worker.ops.triton.experts import ExpertMatrices
 
     matrices = [random(70 + i, 100)[:70].contiguous().to(dtype) for i in range(len(counts))]
-    x, starts = random(30, 100).to(dtype), bounds(*counts)
+    x = random(30, 100).to(dtype)
+    starts = bounds(*counts)
     index = (torch.arange(sum(counts)) * 7 % 30).int()
     parts = x[index].float().split(counts)
     expected = torch.cat([p @ m.float().T for p, m in zip(parts, matrices, strict=True)])
@@ -98,7 +102,8 @@ def test_one_by_one_is_the_same():
     matrices = [Matrix((9, 20), Parallel()) for _ in range(3)]
     for i, matrix in enumerate(matrices):
         matrix.data.copy_(random(9 + i, 20)[:9])
-    x, index = random(4, 20), torch.tensor([3, 0, 1, 1, 2], dtype=torch.int32)
+    x = random(4, 20)
+    index = torch.tensor([3, 0, 1, 1, 2], dtype=torch.int32)
     got = OneByOne(matrices).multiply(x, index, bounds(2, 0, 3))
     expected = torch.cat([x[[3, 0]] @ matrices[0].T, x[[1, 1, 2]] @ matrices[2].T])
     torch.testing.assert_close(got, expected)

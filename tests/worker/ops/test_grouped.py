@@ -69,10 +69,12 @@ def example(
     factors = None
     if scale_dtype == torch.int8:
         max_value = 63 if has_offset else 127  # products with the values are exact
-        scale, offset = (scale * 2 * max_value - max_value).round(), (offset * 63).round()
+        scale = (scale * 2 * max_value - max_value).round()
+        offset = (offset * 63).round()
         size = (shape[0], -(-shape[1] // 256) * (1 + has_offset))
         factors = torch.randn(size, generator=generator).half()
-    scale, offset = scale.to(scale_dtype), offset.to(scale_dtype)
+    scale = scale.to(scale_dtype)
+    offset = offset.to(scale_dtype)
     if has_offset:
         scale = scale.half().to(scale_dtype)  # products with the values are exact
     offset = -offset if has_offset else None
@@ -82,7 +84,8 @@ def example(
 
 def before_a_guard(tensor: torch.Tensor) -> torch.Tensor:
     """A copy whose last byte is the last of its page; the next page is not accessible."""
-    page, libc = mmap.PAGESIZE, ctypes.CDLL(None, use_errno=True)
+    page = mmap.PAGESIZE
+    libc = ctypes.CDLL(None, use_errno=True)
     end = -(-tensor.nbytes // page) * page
     memory = mmap.mmap(-1, end + page)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
@@ -101,7 +104,8 @@ def inputs(num_rows: int, size: int) -> torch.Tensor:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_weights_are_exact_and_products_equal_float64(case):
     quantized = example(*case)
-    packed, exact = GroupedMatrix(quantized), quantized.dequantize()
+    packed = GroupedMatrix(quantized)
+    exact = quantized.dequantize()
     num_rows, size = exact.shape
     assert torch.equal(packed.rows(torch.arange(num_rows)), exact)
     bias = torch.randn(num_rows, generator=torch.Generator().manual_seed(0))
@@ -116,7 +120,8 @@ def test_weights_are_exact_and_products_equal_float64(case):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_row_has_the_same_bits_alone_and_among_others(case):
     quantized = example(*case)
-    packed, x = GroupedMatrix(quantized), inputs(131, quantized.shape[1])
+    packed = GroupedMatrix(quantized)
+    x = inputs(131, quantized.shape[1])
     together = packed.multiply(x, None)
     for count in (1, 2, 3, 13, 14, 15, 29, 40):
         assert torch.equal(packed.multiply(x[60 : 60 + count], None), together[60 : 60 + count])
@@ -127,9 +132,11 @@ def test_a_row_has_the_same_bits_alone_and_among_others(case):
 def test_activations_are_rounded_at_most_to_what_they_may(case):
     """By products of integers, exactly those of the rounded numbers; a row keeps its bits."""
     quantized = example(*case)
-    packed, x = GroupedMatrix(quantized, torch.int8), inputs(131, quantized.shape[1])
+    packed = GroupedMatrix(quantized, torch.int8)
+    x = inputs(131, quantized.shape[1])
     exact = quantized.dequantize().double()
-    together, expected = packed.multiply(x, None), x.double() @ exact.T
+    together = packed.multiply(x, None)
+    expected = x.double() @ exact.T
     assert (together.double() - expected).norm() <= 2**-6 * expected.norm()
     is_rounded = not torch.equal(together, GroupedMatrix(quantized).multiply(x, None))
     can_round = native.loaded_library().name in INTEGER_SUMS
@@ -138,17 +145,16 @@ def test_activations_are_rounded_at_most_to_what_they_may(case):
         assert torch.equal(packed.multiply(x[60 : 60 + count], None), together[60 : 60 + count])
     x = (x * 30).round().clamp(-127, 127)
     x[:, ::16] = 127  # which int8 holds with a scale of 1
-    error, terms = (
-        packed.multiply(x, None).double() - x.double() @ exact.T,
-        x.abs() @ exact.abs().T.float(),
-    )
+    error = packed.multiply(x, None).double() - x.double() @ exact.T
+    terms = x.abs() @ exact.abs().T.float()
     assert bool((error.abs() <= 1e-6 * (terms + 1) * max(1, exact.shape[1] ** 0.5 / 8)).all())
 
 
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.int8], ids=str)
 @pytest.mark.parametrize("case", WHOLE, ids=str)
 def test_libraries_with_integer_sums_give_the_same_bits(case, x_dtype, monkeypatch):
-    quantized, results = example(*case), []
+    quantized = example(*case)
+    results = []
     is_exact = x_dtype == torch.float32 and quantized.codes.dtype == torch.int8
     for switch in EXACT_SUMS if is_exact else INTEGER_SUMS:
         monkeypatch.setenv(native.SWITCH, switch)
@@ -167,7 +173,8 @@ def test_large_activations_leave_the_others_of_their_row_exact():
     """Each run of 32 has a scale of its own."""
     quantized = example((40, 1000), 1000, torch.int8, torch.float32, False, None)
     quantized.codes[:, 64:96] = 0
-    packed, x = GroupedMatrix(quantized, torch.int8), inputs(3, 1000)
+    packed = GroupedMatrix(quantized, torch.int8)
+    x = inputs(3, 1000)
     x[:, 64:96] *= 1e5
     expected = x.double() @ quantized.dequantize().double().T
     assert (packed.multiply(x, None) - expected).norm() <= 2**-6 * expected.norm()
@@ -192,7 +199,8 @@ def test_the_largest_sums_are_those_of_integers(values, size, group_size, x_dtyp
     assert set(whole.flatten().tolist()) == {int(values[0]), int(values[-1])}
     x = torch.tensor([[127], [-127]]).expand(2, size).contiguous()
     x = torch.cat([x, 127 - 254 * (torch.arange(size) % 2).unsqueeze(0)])
-    expected, bound = x @ whole.T, 127 * whole.abs().sum(1)
+    expected = x @ whole.T
+    bound = 127 * whole.abs().sum(1)
     error = packed.multiply(x.float(), None).double() - expected
     rounded = (
         1e-6 if native.loaded_library().name in INTEGER_SUMS else 2**-24 * size
@@ -206,7 +214,8 @@ def test_the_largest_sums_are_those_of_integers(values, size, group_size, x_dtyp
 def test_nothing_beyond_the_end_is_touched(case, x_dtype: torch.dtype):
     """Each tensor ends where a page begins that may not be read."""
     quantized = example(*case)
-    packed, size = GroupedMatrix(quantized, x_dtype), quantized.shape[1]
+    packed = GroupedMatrix(quantized, x_dtype)
+    size = quantized.shape[1]
     expected = packed.multiply(inputs(15, size), None)
     for name in ("packed", "scale", "offset", "factors", "table"):
         if (tensor := getattr(packed, name)) is not None:
@@ -264,7 +273,8 @@ def test_scales_of_8_bits_need_factors_of_their_groups():
 def test_parts_of_several_types_are_one_matrix():
     parts = [example((n, 64), 32, *CASES[i][2:]) for n, i in ((33, 0), (7, 3), (40, 5))]
     forms = [GroupedMatrix(part) for part in parts]
-    x, bias = inputs(20, 64), torch.arange(80.0)
+    x = inputs(20, 64)
+    bias = torch.arange(80.0)
     expected = torch.cat([form.multiply(x, None) for form in forms], dim=1) + bias
     torch.testing.assert_close(packed.Stacked(forms).multiply(x, bias), expected)
 
@@ -279,7 +289,8 @@ def test_every_8_bit_float_is_widened_exactly():
 
 def test_torch_multiplies_the_same_weights():
     quantized = example(*CASES[0])
-    form, x = QuantizedMatrix(quantized, torch.bfloat16), inputs(3, 64)
+    form = QuantizedMatrix(quantized, torch.bfloat16)
+    x = inputs(3, 64)
     exact = quantized.dequantize()
     assert torch.equal(form.multiply(x, None), x @ exact.T)
     assert torch.equal(form.rows(torch.tensor([4, 1])), exact[[4, 1]].bfloat16())
@@ -289,7 +300,8 @@ def test_torch_multiplies_the_same_weights():
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_slices_are_slices_of_the_weights(case):
     quantized = example(*case)
-    exact, (num_rows, size) = quantized.dequantize(), case[0]
+    exact = quantized.dequantize()
+    num_rows, size = case[0]
     assert torch.equal(quantized.narrow(0, 2, 3).dequantize(), exact[2:5])
     for start, end in ((0, size // 2), (size // 2, size), (size // 4, size // 2)):
         part = quantized.narrow(1, start, end - start)

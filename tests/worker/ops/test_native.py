@@ -79,10 +79,8 @@ def test_products_and_rows_equal_float64(shape: tuple[int, int], dtype: torch.dt
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_row_has_the_same_bits_alone_and_among_others(shape: tuple[int, int], dtype: torch.dtype):
     packed, _ = matrix(shape, dtype)
-    x, bias = (
-        inputs(MANY, shape[1]),
-        torch.randn(shape[0], generator=torch.Generator().manual_seed(0)),
-    )
+    x = inputs(MANY, shape[1])
+    bias = torch.randn(shape[0], generator=torch.Generator().manual_seed(0))
     together = packed.multiply(x, bias)
     for num_rows in range(1, 41):
         first = MANY // 2
@@ -113,7 +111,8 @@ def test_products_round_activations_at_most_to_what_they_may(shape, dtype, error
 @pytest.mark.parametrize("shape", [(33, 20), (100, 1024), (50, 2500)], ids=str)
 def test_libraries_with_integer_sums_give_the_same_bits(shape, x_dtype, monkeypatch):
     codes = torch.randint(-127, 128, shape, generator=torch.Generator().manual_seed(0))
-    x, results = inputs(MANY, shape[1]), []
+    x = inputs(MANY, shape[1])
+    results = []
     for switch in EXACT_SUMS if x_dtype == torch.float32 else INTEGER_SUMS:
         monkeypatch.setenv(native.SWITCH, switch)
         native.library.cache_clear()
@@ -143,7 +142,9 @@ def test_rows_of_the_smallest_numbers_and_of_none_stay_in_their_row(x_dtype: tor
     """What is over the largest of them must not be infinite."""
     packed = PackedMatrix(torch.full((33, 70), 127, dtype=torch.int8), torch.ones(33), x_dtype)
     x = inputs(5, 70)
-    x[1], x[2], x[3, 7] = 1e-38, 0, torch.nan
+    x[1] = 1e-38
+    x[2] = 0
+    x[3, 7] = torch.nan
     got = packed.multiply(x, None)
     assert bool((got[1] >= 0).all() and (got[1] <= 1e-34).all()) and not got[2].any()
     assert got[3].isnan().all()
@@ -214,7 +215,8 @@ def test_a_matrix_may_be_given_by_columns():
     """GPT-2's checkpoints have them the other way round."""
     if native.library() is None:
         pytest.skip("no CPU kernels here")
-    weight, x = torch.randn(70, 48), inputs(5, 48)
+    weight = torch.randn(70, 48)
+    x = inputs(5, 48)
     turned = weight.T.contiguous().T
     assert torch.equal(
         PackedMatrix(turned).multiply(x, None), PackedMatrix(weight).multiply(x, None)
@@ -283,7 +285,8 @@ def call_many(tiny_llama: Path) -> None:
     driver = Driver(config_for(tiny_llama, block_size=16))
     slot = driver.add([5, 17, 99, 200, 31, 8, 44, 3])
     driver.generate([slot], 2)
-    x, positions = torch.rand(3, 64), torch.arange(3)
+    x = torch.rand(3, 64)
+    positions = torch.arange(3)
     native.embed(positions, x)
     matrix((33, 64), torch.int8)[0].rows(positions)
     spread(x)
@@ -303,7 +306,8 @@ def call_many(tiny_llama: Path) -> None:
     native.add_low_rank(x.clone(), x, factors, torch.tensor([0, 1, -1]))
     sampling.edit_logits(x, LogitEdits(bitmask=torch.full((3, 2), -1, dtype=torch.int32)))
     weights = sampling.to_weights(x, x.amax(dim=1), torch.ones(3))
-    lowest, top_p = torch.zeros(3), torch.ones(3, dtype=torch.float64)
+    lowest = torch.zeros(3)
+    top_p = torch.ones(3, dtype=torch.float64)
     sampling.filter_top_k_top_p(weights, lowest, positions, top_p)
     sampling.draw(weights, lowest, positions, positions)
     sampling.score(x, positions)
@@ -339,7 +343,8 @@ def test_rows_apart_must_all_lie_in_their_memory():
     memory = torch.rand(60)
     rows = memory.as_strided((3, 10), (20, 1), 9)  # the last one ends with the memory, but for one
     sampling.score(rows, torch.zeros(3, dtype=torch.int64))
-    sums, ranks = torch.empty(4), torch.empty(4, dtype=torch.int64)
+    sums = torch.empty(4)
+    ranks = torch.empty(4, dtype=torch.int64)
     for stride, count in ((21, 3), (20, 4)):
         with pytest.raises(ValueError, match="^score: logits"):
             native.call("score", rows, stride, ranks[:count] * 0, count, 10, sums, ranks)
@@ -358,7 +363,8 @@ def score(token_ids: list[int]) -> None:
 
 
 def penalize(slots: list[int]) -> None:
-    counts, factors = torch.zeros(4, 50, dtype=torch.int32), torch.ones(4, 3)
+    counts = torch.zeros(4, 50, dtype=torch.int32)
+    factors = torch.ones(4, 3)
     rows = torch.arange(len(slots))
     penalized = Penalized(rows, torch.tensor(slots), counts, factors)
     sampling.edit_logits(torch.zeros(2, 50), LogitEdits(penalized=penalized))
@@ -393,7 +399,8 @@ def test_an_index_outside_is_an_error_that_names_it(call: Callable[[], None], me
 @pytest.mark.usefixtures("kernels")
 def test_a_program_ends_at_a_bad_index():
     lib = native.loaded_library()
-    table, out = torch.arange(3.0).unsqueeze(1), torch.full((3, 1), -1.0)
+    table = torch.arange(3.0).unsqueeze(1)
+    out = torch.full((3, 1), -1.0)
     indices = torch.tensor([2, 3, 1])
     program = b"".join(
         lib.encode("embed", table, 3, 1, index, 1, out[i])

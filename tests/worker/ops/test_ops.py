@@ -96,7 +96,8 @@ def test_norms(module, norm, residual, shape, dtype, device):
 
 def test_rms_norm_of_the_heads_of_a_slice(module: ops.Ops, device: torch.device):
     """The keys of Qwen 3: neither contiguous nor of two dimensions."""
-    qkv, weight = random((5, 8 * 16), torch.float32, device), random((16,), torch.float32, device)
+    qkv = random((5, 8 * 16), torch.float32, device)
+    weight = random((16,), torch.float32, device)
     keys = qkv[:, 4 * 16 : 6 * 16].unflatten(-1, (-1, 16))
     exact = (
         keys.double()
@@ -165,7 +166,9 @@ def test_low_rank_additions(module, num_tokens, num_inputs, sizes, max_rank, dty
     """Places without an adapter, with small ranks, with nothing for a part; tokens without any."""
     if dtype == torch.bfloat16 and device.type == "cpu" and module.__name__.endswith("triton"):
         pytest.skip("Triton's interpreter multiplies the bits of bfloat16 as integers")
-    num_adapter_slots, parts, width = 3, len(sizes), -(-len(sizes) * max_rank // 16) * 16
+    num_adapter_slots = 3
+    parts = len(sizes)
+    width = -(-len(sizes) * max_rank // 16) * 16
     x = random((num_tokens, num_inputs), dtype, device, 0.3)
     before = random((num_tokens, sum(sizes)), dtype, device)
     a = torch.zeros(num_adapter_slots, num_inputs, width, dtype=dtype, device=device)
@@ -176,7 +179,8 @@ def test_low_rank_additions(module, num_tokens, num_inputs, sizes, max_rank, dty
         num_adapter_slots, num_tokens, sum(sizes), dtype=torch.float64, device=device
     )
     for place, part in [(p, q) for p in range(num_adapter_slots) for q in range(parts)]:
-        rank, columns = int(ranks[place, part]), slice(ends[part] - sizes[part], ends[part])
+        rank = int(ranks[place, part])
+        columns = slice(ends[part] - sizes[part], ends[part])
         first = part * max_rank
         a[place, :, first : first + rank] = random((num_inputs, rank), dtype, device, 0.3)
         b[place, :rank, columns] = random((rank, sizes[part]), dtype, device, 0.3)
@@ -238,7 +242,8 @@ def test_combine(module: ops.Ops, dtype: torch.dtype, device: torch.device):
 @each_dtype
 def test_scale(module: ops.Ops, dtype: torch.dtype, device: torch.device):
     for shape in [(1, 8), (3, 1001), (0, 16)]:
-        x, residual = random(shape, dtype, device), random(shape, dtype, device, 1.0)
+        x = random(shape, dtype, device)
+        residual = random(shape, dtype, device, 1.0)
         check(module.scale(x, 0.25), x.double() * 0.25, dtype)
         exact = x.double() * 0.25 + residual.double()
         terms = x.double().abs() + residual.double().abs()
@@ -251,7 +256,9 @@ def test_scale(module: ops.Ops, dtype: torch.dtype, device: torch.device):
 @pytest.mark.parametrize("num_tokens", [0, 1, 5, 1500])  # the last one is more than a kernel's turn
 def test_a_decode_step_begins(module: ops.Ops, num_tokens: int, device: torch.device):
     """Rows that compute their next token, drafts of others, and padding; against Python's lists."""
-    rng, block_size, null = np.random.default_rng(num_tokens), 4, 1600
+    rng = np.random.default_rng(num_tokens)
+    block_size = 4
+    null = 1600
     tables = rng.integers(0, 90, (2 * null + 2, 6))  # of two groups
     token_ids = rng.integers(-1, 100, (null + 1, 24))
     computed = rng.integers(0, 24, null + 1)
@@ -260,15 +267,21 @@ def test_a_decode_step_begins(module: ops.Ops, num_tokens: int, device: torch.de
     slots, columns, places, *changes = inputs[:NUM_GIVEN]
     slots[:] = rng.permutation(null)[:num_tokens]
     columns[:] = -1
-    changes[0][:], changes[1][:], changes[2][:] = null, 0, tables[null, 0]
+    changes[0][:] = null
+    changes[1][:] = 0
+    changes[2][:] = tables[null, 0]
     if num_tokens >= 5:
-        slots[-3], columns[-4:-2], places[-4:-2] = slots[-4], (3, 4), (1, 2)  # one row's
-        slots[-2:], columns[-2:] = null, 0
+        slots[-3] = slots[-4]  # one row's
+        columns[-4:-2] = (3, 4)
+        places[-4:-2] = (1, 2)
+        slots[-2:] = null
+        columns[-2:] = 0
         rows = rng.permutation(null)[: num_tokens // 2]
         rows[0] = slots[1]
         changes[0][: len(rows)] = rows + (null + 1) * (rows % 2)
         changes[1][: len(rows)] = rng.integers(0, 6, len(rows))
-        changes[1][0], changes[0][0] = computed[slots[1]] // block_size, slots[1]
+        changes[1][0] = computed[slots[1]] // block_size
+        changes[0][0] = slots[1]
         changes[2][: len(rows)] = 100 + np.arange(len(rows))
     tensors = [
         torch.from_numpy(array).to(device=device, dtype=dtype)

@@ -40,7 +40,8 @@ def write(
     stated = json.loads((folder / "config.json").read_text())
     stated |= {"quantization_config": config} if config else {}
     (to / "config.json").write_text(json.dumps(stated))
-    written, meant = {}, load_file(folder / "model.safetensors")
+    written = {}
+    meant = load_file(folder / "model.safetensors")
     for name, tensor in list(meant.items()):
         stem = name.removesuffix(".weight")
         made = make(stem, tensor.float()) if stem.endswith("_proj") else None

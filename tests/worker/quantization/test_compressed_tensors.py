@@ -90,7 +90,8 @@ def _ranges(
         "block": stated.get("block_structure"),
     }[stated["strategy"]]
     blocks = weight.reshape(rows // height, height, columns // width, width).transpose(1, 2)
-    low, high = blocks.amin((2, 3)), blocks.amax((2, 3))
+    low = blocks.amin((2, 3))
+    high = blocks.amax((2, 3))
     max_value = MOST if stated.get("type") == "float" else (1 << stated.get("num_bits", 8) - 1) - 1
     zero = None
     if stated.get("symmetric", True):
@@ -101,7 +102,8 @@ def _ranges(
             (-low / scale - max_value - 1).round().clamp(-max_value - 1, max_value).to(torch.int8)
         )
     if stated["strategy"] == "tensor":
-        scale, zero = scale.flatten(), None if zero is None else zero.flatten()
+        scale = scale.flatten()
+        zero = None if zero is None else zero.flatten()
     return scale, zero
 
 

@@ -35,10 +35,8 @@ def test_products_are_exact_but_for_the_rounding_of_both_factors(fp8_device: tor
     x = torch.randn(5, 64, generator=generator).to(device, torch.bfloat16)
     # Outputs of very different sizes: each has its own scale.
     weight = torch.randn(48, 64, generator=generator) * 10.0 ** torch.linspace(-4, 4, 48)[:, None]
-    weight, bias = (
-        weight.to(device, torch.bfloat16),
-        torch.ones(48, device=device, dtype=torch.bfloat16),
-    )
+    weight = weight.to(device, torch.bfloat16)
+    bias = torch.ones(48, device=device, dtype=torch.bfloat16)
     form = quantize(weight)
     assert form is not None and form.nbytes == 48 * 64 + 48 * 4
     exact = x.double() @ weight.double().T
@@ -87,7 +85,8 @@ def test_the_kernel_rounds_as_torch_does(
     assert (
         got.shape == rounded.shape and got.dtype == rounded.dtype and torch.equal(got_scale, scale)
     )
-    got, rounded = got.float(), rounded.float()
+    got = got.float()
+    rounded = rounded.float()
     certain = torch.ones_like(rounded, dtype=torch.bool)
     if (
         device.type == "cpu"

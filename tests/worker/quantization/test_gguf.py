@@ -104,7 +104,8 @@ def test_the_plan_knows_what_it_takes(tiny_llama: Path, tmp_path: Path, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(np, "memmap", map_file)
         folder = hub.find_model(str(path))
-        config, spec = config_for(folder), model_spec.read_spec(folder)
+        config = config_for(folder)
+        spec = model_spec.read_spec(folder)
         planned = dry_run.load(CPUModelRunner, config, spec, torch.device("cpu"))
     assert modes == {"r"}, "Linux refuses private maps of more than memory"
     runner = Driver(config).worker.runner
@@ -113,7 +114,8 @@ def test_the_plan_knows_what_it_takes(tiny_llama: Path, tmp_path: Path, monkeypa
 
 def test_tokenizer_and_template_are_those_of_the_file(tiny_llama: Path, tmp_path: Path):
     folder = hub.find_model(str(write_gguf(tmp_path / "tiny.gguf", tiny_llama)))
-    tokenizer, original = Tokenizer.load(str(folder)), Tokenizer.load(str(tiny_llama))
+    tokenizer = Tokenizer.load(str(folder))
+    original = Tokenizer.load(str(tiny_llama))
     assert tokenizer.encode("<|im_start|>x") == original.encode("<|im_start|>x", False)
     assert (tokenizer.bos_token, tokenizer.eos_token) == ("<s>", "<|im_end|>")
     assert tokenizer.config["chat_template"] == "{{ messages[0].content }}"
@@ -327,10 +329,8 @@ def test_a_published_file_answers_as_its_dequantised_weights_do(count: int):
     folder = hub.find_model(str(next(SMOLLM2.glob("*.gguf"))))
     reference = AutoModelForCausalLM.from_pretrained(SMOLLM2 / "hf", dtype=torch.float32).eval()
     sizes = {"kv_cache_memory": 1 << 27, "max_model_len": 256, "max_num_batched_tokens": 256}
-    driver, tokenizer = (
-        Driver(config_for(folder, block_size=16, cpu_activation_dtype="float32", **sizes)),
-        Tokenizer.load(str(folder)),
-    )
+    driver = Driver(config_for(folder, block_size=16, cpu_activation_dtype="float32", **sizes))
+    tokenizer = Tokenizer.load(str(folder))
     for text in chats(count):
         turns = f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
         prompt = tokenizer.encode(turns, add_special_tokens=False)

@@ -189,7 +189,8 @@ def test_files_that_disagree_are_refused(tmp_path: Path, config, name: str, besi
     ],
 )
 def test_awq_is_what_it_stands_for(model: str, tmp_path: Path, group_size: int, config, request):
-    folder, make = request.getfixturevalue(model), partial(awq, group_size=group_size)
+    folder = request.getfixturevalue(model)
+    make = partial(awq, group_size=group_size)
     check(tmp_path, folder, write(folder, tmp_path, {"quant_method": "awq"} | config, make))
 
 

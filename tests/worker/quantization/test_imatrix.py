@@ -71,7 +71,8 @@ def test_what_matters_is_rounded_with_less_error():
         wrong = form.rows(torch.arange(64)).double() - weight.double()
         return float((wrong.square() * importance.double()).sum())
 
-    plain, weighed = int4.quantize(weight), int4.quantize(weight, importance=importance)
+    plain = int4.quantize(weight)
+    weighed = int4.quantize(weight, importance=importance)
     assert error(weighed) < 0.75 * error(plain)
     equal = int4.quantize(weight, importance=torch.full((512,), 3.0))
     difference = equal.rows(torch.arange(64)) - weight

@@ -25,7 +25,8 @@ def test_each_weight_becomes_one_of_16_numbers_near_it(shape: tuple[int, int]):
     weight[1] = 0.25
     rounded = quantize(weight).rows(torch.arange(shape[0]))
     for start in range(0, shape[1], 32):
-        group, got = weight[:, start : start + 32], rounded[:, start : start + 32]
+        group = weight[:, start : start + 32]
+        got = rounded[:, start : start + 32]
         size = group.amax(1, keepdim=True) - group.amin(1, keepdim=True)
         # A step, and what scale and offset lose in 16 bits.
         limit = size / 15 + 2.0**-8 * (size + group.abs().amax(1, keepdim=True))
@@ -36,7 +37,8 @@ def test_each_weight_becomes_one_of_16_numbers_near_it(shape: tuple[int, int]):
 def test_the_error_is_less_than_with_a_grid_from_the_least_to_the_largest_number():
     weight = torch.randn(64, 512, generator=torch.Generator().manual_seed(0))
     groups = weight.double().view(64, 16, 32)
-    low, high = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
+    low = groups.amin(2, keepdim=True)
+    high = groups.amax(2, keepdim=True)
     simple = ((groups - low) * 15 / (high - low)).round() * (high - low) / 15 + low
     got = quantize(weight).rows(torch.arange(64)).double().view(64, 16, 32)
     assert (got - groups).norm() < 0.95 * (simple - groups).norm()
@@ -68,11 +70,14 @@ def test_scales_are_fitted_to_their_codes(switch: str, is_weighed: bool, monkeyp
     for _ in forced(switch, monkeypatch):
         rounded = quantize(weight, importance=importance).rows(torch.arange(300))
     assert torch.equal(rounded[7], weight[7])
-    groups, fitted = weight.double().view(-1, 32), rounded.double().view(-1, 32)
+    groups = weight.double().view(-1, 32)
+    fitted = rounded.double().view(-1, 32)
     counts = torch.ones(96) if importance is None else importance
     counts = counts.double().repeat(300).view(-1, 32)
     is_varied = fitted.amax(1) > fitted.amin(1)
-    groups, fitted, counts = groups[is_varied], fitted[is_varied], counts[is_varied]
+    groups = groups[is_varied]
+    fitted = fitted[is_varied]
+    counts = counts[is_varied]
     best = fit_once_more(groups, counts, fitted)
     errors = [(counts * (values - groups).square()).sum() for values in (fitted, best)]
     assert errors[1] <= errors[0] <= 1.03 * errors[1]

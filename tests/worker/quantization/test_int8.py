@@ -32,7 +32,8 @@ def random(*shape: int) -> torch.Tensor:
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("size", SIZES)
 def test_turned_rows_have_the_same_products_and_can_be_turned_back(size: int):
-    x, w = random(5, size), random(7, size)
+    x = random(5, size)
+    w = random(7, size)
     turned = packed.spread(x)
     products = turned.double() @ packed.spread(w).double().T
     torch.testing.assert_close(products, x.double() @ w.double().T, rtol=0, atol=1e-5 * size**0.5)
@@ -65,10 +66,12 @@ def test_all_instruction_sets_turn_to_the_same_bits(monkeypatch: pytest.MonkeyPa
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.int8], ids=str)
 def test_few_large_activations_leave_the_others_exact(x_dtype: torch.dtype):
-    weight, x = random(50, 576), random(9, 576)
+    weight = random(50, 576)
+    x = random(9, 576)
     x[:, [5, 300]] *= 50
     weight[:, [5, 300]] /= 50  # as models have it: what is large is multiplied with small numbers
-    form, expected = int8.quantize(weight, x_dtype), x.double() @ weight.double().T
+    form = int8.quantize(weight, x_dtype)
+    expected = x.double() @ weight.double().T
     error = (form.multiply(x, None) - expected).norm() / expected.norm()
     rounded = (weight / (scale := weight.abs().amax(1) / 127)[:, None]).round().to(torch.int8)
     plain = PackedMatrix(rounded, scale, x_dtype).multiply(x, None) - expected

@@ -78,7 +78,8 @@ def test_the_sampler_never_completes_a_word():
     got = []
     for position, favourite in enumerate([1, 2, 2, 1, 2]):
         logits = torch.zeros(2, VOCAB_SIZE)
-        logits[:, favourite], logits[:, 4] = 2.0, 1.0
+        logits[:, favourite] = 2.0
+        logits[:, 4] = 1.0
         slots = torch.tensor([0, 1])
         got.append(
             sampler(

@@ -16,7 +16,9 @@ from servd.worker.sample.sampling_metadata import SamplingMetadata
 
 NAMES = plugins.names(logits_processors.__name__)
 CPU = torch.device("cpu")
-VOCAB, NUM_SLOTS, EOS = 40, 4, [0, 7]
+VOCAB = 40
+NUM_SLOTS = 4
+EOS = [0, 7]
 PROMPT = [3, 0, 4, 4]
 
 every_file = pytest.mark.parametrize("name", NAMES)
@@ -64,7 +66,8 @@ def test_it_changes_the_rows_that_use_it_and_no_other(name):
     processor = kind(name)(VOCAB, NUM_SLOTS, CPU)
     assert processor.add(SlotRequest(2, example(name), PROMPT, [], EOS))
     logits = logits_at(1, rows=3)
-    slots, positions = torch.tensor([1, 2, 3]), torch.tensor([len(PROMPT)] * 3)
+    slots = torch.tensor([1, 2, 3])
+    positions = torch.tensor([len(PROMPT)] * 3)
     rows = SamplingMetadata(
         slots, positions, slots.numpy(), torch.tensor([0, 1, 0]).numpy()
     ).subset(1)

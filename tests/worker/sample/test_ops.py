@@ -53,11 +53,13 @@ def random_weights(shape: tuple[int, int], device: torch.device, scale: float) -
 @each_shape
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_most_probable_token_is_written(module, shape, dtype, device):
-    (n, vocab), draw = shape, np.random.default_rng(shape[1])
+    n, vocab = shape
+    draw = np.random.default_rng(shape[1])
     logits = random_logits(shape, device).to(dtype)
     logits[0, vocab // 2 :] = logits[0].max()  # the first of equals
     token_ids = torch.full((n + 2, 9), -5, dtype=torch.int32, device=device)
-    slots, columns = draw.permutation(n + 2)[:n], draw.integers(0, 9, n)
+    slots = draw.permutation(n + 2)[:n]
+    columns = draw.integers(0, 9, n)
     tensors = (torch.from_numpy(part).to(device) for part in (slots, columns))
     chosen = module.choose(logits, *tensors, token_ids)
     expected = logits.double().cpu().numpy().argmax(1)
@@ -69,8 +71,10 @@ def test_the_most_probable_token_is_written(module, shape, dtype, device):
 
 def test_a_token_whose_logit_is_not_finite_is_told(module, device):
     logits = random_logits((5, 5000), device)
-    logits[0, 4500], logits[1, 3] = torch.inf, torch.nan
-    logits[1, 4700], logits[2, :] = torch.inf, -torch.inf
+    logits[0, 4500] = torch.inf
+    logits[1, 3] = torch.nan
+    logits[1, 4700] = torch.inf
+    logits[2, :] = -torch.inf
     logits[3, :] = -torch.inf
     logits[3, 4999] = -1e30
     token_ids = torch.zeros(5, 1, dtype=torch.int32, device=device)
@@ -129,13 +133,14 @@ def test_shift_equals_float64(module, shape, has_bias, masked, rows, device):
         prompt = rng.random((n + 2, vocab)) < 0.2
         factors = rng.uniform(0.5, 2.0, (n + 2, 3)).astype(np.float32)
         for row, slot in zip(penalized_rows, slots, strict=True):
-            x, (repetition, frequency, presence) = exact[row], factors[slot].astype(np.float64)
+            x = exact[row]
+            repetition, frequency, presence = factors[slot].astype(np.float64)
             x = np.where(
                 (outputs[slot] > 0) | prompt[slot],
                 np.where(x > 0, x / repetition, x * repetition),
                 x,
             )
-            exact[row] = x - frequency * outputs[slot] - presence * (outputs[slot] > 0)
+            exact[row] = x - frequency * outputs[slot] - np.where(outputs[slot] > 0, presence, 0)
         counts = torch.from_numpy((outputs + IN_PROMPT * prompt).astype(np.int32)).to(device)
         index = slice(None) if rows == "all" else torch.from_numpy(penalized_rows).to(device)
         penalized = Penalized(
@@ -150,7 +155,8 @@ def test_shift_equals_float64(module, shape, has_bias, masked, rows, device):
 def test_the_best_token_of_narrow_logits_is_that_of_the_same_in_float32(module, shape, device):
     logits = random_logits(shape, device).bfloat16()
     wide = logits.float()
-    wide[0, :3], wide[0, 5] = torch.tensor([0.0, -0.0, -torch.inf]), torch.inf
+    wide[0, :3] = torch.tensor([0.0, -0.0, -torch.inf])
+    wide[0, 5] = torch.inf
     logits = torch.full((shape[0], shape[1] + 5), torch.nan, device=device).bfloat16()
     logits = logits[:, : shape[1]].copy_(wide)
     assert module.edit_logits(logits, LogitEdits()).tolist() == wide.argmax(-1).tolist()
@@ -158,7 +164,8 @@ def test_the_best_token_of_narrow_logits_is_that_of_the_same_in_float32(module, 
 
 
 def test_the_best_token_is_the_first_nan_or_the_first_maximum(module, device):
-    nan, inf = torch.nan, torch.inf
+    nan = torch.nan
+    inf = torch.inf
     rows = [
         [1.0, 3.0, 3.0, -2.0],
         [-inf, -inf, -inf, -inf],
@@ -205,11 +212,13 @@ def exact_limit(weights: list[float], lowest: float, k: int, p: float) -> float:
     if k > 0:
         candidates = candidates[:k]
     limit = p * float(sum(int(w) for w in candidates))
-    more_probable, last = 0, lowest
+    more_probable = 0
+    last = lowest
     for w in candidates:
         if float(more_probable) >= limit:
             break
-        more_probable, last = more_probable + int(w), w
+        more_probable = more_probable + int(w)
+        last = w
     return last
 
 
@@ -250,7 +259,8 @@ def test_narrow_equals_the_definition(module, vocab, scale, device):
 @pytest.mark.parametrize("seed", range(3))
 def test_narrow_equals_the_reference_bit_for_bit(module, seed, device):
     rng = np.random.default_rng(seed)
-    rows, vocab = 4, int(rng.integers(2, 6000))
+    rows = 4
+    vocab = int(rng.integers(2, 6000))
     weights = random_weights((rows, vocab), device, float(rng.uniform(0.1, 6)))
     lowest = torch.from_numpy(rng.choice([0.0, 0.001, 0.1], rows) * WEIGHT_ONE).float().to(device)
     top_k = torch.from_numpy(rng.choice([0, 1, 50, 1000], rows)).to(device)

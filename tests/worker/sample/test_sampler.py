@@ -87,7 +87,9 @@ EVERYTHING = SamplingParams(
     ],
 )
 def test_drawn_frequencies_fit_the_exact_distribution(params):
-    prompt, outputs, num_draws = [3, 4, 4], [9, 9, 4, 20], 30_000
+    prompt = [3, 4, 4]
+    outputs = [9, 9, 4, 20]
+    num_draws = 30_000
     sampler = new_sampler(1)
     sampler.add(0, params, prompt, outputs, EOS)
     logits = logits_at(seed=8)

@@ -7,7 +7,8 @@ from servd.messages.params import ReasoningTags, SamplingParams
 from servd.worker.sample.sampler import Sampler
 from tests.worker.sample.test_sampler import CPU, EOS, VOCAB, logits_at
 
-START, END = 30, 31
+START = 30
+END = 31
 PROMPT = [1, 2, START, 3]
 
 

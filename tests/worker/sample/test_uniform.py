@@ -42,7 +42,8 @@ def test_uniform_is_the_top_53_bits_of_the_stream_of_a_scrambled_seed(seed, posi
 
 @pytest.mark.parametrize("vary", ["seed", "position"])
 def test_neighbouring_seeds_and_positions_are_independent_and_uniform(vary):
-    counter, zeros = torch.arange(100_000), torch.zeros(100_000, dtype=torch.int64)
+    counter = torch.arange(100_000)
+    zeros = torch.zeros(100_000, dtype=torch.int64)
     u = uniform(counter, zeros) if vary == "seed" else uniform(zeros, counter)
     counts = torch.histc(u, bins=100, min=0, max=1)
     chi_square = ((counts - 1000) ** 2 / 1000).sum().item()
@@ -53,5 +54,6 @@ def test_neighbouring_seeds_and_positions_are_independent_and_uniform(vary):
 
 @pytest.mark.gpu
 def test_cuda_gives_the_same_numbers():
-    seeds, positions = torch.randint(-(2**62), 2**62, (1000,)), torch.arange(1000)
+    seeds = torch.randint(-(2**62), 2**62, (1000,))
+    positions = torch.arange(1000)
     assert torch.equal(uniform(seeds, positions), uniform(seeds.cuda(), positions.cuda()).cpu())

@@ -60,7 +60,9 @@ class Row:
     """A request in a slot."""
 
     def __init__(self, slot: int, params: SamplingParams, has_grammar: bool) -> None:
-        self.slot, self.params, self.has_grammar = slot, params, has_grammar
+        self.slot = slot
+        self.params = params
+        self.has_grammar = has_grammar
         self.branches = False
         self.tokens = PROMPT.copy()
         self.logprobs: list[object] = []
@@ -159,11 +161,14 @@ def test_branches_change_no_token_and_no_logprob(cases, seed):
     for row in rows:
         row.branches = sampler.add(row.slot, row.params, PROMPT, [], EOS)
     while active := [row for row in rows if len(row.tokens) < NUM_TOKENS]:
-        drafts, branches, lengths = [], [], []
+        drafts = []
+        branches = []
+        lengths = []
         for row in active:
             text = without[row.slot][0]
             num_known = len(row.tokens)
-            tree, parents = [], []
+            tree = []
+            parents = []
             texts = [row.tokens]
             for _ in range(chance.randrange(9)):
                 parent = chance.randrange(len(texts)) if row.branches else len(texts) - 1
@@ -294,7 +299,8 @@ def test_kept_drafts_are_counted_alike_on_host_and_device(rows):
 def test_synthetic_acceptance_keeps_drafts_at_the_given_rates(keys, rates):
     keys |= {"method": "ngram", "num_speculative_tokens": 4, "rejection_sample_method": "synthetic"}
     config = SpeculativeConfig.from_keys(keys)
-    num_rows, num_drafts = 4000, 4
+    num_rows = 4000
+    num_drafts = 4
     slots = torch.arange(num_rows).repeat_interleave(num_drafts + 1)
     positions = torch.arange(1, num_drafts + 2).repeat(num_rows)
     drafts = torch.randint(50, 100, (num_rows, num_drafts + 2))

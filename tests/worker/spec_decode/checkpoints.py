@@ -39,7 +39,8 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 def medusa(target: Path, folder: Path, num_layers: int = 2) -> dict[str, Any]:
     """vLLM's layout."""
     spec = read_spec(target)
-    size, vocab_size = spec.hidden_size, spec.vocab_size
+    size = spec.hidden_size
+    vocab_size = spec.vocab_size
     config = {
         "model_type": "medusa",
         "num_heads": NUM_HEADS,
@@ -59,7 +60,10 @@ def medusa(target: Path, folder: Path, num_layers: int = 2) -> dict[str, Any]:
     return {"num_speculative_tokens": NUM_HEADS} | write(folder, config, tensors)
 
 
-HEADS, KV_HEADS, HEAD_DIM, INNER = 4, 2, 16, 72  # for the layers below
+HEADS = 4  # for the layers below
+KV_HEADS = 2
+HEAD_DIM = 16
+INNER = 72
 
 
 def layer(prefix: str, size: int, inputs: int) -> dict[str, Tensor]:
@@ -107,7 +111,8 @@ def eagle(target: Path, folder: Path) -> dict[str, Any]:
 def eagle3(target: Path, folder: Path, **options: Any) -> dict[str, Any]:
     """With a vocabulary of every other token. Further keys of config.json as `options`."""
     spec = read_spec(target)
-    size, draft_vocab = spec.hidden_size, spec.vocab_size // 2
+    size = spec.hidden_size
+    draft_vocab = spec.vocab_size // 2
     tensors = layer("midlayer", size, 2 * size) | {
         "fc.weight": draw(size, 3 * size),
         "midlayer.input_layernorm.weight": 1 + draw(size, seed=1),
@@ -130,7 +135,8 @@ def mtp(target: Path, folder: Path) -> dict[str, Any]:
     options = {key: config[key] for key in kept} | {"num_hidden_layers": number + 1}
     make_checkpoint(folder, config["model_type"], options)
     (folder / "config.json").write_text(json.dumps(config))
-    size, prefix = config["hidden_size"], f"model.layers.{number}"
+    size = config["hidden_size"]
+    prefix = f"model.layers.{number}"
     tensors = {
         f"{prefix}.eh_proj.weight": draw(size, 2 * size),
         f"{prefix}.shared_head.head.weight": draw(3, size),

@@ -118,7 +118,8 @@ class Recorder:
 def test_drafts_are_those_of_transformers(tiny_llama, draft, depth, counts, monkeypatch):
     """Chunks, shared beginnings, rows that pause or want fewer drafts than others."""
     folder, block_size = draft
-    recorder, draw = Recorder(monkeypatch), random.Random(0)
+    recorder = Recorder(monkeypatch)
+    draw = random.Random(0)
     monkeypatch.setattr(
         DraftLengthController, "num_drafts", lambda *_: draw.choice([0, 0, 1, 3, 5])
     )
@@ -157,7 +158,8 @@ def test_requests_outlive_the_learned_positions_of_the_draft(
 def test_rejected_drafts_of_short_rows_that_pause(tiny_llama, draft, seed, counts, monkeypatch):
     """At depth 2, with too few tokens in a step: the host takes rows for longer."""
     folder, block_size = draft
-    recorder, draw = Recorder(monkeypatch), random.Random(seed)
+    recorder = Recorder(monkeypatch)
+    draw = random.Random(seed)
     monkeypatch.setattr(DraftLengthController, "num_drafts", lambda *_: draw.choice([0, 0, 0, 5]))
     requests = [
         EngineCoreRequest(str(i), [7 + i], SamplingParams(temperature=0.0, max_tokens=30))
@@ -184,7 +186,8 @@ def test_a_row_far_behind_catches_up_and_blocks_no_other(tiny_llama, draft, monk
     recorder = Recorder(monkeypatch)
     options = {"block_size": block_size, "max_num_batched_tokens": 32}
     driver = Driver(speculative(tiny_llama, folder, **options))
-    far, near = driver.add([5, 6, 7]), driver.add([8, 9])
+    far = driver.add([5, 6, 7])
+    near = driver.add([8, 9])
     driver.generate([far], 60)
     counts: list[tuple[int, int]] = []
     for _ in range(3):

@@ -64,7 +64,8 @@ class PlainHead:
         q, k, v = (
             self.linear(x, f"{name}.{part}_proj").unflatten(-1, (-1, HEAD_DIM)) for part in "qkv"
         )
-        q, k = self.rotate(q), self.rotate(k)
+        q = self.rotate(q)
+        k = self.rotate(k)
         heads = F.scaled_dot_product_attention(
             *(part.transpose(0, 1) for part in (q, k, v)), is_causal=True, enable_gqa=True
         )
@@ -186,7 +187,8 @@ def test_a_row_with_few_drafts_beside_one_with_many(target: Path, tmp_path: Path
     driver = Driver(config_for(target, speculative_config=config))
     nobodys = 0  # what a block table has where it was never filled
     driver.free_blocks.remove(nobodys)
-    few, many = driver.add([7, 8]), driver.add([7, 8, 9, 10, 11])
+    few = driver.add([7, 8])
+    many = driver.add([7, 8, 9, 10, 11])
     driver.step({few: 2, many: 5}, max_new_drafts={few: 1, many: 5})
     assert list(map(len, (driver.drafts[few], driver.drafts[many]))) == [1, 5]
     (cache,) = driver.worker.runner.proposer.kv_caches
@@ -233,7 +235,8 @@ def test_prompts_are_not_followed_where_nobody_drafts_for_long(target, tmp_path,
     plain = {"eagle": PlainHead, "eagle3": PlainHead3}[method](target, Path(config["model"]))
     first = driver.add([7, 8, 9])
     driver.generate([first], 120)
-    drafted, other = driver.add([11, 12, 13, 14]), driver.add([21, 22, 23, 24, 25])
+    drafted = driver.add([11, 12, 13, 14])
+    other = driver.add([21, 22, 23, 24, 25])
     driver.step({drafted: 4, other: 5}, max_new_drafts={drafted: NUM_DRAFTS})
     assert driver.drafts[drafted] == plain.drafts(driver.tokens[drafted], NUM_DRAFTS, ())
     driver.step({other: 1}, max_new_drafts={other: NUM_DRAFTS})
@@ -259,7 +262,8 @@ def test_nothing_is_drafted_past_max_model_len(target: Path, tmp_path: Path):
 
 def test_a_head_of_eagle_with_all_of_its_own(target: Path, tmp_path: Path):
     config = checkpoints.eagle(target, tmp_path)
-    size, vocab_size = read_spec(target).hidden_size, read_spec(target).vocab_size
+    size = read_spec(target).hidden_size
+    vocab_size = read_spec(target).vocab_size
     tensors = {"fc.bias": draw(size), "embed_tokens.weight": draw(vocab_size, size, seed=5)}
     rewrite(tmp_path, tensors | {"lm_head.weight": draw(vocab_size, size, seed=6)})
     plain = PlainHead(target, tmp_path)
@@ -312,7 +316,8 @@ def test_a_folder_in_speculators_format(target: Path, tmp_path: Path):
     head_config |= head_config.pop("eagle_config") | {"speculators_model_type": "eagle3"}
     weights = load_file(tmp_path / "model.safetensors")
     weights = {name.replace("midlayer.", "layers.0."): weight for name, weight in weights.items()}
-    size, vocab_size = read_spec(target).hidden_size, read_spec(target).vocab_size
+    size = read_spec(target).hidden_size
+    vocab_size = read_spec(target).vocab_size
     weights["embed_tokens.weight"] = draw(vocab_size, size, seed=5)
     write(tmp_path, {"transformer_layer_config": options} | head_config, weights)
     assert_drafts(target, "eagle3", config)

@@ -85,13 +85,15 @@ def test_as_many_drafts_are_kept_as_the_text_says(name: str, target: Path, tmp_p
     plain.generate(slots, 60)
     texts = [plain.tokens[slot] for slot in slots]
     driver = Driver(config_for(target, speculative_config=config_of(name, target, tmp_path)))
-    slots, lengths = [driver.add(PROMPT, params) for params in draws], set()
+    slots = [driver.add(PROMPT, params) for params in draws]
+    lengths = set()
     for _ in range(14):
         drafts = {slot: list(driver.drafts[slot]) for slot in slots}
         chunks = {slot: driver.num_left(slot) for slot in slots}
         output = driver.step(chunks, max_new_drafts=dict.fromkeys(slots, 3))
         for slot, text, sampled in zip(slots, texts, output.sampled_token_ids, strict=True):
-            start, num_kept = len(driver.tokens[slot]) - len(sampled), 0
+            start = len(driver.tokens[slot]) - len(sampled)
+            num_kept = 0
             while drafts[slot][num_kept:] and drafts[slot][num_kept] == text[start + num_kept]:
                 num_kept += 1
             assert sampled == text[start : start + num_kept + 1]
@@ -114,7 +116,8 @@ def test_logits_beside_drafts_have_the_bits_of_plain_steps(options, tiny_llama, 
     slots = [plain.add(*arguments) for arguments in zip(prompts, draws, strict=True)]
     for slot in slots:
         plain.generate([slot], 30)
-    draw, texts = random.Random(0), dict[int, list[int]]()
+    draw = random.Random(0)
+    texts = dict[int, list[int]]()
 
     def propose(self: NgramProposer, slots: torch.Tensor, _: int, num_drafts: int):
         ends = [int(self.states.num_computed[slot]) + 1 for slot in slots]
@@ -125,10 +128,12 @@ def test_logits_beside_drafts_have_the_bits_of_plain_steps(options, tiny_llama, 
     monkeypatch.setattr(NgramProposer, "propose", propose)
     drafts = {"method": "ngram", "num_speculative_tokens": 5}
     driver = Driver(config_for(tiny_llama, **options, speculative_config=drafts))
-    of_plain, num_steps = dict[int, int](), 0
+    of_plain = dict[int, int]()
+    num_steps = 0
     for other, *arguments in zip(slots, prompts, draws, strict=True):
         slot = driver.add(*arguments)
-        of_plain[slot], texts[slot] = other, plain.tokens[other]
+        of_plain[slot] = other
+        texts[slot] = plain.tokens[other]
     while pending := [slot for slot in texts if len(driver.outputs(slot)) < 30]:
         num_steps += 1
         chunks = {slot: driver.num_left(slot) for slot in pending}

@@ -55,7 +55,8 @@ def of_frequent_tokens(target: Path, folder: Path) -> tuple[dict[str, Any], Any]
 
 def of_fasterdecoding(target: Path, folder: Path) -> tuple[dict[str, Any], Any]:
     spec = read_spec(target)
-    size, tensors = spec.hidden_size, {}
+    size = spec.hidden_size
+    tensors = {}
     for i in range(NUM_HEADS):
         for j in range(2):
             tensors[f"medusa_heads.{i}.{j}.linear.weight"] = draw(size, size, seed=9 * i + j)
@@ -125,7 +126,8 @@ def test_a_token_map_that_leaves_the_vocabulary_of_the_model(target: Path, tmp_p
 
 def test_an_output_head_of_more_tokens_than_the_model_has(target: Path, tmp_path: Path):
     config = {"method": "medusa"} | checkpoints.medusa(target, tmp_path)
-    spec, tensors = read_spec(target), load_file(tmp_path / "model.safetensors")
+    spec = read_spec(target)
+    tensors = load_file(tmp_path / "model.safetensors")
     tensors["lm_heads.1.weight"] = draw(spec.vocab_size + 1, spec.hidden_size)
     write(tmp_path, {}, tensors)
     with pytest.raises(ConfigError, match=f"drafts token {spec.vocab_size}, but the model has"):

@@ -24,8 +24,10 @@ def add_layer(folder: Path) -> torch.nn.Module:
         torch.manual_seed(7)
         model = MtpModel(main, 1).eval()
         for parameter in model.layers.parameters():
-            parameter.data = torch.randn_like(parameter) * 0.2 + (parameter.dim() == 1)
-    prefix, tensors = f"model.layers.{main.config.num_hidden_layers}", {}
+            mean = 1 if parameter.dim() == 1 else 0
+            parameter.data = torch.randn_like(parameter) * 0.2 + mean
+    prefix = f"model.layers.{main.config.num_hidden_layers}"
+    tensors = {}
     for name, tensor in model.layers[0].state_dict().items():
         name = name.replace("mtp_block.", "").replace("post_norm", "shared_head.norm")
         if name == "mlp.experts.gate_up_proj":
@@ -64,7 +66,8 @@ def test_drafts_are_those_of_transformers(tmp_path: Path):
     folder = make_checkpoint(tmp_path, "deepseek_v3", DEEPSEEK)
     model = add_layer(folder)
     keys = {"method": "mtp", "num_speculative_tokens": 1}
-    driver, draw = Driver(config_for(folder, speculative_config=keys)), random.Random(3)
+    driver = Driver(config_for(folder, speculative_config=keys))
+    draw = random.Random(3)
     slots = [driver.add([draw.randrange(199) for _ in range(n)]) for n in (17, 5)]
     drafts = set()
     for _ in range(NUM_STEPS):

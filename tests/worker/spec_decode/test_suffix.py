@@ -58,7 +58,8 @@ def search(
     """The most frequent continuation of the longest match, which is the request's if it has one."""
     matches = [longest_match([text], text), longest_match(other_texts, text)]
     length, runs = max(matches, key=lambda entry: entry[0])
-    num_runs, drafts = len(runs), []
+    num_runs = len(runs)
+    drafts = []
     while length >= suffix.SHORTEST and len(drafts) < min(NUM_DRAFTS, int(length * factor)):
         token_id, count = max(
             Counter(run[0] for run in runs if run).items(),

@@ -45,7 +45,8 @@ def tree_for(target: Path, folder: Path, **options: Any) -> dict[str, Any]:
 def test_each_place_sees_its_branch_and_its_depth_is_its_position():
     tree = DraftTree([(0,), (1,), (0, 0), (1, 0), (0, 0, 2)], CPU)
     num_known = 100
-    columns, places = num_known + torch.arange(-3, 6), torch.tensor([0, 0, 0, 0, 1, 2, 3, 4, 5])
+    columns = num_known + torch.arange(-3, 6)
+    places = torch.tensor([0, 0, 0, 0, 1, 2, 3, 4, 5])
     assert tree.positions(columns, places).tolist() == [97, 98, 99, 100, 101, 101, 102, 102, 103]
     assert tree.tails(columns, places)[4:].tolist() == [
         [99, 100, 101],
@@ -72,7 +73,8 @@ def test_the_best_paths_of_fewer_drafts_are_the_first_ones_of_more():
 def test_drafts_are_candidates_of_a_plain_implementation(target: Path, tmp_path: Path, block_size):
     """Also after drafts that were kept: their keys, values and hidden states went with them."""
     config = tree_for(target, tmp_path)
-    weights, paths = load_file(tmp_path / "model.safetensors"), best_paths(NUM_DRAFTS, 3)
+    weights = load_file(tmp_path / "model.safetensors")
+    paths = best_paths(NUM_DRAFTS, 3)
     for tokens, drafts, _ in drafts_of(target, config, NUM_DRAFTS, block_size=block_size):
         x = reference(target).base_model(torch.tensor([tokens[:-1]])).last_hidden_state[0, -1]
         candidates = []
@@ -127,7 +129,8 @@ def test_the_cache_holds_what_it_holds_without_drafts(target: Path, tmp_path: Pa
     config = tree_for(target, tmp_path)
     driver = Driver(config_for(target, speculative_config=config, block_size=16))
     cold = Driver(config_for(target, block_size=16))
-    slots, num_steps = random_requests(driver), 0
+    slots = random_requests(driver)
+    num_steps = 0
     while any(len(driver.tokens[slot]) < 50 for slot in slots):
         num_steps += 1
         chunks = {slot: driver.num_left(slot) for slot in slots}
@@ -153,7 +156,8 @@ def test_a_tree_changes_no_output(batch, num_blocks, depth, tiny_llama, tmp_path
     """Chunked prompts, penalties, grammars, preemption and all: see `SAMPLINGS`."""
     expected = serve_all(tiny_llama, 1, 1, 200, None)
     counts.clear()
-    size, num_tokens = read_spec(tiny_llama).hidden_size, 2 * len(FEW)
+    size = read_spec(tiny_llama).hidden_size
+    num_tokens = 2 * len(FEW)
     tensors = {f"blocks.{i}.layers.0.weight": draw(size, size, seed=i) for i in range(3)}
     tensors["lm_heads.0.weight"] = draw(num_tokens, size)
     tensors["token_map"] = torch.arange(FEW.start, FEW.start + num_tokens)
@@ -218,9 +222,11 @@ def test_kept_drafts_move_in_every_group_of_layers(tmp_path: Path):
     options = CASES["gemma3_text"]["layer types"] | {"vocab_size": 4}
     folder = make_checkpoint(tmp_path, "gemma3_text", options)
     (tmp_path / "heads").mkdir()
-    texts, num_steps = [], []
+    texts = []
+    num_steps = []
     for drafts in ({}, {"speculative_config": tree_for(folder, tmp_path / "heads")}):
-        driver, draw = Driver(config_for(folder, **drafts)), random.Random(1)
+        driver = Driver(config_for(folder, **drafts))
+        draw = random.Random(1)
         assert driver.ready.kv_windows == (None, 7, 7)
         driver.gives_back = True
         slots = [driver.add([draw.randrange(4) for _ in range(n)]) for n in (5, 17, 9)]

@@ -45,7 +45,8 @@ def _penalize(logits: Tensor, penalized: Penalized) -> Tensor:
     repetition, frequency, presence = penalized.factors[penalized.slots].unsqueeze(-1).unbind(1)
     factor = torch.where(logits > 0, 1 / repetition, repetition).masked_fill_(counts == 0, 1)
     num_outputs = counts.bitwise_and_(IN_PROMPT - 1)
-    return (logits * factor).sub_(frequency * num_outputs).sub_(presence * (num_outputs > 0))
+    present = torch.where(num_outputs > 0, presence, 0.0)
+    return (logits * factor).sub_(frequency * num_outputs).sub_(present)
 
 
 def to_weights(logits: Tensor, peaks: Tensor, temperatures: Tensor) -> Tensor:
