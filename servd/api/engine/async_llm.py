@@ -22,7 +22,7 @@ from servd.api.observability.metrics import Metrics
 from servd.api.observability.request_log import RequestLog
 from servd.api.observability.tracer import Tracer
 from servd.api.request.fair_loop import SLICE_NS, FairLoop
-from servd.api.request.observer import Observer, Observers
+from servd.api.request.observer import Observer, StatLoggerManager
 from servd.api.request.output_collector import RequestOutputCollector
 from servd.api.request.request_output import RequestOutput
 from servd.api.request.request_state import ProcessedInputs, RequestState, make_output
@@ -101,7 +101,7 @@ class AsyncLLM:
             observers.append(recorder(observability.record_trace, config))
         if observability.enable_log_requests:
             observers.append(RequestLog(observability.max_log_len))
-        self.observer = Observers(observers)
+        self.observer = StatLoggerManager(observers)
         self.admission = Admission(config.scheduler, metrics)
         for _ in clients[1:]:
             Metrics(metrics.labels["model_name"], beside=metrics)
