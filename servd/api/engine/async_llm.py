@@ -21,8 +21,8 @@ from servd.api.engine.progress import Progress, combine
 from servd.api.observability.metrics import Metrics
 from servd.api.observability.request_log import RequestLog
 from servd.api.observability.tracer import Tracer
-from servd.api.request.fair_loop import FairLoop
-from servd.api.request.observer import Observer, Observers
+from servd.api.request.fair_loop import SLICE_NS, FairLoop
+from servd.api.request.observer import Observer, StatLoggerManager
 from servd.api.request.output_collector import RequestOutputCollector
 from servd.api.request.request_output import RequestOutput
 from servd.api.request.request_state import ProcessedInputs, RequestState, make_output
@@ -101,7 +101,7 @@ class AsyncLLM:
             observers.append(recorder(observability.record_trace, config))
         if observability.enable_log_requests:
             observers.append(RequestLog(observability.max_log_len))
-        self.observer = Observers(observers)
+        self.observer = StatLoggerManager(observers)
         self.admission = Admission(config.scheduler, metrics)
         for _ in clients[1:]:
             Metrics(metrics.labels["model_name"], beside=metrics)
@@ -112,12 +112,14 @@ class AsyncLLM:
                 client,
                 self.output_processor,
                 self.tracer,
-                own,
+                engine_metrics,
                 self.observer,
                 self._engine_changed,
                 self._move,
             )
-            for rank, (client, own) in enumerate(zip(clients, metrics.engines, strict=True))
+            for rank, (client, engine_metrics) in enumerate(
+                zip(clients, metrics.engines, strict=True)
+            )
         ]
         self.loop = FairLoop()
         self.has_changed = asyncio.Event()
@@ -239,9 +241,8 @@ class AsyncLLM:
         """
         call = call or Call()
         prompts = [prompt] if isinstance(prompt, Prompt) else prompt
-        ids = [request_id]
-        if len(prompts) > 1:
-            ids = [f"{request_id}-{index}" for index in range(len(prompts))]
+        numbered_ids = [f"{request_id}-{index}" for index in range(len(prompts))]
+        ids = numbered_ids if len(prompts) > 1 else [request_id]
         if beams is not None:
             self.processor.check_sums()
         with ExitStack() as admission:
@@ -264,19 +265,21 @@ class AsyncLLM:
                 return
             collector = RequestOutputCollector(self.loop, options.owner, in_pieces)
             collector.fail_at(call.deadline)
-            exemplar = _exemplar()
+            trace_id = current_request.get().get("trace_id")
+            exemplar = {"trace_id": trace_id} if trace_id else None  # a label of OpenMetrics
             is_part = parent is not None
             states: list[RequestState] = []
-
-            def start(index: int) -> None:
-                state = self.output_processor.add_request(
-                    inputs[index], timelines[index], collector, index, is_part, exemplar
-                )
-                states.append(state)
-                self.add_request(state)
-
+            slice_end = now_ns() + SLICE_NS
             try:
-                await self.loop.call_for_all(options.owner, range(len(inputs)), start)
+                for index, timeline in enumerate(timelines):
+                    state = self.output_processor.add_request(
+                        inputs[index], timeline, collector, index, is_part, exemplar
+                    )
+                    states.append(state)
+                    self.add_request(state)
+                    if now_ns() >= slice_end:
+                        await self.loop.turn(options.owner)
+                        slice_end = now_ns() + SLICE_NS
                 while collector.num_open:
                     for index, delta in await collector.get():
                         if delta.finish_reason is FinishReason.ERROR:
@@ -350,9 +353,7 @@ class AsyncLLM:
             prompt_size += sum(map(len, params.bad_words)) + len(params.allowed_token_ids or ())
         size = sum(prompt_size + prompt.num_chars for prompt in texts)
 
-        def count_fewest() -> int:
-            limit = options.truncate_prompt_tokens
-            return sum(processor.fewest_tokens(prompt, limit) for prompt in texts)
+        count_fewest = partial(processor.fewest_tokens, texts, options.truncate_prompt_tokens)
 
         def process_all() -> list[ProcessedInputs]:
             return [
@@ -431,7 +432,9 @@ class AsyncLLM:
         """
         ready = [engine for engine in self.engines if engine.is_ready]
         if any(engine.is_asleep for engine in ready):
-            awake = [each for each in ready if not each.is_asleep and each.num_free_slots > 0]
+            awake = [
+                engine for engine in ready if not engine.is_asleep and engine.num_free_slots > 0
+            ]
             ready = awake or ready
         return [engine.rank for engine in ready or self.engines]
 
@@ -445,7 +448,7 @@ class AsyncLLM:
     def _engine_changed(self, engine: EngineClient) -> None:
         self.has_changed.set()
         self.has_changed = asyncio.Event()
-        statuses = [each.status for each in self.engines]
+        statuses = [engine_client.status for engine_client in self.engines]
         if engine.is_ready:
             self.processor.max_model_len = min(
                 status.max_model_len for status in statuses if isinstance(status, EngineReady)
@@ -471,9 +474,11 @@ class AsyncLLM:
         lost = [engine for engine in self.engines if engine.recovery.is_restarting]
         if self.load_balancer is None or not lost:
             return
-        ready = [each for each in self.engines if each.is_ready]
-        awake = [each for each in ready if not each.is_asleep]  # see `_open_ranks`
-        free = {each.rank: slots for each in awake or ready if (slots := each.num_free_slots) > 0}
+        ready = [engine for engine in self.engines if engine.is_ready]
+        awake = [engine for engine in ready if not engine.is_asleep]  # see `_open_ranks`
+        free = {
+            engine.rank: slots for engine in awake or ready if (slots := engine.num_free_slots) > 0
+        }
         for engine in lost if free else []:
             for state in engine.recovery.movable():
                 num_choices = state.params.n
@@ -515,12 +520,6 @@ class AsyncLLM:
         except Overloaded:
             self.metrics.labelled["vllm:admission_rejections", "max_waiting_requests"].inc()
             raise
-
-
-def _exemplar() -> dict[str, str] | None:
-    """Return the label of the current trace, for OpenMetrics."""
-    trace_id = current_request.get().get("trace_id")
-    return {"trace_id": trace_id} if trace_id else None
 
 
 def _significance(engine: EngineClient) -> int:

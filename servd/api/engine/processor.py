@@ -5,6 +5,7 @@ import json
 import logging
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,65 +106,69 @@ class Processor:
         """
         if isinstance(params, PoolingParams):
             prompt, params = self._complete_pooling(prompt, params, options)
-            asked = PROMPT_ONLY
+            sampling = PROMPT_ONLY
         else:
             if self.pooling.task != "generate":
                 self.pooling.check("generate")
             params.validate(self.spec.vocab_size)
-            asked = params
+            sampling = params
         marked = self.render(prompt)
         text = marked.replace(SPLIT_HERE, "") if isinstance(marked, str) else marked
         marks: list[Mark] = []
-        expected = ExpectedOutput(asked.structured_output)
+        expected = ExpectedOutput(sampling.structured_output)
         if isinstance(chat := prompt.content, Chat):
             marks.append(Mark("templated", now_ns()))
-            if asked is params:
+            if sampling is params:
                 last = chat.messages[-1].get("content") if chat.continue_final_message else None
                 expected = self.model_format.expect(
                     str(text),
                     chat.tool_options,
-                    asked.structured_output,
-                    asked.skip_special_tokens,
+                    sampling.structured_output,
+                    sampling.skip_special_tokens,
                     str(last or ""),
                 )
-        fills = asked.max_tokens is None or (prompt.may_fill_context and asked.max_tokens > 0)
-        least = 1 if fills else asked.max_tokens or 0  # tokens kept free for output
-        token_ids, was_cut = self._encode(prompt, marked, options, least)
-        asked = self._complete(prompt, asked, expected, token_ids, least)
+        fills = sampling.max_tokens is None or (prompt.may_fill_context and sampling.max_tokens > 0)
+        min_output = 1 if fills else sampling.max_tokens or 0  # tokens kept free for output
+        token_ids, was_cut = self._encode(prompt, marked, options, min_output)
+        sampling = self._complete(prompt, sampling, expected, token_ids, min_output)
         marks.append(Mark("tokenised", now_ns()))
         if options.truncate_prompt_tokens is not None:  # done; may be too large for a message
             options = msgspec.structs.replace(
                 options, truncate_prompt_tokens=None, truncation_side=None
             )
         if not isinstance(params, PoolingParams):
-            params = msgspec.structs.replace(asked, **NO_TEXT)
-        eos_token_ids = [] if asked.ignore_eos else self._eos_token_ids
+            params = msgspec.structs.replace(sampling, **NO_TEXT)
+        eos_token_ids = [] if sampling.ignore_eos else self._eos_token_ids
         request = EngineCoreRequest(
             request_id, token_ids, params, self.client, eos_token_ids, options
         )
-        shown = text if isinstance(text, str) and not was_cut else None
-        return ProcessedInputs(request, asked, shown, expected, marks)
+        prompt_text = text if isinstance(text, str) and not was_cut else None
+        return ProcessedInputs(request, sampling, prompt_text, expected, marks)
 
-    def fewest_tokens(self, prompt: Prompt, keep: int | None) -> int:
-        """Return a lower bound of the tokens of a prompt that `process_inputs` accepts. In chats,
+    def fewest_tokens(self, prompts: Sequence[Prompt], keep: int | None) -> int:
+        """Return a lower bound of the tokens of prompts that `process_inputs` accepts. In chats,
         only users' messages count: templates may drop others. `keep` is `truncate_prompt_tokens`.
         """
-        match prompt.content:
-            case list(token_ids):
-                found = len(token_ids)
-            case _ if not self.tokenizer.keeps_all_text:
-                found = 0
-            case Chat(messages=messages):
-                texts = [m.get("content") for m in messages if m.get("role") == "user"]
-                num_chars = sum(len(text.strip()) for text in texts if isinstance(text, str))
-                found = num_chars // self.tokenizer.longest_token
-            case str() | Pair(keep_first=None, keep_second=None):
-                found = prompt.num_chars // self.tokenizer.longest_token
-            case Pair():
-                found = 0
-        limits = (prompt.keep_first, prompt.keep_last, keep and max(keep, 1))
-        known = [limit for limit in limits if limit is not None]
-        return min(found, self.max_model_len, *known)  # `process_inputs` refuses more than that
+        total = 0
+        for prompt in prompts:
+            match prompt.content:
+                case list(token_ids):
+                    num_tokens = len(token_ids)
+                case _ if not self.tokenizer.keeps_all_text:
+                    num_tokens = 0
+                case Chat(messages=messages):
+                    texts = [m.get("content") for m in messages if m.get("role") == "user"]
+                    num_chars = sum(len(text.strip()) for text in texts if isinstance(text, str))
+                    num_tokens = num_chars // self.tokenizer.longest_token
+                case str() | Pair(keep_first=None, keep_second=None):
+                    num_tokens = prompt.num_chars // self.tokenizer.longest_token
+                case Pair():
+                    num_tokens = 0
+            limits = (prompt.keep_first, prompt.keep_last, keep and max(keep, 1))
+            set_limits = [limit for limit in limits if limit is not None]
+            # `process_inputs` refuses more than `max_model_len`.
+            total += min(num_tokens, self.max_model_len, *set_limits)
+        return total
 
     def check_structured_output(self, inputs: ProcessedInputs) -> None:
         """Block until `GrammarChecker.check` has checked the grammar of a structured output, if
@@ -240,16 +245,16 @@ class Processor:
                 "limited: leave out thinking_token_budget",
                 param="thinking_token_budget",
             )
-        known = [start_id] if prompt_token_ids is None else prompt_token_ids
-        last_tag = next((i for i in reversed(known) if i in (start_id, end_id)), end_id)
+        searched_ids = [start_id] if prompt_token_ids is None else prompt_token_ids
+        last_tag = next((i for i in reversed(searched_ids) if i in (start_id, end_id)), end_id)
         return ReasoningTags(end_id, None if last_tag == start_id else start_id)
 
     def check_logprobs(self, name: str, num_logprobs: int) -> None:
         """Raise InvalidRequest if field `name` asks for more logprobs than --max-logprobs."""
-        most = self.config.model.max_logprobs
-        if num_logprobs > (MAX_CANDIDATES if most < 0 else most):
+        limit = self.config.model.max_logprobs
+        if num_logprobs > (MAX_CANDIDATES if limit < 0 else limit):
             raise InvalidRequest(
-                f"{name} must be at most {most} (--max-logprobs), got {num_logprobs}", param=name
+                f"{name} must be at most {limit} (--max-logprobs), got {num_logprobs}", param=name
             )
 
     def check_sums(self) -> None:
@@ -308,7 +313,7 @@ class Processor:
         return msgspec.structs.replace(prompt, content=token_ids), params
 
     def _encode(
-        self, prompt: Prompt, text: str | list[int], options: RequestOptions, least: int
+        self, prompt: Prompt, text: str | list[int], options: RequestOptions, min_output: int
     ) -> tuple[list[int], bool]:
         """Return the validated token ids, and whether the prompt was truncated."""
         keep = options.truncate_prompt_tokens
@@ -329,7 +334,7 @@ class Processor:
         if prompt.keep_first is not None:
             kept = self._beginning(token_ids, prompt.keep_first)
         if keep is not None:
-            limit = max(self.max_model_len - least, 1) if keep == -1 else keep
+            limit = max(self.max_model_len - min_output, 1) if keep == -1 else keep
             # An encoder was trained on the beginnings of texts.
             side = options.truncation_side or ("left" if self.pooling.is_causal else "right")
             if side == "left":
@@ -346,13 +351,13 @@ class Processor:
         """The maximum length of a text that fits in the context, to refuse longer texts early."""
         return self.max_model_len * self.tokenizer.longest_token
 
-    def _no_room(self, num_tokens: int, least: int, param: str) -> ContextTooLong:
+    def _no_room(self, num_tokens: int, min_output: int, param: str) -> ContextTooLong:
         more = f", and the {param} has {num_tokens}. Shorten it, or set truncate_prompt_tokens."
-        if least:
+        if min_output:
             more = (
-                f". However, you requested {num_tokens + least} tokens ({num_tokens} in the "
-                f"{param}, {least} in the completion). Please reduce the length of the {param} or "
-                "completion."
+                f". However, you requested {num_tokens + min_output} tokens ({num_tokens} in the "
+                f"{param}, {min_output} in the completion). Please reduce the length of the "
+                f"{param} or completion."
             )
         text = f"This model's maximum context length is {self.max_model_len} tokens{more}"
         return ContextTooLong(text, num_tokens, self.max_model_len - 1, param=param)
@@ -379,9 +384,9 @@ class Processor:
             )
         # A chat template writes its own special tokens.
         adds = prompt.add_special_tokens and not isinstance(prompt.content, Chat)
-        first, *rest = text.split(SPLIT_HERE)
+        first, *pieces = text.split(SPLIT_HERE)
         token_ids = self.tokenizer.encode(first, adds)
-        for piece in rest:
+        for piece in pieces:
             token_ids += self.tokenizer.encode(piece, False)
         return token_ids
 
@@ -406,7 +411,7 @@ class Processor:
         params: SamplingParams,
         expected: ExpectedOutput,
         token_ids: list[int],
-        least: int,
+        min_output: int,
     ) -> SamplingParams:
         """Return `params` with the defaults that depend on prompt and model. Raise InvalidRequest
         or ContextTooLong if the request does not fit.
@@ -416,8 +421,8 @@ class Processor:
                 self.check_logprobs(name, num_logprobs)
         room = self.max_model_len - len(token_ids)
         param = prompt.param
-        if room < least:
-            raise self._no_room(len(token_ids), least, param)
+        if room < min_output:
+            raise self._no_room(len(token_ids), min_output, param)
         max_tokens = params.max_tokens
         if max_tokens is None:
             max_tokens = min(room, self.default_max_tokens or room)
@@ -446,21 +451,20 @@ class Processor:
         completed = msgspec.structs.replace(params, **filled)
         if any(isinstance(value, list) for value in filled.values()):  # longer than checked before
             completed.validate(self.spec.vocab_size)
-        self._check_allowed_tokens(completed)
+        if completed.allowed_token_ids is not None:
+            self._check_allowed_tokens(completed, completed.allowed_token_ids)
         return completed
 
-    def _check_allowed_tokens(self, params: SamplingParams) -> None:
+    def _check_allowed_tokens(self, params: SamplingParams, allowed: list[int]) -> None:
         """Raise InvalidRequest if not even the first token can be sampled."""
-        if params.allowed_token_ids is None:
-            return
         forbidden = {word[0] for word in params.bad_words_token_ids if len(word) == 1}
         if params.min_tokens:
             forbidden.update(params.stop_token_ids)
             if not params.ignore_eos:
                 forbidden.update(self._eos_token_ids)
-        if forbidden.issuperset(params.allowed_token_ids):
+        if forbidden.issuperset(allowed):
             raise InvalidRequest(
-                f"none of the {len(params.allowed_token_ids)} allowed_token_ids may be sampled: "
+                f"none of the {len(allowed)} allowed_token_ids may be sampled: "
                 "`bad_words` and `min_tokens` forbid them; allow others",
                 param="allowed_token_ids",
             )

@@ -30,18 +30,23 @@ class Observer:
         """Handle a request's last token or disconnect. `status` is the status of its engine."""
 
 
-class Observers(Observer):
-    """A group of observers. A failing observer delays or fails no request that has begun."""
+class StatLoggerManager(Observer):
+    """The observers of a server: the tracer, the metrics and the logs. A failing observer delays or
+    fails no request that has begun.
+    """
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self.observers = observers
-        # `received` is called for every token, and most observers do not need it.
+        # Most observers need neither beginnings nor tokens.
+        self.starters = [
+            observer for observer in observers if type(observer).began is not Observer.began
+        ]
         self.receivers = [
             observer for observer in observers if type(observer).received is not Observer.received
         ]
 
     def began(self, state: RequestState) -> None:
-        for observer in self.observers:
+        for observer in self.starters:
             observer.began(state)
 
     def received(self, state: RequestState, delta: CompletionOutput, at_ns: int) -> None:
