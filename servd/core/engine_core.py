@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from servd.base.errors import ConfigError, InvalidRequest
+from servd.base.errors import ConfigError, EngineError, InvalidRequest
 from servd.base.tracing import Clock, StepRecord, now_ns
 from servd.checkpoint.model_spec import ModelSpec, read_spec
 from servd.checkpoint.weight_files import find_weight_files
@@ -99,7 +99,7 @@ class EngineCore:
     def collective_rpc(self, method: RpcMethod, args: Sequence[str | int]) -> list[str | None]:
         """Call a method of every worker between two steps; return the results by rank. With
         `update_weights`, no request may be unfinished. Raises InvalidRequest, before anything
-        changes, if the checkpoint does not fit.
+        changes, if the checkpoint does not fit; EngineError if it cannot be loaded.
         """
         spec = self._spec_of(str(args[0])) if method == "update_weights" else self.spec
         while self.in_flight:
@@ -108,7 +108,10 @@ class EngineCore:
             return self.executor.collective_rpc(method, args)
         self.scheduler.forget_workers()
         self.grammars.forget_rows()
-        results = self.executor.collective_rpc(method, args)
+        try:
+            results = self.executor.collective_rpc(method, args)
+        except ConfigError as error:  # the workers have no model any more
+            raise EngineError(f"cannot load the weights of {spec.folder}: {error}") from error
         self.spec = spec
         self.config = self.config.replace(model=spec.folder)  # what `wake_up` loads
         self.connect(self.executor, self.worker)

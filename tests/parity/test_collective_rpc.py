@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from servd.base.errors import InvalidRequest
+from servd.base.errors import EngineError, InvalidRequest
 from servd.checkpoint.model_spec import read_spec
 from servd.core.engine_core import EngineCore
 from servd.core.executor import load_executor
@@ -73,5 +73,10 @@ def test_answers_after_update_weights_are_of_the_new_checkpoint(
         engine.sleep()
         engine.wake_up()
         assert answer(engine, "awake") == expected
+        tensors = load_file(second / "model.safetensors")
+        del tensors["model.norm.weight"]
+        save_file(tensors, second / "model.safetensors", {"format": "pt"})
+        with pytest.raises(EngineError, match=r"second.*norm"):
+            engine.collective_rpc("update_weights", [str(second)])
     finally:
         engine.executor.shutdown()
