@@ -277,7 +277,7 @@ async def serve(start: StartAPIServer) -> int:
             config.model.max_model_len,
             first_rank=config.parallel.first_rank,
         ),
-        LoadBalancer.of(config, start.place, start.routing),
+        LoadBalancer.from_config(config),
     )
     for engine, generation in zip(async_llm.engines, start.generations, strict=True):
         engine.metrics.observe_restarts(generation)

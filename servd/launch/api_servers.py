@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from servd.api.engine import load_balancer
 from servd.checkpoint import model_spec
 from servd.config import AccessConfig, Config
 from servd.ipc import channels as ipc
@@ -51,7 +50,6 @@ class APIServerProcessManager:
     hands_over: bool  # whether another process tree may accept from the same socket
 
     def __post_init__(self) -> None:
-        self.routing = load_balancer.make_file() if len(self.folders) > 1 else -1
         self.processes: list[Child] = []
         self.deaths = Deaths(self.config.server)
         self.outboxes: dict[Path, ipc.Outbox] = {}  # by their sockets
@@ -93,12 +91,9 @@ class APIServerProcessManager:
             self.hands_over,
             waits,
             heartbeat,
-            place=int(name.rpartition("-")[2]),
-            routing=self.routing,
         )
         env = {"PROMETHEUS_MULTIPROC_DIR": self.metrics_dir} if self.metrics_dir else {}
         descriptors = [self.listener.fileno(), heartbeat]
-        descriptors += [self.routing] if self.routing >= 0 else []
         child = Child(name, API_MODULE, start, descriptors, env)
         os.close(heartbeat)
         self.clients[name] = client

@@ -14,8 +14,7 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
-from servd.api.engine.load_balancer import LoadBalancer
-from servd.api.request.request_state import Routed
+from servd.api.engine.load_balancer import LoadBalancer, Routed
 from servd.base.errors import ConfigError
 from servd.config import Config
 from servd.messages.engine import EngineCoreOutput, EngineCoreRequest, RequestOptions, WorkerReady
@@ -112,7 +111,7 @@ class ClusterSim:
             server = SimulatedServer(self.engines[first : first + size])
             if size > 1 and options.routing == OWN_ROUTER:
                 cached_size = self.block_size if config.cache.enable_prefix_caching else 0
-                server.load_balancer = LoadBalancer(size, cached_size, num_servers=1)
+                server.load_balancer = LoadBalancer(size, cached_size)
             self.servers.append(server)
         self.served: list[RequestLine] = []  # finished requests, as in a recording
         self.gaps: Counter[int] = Counter()  # between tokens: 100 * log(nanoseconds) -> how many
@@ -238,7 +237,7 @@ class ClusterSim:
                 line.first_token = passed
                 line.cached = output.num_cached_tokens
                 if request.routed is not None:
-                    request.routed.answer(output.num_cached_tokens)
+                    request.routed.end_prompt()
             if output.finish_reason is None:
                 continue
             line.finished = passed
@@ -247,7 +246,7 @@ class ClusterSim:
             del self._open[output.request_id]
             request.engine.num_open -= 1
             if request.routed is not None:
-                request.routed.end([line.output_length])
+                request.routed.end()
         return num_later
 
     def _compare(
