@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager, aclosing
 from functools import partial
 from itertools import chain
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 from urllib.parse import quote
 
 import httpx
@@ -34,6 +34,7 @@ from servd.api.http.auth import OPEN_PATHS, ApiKeyAuth, ScopedRoute
 from servd.api.http.json_body import check_content_type
 from servd.api.http.middleware import SINCE, RequestContext
 from servd.api.http.pages import Pages
+from servd.api.http.route import Route
 from servd.api.keys import ApiKeys
 from servd.api.observability.tracer import Tracer
 from servd.api.protocol.models import ModelCard
@@ -59,6 +60,7 @@ from servd.checkpoint import hub
 from servd.checkpoint.short_names import full_name
 from servd.config import Config
 from servd.gateway.backend import ModelServer, Visit
+from servd.gateway.forward import request_headers, response_headers, send_request
 from servd.gateway.models import GatewayModel
 from servd.gateway.pool import ModelServers
 from servd.gateway.pull import pull
@@ -66,41 +68,6 @@ from servd.gateway.request import read, seconds_of
 
 logger = logging.getLogger("servd.api")
 
-# Hop-by-hop headers, and those that the gateway sets itself or has checked.
-OWN = {b"connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"x-request-id", b"date"}
-OF_REQUESTS = OWN | {
-    b"host",
-    b"origin",
-    b"content-length",
-    b"expect",
-    b"sec-fetch-site",
-    b"x-forwarded-for",
-    SINCE.encode(),
-}
-DECODED = {b"content-encoding"}  # the body is passed on as RequestContext has read it
-# Routes that do not depend on the model: the gateway answers them itself.
-OF_ALL_MODELS = {
-    "/openapi.json",
-    "/docs",
-    "/docs/{asset}",
-    "/redoc",
-    "/version",
-    "/api/version",
-    "/",
-    "/console/{file:path}",
-}
-# POST routes that wake no model up.
-NEED_NO_WEIGHTS = {
-    "/api/show",
-    "/detokenize",
-    "/tokenize",
-    "/v1/detokenize",
-    "/v1/tokenize",
-    "/v1/chat/completions/render",
-    "/v1/messages/count_tokens",
-    "/v1/responses/input_tokens",
-    "/v1/responses/{response_id:response}/cancel",
-}
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -126,7 +93,7 @@ class Gateway:
 
     def routes(self) -> list[ScopedRoute]:
         """Return the routes of a model's server, most of which call `pass_on`."""
-        own = {
+        endpoints = {
             "/health": self.health,
             "/ping": self.health,
             "/metrics": self.metrics,
@@ -139,21 +106,22 @@ class Gateway:
             "/v1/models": self.list_models,
             "/v1/models/{name:path}": self.retrieve_model,
         }
-        found: list[ScopedRoute] = []
-        routes = [cast(ScopedRoute, each) for router in load_routers() for each in router.routes]
-        for route in routes:
-            needs_weights = "POST" in (route.methods or ()) and route.path not in NEED_NO_WEIGHTS
-            endpoint = own.get(route.path) or partial(self.pass_on, needs_weights=needs_weights)
-            if route.path in OF_ALL_MODELS:
-                found.append(route)
+        routes: list[ScopedRoute] = []
+        for route in chain.from_iterable(router.routes for router in load_routers()):
+            assert isinstance(route, Route)
+            if not route.needs_model:
+                routes.append(route)
                 continue
+            endpoint = endpoints.get(route.path)
+            if endpoint is None:
+                endpoint = partial(self.pass_on, needs_weights=route.needs_weights)
             if route.path.startswith(("/v1/files", "/v1/batches")):
                 endpoint = no_batches
             passed = ScopedRoute(route.path, endpoint, methods=route.methods)
-            if route.path in own:  # else the model's server looks at the query
+            if route.path in endpoints:  # else the model's server looks at the query
                 passed.query_names = route.query_names
-            found.append(passed)
-        return found
+            routes.append(passed)
+        return routes
 
     async def health(self, request: Request) -> Response:
         """Answer GET /health of the gateway, which is ready even without a model."""
@@ -289,49 +257,41 @@ class Gateway:
         visiting: AbstractAsyncContextManager[Visit],
         send: Send,
     ) -> None:
-        scope = request.scope
         call = call_of(request)
-        # The raw path: httpx would resolve `..`, and a decoded path may have any character.
-        target = scope["raw_path"] + (b"?" + query if (query := scope["query_string"]) else b"")
-        headers = [(k, v) for k, v in scope["headers"] if k not in OF_REQUESTS | DECODED]
+        # RequestContext has decoded the body.
+        headers = [(k, v) for k, v in request_headers(request) if k != b"content-encoding"]
         headers.append((b"x-request-id", call.request_id.encode()))
         headers.append((SINCE.encode(), str(now_ns()).encode()))
         if request.client is not None:  # None: of a Unix socket
             headers.append((b"x-forwarded-for", request.client.host.encode()))
+        # The raw path, because a decoded path may have any character.
+        path = request.scope["raw_path"]
         async with visiting as visit:
+            name = visit.server.name
             try:
-                asked = visit.http.build_request(
-                    request.method,
-                    "/",
-                    headers=headers,
-                    content=body,
-                    extensions={"target": target},
-                )
-                answer = await visit.http.send(asked, stream=True)
+                response = await send_request(visit.http, request, path, headers, body)
                 visit.answered()
                 call.is_logged = True
             except httpx.LocalProtocolError as error:
                 raise InvalidRequest(f"the request cannot be forwarded: {error}") from None
             except httpx.TransportError as error:
-                name = visit.server.name
                 logger.error("%s: its server does not answer: %s", name, error)
                 raise Unavailable(f"the server of {name} does not answer") from None
             try:
-                passed = [(k.lower(), v) for k, v in answer.headers.raw]
                 await send(
                     {
                         "type": "http.response.start",
-                        "status": answer.status_code,
-                        "headers": [(k, v) for k, v in passed if k not in OWN],
+                        "status": response.status_code,
+                        "headers": response_headers(response),
                     }
                 )
-                async for chunk in answer.aiter_raw():
+                async for chunk in response.aiter_raw():
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
                 await send({"type": "http.response.body", "body": b""})
             except httpx.TransportError as error:  # uvicorn closes the client's connection, too
-                logger.error("%s: its server ended during an answer: %s", visit.server.name, error)
+                logger.error("%s: its server ended during an answer: %s", name, error)
             finally:
-                await answer.aclose()
+                await response.aclose()
 
     async def metrics(self, request: Request) -> Response:
         """Return the metrics of running servers, by `model_name`, and of the gateway's process."""
@@ -405,5 +365,5 @@ def create_gateway(config: Config, servers: ModelServers, keys: ApiKeys) -> Fast
     if config.access.allowed_origins:
         middleware.insert(0, cross_origin(config.access))
     app = assemble(middleware, Gateway(servers).routes())
-    app.state.context = SimpleNamespace(keys=keys, config=config)  # for OF_ALL_MODELS
+    app.state.context = SimpleNamespace(keys=keys, config=config)  # for routes that need no model
     return app
