@@ -115,13 +115,14 @@ def _behind(own: Timeline, breakdown: Breakdown, others: Sequence[Timeline]) -> 
 
 def _explain(timeline: Timeline, breakdown: Breakdown) -> str:
     wall_ns = breakdown.end_ns - breakdown.begin_ns
-    own_ns = sum(ns for phase, ns in breakdown.phases.items() if phase in OWN_WORK)
-    text = f"It took {_duration(wall_ns)}, of which {_duration(own_ns)} were its own work"
-    if own := {phase: ns for phase, ns in breakdown.phases.items() if phase in OWN_WORK}:
-        text += f" ({_duration(max(own.values()))} of it {max(own, key=lambda phase: own[phase])})"
+    work = {phase: ns for phase, ns in breakdown.phases.items() if phase in OWN_WORK}
+    text = f"It took {_duration(wall_ns)}, with {_duration(sum(work.values()))} of work"
+    if work:
+        longest = max(work, key=work.__getitem__)
+        text += f" ({_duration(work[longest])} of {longest})"
     if wait := breakdown.longest_wait:
         ns = breakdown.phases[wait]
-        text += f"; for {_duration(ns)} ({ns / max(wall_ns, 1):.0%}) {PHASES[wait]}"
+        text += f". Longest wait: {_duration(ns)} ({ns / max(wall_ns, 1):.0%}), {PHASES[wait]}"
     return f"{text}." if timeline.is_finished else f"{text}. It is still running."
 
 

@@ -4,8 +4,8 @@ The result depends only on the request's marks and on the engine's steps in that
 determine the request's state between each two marks. The steps determine the engine's activity.
 """
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from operator import attrgetter
 from pathlib import Path
@@ -25,10 +25,20 @@ NUM_FIRST_STEPS = 4  # these fill caches and record graphs
 NEVER = 1 << 62  # number of a step
 
 
+class Move(msgspec.Struct, forbid_unknown_fields=True):
+    """What a mark says of a choice: it leaves the first of these states that a choice is in."""
+
+    leaves: list[str]
+    enters: str = ""
+    needs_source: bool = True  # else the choice may come from nowhere
+
+
 class PhaseTable(msgspec.Struct, forbid_unknown_fields=True):
     """The content of phases.toml, which explains the fields."""
 
     phases: dict[str, str]
+    furthest: list[str]
+    moves: dict[str, Move]
     state_before: dict[str, str]
     in_engine: dict[str, tuple[str, str, str]]
     stages: dict[str, list[str]]
@@ -126,43 +136,29 @@ def step_times(steps: Iterable[StepRecord]) -> list[StepTime]:
 
 
 def _states(marks: Sequence[Mark]) -> Iterator[tuple[str, int, int]]:
-    """Yield the state between each two marks, with the beginning and end of the state."""
-    seen = defaultdict[str, int](int)
-    for mark, following in pairwise(marks):
-        if mark.stage == "engine_lost":  # the next engine gets open requests as new
-            num_begun = seen["first_token"] - max(seen["finished"], seen["returned"])
-            seen = defaultdict(int, first_token=max(num_begun, 0))
-        seen[mark.stage] += 1
-        yield _state(seen, following.stage), mark.at_ns, following.at_ns
-
-
-def _state(seen: Mapping[str, int], following: str) -> str:
-    """Return the state after the marks counted in `seen`. If a request has several choices or
-    parts, return the state of the choice or part that is furthest ahead.
+    """Yield the state between each two marks, with the beginning and end of the state. If a request
+    has several choices or parts, it is the state of the choice or part that is furthest ahead.
     """
-    num_ended = max(seen["finished"], seen["returned"])  # the API process may finish one, too
-    num_running = seen["scheduled"] - seen["preempted"] - num_ended
-    if seen["engine_lost"] and not seen["sent"]:
-        return "engine_restart"
-    if seen["asleep"] > seen["awake"] and not seen["scheduled"]:
-        return "wake_up"
-    if num_ended < seen["queued"]:
-        if num_running > 0:
-            return "decoding" if seen["first_token"] > num_ended else "prefilling"
-        if seen["reading"] > seen["scheduled"]:
-            return "tier_read"
-        if seen["deferred_for_adapter"] > seen["scheduled"]:
-            return "queue_adapters"
-        if seen["scheduled"] >= seen["queued"]:
-            return "swapped" if seen["swapped"] >= seen["preempted"] else "preemption"
-        return "queued"
-    if seen["sent"] > seen["queued"]:
-        return "grammar_compile" if seen["compiling"] > seen["compiled"] else "arriving"
-    if seen["returned"] < seen["finished"]:
-        return "ipc"
-    if seen["blocked"] > seen["resumed"]:
-        return "slow_reader"
-    return STATE_BEFORE.get(following, "unaccounted")
+    counts = Counter[str]()  # choices by state
+    num_begun = 0  # choices that have a first token and have not finished
+    for mark, following in pairwise(marks):
+        move = _TABLE.moves.get(mark.stage)
+        if mark.stage == "engine_lost":  # the next engine gets open requests as new
+            counts.clear()
+        elif mark.stage == "first_token":
+            num_begun += 1
+        if move is not None:
+            source = next((state for state in move.leaves if counts[state] > 0), None)
+            if source is not None:
+                counts[source] -= 1
+            if source == "running" and mark.stage in ("finished", "returned"):
+                num_begun = max(num_begun - 1, 0)
+            if source is not None or not move.needs_source:
+                counts[move.enters] += 1
+        state = next((state for state in _TABLE.furthest if counts[state] > 0), "")
+        if state == "running":
+            state = "decoding" if num_begun > 0 else "prefilling"
+        yield state or STATE_BEFORE.get(following.stage, "unaccounted"), mark.at_ns, following.at_ns
 
 
 def _first_step(marks: Iterable[Mark]) -> int:
