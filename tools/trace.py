@@ -83,9 +83,9 @@ class Token(NamedTuple):
     seconds: float
 
     def __str__(self) -> str:
-        (text, chance), *others = [(text, f"{exp(p):.0%}") for text, p in self.candidates]
+        (text, chance), *alternatives = [(text, f"{exp(p):.0%}") for text, p in self.candidates]
         token = f"{self.id} {text!r} {chance}"
-        more = ", ".join(f"{t!r} {c}" for t, c in others)
+        more = ", ".join(f"{t!r} {c}" for t, c in alternatives)
         return f"{1000 * self.seconds:9.3f} ms  {token:<24}{more}"
 
 
@@ -125,13 +125,13 @@ def ask(client: Client, text: str, raw: bool, max_tokens: int) -> tuple[list[Cal
 def _candidates(choice: dict[str, Any]) -> list[list[tuple[str, float]]]:
     logprobs = choice.get("logprobs") or {}
     if "tokens" in logprobs:  # of a completion
-        found = zip(
-            logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True
-        )
-        return [[(token, own), *top.items()] for token, own, top in found]
+        columns = (logprobs[name] for name in ("tokens", "token_logprobs", "top_logprobs"))
+        return [
+            [(token, chance), *top.items()] for token, chance, top in zip(*columns, strict=True)
+        ]
     return [
-        [(each["token"], each["logprob"]) for each in (found, *found["top_logprobs"])]
-        for found in logprobs.get("content") or ()
+        [(token["token"], token["logprob"]) for token in (sampled, *sampled["top_logprobs"])]
+        for sampled in logprobs.get("content") or ()
     ]
 
 

@@ -168,12 +168,12 @@ class Server(uvicorn.Server):
             num_open = max(num_open, len(self.server_state.connections))
         if self.context.batches is not None:
             num_open += self.context.batches.num_open
-        left = end - time.monotonic()
-        if left <= 0 or not num_open:
+        seconds = end - time.monotonic()
+        if seconds <= 0 or not num_open:
             return True
-        if left <= self.next_line:
-            logger.info("draining: %d requests open, %.0f s left", num_open, left)
-            self.next_line = left - 1
+        if seconds <= self.next_line:
+            logger.info("draining: %d requests open, %.0f s left", num_open, seconds)
+            self.next_line = seconds - 1
         return False
 
     def leave_port(self) -> None:
@@ -261,9 +261,9 @@ async def serve(start: StartAPIServer, reloads: SimpleQueue[Config]) -> int:
     config = start.config
     spec = start.spec
     listener = socket.socket(fileno=start.listener)
-    own = identity(config, spec)
+    engine_identity = identity(config, spec)
     clients = [
-        AsyncMPClient(engine_dir(start.ipc_dir, rank), start.client, own, generation)
+        AsyncMPClient(engine_dir(start.ipc_dir, rank), start.client, engine_identity, generation)
         for rank, generation in enumerate(start.generations)
     ]
     tokenizer = Tokenizer.of_model(config, spec)
@@ -289,7 +289,7 @@ async def serve(start: StartAPIServer, reloads: SimpleQueue[Config]) -> int:
     store = AdapterStore.beside(start.ipc_dir) if config.lora.enable_lora else None
     spans = span_exporter(config.observability)
     app = build_app(config, async_llm, reasons=start.reasons, store=store, spans=spans)
-    work = [asyncio.create_task(each) for each in background(app.state.context)]
+    work = [asyncio.create_task(coroutine) for coroutine in background(app.state.context)]
     connections = Connections(within_file_limit(config.server), partial(count_refusal, app))
     options = settings(
         app,

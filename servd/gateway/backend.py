@@ -35,7 +35,7 @@ class ModelServer:
         self.has_answered = asyncio.Event()  # a request
         self.used_at = self.retry_at = float("-inf")
         self.failure = ""  # why it could not be started
-        self.rest: asyncio.TimerHandle | None = None  # puts it to sleep when it has been idle
+        self.rest_timer: asyncio.TimerHandle | None = None  # puts it to sleep when it has been idle
 
     @property
     def runs(self) -> bool:

@@ -139,8 +139,8 @@ class Gateway:
 
     async def list_loaded_ollama_models(self, request: Request) -> Response:
         models = [server.model for server in self.servers.there if server.has_weights]
-        shown = [ollama.loaded(_ollama(model), model.max_model_len) for model in models]
-        return json_response({"models": shown})
+        cards = [ollama.loaded(_ollama(model), model.max_model_len) for model in models]
+        return json_response({"models": cards})
 
     async def show_ollama_model(self, request: Request) -> Response:
         """Describe a model by its files, whether its server runs or not."""
@@ -148,18 +148,18 @@ class Gateway:
         folder = hub.local_folder(str(model.path))
         assert folder is not None
         try:
-            shown = await asyncio.to_thread(describe_folder, folder, model.name)
+            description = await asyncio.to_thread(describe_folder, folder, model.name)
         except ConfigError as error:
             raise NotFound(str(error)) from None
-        return json_response(ollama.completed(shown, _ollama(model)))
+        return json_response(ollama.completed(description, _ollama(model)))
 
     async def pull_ollama_model(self, request: Request) -> Response:
         """Download a model, if --models-pull allows it. The response is Ollama's lines."""
         check_content_type(request)
-        named = read(request, await request.body())
-        lines = self._pull(named.model)
+        fields = read(request, await request.body())
+        lines = self._pull(fields.model)
         first = await anext(lines)  # an error here still has a status of its own
-        if bytes(named.stream) == b"false":
+        if bytes(fields.stream) == b"false":
             async with while_connected(request.receive), aclosing(lines):
                 async for line in lines:
                     first = line
@@ -220,8 +220,8 @@ class Gateway:
         the server is stopped, start it for a POST, and raise Unavailable otherwise.
         """
         body = await request.body()
-        named = read(request, body)
-        server = await self.servers.find(named.model)
+        model_fields = read(request, body)
+        server = await self.servers.find(model_fields.model)
         if not needs_weights and server.runs:
             visit = self.servers.visiting(server)
         elif not needs_weights and request.method != "POST":
@@ -229,11 +229,11 @@ class Gateway:
                 f"the model {server.name} is stopped, and {request.method} does not start it: "
                 f"send POST /wake_up?model={quote(server.name)}, or a request for an answer"
             )
-        elif bytes(named.keep_alive) in (b"", b"null"):
+        elif bytes(model_fields.keep_alive) in (b"", b"null"):
             visit = self.servers.serving(server, self.servers.config.server.sleep_idle_seconds)
         else:
             check_content_type(request)
-            seconds = seconds_of(named.keep_alive)
+            seconds = seconds_of(model_fields.keep_alive)
             visit = self.servers.serving(server, seconds)
             fields = read_json(body, dict[str, msgspec.Raw])
             del fields["keep_alive"]  # a field that only the gateway knows
@@ -295,9 +295,10 @@ class Gateway:
 
     async def metrics(self, request: Request) -> Response:
         """Return the metrics of running servers, by `model_name`, and of the gateway's process."""
-        started = [each for each in self.servers.servers.values() if each.runs and each.has_started]
-        answers = await asyncio.gather(*(each.ask("/metrics") for each in started))
-        text = await asyncio.to_thread(_merged, [each.text for each in answers if each])
+        servers = self.servers.servers.values()
+        started = [server for server in servers if server.runs and server.has_started]
+        answers = await asyncio.gather(*(server.ask("/metrics") for server in started))
+        text = await asyncio.to_thread(_merged, [answer.text for answer in answers if answer])
         return Response(text, media_type=METRICS_TYPE)
 
 
@@ -317,11 +318,11 @@ def _merged(texts: Iterable[str]) -> bytes:
             if family.name.startswith("process_"):
                 continue  # process metrics are not summed: the gateway reports its own
             families.setdefault(family.name, family)
-            found = series[family.name]
+            samples = series[family.name]
             for sample in family.samples:
                 key = (sample.name, *chain(*sorted(sample.labels.items())))
-                before = found[key].value if key in found else 0
-                found[key] = sample._replace(value=before + sample.value)
+                before = samples[key].value if key in samples else 0
+                samples[key] = sample._replace(value=before + sample.value)
     for name, family in families.items():
         family.samples = [*series[name].values()]
     registry = CollectorRegistry()

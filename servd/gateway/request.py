@@ -30,22 +30,22 @@ def read(request: Request, body: bytes) -> Named:
     """Return the request's fields. The model is in the JSON body, the query, or X-Servd-Model.
     Raise InvalidRequest if the JSON is malformed, so that no model is loaded for it.
     """
-    found = Named()
+    fields = Named()
     if body[:1] in BEGINS_JSON:
         try:
-            found = read_json(body, Named)
+            fields = read_json(body, Named)
         except msgspec.ValidationError as error:
             raise InvalidRequest(
                 f"`model` and `name` must be text: {error}", param="model"
             ) from None
         except ValueError as error:
             raise InvalidRequest(f"the body is {error}") from None
-    asked = request.query_params.get("model") or request.headers.get("x-servd-model")
+    model = request.query_params.get("model") or request.headers.get("x-servd-model")
     if request.scope["path"].startswith("/api/"):
-        found.model = (found.model or found.name or "").removesuffix(":latest") or None
-    if found.model is None:
-        found.model = asked
-    return found
+        fields.model = (fields.model or fields.name or "").removesuffix(":latest") or None
+    if fields.model is None:
+        fields.model = model
+    return fields
 
 
 def seconds_of(keep_alive: msgspec.Raw) -> float | None:
@@ -54,17 +54,17 @@ def seconds_of(keep_alive: msgspec.Raw) -> float | None:
     """
     seconds: float | None = None
     with suppress(ValueError):
-        given = read_json(keep_alive, float | str)
-        if isinstance(given, float):
-            seconds = given
-        elif parts := DURATION.fullmatch(given):
-            found = PART.findall(parts["duration"])
-            seconds = sum(float(number) * SECONDS[unit] for number, unit in found)
+        value = read_json(keep_alive, float | str)
+        if isinstance(value, float):
+            seconds = value
+        elif parts := DURATION.fullmatch(value):
+            numbers = PART.findall(parts["duration"])
+            seconds = sum(float(number) * SECONDS[unit] for number, unit in numbers)
             seconds = -1.0 if parts["sign"] else seconds
     if seconds is None:
-        shown = bytes(keep_alive)[:32].decode(errors="replace")
+        excerpt = bytes(keep_alive)[:32].decode(errors="replace")
         raise InvalidRequest(
-            f'keep_alive must be seconds or a duration such as "5m" or "1h30m", got {shown}',
+            f'keep_alive must be seconds or a duration such as "5m" or "1h30m", got {excerpt}',
             param="keep_alive",
         )
     return None if seconds < 0 else min(seconds, MAX_KEEP_ALIVE)

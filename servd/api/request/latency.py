@@ -126,13 +126,13 @@ def step_times(steps: Iterable[StepRecord]) -> list[StepTime]:
     time starts at the end of the previous step.
     """
     end_ns = 0
-    found: list[StepTime] = []
+    times: list[StepTime] = []
     for record in steps:
         begin_ns = max(record.started_ns, end_ns)
         end_ns = max(record.collected_ns, begin_ns)
         num_extra = record.num_drafts - record.num_accepted + sum(record.prefills.values())
-        found.append(StepTime(begin_ns, end_ns, record, num_extra))
-    return found
+        times.append(StepTime(begin_ns, end_ns, record, num_extra))
+    return times
 
 
 def _states(marks: Sequence[Mark]) -> Iterator[tuple[str, int, int]]:
@@ -176,7 +176,7 @@ class _Builder:
         self._request_id = request_id
         self._steps = steps
         self._at = 0  # index of the first step that has not ended
-        self._seen: dict[int, StepTime] = {}  # by index
+        self._steps_by_index: dict[int, StepTime] = {}
         # Nanoseconds of a step without prompts and drafts, and of each token that these add.
         plain_ns = [step.duration_ns for step in steps if not step.num_extra]
         self._plain_ns = median_low(plain_ns) if plain_ns else 0
@@ -205,7 +205,7 @@ class _Builder:
 
     def add_engine_time(self, state: str, begin_ns: int, end_ns: int) -> None:
         """Divide a period in the engine into spans, by the steps that ran during the period."""
-        between, beside, own = IN_ENGINE[state]
+        between, beside, work = IN_ENGINE[state]
         steps = self._steps
         arrived_ns = begin_ns
         while begin_ns < end_ns:
@@ -221,11 +221,11 @@ class _Builder:
             else:
                 self._seen[self._at] = step
                 until_ns = min(step.end_ns, end_ns)
-                is_own = own and step.record.step >= self.first_step
+                is_own = work and step.record.step >= self.first_step
                 if is_own and (step.num_extra or step.duration_ns > MIN_STALL_NS):
-                    self._add_own_step(own, step, begin_ns, until_ns)
+                    self._add_own_step(work, step, begin_ns, until_ns)
                 else:
-                    phase = own if is_own else beside or self._awaited(arrived_ns)
+                    phase = work if is_own else beside or self._awaited(arrived_ns)
                     self.add_span(phase, begin_ns, until_ns, step.record.step)
             begin_ns = until_ns
 
@@ -240,7 +240,7 @@ class _Builder:
                 return f"queue_{record.waits_for}"
         return "queue_step"
 
-    def _add_own_step(self, own: str, step: StepTime, begin_ns: int, end_ns: int) -> None:
+    def _add_own_step(self, phase_of_work: str, step: StepTime, begin_ns: int, end_ns: int) -> None:
         """Divide the time of a step that computed the request into spans: the stall, the time that
         other tokens added to a decode-only step, and the rest.
         """
@@ -265,7 +265,7 @@ class _Builder:
             until_ns = min(begin_ns + round(ns), end_ns)
             self.add_span(phase, begin_ns, until_ns, record.step)
             begin_ns = max(begin_ns, until_ns)
-        self.add_span(own, begin_ns, end_ns, record.step)
+        self.add_span(phase_of_work, begin_ns, end_ns, record.step)
 
     def build(self) -> Breakdown:
         result = self._result
@@ -291,15 +291,15 @@ def _merge(spans: Sequence[Span]) -> list[Span]:
     begin_ns = spans[0].begin_ns
     for span in spans:
         end_ns = span.end_ns
-        known = stretch.setdefault((span.stage, span.phase), span)
-        if known is not span:
-            known.end_ns += end_ns - span.begin_ns
-            known.last_step = max(known.last_step, span.last_step)
+        first = stretch.setdefault((span.stage, span.phase), span)
+        if first is not span:
+            first.end_ns += end_ns - span.begin_ns
+            first.last_step = max(first.last_step, span.last_step)
         if end_ns - begin_ns >= min_ns or span is spans[-1]:
-            for each in stretch.values():
-                each.end_ns += begin_ns - each.begin_ns
-                each.begin_ns = begin_ns
-                begin_ns = each.end_ns
+            for merged_span in stretch.values():
+                merged_span.end_ns += begin_ns - merged_span.begin_ns
+                merged_span.begin_ns = begin_ns
+                begin_ns = merged_span.end_ns
             merged += stretch.values()
             stretch = {}
     return merged
