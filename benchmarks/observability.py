@@ -103,7 +103,7 @@ async def send(url: str, bodies: list[dict[str, Any]], concurrency: int) -> list
                 answers.append("".join([part async for part in answer.aiter_text()]))
                 answer.raise_for_status()
 
-        await asyncio.gather(*map(one, bodies))
+        await asyncio.gather(*map(send_request, bodies))
     return answers
 
 
