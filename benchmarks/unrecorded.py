@@ -36,7 +36,7 @@ def of_engine() -> Replaced:
             before, self._collected_ns = self._collected_ns, record.collected_ns
             return record.collected_ns - before, False
 
-        def news(self, client: int) -> list[Any]:
+        def take_new(self, client: int) -> list[Any]:
             return []
 
     return [(scheduler, "StepLog", NoLog)]

@@ -20,7 +20,6 @@ FINE_BLOCKS = 256
 COARSE = 16
 # Below 1: computing a prefix twice costs others time and cache space, too; waiting does not.
 WAIT_WEIGHT = 1 / 3
-OUTPUT_WEIGHT = 0.25  # decoding is no queue, but slows down the steps of prompts
 EXPECTED_OUTPUT = 128  # tokens, if max_tokens is not below
 
 
@@ -28,10 +27,10 @@ EXPECTED_OUTPUT = 128  # tokens, if max_tokens is not below
 class Routed:
     """A prompt that was sent to an engine, and its part of the tokens pending there."""
 
-    pending: list[float]  # of all engines, by rank
+    pending: list[int]  # of all engines, by rank
     rank: int
     prompt: int  # tokens to compute; 0 after the first output token
-    output: float  # weighted tokens; 0 after the end
+    output: int  # expected tokens; 0 after the end
 
     def end_prompt(self) -> None:
         """Record the first output token."""
@@ -42,7 +41,7 @@ class Routed:
         """Record that the prompt has left the engine."""
         self.pending[self.rank] -= self.prompt + self.output
         self.prompt = 0
-        self.output = 0.0
+        self.output = 0
 
 
 class LoadBalancer:
@@ -56,7 +55,7 @@ class LoadBalancer:
     def __init__(self, num_engines: int, block_size: int, num_servers: int = 1) -> None:
         self.block_size = block_size
         self.num_servers = num_servers
-        self.pending = [0.0] * num_engines  # tokens
+        self.pending = [0] * num_engines  # tokens
         self.prefixes: list[dict[int, None]] = [{} for _ in range(num_engines)]  # in order of use
         self.num_routed = 0
 
@@ -91,10 +90,10 @@ class LoadBalancer:
         if rank is None:
             rank = min(ranks, key=cost)
         num_new = num_tokens - self.count_cached(rank, hashes)
-        output = 0.0
+        output = 0
         if isinstance(params := request.params, SamplingParams):
             max_tokens = min(EXPECTED_OUTPUT, params.max_tokens or EXPECTED_OUTPUT)
-            output = OUTPUT_WEIGHT * params.n * max_tokens
+            output = params.n * max_tokens
         self.pending[rank] += num_new + output
         self._add_prefixes(rank, hashes)
         return Routed(self.pending, rank, num_new, output)
