@@ -227,7 +227,7 @@ def test_the_side_of_truncation(content, side, wanted):
 def test_the_tokens_of_a_prompt_are_not_overestimated(content, keep, keep_first, keep_last):
     processor = make(1000)
     prompt = asked(content, keep_first=keep_first, keep_last=keep_last)
-    fewest = processor.fewest_tokens(prompt, keep)
+    fewest = processor.fewest_tokens([prompt], keep)
     try:
         options = RequestOptions(truncate_prompt_tokens=keep)
         prepared = processor.process_inputs("r", prompt, PoolingParams(), options)
@@ -248,9 +248,9 @@ def test_a_word_that_a_vocabulary_lacks_counts_as_no_token():
             len(processor.process_inputs("r", prompt, PoolingParams()).request.prompt_token_ids)
             == 1
         )
-        assert processor.fewest_tokens(prompt, None) <= 1
+        assert processor.fewest_tokens([prompt], None) <= 1
 
 
 def test_what_the_context_cannot_have_counts_no_more_than_what_it_can():
-    assert make(100).fewest_tokens(asked([1] * 5000), None) == 100
-    assert make(100).fewest_tokens(asked("x" * 50_000), None) == 100
+    assert make(100).fewest_tokens([asked([1] * 5000)], None) == 100
+    assert make(100).fewest_tokens([asked("x" * 50_000)], None) == 100
