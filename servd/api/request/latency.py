@@ -219,7 +219,7 @@ class _Builder:
                     phase = "unaccounted"  # a step of which nothing is known yet may be running
                 self.add_span(phase, begin_ns, until_ns)
             else:
-                self._seen[self._at] = step
+                self._steps_by_index[self._at] = step
                 until_ns = min(step.end_ns, end_ns)
                 is_own = work and step.record.step >= self.first_step
                 if is_own and (step.num_extra or step.duration_ns > MIN_STALL_NS):
@@ -272,13 +272,13 @@ class _Builder:
         if len(result.spans) > MAX_SPANS:
             result.spans = _merge(result.spans)
         neighbours = Counter[str]()
-        for step in self._seen.values():
+        for step in self._steps_by_index.values():
             for engine_id, num_tokens in step.record.prefills.items():
                 neighbours[request_of(engine_id)] += num_tokens
         del neighbours[self._request_id]
         result.neighbours = dict(neighbours)
-        result.num_steps = len(self._seen)
-        longest = sorted(self._seen.values(), key=attrgetter("duration_ns"))[-MAX_STEPS:]
+        result.num_steps = len(self._steps_by_index)
+        longest = sorted(self._steps_by_index.values(), key=attrgetter("duration_ns"))[-MAX_STEPS:]
         result.steps = sorted((step.record for step in longest), key=attrgetter("started_ns"))
         return result
 
