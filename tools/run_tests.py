@@ -60,7 +60,7 @@ class Progress:
     def show(self, logs: dict[str, Path]) -> None:
         """Print the line if it is time to."""
         now = time.monotonic()
-        if not self.is_terminal and now - self.shown < LOG_SECONDS:
+        if not self.is_terminal and now - self.printed_at < LOG_SECONDS:
             return
         self.printed_at = now
         parts = [f"{name}: {progress_of(log)}" for name, log in logs.items()]

@@ -145,6 +145,8 @@ def _states(marks: Sequence[Mark]) -> Iterator[tuple[str, int, int]]:
         move = _TABLE.moves.get(mark.stage)
         if mark.stage == "engine_lost":  # the next engine gets open requests as new
             counts.clear()
+        elif mark.stage == "scheduled":  # the mark of waking up may come later
+            counts["wake_up"] = 0
         elif mark.stage == "first_token":
             num_begun += 1
         if move is not None:
