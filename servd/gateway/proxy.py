@@ -64,7 +64,7 @@ from servd.gateway.forward import request_headers, response_headers, send_reques
 from servd.gateway.models import GatewayModel
 from servd.gateway.pool import ModelServers
 from servd.gateway.pull import pull
-from servd.gateway.request import read, seconds_of
+from servd.gateway.request import has_no_input, read_fields, seconds_of
 
 logger = logging.getLogger("servd.api")
 
@@ -75,11 +75,6 @@ class Card(ModelCard, tag_field="object", tag="model", kw_only=True):
     """A listed model. `created` is the modification time of its config or GGUF file."""
 
     state: str
-
-
-# Requests for text in Ollama's API. With `keep_alive` 0 and none of these fields, they free memory.
-OLLAMA_INPUTS = {"/api/chat": ["messages"], "/api/generate": ["prompt", "suffix"]}
-EMPTY = {b"", b'""', b"[]", b"null"}
 
 
 class Gateway:
@@ -144,7 +139,7 @@ class Gateway:
 
     async def show_ollama_model(self, request: Request) -> Response:
         """Describe a model by its files, whether its server runs or not."""
-        model = (await self.servers.find(read(request, await request.body()).model)).model
+        model = (await self.servers.find(read_fields(request, await request.body()).model)).model
         folder = hub.local_folder(str(model.path))
         assert folder is not None
         try:
@@ -156,7 +151,7 @@ class Gateway:
     async def pull_ollama_model(self, request: Request) -> Response:
         """Download a model, if --models-pull allows it. The response is Ollama's lines."""
         check_content_type(request)
-        fields = read(request, await request.body())
+        fields = read_fields(request, await request.body())
         lines = self._pull(fields.model)
         first = await anext(lines)  # an error here still has a status of its own
         if bytes(fields.stream) == b"false":
@@ -207,12 +202,12 @@ class Gateway:
     async def sleep(self, request: Request) -> Response:
         """Put a model to sleep. `pass_on` would load the model first."""
         check_level(request.query_params.get("level", "1"))
-        server = await self.servers.find(read(request, await request.body()).model)
+        server = await self.servers.find(read_fields(request, await request.body()).model)
         await self.servers.sleep(server)
         return json_response(SleepState(not server.has_weights))
 
     async def is_sleeping(self, request: Request) -> Response:
-        server = await self.servers.find(read(request, b"").model)
+        server = await self.servers.find(read_fields(request, b"").model)
         return json_response(SleepState(not server.has_weights))
 
     async def pass_on(self, request: Request, needs_weights: bool) -> ASGIApp:
@@ -220,7 +215,7 @@ class Gateway:
         the server is stopped, start it for a POST, and raise Unavailable otherwise.
         """
         body = await request.body()
-        model_fields = read(request, body)
+        model_fields = read_fields(request, body)
         server = await self.servers.find(model_fields.model)
         if not needs_weights and server.runs:
             visit = self.servers.visiting(server)
@@ -239,8 +234,7 @@ class Gateway:
             del fields["keep_alive"]  # a field that only the gateway knows
             body = msgspec.json.encode(fields)
             path = request.scope["path"]
-            inputs = [bytes(fields.get(name, b"")) for name in OLLAMA_INPUTS.get(path, ())]
-            if seconds == 0 and inputs and EMPTY.issuperset(inputs):
+            if seconds == 0 and has_no_input(path, fields):
                 await self.servers.sleep(server)
                 return json_response(unloaded(server.name, path == "/api/chat"))
 
