@@ -178,7 +178,7 @@ soak: $(VENV)/.dev ## Serve MODEL under mixed load and faults for an hour, or wi
 	$(BIN)/python -m benchmarks.soak $(MODEL) $(ARGS)
 
 bench-observability: $(VENV)/.dev ## Measure what it costs to watch requests
-	for part in cost guards memory; do $(BIN)/python -m benchmarks.observability $$part; done
+	for part in cost memory; do $(BIN)/python -m benchmarks.observability $$part; done
 
 bench-gpu: .gpu ## Measure on a GPU with GPU_PYTHON, in less than 8 minutes; writes docs/benchmarks/gpu.md
 	@if $(HAS_GPU); then PYTHONPATH=.gpu $(GPU_PYTHON) -m benchmarks.gpu $(ARGS); \

@@ -4,7 +4,6 @@
 | part | |
 |---|---|
 | cost | CPU time and throughput with all records and without them, in pairs of servers |
-| guards | the same for what keeps servd alive and clients apart: benchmarks/unguarded.py |
 | noise | the same of two equal servers: what `cost` can tell apart |
 | memory | what the API server has grown by after 10,000 requests |
 """
@@ -138,11 +137,6 @@ def cost(*options: str, other: str = "benchmarks.unrecorded") -> None:
         )
 
 
-def guards(*options: str) -> None:
-    """With and without what guards clients from each other, and all of them from deaths."""
-    cost(*options, other="benchmarks.unguarded")
-
-
 def noise(*options: str) -> None:
     """Of two servers with all records."""
     cost(*options, other="servd")
@@ -168,7 +162,7 @@ def _pair(options: Sequence[str], modules: Sequence[str], number: int) -> list[C
                 seconds = time.perf_counter() - began
                 used = (now - then for now, then in zip(started[i].cpu(), before, strict=True))
                 chunks = sum(answer.count("data:") for answer in answers) / STREAMS
-                cpu = (1e6 * seconds / num_tokens for seconds in used)
+                cpu = (1e6 * cpu_time / num_tokens for cpu_time in used)
                 rounds[i].append((*cpu, num_tokens / seconds, chunks))
         per_step = ROUNDS * num_tokens / (started[0].num_steps() - first_step)
     medians = (map(statistics.median, zip(*samples, strict=True)) for samples in rounds)
@@ -194,7 +188,7 @@ def memory(*options: str) -> None:
 
 
 if __name__ == "__main__":
-    functions = (cost, guards, noise, memory)
+    functions = (cost, noise, memory)
     parts = {function.__name__: function for function in functions}
     if sys.argv[1:2] == [] or sys.argv[1] not in parts:
         sys.exit(__doc__)
