@@ -45,7 +45,7 @@ async def console_file(request: Request, file: PathPart) -> Response:
 
 
 def _answer(request: Request, name: str) -> Response:
-    found = files()[name]
-    if request.headers.get("if-none-match") == found.headers["etag"]:
-        return Response(status_code=304, headers=found.headers)
-    return Response(found.content, headers=found.headers)
+    file = files()[name]
+    if request.headers.get("if-none-match") == file.headers["etag"]:
+        return Response(status_code=304, headers=file.headers)
+    return Response(file.content, headers=file.headers)
