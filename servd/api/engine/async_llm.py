@@ -453,10 +453,8 @@ class AsyncLLM:
             self.processor.max_model_len = min(
                 status.max_model_len for status in statuses if isinstance(status, EngineReady)
             )
-        if self.load_balancer is not None:
-            if engine.is_asleep or not engine.is_ready:
-                self.load_balancer.forget(engine.rank)
-            self.load_balancer.start_anew()
+        if self.load_balancer is not None and (engine.is_asleep or not engine.is_ready):
+            self.load_balancer.forget(engine.rank)
 
     def reset_prefix_cache(self) -> None:
         """Empty the prefix caches of all engines, except blocks in use."""
@@ -486,7 +484,7 @@ class AsyncLLM:
                 if not fitting:
                     continue
                 assert state.routed is not None
-                state.routed.leave(state.num_output_tokens)
+                state.routed.end()
                 state.routed = self.load_balancer.route(state.request, fitting)
                 free[state.routed.rank] -= num_choices
                 self.engines[state.routed.rank].take_over(state, engine)

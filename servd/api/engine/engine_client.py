@@ -155,7 +155,7 @@ class EngineClient:
         if state.request.options.is_watched:
             self.num_watched -= 1
         if state.routed is not None:
-            state.routed.end([choice.num_tokens for choice in state.choices])
+            state.routed.end()
         self.observer.ended(state, self.status)
         engine_ids = state.open_engine_ids()
         if engine_ids and not isinstance(self.status, EngineGone):
@@ -358,7 +358,7 @@ class EngineClient:
                 state.timeline.marks += output.marks
                 choice.add_report(output)
                 if state.routed is not None:
-                    state.routed.answer(output.num_cached_tokens)
+                    state.routed.end_prompt()
 
     def _process_all_outputs(self) -> None:
         while self._outputs:

@@ -79,6 +79,21 @@ OF_BODIES = {400, 404, 408, 413, 429, 500, 503, 504}
 ANSWERS: dict[str, Schema] = {}
 
 
+Endpoint = Callable[..., Any]
+
+
+def without_model(endpoint: Endpoint) -> Endpoint:
+    """Mark an endpoint that knows no model: the gateway answers it itself."""
+    vars(endpoint)["needs_model"] = False
+    return endpoint
+
+
+def without_weights(endpoint: Endpoint) -> Endpoint:
+    """Mark an endpoint that needs no weights: the gateway wakes up no model for it."""
+    vars(endpoint)["needs_weights"] = False
+    return endpoint
+
+
 class Methods(set[str]):
     """The methods of a route. HEAD is one beside GET, and uvicorn leaves out the body."""
 
@@ -95,10 +110,12 @@ class Route(ScopedRoute, APIRoute):
     """
 
     def __init__(
-        self, path: str, endpoint: Callable[..., Any], *, response_model: Any = None, **options: Any
+        self, path: str, endpoint: Endpoint, *, response_model: Any = None, **options: Any
     ) -> None:
         super().__init__(path, endpoint, response_model=None, **options)
         self.methods = Methods(self.methods)
+        self.needs_model: bool = getattr(endpoint, "needs_model", True)
+        self.needs_weights: bool = getattr(endpoint, "needs_weights", "POST" in self.methods)
         self.query_names = {"model", *_query_names(self.dependant.query_params)}
         self.tags = self.tags or [endpoint.__module__.rpartition(".")[2]]
         headers = ["X-Request-Id"]

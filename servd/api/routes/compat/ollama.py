@@ -11,7 +11,7 @@ from starlette.responses import Response
 from servd.api.context import Context, context_of, json_response
 from servd.api.engine.description import describe_model
 from servd.api.http.json_body import json_body
-from servd.api.http.route import Route, json_lines
+from servd.api.http.route import Route, json_lines, without_model
 from servd.api.protocol.ollama import (
     OllamaChatRequest,
     OllamaEmbedRequest,
@@ -87,6 +87,7 @@ async def show_ollama_model(
 
 
 @router.get("/api/version", response_model=dict[str, str])
+@without_model
 async def ollama_version(request: Request) -> Response:
     """Return the version of Ollama whose API servd follows."""
     return json_response({"version": VERSION})
