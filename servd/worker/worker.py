@@ -154,8 +154,7 @@ class Worker:
         self.release()
         self.progress = lambda phase, fraction: None  # it is no start
         spec = msgspec.structs.replace(self.runner.spec, folder=folder)
-        runner_class = type(self.runner)
-        self.runner = runner_class(self.runner.config, spec, self.device, self.parallel)
+        self.runner = type(self.runner)(self.runner.config, spec, self.device, self.parallel)
         self.load_model(plans_memory=False)
         self.allocate_kv_cache(self.num_blocks)
 

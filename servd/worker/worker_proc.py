@@ -76,8 +76,7 @@ class WorkerProc:
                 self.worker.take_tokens(sampled)
             case messages.CollectiveRpc(method, args):
                 result = getattr(self.worker, method)(*args)
-                answer = messages.CollectiveRpcResult([result], self.start.rank)
-                self.answers.put(lambda: answer)
+                self.answers.put(lambda: messages.CollectiveRpcResult([result], self.start.rank))
             case messages.LoadModel(plans_memory):
                 self.ready: messages.WorkerReady = self.worker.load_model(plans_memory)
                 self.answers.put(lambda: self.ready)
