@@ -1,6 +1,5 @@
 """API keys, TLS, and pages of other origins."""
 
-import hmac
 import random
 import ssl
 import time
@@ -15,7 +14,7 @@ import pytest
 import trustme
 from starlette.routing import Route
 
-from servd.api import console, keys
+from servd.api import console
 from servd.api.app import assemble
 from servd.api.http.auth import OPEN_PATHS, ScopedRoute
 from servd.api.routes import load_routers
@@ -75,11 +74,6 @@ HEADERS += [{"x-api-key": ""}, {"api-key": "first-key"}]
 @pytest.mark.parametrize("headers", HEADERS)
 async def test_everything_else_does_not(guarded: Served, headers):
     assert (await guarded.http.get("/version", headers=headers)).status_code == 401
-
-
-async def test_headers_cannot_rename_the_path(guarded: Served):
-    headers = {"Host": "x/health?", "X-Forwarded-Path": "/health", "X-Original-URL": "/health"}
-    assert (await guarded.http.get("/v1/models", headers=headers)).status_code == 401
 
 
 PROMPT = "the same long beginning " * 10
@@ -370,21 +364,6 @@ async def test_a_key_file_without_keys_admits_nobody(tmp_path: Path):
     async with serve(api_key_file=str(tmp_path / "keys.toml")) as served:
         assert (await served.http.get("/v1/models")).status_code == 401
         assert (await served.http.get("/health")).status_code == 200
-
-
-async def test_all_keys_are_compared_whole_in_constant_time(key_file: Path, monkeypatch):
-    compared, original = [], hmac.compare_digest
-
-    def compare(offered: str, known: str) -> bool:
-        compared.append((len(offered), len(known)))
-        return original(offered, known)
-
-    monkeypatch.setattr(keys.hmac, "compare_digest", compare)
-    async with serve(api_key_file=str(key_file)) as served:
-        for key in (SECRETS["alice"], SECRETS["root"], "x", ""):
-            compared.clear()
-            await served.http.get("/version", headers={"x-api-key": key})
-            assert compared == [(64, 64)] * len(SECRETS)
 
 
 async def test_keys_that_are_read_again_count_from_then_on(key_file: Path):

@@ -365,12 +365,12 @@ async def test_a_key_cannot_hold_all_places(tmp_path, monkeypatch):
 
 
 async def test_answers_stop_where_a_key_has_too_many_bytes(client, served, monkeypatch):
-    monkeypatch.setattr(batch_store, "MAX_BYTES", 100_000)
-    batch = await finished(client, await create(client, *lines(300, max_tokens=1000)))
+    monkeypatch.setattr(batch_store, "MAX_BYTES", 20_000)
+    batch = await finished(client, await create(client, *lines(60, max_tokens=1000)))
     assert batch.status == "failed" and batch.failed_at
     assert batch.errors.data[0].code == "no_room"
     counts = batch.request_counts
-    assert counts.completed + counts.failed == counts.total == 300 and counts.failed
+    assert counts.completed + counts.failed == counts.total == 60 and counts.failed
     assert len(await answers(client, batch.output_file_id)) == counts.completed
     failed = (await answers(client, batch.error_file_id)).values()
     assert {result["error"]["code"] for result in failed} == {"batch_failed"}

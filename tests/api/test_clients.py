@@ -353,8 +353,10 @@ async def test_a_prompt_that_is_too_long_has_anthropics_sentence(num_chars: int,
 UNTYPED = {"properties": {"a": {"type": "string"}}}
 
 
-@pytest.mark.parametrize("name", ["my tool", "srv:tool/x", "größe", "a" * 128])
-@pytest.mark.parametrize("parameters", [{}, UNTYPED, None])
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [("my tool", {}), ("srv:tool/x", UNTYPED), ("größe", None), ("a" * 128, UNTYPED), ("a", {})],
+)
 async def test_ollama_takes_any_tool(name: str, parameters: Any):
     tool = {"type": "function", "function": {"name": name, "parameters": parameters}}
     body = {"messages": user("hi"), "tools": [tool], "stream": False}

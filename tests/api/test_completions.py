@@ -18,7 +18,7 @@ from servd.checkpoint.model_spec import FAKE_SPEC
 from servd.config import Config
 from servd.messages.engine import TokenLogprobs
 from servd.messages.params import MAX_STOP_TOKEN_IDS, SamplingParams
-from tests.api.harness import MODEL, Served, connect_openai, events, output_text, serve, user
+from tests.api.harness import MODEL, events, output_text, serve, user
 from tests.api.test_errors import check
 
 COMPLETIONS = "/v1/completions"
@@ -106,29 +106,6 @@ async def test_the_whole_answer(http):
     assert answer["usage"] == used | {"prompt_tokens_details": {"cached_tokens": 0}}
 
 
-@pytest.mark.parametrize("as_ids", [False, True])
-@pytest.mark.parametrize("stream", [False, True])
-async def test_several_prompts_with_several_choices(http, as_ids, stream):
-    texts = ["one", "two", "three"]
-    prompt = [list(text.encode()) for text in texts] if as_ids else texts
-    body = {"prompt": prompt, "n": 2, "max_tokens": 5, "echo": True}
-    got = [""] * 6
-    if stream:
-        answer = await http.post(COMPLETIONS, json={**body, "stream": True})
-        finished = []
-        for chunk in events(answer.text):
-            (choice,) = chunk["choices"]
-            got[choice["index"]] += choice["text"]
-            finished += [choice["index"]] if choice["finish_reason"] else []
-        assert sorted(finished) == list(range(6))
-    else:
-        answer = await ask(http, **body)
-        assert [choice["index"] for choice in answer["choices"]] == list(range(6))
-        got = [choice["text"] for choice in answer["choices"]]
-        assert answer["usage"]["prompt_tokens"] == 11 and answer["usage"]["completion_tokens"] == 30
-    assert got == [text + output_text(text, 5) for text in texts for _ in range(2)]
-
-
 def score(token_ids):
     return [TokenLogprobs([i, ord("x")], [-1.0, -2.0], 1) for i in token_ids]
 
@@ -202,16 +179,6 @@ async def test_usage_in_every_stream_where_the_server_says_so():
         *chunks, last = events((await served.http.post(COMPLETIONS, json=body)).text)
         assert (last["choices"], last["usage"]["total_tokens"]) == ([], 7)
         assert all(chunk["choices"] for chunk in chunks)
-
-
-async def test_the_openai_client(listening_server: Served):
-    async with connect_openai(listening_server) as client:
-        asked = {"model": MODEL, "prompt": ["x", "y"], "max_tokens": 7, "logprobs": 1}
-        whole = await client.completions.create(**asked)
-        texts = [choice.text for choice in whole.choices]
-        assert texts == [output_text("x", 7), output_text("y", 7)]
-        stream = await client.completions.create(model=MODEL, prompt="x", max_tokens=7, stream=True)
-        assert "".join([chunk.choices[0].text async for chunk in stream]) == output_text("x", 7)
 
 
 @pytest.mark.parametrize("temperature", [0, 1])

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from servd.api.output import json_reader
@@ -93,6 +93,7 @@ JSON = st.recursive(
 )
 
 
+@settings(max_examples=30)
 @given(st.lists(JSON) | st.dictionaries(st.text(), JSON), st.booleans(), st.data())
 def test_valid_json_is_emitted_as_it_is(value, ascii_only, data):
     text = json.dumps(value, ensure_ascii=ascii_only, indent=data.draw(st.sampled_from([None, 2])))

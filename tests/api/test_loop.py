@@ -10,9 +10,11 @@ import asyncio
 import gc
 import json
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from _pytest.mark import ParameterSet
 
 from tests.api.harness import Served, serve, user
 from tests.limits import WAIT_SECONDS
@@ -30,8 +32,10 @@ REQUESTS = {
     "top logprobs of many choices": (CHAT, HI | MANY, 200),
     "many wrong forms": ("/v2/embed", {"texts": ["a"], "embedding_types": ["x"] * 400_000}, 400),
     "many empty lists": (CHAT, HI | {"unknown": [[]] * 4_000_000}, 400),
-    "many fields": (CHAT, HI | {f"field{i}": i for i in range(300_000)}, 400),
     "many ignored fields": (CHAT, HI | {f"field{i}": i for i in range(245_000)}, 200),
+}
+SLOW_REQUESTS = {
+    "many fields": (CHAT, HI | {f"field{i}": i for i in range(300_000)}, 400),
     "many prompts": (COMPLETION, {"prompt": ["a" * 4000] * 1024, "max_tokens": 1}, 200),
     "the strings of many tokens": ("/tokenize", STRINGS, 200),
 }
@@ -45,6 +49,10 @@ def loop_seconds() -> float:
     return time.process_time() - before
 
 
+def marked(cases: dict[str, tuple], *marks: pytest.MarkDecorator) -> Iterator[ParameterSet]:
+    return (pytest.param(*case, id=name, marks=marks) for name, case in cases.items())
+
+
 @pytest.fixture
 def frozen_objects():
     """Keep what earlier tests left out of the collections, as a server does with what it began
@@ -56,7 +64,9 @@ def frozen_objects():
     gc.unfreeze()
 
 
-@pytest.mark.parametrize(("path", "body", "status"), REQUESTS.values(), ids=REQUESTS.keys())
+@pytest.mark.parametrize(
+    ("path", "body", "status"), [*marked(REQUESTS), *marked(SLOW_REQUESTS, pytest.mark.slow)]
+)
 @pytest.mark.usefixtures("frozen_objects")
 async def test_no_request_holds_up_the_loop(path, body, status):
     data = json.dumps(body).encode()
@@ -90,11 +100,13 @@ PROMPTS = {"prompt": ["a"] * 1000, "max_tokens": 1}
 PIECES = {
     "a chat": (CHAT, HI),
     "a chat with forty tools": (CHAT, HI | {"tools": TOOLS}),
+    "choices in a stream": (CHAT, CHOICES | {"max_tokens": 3, "ignore_eos": True, "stream": True}),
+    "a thousand prompts": (COMPLETION, PROMPTS),
+}
+SLOW_PIECES = {
     "a chat of two hundred short messages": (CHAT, HI | {"messages": 200 * user("hi")}),
     "a chat of ten long messages": (CHAT, HI | {"messages": 10 * user("hello " * 60)}),
     "choices": (CHAT, CHOICES),
-    "choices in a stream": (CHAT, CHOICES | {"max_tokens": 3, "ignore_eos": True, "stream": True}),
-    "a thousand prompts": (COMPLETION, PROMPTS),
     "a thousand prompts in a stream": (COMPLETION, PROMPTS | {"stream": True}),
     "a thousand texts": ("/v1/embeddings", {"input": ["a"] * 1000}),
 }
@@ -145,7 +157,9 @@ async def longest_piece(served: Served, path: str, body: dict[str, Any], monkeyp
     return max(pieces)
 
 
-@pytest.mark.parametrize(("path", "body"), PIECES.values(), ids=PIECES.keys())
+@pytest.mark.parametrize(
+    ("path", "body"), [*marked(PIECES), *marked(SLOW_PIECES, pytest.mark.slow)]
+)
 async def test_an_answer_is_made_in_short_pieces(path, body, monkeypatch):
     found = list[float]()
     async with serve(max_waiting_requests=4096, tool_call_parser="hermes") as served:

@@ -115,24 +115,6 @@ async def test_every_event_in_its_order(scripted: Served):
     assert cities == ["Köln", "Bonn"]
 
 
-async def test_the_stream_helper(scripted: Served):
-    async with connect(scripted) as client:
-        asked: Any = {"model": MODEL, **body_of("How is it?", tools=[WEATHER], max_tokens=500)}
-        async with client.messages.stream(**asked) as stream:
-            text = "".join([piece async for piece in stream.text_stream])
-            final = await stream.get_final_message()
-        whole = await client.messages.create(**asked)
-    assert text == "Let me look.\n"
-    assert final.stop_reason == "tool_use"
-
-    def shape(message: Any) -> Any:
-        blocks = [block.to_dict() for block in message.content]
-        return [{key: value for key, value in block.items() if key != "id"} for block in blocks]
-
-    assert shape(final) == shape(whole)
-    assert [block.type for block in final.content] == ["thinking", "text", "tool_use", "tool_use"]
-
-
 @pytest.mark.parametrize(
     ("choice", "num_calls"),
     [

@@ -1,7 +1,6 @@
 """POST /v1/responses: items, events, storage, background; judged by OpenAI's own types."""
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -123,17 +122,6 @@ async def test_every_event_in_its_order(scripted: Served):
     assert whole["usage"]["output_tokens"] == len(WEATHER_SCRIPT.encode()) + 1
     reasoning = len("\nWhere is it?\n")
     assert abs(whole["usage"]["output_tokens_details"]["reasoning_tokens"] - reasoning) <= 2
-
-
-async def test_the_stream_helper(scripted: Served):
-    asked: Any = {"model": MODEL, "input": "How is it?", "tools": [WEATHER]}
-    async with connect_openai(scripted) as client, client.responses.stream(**asked) as stream:
-        seen = [event.type async for event in stream]
-        final = await stream.get_final_response()
-    assert seen[-1] == "response.completed" and final.output_text == "Let me look.\n"
-    assert [item.type for item in final.output[:2]] == ["reasoning", "message"]
-    called = [json.loads(item.arguments) for item in final.output[2:]]
-    assert called == [{"city": "Köln"}, {"city": "Bonn"}]
 
 
 async def test_logprobs_are_those_of_the_chat(client: openai.AsyncOpenAI):

@@ -17,7 +17,7 @@ from servd.checkpoint.pooling import PoolingSpec
 from servd.core.executor.fake import next_state, vector
 from servd.messages.outputs import pack_vector
 from servd.messages.params import PoolingParams
-from tests.api.harness import MODEL, Served, chat_prompt, connect_openai, until, user
+from tests.api.harness import MODEL, Served, chat_prompt, until, user
 from tests.api.test_errors import check
 
 EMBEDDINGS = "/v1/embeddings"
@@ -442,14 +442,6 @@ async def test_a_client_that_leaves_while_its_inputs_are_prepared(listening_serv
     busy.set()
     await asyncio.gather(*work)
     assert listening_server.engine.sent == []
-
-
-@pytest.mark.parametrize("encoding", [{}, {"encoding_format": "float"}], ids=["base64", "float"])
-async def test_the_openai_client(listening_server: Served, encoding):
-    async with connect_openai(listening_server) as client:
-        answer = await client.embeddings.create(model=MODEL, input=["x", "yz"], **encoding)
-    for text, entry in zip(("x", "yz"), answer.data, strict=True):
-        assert entry.embedding == pytest.approx(expected(text), rel=1e-6)
 
 
 async def test_a_chat_is_one_input(http):
