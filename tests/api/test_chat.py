@@ -55,8 +55,8 @@ async def test_cached_tokens_are_reported(http):
 )
 async def test_roles_reach_the_template(http, role):
     answer = await ask(http, messages=[{"role": role, "content": "be"}, *user("hi")])
-    shown = "System" if role == "developer" else role.capitalize()
-    prompt = f"{shown}: be\n" + chat_prompt("hi")
+    role_name = "System" if role == "developer" else role.capitalize()
+    prompt = f"{role_name}: be\n" + chat_prompt("hi")
     assert answer["choices"][0]["message"]["content"] == output_text(prompt, 6)
 
 
@@ -140,8 +140,8 @@ async def test_the_prompt_text_is_sent_once_on_demand(http):
     body = {"messages": user("hi"), "max_tokens": 3, "n": 2, "return_prompt_text": True}
     assert (await ask(http, **body))["prompt_text"] == chat_prompt("hi")
     chunks = events((await http.post(CHAT, json={**body, "stream": True})).text)
-    shown = [chunk.get("prompt_text") for chunk in chunks]
-    assert shown == [chat_prompt("hi"), *[None] * (len(chunks) - 1)]
+    prompt_texts = [chunk.get("prompt_text") for chunk in chunks]
+    assert prompt_texts == [chat_prompt("hi"), *[None] * (len(chunks) - 1)]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -186,8 +186,8 @@ async def test_documents_reach_templates_that_read_them(http):
     template = "{% for d in documents or [] %}{{ d.title }} is {{ d.text }}. {% endfor %}"
     async with serve(chat_template=template + "{{ messages[0].content }}") as served:
         body = {"messages": user("hi"), "max_tokens": 3, "return_prompt_text": True}
-        shown = (await ask(served.http, **body, documents=documents))["prompt_text"]
-        assert shown == "Sky is blue. hi"
+        prompt = (await ask(served.http, **body, documents=documents))["prompt_text"]
+        assert prompt == "Sky is blue. hi"
         assert (await ask(served.http, **body, documents=[]))["prompt_text"] == "hi"
         body = {"messages": user("hi"), "documents": documents}
         counted = await served.http.post("/tokenize", json=body)
@@ -257,9 +257,9 @@ async def test_errors_are_those_of_the_chat_route(http):
         {"messages": user("hi"), "max_tokens": 9999},
     ):
         rendered = await http.post(URL, json=body)
-        asked = await http.post("/v1/chat/completions", json=body)
+        refused = await http.post("/v1/chat/completions", json=body)
         assert rendered.status_code == 400
-        assert rendered.json() == asked.json()
+        assert rendered.json() == refused.json()
 
 
 # ---- `speculative: false`, from every route that generates ----

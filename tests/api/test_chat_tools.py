@@ -123,8 +123,8 @@ async def test_calls_whole_and_streamed():
         ("streaming", "tool_call", 2),
         ("non_streaming", "no_tool_call", 0),
     ):
-        told = {**labels, "mode": mode, "outcome": outcome}
-        assert served.async_llm.metrics.registry.get_sample_value(name, told) == expected
+        metric_labels = {**labels, "mode": mode, "outcome": outcome}
+        assert served.async_llm.metrics.registry.get_sample_value(name, metric_labels) == expected
 
 
 @pytest.mark.parametrize("body", [{}, {"tools": TOOLS, "tool_choice": "none"}])
@@ -297,7 +297,7 @@ async def test_strict_is_named_where_calls_are_free(path, body, tool, forced):
         ({"$ref": "#/nowhere"}, "hermes"),
     ],
 )
-async def test_a_schema_of_a_required_call_that_cannot_be_enforced_names_its_tool(schema, parser):
+async def test_an_unenforceable_tool_schema_is_refused(schema, parser):
     def tool(name: str, schema: Any) -> dict[str, Any]:
         parameters = {"type": "object", "properties": {"a": schema}}
         return {"type": "function", "function": {"name": name, "parameters": parameters}}

@@ -114,11 +114,11 @@ def score(token_ids):
 def test_tokens_and_their_offsets_are_the_text(text):
     tokenizer = Tokenizer.bytes()
     texts = TokenTexts(tokenizer, frozenset({256}))
-    shown = texts.completion_logprobs(score([256, *text.encode(), 256]))
+    logprobs = texts.completion_logprobs(score([256, *text.encode(), 256]))
     special = tokenizer.token_string(256)
-    assert "".join(shown.tokens) == special + text + special
+    assert "".join(logprobs.tokens) == special + text + special
     expected = [i for i, char in enumerate(text) for _ in char.encode()]
-    assert shown.text_offset == [0, *expected, len(text)]
+    assert logprobs.text_offset == [0, *expected, len(text)]
 
 
 EMOJI = [*"a\U0001f642".encode()]
@@ -127,9 +127,9 @@ NAMES = ["a", "", "", "", "\U0001f642"]
 
 def test_a_character_of_several_tokens_is_named_by_its_last_token():
     """As in vLLM, in both formats; the bytes of chats are of each token alone, as at OpenAI."""
-    shown = TokenTexts(Tokenizer.bytes()).completion_logprobs(score(EMOJI))
-    assert shown.tokens == NAMES
-    assert [[*msgspec.json.decode(top)] for top in shown.top_logprobs] == [
+    logprobs = TokenTexts(Tokenizer.bytes()).completion_logprobs(score(EMOJI))
+    assert logprobs.tokens == NAMES
+    assert [[*msgspec.json.decode(top)] for top in logprobs.top_logprobs] == [
         [name, "x"] for name in NAMES
     ]
     chat = msgspec.json.decode(
@@ -139,7 +139,7 @@ def test_a_character_of_several_tokens_is_named_by_its_last_token():
     assert [token["bytes"] for token in chat["content"]] == [[byte] for byte in EMOJI]
     ids = TokenTexts(Tokenizer.bytes(), shows_ids=True).completion_logprobs(score(EMOJI))
     assert ids.tokens == [f"token_id:{byte}" for byte in EMOJI]
-    assert ids.text_offset == shown.text_offset == [0, 1, 1, 1, 1]
+    assert ids.text_offset == logprobs.text_offset == [0, 1, 1, 1, 1]
 
 
 async def test_a_scored_prompt_names_characters_alike(http):
@@ -153,7 +153,7 @@ async def test_a_scored_prompt_names_characters_alike(http):
     (choice,) = (await ask(http, **body))["choices"]
     assert choice["logprobs"]["tokens"] == NAMES[1:]
     entries = [entry.values() for entry in choice["prompt_logprobs"][1:]]
-    assert [shown["decoded_token"] for (shown,) in entries] == NAMES[2:]
+    assert [entry["decoded_token"] for (entry,) in entries] == NAMES[2:]
 
 
 async def test_usage_grows_with_every_chunk(http):
@@ -218,18 +218,18 @@ def test_families_are_found_by_their_tokens(family):
     words = FAMILIES[family]
     begin, hole, end = words[:3]
     tokenizer = tokenizer_with(*words)
-    found = FillInMiddle.choose(tokenizer)
+    fim = FillInMiddle.choose(tokenizer)
     prompt = f"{begin}a{{suffix}}{hole}b{{prefix}}{end}"
-    assert found and found.prompt("a{suffix}", "b{prefix}") == prompt
-    assert found.end_token_ids == [tokenizer.token_id(word) for word in words[3:]]
-    token_ids = tokenizer.encode(found.prompt("a", "b"))
+    assert fim and fim.prompt("a{suffix}", "b{prefix}") == prompt
+    assert fim.end_token_ids == [tokenizer.token_id(word) for word in words[3:]]
+    token_ids = tokenizer.encode(fim.prompt("a", "b"))
     parts = (begin, "a", hole, "b", end)
     assert token_ids == [tokenizer.token_id(p) if p in words else ord(p) for p in parts]
 
 
 def test_codestral_has_the_suffix_first():
-    found = FillInMiddle.choose(tokenizer_with("[SUFFIX]", "[PREFIX]"))
-    assert found and found.prompt("a", "b") == "[SUFFIX]b[PREFIX]a"
+    fim = FillInMiddle.choose(tokenizer_with("[SUFFIX]", "[PREFIX]"))
+    assert fim and fim.prompt("a", "b") == "[SUFFIX]b[PREFIX]a"
 
 
 def test_some_of_the_tokens_are_not_enough():

@@ -253,9 +253,9 @@ def comparable(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("path", "told"), [("/v1/responses", told_response), ("/v1/messages", told_message)]
+    ("path", "read_stream"), [("/v1/responses", told_response), ("/v1/messages", told_message)]
 )
-async def test_streams_of_other_apis_equal_whole_answers(path, told):
+async def test_streams_of_other_apis_equal_whole_answers(path, read_stream):
     draw = random.Random(path)
     kinds: set[str] = set()
     options: dict[str, Any] = {
@@ -269,7 +269,10 @@ async def test_streams_of_other_apis_equal_whole_answers(path, told):
             answer = await served.http.post(path, json=body)
             assert answer.status_code == 200, (body, answer.text)
             stream = await served.http.post(path, json={**body, "stream": True})
-            got, whole = comparable(told(named_events(stream.text))), comparable(answer.json())
+            got, whole = (
+                comparable(read_stream(named_events(stream.text))),
+                comparable(answer.json()),
+            )
             assert got == whole, body
             items = [*whole.get("output", []), *whole.get("content", [])]
             kinds |= {item["type"] for item in items}

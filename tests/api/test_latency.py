@@ -101,7 +101,7 @@ def test_what_it_queued_for(resource):
     assert found["queue_step"] == 1  # before the engine had taken it in
 
 
-def test_the_step_that_ran_when_it_came_is_all_that_it_waited_for_if_the_next_one_takes_it():
+def test_wait_is_charged_to_the_running_step():
     marks = marks_of(("queued", 4), ("scheduled", 14, 10), ("first_token", 24, 10), end=34)
     steps = [step(9, 0, 14, waits_for="slots"), *decoding(10, 14, 34)]
     assert explain(marks, steps)["queue_step"] == 11
@@ -134,7 +134,7 @@ def test_a_preempted_request_waits_and_computes_again():
     assert found["decode"] == 10 + 10 + 20
 
 
-def test_a_request_that_waits_for_files_and_one_whose_blocks_go_to_host_memory():
+def test_waits_for_kv_transfers_are_named():
     marks = marks_of(
         ("queued", 4),
         ("reading", 6),
@@ -224,7 +224,7 @@ def test_steps_in_flight_overlap():
     assert found["prefill"] == 10 and found["decode"] == 10
 
 
-def test_time_between_steps_is_the_engines_and_unaccounted_after_the_last_one_that_is_known():
+def test_time_between_steps_is_charged_to_the_engine():
     marks = marks_of(("queued", 4), ("scheduled", 4, 1), ("first_token", 14, 1), end=50)
     assert explain(marks, [step(1, 4, 14), step(2, 40, 50)])["engine_loop"] == 26
     assert explain(marks, [step(1, 4, 14)])["unaccounted"] == 36

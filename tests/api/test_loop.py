@@ -83,8 +83,8 @@ async def test_no_request_holds_up_the_loop(path, body, status):
     async with serve(max_waiting_requests=4096) as server:
         ticking = asyncio.create_task(tick())
         headers = {"content-type": "application/json"}
-        asked = server.http.post(path, content=data, headers=headers, timeout=WAIT_SECONDS)
-        response = await asked
+        call = server.http.post(path, content=data, headers=headers, timeout=WAIT_SECONDS)
+        response = await call
         ticking.cancel()
         await asyncio.wait([ticking])
     assert response.status_code == status, response.text[:300]
@@ -161,7 +161,7 @@ async def longest_piece(served: Served, path: str, body: dict[str, Any], monkeyp
     ("path", "body"), [*marked(PIECES), *marked(SLOW_PIECES, pytest.mark.slow)]
 )
 async def test_an_answer_is_made_in_short_pieces(path, body, monkeypatch):
-    found = list[float]()
+    milliseconds = list[float]()
     async with serve(max_waiting_requests=4096, tool_call_parser="hermes") as served:
         send, loop = served.engine.send, asyncio.get_running_loop()
         served.engine.send = lambda message: loop.call_soon(send, message)  # type: ignore[method-assign]
@@ -172,9 +172,9 @@ async def test_an_answer_is_made_in_short_pieces(path, body, monkeypatch):
                 before = loop_seconds()
                 longest = await longest_piece(served, path, body, monkeypatch)
                 speed = max(FAST, before, loop_seconds()) / FAST
-                found.append(longest * 1000 / speed)
-                if found[-1] < LONGEST:
+                milliseconds.append(longest * 1000 / speed)
+                if milliseconds[-1] < LONGEST:
                     return
         finally:
             gc.enable()
-    raise AssertionError(f"longest pieces, in milliseconds: {found}")
+    raise AssertionError(f"longest pieces, in milliseconds: {milliseconds}")

@@ -34,7 +34,7 @@ from tools import compatibility
 
 DOCUMENT = document(load_routers(), needs_key=False)
 SCHEMA = schemathesis.openapi.from_dict(DOCUMENT)
-OPERATIONS = {found.ok().label: found.ok() for found in SCHEMA.get_all_operations()}
+OPERATIONS = {result.ok().label: result.ok() for result in SCHEMA.get_all_operations()}
 DRIVEN = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 # A right body, to which generated fields are added: all at once are hardly ever right.
 BASES = {path: base for path, (base, _) in compatibility.ROUTES.items()}
@@ -162,7 +162,11 @@ def test_generated_requests_are_answered_as_described(name, num_cases, url):
         response = case.call(base_url=url)
         # A deadline of microseconds passes, which is what the client asked for.
         late = response.status_code == 504 and "timeout" in case.body
-        checks = [each for each in CHECKED if not (late and each is not_a_server_error)]
+        checks = [
+            response_check
+            for response_check in CHECKED
+            if not (late and response_check is not_a_server_error)
+        ]
         case.validate_response(response, checks=checks)
         answered.append(response.status_code)
 
@@ -398,12 +402,16 @@ def number_bounds(schema: dict[str, Any]) -> Iterator[tuple[float, float | None]
 def lengths(schema: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
     """Lists and texts of the largest length that the schema allows, and longer by one."""
     for option in schema.get("anyOf", [schema]):
-        most = option.get("maxItems") or option.get("maxLength") or 0
-        if option.get("items", {}).get("type") == "integer" and most:
-            yield [65] * most, [65] * (most + 1)
-        elif (option.get("items", {}).get("type") or option.get("type")) == "string" and most:
+        max_length = option.get("maxItems") or option.get("maxLength") or 0
+        if option.get("items", {}).get("type") == "integer" and max_length:
+            yield [65] * max_length, [65] * (max_length + 1)
+        elif (option.get("items", {}).get("type") or option.get("type")) == "string" and max_length:
             is_list = option["type"] == "array"
-            yield (["x"] * most, ["x"] * (most + 1)) if is_list else ("x" * most, "x" * (most + 1))
+            yield (
+                (["x"] * max_length, ["x"] * (max_length + 1))
+                if is_list
+                else ("x" * max_length, "x" * (max_length + 1))
+            )
 
 
 # By the size of the model, an option, or by another field.
@@ -452,9 +460,9 @@ async def test_fields_that_are_taken_over_from_chats_are_described(path, http):
 
 def test_every_field_is_tried():
     # These two are described with the fields of chats, too, which are tried there.
-    own = {"/v1/messages": MessagesRequest, "/v1/responses": ResponsesRequest}
+    models = {"/v1/messages": MessagesRequest, "/v1/responses": ResponsesRequest}
     for path, (_, fields) in compatibility.ROUTES.items():
-        names = own[path].model_fields if path in own else body_schema(path)["properties"]
+        names = models[path].model_fields if path in models else body_schema(path)["properties"]
         assert not names.keys() - fields.keys(), path
     assert (
         not ChatCompletionRequest.lacking.keys()
@@ -533,18 +541,20 @@ async def test_the_page_of_compatibility_is_current():
 
 
 async def test_every_route_is_described(served: Served):
-    told = (await served.http.get("/openapi.json")).json()
+    document = (await served.http.get("/openapi.json")).json()
     routes = [route for router in load_routers() for route in router.routes]
     there_are = {
         (route.path_format, method.lower()) for route in routes for method in route.methods
     }
-    described = {(path, method) for path, methods in told["paths"].items() for method in methods}
+    described = {
+        (path, method) for path, methods in document["paths"].items() for method in methods
+    }
     assert described == there_are
-    for path, methods in told["paths"].items():
+    for path, methods in document["paths"].items():
         for operation in methods.values():
             assert operation["summary"], path
             assert operation["responses"], path
-    ids = [o["operationId"] for methods in told["paths"].values() for o in methods.values()]
+    ids = [o["operationId"] for methods in document["paths"].values() for o in methods.values()]
     assert len(ids) == len(set(ids))
 
 
@@ -552,8 +562,8 @@ async def test_keys_are_described_where_they_are_needed():
     async with serve(api_key=["k"]) as served:
         assert (await served.http.get("/openapi.json")).status_code == 401
         key = {"authorization": "Bearer k"}
-        told = (await served.http.get("/openapi.json", headers=key)).json()
-        for path, methods in told["paths"].items():
+        document = (await served.http.get("/openapi.json", headers=key)).json()
+        for path, methods in document["paths"].items():
             for method, operation in methods.items():
                 if "{" in path:
                     continue

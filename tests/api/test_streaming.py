@@ -17,7 +17,7 @@ COMPLETIONS = "/v1/completions"
 
 def aborted(served: Served) -> list[str]:
     aborts = [message for message in served.engine.sent if isinstance(message, AbortRequests)]
-    return [request_id for each in aborts for request_id in each.request_ids]
+    return [request_id for abort in aborts for request_id in abort.request_ids]
 
 
 async def test_headers_and_frames(listening_server: Served):

@@ -290,7 +290,7 @@ def test_special_tokens_are_written_as_tokens():
     assert all(f"<[{number}]>" in grammar for number in ids.values())
 
 
-def test_tags_that_are_tokens_without_being_special_are_written_as_tokens():
+def test_added_tokens_are_written_as_tokens():
     """llguidance takes all added tokens in angle brackets, as Qwen has, for special ones."""
     folder = find_model("demo")
     tokenizer = Tokenizer.load(str(folder))
