@@ -23,12 +23,12 @@ def walk(call: Call) -> list[Call]:
     return [call, *chain.from_iterable(map(walk, call.calls))]
 
 
-def named(calls: list[Call], name: str) -> list[Call]:
+def calls_of(calls: list[Call], name: str) -> list[Call]:
     return [call for top in calls for call in walk(top) if call.name == name]
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "expected"),
     [
         (["--executor", "fake"], []),
         pytest.param(
@@ -38,7 +38,7 @@ def named(calls: list[Call], name: str) -> list[Call]:
         ),
     ],
 )
-def test_the_way_of_a_request(capsys, options, told):
+def test_the_way_of_a_request(capsys, options, expected):
     """On a server of its own: what happens first comes first."""
     assert trace.main([PROMPT, *options, "--max-tokens", str(NUM_TOKENS)]) == 0
     tree, _, tokens = capsys.readouterr().out.partition("came after")
@@ -63,7 +63,7 @@ def test_the_way_of_a_request(capsys, options, told):
     ]
     places = [names.index(name) for name in way]
     assert places == sorted(places)
-    assert all(word in tree for word in told)
+    assert all(word in tree for word in expected)
     sampled = [int(i) for i in re.findall(r"sampled \[(\d+)\]", tree)]
     ids = [int(i) for i in re.findall(r"ms +(\d+) \'", tokens)]
     assert sampled == ids[: len(sampled)] and len(sampled) == 2 and len(ids) == NUM_TOKENS
@@ -82,31 +82,33 @@ async def test_a_running_server_is_asked(raw):
         served.engine.tell = weigh
         client = Client(served.url)
         calls, tokens = await asyncio.to_thread(trace.ask, client, PROMPT, raw, NUM_TOKENS)
-        [sent] = [each for each in served.engine.sent if isinstance(each, EngineCoreRequest)]
+        [sent] = [
+            message for message in served.engine.sent if isinstance(message, EngineCoreRequest)
+        ]
         [request] = served.async_llm.tracer.recent.values()
     prompt = PROMPT if raw else chat_prompt(PROMPT)
     assert "".join(token.candidates[0][0] for token in tokens) == output_text(prompt, NUM_TOKENS)
     assert [len(token.candidates) for token in tokens] == [5] * NUM_TOKENS
     times = [token.seconds for token in tokens]
     assert times == sorted(times)
-    own = sent.prompt_token_ids
-    assert [call.text for call in named(calls, "Tokenizer.encode")] == [
-        f"{len(own)} prompt tokens {trace.shorten(own)}"
+    token_ids = sent.prompt_token_ids
+    assert [call.text for call in calls_of(calls, "Tokenizer.encode")] == [
+        f"{len(token_ids)} prompt tokens {trace.shorten(token_ids)}"
     ]
     was = msgspec.structs.replace(sent, block_hashes=[], marks=[])  # the engine fills them in
     size = len(msgspec.msgpack.encode(was))
-    assert named(calls, "AsyncMPClient.send")[0].text == f"EngineCoreRequest, {size} bytes"
-    told = [call.text for call in named(calls, "Outbox.send")]
-    assert told == [f"EngineCoreOutputs, {each} bytes" for each in sizes] and len(told) == 3
-    [first, *_] = named(calls, "EngineCore.step")
+    assert calls_of(calls, "AsyncMPClient.send")[0].text == f"EngineCoreRequest, {size} bytes"
+    texts = [call.text for call in calls_of(calls, "Outbox.send")]
+    assert texts == [f"EngineCoreOutputs, {size} bytes" for size in sizes] and len(texts) == 3
+    [first, *_] = calls_of(calls, "EngineCore.step")
     blocks = request.choices[0].block_ids
-    assert len(blocks) == -(-(len(own) + NUM_TOKENS - 1) // 4)
+    assert len(blocks) == -(-(len(token_ids) + NUM_TOKENS - 1) // 4)
     assert first.text.endswith(f"its blocks in the end: {trace.shorten(blocks)}")
-    assert first.text.startswith(f"step 0: {len(own)} tokens of 1 requests")
-    sampled = [call.text for call in named(calls, "ModelRunner.sample_tokens")]
+    assert first.text.startswith(f"step 0: {len(token_ids)} tokens of 1 requests")
+    sampled = [call.text for call in calls_of(calls, "ModelRunner.sample_tokens")]
     assert sampled == [f"sampled [{token.id}]" for token in tokens]
     for call in chain.from_iterable(map(walk, calls)):
-        assert sum(each.seconds for each in call.calls) <= call.seconds * 1.01 + 1e-4 or (
+        assert sum(part.seconds for part in call.calls) <= call.seconds * 1.01 + 1e-4 or (
             call.seconds == 0
         )
 
@@ -129,6 +131,6 @@ async def test_a_page_of_it(tmp_path, capsys):
             names.append(data)
 
     Page().feed(text)
-    shown = "".join(names)
-    parts = [shown.index(part) for part in (PROMPT, "─ Scheduler.schedule", "candidates")]
+    page = "".join(names)
+    parts = [page.index(part) for part in (PROMPT, "─ Scheduler.schedule", "candidates")]
     assert parts == sorted(parts) and "url(" not in text
