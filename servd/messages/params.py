@@ -179,9 +179,6 @@ class SamplingParams(
             self.repetition_detection.validate()
         if self.reasoning_tags is not None:
             check_bounds(self.reasoning_tags, "thinking_token_budget")
-        self._check_vocabulary(vocab_size)
-
-    def _check_vocabulary(self, vocab_size: int) -> None:
         tags = self.reasoning_tags
         token_ids = {
             "stop_token_ids": self.stop_token_ids,

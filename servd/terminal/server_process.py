@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,13 +24,18 @@ Connect = Callable[[], Client]
 
 
 @contextlib.contextmanager
-def running(command: Sequence[str], client: Client, timeout: float) -> Iterator[float]:
-    """Run a server until the block ends; yield the seconds until it was ready. Raises ServdError if
+def running(
+    command: Sequence[str], client: Client, timeout: float, env: Mapping[str, str] = {}
+) -> Iterator[float]:
+    """Run a server, with `env` added to its environment, until the block ends; yield the seconds
+    until it was ready. Raises ServdError if
     the command exits, or `client` finds no ready server within `timeout` seconds.
     """
     started = time.perf_counter()
     # Its own session, so that all processes of the command can be stopped with it.
-    process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        command, start_new_session=True, stdout=subprocess.DEVNULL, env=os.environ | env
+    )
     try:
         while not client.is_healthy():
             if process.poll() is not None:
@@ -58,7 +63,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 @contextlib.contextmanager
-def own_server(options: dict[str, Any]) -> Iterator[Connect]:
+def own_server(options: dict[str, Any], env: Mapping[str, str] = {}) -> Iterator[Connect]:
     """Run `servd serve` with these options of Config on a private socket until the block ends.
     Raises ServdError if the server exits before it is ready; its log explains why.
     """
@@ -72,7 +77,7 @@ def own_server(options: dict[str, Any]) -> Iterator[Connect]:
     command = [sys.executable, "-m", "servd", "serve", "--config", str(config)]
     connect = partial(Client, "http://localhost", key_of(options), str(uds))
     try:
-        with running(command, connect(), timeout=math.inf):
+        with running(command, connect(), timeout=math.inf, env=env):
             yield connect
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 
 from servd.api.engine.fair_threads import FairThreads
-from servd.api.request.fair_loop import MAX_TURNS, PIECE_NS, FairLoop
+from servd.api.request.fair_loop import MAX_TURNS, SLICE_NS, FairLoop
 from servd.api.text.chat_template import DEFAULT_TEMPLATE, ChatTemplate
 from servd.api.text.prompt import Chat
 from servd.base.abandoned import check_abandoned, run_until
@@ -70,7 +70,7 @@ async def test_long_work_is_done_in_pieces_whether_or_not_somebody_waits() -> No
     def work(item: int) -> None:
         done.append(item)
         begin = time.perf_counter()
-        while time.perf_counter() - begin < PIECE_NS / 4e9:
+        while time.perf_counter() - begin < SLICE_NS / 4e9:
             pass
 
     async def look() -> None:
@@ -92,7 +92,7 @@ async def test_work_that_is_cancelled_or_fails_stops() -> None:
 
     def work(item: int) -> None:
         done.append(10 // item)
-        time.sleep(PIECE_NS / 1e9)
+        time.sleep(SLICE_NS / 1e9)
 
     waiting = loop.call_for_all("A", range(1, 100), work)
     waiting.cancel()

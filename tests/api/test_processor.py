@@ -118,10 +118,8 @@ def test_a_prompt_leaves_room_for_one_token(num_prompt: int, fits: bool):
 
 def test_a_prompt_without_output_may_fill_the_context():
     params = SamplingParams(max_tokens=0)
-    assert (
-        len(make(100).process_inputs("r", prompt_of([1] * 100), params).request.prompt_token_ids)
-        == 100
-    )
+    inputs = make(100).process_inputs("r", prompt_of([1] * 100), params)
+    assert len(inputs.request.prompt_token_ids) == 100
     options = RequestOptions(truncate_prompt_tokens=-1)
     prepared = make(100).process_inputs("r", prompt_of([1] * 300), params, options)
     assert len(prepared.request.prompt_token_ids) == 100
@@ -166,10 +164,8 @@ def test_seeds_differ_by_request_and_server_and_repeat_over_runs():
 
 
 def test_greedy_needs_no_seed():
-    assert (
-        make().process_inputs("r", prompt_of("hi"), SamplingParams(temperature=0)).params.seed
-        is None
-    )
+    params = SamplingParams(temperature=0)
+    assert make().process_inputs("r", prompt_of("hi"), params).params.seed is None
 
 
 def test_a_text_for_an_encoder_is_cut_between_its_special_tokens():
@@ -229,7 +225,7 @@ def test_the_side_of_truncation(content, side, expected):
 def test_the_tokens_of_a_prompt_are_not_overestimated(content, keep, keep_first, keep_last):
     processor = make(1000)
     prompt = prompt_of(content, keep_first=keep_first, keep_last=keep_last)
-    fewest = processor.fewest_tokens(prompt, keep)
+    fewest = processor.fewest_tokens([prompt], keep)
     try:
         options = RequestOptions(truncate_prompt_tokens=keep)
         prepared = processor.process_inputs("r", prompt, PoolingParams(), options)
@@ -250,9 +246,9 @@ def test_a_word_that_a_vocabulary_lacks_counts_as_no_token():
             len(processor.process_inputs("r", prompt, PoolingParams()).request.prompt_token_ids)
             == 1
         )
-        assert processor.fewest_tokens(prompt, None) <= 1
+        assert processor.fewest_tokens([prompt], None) <= 1
 
 
 def test_what_the_context_cannot_have_counts_no_more_than_what_it_can():
-    assert make(100).fewest_tokens(prompt_of([1] * 5000), None) == 100
-    assert make(100).fewest_tokens(prompt_of("x" * 50_000), None) == 100
+    assert make(100).fewest_tokens([prompt_of([1] * 5000)], None) == 100
+    assert make(100).fewest_tokens([prompt_of("x" * 50_000)], None) == 100

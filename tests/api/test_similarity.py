@@ -424,7 +424,7 @@ async def test_every_input_has_a_timeline_and_nothing_keeps_running(served: Serv
     await ask(served.http, input=["a", "b"])
     assert served.async_llm.num_unfinished == 0 and not served.engine.core.scheduler.requests
     await until(lambda: not served.async_llm.requests)
-    assert len(served.async_llm.tracer.recent) == 2
+    await until(lambda: len(served.async_llm.tracer.recent) == 2)  # ended in slices
 
 
 async def test_a_client_that_leaves_while_its_inputs_are_prepared(listening_server: Served):

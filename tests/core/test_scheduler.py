@@ -43,6 +43,33 @@ def test_decoding_goes_on_beside_a_long_prompt():
     assert steps == [{0: 1, 1: 7}, {0: 1, 1: 7}, {0: 1, 1: 7}, {0: 1, 1: 7}, {0: 1, 1: 2}, {0: 1}]
 
 
+@pytest.mark.parametrize(
+    ("is_chunked", "steps"),
+    [
+        (True, [{0: 1, 1: 50, 2: 13}, {0: 1, 1: 1, 2: 17}, {0: 1, 1: 1, 2: 1}]),
+        (False, [{0: 1, 1: 50}, {0: 1, 1: 1, 2: 30}, {0: 1, 1: 1, 2: 1}]),
+    ],
+)
+def test_a_budget_of_64_beside_a_running_request_and_prompts_of_50_and_30(is_chunked, steps):
+    """The classic exercise: of the 13 tokens that are left, a chunk is made or none."""
+    engine = make_engine(
+        max_num_batched_tokens=64,
+        enable_chunked_prefill=is_chunked,
+        scheduling_policy="fcfs",
+        long_prefill_token_threshold=64,  # by default the prompt of 50 is long, and 30 overtakes it
+    )
+    engine.handle(make_request("running", [1], 5))
+    engine.step()
+    first = len(engine.executor.steps)
+    engine.handle(make_request("50", [*range(50)], 3))
+    engine.handle(make_request("30", [*range(100, 130)], 2))
+    Log().run(engine)
+    scheduled = engine.executor.steps[first : first + len(steps)]
+    assert steps == [
+        {row.slot: row.num_scheduled_tokens for row in step.rows} for step in scheduled
+    ]
+
+
 def test_a_long_urgent_prompt_leaves_a_token_to_each_request_behind_it():
     engine = make_engine(max_num_batched_tokens=8, scheduling_policy="priority")
     log = Log()

@@ -21,7 +21,7 @@ from servd.api.engine.progress import Progress, combine
 from servd.api.observability.metrics import Metrics
 from servd.api.observability.request_log import RequestLog
 from servd.api.observability.tracer import Tracer
-from servd.api.request.fair_loop import FairLoop
+from servd.api.request.fair_loop import SLICE_NS, FairLoop
 from servd.api.request.observer import Observer, Observers
 from servd.api.request.output_collector import RequestOutputCollector
 from servd.api.request.request_output import RequestOutput
@@ -239,9 +239,8 @@ class AsyncLLM:
         """
         call = call or Call()
         prompts = [prompt] if isinstance(prompt, Prompt) else prompt
-        ids = [request_id]
-        if len(prompts) > 1:
-            ids = [f"{request_id}-{index}" for index in range(len(prompts))]
+        numbered_ids = [f"{request_id}-{index}" for index in range(len(prompts))]
+        ids = numbered_ids if len(prompts) > 1 else [request_id]
         if beams is not None:
             self.processor.check_sums()
         with ExitStack() as admission:
@@ -264,19 +263,21 @@ class AsyncLLM:
                 return
             collector = RequestOutputCollector(self.loop, options.owner, in_pieces)
             collector.fail_at(call.deadline)
-            exemplar = _exemplar()
+            trace_id = current_request.get().get("trace_id")
+            exemplar = {"trace_id": trace_id} if trace_id else None  # a label of OpenMetrics
             is_part = parent is not None
             states: list[RequestState] = []
-
-            def start(index: int) -> None:
-                state = self.output_processor.add_request(
-                    inputs[index], timelines[index], collector, index, is_part, exemplar
-                )
-                states.append(state)
-                self.add_request(state)
-
+            slice_end = now_ns() + SLICE_NS
             try:
-                await self.loop.call_for_all(options.owner, range(len(inputs)), start)
+                for index, timeline in enumerate(timelines):
+                    state = self.output_processor.add_request(
+                        inputs[index], timeline, collector, index, is_part, exemplar
+                    )
+                    states.append(state)
+                    self.add_request(state)
+                    if now_ns() >= slice_end:
+                        await self.loop.turn(options.owner)
+                        slice_end = now_ns() + SLICE_NS
                 while collector.num_open:
                     for index, delta in await collector.get():
                         if delta.finish_reason is FinishReason.ERROR:
@@ -350,9 +351,7 @@ class AsyncLLM:
             prompt_size += sum(map(len, params.bad_words)) + len(params.allowed_token_ids or ())
         size = sum(prompt_size + prompt.num_chars for prompt in texts)
 
-        def count_fewest() -> int:
-            limit = options.truncate_prompt_tokens
-            return sum(processor.fewest_tokens(prompt, limit) for prompt in texts)
+        count_fewest = partial(processor.fewest_tokens, texts, options.truncate_prompt_tokens)
 
         def process_all() -> list[ProcessedInputs]:
             return [
@@ -515,12 +514,6 @@ class AsyncLLM:
         except Overloaded:
             self.metrics.labelled["vllm:admission_rejections", "max_waiting_requests"].inc()
             raise
-
-
-def _exemplar() -> dict[str, str] | None:
-    """Return the label of the current trace, for OpenMetrics."""
-    trace_id = current_request.get().get("trace_id")
-    return {"trace_id": trace_id} if trace_id else None
 
 
 def _significance(engine: EngineClient) -> int:

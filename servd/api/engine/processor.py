@@ -5,6 +5,7 @@ import json
 import logging
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,26 +145,30 @@ class Processor:
         shown = text if isinstance(text, str) and not was_cut else None
         return ProcessedInputs(request, asked, shown, expected, marks)
 
-    def fewest_tokens(self, prompt: Prompt, keep: int | None) -> int:
-        """Return a lower bound of the tokens of a prompt that `process_inputs` accepts. In chats,
+    def fewest_tokens(self, prompts: Sequence[Prompt], keep: int | None) -> int:
+        """Return a lower bound of the tokens of prompts that `process_inputs` accepts. In chats,
         only users' messages count: templates may drop others. `keep` is `truncate_prompt_tokens`.
         """
-        match prompt.content:
-            case list(token_ids):
-                found = len(token_ids)
-            case _ if not self.tokenizer.keeps_all_text:
-                found = 0
-            case Chat(messages=messages):
-                texts = [m.get("content") for m in messages if m.get("role") == "user"]
-                num_chars = sum(len(text.strip()) for text in texts if isinstance(text, str))
-                found = num_chars // self.tokenizer.longest_token
-            case str() | Pair(keep_first=None, keep_second=None):
-                found = prompt.num_chars // self.tokenizer.longest_token
-            case Pair():
-                found = 0
-        limits = (prompt.keep_first, prompt.keep_last, keep and max(keep, 1))
-        known = [limit for limit in limits if limit is not None]
-        return min(found, self.max_model_len, *known)  # `process_inputs` refuses more than that
+        total = 0
+        for prompt in prompts:
+            match prompt.content:
+                case list(token_ids):
+                    num_tokens = len(token_ids)
+                case _ if not self.tokenizer.keeps_all_text:
+                    num_tokens = 0
+                case Chat(messages=messages):
+                    texts = [m.get("content") for m in messages if m.get("role") == "user"]
+                    num_chars = sum(len(text.strip()) for text in texts if isinstance(text, str))
+                    num_tokens = num_chars // self.tokenizer.longest_token
+                case str() | Pair(keep_first=None, keep_second=None):
+                    num_tokens = prompt.num_chars // self.tokenizer.longest_token
+                case Pair():
+                    num_tokens = 0
+            limits = (prompt.keep_first, prompt.keep_last, keep and max(keep, 1))
+            known = [limit for limit in limits if limit is not None]
+            # `process_inputs` refuses more than `max_model_len`.
+            total += min(num_tokens, self.max_model_len, *known)
+        return total
 
     def check_structured_output(self, inputs: ProcessedInputs) -> None:
         """Block until `GrammarChecker.check` has checked the grammar of a structured output, if
@@ -446,21 +451,20 @@ class Processor:
         completed = msgspec.structs.replace(params, **filled)
         if any(isinstance(value, list) for value in filled.values()):  # longer than checked before
             completed.validate(self.spec.vocab_size)
-        self._check_allowed_tokens(completed)
+        if completed.allowed_token_ids is not None:
+            self._check_allowed_tokens(completed, completed.allowed_token_ids)
         return completed
 
-    def _check_allowed_tokens(self, params: SamplingParams) -> None:
+    def _check_allowed_tokens(self, params: SamplingParams, allowed: list[int]) -> None:
         """Raise InvalidRequest if not even the first token can be sampled."""
-        if params.allowed_token_ids is None:
-            return
         forbidden = {word[0] for word in params.bad_words_token_ids if len(word) == 1}
         if params.min_tokens:
             forbidden.update(params.stop_token_ids)
             if not params.ignore_eos:
                 forbidden.update(self._eos_token_ids)
-        if forbidden.issuperset(params.allowed_token_ids):
+        if forbidden.issuperset(allowed):
             raise InvalidRequest(
-                f"none of the {len(params.allowed_token_ids)} allowed_token_ids may be sampled: "
+                f"none of the {len(allowed)} allowed_token_ids may be sampled: "
                 "`bad_words` and `min_tokens` forbid them; allow others",
                 param="allowed_token_ids",
             )

@@ -62,7 +62,7 @@ class ScopedRoute(Route):
                 f"this route needs the scope {self.key_scope}, and the API key {key.name} has: "
                 f"{', '.join(sorted(key.scopes)) or 'none'}"
             )
-        if self.query_names is not None:
+        if self.query_names is not None and scope["query_string"]:
             self._check_query(scope, self.query_names)
         await super().handle(scope, receive, send)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from heapq import nsmallest
 from typing import Any, TypeVar
 
@@ -24,14 +25,10 @@ def json_body(body_type: type[RequestBody]) -> Any:
     """Return the dependency of an endpoint on its body, of a type that `read_json_body` reads.
     FastAPI would parse even long bodies on the event loop, and phrase errors differently.
     """
-
-    async def read(request: Request) -> RequestBody:
-        return await read_json_body(request, body_type)
-
-    return Depends(read)
+    return Depends(partial(read_json_body, body_type))
 
 
-async def read_json_body(request: Request, body_type: type[Body]) -> Body:
+async def read_json_body(body_type: type[Body], request: Request) -> Body:
     """Return the validated body. The body may set the request id if no header does.
 
     Raises UnknownModel, Overloaded or InvalidRequest. InvalidRequest also covers other content

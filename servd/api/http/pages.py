@@ -4,6 +4,7 @@ import ipaddress
 import re
 import socket
 from contextlib import suppress
+from functools import lru_cache
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -13,6 +14,7 @@ from servd.base.errors import Forbidden
 from servd.config import Config
 
 SAFE_METHODS = {"GET", "HEAD", "OPTIONS"}
+MAX_HOSTS = 32  # that are remembered
 
 
 class Pages:
@@ -31,6 +33,7 @@ class Pages:
         own = socket.gethostname().lower()
         self.own_names = {own, f"{own}.local", own.partition(".")[0]}
         self.origins = re.compile(access.origin_pattern)
+        self._knows = lru_cache(MAX_HOSTS)(self._is_own)
 
     def check(self, scope: Scope, headers: Headers) -> None:
         """Check where a request comes from.
@@ -39,8 +42,9 @@ class Pages:
             HTTPException: 421, the host is none of this server's.
             Forbidden: a page of another site sends it.
         """
+        address, _ = scope.get("server") or ("", None)
         for host in headers.getlist("host"):
-            if not self._is_own(_name_of(host), scope):
+            if not self._knows(host, address):
                 raise HTTPException(
                     421,
                     f"this server is not known as {host[:100]!r}: start it with --allowed-hosts "
@@ -49,9 +53,10 @@ class Pages:
         if scope["method"] not in SAFE_METHODS and self._is_foreign(headers):
             raise Forbidden("this origin must not send requests: add it to --allowed-origins")
 
-    def _is_own(self, name: str, scope: Scope) -> bool:
+    def _is_own(self, host: str, address: str) -> bool:
+        """Return whether the server has this Host at its `address`."""
+        name = _name_of(host)
         if self.is_by_default:
-            address, _ = scope.get("server") or ("", None)
             if not _is_loopback(address):  # a socket of systemd, or a Unix socket
                 return True
         elif not self.hosts or "*" in self.hosts:
@@ -60,7 +65,7 @@ class Pages:
             return True
         if self.is_by_default and "." not in name and ":" not in name:
             return True  # a name of the local network, which no foreign page has
-        return any(each[:2] == "*." and name.endswith(each[1:]) for each in self.hosts)
+        return any(known[:2] == "*." and name.endswith(known[1:]) for known in self.hosts)
 
     def _is_foreign(self, headers: Headers) -> bool:
         """Return whether a page sends the request that is neither this server's nor allowed."""

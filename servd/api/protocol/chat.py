@@ -252,12 +252,14 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
         return self
 
     def ignored(self) -> set[str]:
-        use = self.tool_options
-        functions = [tool["function"] for tool in use.tools] if use else []
-        idle = idle_strict(functions, bool(use and use.forced))
+        names = super().ignored()
+        options = self.tool_options
+        if options is not None:
+            functions = [tool["function"] for tool in options.tools]
+            names |= idle_strict(functions, bool(options.forced))
         if self.logprob_token_ids and self.top_logprobs:
-            idle = {*idle, "top_logprobs"}
-        return super().ignored() | idle
+            names.add("top_logprobs")
+        return names
 
     @property
     def echoed(self) -> str:

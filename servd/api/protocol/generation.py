@@ -278,8 +278,8 @@ class GenerationRequest(StructuredRequest):
 
     def _check_beam_search(self) -> None:
         fields = type(self).model_fields.keys() & DEFAULTS.keys()
-        values = self.values_of(sorted(fields - WITH_BEAMS - {*IDLE_WITH_BEAMS}))
-        for name, value in values.items():
+        for name in sorted(fields - WITH_BEAMS - {*IDLE_WITH_BEAMS}):
+            value = vars(self)[name]
             if not is_neutral(name, value) and value != DEFAULTS[name]:
                 raise wrong_field(name, "is not supported with `use_beam_search`: leave it out")
         if (self.n or 1) > MAX_BEAMS:
@@ -301,7 +301,8 @@ class GenerationRequest(StructuredRequest):
         idle = IDLE_WITH_BEAMS if self.use_beam_search else ONLY_WITH_BEAMS
         if self.truncate_prompt_tokens is None:
             idle = {*idle, "truncation_side"}
-        names = {name for name, value in self.values_of(idle).items() if value is not None}
+        fields = vars(self)  # the declared ones
+        names = {name for name in idle if fields[name] is not None}
         return super().ignored() | names | {f"stream_options.{name}" for name in options}
 
     @property
@@ -343,8 +344,8 @@ class GenerationRequest(StructuredRequest):
 
     def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams:
         """Return the request's sampling parameters. `defaults` are the model's."""
-        shared = self.values_of(SHARED_PARAMS)
-        params = {name: value for name, value in shared.items() if value is not None}
+        fields = vars(self)  # the declared ones
+        params = {name: fields[name] for name in SHARED_PARAMS if fields[name] is not None}
         if self.repetition_detection is not None:
             params["repetition_detection"] = RepetitionDetection(**self.repetition_detection)
         params["structured_output"] = self.structured_output()

@@ -11,7 +11,7 @@ def has_more_values(data: bytes, limit: int) -> bool:
     strings are skipped, which takes some seconds for 32 MB. That work is done in short pieces: call
     this function in a thread.
     """
-    if _num_marks(data, 0, len(data)) <= limit:
+    if len(data) <= limit or _num_marks(data, 0, len(data)) <= limit:
         return False
     num_values = position = 0
     while num_values <= limit:

@@ -93,7 +93,8 @@ class StructuredRequest(RequestBody):
         for kind, value in (self.structured_outputs or {}).items():
             if value not in (None, False):
                 outputs.append(_form(kind, value, f"structured_outputs.{kind}"))
-        for name, value in self.values_of(FORMS).items():
+        for name in FORMS:
+            value = vars(self)[name]
             is_set = value is not None if name.startswith("guided_") else bool(value)
             if is_set:
                 outputs.append(_form(FORMS[name], value, name))

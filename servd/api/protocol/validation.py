@@ -1,7 +1,7 @@
 """Parses a request body into its pydantic model. Errors become one short InvalidRequest."""
 
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NamedTuple, Self, TypeVar, get_type_hints
 
@@ -101,10 +101,6 @@ class RequestBody(BaseModel):
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31), Whole] | None = None
     """Requests with a lower number run first. Needs `--scheduling-policy priority`."""
 
-    def values_of(self, names: Iterable[str]) -> dict[str, Any]:
-        """Return the values of these declared fields, without unknown fields of the body."""
-        return {name: self.__dict__[name] for name in names}
-
     def ignored(self) -> set[str]:
         """Return the fields of the body without effect, except neutral ones of `lacking`."""
         return set(self.model_extra or ()) - self.from_chat - self.lacking.keys()
@@ -112,7 +108,8 @@ class RequestBody(BaseModel):
     @model_validator(mode="after")
     def check_either(self) -> Self:
         """Raise InvalidRequest unless exactly one of the fields `either` is set."""
-        if self.either and sum(v is not None for v in self.values_of(self.either).values()) != 1:
+        fields = vars(self)  # the declared ones
+        if self.either and sum(fields[name] is not None for name in self.either) != 1:
             names = " or ".join(f"`{name}`" for name in self.either)
             raise InvalidRequest(f"send either {names}", param=self.either[0])
         return self

@@ -10,7 +10,7 @@ from servd.base.tracing import now_ns
 T = TypeVar("T")
 
 MAX_TURNS = 8  # per iteration of the event loop; reading a request takes about a millisecond
-PIECE_NS = 200_000  # duration of one turn of `call_for_all`
+SLICE_NS = 200_000  # duration of one turn of `call_for_all`
 
 
 class FairLoop:
@@ -48,12 +48,12 @@ class FairLoop:
         work: Callable[[T], object],
         done: asyncio.Future[None] | None = None,
     ) -> asyncio.Future[None]:
-        """Call `work` for every item: now for PIECE_NS, and then in further turns of the client.
+        """Call `work` for every item: now for SLICE_NS, and then in further turns of the client.
         Return a future, `done` if given, for the end of the work. To stop early, cancel the future.
         """
         done = asyncio.get_running_loop().create_future() if done is None else done
         remaining = iter(items)
-        end = now_ns() + PIECE_NS
+        end = now_ns() + SLICE_NS
         try:
             for item in remaining if not done.cancelled() else ():
                 work(item)

@@ -35,13 +35,16 @@ class Observers(Observer):
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self.observers = observers
-        # `received` is called for every token, and most observers do not need it.
+        # Most observers need neither beginnings nor tokens.
+        self.starters = [
+            observer for observer in observers if type(observer).began is not Observer.began
+        ]
         self.receivers = [
             observer for observer in observers if type(observer).received is not Observer.received
         ]
 
     def began(self, state: RequestState) -> None:
-        for observer in self.observers:
+        for observer in self.starters:
             observer.began(state)
 
     def received(self, state: RequestState, delta: CompletionOutput, at_ns: int) -> None:

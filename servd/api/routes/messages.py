@@ -30,7 +30,7 @@ async def read_message(request: Request) -> MessagesRequest:
         context_of(request).async_llm.processor.reasoning_tags(None)
     except InvalidRequest:
         body_type = MessagesRequest
-    return await read_json_body(request, body_type)
+    return await read_json_body(body_type, request)
 
 
 @router.post(

@@ -178,9 +178,7 @@ class ChatTemplate:
             raise InvalidRequest("continue_final_message needs a message", param="messages")
         _budget.set(_Budget(time.thread_time() + MAX_SECONDS))
 
-        def render(messages: list[Message]) -> str:
-            return self._render(compiled, messages, context, chat.continue_final_message)
-
+        render = functools.partial(self._render, compiled, context, chat.continue_final_message)
         try:
             marked = render(messages)
         except InvalidRequest as refused:
@@ -194,9 +192,9 @@ class ChatTemplate:
     def _render(
         self,
         compiled: _Compiled,
-        messages: list[Message],
         context: dict[str, Any],
         is_continued: bool,
+        messages: list[Message],
     ) -> str:
         """Return the marked prompt. Raise InvalidRequest if the template fails or drops a text."""
         try:
@@ -303,13 +301,6 @@ class _Budget(msgspec.Struct):
         if time.thread_time() > self.deadline:
             raise jinja2.TemplateError(f"rendering takes more than {MAX_SECONDS:g} s")
 
-    def write(self, value: Any) -> Any:
-        if isinstance(value, str):
-            self.num_chars -= len(value)
-            if self.num_chars < 0:
-                raise jinja2.TemplateError(f"the result has more than {MAX_CHARS} characters")
-        return value
-
 
 _budget: ContextVar[_Budget] = ContextVar("_budget")
 
@@ -346,8 +337,16 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self.tests["in"] = lambda item, items: specials.contains([item, items])
 
     def _write(self, value: Any) -> Any:
-        budget = _budget.get(None)  # none while a template is compiled
-        return budget.write(self._text_of(value)) if budget else value
+        budget = _budget.get(None)
+        if budget is None:  # a template is compiled
+            return value
+        if isinstance(value, dict | list | tuple):
+            value = self._text_of(value)
+        if isinstance(value, str):
+            budget.num_chars -= len(value)
+            if budget.num_chars < 0:
+                raise jinja2.TemplateError(f"the result has more than {MAX_CHARS} characters")
+        return value
 
     def _concatenated(self, values: list[Any]) -> str:
         _budget.get().check(sum(map(_length, values)))

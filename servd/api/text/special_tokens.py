@@ -92,6 +92,8 @@ class SpecialTokens:
         """Return a rendered prompt without marks, with a SPLIT_HERE in each special token that a
         client wrote at least partly.
         """
+        if marked.isascii():  # it has no marks
+            return marked
         text = self._unmark_text(marked)
         if self._begin is None or text == marked:
             return text

@@ -59,7 +59,7 @@ async def read_invocation(request: Request) -> RequestBody:
         if name == "input" and is_classifier:
             kind = CLASSIFY[0]
         if name in fields:
-            return await read_json_body(request, kind)
+            return await read_json_body(kind, request)
     names = ", ".join(f"`{name}`" for name in BODIES)
     raise InvalidRequest(f"the body must have one of {names}")
 

@@ -1,0 +1,1 @@
+"""Records and draws which functions of servd run at a start and for a request: `servd trace`."""
