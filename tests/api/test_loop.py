@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from _pytest.mark import ParameterSet
 
 from tests.api.harness import Served, serve, user
 from tests.limits import WAIT_SECONDS
@@ -49,7 +48,7 @@ def loop_seconds() -> float:
     return time.process_time() - before
 
 
-def marked(cases: dict[str, tuple], *marks: pytest.MarkDecorator) -> Iterator[ParameterSet]:
+def marked(cases: dict[str, tuple], *marks: pytest.MarkDecorator) -> Iterator[Any]:
     return (pytest.param(*case, id=name, marks=marks) for name, case in cases.items())
 
 
