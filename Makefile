@@ -13,8 +13,8 @@ unexport PYTHONDONTWRITEBYTECODE
 BIN = $(VENV)/bin
 # Of thousands of modules a few hundred are imported: those are compiled when they are.
 PIP = PIP_COMPILE=0 $(BIN)/python -m pip --disable-pip-version-check
-# The build of torch depends on the machine, so that it is in no lock. Without a GPU it is the one for CPUs, if its index can
-# be reached; the usual one brings gigabytes of CUDA packages.
+# The build of torch depends on the machine, so it is in no lock. Without a GPU, the build for CPUs is installed if its
+# index can be reached: the usual build brings gigabytes of CUDA packages.
 TORCH = torch==2.13.0
 CPU_TORCH_INDEX = https://download.pytorch.org/whl/cpu
 INSTALL_TORCH = install --no-deps --retries 1 --extra-index-url $(CPU_TORCH_INDEX) $(TORCH)
@@ -22,7 +22,7 @@ LOCKED = install --no-deps --require-hashes
 KERNELS = setup.py $(wildcard servd/worker/ops/cpu/*)
 COMPILE_KERNELS = $(BIN)/python setup.py -q build_ext --inplace
 HAS_GPU = nvidia-smi --list-gpus >/dev/null 2>&1
-# On a machine with a GPU: its own torch, and beside it what comes as wheels in .whl/ (docs/explanation/gpu.md). No network is needed.
+# A machine with a GPU uses its own torch, and the wheels in .whl/ without a network (docs/explanation/gpu.md).
 GPU_PYTHON = python3
 # Compiling kernels takes most of the time: eight processes share what they compile, on disk. What measures memory
 # has the device for itself.
@@ -34,11 +34,12 @@ GPU_PYTEST = PYTHONPATH=.gpu timeout 470 $(GPU_PYTHON) -m pytest -p no:benchmark
 
 # What tells most within a minute: no server, no model, no long property test. Those of the commands run after pyright,
 # beside the others.
-FAST = --ignore=tests/core/structured_output tests/core $(filter-out tests/test_docs.py tests/test_llm.py tests/test_messages.py,$(wildcard tests/test_*.py))
+SLOW = tests/test_docs.py tests/test_llm.py tests/test_messages.py
+FAST = --ignore=tests/core/structured_output tests/core $(filter-out $(SLOW),$(wildcard tests/test_*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-unit test-oldest test-slow test-console test-sanitizers test-gpu check format format-check lint typecheck architecture \
-	lock docs site bench bench-cpu bench-observability bench-gpu soak docker sbom audit wheel clean
+.PHONY: help install serve test test-unit test-oldest test-slow test-console test-sanitizers test-gpu check format \
+	format-check lint typecheck architecture lock docs site bench bench-cpu bench-observability bench-gpu soak docker sbom audit wheel clean
 
 help: ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -56,9 +57,9 @@ test: $(VENV)/.dev ## Run the tests in seven processes, or with ARGS what it say
 test-unit: $(VENV)/.dev ## Run the tests that start no server
 	$(BIN)/python -m pytest --ignore=tests/integration $(ARGS)
 
-# What pyproject.toml allows at least, over the locked tools for tests. torch stays: old builds for CPUs are in its own index only.
+# The oldest dependencies that pyproject.toml allows. torch stays: old builds for CPUs are in its own index only.
 OLDEST = build/oldest
-test-oldest: $(OLDEST)/.installed ## Run the tests without servers with the oldest dependencies that pyproject.toml allows
+test-oldest: $(OLDEST)/.installed ## Run the tests without servers with the oldest allowed dependencies
 	PYTHONPATH=$(CURDIR) $(OLDEST)/bin/python -m pytest --ignore=tests/integration --ignore=tests/test_docs.py $(ARGS)
 
 $(OLDEST)/.installed: pyproject.toml requirements/dev.txt $(VENV)/.kernels
@@ -71,7 +72,7 @@ $(OLDEST)/.installed: pyproject.toml requirements/dev.txt $(VENV)/.kernels
 	$(OLDEST)/bin/python -m pip install --no-deps -r $(OLDEST)/requirements.txt
 	@touch $@
 
-test-slow: $(VENV)/.clients ## Run the tests at full model size, of large clients, of the console, the site and deployment
+test-slow: $(VENV)/.clients ## Run the tests of full models, large clients, the console, the site and deployment
 	@tests/console/install.sh
 	@tests/deploy/install.sh
 	$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
@@ -81,8 +82,8 @@ test-console: $(VENV)/.dev ## Run the tests of the console in headless Chromium,
 	@tests/console/install.sh
 	$(BIN)/python -m pytest -m slow tests/console $(ARGS)
 
-# A copy of the tree with instrumented kernels, for which Python loads the run-time libraries first. Their `new` ends the
-# process where it should throw, so the test of that is left out.
+# A copy of the tree with instrumented kernels, for which Python loads the run-time libraries first. Their `new` ends
+# the process instead of throwing, so the test of that is left out.
 SANITIZE = -fsanitize=address,undefined -fno-sanitize-recover=undefined
 SANITIZED = build/sanitizers
 test-sanitizers: $(VENV)/.dev ## Run the tests of the CPU kernels with AddressSanitizer and UBSan
@@ -153,7 +154,7 @@ SITE = build/site-tools
 MERMAID = 11.17.2
 MERMAID_SHA256 = 581ed7d74bd9048d0e3a91363927d72ef22942d7722546b27f7cc29e35390eb8
 site: export NO_MKDOCS_2_WARNING = 1
-site: $(SITE)/.installed $(SITE)/mermaid/mermaid.min.js ## Build the site of docs/ into build/site, a folder for any web server
+site: $(SITE)/.installed $(SITE)/mermaid/mermaid.min.js ## Build the site of docs/ into build/site
 	$(SITE)/bin/mkdocs build --strict --quiet
 
 $(SITE)/.installed: requirements/site.txt
@@ -177,7 +178,7 @@ soak: $(VENV)/.dev ## Serve MODEL under mixed load and faults for an hour, or wi
 	$(BIN)/python -m benchmarks.soak $(MODEL) $(ARGS)
 
 bench-observability: $(VENV)/.dev ## Measure what it costs to watch requests
-	for part in cost guards memory; do $(BIN)/python -m benchmarks.observability $$part; done
+	for part in cost memory; do $(BIN)/python -m benchmarks.observability $$part; done
 
 bench-gpu: .gpu ## Measure on a GPU with GPU_PYTHON, in less than 8 minutes; writes docs/benchmarks/gpu.md
 	@if $(HAS_GPU); then PYTHONPATH=.gpu $(GPU_PYTHON) -m benchmarks.gpu $(ARGS); \
@@ -191,7 +192,8 @@ wheel: ## Build the wheel for this kind of machine into dist/, and the source di
 	rm -rf build/lib* build/bdist* build/linux dist
 	CXXFLAGS="-include $(CURDIR)/packaging/glibc_2_28.h" LDFLAGS=-s $(WHEEL_TOOLS)/bin/python -m build -w -o build/linux
 	$(WHEEL_TOOLS)/bin/python -m build -s
-	PATH="$(CURDIR)/$(WHEEL_TOOLS)/bin:$$PATH" auditwheel repair --plat manylinux_2_28_$$(uname -m) -w dist build/linux/*.whl
+	PATH="$(CURDIR)/$(WHEEL_TOOLS)/bin:$$PATH" \
+		auditwheel repair --plat manylinux_2_28_$$(uname -m) -w dist build/linux/*.whl
 	$(WHEEL_TOOLS)/bin/twine check --strict dist/*
 
 docker: ## Build the images servd:cpu and servd:cuda
@@ -214,7 +216,8 @@ audit: build/audit/bin/pip-audit ## Look these packages up among known weaknesse
 	build/audit/bin/pip-audit --no-deps --disable-pip -r build/audit/torch.txt
 
 clean: ## Remove .venv, caches and build folders
-	rm -rf $(VENV) .gpu build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache .hypothesis servd/worker/ops/_*.so
+	rm -rf $(VENV) .gpu build dist *.egg-info servd/worker/ops/_*.so
+	rm -rf .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Stamps: each step runs once, and again when what it depends on changes.
@@ -241,12 +244,12 @@ $(VENV)/.servd: pyproject.toml setup.py $(VENV)/.serve
 	SERVD_KERNELS=none $(PIP) install --no-deps --no-build-isolation -e .
 	@touch $@
 
-# `make serve` compiles the kernels for this CPU, `make install` and `make test` all variants; neither compiles one again. A
-# library of other sources is removed: it would be reported. Without a compiler the next `make` looks for one again.
+# `make serve` compiles the kernels for this CPU, `make install` and `make test` all variants, and neither compiles one
+# again. A library of other sources is removed. Without a compiler, the next `make` looks for one again.
 $(VENV)/.native: $(KERNELS) $(VENV)/.servd
 	@rm -f servd/worker/ops/_*.so
 	@if $(CXX) --version >/dev/null 2>&1; then set -x; SERVD_KERNELS=native $(COMPILE_KERNELS) && touch $@; \
-	else echo "$(CXX) is missing: servd computes by torch alone, about ten times slower. Install g++, then run make again."; fi
+	else echo "$(CXX) is missing: servd computes by torch alone, ten times slower. Install g++, then run make again."; fi
 
 $(VENV)/.kernels: $(VENV)/.native
 	@if [ -e $< ]; then set -x; SERVD_KERNELS=all $(COMPILE_KERNELS) && touch $@; fi

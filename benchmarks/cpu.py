@@ -119,7 +119,7 @@ def weights(model: str) -> Facts:
     """Elements of the matrices that a step multiplies with, in the layers and in all."""
     folder = local_folder(model)
     layers = 0
-    others = 0
+    num_others = 0
     if folder is None:
         raise ServdError(f"{model} is not a folder: download the model first")
     for file in find_weight_files(folder):
@@ -129,10 +129,10 @@ def weights(model: str) -> Facts:
                 if len(shape) == 2 and "wpe" not in name:
                     size = shape[0] * shape[1]
                     is_layer = ".h." in f".{name}" or ".layers." in f".{name}"
-                    layers, others = (
-                        (layers + size, others) if is_layer else (layers, max(others, size))
+                    layers, num_others = (
+                        (layers + size, num_others) if is_layer else (layers, max(num_others, size))
                     )
-    return {"layer_elements": layers, "elements": layers + others}
+    return {"layer_elements": layers, "elements": layers + num_others}
 
 
 def decoding(model: str, form: str, options: list[str]) -> Facts:
@@ -263,9 +263,9 @@ def page(facts: Facts) -> str:
     for form in forms:
         bound = facts["elements"] * BITS[form] / 8 / facts["bandwidth"] * 1000
         rate = 2 * facts["layer_elements"] * 8 * 512 / facts[f"{form}_prompts"] / 1e6
-        one, eight, many = (facts[f"{form}_{batch}"] for batch in BATCHES)
+        single, eight, many = (facts[f"{form}_{batch}"] for batch in BATCHES)
         lines.append(
-            f"| {form} | {one:.1f} | {100 * bound / one:.0f} % | {eight:.1f} | {many:.1f} "
+            f"| {form} | {single:.1f} | {100 * bound / single:.0f} % | {eight:.1f} | {many:.1f} "
             f"| {facts[f'{form}_long']:.0f} | {rate:.0f} "
             f"({100 * rate * 1e9 / facts['matrix_rate']:.0f} %) |"
         )

@@ -67,7 +67,7 @@ def main(hidden: int = 1024, size: int = 1792, num_experts: int = 8, top_k: int 
                 times[0].append(seconds(moe, x))
                 times[1].append(seconds(dense[number // copies % len(dense)], x))
             # The fastest quarter: other programs share the memory.
-            fast = [sorted(each)[ROUNDS // 4] * 1e3 for each in times]
+            fast = [sorted(durations)[ROUNDS // 4] * 1e3 for durations in times]
             print(
                 f"{form:8} {rows:4} rows: experts {fast[0]:8.3f} ms, dense {fast[1]:8.3f} ms, "
                 f"ratio {fast[0] / fast[1]:.2f}"

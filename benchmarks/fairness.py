@@ -124,10 +124,10 @@ def measure(arguments: argparse.Namespace, name: str, rounds: int) -> Row:
     begin = time.monotonic()
     before = generated(mine)
     for number in range(rounds):
-        asked = time.monotonic()
+        sent_at = time.monotonic()
         answer = mine.ask("POST", "/v1/completions", body_of_b(arguments, f"B {number}"))
         assert answer.status == 200, answer.body
-        seconds = time.monotonic() - asked
+        seconds = time.monotonic() - sent_at
         replies.append(Reply(seconds, phases_of(mine, answer.body["id"])))
     if not rounds:
         time.sleep(20)
@@ -168,7 +168,8 @@ def main() -> None:
     """Measure and print."""
     arguments = parse()
     if arguments.load:
-        return load(arguments)
+        load(arguments)
+        return
     fast = ThreadPoolExecutor(1, initializer=hurry)
 
     def run(name: str, rounds: int = arguments.rounds) -> Row:

@@ -198,7 +198,8 @@ def let_all_decode(engine: EngineCore, num_rows: int) -> Clock:
     num_decoding = 0
     while num_decoding < WARM_STEPS:
         clock.step()
-        num_decoding += clock.num_tokens == num_rows
+        if clock.num_tokens == num_rows:
+            num_decoding += 1
     return clock
 
 

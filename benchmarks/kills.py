@@ -81,10 +81,10 @@ class Stream:
     async def run(self) -> Answer:
         """The whole of it."""
         route, body = (KINDS | MORE)[self.name]
-        asked = {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": 30}
+        options = {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": 30}
         choices: dict[int, list[Any]] = {}
         usage: list[int] = []
-        body = {"temperature": 0, **asked, **body}
+        body = {"temperature": 0, **options, **body}
         async with self.http.stream("POST", route, json=body) as answer:
             if answer.status_code != 200:
                 return Answer({}, [], f"{answer.status_code} {(await answer.aread()).decode()}")
@@ -121,7 +121,7 @@ class Rounds:
         self.name = name
         self.arguments = arguments
         self.options, possible = SETUPS[name]
-        self.faults = [each for each in possible if each in (arguments.faults or possible)]
+        self.faults = [fault for fault in possible if fault in (arguments.faults or possible)]
         self.random = random.Random(arguments.seed)
         self.problems: Counter[str] = Counter()
         self.done: Counter[str] = Counter()
@@ -178,13 +178,13 @@ class Rounds:
 
     def engines(self) -> list[psutil.Process]:
         """Those that serve, and not those that wait to be the next."""
-        found = []
+        processes = []
         for text in self.said(", process "):
             with contextlib.suppress(psutil.Error, ValueError):
                 process = psutil.Process(int(text))
                 if process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-        return found
+                    processes.append(process)
+        return processes
 
     async def until(self, condition: Any, what: str) -> bool:
         """Wait for it; a problem if it does not come."""
@@ -199,11 +199,11 @@ class Rounds:
     async def do_rounds(self) -> None:
         """Undisturbed answers first, then faults, then nothing may be left."""
         kinds = self.arguments.kinds or [*KINDS, *MORE]
-        self.expected = {each: await Stream(self.http, each).run() for each in kinds}
-        for each in kinds:
-            if await Stream(self.http, each).run() != self.expected[each]:
-                self.problems[f"{each}: undisturbed answers differ"] += 1
-        streams = [asyncio.create_task(self.ask(each)) for each in kinds]
+        self.expected = {kind: await Stream(self.http, kind).run() for kind in kinds}
+        for kind in kinds:
+            if await Stream(self.http, kind).run() != self.expected[kind]:
+                self.problems[f"{kind}: undisturbed answers differ"] += 1
+        streams = [asyncio.create_task(self.ask(kind)) for kind in kinds]
         end = time.monotonic() + self.arguments.seconds
         begun = 0
         while begun < self.arguments.rounds and time.monotonic() < end:
@@ -215,10 +215,10 @@ class Rounds:
         for task in streams:
             if not task.done() or task.exception():
                 self.problems[f"a stream did not end: {task.done() and task.exception()}"] += 1
-        found = (await self.http.get(self.root + "/debug/audit")).json()
-        if found["problems"] or found["engine_requests"]:
-            self.problems[f"left in the end: {found}"] += 1
-        if self.num_failed != sum(self.done[each] for each in HARMLESS):
+        report = (await self.http.get(self.root + "/debug/audit")).json()
+        if report["problems"] or report["engine_requests"]:
+            self.problems[f"left in the end: {report}"] += 1
+        if self.num_failed != sum(self.done[fault] for fault in HARMLESS):
             self.problems[f"{self.num_failed} requests failed alone"] += 1
 
     async def ask(self, name: str) -> None:
@@ -242,8 +242,8 @@ class Rounds:
         streams = {*self.open}
         victim = self.random.choice(engines)
         began = time.monotonic()
-        for each in streams:
-            each.gap = 0.0
+        for stream in streams:
+            stream.gap = 0.0
         with contextlib.suppress(psutil.Error):
             if fault in SIGNALS:
                 victim.send_signal(SIGNALS[fault])
@@ -261,12 +261,12 @@ class Rounds:
             )
         self.done[fault] += came
         going = came and await self.until(
-            lambda: all(each.got_at > began for each in streams & self.open),
+            lambda: all(stream.got_at > began for stream in streams & self.open),
             f"all streams get on after {fault}",
         )
         if fault not in HARMLESS:
-            self.gaps += [each.gap for each in streams]
-            self.longest.append(max((each.gap for each in streams), default=0.0))
+            self.gaps += [stream.gap for stream in streams]
+            self.longest.append(max((stream.gap for stream in streams), default=0.0))
         return going
 
     async def fail_one(self, fault: str) -> bool:
@@ -288,7 +288,7 @@ class Rounds:
             if gaps:
                 figures = f"{statistics.median(gaps):.2f}, {max(gaps):.2f} s"
                 rows.append((f"until {name} gets on, median and most", figures))
-        rows.append(("load of the machine", " ".join(f"{each:.1f}" for each in os.getloadavg())))
+        rows.append(("load of the machine", " ".join(f"{load:.1f}" for load in os.getloadavg())))
         rows += [(f"**problem**: {problem}", f"{num}") for problem, num in self.problems.items()]
         lines = "".join(f"| {name} | {number} |\n" for name, number in rows)
         return f"| {self.name} | |\n|---|---|\n{lines}"
@@ -298,9 +298,9 @@ def difference(got: Answer, expected: Answer) -> str:
     """Where two answers begin to differ, in words."""
     if got.error:
         return got.error[:200]
-    for index, each in expected.choices.items():
+    for index, choice in expected.choices.items():
         other = got.choices.get(index, ["", [], [], None])
-        for part, a, b in zip(("text", "tokens", "logprobs", "end"), other, each, strict=True):
+        for part, a, b in zip(("text", "tokens", "logprobs", "end"), other, choice, strict=True):
             if a != b:
                 both = zip(a or "", b or "", strict=False)
                 at = next((i for i, (x, y) in enumerate(both) if x != y), -1)

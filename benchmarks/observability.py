@@ -4,7 +4,6 @@
 | part | |
 |---|---|
 | cost | CPU time and throughput with all records and without them, in pairs of servers |
-| guards | the same for what keeps servd alive and clients apart: benchmarks/unguarded.py |
 | noise | the same of two equal servers: what `cost` can tell apart |
 | memory | what the API server has grown by after 10,000 requests |
 """
@@ -58,7 +57,7 @@ class Running(NamedTuple):
 def cpu_seconds(pid: int) -> float:
     """That the threads of a process have run."""
     threads = Path(f"/proc/{pid}/task").glob("*/schedstat")
-    return sum(int(each.read_text().split()[0]) for each in threads) / 1e9
+    return sum(int(thread.read_text().split()[0]) for thread in threads) / 1e9
 
 
 @contextlib.contextmanager
@@ -98,12 +97,12 @@ async def send(url: str, bodies: list[dict[str, Any]], concurrency: int) -> list
         base_url=url, timeout=TIMEOUT, limits=limits, headers=close
     ) as http:
 
-        async def one(body: dict[str, Any]) -> None:
+        async def send_request(body: dict[str, Any]) -> None:
             async with may_run, http.stream("POST", "/v1/completions", json=body) as answer:
                 answers.append("".join([part async for part in answer.aiter_text()]))
                 answer.raise_for_status()
 
-        await asyncio.gather(*map(one, bodies))
+        await asyncio.gather(*map(send_request, bodies))
     return answers
 
 
@@ -138,11 +137,6 @@ def cost(*options: str, other: str = "benchmarks.unrecorded") -> None:
         )
 
 
-def guards(*options: str) -> None:
-    """With and without what guards clients from each other, and all of them from deaths."""
-    cost(*options, other="benchmarks.unguarded")
-
-
 def noise(*options: str) -> None:
     """Of two servers with all records."""
     cost(*options, other="servd")
@@ -168,11 +162,11 @@ def _pair(options: Sequence[str], modules: Sequence[str], number: int) -> list[C
                 seconds = time.perf_counter() - began
                 used = (now - then for now, then in zip(started[i].cpu(), before, strict=True))
                 chunks = sum(answer.count("data:") for answer in answers) / STREAMS
-                cpu = (1e6 * each / num_tokens for each in used)
+                cpu = (1e6 * cpu_time / num_tokens for cpu_time in used)
                 rounds[i].append((*cpu, num_tokens / seconds, chunks))
         per_step = ROUNDS * num_tokens / (started[0].num_steps() - first_step)
-    medians = (map(statistics.median, zip(*each, strict=True)) for each in rounds)
-    return [Cost(api, engine * per_step, *others) for api, engine, *others in medians]
+    medians = (map(statistics.median, zip(*samples, strict=True)) for samples in rounds)
+    return [Cost(api, engine * per_step, *figures) for api, engine, *figures in medians]
 
 
 def _in_turn(number: int) -> tuple[int, int]:
@@ -194,8 +188,8 @@ def memory(*options: str) -> None:
 
 
 if __name__ == "__main__":
-    functions = (cost, guards, noise, memory)
-    parts = {each.__name__: each for each in functions}
+    functions = (cost, noise, memory)
+    parts = {function.__name__: function for function in functions}
     if sys.argv[1:2] == [] or sys.argv[1] not in parts:
         sys.exit(__doc__)
     parts[sys.argv[1]](*sys.argv[2:])

@@ -112,12 +112,12 @@ def write_noisy(model: Path, folder: Path) -> None:
 
 def describe_packages() -> str:
     """Return the beginnings of the descriptions of the installed packages, by name."""
-    found: dict[str, str] = {}
+    descriptions: dict[str, str] = {}
     for package in importlib.metadata.distributions():
         description = package.metadata.json.get("description")
         if isinstance(description, str) and len(description) >= LONGEST:
-            found[package.name.lower()] = description[:LONGEST]
-    return "\n\n".join(found[name] for name in sorted(found))
+            descriptions[package.name.lower()] = description[:LONGEST]
+    return "\n\n".join(descriptions[name] for name in sorted(descriptions))
 
 
 def show(*columns: str) -> None:
@@ -203,7 +203,7 @@ def compute_logits(llm: LLM, runner: ModelRunner, rows: list[list[int]]) -> Iter
     prompts whose log-probabilities are requested.
     """
     heads = runner.output_heads
-    [head] = [each for each in heads if isinstance(each, prompt_logprobs.PromptLogprobsHead)]
+    [head] = [head for head in heads if isinstance(head, prompt_logprobs.PromptLogprobsHead)]
     compute = head.compute_logits
     parts: list[Tensor] = []
 
@@ -253,10 +253,10 @@ def run(command: list[str]) -> str:
 
 def find_figure(before: str, printed: str) -> float:
     """Return the number that follows the pattern `before`."""
-    found = re.search(before + r"(-?[\d.]+)", printed)
-    if found is None:
+    match = re.search(before + r"(-?[\d.]+)", printed)
+    if match is None:
         raise ServdError(f"llama-perplexity prints no {before!r}: {printed[-500:]}")
-    return float(found[1])
+    return float(match[1])
 
 
 if __name__ == "__main__":

@@ -141,8 +141,8 @@ class Soak:
         work += [self.leave(), self.leave(), self.read_slowly(), self.send_half(), self.attack()]
         work += [self.break_things(), self.watch()]
         async with asyncio.TaskGroup() as tasks:
-            for each in work:
-                tasks.create_task(each)
+            for task in work:
+                tasks.create_task(task)
 
     def is_time(self) -> bool:
         """Whether the load continues."""
@@ -230,22 +230,22 @@ class Soak:
         """Clients whose headers never end."""
         await self.hold_open(b"POST /v1/completions HTTP/1.1\r\nhost: ", 32)
 
-    async def hold_open(self, data: bytes, most: int) -> None:
+    async def hold_open(self, data: bytes, max_open: int) -> None:
         """Keep N connections that have sent this, and replace them one by one."""
         held: list[socket.socket] = []
-        name = "half-open connections" if most > 8 else "slow readers"
+        name = "half-open connections" if max_open > 8 else "slow readers"
         try:
             while self.is_time():
                 with contextlib.suppress(OSError):
                     held.append(await asyncio.to_thread(self.connect))
                     held[-1].sendall(data)
                     self.done[name] += 1
-                if len(held) > most:
+                if len(held) > max_open:
                     held.pop(0).close()
                 await asyncio.sleep(0.1)
         finally:
-            for each in held:
-                each.close()
+            for connection in held:
+                connection.close()
 
     async def attack(self) -> None:
         """Hostile bodies: each is refused or answered, never with an internal error."""
@@ -271,12 +271,12 @@ class Soak:
     def processes(self, module: str) -> list[psutil.Process]:
         """Children of the server that run a module."""
         children = psutil.Process(self.server.pid).children()
-        found = []
+        processes = []
         for child in children:
             with contextlib.suppress(psutil.Error):
                 if module in child.cmdline():
-                    found.append(child)
-        return found
+                    processes.append(child)
+        return processes
 
     async def break_things(self) -> None:
         """A fault every few seconds, in turns; the last third of the interval is left in peace."""
@@ -327,21 +327,21 @@ class Soak:
             answer = await self.http.get(f"{self.url}/debug/audit")
             if answer.status_code == 200:
                 self.done["audits"] += 1
-                found = answer.json()
-                for problem in found["problems"]:
+                report = answer.json()
+                for problem in report["problems"]:
                     self.problems[f"audit: {problem[:200]}"] += 1
-                return found
+                return report
         return None
 
     async def settle(self) -> None:
         """Wait until the server is ready and nothing is open in it."""
         deadline = time.monotonic() + max(SETTLE_TIMEOUT, START_TIMEOUT)
         while True:
-            found = await self.audit()
-            if found and not found["engine_requests"] and not found["server"]["admitted"]:
+            report = await self.audit()
+            if report and not report["engine_requests"] and not report["server"]["admitted"]:
                 break
             if time.monotonic() > deadline:
-                self.problems[f"not idle after the load: {found}"] += 1
+                self.problems[f"not idle after the load: {report}"] += 1
                 return
             await asyncio.sleep(0.2)
         body = {"prompt": "x", "max_tokens": 1}
@@ -361,8 +361,8 @@ class Soak:
         for number in range(4):
             begin = self.end - (4 - number) * quarter
             seconds, work = (
-                [each for at, each in found if begin <= at < begin + quarter]
-                for found in (self.latencies, self.busyness)
+                [value for at, value in samples if begin <= at < begin + quarter]
+                for samples in (self.latencies, self.busyness)
             )
             if len(seconds) > 1 and work:
                 p99 = statistics.quantiles(seconds, n=100, method="inclusive")[98]
@@ -375,7 +375,7 @@ class Soak:
                         f"times the {1000 * busy:.0f} ms that the same work took",
                     )
                 )
-        used = [each for _, each in self.memory]
+        used = [value for _, value in self.memory]
         for name, place in (("a third", len(used) // 3), ("all", -5)):
             if used[place:]:
                 middle = statistics.median(used[place:][:5]) / 2**20

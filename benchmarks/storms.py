@@ -110,22 +110,22 @@ class Storms:
     async def settle(self) -> None:
         """Wait until nothing is open, and say what there is."""
         deadline = time.monotonic() + SETTLE_TIMEOUT
-        found: dict[str, Any] = {}
+        report: dict[str, Any] = {}
         await asyncio.sleep(12)  # the timeouts of connections
         while time.monotonic() < deadline:
             with contextlib.suppress(httpx.TransportError, KeyError):
-                found = (await self.http.get("/debug/audit")).json()
-                if not found["engine_requests"] and not found["server"]["admitted"]:
+                report = (await self.http.get("/debug/audit")).json()
+                if not report["engine_requests"] and not report["server"]["admitted"]:
                     break
             await asyncio.sleep(0.2)
         else:
-            self.problems.append(f"not idle: {found}")
-        self.problems += found.get("problems", [])
+            self.problems.append(f"not idle: {report}")
+        self.problems += report.get("problems", [])
         for process in psutil.Process(self.server.pid).children(recursive=True):
             with contextlib.suppress(psutil.Error):
                 words = process.cmdline()
                 memory = process.memory_info().rss / 2**20
-                name = next((each for each in words if each.startswith("servd.")), "")
+                name = next((word for word in words if word.startswith("servd.")), "")
                 counts = f"{process.num_fds()} descriptors, {process.num_threads()} threads"
                 print(f"  {name}: {memory:.1f} MiB, {counts}", flush=True)
 
@@ -133,22 +133,22 @@ class Storms:
 
     async def send(self, data: bytes, hold: float, buffer: int | None = None) -> None:
         """A connection that sends this, reads nothing and is cut after a time, or reads all."""
-        with socket.socket() as one:
-            one.setblocking(False)
+        with socket.socket() as probe:
+            probe.setblocking(False)
             if buffer:
-                one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
             loop = asyncio.get_running_loop()
             with contextlib.suppress(OSError):
-                await loop.sock_connect(one, (self.address.hostname, self.address.port))
-                await loop.sock_sendall(one, data)
+                await loop.sock_connect(probe, (self.address.hostname, self.address.port))
+                await loop.sock_sendall(probe, data)
                 await asyncio.sleep(hold)
-                while not hold and await loop.sock_recv(one, 65536):
+                while not hold and await loop.sock_recv(probe, 65536):
                     pass
 
-    async def many(self, count: int, at_once: int, one: Callable[[], Awaitable[None]]) -> None:
+    async def many(self, count: int, at_once: int, request: Callable[[], Awaitable[None]]) -> None:
         """So many of one kind."""
         for begin in range(0, count, at_once):
-            await asyncio.gather(*(one() for _ in range(min(at_once, count - begin))))
+            await asyncio.gather(*(request() for _ in range(min(at_once, count - begin))))
 
     async def cut(self) -> None:
         """Streams that are left at random moments."""
@@ -157,12 +157,12 @@ class Storms:
 
     async def keep(self) -> None:
         """Streams that get as many tokens as those that were cut, on average, and end."""
-        most = 2 * self.num_tokens - 1
+        max_tokens = 2 * self.num_tokens - 1
 
-        async def one() -> None:
-            await self.send(post(STREAM | {"max_tokens": self.random.randint(1, most)}), 0)
+        async def send_request() -> None:
+            await self.send(post(STREAM | {"max_tokens": self.random.randint(1, max_tokens)}), 0)
 
-        await self.many(NUM_STREAMS, 50, one)
+        await self.many(NUM_STREAMS, 50, send_request)
 
     async def read_slowly(self) -> None:
         """Clients that do not read what they ask for."""
@@ -178,11 +178,11 @@ class Storms:
         """Schemas that would explode; no two are the same."""
         numbers = iter(range(50))
 
-        async def one() -> None:
+        async def send_request() -> None:
             schema = {**SCHEMA, "title": f"{time.monotonic()} {next(numbers)}"}
             await self.send(post({"prompt": "x", "guided_json": schema}), 5)
 
-        await self.many(50, 10, one)
+        await self.many(50, 10, send_request)
 
 
 def beside(url: str) -> None:
@@ -225,12 +225,12 @@ def main() -> int:
     if arguments.beside:
         beside(arguments.beside)
         return 0
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(65536, most), most))
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(65536, hard_limit), hard_limit))
     storms = Storms(arguments)
     print("| beside | p50 ms | p99 ms | requests |\n|---|---|---|---|")
     asyncio.run(storms.run())
-    print("load", *(f"{each:.1f}" for each in os.getloadavg()), *storms.problems[:20], sep="\n")
+    print("load", *(f"{load:.1f}" for load in os.getloadavg()), *storms.problems[:20], sep="\n")
     return int(bool(storms.problems))
 
 

@@ -63,8 +63,8 @@ def measure(shape: dict[str, Any], prompt: int, host_gib: float | None) -> dict[
     while bench.engine.has_work:
         for message in bench.engine.step().values():
             preemptions += message.stats.num_preemptions if message.stats else 0
-            for each in message.all_outputs:
-                outputs.setdefault(each.request_id, []).extend(each.new_token_ids)
+            for output in message.all_outputs:
+                outputs.setdefault(output.request_id, []).extend(output.new_token_ids)
     return {
         "cpu": time.process_time() - began,
         "wall": time.perf_counter() - wall,
@@ -87,11 +87,11 @@ def main() -> None:
     layers = {"n_layer" if args.shape == "gpt2" else "num_hidden_layers": args.layers}
     shape = SHAPES[args.shape] | sizes | layers
     for turn in range(args.rounds):
-        found = [measure(shape, args.prompt, host) for host in (None, 2.0)]
-        computed, swapped = found
-        for name, each in zip(("computed", "swapped"), found, strict=True):
-            shown = {k: round(v, 1) for k, v in each.items() if k != "outputs"}
-            print(f"round {turn}, {name}: {shown}", flush=True)
+        results = [measure(shape, args.prompt, host) for host in (None, 2.0)]
+        computed, swapped = results
+        for name, result in zip(("computed", "swapped"), results, strict=True):
+            figures = {k: round(v, 1) for k, v in result.items() if k != "outputs"}
+            print(f"round {turn}, {name}: {figures}", flush=True)
         cpu, wall = (swapped[name] / computed[name] for name in ("cpu", "wall"))
         equal = computed["outputs"] == swapped["outputs"]
         print(f"round {turn}: CPU {cpu:.2f}, wall {wall:.2f}, equal {equal}", flush=True)

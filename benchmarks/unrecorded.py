@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from typing import Any
 
 from servd import cli
@@ -36,7 +35,7 @@ def of_engine() -> Replaced:
             before, self._collected_ns = self._collected_ns, record.collected_ns
             return record.collected_ns - before, False
 
-        def news(self, client: int) -> list[Any]:
+        def take_new(self, client: int) -> list[Any]:
             return []
 
     return [(scheduler, "StepLog", NoLog)]
@@ -64,31 +63,27 @@ def of_api_server() -> Replaced:
     ]
 
 
-def main(replaced: Replaced, entry: Callable[[], None]) -> None:
-    """Run a process with what is there instead."""
-    for owner, name, value in replaced:
-        setattr(owner, name, value)
-    entry()
-
-
-def serve(
-    module: str, of_engine: Callable[[], Replaced], of_api_server: Callable[[], Replaced]
-) -> None:
-    """Be whichever process of `servd serve` this one was started as, and start others of `module`.
-    A function each states what is replaced in it, so that no process imports another's room.
-    """
+def main() -> None:
+    """Be the process of `servd serve` that this one was started as."""
     if PARENT_DIR in os.environ:  # which only engines get
         from servd.core.engine_core_proc import EngineCoreProc
 
-        main(of_engine(), EngineCoreProc.run_engine_core)
+        replace(of_engine())
+        EngineCoreProc.run_engine_core()
     elif len(sys.argv) > 1:
-        client.ENGINE_MODULE = api_servers.API_MODULE = module
+        client.ENGINE_MODULE = api_servers.API_MODULE = "benchmarks.unrecorded"
         sys.exit(cli.main())
     else:
         from servd.api import server
 
-        main(of_api_server(), server.main)
+        replace(of_api_server())
+        server.main()
+
+
+def replace(replaced: Replaced) -> None:
+    for owner, name, value in replaced:
+        setattr(owner, name, value)
 
 
 if __name__ == "__main__":
-    serve("benchmarks.unrecorded", of_engine, of_api_server)
+    main()

@@ -16,8 +16,7 @@ from starlette.responses import Response, StreamingResponse
 
 from servd.base.private_dir import private_dir
 from servd.config import Config
-from servd.gateway.backend import NO_TIMEOUT
-from servd.gateway.proxy import OF_REQUESTS, OWN
+from servd.gateway.forward import connect, request_headers, response_headers, send_request
 from servd.ipc.child import Child
 from servd.ipc.start_messages import StartModel
 
@@ -42,32 +41,23 @@ class Replica:
         path = str(self.folder / "http")
         config = Config.load({**options, "uds": path})
         self.server = Child("server", MODULE, StartModel(config))
-        transport = httpx.AsyncHTTPTransport(uds=path, limits=httpx.Limits(max_connections=None))
-        self.http = httpx.AsyncClient(
-            base_url="http://servd", transport=transport, timeout=NO_TIMEOUT
-        )
-        with httpx.Client(transport=httpx.HTTPTransport(uds=path), timeout=10) as looking:
-            while not _is_ready(looking):
+        self.http = connect(path)
+        with httpx.Client(transport=httpx.HTTPTransport(uds=path), timeout=10) as client:
+            while not _is_ready(client):
                 self.check_health()
                 time.sleep(LOOK_INTERVAL)
 
     async def __call__(self, request: Request) -> Response:
         """Pass a request on and stream the response."""
-        scope = request.scope
-        path = scope["path"].removeprefix(scope.get("root_path", "").rstrip("/"))
-        target = quote(path).encode() + (b"?" + query if (query := scope["query_string"]) else b"")
-        headers = [(k, v) for k, v in request.headers.raw if k not in OF_REQUESTS]
-        asked = self.http.build_request(
-            request.method,
-            "/",
-            headers=headers,
-            content=await request.body(),
-            extensions={"target": target},
+        root = request.scope.get("root_path", "").rstrip("/")
+        path = quote(request.scope["path"].removeprefix(root)).encode()
+        headers = request_headers(request)
+        answer = await send_request(self.http, request, path, headers, await request.body())
+        response = StreamingResponse(
+            answer.aiter_raw(), answer.status_code, background=BackgroundTask(answer.aclose)
         )
-        answer = await self.http.send(asked, stream=True)
-        passed = {k: v for k, v in answer.headers.items() if k.encode() not in OWN}
-        leave = BackgroundTask(answer.aclose)
-        return StreamingResponse(answer.aiter_raw(), answer.status_code, passed, background=leave)
+        response.raw_headers = response_headers(answer)
+        return response
 
     def check_health(self) -> None:
         """Raise RuntimeError if the server has ended. Ray then replaces the replica."""
@@ -80,9 +70,9 @@ class Replica:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def _is_ready(looking: httpx.Client) -> bool:
+def _is_ready(client: httpx.Client) -> bool:
     try:
-        return looking.get("http://servd/health").status_code == 200
+        return client.get("http://servd/health").status_code == 200
     except httpx.TransportError:
         return False
 

@@ -381,10 +381,10 @@ async def outcome(http: httpx.AsyncClient, path: str, body: dict[str, Any], fiel
     return "for the record" if is_for_the_record else "supported", f"`{field}`"
 
 
-async def outcomes(served: Served, path: str) -> dict[str, Outcome]:
+async def try_fields(served: Served, path: str) -> dict[str, Outcome]:
     """Return the outcome of each field of a route."""
     base, fields = ROUTES[path]
-    found: dict[str, Outcome] = {}
+    outcomes: dict[str, Outcome] = {}
     for field in sorted(fields):
         beside = BESIDE.get(field, {})
         if "tools" in beside and path in BESIDE_TOOLS:
@@ -399,16 +399,16 @@ async def outcomes(served: Served, path: str) -> dict[str, Outcome]:
         first = base
         if fields in (EMBEDDINGS, POOLING) and field in OF_A_CHAT:
             first = {"messages": user("hi")}
-        found[field] = await outcome(served.http, path, {**first, **beside, field: value}, field)
-    return found
+        outcomes[field] = await outcome(served.http, path, {**first, **beside, field: value}, field)
+    return outcomes
 
 
-def section(path: str, found: dict[str, Outcome]) -> str:
+def section(path: str, outcomes: dict[str, Outcome]) -> str:
     """Return the part of the page about a route: a line for each outcome, a table of messages."""
     lists: dict[str, list[str]] = {"supported": [], "for the record": [], "ignored": []}
     # Messages that differ only in the name of the field share a row: [first message, fields].
     rows: dict[str, tuple[str, list[str]]] = {}
-    for field, (kind, text) in found.items():
+    for field, (kind, text) in outcomes.items():
         if kind == "rejected":
             _, fields = rows.setdefault(text.replace(f"`{field}`", "", 1), (text, []))
             fields.append(f"`{field}`")
@@ -426,8 +426,8 @@ def section(path: str, found: dict[str, Outcome]) -> str:
     if rows:
         parts.append("\n| rejected | message |\n|---|---|\n")
         for message, names in rows.values():
-            shown = message.replace("|", "\\|")
-            parts.append(f"| {', '.join(names)} | {shown} |\n")
+            text = message.replace("|", "\\|")
+            parts.append(f"| {', '.join(names)} | {text} |\n")
     return "".join(parts)
 
 
@@ -436,7 +436,7 @@ async def page() -> str:
     parts = [HEAD]
     async with serve(fim_template="{prefix}{suffix}") as served:
         for path in ROUTES:
-            parts.append(section(path, await outcomes(served, path)))
+            parts.append(section(path, await try_fields(served, path)))
     return "".join(parts)
 
 

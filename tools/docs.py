@@ -3,8 +3,7 @@ compare.
 
 Options from servd/config/, routes, errors and metrics from the code that has them, the table of
 fields in http.md from the requests, that of monitoring.md from docker/alerts.yaml, limits from the
-constants; processes.svg from picture.py, speed.svg from a table of benchmarks/peers.md,
-docker/grafana/boards from boards.py.
+constants; speed.svg from a table of benchmarks/peers.md, docker/grafana/boards from boards.py.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from servd.base.bounds import INT32_MAX, INT64_MAX
 from servd.config import Config, choices, descriptions, title_of
 from servd.config._section import plain
 from servd.messages.params import SamplingParams
-from tools import boards, limits, picture, reference, speed
+from tools import boards, limits, reference, speed
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -94,15 +93,15 @@ def config_row(option: msgspec.structs.FieldInfo) -> str:
             flag = f"--{flag}"
     match default:
         case None | []:
-            shown = ""
+            text = ""
         case True | False:
-            shown = "on" if default else "off"
+            text = "on" if default else "off"
         case _:
-            shown = f"`{default}`"
+            text = f"`{default}`"
     description = descriptions()[option.name].replace("|", "\\|")
-    known = [f"`{choice}`" for choice in choices(option.type)]
-    allowed = ", ".join(known) or values(kind, metas)
-    return f"| `{flag}` | {allowed} | {shown} | {description} |\n"
+    names = [f"`{choice}`" for choice in choices(option.type)]
+    allowed = ", ".join(names) or values(kind, metas)
+    return f"| `{flag}` | {allowed} | {text} | {description} |\n"
 
 
 def values(kind: object, metas: list[msgspec.Meta]) -> str:
@@ -129,18 +128,18 @@ def fields_table() -> str:
     """The fields that chats and completions share, those of one meaning in a row."""
     rows: dict[tuple[str, str, str], list[str]] = {}
     neutral = SamplingParams()
-    for name, text in GenerationRequest.descriptions().items():
+    for name, description in GenerationRequest.descriptions().items():
         default = DEFAULTS.get(name, getattr(neutral, name, None))
         match default:
             case None | [] | {}:
-                shown = ""
+                text = ""
             case bool():
-                shown = str(default).lower()
+                text = str(default).lower()
             case float():
-                shown = f"{default:g}"
+                text = f"{default:g}"
             case _:
-                shown = str(default)
-        rows.setdefault((shown, bounds_of(name), text), []).append(f"`{name}`")
+                text = str(default)
+        rows.setdefault((text, bounds_of(name), description), []).append(f"`{name}`")
     lines = [f"| {', '.join(names)} | {' | '.join(cells)} |" for cells, names in rows.items()]
     return "\n".join(["| field | default | bounds | |", "|---|---|---|---|", *lines])
 
@@ -150,26 +149,26 @@ def bounds_of(name: str) -> str:
     hint = typing.get_type_hints(SamplingParams, include_extras=True).get(name, bool)
     schema = msgspec.json.schema(hint)
     for option in schema.get("anyOf", [schema]):
-        most = option.get("maximum", option.get("maxItems", option.get("maxProperties")))
-        least = option.get("minimum", option.get("exclusiveMinimum"))
-        if most in (INT32_MAX, INT64_MAX):
-            return f"from {least}" if option["minimum"] >= -1 else "64 bits"
-        if least is not None and most is not None and option["type"] in ("integer", "number"):
+        maximum = option.get("maximum", option.get("maxItems", option.get("maxProperties")))
+        minimum = option.get("minimum", option.get("exclusiveMinimum"))
+        if maximum in (INT32_MAX, INT64_MAX):
+            return f"from {minimum}" if option["minimum"] >= -1 else "64 bits"
+        if minimum is not None and maximum is not None and option["type"] in ("integer", "number"):
             return (
-                f"above {least}, to {most}"
+                f"above {minimum}, to {maximum}"
                 if "exclusiveMinimum" in option
-                else f"{least} to {most}"
+                else f"{minimum} to {maximum}"
             )
-        if most is not None:
-            return f"up to {most}"
+        if maximum is not None:
+            return f"up to {maximum}"
     return ""
 
 
 def fill_in(page: str, start: str, table: str) -> str:
     """Return a written page of docs/ with its generated table."""
     text = (DOCS / page).read_text(encoding="utf8")
-    before, found_start, rest = text.partition(start)
-    _, found_end, after = rest.partition(TABLE_END)
+    before, found_start, table_and_after = text.partition(start)
+    _, found_end, after = table_and_after.partition(TABLE_END)
     assert found_start and found_end, f"{page} has no place for its table"
     return f"{before}{start}\n\n{table}\n\n{TABLE_END}{after}"
 
@@ -186,7 +185,6 @@ def pages() -> dict[Path, str]:
         DOCS / "reference/routes.md": reference.routes_page(),
         DOCS / "reference/errors.md": reference.errors_page(),
         DOCS / "reference/metrics.md": reference.metrics_page(),
-        DOCS / "images/processes.svg": picture.draw(),
         DOCS / "images/speed.svg": speed.draw(),
         **{ROOT / "docker/grafana/boards" / name: text for name, text in boards.boards().items()},
     }

@@ -58,8 +58,8 @@ def is_packed(statement: ast.Assign) -> bool:
     places = [ast.unparse(target) for target in targets.elts]
     for index, value in enumerate(values.elts):
         read = {ast.unparse(node) for node in ast.walk(value) if isinstance(node, PLACES)}
-        others = places[:index] + places[index + 1 :]
-        if read.intersection(others):
+        other_places = places[:index] + places[index + 1 :]
+        if read.intersection(other_places):
             return False
     return True
 

@@ -130,18 +130,18 @@ def routes_page() -> str:
             assert isinstance(route, Route)
             families.setdefault(str(route.tags[0]), []).append(route)
     grouped = {name for names in GROUPS.values() for name in names}
-    others = {
+    other_routes = {
         name.replace("_", " ").capitalize(): (name,) for name in sorted(families.keys() - grouped)
     }
     parts = [ROUTES_HEAD]
-    for title, names in (GROUPS | others).items():
+    for title, names in (GROUPS | other_routes).items():
         parts.append(f"\n## {title}\n\n| route | |\n|---|---|\n")
         rows: dict[str, list[str]] = {}
         for route in (route for name in names for route in families.get(name, ())):
             if route.methods != {"HEAD"}:
-                shown = f"`{'/'.join(sorted(route.methods or ()))} {route.path_format}`"
-                rows.setdefault(summary(route), []).append(shown)
-        parts += [f"| {', '.join(sorted(shown))} | {text} |\n" for text, shown in rows.items()]
+                label = f"`{'/'.join(sorted(route.methods or ()))} {route.path_format}`"
+                rows.setdefault(summary(route), []).append(label)
+        parts += [f"| {', '.join(sorted(label))} | {text} |\n" for text, label in rows.items()]
     return "".join(parts)
 
 
@@ -162,8 +162,8 @@ def errors_page() -> str:
         rows.append((reply.status, error["type"], error["code"], when.rstrip("."), remedy))
     lines = ["\n| status | type | code | when | what to do |\n|---|---|---|---|---|\n"]
     for status, type_name, code, when, remedy in sorted(rows, key=lambda row: row[0]):
-        shown = f"`{code}`" if code else ""
-        lines.append(f"| {status} | `{type_name}` | {shown} | {when} | {remedy} |\n")
+        text = f"`{code}`" if code else ""
+        lines.append(f"| {status} | `{type_name}` | {text} | {when} | {remedy} |\n")
     return ERRORS_HEAD + "".join(lines)
 
 
@@ -173,8 +173,8 @@ def metrics_page() -> str:
     for name, text in metric_names.COUNTERS.items():
         rows.append((name, "counter", text))
     for name, family in metric_names.LABELLED.items():
-        shown = ", ".join(f"`{label}`" for label in family.labels)
-        rows.append((name, "counter", f"{family.text.rstrip('.')}, by {shown}."))
+        labels = ", ".join(f"`{label}`" for label in family.labels)
+        rows.append((name, "counter", f"{family.text.rstrip('.')}, by {labels}."))
     for name, (text, _) in metric_names.HISTOGRAMS.items():
         rows.append((name, "histogram", text))
     table = [f"| `{name}` | {kind} | {text} |\n" for name, kind, text in rows + OTHER_METRICS]

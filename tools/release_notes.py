@@ -24,6 +24,6 @@ def check_version(version: str) -> None:
 
 
 if __name__ == "__main__":
-    wanted = sys.argv[1].removeprefix("v")
-    check_version(wanted)
-    print(find_notes((ROOT / "CHANGELOG.md").read_text(), wanted))
+    version = sys.argv[1].removeprefix("v")
+    check_version(version)
+    print(find_notes((ROOT / "CHANGELOG.md").read_text(), version))

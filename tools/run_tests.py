@@ -54,15 +54,15 @@ class Progress:
 
     def __init__(self) -> None:
         self.began = time.monotonic()
-        self.shown = 0.0
+        self.printed_at = 0.0
         self.is_terminal = sys.stdout.isatty()
 
     def show(self, logs: dict[str, Path]) -> None:
         """Print the line if it is time to."""
         now = time.monotonic()
-        if not self.is_terminal and now - self.shown < LOG_SECONDS:
+        if not self.is_terminal and now - self.printed_at < LOG_SECONDS:
             return
-        self.shown = now
+        self.printed_at = now
         parts = [f"{name}: {progress_of(log)}" for name, log in logs.items()]
         line = f"{now - self.began:4.0f} s | {' | '.join(parts)}"
         print(f"\r{line}\x1b[K" if self.is_terminal else line, end="", flush=True)

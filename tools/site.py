@@ -34,25 +34,25 @@ def find_target(page: Path, link: str) -> Path | None:
 
 def find_outside_files() -> list[Path]:
     """Return the files and folders outside docs/ that pages lead to, over other files or not."""
-    found: list[Path] = []
+    paths: list[Path] = []
     pages = sorted(DOCS.rglob("*.md"))
     while pages:
         page = pages.pop()
         for link, _ in LINK.findall(page.read_text(encoding="utf8")):
             target = find_target(page, link)
-            if target is None or target in found or target.is_relative_to(DOCS):
+            if target is None or target in paths or target.is_relative_to(DOCS):
                 continue
-            found.append(target)
+            paths.append(target)
             if target.is_dir():
-                found += [each for each in list_folder(target) if each not in found]
+                paths += [path for path in list_folder(target) if path not in paths]
             if target.suffix == ".md":
                 pages.append(target)
-    return sorted(found)
+    return sorted(paths)
 
 
 def list_folder(folder: Path) -> list[Path]:
     """Return the files of a folder that the site shows."""
-    return sorted(each for each in folder.iterdir() if each.suffix in LANGUAGES)
+    return sorted(path for path in folder.iterdir() if path.suffix in LANGUAGES)
 
 
 def name_page(path: Path) -> str:
@@ -87,7 +87,7 @@ def write_outside_page(path: Path) -> str:
         return rewrite_links(path.read_text(encoding="utf8"), path)
     title = f"# {path.relative_to(ROOT).as_posix()}\n\n"
     if path.is_dir():
-        return title + "".join(f"- [{each.name}]({each.name}.md)\n" for each in list_folder(path))
+        return title + "".join(f"- [{file.name}]({file.name}.md)\n" for file in list_folder(path))
     return (
         f"{title}````{LANGUAGES.get(path.suffix, 'text')}\n{path.read_text(encoding='utf8')}````\n"
     )

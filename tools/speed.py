@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from html import escape
 from pathlib import Path
-
-from tools.picture import SOFT, label
 
 PAGE = Path(__file__).parent.parent / "docs/benchmarks/peers.md"
 # the bars stand on BASE
@@ -16,6 +15,16 @@ BASE = 262
 BAR = 56
 GAP = 6
 COLOURS = ["#1d4ed8", "#a3a3a3", "#d4b483"]
+TEXT = "#111827"
+SOFT = "#4b5563"
+
+
+def label(x: int, y: int, text: str, size: int = 14, colour: str = TEXT) -> str:
+    """Text centred at x."""
+    return (
+        f'<text x="{x}" y="{y}" font-size="{size}" fill="{colour}" text-anchor="middle">'
+        f"{escape(text)}</text>"
+    )
 
 
 def table(text: str) -> tuple[list[str], list[tuple[str, list[float]]]]:

@@ -61,7 +61,9 @@ def run_part(name: str, arguments: list[str], limit_s: float, facts: dict[str, A
         code = process.wait()
         timed_out = not timer.is_alive()
         timer.cancel()
-    return f"took more than {limit_s:.0f} s" if timed_out else f"exit code {code}" if code else None
+    if timed_out:
+        return f"took more than {limit_s:.0f} s"
+    return f"exit code {code}" if code else None
 
 
 def main() -> int:

@@ -61,17 +61,17 @@ def emit(**facts: Any) -> None:
 
 def describe_environment(device: str) -> None:
     """Which packages and compilers there are."""
-    found = {}
+    results = {}
     for name in PACKAGES:
         try:
-            found[name] = str(getattr(importlib.import_module(name), "__version__", "there"))
+            results[name] = str(getattr(importlib.import_module(name), "__version__", "there"))
         except ImportError as error:
-            found[name] = f"missing: {error}"
+            results[name] = f"missing: {error}"
     gpu = None
     if device == "cuda":
         gpu = [torch.cuda.get_device_name(), *torch.cuda.mem_get_info()]
     headers = Path(sysconfig.get_paths()["include"], "Python.h").exists()
-    emit(item="environment", **found, gcc=shutil.which("gcc"), headers=headers, gpu=gpu)
+    emit(item="environment", **results, gcc=shutil.which("gcc"), headers=headers, gpu=gpu)
 
 
 def compare_family(device: str, name: str, options: dict[str, Any]) -> None:
@@ -112,7 +112,7 @@ def compare_family(device: str, name: str, options: dict[str, Any]) -> None:
             outputs.append([driver.free(slot) for slot in slots])
             driver.worker.shutdown()
     pairs = list(zip(itertools.chain(*outputs[0]), itertools.chain(*outputs[1]), strict=True))
-    equal = sum(one == other for one, other in pairs) / len(pairs)
+    equal = sum(token == other for token, other in pairs) / len(pairs)
     emit(item="family", model=name, options=options, equal=round(equal, 3), **facts)
 
 
@@ -194,9 +194,9 @@ def run_all(device: str, chosen: list[str], limit_s: float = 100.0) -> None:
         else:
             emit(item=item, failed=done.stderr[-600:])
 
-    wanted = [item for item in items() if not chosen or item[0] in chosen]
+    selected = [item for item in items() if not chosen or item[0] in chosen]
     with ThreadPoolExecutor(NUM_AT_ONCE if device == "cuda" else 1) as pool:
-        list(pool.map(run, [item for item in wanted if item[0] != "sampling"]))
-    for item in wanted:  # alone, as it is timed
+        list(pool.map(run, [item for item in selected if item[0] != "sampling"]))
+    for item in selected:  # alone, as it is timed
         if item[0] == "sampling":
             run(item)

@@ -104,8 +104,11 @@ def workload(is_tiny: bool) -> list[tuple[int, int]]:
     way.
     """
     draw = random.Random(0)
-    num_sequences, least, most = (6, 4, 20) if is_tiny else (256, 100, 1024)
-    return [(draw.randint(least, most), draw.randint(least, most)) for _ in range(num_sequences)]
+    num_sequences, min_tokens, max_tokens = (6, 4, 20) if is_tiny else (256, 100, 1024)
+    return [
+        (draw.randint(min_tokens, max_tokens), draw.randint(min_tokens, max_tokens))
+        for _ in range(num_sequences)
+    ]
 
 
 def offline(

@@ -217,19 +217,19 @@ def document(facts: Facts, missing: dict[str, str]) -> str:
             "| kernel | share |",
             "|---|---|",
         ]
-        shown = [(name, share) for name, share in facts["kernels"] if share >= 0.01]
-        lines += [f"| `{name}` | {100 * share:.1f} % |" for name, share in shown]
+        shares = [(name, share) for name, share in facts["kernels"] if share >= 0.01]
+        lines += [f"| `{name}` | {100 * share:.1f} % |" for name, share in shares]
     return "\n".join(lines) + "\n"
 
 
 def _attention(facts: Facts) -> list[str]:
     """Time of each backend by workload, and which could not run."""
-    found = {
+    reports = {
         key.removeprefix("attention_"): value
         for key, value in facts.items()
         if key.startswith("attention_")
     }
-    times = {name: value for name, value in found.items() if not isinstance(value, str)}
+    times = {name: value for name, value in reports.items() if not isinstance(value, str)}
     lines = []
     if times:
         workloads = next(iter(times.values()))
@@ -244,13 +244,11 @@ def _attention(facts: Facts) -> list[str]:
             "|---" * (len(times) + 1) + "|",
         ]
         for workload in workloads:
-            lines.append(
-                f"| {workload} | "
-                f"{' | '.join(show(1000 * each[workload]) for each in times.values())} |"
-            )
+            cells = [show(1000 * seconds[workload]) for seconds in times.values()]
+            lines.append(f"| {workload} | {' | '.join(cells)} |")
     reasons = [
         f"- `{name}` was not measured: {reason}."
-        for name, reason in found.items()
+        for name, reason in reports.items()
         if name not in times
     ]
     return lines + ["", *reasons] if reasons else lines

@@ -154,9 +154,9 @@ def _batches(
         return None
     scheduler = config.scheduler
     # Less than background requests may have of the queue.
-    most = min(scheduler.max_num_seqs or 64, max(scheduler.max_waiting_requests // 4, 1))
+    max_threads = min(scheduler.max_num_seqs or 64, max(scheduler.max_waiting_requests // 4, 1))
     store = BatchStore(Path(config.batches.batch_dir))
-    return BatchRunner(store, app, keys, async_llm.admission, most)
+    return BatchRunner(store, app, keys, async_llm.admission, max_threads)
 
 
 def assemble(middleware: Sequence[Middleware], routes: Sequence[ScopedRoute]) -> FastAPI:
@@ -212,18 +212,19 @@ async def answer_error(request: Request, error: Exception) -> Response:
 def _allowed_methods(request: Request) -> list[str]:
     """Return the methods of the path's route, which may have several entries, one per method."""
     routes: Sequence[ScopedRoute] = request.app.state.routes
-    found = [route for route in routes if route.path_regex.match(request.scope["path"])]
-    return sorted({method for route in found for method in route.methods or ()})
+    path = request.scope["path"]
+    matches = [route for route in routes if route.path_regex.match(path)]
+    return sorted({method for route in matches for method in route.methods or ()})
 
 
 def _what_was_meant(request: Request) -> str:
     path = request.scope["path"]
-    known = {getattr(each, "path", "") for each in request.app.routes}
+    paths = {getattr(route, "path", "") for route in request.app.routes}
     if path.startswith("/v1/v1/"):
         return ": the base URL of this client ends without /v1"
     if meant := LLAMA_SERVER_PATHS.get(path):
         return f": servd has {meant}"
-    if f"/v1{path}" in known:
+    if f"/v1{path}" in paths:
         return f": it is /v1{path}; the base URL of OpenAI's clients ends with /v1"
     return ""
 

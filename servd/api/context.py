@@ -43,22 +43,22 @@ class Context(msgspec.Struct, frozen=True):
         names = self.config.model.served_model_name
         return [name for name in names if not os.path.isabs(name)] or names[:1]
 
-    async def find_model(self, asked: str | None) -> tuple[str, Adapter | None]:
+    async def find_model(self, name: str | None) -> tuple[str, Adapter | None]:
         """Return the model name for the response, and the adapter if `asked` names an adapter.
         Raise UnknownModel, or an error of `Adapters.load`.
         """
         names = self.config.model.served_model_name
-        if asked is not None and asked not in names:
-            asked = asked.removesuffix(":latest")  # Ollama's clients add it
-        if asked is None or asked in names:
-            return asked or names[0], None
+        if name is not None and name not in names:
+            name = name.removesuffix(":latest")  # Ollama's clients add it
+        if name is None or name in names:
+            return name or names[0], None
         served = self.shown_names
         if self.adapters is not None:
-            if (adapter := await self.adapters.find(asked)) is not None:
-                return asked, adapter
+            if (adapter := await self.adapters.find(name)) is not None:
+                return name, adapter
             served = [*served, *self.adapters.store.read_adapters()]
         raise UnknownModel(
-            f"the model {asked[:200]!r} is not served here; served are: {', '.join(served[:32])}",
+            f"the model {name[:200]!r} is not served here; served are: {', '.join(served[:32])}",
             param="model",
         )
 

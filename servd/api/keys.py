@@ -22,16 +22,16 @@ class ApiKeys:
         """Read the keys, at start and on reload. Raise ConfigError, and keep the current keys, if
         keys are invalid, or if a server that started without keys gets some.
         """
-        known = read_keys(access)
-        if known and not self.are_needed:
+        keys = read_keys(access)
+        if keys and not self.are_needed:
             raise ConfigError("a server that started without API keys cannot add them: restart it")
-        self.current = known
-        self.is_multi_tenant = len(known) > 1  # clients of several keys are isolated
+        self.current = keys
+        self.is_multi_tenant = len(keys) > 1  # clients of several keys are isolated
 
-    def named(self, owner: str) -> Key | None:
+    def find_by_owner(self, owner: str) -> Key | None:
         """Return the key with this name; None if it was removed or has expired."""
-        known = self.current if self.are_needed else [ANYONE]
-        return next((key for key in known if key.name == owner and not key.has_expired), None)
+        keys = self.current if self.are_needed else [ANYONE]
+        return next((key for key in keys if key.name == owner and not key.has_expired), None)
 
     def find(self, headers: Sequence[tuple[bytes, bytes]]) -> Key:
         """Return the first valid API key in the request's `headers`. Clients may send two, one of
@@ -48,9 +48,9 @@ class ApiKeys:
         # Constant time: hashes have one length, and all keys are compared.
         digests = map(hash_key, offered)
         pairs = product(digests, self.current)
-        found = [key for digest, key in pairs if hmac.compare_digest(digest, key.sha256)]
-        if not found:
+        matches = [key for digest, key in pairs if hmac.compare_digest(digest, key.sha256)]
+        if not matches:
             raise Unauthorized("the API key is not valid")
-        if (key := next((key for key in found if not key.has_expired), None)) is None:
+        if (key := next((key for key in matches if not key.has_expired), None)) is None:
             raise Unauthorized("the API key has expired")
         return key

@@ -61,8 +61,6 @@ OTHER_FILES = 128  # descriptors reserved for other things than connections
 LAST_FRAMES = 0.5  # seconds for the last frames of streams, at most
 CLOSE = (b"connection", b"close")
 
-reloads: SimpleQueue[Config] = SimpleQueue()  # options sent by the parent, not applied yet
-
 
 @dataclass(eq=False)
 class LoopLag:
@@ -109,12 +107,18 @@ class Server(uvicorn.Server):
     """A uvicorn server that drains on SIGTERM, and stops when the engine is dead."""
 
     def __init__(
-        self, config: uvicorn.Config, async_llm: AsyncLLM, start: StartAPIServer, context: Context
+        self,
+        config: uvicorn.Config,
+        async_llm: AsyncLLM,
+        start: StartAPIServer,
+        context: Context,
+        reloads: SimpleQueue[Config],
     ) -> None:
         super().__init__(config)
         self.async_llm = async_llm
         self.context = context
         self.start_message = start
+        self.reloads = reloads  # options sent by the parent, not applied yet
         self.has_announced = False
         self.next_line = math.inf  # seconds left at which the next line about draining is logged
         self.lag = LoopLag(async_llm.metrics)
@@ -134,8 +138,8 @@ class Server(uvicorn.Server):
         self.lag.sample()
         self.heartbeat.beat()
         self.heartbeat.get_ready()
-        while not reloads.empty():
-            self.reload(reloads.get())
+        while not self.reloads.empty():
+            self.reload(self.reloads.get())
         if self.async_llm.is_ready and not self.has_announced:
             self.has_announced = True
             grammars = self.async_llm.processor.grammars
@@ -164,12 +168,12 @@ class Server(uvicorn.Server):
             num_open = max(num_open, len(self.server_state.connections))
         if self.context.batches is not None:
             num_open += self.context.batches.num_open
-        left = end - time.monotonic()
-        if left <= 0 or not num_open:
+        seconds = end - time.monotonic()
+        if seconds <= 0 or not num_open:
             return True
-        if left <= self.next_line:
-            logger.info("draining: %d requests open, %.0f s left", num_open, left)
-            self.next_line = left - 1
+        if seconds <= self.next_line:
+            logger.info("draining: %d requests open, %.0f s left", num_open, seconds)
+            self.next_line = seconds - 1
         return False
 
     def leave_port(self) -> None:
@@ -253,13 +257,13 @@ def background(context: Context) -> Iterator[Coroutine[Any, Any, None]]:
         yield PinnedPrefixes(files).keep(context.async_llm)
 
 
-async def serve(start: StartAPIServer) -> int:
+async def serve(start: StartAPIServer, reloads: SimpleQueue[Config]) -> int:
     config = start.config
     spec = start.spec
     listener = socket.socket(fileno=start.listener)
-    own = identity(config, spec)
+    engine_identity = identity(config, spec)
     clients = [
-        AsyncMPClient(engine_dir(start.ipc_dir, rank), start.client, own, generation)
+        AsyncMPClient(engine_dir(start.ipc_dir, rank), start.client, engine_identity, generation)
         for rank, generation in enumerate(start.generations)
     ]
     tokenizer = Tokenizer.of_model(config, spec)
@@ -277,7 +281,7 @@ async def serve(start: StartAPIServer) -> int:
             config.model.max_model_len,
             first_rank=config.parallel.first_rank,
         ),
-        LoadBalancer.of(config, start.place, start.routing),
+        LoadBalancer.from_config(config),
     )
     for engine, generation in zip(async_llm.engines, start.generations, strict=True):
         engine.metrics.observe_restarts(generation)
@@ -285,7 +289,7 @@ async def serve(start: StartAPIServer) -> int:
     store = AdapterStore.beside(start.ipc_dir) if config.lora.enable_lora else None
     spans = span_exporter(config.observability)
     app = build_app(config, async_llm, reasons=start.reasons, store=store, spans=spans)
-    work = [asyncio.create_task(each) for each in background(app.state.context)]
+    work = [asyncio.create_task(coroutine) for coroutine in background(app.state.context)]
     connections = Connections(within_file_limit(config.server), partial(count_refusal, app))
     options = settings(
         app,
@@ -298,7 +302,7 @@ async def serve(start: StartAPIServer) -> int:
     gc.collect()  # while the engine loads
     gc.freeze()  # modules, routes and tokenizer stay
     options.ssl = tls_context(config.access)
-    server = Server(options, async_llm, start, app.state.context)
+    server = Server(options, async_llm, start, app.state.context, reloads)
     peers = app.state.context.peers
     await peers.listen(Path(start.ipc_dir, f"api-{start.client}"))
     while start.waits and isinstance(async_llm.status, EngineStatus):
@@ -318,10 +322,11 @@ async def serve(start: StartAPIServer) -> int:
 
 
 def main() -> None:
+    reloads: SimpleQueue[Config] = SimpleQueue()
     start = read_start(StartAPIServer, reloads.put)
     log.setup(start.name, start.config.observability)
     try:
-        sys.exit(uvloop.run(serve(start)))
+        sys.exit(uvloop.run(serve(start, reloads)))
     except ConfigError as error:
         log.exit_with(error)
 

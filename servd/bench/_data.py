@@ -79,8 +79,8 @@ def make_prompts(
     prefix = rng.choices(TOKEN_IDS, k=arguments.prefix_len)
     prompts: list[BenchPrompt] = []
     for _ in range(num_prompts):
-        rest = rng.choices(TOKEN_IDS, k=length(arguments.input_len))
-        prompts.append(BenchPrompt(prefix + rest, length(arguments.output_len)))
+        suffix = rng.choices(TOKEN_IDS, k=length(arguments.input_len))
+        prompts.append(BenchPrompt(prefix + suffix, length(arguments.output_len)))
     return prompts
 
 
@@ -97,11 +97,11 @@ def _read_file(
     try:
         data = Path(file).read_bytes()
         if name == "sharegpt":
-            found = _read_sharegpt(data, rng, arguments.sharegpt_output_len, count)
+            source = _read_sharegpt(data, rng, arguments.sharegpt_output_len, count)
         else:
             lines = msgspec.json.Decoder(BenchPrompt).decode_lines(data)
-            found = (BenchPrompt(p.prompt, p.output_len or arguments.output_len) for p in lines)
-        prompts = list(islice(found, num_prompts))
+            source = (BenchPrompt(p.prompt, p.output_len or arguments.output_len) for p in lines)
+        prompts = list(islice(source, num_prompts))
     except (OSError, ValueError) as error:
         raise ServdError(f"--dataset-path {file}: {error}") from None
     if not prompts or (name == "sharegpt" and len(prompts) < num_prompts):
@@ -115,13 +115,14 @@ def _read_sharegpt(
     """Yield first turns of conversations in random order, with `output_len` output tokens, or as
     many as the answers have.
     """
-    found = msgspec.json.decode(data, type=list[ShareGPTConversation])
-    pairs = [each.conversations[:2] for each in found if len(each.conversations) > 1]
+    conversations = msgspec.json.decode(data, type=list[ShareGPTConversation])
+    turns = [conversation.conversations for conversation in conversations]
+    pairs = [pair[:2] for pair in turns if len(pair) > 1]
     rng.shuffle(pairs)
     for turn, answer in pairs:
         input_len = count(turn.value)
-        wanted = output_len or count(answer.value)
-        is_long = input_len > LONGEST_PROMPT or input_len + wanted > LONGEST
-        is_short = input_len < SHORTEST or (output_len is None and wanted < SHORTEST)
+        max_tokens = output_len or count(answer.value)
+        is_long = input_len > LONGEST_PROMPT or input_len + max_tokens > LONGEST
+        is_short = input_len < SHORTEST or (output_len is None and max_tokens < SHORTEST)
         if not is_short and not is_long:
-            yield BenchPrompt(turn.value, wanted)
+            yield BenchPrompt(turn.value, max_tokens)

@@ -90,8 +90,8 @@ def show(summary: Mapping[str, Any], json_file: str | None) -> None:
 
 def as_vllm(summary: Mapping[str, Any]) -> dict[str, Any]:
     """Return the figures under vLLM's names."""
-    found = {theirs: summary[ours] for theirs, ours in NAMES.items()}
+    figures = {theirs: summary[ours] for theirs, ours in NAMES.items()}
     for metric, name in SPREADS.items():
         for theirs, ours in COLUMNS.items():
-            found[f"{theirs}_{metric}_ms"] = summary[name].get(ours, 0.0)
-    return found
+            figures[f"{theirs}_{metric}_ms"] = summary[name].get(ours, 0.0)
+    return figures

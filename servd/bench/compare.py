@@ -31,18 +31,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Measure both servers in turn, so that a slow minute affects both; print the ratios."""
     prompts = _data.make_prompts(arguments, more=1)
-    given = vars(arguments)
+    options = vars(arguments)
     best: dict[str, dict[str, dict[str, Any]]] = {"a": {}, "b": {}}
     for name in "ab" * arguments.rounds:
-        client = Client(given[f"{name}_url"])
-        command = shlex.split(given[name])
+        client = Client(options[f"{name}_url"])
+        command = shlex.split(options[name])
         with server_process.running(command, client, arguments.timeout) as seconds:
-            print(f"{name} ready after {seconds:.1f} s: {given[name]}")
+            print(f"{name} ready after {seconds:.1f} s: {options[name]}")
             for level in arguments.concurrency:
                 summary = asyncio.run(_measure(client, prompts, level))
-                known = best[name].get(str(level), summary)
+                previous = best[name].get(str(level), summary)
                 # The best round counts: disturbances only ever make it slower.
-                best[name][str(level)] = max(summary, known, key=lambda s: s[FIGURES[0]])
+                best[name][str(level)] = max(summary, previous, key=lambda s: s[FIGURES[0]])
     print(format_row("\nfigure", "concurrency", "a", "b", "a better by"))
     for level in arguments.concurrency:
         for figure in FIGURES:

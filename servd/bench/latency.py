@@ -27,7 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
     summary = {
         "batch": len(prompts),
         "batch_ms": _report.spread(seconds),
-        "ms_per_output_step": _report.spread([each / num_steps for each in seconds]),
+        "ms_per_output_step": _report.spread([total / num_steps for total in seconds]),
     }
     _report.show(summary, arguments.json)
     llm.close()

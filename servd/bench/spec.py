@@ -50,14 +50,14 @@ def run(arguments: argparse.Namespace) -> int:
     print(format_row("method", *COLUMNS))
     rows, texts = measure(arguments, None, prompts, {})
     base = {row["batch"]: row["tokens_per_s"] for row in rows}
-    for method, _, draft in (named.partition("=") for named in arguments.methods):
+    for method, _, draft in (spec.partition("=") for spec in arguments.methods):
         for depth in arguments.depths:
-            own = {key: keys[key] for key in keys if not readers(key, method)}
-            own |= {"method": method, "num_speculative_tokens": depth}
+            draft_keys = {key: keys[key] for key in keys if not readers(key, method)}
+            draft_keys |= {"method": method, "num_speculative_tokens": depth}
             if draft:
-                own["model"] = draft
-            measured, same = measure(arguments, own, prompts, base)
-            is_synthetic = own.get("rejection_sample_method") == "synthetic"
+                draft_keys["model"] = draft
+            measured, same = measure(arguments, draft_keys, prompts, base)
+            is_synthetic = draft_keys.get("rejection_sample_method") == "synthetic"
             if same != texts and not is_synthetic:
                 raise EngineError(f"{method} with {depth} drafts changed an output: report this")
             rows += measured
@@ -112,11 +112,11 @@ def measure(
 def count_drafts(llm: LLM) -> Counter[str]:
     """Return the counts so far: drafts, draft tokens, accepted tokens and all steps."""
     assert isinstance(llm.engine.engine_core, InprocClient)
-    found = Counter({"steps": llm.engine.engine_core.engine.scheduler.report(0).step})
-    for each in llm.get_metrics():
-        if isinstance(each, offline_metrics.Counter) and each.name.startswith(COUNTED):
-            found[each.name.removeprefix(COUNTED)] = each.value
-    return found
+    counts = Counter({"steps": llm.engine.engine_core.engine.scheduler.report(0).step})
+    for metric in llm.get_metrics():
+        if isinstance(metric, offline_metrics.Counter) and metric.name.startswith(COUNTED):
+            counts[metric.name.removeprefix(COUNTED)] = metric.value
+    return counts
 
 
 def generate(llm: LLM, prompts: Sequence[BenchPrompt], batch: int) -> list[list[int]]:

@@ -165,12 +165,12 @@ class AdapterFiles:
 
     def _targets(self, modules: Mapping[str, Any]) -> set[str]:
         """Return those of the modules that PEFT changes, by the keys of adapter_config.json."""
-        excluded = self._named("exclude_modules", modules)
+        excluded = self._matching("exclude_modules", modules)
         targets = {*modules}
         if (stated := self.config.get("target_modules")) is None:
             raise self._error(f"{CONFIG} has no target_modules: name the modules it changes")
         if not (isinstance(stated, str) and stated.lower() == ALL_LINEAR):
-            targets = self._named("target_modules", modules)
+            targets = self._matching("target_modules", modules)
         numbers = self.config.get("layers_to_transform")
         numbers = [numbers] if isinstance(numbers, int) else numbers
         if numbers and not isinstance(stated, str):
@@ -186,7 +186,7 @@ class AdapterFiles:
             targets = {key for key, match in matches.items() if match and int(match[1]) in numbers}
         return targets - excluded
 
-    def _named(self, key: str, modules: Iterable[str]) -> set[str]:
+    def _matching(self, key: str, modules: Iterable[str]) -> set[str]:
         """Return the modules that a pattern, or a list of the ends of names, stands for."""
         stated = self.config.get(key) or []
         if isinstance(stated, str):

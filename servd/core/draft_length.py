@@ -15,9 +15,7 @@ MARGIN = 1.15  # estimates are noisy, and too many drafts cost more than too few
 PAUSE_INTERVAL = 100
 PAUSE_STEPS = 4
 IDLE_INTERVAL = 8  # steps between looks at requests while nothing pays: a look takes CPU time
-# steps between trials soon after drafts paid, and later
-TRY_INTERVAL = 128
-MAX_TRY_INTERVAL = 256
+TRY_INTERVAL = 256  # steps between trials while nothing pays
 
 
 class Acceptance(Struct):
@@ -40,7 +38,17 @@ class StepTime(Struct):
     weight: float = 0.0
     tokens: float = 0.0
     seconds: float = 0.0
-    is_short: bool = False  # whether the last step took less than half of what was expected
+    latest: list[tuple[float, int]] = []  # seconds and tokens of three steps
+
+    def add_step(self, seconds: float, tokens: int) -> None:
+        """Add the median of the latest three steps: the others may be late, compile or wait."""
+        self.latest = [*self.latest[-2:], (seconds, tokens)]
+        if len(self.latest) < 3:
+            return
+        seconds, tokens = sorted(self.latest)[1]
+        self.weight = TIME_MEMORY * self.weight + 1
+        self.tokens += (tokens - self.tokens) / self.weight
+        self.seconds += (seconds - self.seconds) / self.weight
 
     def expect(self, tokens: int, slope: float) -> float:
         return max(self.seconds + slope * (tokens - self.tokens), self.seconds / 4)
@@ -53,14 +61,12 @@ class DraftLengthController(Struct, dict=True):
     least_worth: float = 0.0  # tokens beyond that, for all drafts of a request
     worth: float = 1.0  # what they are worth, mean of the requests that were asked last
     num_requests: int = 1
-    num_trials: int = 0  # left in this step
-    try_interval: int = TRY_INTERVAL
+    is_trial: bool = False  # whether all requests draft in this step
     plain: StepTime = field(default_factory=StepTime)
     drafting: StepTime = field(default_factory=StepTime)
     last_kind: StepTime | None = None  # of the step before
     slope: float = 0.0  # seconds per token
     variance: float = 0.0  # of the tokens of a step, times their weight
-    sizes: set[int] = set()  # of steps: the first of a size may compile
 
     def begin_step(self, step: int, num_requests: int) -> None:
         if not self.max_drafts:
@@ -70,11 +76,8 @@ class DraftLengthController(Struct, dict=True):
         self.least_gain = MARGIN * self.num_requests * token
         self.least_worth = MARGIN * overhead
         pays = self.worth > self.least_worth
-        if step % PAUSE_INTERVAL == 0:
-            self.try_interval = TRY_INTERVAL if pays else MAX_TRY_INTERVAL
-        is_trial = step % self.try_interval < 2  # in the first of two, a draft model catches up
-        self.num_trials = 1 + num_requests // 16 if is_trial else 0
-        is_due = pays or is_trial or step % IDLE_INTERVAL == 0
+        self.is_trial = step % TRY_INTERVAL < 2  # in the first of two, a draft model catches up
+        is_due = pays or self.is_trial or step % IDLE_INTERVAL == 0
         self.is_open = is_due and step % PAUSE_INTERVAL >= PAUSE_STEPS
 
     def relative_costs(self, num_requests: int) -> tuple[float, float]:
@@ -97,9 +100,10 @@ class DraftLengthController(Struct, dict=True):
         worth = acceptance.hit_rate * (gain - self.least_gain * num_drafts)
         pays = self.worth > self.least_worth and worth >= self.least_worth / 16  # finds some
         self.worth += (worth - self.worth) / self.num_requests
-        if (pays and num_drafts) or not self.num_trials:
-            return num_drafts if pays else 0
-        self.num_trials -= 1
+        if pays and num_drafts:
+            return num_drafts
+        if not self.is_trial:
+            return 0
         acceptance.num_tried /= 2
         return (self.max_drafts + 1) // 2
 
@@ -108,24 +112,12 @@ class DraftLengthController(Struct, dict=True):
         num_tokens = num_others + sum(item.num_scheduled_tokens for item in scheduled)
         num_decoded = num_others + sum(1 + item.num_drafts for item in scheduled)
         kind = self.drafting if any(item.max_new_drafts for item in scheduled) else self.plain
-        is_known = num_tokens in self.sizes and kind is self.last_kind
+        is_change = kind is not self.last_kind  # the step verifies what another kind drafted
         self.last_kind = kind
-        if not 0 < num_tokens == num_decoded:
+        if is_change or seconds <= 0 or not 0 < num_tokens == num_decoded:
             return
-        self.sizes.add(num_tokens)
-        if not is_known or not seconds > 0:
-            return
-        expected = kind.expect(num_tokens, self.slope)
-        was_short = kind.is_short
-        kind.is_short = seconds <= expected / 2
-        if kind.is_short and kind.weight > 1 and not was_short:
-            return  # the step before was collected late
-        weight = 0.0 if kind.is_short else kind.weight  # others interrupted the mean
-        seconds = min(seconds, 1.5 * expected) if weight else seconds  # or this step
-        kind.weight = TIME_MEMORY * weight + 1
-        kind.tokens += (num_tokens - kind.tokens) / kind.weight
-        kind.seconds += (seconds - kind.seconds) / kind.weight
+        kind.add_step(seconds, num_tokens)
         x = num_tokens - kind.tokens
-        error = seconds - kind.seconds - self.slope * x
+        error = min(seconds, 1.5 * kind.seconds) - kind.seconds - self.slope * x
         self.variance = TIME_MEMORY * self.variance + x * x
         self.slope += x * error / (self.variance + self.num_requests**2)

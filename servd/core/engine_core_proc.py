@@ -23,7 +23,7 @@ from servd.core.audit import audit
 from servd.core.client import engine_address, identity
 from servd.core.engine_core import EngineCore, release_memory
 from servd.core.executor import Executor, load_executor, start_executor
-from servd.core.stats_line import StatsLine
+from servd.core.stat_logger import StatLogger
 from servd.core.structured_output.manager import Compiled
 from servd.ipc.channels import Inbox, Outbox, UnreadableMessage
 from servd.ipc.child import read_start
@@ -354,7 +354,7 @@ class EngineCoreProc:
     def process_output_sockets(self) -> None:
         """Encode and send queued messages, in the output thread, to keep the busy loop free."""
         latest: FromEngine | None = None  # last message to all, for clients that attach later
-        line = StatsLine()
+        stat_logger = StatLogger()
         while (output := self.output_queue.get()) is not None:
             match output:
                 case Attached(client, outbox):
@@ -370,7 +370,7 @@ class EngineCoreProc:
                     if isinstance(message, EngineCoreOutputs | EngineAudit):
                         message.generation = self.start.generation
                     if isinstance(message, EngineCoreOutputs):
-                        line.count(message)
+                        stat_logger.log_stats(message)
                     self._send(number, message)
         for outbox in self.outboxes.values():
             outbox.close()

@@ -7,12 +7,12 @@ import time
 import httpx
 
 from servd.base.errors import Unavailable
+from servd.gateway.forward import connect
 from servd.gateway.models import GatewayModel
 from servd.ipc.child import Child
 
 SLEEP_TIMEOUT = 90.0  # seconds for /sleep and /wake_up, which wait for the engine for up to 60
 ASK_TIMEOUT = 2.0  # seconds for queries about the server itself
-NO_TIMEOUT = httpx.Timeout(None, connect=10)  # the model's server has its own timeouts
 
 
 class ModelServer:
@@ -35,7 +35,7 @@ class ModelServer:
         self.has_answered = asyncio.Event()  # a request
         self.used_at = self.retry_at = float("-inf")
         self.failure = ""  # why it could not be started
-        self.rest: asyncio.TimerHandle | None = None  # puts it to sleep when it has been idle
+        self.rest_timer: asyncio.TimerHandle | None = None  # puts it to sleep when it has been idle
 
     @property
     def runs(self) -> bool:
@@ -60,10 +60,7 @@ class ModelServer:
     async def connect(self, path: str) -> None:
         if self.http is not None:
             await self.http.aclose()
-        transport = httpx.AsyncHTTPTransport(uds=path, limits=httpx.Limits(max_connections=None))
-        self.http = httpx.AsyncClient(
-            base_url="http://model", transport=transport, timeout=NO_TIMEOUT
-        )
+        self.http = connect(path)
 
     async def ask(self, path: str) -> httpx.Response | None:
         """Send GET `path` and return the server's response; None unless its status is 200."""

@@ -63,8 +63,8 @@ class ModelFolder:
         latest = {}
         for name, entry in sorted(_models_in(self.path)):
             files = _file_states(entry)
-            known, model = self._last.get(entry, (None, None))
-            if files is None or files != known:
+            last_files, model = self._last.get(entry, (None, None))
+            if files is None or files != last_files:
                 earlier = model
                 try:
                     model = _read(name, entry)
@@ -164,21 +164,21 @@ def find_snapshot(repository: Path) -> Path | None:
     """
     refs = sorted(repository.glob("refs/*"), key=lambda ref: ref.name != "main")
     refs = [ref for ref in refs if ref.is_file()]  # refs/refs/pr are pull requests
-    found = [repository / "snapshots" / ref.read_text().strip() for ref in refs]
-    return next((path for path in found if _is_model(path) and hub.has_weights(path)), None)
+    folders = [repository / "snapshots" / ref.read_text().strip() for ref in refs]
+    return next((path for path in folders if _is_model(path) and hub.has_weights(path)), None)
 
 
 def adapters_in(lora: LoRAConfig) -> dict[str, AdapterFolder]:
     """Return the adapters of --lora-modules and --lora-dir, by name."""
     folders = {}
     if lora.lora_dir is not None:
-        found = (path.parent for path in Path(lora.lora_dir).glob(f"*/{CONFIG}"))
-        folders = {path.name: (path, "") for path in found if NAME.fullmatch(path.name)}
+        paths = (path.parent for path in Path(lora.lora_dir).glob(f"*/{CONFIG}"))
+        folders = {path.name: (path, "") for path in paths if NAME.fullmatch(path.name)}
     for entry in lora.lora_modules:
         name, path = parse_module(entry)
         base = msgspec.json.decode(entry).get("base_model_name") if entry[0] == "{" else ""
         folders[name] = Path(path), base or ""
-    return {name: _adapter(name, *each) for name, each in folders.items()}
+    return {name: _adapter(name, *folder) for name, folder in folders.items()}
 
 
 def _adapter(name: str, folder: Path, base: str) -> AdapterFolder:

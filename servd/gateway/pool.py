@@ -42,8 +42,8 @@ class ModelServers:
         self.config = config
         self.folder = Path(folder)
         self.models = ModelFolder(Path(config.models.models_dir))
-        self.most = config.models.models_max
-        self.most_asleep = config.models.models_asleep
+        self.max_awake = config.models.models_max
+        self.max_asleep = config.models.models_asleep
         budget = config.models.models_memory
         self.budget = float("inf") if budget is None else budget * GIB
         self.secret = secrets.token_urlsafe(32)  # the gateway's API key, if keys are required
@@ -97,27 +97,27 @@ class ModelServers:
         """Return the server of the model or adapter with this name. Without a name, return the last
         used server. Raise UnknownModel.
         """
-        if name is None and (known := self.there):
-            return max(known, key=lambda server: server.used_at)
-        if (server := self._known(name)) is None:
+        if name is None and (servers := self.there):
+            return max(servers, key=lambda server: server.used_at)
+        if (server := self._find_known(name)) is None:
             await self.scan()
-            server = self._known(name)
+            server = self._find_known(name)
         if server is None:
-            owner = next((each.parent for each in await self.adapters() if each.id == name), None)
-            server = self._known(owner)
+            owner = next((card.parent for card in await self.adapters() if card.id == name), None)
+            server = self._find_known(owner)
         if server is not None:
             return server
         where = self.models.path.name
-        known = [server.name for server in self.there]
-        if not known:
+        names = [server.name for server in self.there]
+        if not names:
             raise UnknownModel(f"no model is served here: {where} is empty", param="model")
         raise UnknownModel(
             f"the model {(name or '')[:200]!r} is not served here; the folder {where} has "
-            f"{', '.join(known[:MOST_NAMED])}",
+            f"{', '.join(names[:MOST_NAMED])}",
             param="model",
         )
 
-    def _known(self, name: str | None) -> ModelServer | None:
+    def _find_known(self, name: str | None) -> ModelServer | None:
         server = self.servers.get(name or "") or self.servers.get(full_name(name or ""))
         return server if server and server.model.is_there else None
 
@@ -127,16 +127,18 @@ class ModelServers:
         there = self.there
         running = [server for server in there if server.has_started and server.runs]
         answers = await asyncio.gather(*(server.ask("/v1/models") for server in running))
-        lists = [msgspec.json.decode(each.content, type=ModelList) for each in answers if each]
-        found = [card for each in lists for card in each.data if card.parent]
-        others = {server.name: server for server in there if server not in running}
+        lists = [
+            msgspec.json.decode(answer.content, type=ModelList) for answer in answers if answer
+        ]
+        cards = [card for models in lists for card in models.data if card.parent]
+        stopped = {server.name: server for server in there if server not in running}
         for adapter in adapters_in(self.config.lora).values():
-            if (server := others.get(adapter.owner([s.name for s in there]) or "")) is not None:
+            if (server := stopped.get(adapter.owner([s.name for s in there]) or "")) is not None:
                 name = adapter.name
                 length = server.model.max_model_len
                 card = ModelCard(name, adapter.created, name, length, parent=server.name)
-                found.append(card)
-        return found
+                cards.append(card)
+        return cards
 
     @contextlib.asynccontextmanager
     async def serving(self, server: ModelServer, keep_alive: float | None) -> AsyncIterator[Visit]:
@@ -175,12 +177,12 @@ class ModelServers:
 
     def _rest_later(self, server: ModelServer, seconds: float | None) -> None:
         """Put a server to sleep after `seconds`, unless another request uses the server."""
-        if server.rest is not None:
-            server.rest.cancel()
-            server.rest = None
+        if server.rest_timer is not None:
+            server.rest_timer.cancel()
+            server.rest_timer = None
         if seconds is not None:
             loop = asyncio.get_running_loop()
-            server.rest = loop.call_later(seconds, self._begin_rest, server)
+            server.rest_timer = loop.call_later(seconds, self._begin_rest, server)
 
     def _begin_rest(self, server: ModelServer) -> None:
         resting = asyncio.ensure_future(self._rest(server, server.used_at))
@@ -190,7 +192,8 @@ class ModelServers:
     async def _rest(self, server: ModelServer, used_at: float) -> None:
         load = await server.ask("/load") if server.may_serve else None
         if load is not None and load.json()["server_load"]:  # in the background
-            return self._rest_later(server, LOAD_INTERVAL)
+            self._rest_later(server, LOAD_INTERVAL)
+            return
         async with self._switch:
             is_idle = not server.num_open and server.used_at == used_at
             if is_idle and server.has_weights:
@@ -203,11 +206,11 @@ class ModelServers:
         while True:
             awake = [s for s in self.servers.values() if s.has_weights and s is not server]
             num_bytes = sum(other.model.facts.num_bytes for other in [*awake, server])
-            if not awake or (len(awake) < self.most and num_bytes <= self.budget):
+            if not awake or (len(awake) < self.max_awake and num_bytes <= self.budget):
                 break
             await self._put_to_sleep(min(awake, key=lambda s: (s.num_open > 0, s.used_at)))
         asleep = [s for s in self.servers.values() if s.runs and not s.is_awake and s is not server]
-        for other in sorted(asleep, key=lambda s: -s.used_at)[self.most_asleep :]:
+        for other in sorted(asleep, key=lambda s: -s.used_at)[self.max_asleep :]:
             await self._stop(other)
 
     async def _put_to_sleep(self, server: ModelServer) -> None:
@@ -262,11 +265,11 @@ class ModelServers:
         """Stop a server that takes longer than --models-start-timeout to start or to go to sleep.
         Do not start it again for as long, so that other models get a turn.
         """
-        most = self.config.models.models_start_timeout
-        if since is not None and time.monotonic() - since > most:
-            why = f"{what} within {most:g} s (--models-start-timeout)"
+        timeout = self.config.models.models_start_timeout
+        if since is not None and time.monotonic() - since > timeout:
+            why = f"{what} within {timeout:g} s (--models-start-timeout)"
             logger.error("%s %s: it is stopped", server.name, why)
-            server.fail(why, most)
+            server.fail(why, timeout)
             await self._stop(server)
 
     async def _launch(self, server: ModelServer) -> None:
@@ -312,11 +315,11 @@ class ModelServers:
         access = self.config.access
         lora = self.config.lora
         names = list(self.servers)
-        known = adapters_in(lora)
-        own = [
+        adapters = adapters_in(lora)
+        entries = [
             entry
             for entry in lora.lora_modules
-            if known[parse_module(entry)[0]].owner(names) == server.name
+            if adapters[parse_module(entry)[0]].owner(names) == server.name
         ]
         return config.replace(
             model=str(server.model.path),
@@ -324,7 +327,7 @@ class ModelServers:
             uds=path,
             models_dir=None,
             models=[],
-            lora_modules=own,
+            lora_modules=entries,
             sleep_idle_seconds=None,
             api_key=[*access.api_key, self.secret] if access.needs_keys else [],
             ssl_certfile=None,

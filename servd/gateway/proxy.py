@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager, aclosing
 from functools import partial
 from itertools import chain
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 from urllib.parse import quote
 
 import httpx
@@ -34,6 +34,7 @@ from servd.api.http.auth import OPEN_PATHS, ApiKeyAuth, ScopedRoute
 from servd.api.http.json_body import check_content_type
 from servd.api.http.middleware import SINCE, RequestContext
 from servd.api.http.pages import Pages
+from servd.api.http.route import Route
 from servd.api.keys import ApiKeys
 from servd.api.observability.tracer import Tracer
 from servd.api.protocol.models import ModelCard
@@ -59,48 +60,14 @@ from servd.checkpoint import hub
 from servd.checkpoint.short_names import full_name
 from servd.config import Config
 from servd.gateway.backend import ModelServer, Visit
+from servd.gateway.forward import request_headers, response_headers, send_request
 from servd.gateway.models import GatewayModel
 from servd.gateway.pool import ModelServers
 from servd.gateway.pull import pull
-from servd.gateway.request import read, seconds_of
+from servd.gateway.request import has_no_input, read_fields, seconds_of
 
 logger = logging.getLogger("servd.api")
 
-# Hop-by-hop headers, and those that the gateway sets itself or has checked.
-OWN = {b"connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"x-request-id", b"date"}
-OF_REQUESTS = OWN | {
-    b"host",
-    b"origin",
-    b"content-length",
-    b"expect",
-    b"sec-fetch-site",
-    b"x-forwarded-for",
-    SINCE.encode(),
-}
-DECODED = {b"content-encoding"}  # the body is passed on as RequestContext has read it
-# Routes that do not depend on the model: the gateway answers them itself.
-OF_ALL_MODELS = {
-    "/openapi.json",
-    "/docs",
-    "/docs/{asset}",
-    "/redoc",
-    "/version",
-    "/api/version",
-    "/",
-    "/console/{file:path}",
-}
-# POST routes that wake no model up.
-NEED_NO_WEIGHTS = {
-    "/api/show",
-    "/detokenize",
-    "/tokenize",
-    "/v1/detokenize",
-    "/v1/tokenize",
-    "/v1/chat/completions/render",
-    "/v1/messages/count_tokens",
-    "/v1/responses/input_tokens",
-    "/v1/responses/{response_id:response}/cancel",
-}
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -108,11 +75,6 @@ class Card(ModelCard, tag_field="object", tag="model", kw_only=True):
     """A listed model. `created` is the modification time of its config or GGUF file."""
 
     state: str
-
-
-# Requests for text in Ollama's API. With `keep_alive` 0 and none of these fields, they free memory.
-OLLAMA_INPUTS = {"/api/chat": ["messages"], "/api/generate": ["prompt", "suffix"]}
-EMPTY = {b"", b'""', b"[]", b"null"}
 
 
 class Gateway:
@@ -126,7 +88,7 @@ class Gateway:
 
     def routes(self) -> list[ScopedRoute]:
         """Return the routes of a model's server, most of which call `pass_on`."""
-        own = {
+        endpoints = {
             "/health": self.health,
             "/ping": self.health,
             "/metrics": self.metrics,
@@ -139,21 +101,22 @@ class Gateway:
             "/v1/models": self.list_models,
             "/v1/models/{name:path}": self.retrieve_model,
         }
-        found: list[ScopedRoute] = []
-        routes = [cast(ScopedRoute, each) for router in load_routers() for each in router.routes]
-        for route in routes:
-            needs_weights = "POST" in (route.methods or ()) and route.path not in NEED_NO_WEIGHTS
-            endpoint = own.get(route.path) or partial(self.pass_on, needs_weights=needs_weights)
-            if route.path in OF_ALL_MODELS:
-                found.append(route)
+        routes: list[ScopedRoute] = []
+        for route in chain.from_iterable(router.routes for router in load_routers()):
+            assert isinstance(route, Route)
+            if not route.needs_model:
+                routes.append(route)
                 continue
+            endpoint = endpoints.get(route.path)
+            if endpoint is None:
+                endpoint = partial(self.pass_on, needs_weights=route.needs_weights)
             if route.path.startswith(("/v1/files", "/v1/batches")):
                 endpoint = no_batches
             passed = ScopedRoute(route.path, endpoint, methods=route.methods)
-            if route.path in own:  # else the model's server looks at the query
+            if route.path in endpoints:  # else the model's server looks at the query
                 passed.query_names = route.query_names
-            found.append(passed)
-        return found
+            routes.append(passed)
+        return routes
 
     async def health(self, request: Request) -> Response:
         """Answer GET /health of the gateway, which is ready even without a model."""
@@ -171,27 +134,27 @@ class Gateway:
 
     async def list_loaded_ollama_models(self, request: Request) -> Response:
         models = [server.model for server in self.servers.there if server.has_weights]
-        shown = [ollama.loaded(_ollama(model), model.max_model_len) for model in models]
-        return json_response({"models": shown})
+        cards = [ollama.loaded(_ollama(model), model.max_model_len) for model in models]
+        return json_response({"models": cards})
 
     async def show_ollama_model(self, request: Request) -> Response:
         """Describe a model by its files, whether its server runs or not."""
-        model = (await self.servers.find(read(request, await request.body()).model)).model
+        model = (await self.servers.find(read_fields(request, await request.body()).model)).model
         folder = hub.local_folder(str(model.path))
         assert folder is not None
         try:
-            shown = await asyncio.to_thread(describe_folder, folder, model.name)
+            description = await asyncio.to_thread(describe_folder, folder, model.name)
         except ConfigError as error:
             raise NotFound(str(error)) from None
-        return json_response(ollama.completed(shown, _ollama(model)))
+        return json_response(ollama.completed(description, _ollama(model)))
 
     async def pull_ollama_model(self, request: Request) -> Response:
         """Download a model, if --models-pull allows it. The response is Ollama's lines."""
         check_content_type(request)
-        named = read(request, await request.body())
-        lines = self._pull(named.model)
+        fields = read_fields(request, await request.body())
+        lines = self._pull(fields.model)
         first = await anext(lines)  # an error here still has a status of its own
-        if bytes(named.stream) == b"false":
+        if bytes(fields.stream) == b"false":
             async with while_connected(request.receive), aclosing(lines):
                 async for line in lines:
                     first = line
@@ -239,12 +202,12 @@ class Gateway:
     async def sleep(self, request: Request) -> Response:
         """Put a model to sleep. `pass_on` would load the model first."""
         check_level(request.query_params.get("level", "1"))
-        server = await self.servers.find(read(request, await request.body()).model)
+        server = await self.servers.find(read_fields(request, await request.body()).model)
         await self.servers.sleep(server)
         return json_response(SleepState(not server.has_weights))
 
     async def is_sleeping(self, request: Request) -> Response:
-        server = await self.servers.find(read(request, b"").model)
+        server = await self.servers.find(read_fields(request, b"").model)
         return json_response(SleepState(not server.has_weights))
 
     async def pass_on(self, request: Request, needs_weights: bool) -> ASGIApp:
@@ -252,8 +215,8 @@ class Gateway:
         the server is stopped, start it for a POST, and raise Unavailable otherwise.
         """
         body = await request.body()
-        named = read(request, body)
-        server = await self.servers.find(named.model)
+        model_fields = read_fields(request, body)
+        server = await self.servers.find(model_fields.model)
         if not needs_weights and server.runs:
             visit = self.servers.visiting(server)
         elif not needs_weights and request.method != "POST":
@@ -261,18 +224,17 @@ class Gateway:
                 f"the model {server.name} is stopped, and {request.method} does not start it: "
                 f"send POST /wake_up?model={quote(server.name)}, or a request for an answer"
             )
-        elif bytes(named.keep_alive) in (b"", b"null"):
+        elif bytes(model_fields.keep_alive) in (b"", b"null"):
             visit = self.servers.serving(server, self.servers.config.server.sleep_idle_seconds)
         else:
             check_content_type(request)
-            seconds = seconds_of(named.keep_alive)
+            seconds = seconds_of(model_fields.keep_alive)
             visit = self.servers.serving(server, seconds)
             fields = read_json(body, dict[str, msgspec.Raw])
             del fields["keep_alive"]  # a field that only the gateway knows
             body = msgspec.json.encode(fields)
             path = request.scope["path"]
-            inputs = [bytes(fields.get(name, b"")) for name in OLLAMA_INPUTS.get(path, ())]
-            if seconds == 0 and inputs and EMPTY.issuperset(inputs):
+            if seconds == 0 and has_no_input(path, fields):
                 await self.servers.sleep(server)
                 return json_response(unloaded(server.name, path == "/api/chat"))
 
@@ -289,55 +251,48 @@ class Gateway:
         visiting: AbstractAsyncContextManager[Visit],
         send: Send,
     ) -> None:
-        scope = request.scope
         call = call_of(request)
-        # The raw path: httpx would resolve `..`, and a decoded path may have any character.
-        target = scope["raw_path"] + (b"?" + query if (query := scope["query_string"]) else b"")
-        headers = [(k, v) for k, v in scope["headers"] if k not in OF_REQUESTS | DECODED]
+        # RequestContext has decoded the body.
+        headers = [(k, v) for k, v in request_headers(request) if k != b"content-encoding"]
         headers.append((b"x-request-id", call.request_id.encode()))
         headers.append((SINCE.encode(), str(now_ns()).encode()))
         if request.client is not None:  # None: of a Unix socket
             headers.append((b"x-forwarded-for", request.client.host.encode()))
+        # The raw path, because a decoded path may have any character.
+        path = request.scope["raw_path"]
         async with visiting as visit:
+            name = visit.server.name
             try:
-                asked = visit.http.build_request(
-                    request.method,
-                    "/",
-                    headers=headers,
-                    content=body,
-                    extensions={"target": target},
-                )
-                answer = await visit.http.send(asked, stream=True)
+                response = await send_request(visit.http, request, path, headers, body)
                 visit.answered()
                 call.is_logged = True
             except httpx.LocalProtocolError as error:
                 raise InvalidRequest(f"the request cannot be forwarded: {error}") from None
             except httpx.TransportError as error:
-                name = visit.server.name
                 logger.error("%s: its server does not answer: %s", name, error)
                 raise Unavailable(f"the server of {name} does not answer") from None
             try:
-                passed = [(k.lower(), v) for k, v in answer.headers.raw]
                 await send(
                     {
                         "type": "http.response.start",
-                        "status": answer.status_code,
-                        "headers": [(k, v) for k, v in passed if k not in OWN],
+                        "status": response.status_code,
+                        "headers": response_headers(response),
                     }
                 )
-                async for chunk in answer.aiter_raw():
+                async for chunk in response.aiter_raw():
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
                 await send({"type": "http.response.body", "body": b""})
             except httpx.TransportError as error:  # uvicorn closes the client's connection, too
-                logger.error("%s: its server ended during an answer: %s", visit.server.name, error)
+                logger.error("%s: its server ended during an answer: %s", name, error)
             finally:
-                await answer.aclose()
+                await response.aclose()
 
     async def metrics(self, request: Request) -> Response:
         """Return the metrics of running servers, by `model_name`, and of the gateway's process."""
-        started = [each for each in self.servers.servers.values() if each.runs and each.has_started]
-        answers = await asyncio.gather(*(each.ask("/metrics") for each in started))
-        text = await asyncio.to_thread(_merged, [each.text for each in answers if each])
+        servers = self.servers.servers.values()
+        started = [server for server in servers if server.runs and server.has_started]
+        answers = await asyncio.gather(*(server.ask("/metrics") for server in started))
+        text = await asyncio.to_thread(_merged, [answer.text for answer in answers if answer])
         return Response(text, media_type=METRICS_TYPE)
 
 
@@ -357,11 +312,11 @@ def _merged(texts: Iterable[str]) -> bytes:
             if family.name.startswith("process_"):
                 continue  # process metrics are not summed: the gateway reports its own
             families.setdefault(family.name, family)
-            found = series[family.name]
+            samples = series[family.name]
             for sample in family.samples:
                 key = (sample.name, *chain(*sorted(sample.labels.items())))
-                before = found[key].value if key in found else 0
-                found[key] = sample._replace(value=before + sample.value)
+                before = samples[key].value if key in samples else 0
+                samples[key] = sample._replace(value=before + sample.value)
     for name, family in families.items():
         family.samples = [*series[name].values()]
     registry = CollectorRegistry()
@@ -405,5 +360,5 @@ def create_gateway(config: Config, servers: ModelServers, keys: ApiKeys) -> Fast
     if config.access.allowed_origins:
         middleware.insert(0, cross_origin(config.access))
     app = assemble(middleware, Gateway(servers).routes())
-    app.state.context = SimpleNamespace(keys=keys, config=config)  # for OF_ALL_MODELS
+    app.state.context = SimpleNamespace(keys=keys, config=config)  # for routes that need no model
     return app

@@ -57,5 +57,6 @@ def _size(folder: Path, names: Container[str]) -> int:
     total = 0
     for file in folder.glob("*"):
         with suppress(FileNotFoundError):  # renamed when it is complete
-            total += file.stat().st_size * (file.name.partition(".")[0] in names)
+            if file.name.partition(".")[0] in names:
+                total += file.stat().st_size
     return total

@@ -1,6 +1,7 @@
 """Reads the fields of a request that the gateway needs: `model` and `keep_alive`."""
 
 import re
+from collections.abc import Mapping
 from contextlib import suppress
 
 import msgspec
@@ -15,9 +16,11 @@ PART = re.compile(r"(\d+(?:\.\d+)?|\.\d+)(ms|s|m|h|)")
 # Possessive quantifiers: backtracking would try every way to split the digits.
 DURATION = re.compile(rf"(?P<sign>-?)(?P<duration>(?:{PART.pattern})++)", re.ASCII)
 MAX_KEEP_ALIVE = 1e8  # seconds, three years
+OLLAMA_INPUTS = {"/api/chat": ["messages"], "/api/generate": ["prompt", "suffix"]}
+EMPTY = {b"", b'""', b"[]", b"null"}
 
 
-class Named(msgspec.Struct):
+class RoutingFields(msgspec.Struct):
     """The fields of a request's body that the gateway reads."""
 
     model: str | None = None
@@ -26,26 +29,26 @@ class Named(msgspec.Struct):
     keep_alive: msgspec.Raw = msgspec.Raw()  # unparsed, so that a wrong one does not hide `model`
 
 
-def read(request: Request, body: bytes) -> Named:
+def read_fields(request: Request, body: bytes) -> RoutingFields:
     """Return the request's fields. The model is in the JSON body, the query, or X-Servd-Model.
     Raise InvalidRequest if the JSON is malformed, so that no model is loaded for it.
     """
-    found = Named()
+    fields = RoutingFields()
     if body[:1] in BEGINS_JSON:
         try:
-            found = read_json(body, Named)
+            fields = read_json(body, RoutingFields)
         except msgspec.ValidationError as error:
             raise InvalidRequest(
                 f"`model` and `name` must be text: {error}", param="model"
             ) from None
         except ValueError as error:
             raise InvalidRequest(f"the body is {error}") from None
-    asked = request.query_params.get("model") or request.headers.get("x-servd-model")
+    model = request.query_params.get("model") or request.headers.get("x-servd-model")
     if request.scope["path"].startswith("/api/"):
-        found.model = (found.model or found.name or "").removesuffix(":latest") or None
-    if found.model is None:
-        found.model = asked
-    return found
+        fields.model = (fields.model or fields.name or "").removesuffix(":latest") or None
+    if fields.model is None:
+        fields.model = model
+    return fields
 
 
 def seconds_of(keep_alive: msgspec.Raw) -> float | None:
@@ -54,17 +57,25 @@ def seconds_of(keep_alive: msgspec.Raw) -> float | None:
     """
     seconds: float | None = None
     with suppress(ValueError):
-        given = read_json(keep_alive, float | str)
-        if isinstance(given, float):
-            seconds = given
-        elif parts := DURATION.fullmatch(given):
-            found = PART.findall(parts["duration"])
-            seconds = sum(float(number) * SECONDS[unit] for number, unit in found)
+        value = read_json(keep_alive, float | str)
+        if isinstance(value, float):
+            seconds = value
+        elif parts := DURATION.fullmatch(value):
+            numbers = PART.findall(parts["duration"])
+            seconds = sum(float(number) * SECONDS[unit] for number, unit in numbers)
             seconds = -1.0 if parts["sign"] else seconds
     if seconds is None:
-        shown = bytes(keep_alive)[:32].decode(errors="replace")
+        excerpt = bytes(keep_alive)[:32].decode(errors="replace")
         raise InvalidRequest(
-            f'keep_alive must be seconds or a duration such as "5m" or "1h30m", got {shown}',
+            f'keep_alive must be seconds or a duration such as "5m" or "1h30m", got {excerpt}',
             param="keep_alive",
         )
     return None if seconds < 0 else min(seconds, MAX_KEEP_ALIVE)
+
+
+def has_no_input(path: str, fields: Mapping[str, msgspec.Raw]) -> bool:
+    """Return whether a request of Ollama's API asks for no text. With `keep_alive` 0, it frees the
+    model's memory.
+    """
+    inputs = [bytes(fields.get(name, b"")) for name in OLLAMA_INPUTS.get(path, ())]
+    return bool(inputs) and EMPTY.issuperset(inputs)

@@ -68,9 +68,9 @@ def link_models(config: Config, folder: Path) -> Config:
     model does not exist, or two have the same name.
     """
     for model in config.models.models:
-        given = Path(model).expanduser()
-        path = given.absolute() if given.exists() else hub.download_weights(model)
-        link = folder / (given.absolute().name if given.exists() else model)
+        local_path = Path(model).expanduser()
+        path = local_path.absolute() if local_path.exists() else hub.download_weights(model)
+        link = folder / (local_path.absolute().name if local_path.exists() else model)
         link.parent.mkdir(parents=True, exist_ok=True)
         if link.parent.is_symlink():  # the link would be written into that model's folder
             raise ConfigError(f"--models: {model} and {link.parent.name} cannot both be served")
@@ -112,9 +112,10 @@ async def _serve(
     where = servers.models.path
     names = ", ".join(servers.servers)
     if names:
-        most = servers.most
         count = len(servers.servers)
-        logger.info("ready to serve %d models, at most %d awake: %s", count, most, names)
+        logger.info(
+            "ready to serve %d models, at most %d awake: %s", count, servers.max_awake, names
+        )
     else:
         logger.warning(
             "%s has no model yet (NAME/config.json, ORG/NAME/config.json or NAME.gguf): add "

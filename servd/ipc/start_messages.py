@@ -51,8 +51,6 @@ class StartAPIServer(msgspec.Struct):
     hands_over: bool = False  # other servers may accept from the same socket, before or after
     waits: bool = False  # accepts connections only when the engine is ready
     heartbeat: int = -1  # inherited descriptor, see Heartbeat
-    place: int = 0  # its index among the API servers of the tree
-    routing: int = -1  # inherited descriptor, see LoadBalancer; -1 with one engine
 
 
 class StartModel(msgspec.Struct):

@@ -15,13 +15,14 @@ from servd.checkpoint import account, config_json, generation_config, hub, model
 from servd.checkpoint.model_spec import FAKE_SPEC, ModelSpec
 from servd.config import Config
 from servd.config.data_parallel import Decision
+from servd.config.keys import read_keys, tls_context
 from servd.config.machine import look_at_machine
 from servd.config.resolve import decide
 from servd.core.client import identity
 from servd.core.executor import load_executor
 from servd.launch.accounts import accounts_of
 from servd.launch.api_servers import url_of
-from servd.launch.process_tree import ProcessTree, check_access
+from servd.launch.process_tree import ProcessTree
 from servd.launch.sockets import (
     check_engine,
     inherited_listener,
@@ -40,7 +41,8 @@ def run_server(read_config: Callable[[], Config]) -> int:
     """
     started_at = time.monotonic()
     config = read_config()
-    check_access(config.access)
+    read_keys(config.access)
+    tls_context(config.access)
     log.setup("servd", config.observability)
     raise_file_limit()
     if (folder := config.batches.batch_dir) is not None:
@@ -98,7 +100,7 @@ def run_multi_api_server(
 def _run(tree: ProcessTree, started_at: float) -> int:
     try:
         tree.start(started_at)
-        return tree.watch()
+        return tree.run()
     finally:
         tree.stop()
 

@@ -10,15 +10,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from servd.api.engine import load_balancer
 from servd.checkpoint import model_spec
 from servd.config import AccessConfig, Config
 from servd.ipc import channels as ipc
 from servd.ipc.child import Child
 from servd.ipc.heartbeat import Heartbeat, Watchdog, make_file
 from servd.ipc.start_messages import ENGINE_IS_DEAD, StartAPIServer
-from servd.launch.engine_supervisor import LOOK_INTERVAL, Deaths
-from servd.messages.engine import EngineGone, EngineRestarting, EngineStatus
+from servd.launch.core_engines import CoreEngineProcManager
+from servd.launch.engine_supervisor import LOOK_INTERVAL, Deaths, EngineMessage, newest_engine
+from servd.messages.engine import EngineGone
 
 logger = logging.getLogger("servd.launch")
 
@@ -46,12 +46,11 @@ class APIServerProcessManager:
     ipc_dir: str
     folders: Sequence[str]  # of each engine's sockets
     listener: socket.socket | None  # None: there are no API servers
-    generations: Callable[[], list[int]]  # of the engines, by rank
+    engines: CoreEngineProcManager
     on_exit: Callable[[Child], None]
     hands_over: bool  # whether another process tree may accept from the same socket
 
     def __post_init__(self) -> None:
-        self.routing = load_balancer.make_file() if len(self.folders) > 1 else -1
         self.processes: list[Child] = []
         self.deaths = Deaths(self.config.server)
         self.outboxes: dict[Path, ipc.Outbox] = {}  # by their sockets
@@ -80,6 +79,9 @@ class APIServerProcessManager:
             self.outboxes[inbox] = ipc.Outbox(f"ipc://{inbox}")  # messages wait for its start
         heartbeat = make_file()
         heart = Heartbeat(heartbeat)
+        generations = [engine.number for engine in self.engines.supervisors]
+        if self.config.server.attach:
+            generations = [newest_engine(folder) for folder in self.folders]
         start = StartAPIServer(
             self.config,
             self.spec,
@@ -89,16 +91,13 @@ class APIServerProcessManager:
             name,
             self.listener.fileno(),
             url_of(self.listener, self.config.access) if name == "api-0" else None,
-            self.generations(),
+            generations,
             self.hands_over,
             waits,
             heartbeat,
-            place=int(name.rpartition("-")[2]),
-            routing=self.routing,
         )
         env = {"PROMETHEUS_MULTIPROC_DIR": self.metrics_dir} if self.metrics_dir else {}
         descriptors = [self.listener.fileno(), heartbeat]
-        descriptors += [self.routing] if self.routing >= 0 else []
         child = Child(name, API_MODULE, start, descriptors, env)
         os.close(heartbeat)
         self.clients[name] = client
@@ -122,12 +121,8 @@ class APIServerProcessManager:
                 logger.error("%s: hung: %s: its stacks follow", child.name, reason)
                 child.kill_hung()
 
-    def replace(
-        self, child: Child, engines_were_ready: bool, detach: Callable[[int, str], None]
-    ) -> str | None:
-        """Restart an API server. Return the reason if it is not restarted, else None. `detach`
-        makes engines drop its requests.
-        """
+    def replace(self, child: Child) -> str | None:
+        """Restart an API server. Return the reason if it is not restarted, else None."""
         reason = f"{child.name} ended unexpectedly with code {child.exit_code}"
         if child.exit_code in (ENGINE_IS_DEAD, 2) or self.deaths.add():
             return reason
@@ -135,19 +130,29 @@ class APIServerProcessManager:
         child.stop(0)  # closes its pipe
         client = self.clients[child.name]
         for inbox in self._inboxes(client):
-            detach(client, f"ipc://{inbox}")
+            self.engines.detach(client, f"ipc://{inbox}")
             self.outboxes.pop(inbox).close()
             inbox.unlink(missing_ok=True)
         Path(self.ipc_dir, f"api-{client}").unlink(missing_ok=True)
         if self.metrics_dir is not None:  # files of its gauges
             for path in Path(self.metrics_dir).glob(f"gauge_live*_{child.process.pid}.db"):
                 path.unlink()
-        waits = self.hands_over and not engines_were_ready
+        waits = self.hands_over and not self.engines.were_ready
         place = self.processes.index(child)
         self.processes[place] = self.start_process(child.name, waits)
         return None
 
-    def notify(self, folder: str, message: EngineGone | EngineRestarting | EngineStatus) -> None:
+    def notify_gone(self, reason: str) -> None:
+        """Report that no engine will be restarted."""
+        for folder in self.folders:
+            self.notify(folder, EngineGone(reason))
+
+    def set_config(self, config: Config) -> None:
+        self.config = config
+        for child in self.processes:
+            child.post(config)
+
+    def notify(self, folder: str, message: EngineMessage) -> None:
         """Send a message about a folder's engine to all API servers, including attached ones."""
         for inbox, outbox in self.outboxes.items():
             if inbox.parent == Path(folder):

@@ -8,7 +8,7 @@ from servd.config import Config
 from servd.core.client import ENGINE_STOP_TIMEOUT
 from servd.ipc.child import Child
 from servd.launch.bridge import Bridge
-from servd.launch.engine_supervisor import EngineSupervisor
+from servd.launch.engine_supervisor import EngineSupervisor, Notify
 
 
 class CoreEngineProcManager:
@@ -21,10 +21,6 @@ class CoreEngineProcManager:
     def start(self, started_at: float) -> None:
         for engine in self.supervisors:
             engine.start(started_at)
-
-    @property
-    def processes(self) -> list[Child]:
-        return [engine.child for engine in self.supervisors if engine.child is not None]
 
     @property
     def were_ready(self) -> bool:
@@ -42,6 +38,8 @@ class CoreEngineProcManager:
     def set_config(self, config: Config) -> None:
         for engine in self.supervisors:
             engine.config = config
+            if engine.child is not None:
+                engine.child.post(config)
 
     def detach(self, client: int, inbox: str) -> None:
         """Make engines on other hosts drop the requests of an API server that has ended."""
@@ -62,7 +60,7 @@ def launch_core_engines(
     spec: model_spec.ModelSpec,
     folders: Sequence[str],
     on_exit: Callable[[Child], None],
-    on_hung: Callable[[EngineSupervisor], None],
+    notify: Notify,
     on_failure: Callable[[Exception], None],
 ) -> CoreEngineProcManager:
     """Return the manager of this host's engines, and of the engines that Ray places, one for each
@@ -73,12 +71,14 @@ def launch_core_engines(
     for place, folder in enumerate(folders):
         os.makedirs(folder, mode=0o700, exist_ok=True)
         if place < config.parallel.num_engines_here:
-            engine = EngineSupervisor(config, spec, folder, on_exit, place, on_hung)
+            engine = EngineSupervisor(config, spec, folder, on_exit, place, notify)
         else:
             from servd.launch.ray_engine import RayEngineSupervisor, start_bridge
 
             if bridge is None:
                 bridge = start_bridge(on_failure)
-            engine = RayEngineSupervisor(config, spec, folder, on_exit, place, bridge=bridge)
+            engine = RayEngineSupervisor(
+                config, spec, folder, on_exit, place, notify, bridge=bridge
+            )
         supervisors.append(engine)
     return CoreEngineProcManager(supervisors, bridge)

@@ -20,9 +20,12 @@ from servd.core.client import EngineProcess, engine_address
 from servd.ipc.child import STANDBY_NICE, Child
 from servd.ipc.heartbeat import Watchdog
 from servd.ipc.start_messages import StartEngine, Uplink
-from servd.messages.engine import EngineRestarting
+from servd.messages.engine import STALLED, EngineGone, EngineRestarting, EngineStatus
 
 logger = logging.getLogger("servd.launch")
+
+EngineMessage = EngineGone | EngineRestarting | EngineStatus
+Notify = Callable[[str, EngineMessage], None]  # with the folder of the engine
 
 LOOK_INTERVAL = 0.2  # seconds between readings of the engine's heartbeat
 STANDBY_DELAY = 10.0  # seconds after the engine is ready, when a standby process is started
@@ -78,7 +81,7 @@ class EngineSupervisor:
     ipc_dir: str  # folder of the engine's sockets
     on_exit: Callable[[Child], None]  # called from another thread when the engine has ended
     place: int = 0  # among the engines of this host
-    on_hung: Callable[[EngineSupervisor], None] = lambda _: None  # called before the kill
+    notify: Notify = lambda folder, message: None  # API servers
     uplink: Uplink | None = None  # of an engine on another host than the API servers
     identity: str = ""  # see MPClient; of the same
 
@@ -86,11 +89,6 @@ class EngineSupervisor:
         config = self.config
         rank = config.parallel.first_rank + self.place
         self.rank = rank
-        if rank and (events := config.cache.kv_events_config):
-            config = config.replace(kv_events_config=events.of_rank(rank))
-        if rank and (transfer := config.cache.kv_transfer_config):
-            config = config.replace(kv_transfer_config=transfer.of_rank(rank))
-        self.config = config
         is_one = config.parallel.data_parallel_size == 1 and not rank
         self.name = "engine" if is_one else f"engine-{rank}"  # in the log
         self.label = "the engine" if is_one else f"engine {rank}"
@@ -105,6 +103,14 @@ class EngineSupervisor:
         self.prepares = parallel.executor or "uniproc", str(parallel.num_workers)
         self.deaths = Deaths(config.server)
 
+    def config_of_rank(self) -> Config:
+        config = self.config
+        if self.rank and (events := config.cache.kv_events_config):
+            config = config.replace(kv_events_config=events.of_rank(self.rank))
+        if self.rank and (transfer := config.cache.kv_transfer_config):
+            config = config.replace(kv_transfer_config=transfer.of_rank(self.rank))
+        return config
+
     def start(self, started_at: float) -> None:
         self._drop_bad_standby()
         self.standby = self.standby or self._new_process(0)
@@ -112,7 +118,7 @@ class EngineSupervisor:
             self.was_asleep = self.child.heartbeat.is_asleep
         self.child, self.standby = self.standby, None
         start = StartEngine(
-            self.config,
+            self.config_of_rank(),
             self.spec,
             self.ipc_dir,
             started_at,
@@ -138,7 +144,7 @@ class EngineSupervisor:
         if reason := self.watch.look():
             logger.error("%s: hung: %s: stacks of its threads follow", self.name, reason)
             self.reason = f"{self.label} was hung: {reason}"
-            self.on_hung(self)
+            self.notify(self.ipc_dir, EngineStatus(STALLED, 0.0, self.number))
             self.child.kill_hung()
             return
         self._drop_bad_standby()
@@ -185,8 +191,9 @@ class EngineSupervisor:
     def was_ready(self) -> bool:
         return bool(self.number > self.first or (self.child and self.child.heartbeat.is_ready))
 
-    def handle_exit(self) -> str | None:
-        """Clean up after the engine's end. Return the reason not to restart it, or None."""
+    def replace(self) -> str | None:
+        """Restart the engine after its end. Return the reason if it is not restarted, else None."""
+        died_at = time.monotonic()
         assert self.child is not None
         self.child.stop(0)  # closes its pipe
         self.reason = self.reason or f"{self.label} ended with code {self.child.exit_code}"
@@ -201,10 +208,9 @@ class EngineSupervisor:
                 f"{self.reason}; it died more than {self.deaths.max_deaths} times within "
                 f"{self.deaths.window:g} s (--max-engine-restarts)"
             )
-        return None
-
-    def next_generation(self) -> EngineRestarting:
-        """Increase the generation. Return the message for API servers before the restart."""
+        logger.error("%s: restarting it", self.reason)
         self.number += 1
-        computing = self.child.heartbeat.computing() if self.child else []
-        return EngineRestarting(self.number, self.reason, computing)
+        computing = self.child.heartbeat.computing()
+        self.notify(self.ipc_dir, EngineRestarting(self.number, self.reason, computing))
+        self.start(died_at)
+        return None

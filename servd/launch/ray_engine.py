@@ -170,16 +170,12 @@ class RayEngineSupervisor(EngineSupervisor):
 
     bridge: Bridge = field(kw_only=True)
 
-    def __post_init__(self) -> None:
-        self.unranked_config = self.config  # the actor's supervisor adds the rank to it
-        super().__post_init__()
-
     def start(self, started_at: float) -> None:
         if self.child is not None:
             self.was_asleep = self.child.heartbeat.is_asleep
         address = engine_address(self.ipc_dir, self.number)
         num_nodes = sum(node["Alive"] for node in library().nodes())
-        config = self.unranked_config.replace(
+        config = self.config.replace(
             api_key=[],
             data_parallel_backend="mp",
             data_parallel_start_rank=self.rank,
@@ -197,13 +193,13 @@ class RayEngineSupervisor(EngineSupervisor):
     def look(self) -> None:
         """Do nothing: the actor monitors its engine."""
 
-    def handle_exit(self) -> str | None:
+    def replace(self) -> str | None:
         assert isinstance(self.child, RayEngine) and self.child.ended is not None
         self.bridge.forget(engine_address(self.ipc_dir, self.number))
         # A lost host is no fault of the model: only the number of deaths is bounded.
         self.child.is_ready = self.child.ended.was_ready or self.child.exit_code == LOST
         self.reason = self.child.ended.reason
-        return super().handle_exit()
+        return super().replace()
 
 
 def start_bridge(on_failure: Callable[[Exception], None]) -> Bridge:

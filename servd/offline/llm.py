@@ -163,7 +163,7 @@ class LLM:
         pooling.check_scores()
         if pooling.task == "classify":
             shared = times * [SharedText(text) for text in firsts]
-            pairs = [(Pair(one, two), True) for one, two in zip(shared, seconds, strict=True)]
+            pairs = [(Pair(*texts), True) for texts in zip(shared, seconds, strict=True)]
             outputs = self._run(pairs, CLASSIFY, use_tqdm, lora_request)
             return [pooling.score(_vector(output)) for output in outputs]
         vectors = self.embed(
@@ -174,7 +174,7 @@ class LLM:
         )
         ones = times * vectors[: len(firsts)]
         twos = vectors[len(firsts) :]
-        return [sum(map(operator.mul, one, two)) for one, two in zip(ones, twos, strict=True)]
+        return [sum(map(operator.mul, *vectors)) for vectors in zip(ones, twos, strict=True)]
 
     def beam_search(
         self,
@@ -263,9 +263,9 @@ class LLM:
             processor = self.engine.processor
             length = {"max_tokens": None} if processor.default_max_tokens else {}  # the model's own
             params = SamplingParams(**length, **processor.default_params)
-        each = [params] * len(prompts) if isinstance(params, Params) else list(params)
-        if len(each) != len(prompts):
-            raise InvalidRequest(f"{len(prompts)} prompts but {len(each)} parameters")
+        params_of_prompts = [params] * len(prompts) if isinstance(params, Params) else list(params)
+        if len(params_of_prompts) != len(prompts):
+            raise InvalidRequest(f"{len(prompts)} prompts but {len(params_of_prompts)} parameters")
         if lora_request is None or isinstance(lora_request, LoRARequest):
             adapters = [lora_request] * len(prompts)
         else:
@@ -277,7 +277,7 @@ class LLM:
         show = self.use_tqdm if use_tqdm is None else use_tqdm
         try:
             for request_id, (prompt, special), p, adapter in zip(
-                ids, prompts, each, adapters, strict=True
+                ids, prompts, params_of_prompts, adapters, strict=True
             ):
                 options = {"add_special_tokens": special, "lora_request": adapter}
                 self.engine.add_request(request_id, prompt, p, **options)
@@ -319,9 +319,9 @@ def listed(prompts: OnePrompt | Sequence[OnePrompt]) -> list[TextOrIds]:
     texts: list[TextOrIds] = []
     for prompt in [prompts] if is_one else prompts:
         if isinstance(prompt, Mapping):
-            given = prompt.get("prompt_token_ids", prompt.get("prompt"))
-            if given is None:
+            content = prompt.get("prompt_token_ids", prompt.get("prompt"))
+            if content is None:
                 raise InvalidRequest('a prompt needs "prompt" or "prompt_token_ids"')
-            prompt = given
+            prompt = content
         texts.append(prompt)  # type: ignore[arg-type]
     return texts

@@ -117,17 +117,17 @@ class LLMEngine:
         )
         self.engine_core.send(request)
 
-    def _load(self, asked: LoRARequest) -> Adapter:
+    def _load(self, request: LoRARequest) -> Adapter:
         """Return an adapter; load it unless the same path is loaded under this name."""
         if self.adapters is None:
             raise InvalidRequest("adapters need enable_lora=True", param="lora_request")
-        loaded = self.adapters.read_adapters().get(asked.lora_name)
-        if loaded is not None and loaded.source == asked.lora_path:
+        loaded = self.adapters.read_adapters().get(request.lora_name)
+        if loaded is not None and loaded.source == request.lora_path:
             return loaded
         layers = self.engine_core.worker.adaptable
         try:
             return self.adapters.load(
-                asked.lora_name, asked.lora_path, self.lora.max_lora_rank, layers
+                request.lora_name, request.lora_path, self.lora.max_lora_rank, layers
             )
         except ConfigError as error:
             raise InvalidRequest(str(error), param="lora_request") from None

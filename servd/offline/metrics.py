@@ -62,8 +62,8 @@ class OfflineMetrics:
         if stats is not None:
             self.metrics.observe_step(stats)
         for output in outputs:
-            if output.marks and (found := find_choice(requests, output.request_id)):
-                _, choice = found
+            if output.marks and (running := find_choice(requests, output.request_id)):
+                _, choice = running
                 choice.add_report(output)
 
     def observe(self, state: RequestState, delta: CompletionOutput) -> None:
@@ -80,7 +80,7 @@ class OfflineMetrics:
 
     def read(self) -> list[Metric]:
         self.metrics.write()
-        found: dict[tuple[str, str], Metric] = {}
+        metrics: dict[tuple[str, str], Metric] = {}
         for family in self.metrics.registry.collect():
             for sample in family.samples if family.name.startswith("vllm:") else ():
                 kind = family.type
@@ -92,7 +92,7 @@ class OfflineMetrics:
                 common: dict[str, Any] = {"name": name, "labels": labels}
                 key = name, str(labels)
                 if kind == "histogram":
-                    made = found.setdefault(key, Histogram(count=0, sum=0, buckets={}, **common))
+                    made = metrics.setdefault(key, Histogram(count=0, sum=0, buckets={}, **common))
                     assert isinstance(made, Histogram)
                     if (bound := sample.labels.get("le")) is not None:
                         made.buckets[bound] = int(value)
@@ -101,11 +101,11 @@ class OfflineMetrics:
                     else:
                         made.count = int(value)
                 elif "position" in sample.labels:
-                    made = found.setdefault(key, Vector(values=[], **common))
+                    made = metrics.setdefault(key, Vector(values=[], **common))
                     assert isinstance(made, Vector)
                     made.values.append(int(value))
                 elif kind == "counter":
-                    found[key] = Counter(value=int(value), **common)
+                    metrics[key] = Counter(value=int(value), **common)
                 else:
-                    found[key] = Gauge(value=value, **common)
-        return [*found.values()]
+                    metrics[key] = Gauge(value=value, **common)
+        return [*metrics.values()]

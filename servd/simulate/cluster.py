@@ -14,8 +14,7 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
-from servd.api.engine.load_balancer import LoadBalancer
-from servd.api.request.request_state import Routed
+from servd.api.engine.load_balancer import LoadBalancer, Routed
 from servd.base.errors import ConfigError
 from servd.config import Config
 from servd.messages.engine import EngineCoreOutput, EngineCoreRequest, RequestOptions, WorkerReady
@@ -79,8 +78,8 @@ class ClusterSim:
         self.options = options
         self.costs = costs
         self.clock = VirtualClock()
-        given = {**recorded.options, **options.config}
-        config = Config.load(given)
+        settings = {**recorded.options, **options.config}
+        config = Config.load(settings)
         config.cache.validate()
         num_tokens = config.scheduler.max_num_batched_tokens or 0
         num_seqs = config.scheduler.max_num_seqs or 0
@@ -101,7 +100,7 @@ class ClusterSim:
             windows = (None,)
         self.has_groups = windows != (None,)
         worker = WorkerReady("none", "none", "none", num_blocks, 0, kv_bytes, kv_windows=windows)
-        max_model_len = int(given["max_model_len"])
+        max_model_len = int(settings["max_model_len"])
         size = config.parallel.data_parallel_size
         self.engines = [
             SimulatedEngine(rank, config, worker, max_model_len, costs, self.clock)
@@ -112,7 +111,7 @@ class ClusterSim:
             server = SimulatedServer(self.engines[first : first + size])
             if size > 1 and options.routing == OWN_ROUTER:
                 cached_size = self.block_size if config.cache.enable_prefix_caching else 0
-                server.load_balancer = LoadBalancer(size, cached_size, num_servers=1)
+                server.load_balancer = LoadBalancer(size, cached_size)
             self.servers.append(server)
         self.served: list[RequestLine] = []  # finished requests, as in a recording
         self.gaps: Counter[int] = Counter()  # between tokens: 100 * log(nanoseconds) -> how many
@@ -187,7 +186,7 @@ class ClusterSim:
         # Hashes of one group of layers are only compared, and may be numbers.
         hashes = cast("list[bytes]", blocks)
         if self.has_groups:
-            hashes = [each.to_bytes(16, "big", signed=True) for each in blocks]
+            hashes = [block.to_bytes(16, "big", signed=True) for block in blocks]
         self._compare(hashes[: (line.input_length - 1) // self.block_size], engine, server, line)
         message.block_hashes = hashes
         if line.output_length:  # which only the simulation knows
@@ -238,7 +237,7 @@ class ClusterSim:
                 line.first_token = passed
                 line.cached = output.num_cached_tokens
                 if request.routed is not None:
-                    request.routed.answer(output.num_cached_tokens)
+                    request.routed.end_prompt()
             if output.finish_reason is None:
                 continue
             line.finished = passed
@@ -247,7 +246,7 @@ class ClusterSim:
             del self._open[output.request_id]
             request.engine.num_open -= 1
             if request.routed is not None:
-                request.routed.end([line.output_length])
+                request.routed.end()
         return num_later
 
     def _compare(
@@ -262,19 +261,21 @@ class ClusterSim:
         if size == 1 or (size > 64 and self.num_requests % (size // COMPARED_CACHES)):
             return
 
-        def count_cached(engines: Iterable[SimulatedEngine], most: int) -> int:
+        def count_cached(engines: Iterable[SimulatedEngine], num_cached: int) -> int:
             for engine in engines:
                 find = engine.scheduler.kv_cache.pool.find
-                while most < len(hashes) and find(hashes[most]) is not None:
-                    most += 1
-            return most
+                while num_cached < len(hashes) and find(hashes[num_cached]) is not None:
+                    num_cached += 1
+            return num_cached
 
-        own = count_cached([chosen], 0)
-        inside = count_cached(server.engines, own)
-        most = count_cached(self.engines, inside) if len(self.servers) > 1 else inside
+        cached_here = count_cached([chosen], 0)
+        cached_inside = count_cached(server.engines, cached_here)
+        cached_anywhere = cached_inside
+        if len(self.servers) > 1:
+            cached_anywhere = count_cached(self.engines, cached_inside)
         self.num_compared += line.input_length
-        self.num_lost += (inside - own) * self.block_size
-        self.num_lost_outside += (most - inside) * self.block_size
+        self.num_lost += (cached_inside - cached_here) * self.block_size
+        self.num_lost_outside += (cached_anywhere - cached_inside) * self.block_size
 
 
 def identify_blocks(line: RequestLine, number: int, block_size: int) -> list[int]:
@@ -283,18 +284,18 @@ def identify_blocks(line: RequestLine, number: int, block_size: int) -> list[int
     """
     size = line.block_size
     num_full = line.input_length // size
-    known = [*line.hash_ids[:num_full], *line.output_hash_ids]
+    blocks = [*line.hash_ids[:num_full], *line.output_hash_ids]
     count = (line.input_length + line.output_length) // block_size
     if size != block_size:  # a part of a larger block is equal where that is, and what is before it
-        num_known = len(known) * size
+        num_known = len(blocks) * size
         if not line.output_hash_ids:
             num_known = line.input_length
-            known += line.hash_ids[num_full:]  # filled in part
-        last = min(count * block_size, num_known, len(known) * size)
+            blocks += line.hash_ids[num_full:]  # filled in part
+        last = min(count * block_size, num_known, len(blocks) * size)
         ends = range(block_size, last + 1, block_size)
-        known = [(known[(end - 1) // size] << 10) + end % size for end in ends]
-    own = OWN_BLOCK + (number << 24)
-    return [*known[:count], *range(own + len(known), own + count)]
+        blocks = [(blocks[(end - 1) // size] << 10) + end % size for end in ends]
+    first_unique = OWN_BLOCK + (number << 24)
+    return [*blocks[:count], *range(first_unique + len(blocks), first_unique + count)]
 
 
 def _mix(block: int) -> int:

@@ -74,30 +74,30 @@ def fit(steps: Iterable[StepLine], requests: Sequence[RequestLine]) -> Costs | N
     The time between two steps of a busy engine belongs to the second step.
     """
     by_engine: dict[int, dict[int, StepLine]] = {}
-    for each in steps:  # every API server has recorded the steps
-        by_engine.setdefault(each.engine, {})[each.started_ns] = each
-    done = [each for each in requests if each.finished]
+    for record in steps:  # every API server has recorded the steps
+        by_engine.setdefault(record.engine, {})[record.started_ns] = record
+    done = [request for request in requests if request.finished]
     observed = [
-        _observe([found[at] for at in sorted(found)], [r for r in done if r.engine == engine])
-        for engine, found in by_engine.items()
+        _observe([records[at] for at in sorted(records)], [r for r in done if r.engine == engine])
+        for engine, records in by_engine.items()
     ]
     if sum(len(took) for _, took in observed) < LEAST_STEPS:
         return None
     features = np.concatenate([rows for rows, _ in observed])
-    took = np.concatenate([each for _, each in observed])
+    took = np.concatenate([durations for _, durations in observed])
     costs = _least_squares(features, took, 1 / took)
     costs = _least_squares(features, took, 1 / np.maximum(features @ costs, 1.0))
-    sent = [each for each in requests if each.sent]
+    sent = [request for request in requests if request.sent]
     before = np.zeros(2)
     if sent:
-        arrivals = np.array([(1.0, each.input_length) for each in sent])
-        sent_ns = np.array([1e6 * each.sent for each in sent])
+        arrivals = np.array([(1.0, request.input_length) for request in sent])
+        sent_ns = np.array([1e6 * request.sent for request in sent])
         before = _least_squares(arrivals, sent_ns, np.ones(len(sent)))
     return Costs(
         **dict(zip(FITTED, costs.tolist(), strict=True)),
         before=float(before[0]),
         before_token=float(before[1]),
-        after=1e6 * sum(each.returned - each.finished for each in done) / max(len(done), 1),
+        after=1e6 * sum(line.returned - line.finished for line in done) / max(len(done), 1),
     )
 
 
@@ -107,13 +107,13 @@ def _observe(steps: Sequence[StepLine], requests: Sequence[RequestLine]) -> tupl
     """
     size = len(steps)
     number = np.arange(size)
-    started = np.array([each.started_ns for each in steps])
-    ends = np.array([each.collected_ns for each in steps])
-    length = np.array([each.input_length for each in requests])
-    cached = np.array([each.cached for each in requests])
+    started = np.array([step.started_ns for step in steps])
+    ends = np.array([step.collected_ns for step in steps])
+    length = np.array([request.input_length for request in requests])
+    cached = np.array([request.cached for request in requests])
 
     def find_steps(name: str, slack_ns: int, side: Any) -> Array:
-        at = [1e6 * (each.timestamp + getattr(each, name)) for each in requests]
+        at = [1e6 * (request.timestamp + getattr(request, name)) for request in requests]
         return np.searchsorted(ends, np.rint(at).astype(np.int64) - slack_ns, side)
 
     def sum_up(first: Array, end: Array, value: Any) -> Array:
@@ -136,8 +136,8 @@ def _observe(steps: Sequence[StepLine], requests: Sequence[RequestLine]) -> tupl
     pairs = sum_up(begin, np.maximum(first + 1, begin), each_pairs)
     was_idle = np.append(True, running[:-1] == 0)
     since = np.where(was_idle, started, np.append(0, ends[:-1]))
-    tokens = np.array([each.num_tokens for each in steps])
-    rows = np.array([each.num_requests for each in steps])
+    tokens = np.array([step.num_tokens for step in steps])
+    rows = np.array([step.num_requests for step in steps])
     columns = [number * 0 + 1, rows, tokens, np.maximum(tokens - FEW, 0)]
     columns += [np.maximum(tokens - MANY, 0), context, pairs, was_idle, was_idle * tokens]
     kept = (number >= FIRST_STEPS) & (ends > since)
@@ -152,9 +152,9 @@ def _least_squares(features: Array, took: Array, weights: Array) -> Array:
     weighted = (scaled * weights[:, None]).T
     matrix = weighted @ scaled
     right = weighted @ took
-    found = np.zeros(len(scale))
+    solution = np.zeros(len(scale))
     for _ in range(SWEEPS):
         for i in np.flatnonzero(matrix.diagonal()):
-            rest = matrix[i] @ found - matrix[i, i] * found[i]
-            found[i] = max((right[i] - rest) / matrix[i, i], 0.0)
-    return found / scale
+            residual = matrix[i] @ solution - matrix[i, i] * solution[i]
+            solution[i] = max((right[i] - residual) / matrix[i, i], 0.0)
+    return solution / scale

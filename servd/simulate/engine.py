@@ -65,7 +65,7 @@ class SimulatedEngine:
         assert step is not None
         self.launched = None
         self.busy_ns += self.clock.ns - self.began_ns
-        sampled = [[0] if each.samples else [] for each in step.scheduled]
+        sampled = [[0] if row.samples else [] for row in step.scheduled]
         decoded = [0] * len(step.decodes.slots)
         self.scheduler.update_from_output(ModelRunnerOutput(sampled, decoded=decoded), {})
         for message in self.scheduler.outputs.take().values():  # of one client at most
@@ -89,13 +89,13 @@ class SimulatedEngine:
         num_tokens = len(step.decodes.slots)
         context = sum(step.decodes.num_computed_tokens) + num_tokens
         pairs = 0
-        for each in step.scheduled:
-            num_tokens += each.num_scheduled_tokens
-            if each.num_scheduled_tokens == 1:
-                context += each.num_computed_tokens + 1
+        for row in step.scheduled:
+            num_tokens += row.num_scheduled_tokens
+            if row.num_scheduled_tokens == 1:
+                context += row.num_computed_tokens + 1
             else:
-                pairs += each.num_scheduled_tokens * (
-                    each.num_computed_tokens + each.num_scheduled_tokens / 2
+                pairs += row.num_scheduled_tokens * (
+                    row.num_computed_tokens + row.num_scheduled_tokens / 2
                 )
         num_copies = 0
         if step.swaps is not None:

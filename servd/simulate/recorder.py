@@ -43,9 +43,9 @@ class Recorder(Observer):
 
     def stepped(self, steps: Sequence[StepRecord], stats: SchedulerStats | None, rank: int) -> None:
         """Record steps; they are kept in memory until a request ends."""
-        for each in steps:
+        for record in steps:
             line = StepLine(
-                rank, each.started_ns, each.collected_ns, each.num_tokens, each.num_requests
+                rank, record.started_ns, record.collected_ns, record.num_tokens, record.num_requests
             )
             self._lines.append({"step": line})
 
@@ -82,12 +82,12 @@ class Recorder(Observer):
         prompt = request.prompt_token_ids
         root = self._digest(repr(options.cache_keys).encode())
         prompt_ids, last = self._hash_blocks(prompt, root)  # the same for all choices
-        rest = prompt[len(prompt_ids) * self.block_size :]
+        tail = prompt[len(prompt_ids) * self.block_size :]
         client = self._digest(options.owner.encode()).hex()[:8] if options.owner else ""
         max_tokens = params.max_tokens if isinstance(params, SamplingParams) else 0
         lines: list[RequestLine] = []
         for choice in state.choices:
-            output_ids, _ = self._hash_blocks([*rest, *choice.token_ids], last)
+            output_ids, _ = self._hash_blocks([*tail, *choice.token_ids], last)
             line = RequestLine(
                 choice.arrival_ns / 1e6,
                 len(prompt),
@@ -112,11 +112,11 @@ class Recorder(Observer):
         A hash has 53 bits, so that any JSON reader keeps it exact.
         """
         size = self.block_size
-        found: list[int] = []
+        ids: list[int] = []
         for at in range(0, len(token_ids) - size + 1, size):
             last = self._digest(last + array("I", token_ids[at : at + size]).tobytes())
-            found.append(int.from_bytes(last, "little") >> 11)
-        return found, last
+            ids.append(int.from_bytes(last, "little") >> 11)
+        return ids, last
 
     def _digest(self, data: bytes) -> bytes:
         return blake2b(data, digest_size=8, key=self._key).digest()

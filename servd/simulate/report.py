@@ -11,15 +11,15 @@ PERCENTILES = (50, 90, 99)
 
 def summarise(requests: Sequence[RequestLine]) -> dict[str, float]:
     """Return the figures that recordings can have, too. Times are in milliseconds."""
-    done = [each for each in requests if each.finished]
-    begin = min((each.timestamp + each.sent for each in done), default=0.0)
-    end = max((each.timestamp + each.finished for each in done), default=0.0)
+    done = [request for request in requests if request.finished]
+    begin = min((request.timestamp + request.sent for request in done), default=0.0)
+    end = max((request.timestamp + request.finished for request in done), default=0.0)
     seconds = max((end - begin) / 1000, 1e-9)
     count = max(len(done), 1)
-    num_prompt = sum(each.input_length for each in done)
-    num_output = sum(each.output_length for each in done)
-    long = [each for each in done if each.output_length > 1]
-    tpot = [(each.finished - each.first_token) / (each.output_length - 1) for each in long]
+    num_prompt = sum(request.input_length for request in done)
+    num_output = sum(request.output_length for request in done)
+    long = [request for request in done if request.output_length > 1]
+    tpot = [(line.finished - line.first_token) / (line.output_length - 1) for line in long]
     return {
         "requests": len(done),
         "seconds": seconds,
@@ -27,25 +27,25 @@ def summarise(requests: Sequence[RequestLine]) -> dict[str, float]:
         "output_tokens_mean": num_output / count,
         "requests_per_s": len(done) / seconds,
         "output_tokens_per_s": num_output / seconds,
-        "engines": len({each.engine for each in requests}),
-        "prefix_hits_%": 100 * sum(each.cached for each in done) / max(num_prompt, 1),
-        **_spread("ttft", [each.first_token + each.returned - each.finished for each in done]),
+        "engines": len({request.engine for request in requests}),
+        "prefix_hits_%": 100 * sum(request.cached for request in done) / max(num_prompt, 1),
+        **_spread("ttft", [line.first_token + line.returned - line.finished for line in done]),
         **_spread("tpot", tpot),
-        **_spread("request", [each.returned for each in done]),
+        **_spread("request", [request.returned for request in done]),
     }
 
 
 def summarise_simulation(sim: ClusterSim) -> dict[str, float]:
-    found = summarise(sim.served)
+    figures = summarise(sim.served)
     busy = [engine.busy_ns / 1e9 for engine in sim.engines]
     mean = sum(busy) / len(busy)
     kv_stores = [store for engine in sim.engines for store in engine.scheduler.report(0).kv_stores]
     host_hits = sum(store.num_hits for store in kv_stores if store.name == "host")
-    num_prompt = max(sum(each.input_length for each in sim.served), 1)
-    found |= {
+    num_prompt = max(sum(request.input_length for request in sim.served), 1)
+    figures |= {
         "refused": sim.num_refused,
         "engines": len(busy),
-        "busy_%": 100 * mean / found["seconds"],
+        "busy_%": 100 * mean / figures["seconds"],
         "busiest_over_mean": max(busy) / max(mean, 1e-9),
         "steps": sim.num_steps,
         "lost_by_routing_%": 100 * sim.num_lost / max(sim.num_compared, 1),
@@ -57,15 +57,15 @@ def summarise_simulation(sim: ClusterSim) -> dict[str, float]:
         num_before += number
         for p in PERCENTILES:
             if num_before * 100 >= p * sim.gaps.total():
-                found.setdefault(f"itl_ms_p{p}", exp(place / 100) / 1e6)
-    return found
+                figures.setdefault(f"itl_ms_p{p}", exp(place / 100) / 1e6)
+    return figures
 
 
 def _spread(name: str, milliseconds: Iterable[float]) -> dict[str, float]:
     values = sorted(milliseconds)
     if not values:
         return {}
-    found = {f"{name}_ms_mean": sum(values) / len(values)}
+    figures = {f"{name}_ms_mean": sum(values) / len(values)}
     for p in PERCENTILES:
-        found[f"{name}_ms_p{p}"] = values[min(len(values) * p // 100, len(values) - 1)]
-    return found
+        figures[f"{name}_ms_p{p}"] = values[min(len(values) * p // 100, len(values) - 1)]
+    return figures

@@ -95,7 +95,7 @@ def read(path: str) -> Recording:
             f"{path}, line {number}: {error}; a TRACE is a file of --record-trace, or a file "
             "with the same keys"
         ) from None
-    requests.sort(key=lambda each: each.timestamp)
+    requests.sort(key=lambda request: request.timestamp)
     return Recording(requests, steps, server)
 
 

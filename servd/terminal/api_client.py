@@ -63,8 +63,8 @@ def connect(arguments: argparse.Namespace) -> tuple[Client, dict[str, Any]]:
     """Return a client, and the model and the sampling parameters for its requests."""
     client = Client(arguments.url, arguments.api_key)
     body = {name: getattr(arguments, name) for name in SAMPLING}
-    given = {name: value for name, value in body.items() if value is not None}
-    return client, {"model": arguments.model or client.first_model(), **given}
+    fields = {name: value for name, value in body.items() if value is not None}
+    return client, {"model": arguments.model or client.first_model(), **fields}
 
 
 class ApiAnswer(NamedTuple):
@@ -166,11 +166,11 @@ class Client:
 
 def split_lines(pieces: Iterator[bytes]) -> Iterator[bytes]:
     """Yield the lines of a text in pieces, divided at line feeds only, unlike str.splitlines."""
-    rest = b""
+    buffer = b""
     for piece in pieces:
-        *lines, rest = (rest + piece).split(b"\n")
+        *lines, buffer = (buffer + piece).split(b"\n")
         yield from lines
-    yield rest
+    yield buffer
 
 
 def seconds_of(retry_after: str | None) -> float | None:

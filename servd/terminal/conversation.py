@@ -122,12 +122,12 @@ class Conversation:
         """Change a setting, or print all."""
         name, _, value = argument.partition(" ")
         if not name:
-            named = dict.fromkeys(SETTINGS, "as the server has it") | self.options
-            print("\n".join(f"{key} = {value}" for key, value in named.items()))
+            settings = dict.fromkeys(SETTINGS, "as the server has it") | self.options
+            print("\n".join(f"{key} = {value}" for key, value in settings.items()))
         elif name not in SETTINGS:
             raise ServdError(f"/set {name}: unknown; {suggest(name, SETTINGS)}")
         elif name == "system":  # as `reset`, with the conversation
-            later = [each for each in self.messages if each["role"] != "system"]
+            later = [message for message in self.messages if message["role"] != "system"]
             self.reset(value or None)
             self.messages += later
         elif not value:
@@ -146,7 +146,8 @@ class Conversation:
     def save(self, file: Path) -> None:
         if file.suffix == ".md":
             parts = [
-                f"## {each['role'].capitalize()}\n\n{each['content']}\n" for each in self.messages
+                f"## {message['role'].capitalize()}\n\n{message['content']}\n"
+                for message in self.messages
             ]
             write_file("/save", file, "\n".join(parts).encode())
         else:  # a body for /v1/chat/completions

@@ -93,8 +93,8 @@ def add_option(group: Any, name: str) -> argparse.Action:
     flags = OTHER_FLAGS.get(name, []) + [flag_of(name)]
     style = argument_style(kind, name)
     action = group.add_argument(*flags, dest=name, help=description, **style)
-    others = [flag_of(other) for other, same in ALIASES.items() if same == name]
-    if hidden := [flag for flag in others if flag not in flags]:
+    aliases = [flag_of(other) for other, same in ALIASES.items() if same == name]
+    if hidden := [flag for flag in aliases if flag not in flags]:
         group.add_argument(*hidden, dest=name, help=argparse.SUPPRESS, **style)
     return action
 
@@ -103,10 +103,10 @@ def load_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return options of Config from parsed arguments. The command line overrides --config, which
     overrides the environment. Raises ConfigError like `read_config_file`.
     """
-    given = vars(arguments)
-    options = read_config_file(given["config"]) if "config" in given else {}
-    known = [*options_by_name(), *(name.removesuffix("=") for name in IGNORED)]
-    options |= {name: given[name] for name in known if name in given}
+    flags = vars(arguments)
+    options = read_config_file(flags["config"]) if "config" in flags else {}
+    names = [*options_by_name(), *(name.removesuffix("=") for name in IGNORED)]
+    options |= {name: flags[name] for name in names if name in flags}
     key = os.environ.get("SERVD_API_KEY") or os.environ.get("VLLM_API_KEY")
     if key and "api_key" not in options:
         options["api_key"] = [key]
@@ -147,10 +147,10 @@ def argument_style(kind: Any, name: str) -> dict[str, Any]:
         return {"action": argparse.BooleanOptionalAction}
     if typing.get_origin(kind) is Literal:
         same = VALUE_ALIASES.get(name, {})
-        shown = f"{{{','.join(typing.get_args(kind))}}}"
-        return {"choices": [*typing.get_args(kind), *same], "metavar": shown}
-    if known := choices(options_by_name()[name][1].type):
-        return {"metavar": f"{{{','.join(known)}}}"}  # or "module:attribute", checked later
+        form = f"{{{','.join(typing.get_args(kind))}}}"
+        return {"choices": [*typing.get_args(kind), *same], "metavar": form}
+    if values := choices(options_by_name()[name][1].type):
+        return {"metavar": f"{{{','.join(values)}}}"}  # or "module:attribute", checked later
     metavar = {int: "N", float: "X"}.get(kind, name.rpartition("_")[2].upper())
     if name == "api_key":  # "--api-key KEY MODEL" must not take MODEL for a second key
         return {"action": "append", "metavar": metavar}

@@ -32,5 +32,5 @@ def describe_installation() -> str:
 def read_value(file: Path, name: str) -> str:
     """Return the first value of a name in a file of "name: value" lines; "" if there is none."""
     text = file.read_text(errors="replace") if file.exists() else ""
-    found = re.search(rf"^{name}\s*:\s*(.+)$", text, re.MULTILINE)
-    return found[1] if found else ""
+    match = re.search(rf"^{name}\s*:\s*(.+)$", text, re.MULTILINE)
+    return match[1] if match else ""

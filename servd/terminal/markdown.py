@@ -69,11 +69,11 @@ class AnswerView:
         finished = self.text[:end].strip("\n")
         self.text = self.text[end:]
         begin, _, _ = self.text.partition("\n")  # of code: its language
-        shown = f"{begin[:80]}\n{self.text[-MAX_REDRAWN:]}"
+        text = f"{begin[:80]}\n{self.text[-MAX_REDRAWN:]}"
         if len(self.text) < MAX_REDRAWN:
-            shown = self.text
+            text = self.text
         # What is above the screen could not be redrawn.
-        tail = Block(shown, self.is_reasoning, self.live.console.height - 2)
+        tail = Block(text, self.is_reasoning, self.live.console.height - 2)
         with self.live.console as console:  # one write, so that nothing flickers
             self.live.update(tail, refresh=bool(finished))
             if finished:
@@ -91,9 +91,9 @@ def find_open_block(text: str) -> int:
     for line in text.split("\n"):
         if not fence and was_blank and line[:1].strip():
             begin = place
-        if found := FENCE.match(line):
+        if match := FENCE.match(line):
             if not fence:
-                fence = found[1]
+                fence = match[1]
             elif line.strip().startswith(fence) and not line.strip(f" {fence[0]}"):
                 fence = ""
         was_blank = not line.strip()

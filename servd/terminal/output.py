@@ -13,10 +13,10 @@ from servd.base.errors import ConfigError
 HELP = tomllib.loads(Path(__file__).with_name("help.toml").read_text(encoding="utf8"))
 
 
-def suggest(word: str, known: Sequence[str]) -> str:
+def suggest(word: str, words: Sequence[str]) -> str:
     """Return what an unknown word may have meant."""
-    near = difflib.get_close_matches(word, known, n=1)
-    return f"did you mean {near[0]}?" if near else f"there are: {', '.join(known)}"
+    near = difflib.get_close_matches(word, words, n=1)
+    return f"did you mean {near[0]}?" if near else f"there are: {', '.join(words)}"
 
 
 def format_row(name: object, *cells: object) -> str:

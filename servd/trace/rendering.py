@@ -30,10 +30,10 @@ def draw_text(phases: Sequence[Phase]) -> Iterator[str]:
 
 
 def _draw_calls(calls: Sequence[Call], whole_ns: int, prefix: str) -> Iterator[str]:
-    shown = [call for call in calls if call.took_ns >= MIN_SHARE * whole_ns]
-    num_short = len(calls) - len(shown)
-    for index, call in enumerate(shown):
-        is_last = index == len(shown) - 1 and not num_short
+    long_calls = [call for call in calls if call.took_ns >= MIN_SHARE * whole_ns]
+    num_short = len(calls) - len(long_calls)
+    for index, call in enumerate(long_calls):
+        is_last = index == len(long_calls) - 1 and not num_short
         branch, beside = ("└─ ", "   ") if is_last else ("├─ ", "│  ")
         phase = f" (see {call.phase})" if call.phase else ""
         name = f"{prefix}{branch}{call.name}{phase}"

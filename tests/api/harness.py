@@ -235,7 +235,7 @@ async def serve(
         OutputProcessor(tokenizer),
         Tracer(),
         Metrics(config.model.served_model_name[0]),
-        LoadBalancer.of(config),
+        LoadBalancer.from_config(config),
     )
     async_llm.start()
     app = build_app(config, async_llm, keep_alive=keep_alive, store=store, spans=spans)

@@ -130,7 +130,7 @@ async def test_requests_of_a_dead_engine_go_on_in_another_at_once(body, num_step
         again = {m.request_id for m in other.sent if getattr(m, "output_token_ids", None)}
         assert lost and again == lost
         balancer = served.async_llm.load_balancer  # which prompts leave in turns of the loop
-        await until(lambda: balancer._sum(0) == pytest.approx([0, 0]))
+        await until(lambda: balancer.pending == pytest.approx([0, 0]))
         for answer in answers:
             name = answer["id"] if "prompt" not in body else f"{answer['id']}-0"
             timeline = await served.http.get(f"/v1/requests/{name}/timeline")
@@ -283,7 +283,7 @@ async def test_engines_that_die_over_and_over_lose_nothing(is_async: bool):
                 elif number % 6 == 3:
                     served.engines[rank].revive()
         assert not any(engine.running for engine in served.async_llm.engines)
-        assert served.async_llm.load_balancer._sum(0) == pytest.approx([0, 0, 0], abs=1e-6)
+        assert served.async_llm.load_balancer.pending == pytest.approx([0, 0, 0], abs=1e-6)
         assert (await served.http.get("/debug/audit")).json()["problems"] == []
 
 
@@ -294,9 +294,8 @@ async def test_an_empty_prefix_cache_attracts_nobody():
         for rank, engine in enumerate(served.engines):
             assert (await post(served, rank, prompt=text, max_tokens=1)).status_code == 200
             request = requests_sent(engine)[-1]
-            sums = router._checksums(request)
-            size = len(request.prompt_token_ids)
-            assert router._cached(sums, size)[rank] > 300
+            hashes = router.hash_prefixes(request)
+            assert router.count_cached(rank, hashes) > 300
             if rank:
                 assert (await served.http.post("/sleep")).json() == {"is_sleeping": True}
             else:
@@ -304,7 +303,7 @@ async def test_an_empty_prefix_cache_attracts_nobody():
                 await until(lambda: served.async_llm.engines[0].recovery.is_restarting)
                 engine.revive()
                 await until(lambda: served.async_llm.engines[0].is_ready)
-            assert router._cached(sums, size)[rank] == 0
+            assert router.count_cached(rank, hashes) == 0
 
 
 async def test_ready_when_all_engines_are_and_the_shortest_context_counts():
@@ -377,8 +376,7 @@ async def test_a_conversation_stays_where_its_beginning_is_and_leaves_no_work_be
         owners = [{prompt.partition(" ")[0] for prompt in prompts(each)} for each in served.engines]
         assert sorted(map(len, owners)) == [1, 1], owners
         router = served.async_llm.load_balancer
-        assert router and router._sum(0) == pytest.approx([0, 0])
-        assert router.expected_output < 128
+        assert router and router.pending == pytest.approx([0, 0])
         metrics = (await served.http.get("/metrics")).text
         lines = metrics.splitlines()
         hits = [line for line in lines if line.startswith("vllm:prefix_cache_hits_t")]

@@ -17,7 +17,8 @@ from servd.config import Config
 from servd.core.client import EngineProcess
 from servd.ipc.child import STANDBY_NICE, Child
 from servd.launch import engine_supervisor as module
-from servd.launch.engine_supervisor import EngineSupervisor, devices_of
+from servd.launch.engine_supervisor import EngineMessage, EngineSupervisor, devices_of
+from servd.messages.engine import STALLED, EngineStatus
 from tests.limits import WAIT_SECONDS
 
 
@@ -53,18 +54,14 @@ def test_the_next_engine_has_imported_what_takes_long_before_it_is_needed(ipc_di
         )
         first.process.kill()
         assert ended.get(timeout=WAIT_SECONDS) is first
-        assert engines.handle_exit() is None
-        engines.next_generation()
-        engines.start(time.monotonic())
+        assert engines.replace() is None
         assert engines.child is second
         third = look_until_prepared(engines)  # as soon as the second one is ready
         third.process.kill()
         third.process.wait(WAIT_SECONDS)
         second.process.kill()
         assert ended.get(timeout=WAIT_SECONDS) is second, "nobody waited for the third"
-        engines.handle_exit()
-        engines.next_generation()
-        engines.start(time.monotonic())
+        engines.replace()
         assert engines.child not in (second, third), "a standby that died is not used"
     finally:
         engines.stop(60)
@@ -93,8 +90,8 @@ def test_an_engine_that_a_signal_stops_is_replaced_at_once(ipc_dir, monkeypatch)
     monkeypatch.setattr(module, "STANDBY_DELAY", 0.0)
     ended: queue.SimpleQueue[Child] = queue.SimpleQueue()
     engines = supervisor(ipc_dir, ended)
-    hung: list[EngineSupervisor] = []
-    engines.on_hung = hung.append
+    messages: list[EngineMessage] = []
+    engines.notify = lambda folder, message: messages.append(message)
     try:
         first = engines.child
         assert first
@@ -102,9 +99,9 @@ def test_an_engine_that_a_signal_stops_is_replaced_at_once(ipc_dir, monkeypatch)
         first.process.send_signal(signal.SIGSTOP)
         count = look_until(engines, lambda: bool(engines.reason), "it is not noticed")
         assert count * module.LOOK_INTERVAL <= 1.0
-        assert hung == [engines]
+        assert messages == [EngineStatus(STALLED, 0.0, 0)]
         assert ended.get(timeout=60) is first
-        assert engines.handle_exit() is None and "SIGSTOP" in engines.reason
+        assert engines.replace() is None and "SIGSTOP" in messages[-1].reason
     finally:
         engines.stop(60)
 
@@ -128,9 +125,7 @@ def test_a_standby_that_could_not_become_the_engine_is_replaced(
         if is_needed:
             first.process.kill()
             assert ended.get(timeout=60) is first
-            assert engines.handle_exit() is None
-            engines.next_generation()
-            engines.start(time.monotonic())
+            assert engines.replace() is None
             assert engines.child is not bad
             ready = engines.child
             look_until(engines, lambda: ready.heartbeat.is_ready, "no engine")

@@ -12,7 +12,7 @@ from servd.checkpoint.adapter_store import AdapterStore
 from servd.checkpoint.model_spec import FAKE_SPEC
 from servd.config import Config
 from servd.ipc.heartbeat import Heartbeat, Watchdog
-from servd.launch import process_tree
+from servd.launch import events
 from servd.launch.core_engines import CoreEngineProcManager
 from servd.launch.process_tree import ProcessTree
 from servd.messages.engine import EngineGone
@@ -42,22 +42,22 @@ def tree(reader: Reader) -> ProcessTree:
 
 
 def test_many_hang_ups_at_once_are_one_and_a_later_one_is_another(tree, reader):
-    tree.had_terminal = False
+    tree.events.had_terminal = False
     for _ in range(400):
-        tree.on_signal(signal.SIGHUP, None)
-    tree.on_signal(signal.SIGTERM, None)
-    assert tree.watch() == 0
+        tree.events.on_signal(signal.SIGHUP, None)
+    tree.events.on_signal(signal.SIGTERM, None)
+    assert tree.run() == 0
     assert reader.reads == 2  # the first at the start
-    tree.on_signal(signal.SIGHUP, None)
-    tree.on_signal(signal.SIGTERM, None)
-    assert tree.watch() == 0
+    tree.events.on_signal(signal.SIGHUP, None)
+    tree.events.on_signal(signal.SIGTERM, None)
+    assert tree.run() == 0
     assert reader.reads == 3
 
 
 def test_a_signal_to_end_is_heard_behind_hang_ups(tree):
-    tree.on_signal(signal.SIGHUP, None)
-    tree.on_signal(signal.SIGINT, None)
-    assert [tree.events.get() for _ in range(2)] == [signal.SIGHUP, signal.SIGINT]
+    tree.events.on_signal(signal.SIGHUP, None)
+    tree.events.on_signal(signal.SIGINT, None)
+    assert [tree.events.queue.get() for _ in range(2)] == [signal.SIGHUP, signal.SIGINT]
 
 
 def test_a_hang_up_does_not_cut_a_drain_short(tree):
@@ -66,23 +66,23 @@ def test_a_hang_up_does_not_cut_a_drain_short(tree):
 
         exit_code, name = None, "api-0"
 
-    tree.had_terminal = False
+    tree.events.had_terminal = False
     server = Open()
     tree.api_servers.processes = [server]
     tree.api_servers.watches["api-0"] = Watchdog(Heartbeat(), interval=1.0, timeout=600.0)
 
     def finish() -> None:
         server.exit_code = 0
-        tree.events.put(server)
+        tree.events.queue.put(server)
 
-    tree.on_signal(signal.SIGHUP, None)
+    tree.events.on_signal(signal.SIGHUP, None)
     timer = threading.Timer(0.2, finish)
     timer.start()
-    tree.wait_for_api_servers(10)
+    tree.wait_for_api_servers(10, keep_engines=False)
     assert server.exit_code == 0
     server.exit_code = None
-    tree.on_signal(signal.SIGTERM, None)
-    tree.wait_for_api_servers(10)
+    tree.events.on_signal(signal.SIGTERM, None)
+    tree.wait_for_api_servers(10, keep_engines=False)
     assert server.exit_code is None
 
 
@@ -90,27 +90,28 @@ def test_an_engine_that_dies_in_a_drain_is_started_again(tree):
     """Else open requests would wait until time is up. One that ends in order was told to."""
     tree.api_servers.processes = [SimpleNamespace(exit_code=None, name="api-0")]
     engines = [SimpleNamespace(exit_code=None) for _ in range(2)]
-    supervisors = [SimpleNamespace(child=engine) for engine in engines]
+    started: list[int] = []
+    supervisors = [
+        SimpleNamespace(child=engine, replace=lambda rank=rank: started.append(rank))
+        for rank, engine in enumerate(engines)
+    ]
     tree.core_engines = CoreEngineProcManager(supervisors, None)
-    started: list[SimpleNamespace] = []
-
-    def replace(engine: SimpleNamespace) -> None:
-        started.append(engine)
-
     for exit_code, goes_on in ((-9, True), (1, True), (0, False)):
         engines[1].exit_code = exit_code
-        tree.events.put(engines[1])
-        tree.events.put(signal.SIGTERM)
-        tree.wait_for_api_servers(30, replace)
-        assert tree.events.empty() == goes_on
-    assert started == [supervisors[1]] * 2
+        tree.events.queue.put(engines[1])
+        tree.events.queue.put(signal.SIGTERM)
+        tree.wait_for_api_servers(30, keep_engines=True)
+        assert tree.events.queue.empty() == goes_on
+    assert started == [1, 1]
 
 
 def test_requests_are_told_in_a_drain_that_no_engine_will_come(tree):
     server = SimpleNamespace(exit_code=None, name="api-0")
     engine = SimpleNamespace(exit_code=-9)
-    tree.api_servers.processes, tree.folders = [server], ["here", "there"]
-    tree.core_engines = CoreEngineProcManager([SimpleNamespace(child=engine)], None)
+    tree.api_servers.processes = [server]
+    tree.api_servers.folders = ["here", "there"]
+    supervisor = SimpleNamespace(child=engine, replace=lambda: "it died too often")
+    tree.core_engines = CoreEngineProcManager([supervisor], None)
     messages = []
 
     def tell(folder: str, message: EngineGone) -> None:
@@ -118,14 +119,14 @@ def test_requests_are_told_in_a_drain_that_no_engine_will_come(tree):
         server.exit_code = 0
 
     tree.api_servers.notify = tell
-    tree.events.put(engine)
-    tree.wait_for_api_servers(30, lambda engine: "it died too often")
+    tree.events.queue.put(engine)
+    tree.wait_for_api_servers(30, keep_engines=True)
     assert messages == [("here", "it died too often"), ("there", "it died too often")]
 
 
 def test_who_has_ended_in_a_drain_is_not_hung(tree, monkeypatch):
     """Its process id may be another's by now."""
-    monkeypatch.setattr(process_tree, "LOOK_INTERVAL", 0.0)
+    monkeypatch.setattr(events, "LOOK_INTERVAL", 0.0)
     killed: list[str] = []
     gone, slow = (
         SimpleNamespace(name=name, exit_code=code, kill_hung=lambda name=name: killed.append(name))
@@ -136,7 +137,7 @@ def test_who_has_ended_in_a_drain_is_not_hung(tree, monkeypatch):
         heartbeat = Heartbeat()
         heartbeat.get_ready()
         tree.api_servers.watches[child.name] = Watchdog(heartbeat, interval=1.0, timeout=3.0)
-    tree.wait_for_api_servers(0.1)
+    tree.wait_for_api_servers(0.1, keep_engines=False)
     assert killed and {*killed} == {"api-1"}
 
 
@@ -175,9 +176,9 @@ def test_adapters_are_read_again(tmp_path: Path, caplog):
 
     reader = Reader()
     reader.options = {"enable_lora": True, "max_lora_rank": 8}
+    reader.options["lora_modules"] = entries(a=1, b=2)
     tree = ProcessTree(reader(), FAKE_SPEC, {}, str(tmp_path / "ipc"), None, reader)
-    store = AdapterStore.beside(tree.ipc_dir)
-    tree.load_adapters(entries(a=1, b=2))
+    store = AdapterStore.beside(str(tmp_path / "ipc"))
     store.load("c", str(write_adapter(tmp_path / "other", 3)), 8, {})  # by a route
     before = {name: adapter.digest for name, adapter in store.read_adapters().items()}
 
@@ -197,7 +198,7 @@ def test_adapters_are_read_again(tmp_path: Path, caplog):
 def test_an_api_server_whose_loop_stands_still_is_killed_and_one_that_works_is_not(
     tree, monkeypatch, caplog
 ):
-    monkeypatch.setattr(process_tree, "LOOK_INTERVAL", 0.0)
+    monkeypatch.setattr(events, "LOOK_INTERVAL", 0.0)
 
     class Child:
         def __init__(self, name: str) -> None:
@@ -206,7 +207,7 @@ def test_an_api_server_whose_loop_stands_still_is_killed_and_one_that_works_is_n
             tree.api_servers.watches[name] = Watchdog(self.heartbeat, interval=1.0, timeout=3.0)
 
         def kill_hung(self) -> None:
-            tree.events.put(self)
+            tree.events.queue.put(self)
 
     working, hung = Child("api-0"), Child("api-1")
     tree.api_servers.processes = [working, hung]
@@ -217,7 +218,7 @@ def test_an_api_server_whose_loop_stands_still_is_killed_and_one_that_works_is_n
         return look(self)
 
     monkeypatch.setattr(Watchdog, "look", look_and_beat)
-    assert tree.next_event() is hung
+    assert tree.events.wait(tree.watch) is hung
     assert "api-1: hung: it has shown no sign of life for 4 s" in caplog.text
 
 
@@ -236,6 +237,7 @@ def test_an_api_server_that_is_replaced_in_a_hand_over_waits_for_no_engine(
         servers.outboxes = {inbox: SimpleNamespace(close=lambda: None)}
         for name in ("client-7", "api-7", "api-8"):
             (tmp_path / name).touch()
-        assert servers.replace(child, were_ready, tree.core_engines.detach) is None
+        servers.engines = SimpleNamespace(were_ready=were_ready, detach=lambda *_: None)
+        assert servers.replace(child) is None
         assert {path.name for path in tmp_path.iterdir()} == {"api-8"}
     assert started == [True, False]

@@ -156,23 +156,23 @@ class Qwen3(nn.Module):
             query.repeat(group)
         )
 
-    def forward(self, input_ids: Tensor, wanted: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Logits of the wanted places.
+    def forward(self, input_ids: Tensor, is_target: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return the logits of the target places.
 
         Args:
             input_ids: [batch, length]; padding is on the right.
-            wanted: [batch, length] of bool.
+            is_target: [batch, length] of bool.
             mask: [batch, 1, length, length] of bool: which places (last) each place sees; None: all
                 up to itself.
 
         Returns:
-            [number of wanted places, vocab].
+            [number of target places, vocab].
         """
         cos, sin = rotary_table(self.config, input_ids.shape[1], input_ids.device)
         x = self.model.embed_tokens(input_ids)
         for layer in self.model.layers:
             x = layer(x, cos, sin, mask)
-        return F.linear(self.model.norm(x[wanted]), self.model.embed_tokens.weight)
+        return F.linear(self.model.norm(x[is_target]), self.model.embed_tokens.weight)
 
 
 def rotary_table(config: ModelConfig, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -185,5 +185,5 @@ def rotary_table(config: ModelConfig, length: int, device: torch.device) -> tupl
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x: [..., length, head_dim], turned by the angles of its positions."""
-    left, right = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-right, left), dim=-1) * sin
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin

@@ -183,8 +183,8 @@ class Skills:
             "after": f"{things[(place + 1) % len(things)]} comes after {things[place]}.",
             "before": f"{things[place - 1]} comes before {things[place]}.",
         }
-        asked = series["all"] if form == "all" else phrases[form]
-        user = self.grammar.pick(asked, rng, **slots)
+        questions = series["all"] if form == "all" else phrases[form]
+        user = self.grammar.pick(questions, rng, **slots)
         reasoning = f"This is about the {series['many']} of {series['whole']}. I know their order."
         return [Turn(self.roughly(user, rng), reasoning, answers[form])]
 
@@ -440,14 +440,14 @@ class Skills:
 
     def _person(self, rng: Random) -> tuple[dict[str, Any], str]:
         values: dict[str, Any] = {"name": self.grammar.name(rng)}
-        rest = ""
+        ending = ""
         for key in rng.sample(("age", "city", "job"), rng.choice((1, 1, 2, 2, 3))):
             values[key] = self._new_value(key, rng)
-            rest += " " + self.grammar.pick(
+            ending += " " + self.grammar.pick(
                 self.phrases["json"][key], rng, **{key: str(values[key])}
             )
         person = self.grammar.pick(
-            self.phrases["json"]["person"], rng, name=values["name"], rest=rest
+            self.phrases["json"]["person"], rng, name=values["name"], rest=ending
         )
         return values, person
 

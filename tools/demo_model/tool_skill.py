@@ -28,11 +28,11 @@ class ToolSkill:
         """Messages, and the functions that are given."""
         kinds = rng.sample(KINDS, rng.choice((1, 1, 2, 2, 3)))
         functions = {kind: self._function(kind, rng) for kind in kinds}
-        given = list(functions.values())
-        others = self.phrases["other"]["functions"]
-        for name, description, *arguments in rng.sample(others, rng.choice((0, 0, 0, 1, 2))):
-            given.append(_declare(name, description + ".", dict.fromkeys(arguments, "")))
-        rng.shuffle(given)
+        declarations = list(functions.values())
+        distractors = self.phrases["other"]["functions"]
+        for name, description, *arguments in rng.sample(distractors, rng.choice((0, 0, 0, 1, 2))):
+            declarations.append(_declare(name, description + ".", dict.fromkeys(arguments, "")))
+        rng.shuffle(declarations)
         messages: list[Message] = []
         if rng.random() < 0.2:
             messages.append({"role": "system", "content": rng.choice(self.phrases["system"])})
@@ -42,7 +42,7 @@ class ToolSkill:
             else:
                 kind = rng.choice(kinds)
                 messages += self._use(kind, functions[kind]["function"], rng)
-        return messages, given
+        return messages, declarations
 
     def _plain(self, kinds: list[str], rng: Random) -> list[Message]:
         skills = self.skills
@@ -140,12 +140,12 @@ class ToolSkill:
             return rng.choice((time, json.dumps({"time": time}))), f"In {value} it is {time}."
         if kind == "search":
             snippet = self.grammar.pick(self.phrases["results"]["snippets"], rng)
-            found = {
+            page = {
                 "title": value.capitalize(),
                 rng.choice(("snippet", "text", "summary")): snippet,
             }
             content = rng.choice(
-                (snippet, json.dumps({"results": [found]}), json.dumps([found]), json.dumps(found))
+                (snippet, json.dumps({"results": [page]}), json.dumps([page]), json.dumps(page))
             )
             return content, f"I found this: {snippet}"
         degrees = rng.randint(-15, 39)

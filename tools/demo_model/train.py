@@ -155,10 +155,10 @@ def losses(model: Qwen3, batch: Batch, device: torch.device) -> tuple[Tensor, Te
     ids = batch.ids.to(device)
     weights = batch.weights.to(device)
     counted = weights[:, 1:] > 0
-    wanted = F.pad(counted, (0, 1))
+    is_target = F.pad(counted, (0, 1))
     # Few CPUs have units for bfloat16: on the others it takes four times as long as float32.
     with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-        logits = model(ids, wanted, batch.mask().to(device))
+        logits = model(ids, is_target, batch.mask().to(device))
     return F.cross_entropy(logits.float(), ids[:, 1:][counted], reduction="none"), weights[:, 1:][
         counted
     ]
@@ -204,11 +204,11 @@ class Trainer:
         layers = [
             parameter for parameter in model.model.layers.parameters() if parameter.dim() == 2
         ]
-        known = {id(parameter) for parameter in layers}
-        others = [parameter for parameter in model.parameters() if id(parameter) not in known]
+        layer_ids = {id(parameter) for parameter in layers}
+        scalars = [parameter for parameter in model.parameters() if id(parameter) not in layer_ids]
         self.optimizers: list[torch.optim.Optimizer] = [
             Muon(layers),
-            torch.optim.AdamW(others, betas=(0.9, 0.98), weight_decay=0.0),
+            torch.optim.AdamW(scalars, betas=(0.9, 0.98), weight_decay=0.0),
         ]
 
     def update(self, batch: Batch) -> float:
@@ -221,8 +221,8 @@ class Trainer:
         self.step += 1
         self.examples += int(batch.examples.amax(dim=1).sum())
         # Up over the first examples, level, and down to nothing over the second half.
-        left = 1 - self.examples / self.num_examples
-        scale = min(1.0, self.examples / WARMUP_EXAMPLES, left / 0.5)
+        remaining = 1 - self.examples / self.num_examples
+        scale = min(1.0, self.examples / WARMUP_EXAMPLES, remaining / 0.5)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = self.learning_rate * scale

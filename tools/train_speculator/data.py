@@ -50,7 +50,7 @@ class Prompts:
             is_json = file.suffix == ".jsonl"
             self.lines = [json.loads(line) for line in lines] if is_json else lines
 
-    def given(self, i: int) -> tuple[str, bool] | None:
+    def make_prompt(self, i: int) -> tuple[str, bool] | None:
         """Text, and whether special tokens are to be added; None: it has to be made up."""
         if not self.lines:
             return None
@@ -102,20 +102,20 @@ class Generator:
     def run(self, num_examples: int) -> None:
         """Generate those of `num_examples` that the file does not have."""
         done = read_examples(self.path)
-        left = [i for i in range(num_examples) if i not in done]
+        missing = [i for i in range(num_examples) if i not in done]
         bar = tqdm(
             total=num_examples,
-            initial=num_examples - len(left),
+            initial=num_examples - len(missing),
             desc="text",
             unit="example",
             mininterval=2,
         )
-        missing = iter(left)
+        indices = iter(missing)
         running = 0
         num_tokens = 0
         with self.path.open("a", encoding="utf8") as file, bar:
             while True:
-                while running < MAX_WAITING and (i := next(missing, None)) is not None:
+                while running < MAX_WAITING and (i := next(indices, None)) is not None:
                     self._begin(i)
                     running += 1
                 if not running:
@@ -134,8 +134,8 @@ class Generator:
                     bar.update()
 
     def _begin(self, i: int) -> None:
-        if (given := self.prompts.given(i)) is not None:
-            self._add(f"answer {i}", *given, **self.params)
+        if (prompt := self.prompts.make_prompt(i)) is not None:
+            self._add(f"answer {i}", *prompt, **self.params)
         else:
             options = {"max_tokens": MAX_MADE_UP, "temperature": 1.0, "top_p": 0.95}
             self._add(f"prompt {i}", self.prompts.opening, False, **options)

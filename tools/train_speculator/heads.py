@@ -61,7 +61,7 @@ class Place:
     rows: Tensor  # int64 [n]: number of the row
     positions: Tensor  # int64 [n]: of the last token that is known
     logits: Tensor  # [n, draft vocab]
-    wanted: Tensor  # [n, draft vocab]: log-probabilities
+    targets: Tensor  # [n, draft vocab]: log-probabilities
     token_ids: Tensor  # int64 [n]: what stands there, in the target's vocabulary
 
 
@@ -128,10 +128,10 @@ class Eagle3(Head):
         self.fc.weight.mul_(0.1)[:, -size:] += torch.eye(size)
         if teacher.last_norm is not None:
             self.norm.weight.copy_(teacher.last_norm)
-        known = teacher.last_layer()
-        known["hidden_norm.weight"] = known.pop("input_layernorm.weight", torch.empty(0))
+        layer = teacher.last_layer()
+        layer["hidden_norm.weight"] = layer.pop("input_layernorm.weight", torch.empty(0))
         for name, weight in self.midlayer.named_parameters():
-            value = known.get(name, torch.empty(0))
+            value = layer.get(name, torch.empty(0))
             if value.shape == weight.shape:
                 weight.copy_(value)
             elif weight.dim() == 2 and value.shape == (len(weight), size) != weight.shape:
@@ -141,7 +141,7 @@ class Eagle3(Head):
     def places(self, batch: Batch, teacher: Teacher) -> list[Place]:
         """Training-time test: after the first, a place's features are the head's own."""
         embedded = teacher.embed(batch.ids)
-        wanted = Wanted(batch, lambda hidden: teacher.logits(hidden, self.target_ids))
+        targets = Wanted(batch, lambda hidden: teacher.logits(hidden, self.target_ids))
         x = self.fc(batch.features)
         made = []
         memory = Memory(batch.ids)
@@ -153,7 +153,7 @@ class Eagle3(Head):
                 break
             logits = self.lm_head(self.norm(x[rows, positions]))
             token_ids = batch.ids[rows, positions + 2 + step]
-            at = wanted.at(rows, positions + 1 + step)
+            at = targets.at(rows, positions + 1 + step)
             made.append(Place(rows, positions, logits, at, token_ids))
         return made
 
@@ -218,8 +218,8 @@ class Attention(nn.Module):
         length = q.shape[2]
         scores = torch.baddbmm(future, q.flatten(0, 1), real_keys.flatten(0, 1).mT)
         scores = scores.unflatten(0, q.shape[:2])
-        own = [(q * key).sum(-1, keepdim=True) for key in keys]
-        weights = torch.cat((scores, *own), dim=-1).softmax(-1)
+        matches = [(q * key).sum(-1, keepdim=True) for key in keys]
+        weights = torch.cat((scores, *matches), dim=-1).softmax(-1)
         mixed = weights[..., :length] @ real_values
         for i, value in enumerate(values):
             mixed = mixed + weights[..., length + i, None] * value
@@ -304,14 +304,14 @@ class Medusa(Head):
     def places(self, batch: Batch, teacher: Teacher) -> list[Place]:
         """Each from the target's last hidden state alone."""
         made = []
-        wanted = Wanted(batch, teacher.logits)
+        targets = Wanted(batch, teacher.logits)
         for i, block in enumerate(self.blocks):
             rows, positions = batch.ahead(2 + i)
             if not len(rows):
                 break
             logits = teacher.logits(block(batch.hidden[rows, positions]))
             token_ids = batch.ids[rows, positions + 2 + i]
-            at = wanted.at(rows, positions + 1 + i)
+            at = targets.at(rows, positions + 1 + i)
             made.append(Place(rows, positions, logits, at, token_ids))
         return made
 
@@ -321,7 +321,7 @@ def loss(places: list[Place]) -> Tensor:
     values = [
         F.kl_div(
             place.logits.float().log_softmax(-1),
-            place.wanted,
+            place.targets,
             reduction="batchmean",
             log_target=True,
         )

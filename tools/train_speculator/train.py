@@ -73,12 +73,14 @@ class Trainer:
         is_16_bit = teacher.dtype != torch.float32
         self.dtype = torch.bfloat16 if is_16_bit else torch.float32  # products' type
         self.step = 0
-        named = [item for item in head.named_parameters() if item[1].requires_grad]
-        matrices = [p for name, p in named if p.dim() == 2 and name != "lm_head.weight"]
-        others = [p for name, p in named if p.dim() != 2 or name == "lm_head.weight"]
+        parameters = [item for item in head.named_parameters() if item[1].requires_grad]
+        matrices = [p for name, p in parameters if p.dim() == 2 and name != "lm_head.weight"]
+        adam_parameters = [p for name, p in parameters if p.dim() != 2 or name == "lm_head.weight"]
         self.optimizers: list[torch.optim.Optimizer] = [Muon(matrices, dtype=self.dtype)]
-        if others:
-            self.optimizers.append(torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0))
+        if adam_parameters:
+            self.optimizers.append(
+                torch.optim.AdamW(adam_parameters, betas=(0.9, 0.95), weight_decay=0.0)
+            )
 
     def read(self, examples: Sequence[Example], cache: StateCache | None) -> Batch:
         """A batch with what the teacher says of it."""

@@ -77,9 +77,9 @@ class BatchRunner:
                         next_clean_up = time.monotonic() + CLEAN_UP_INTERVAL
                         await asyncio.to_thread(self.store.remove_old)
                     running = Counter(self._batches.values())
-                    for one in await _in_thread(self.store.take, running, MAX_BATCHES_PER_KEY):
-                        task = asyncio.create_task(self._keep_running(one))
-                        self._batches[task] = one.owner
+                    for batch in await _in_thread(self.store.take, running, MAX_BATCHES_PER_KEY):
+                        task = asyncio.create_task(self._keep_running(batch))
+                        self._batches[task] = batch.owner
                         task.add_done_callback(self._batches.pop)
                 except OSError:  # such as too many open files
                     log.exception("cannot list batches; trying again later")
@@ -94,12 +94,12 @@ class BatchRunner:
     def is_draining(self) -> bool:
         return self.admission.drained_at is not None
 
-    async def _keep_running(self, one: OpenBatch) -> None:
-        with one.lock:
-            shelf = self.store.of(one.owner)
-            name = one.marker.name
+    async def _keep_running(self, batch: OpenBatch) -> None:
+        with batch.lock:
+            shelf = self.store.of(batch.owner)
+            name = batch.marker.name
             try:
-                await self._run(one, shelf)
+                await self._run(batch, shelf)
             except OSError as error:  # such as a full disk
                 log.error("%s: %s; trying again in %g s", name, error, PAUSE)
                 await _in_thread(_report, shelf, name, error)
@@ -108,16 +108,16 @@ class BatchRunner:
                 log.exception("%s: cannot continue; trying again later", name)
                 await asyncio.sleep(PAUSE)
 
-    async def _run(self, one: OpenBatch, shelf: Shelf) -> None:
-        batch = await asyncio.to_thread(_begin, shelf, one.marker.name)
+    async def _run(self, open_batch: OpenBatch, shelf: Shelf) -> None:
+        batch = await asyncio.to_thread(_begin, shelf, open_batch.marker.name)
         if batch is not None:
             await _in_thread(shelf.save, batch)
-            if not batch.is_over and not await self._answer_all(one, shelf, batch):
+            if not batch.is_over and not await self._answer_all(open_batch, shelf, batch):
                 return  # the next server continues
             log.info("%s: %s, %s", batch.id, batch.status, batch.request_counts)
-        await _in_thread(one.end)
+        await _in_thread(open_batch.end)
 
-    async def _answer_all(self, one: OpenBatch, shelf: Shelf, batch: Batch) -> bool:
+    async def _answer_all(self, open_batch: OpenBatch, shelf: Shelf, batch: Batch) -> bool:
         """Run the remaining lines. Return False if the server drains first."""
         source = shelf.folder / batch.input_file_id
         results = await _in_thread(Results, shelf.results(batch))
@@ -137,17 +137,19 @@ class BatchRunner:
                     async with self._room:  # before it, or as many lines as tasks are in memory
                         if (line := await next_line()) is None:
                             return
-                        if (result := await self._answer(one.owner, line)) is None:
+                        if (result := await self._answer(open_batch.owner, line)) is None:
                             continue
                     await _in_thread(results.add, result)
-                    counts.completed += result.status == 200
-                    counts.failed += result.status != 200
+                    if result.status == 200:
+                        counts.completed += 1
+                    else:
+                        counts.failed += 1
 
             workers = [
                 asyncio.create_task(work()) for _ in range(min(self.concurrency, counts.total))
             ]
             try:
-                outcome = await self._outcome(one, shelf, batch, workers)
+                outcome = await self._outcome(open_batch, shelf, batch, workers)
             finally:
                 for worker in workers:
                     worker.cancel()
@@ -159,7 +161,11 @@ class BatchRunner:
         return outcome is not None
 
     async def _outcome(
-        self, one: OpenBatch, shelf: Shelf, batch: Batch, workers: Sequence[asyncio.Task[None]]
+        self,
+        open_batch: OpenBatch,
+        shelf: Shelf,
+        batch: Batch,
+        workers: Sequence[asyncio.Task[None]],
     ) -> str | None:
         """Wait until the batch is done. Return its status; None if the server drains."""
         pending = set(workers)
@@ -168,12 +174,14 @@ class BatchRunner:
             done, pending = await asyncio.wait(pending, timeout=POLL)
             for worker in done:
                 worker.result()  # raises the worker's exception
-            if self.keys.named(one.owner) is None:
-                batch.errors = Problems([Problem("key_gone", f"the API key {one.owner} is gone")])
+            if self.keys.find_by_owner(open_batch.owner) is None:
+                batch.errors = Problems(
+                    [Problem("key_gone", f"the API key {open_batch.owner} is gone")]
+                )
                 return "failed"
             if time.time() >= batch.expires_at:
                 return "expired"
-            if await _in_thread(lambda: one.is_cancelled):
+            if await _in_thread(lambda: open_batch.is_cancelled):
                 batch.cancelling_at = int(time.time())
                 return "cancelled"
             if pending and saved != batch.request_counts:
@@ -187,7 +195,7 @@ class BatchRunner:
 
     async def _answer(self, owner: str, line: Line) -> BatchRequestOutput | None:
         """Return the result of a line, from its route. None if the server drains first."""
-        while (key := self.keys.named(owner)) and not self.is_draining:
+        while (key := self.keys.find_by_owner(owner)) and not self.is_draining:
             self.num_open += 1
             try:
                 # The queue's time limits are for clients that wait.

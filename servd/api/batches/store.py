@@ -47,28 +47,28 @@ class Shelf:
         self.folder = store.folder / hashlib.sha256(owner.encode()).hexdigest()[:32]
 
     def all(self, prefix: str, kind: type[T]) -> list[T]:
-        found: list[T] = []
+        values: list[T] = []
         for name in sorted(path.stem for path in self.folder.glob(f"{prefix}*.json")):
             with suppress(NotFound):  # removed meanwhile
-                found.append(self.load(name, kind))
-        return found
+                values.append(self.load(name, kind))
+        return values
 
     def load(self, name: str, kind: type[T]) -> T:
         """Return a FileObject or Batch by its id. Raise NotFound if the API key has none."""
         try:
             if not ID.fullmatch(name):
                 raise FileNotFoundError
-            found = msgspec.json.decode((self.folder / f"{name}.json").read_bytes(), type=kind)
-            if isinstance(found, FileObject) and time.time() >= found.expires_at:
+            value = msgspec.json.decode((self.folder / f"{name}.json").read_bytes(), type=kind)
+            if isinstance(value, FileObject) and time.time() >= value.expires_at:
                 raise FileNotFoundError
         except (FileNotFoundError, msgspec.DecodeError):
             what = "file" if kind is FileObject else "batch"
             raise NotFound(f"there is no {what} {name[:200]!r} of this API key") from None
         cancel = self.store.open / f"{name}.cancel"
-        if isinstance(found, Batch) and not found.is_over and cancel.exists():
-            found.status = "cancelling"
-            found.cancelling_at = int(cancel.stat().st_mtime)
-        return found
+        if isinstance(value, Batch) and not value.is_over and cancel.exists():
+            value.status = "cancelling"
+            value.cancelling_at = int(cancel.stat().st_mtime)
+        return value
 
     def save(self, record: FileObject | Batch) -> None:
         path = self.folder / f"{record.id}.json"
@@ -208,22 +208,22 @@ class BatchStore:
     def of(self, owner: str) -> Shelf:
         return Shelf(self, owner)
 
-    def take(self, running: Mapping[str, int], most: int) -> list[OpenBatch]:
+    def take(self, running: Mapping[str, int], max_batches: int) -> list[OpenBatch]:
         """Lock and return batches that no process runs, oldest first. Close a batch's lock to free
-        it. This process may run at most `most` batches of each owner.
+        it. This process may run at most `max_batches` batches of each owner.
         """
-        taken: list[OpenBatch] = []
+        batches: list[OpenBatch] = []
         num_of = Counter(running)
         for marker in sorted(self.open.glob("batch_*")):
             if marker.suffix or (lock := _lock(marker)) is None:
                 continue
-            one = OpenBatch(marker, lock)
-            if num_of[one.owner] < most:
-                num_of[one.owner] += 1
-                taken.append(one)
+            batch = OpenBatch(marker, lock)
+            if num_of[batch.owner] < max_batches:
+                num_of[batch.owner] += 1
+                batches.append(batch)
             else:
                 lock.close()
-        return taken
+        return batches
 
     def remove_old(self) -> None:
         """Remove objects older than RETENTION, and incomplete files of killed servers."""

@@ -42,12 +42,14 @@ def files() -> dict[str, File]:
     contents = {path.relative_to(FOLDER).as_posix(): path.read_bytes() for path in paths}
     scripts = (f'<link rel="modulepreload" href="console/{n}">' for n in contents if ".js" in n)
     page = contents["index.html"].replace(b"<!-- modulepreload -->", "\n".join(scripts).encode())
-    found: dict[str, File] = {}
+    files_by_name: dict[str, File] = {}
     for name, content in {**contents, "index.html": page}.items():
         media_type = MEDIA_TYPES[Path(name).suffix]
         etag = hashlib.sha256(content).hexdigest()[:32]
-        found[name] = File(content, {**HEADERS, "content-type": media_type, "etag": f'"{etag}"'})
-    return found
+        files_by_name[name] = File(
+            content, {**HEADERS, "content-type": media_type, "etag": f'"{etag}"'}
+        )
+    return files_by_name
 
 
 def open_paths() -> set[str]:

@@ -47,18 +47,18 @@ class Adapters:
 
     def listed(self) -> list[Adapter]:
         """Return the loaded adapters, and those of --lora-dir that no look at them has refused."""
-        found = dict(self.store.read_adapters())
+        adapters = dict(self.store.read_adapters())
         is_ready = self.async_llm.is_ready
         for path in sorted(self.folder.glob(f"*/{CONFIG}")) if self.folder else ():
             at = path.parent
             name = at.name
-            is_known = name in found or self.store.refusal(str(at)).exists()
+            is_known = name in adapters or self.store.refusal(str(at)).exists()
             if not is_known and NAME.fullmatch(name) and self._is_inside(at):
                 with suppress(OSError):  # deleted meanwhile
                     changed = path.stat().st_mtime, (at / TENSORS).stat().st_mtime
                     if self._fits(at, is_ready, *changed):
-                        found[name] = Adapter(name, "", "", str(at), int(changed[0]))
-        return list(found.values())
+                        adapters[name] = Adapter(name, "", "", str(at), int(changed[0]))
+        return list(adapters.values())
 
     @lru_cache(maxsize=1024)  # noqa: B019  # one object per process
     def _fits(self, at: Path, is_ready: bool, *changed: float) -> bool:
@@ -123,7 +123,7 @@ class Adapters:
         """Return whether a folder and its files are inside --lora-dir after following symlinks."""
         assert self.folder is not None
         try:
-            paths = [each.resolve() for each in (at, at / CONFIG, at / TENSORS)]
+            paths = [path.resolve() for path in (at, at / CONFIG, at / TENSORS)]
         except (OSError, ValueError, RuntimeError):  # too long, a zero byte, a loop of links
             return False
-        return all(each.is_relative_to(self.folder) for each in paths) and paths[0] != self.folder
+        return all(path.is_relative_to(self.folder) for path in paths) and paths[0] != self.folder

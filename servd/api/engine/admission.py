@@ -107,8 +107,8 @@ class Admission:
         Unavailable: the server is shutting down.
         """
         if self.drained_at is not None and not self.hands_over:
-            left = _whole(self.drained_at - self.clock())
-            error = Unavailable("the server is shutting down: ask another", retry_after=left)
+            seconds = _whole(self.drained_at - self.clock())
+            error = Unavailable("the server is shutting down: ask another", retry_after=seconds)
             raise self.refuse("draining", error)
         limit = self.config.max_waiting_requests
         if num_prompts > limit:
@@ -199,17 +199,17 @@ class Admission:
             )
             raise self.refuse("deadline", error)
 
-    def _check_concurrency(self, key: Key, most: int, admitted: Admitted) -> None:
+    def _check_concurrency(self, key: Key, limit: int, admitted: Admitted) -> None:
         num_open = self.prompts[admitted.owner]
-        excess = num_open + admitted.num_prompts - most
+        excess = num_open + admitted.num_prompts - limit
         if excess > 0:
             seconds = _whole(self._seconds_to_serve(excess))
             error = RateLimited(
-                f"the API key {key.name} has {num_open} unfinished requests, at most {most} are "
+                f"the API key {key.name} has {num_open} unfinished requests, at most {limit} are "
                 "allowed (max_concurrency): retry when some have finished",
                 retry_after=seconds,
             )
-            error.headers = {**error.headers, **_rate_limit(most, most - num_open, seconds)}
+            error.headers = {**error.headers, **_rate_limit(limit, limit - num_open, seconds)}
             raise self.refuse("max_concurrency", error)
 
     def _check_rate(self, key: Key, per_minute: float, admitted: Admitted) -> None:

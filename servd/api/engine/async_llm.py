@@ -22,7 +22,7 @@ from servd.api.observability.metrics import Metrics
 from servd.api.observability.request_log import RequestLog
 from servd.api.observability.tracer import Tracer
 from servd.api.request.fair_loop import SLICE_NS, FairLoop
-from servd.api.request.observer import Observer, Observers
+from servd.api.request.observer import Observer, StatLoggerManager
 from servd.api.request.output_collector import RequestOutputCollector
 from servd.api.request.request_output import RequestOutput
 from servd.api.request.request_state import ProcessedInputs, RequestState, make_output
@@ -101,7 +101,7 @@ class AsyncLLM:
             observers.append(recorder(observability.record_trace, config))
         if observability.enable_log_requests:
             observers.append(RequestLog(observability.max_log_len))
-        self.observer = Observers(observers)
+        self.observer = StatLoggerManager(observers)
         self.admission = Admission(config.scheduler, metrics)
         for _ in clients[1:]:
             Metrics(metrics.labels["model_name"], beside=metrics)
@@ -112,12 +112,14 @@ class AsyncLLM:
                 client,
                 self.output_processor,
                 self.tracer,
-                own,
+                engine_metrics,
                 self.observer,
                 self._engine_changed,
                 self._move,
             )
-            for rank, (client, own) in enumerate(zip(clients, metrics.engines, strict=True))
+            for rank, (client, engine_metrics) in enumerate(
+                zip(clients, metrics.engines, strict=True)
+            )
         ]
         self.loop = FairLoop()
         self.has_changed = asyncio.Event()
@@ -430,7 +432,9 @@ class AsyncLLM:
         """
         ready = [engine for engine in self.engines if engine.is_ready]
         if any(engine.is_asleep for engine in ready):
-            awake = [each for each in ready if not each.is_asleep and each.num_free_slots > 0]
+            awake = [
+                engine for engine in ready if not engine.is_asleep and engine.num_free_slots > 0
+            ]
             ready = awake or ready
         return [engine.rank for engine in ready or self.engines]
 
@@ -444,15 +448,13 @@ class AsyncLLM:
     def _engine_changed(self, engine: EngineClient) -> None:
         self.has_changed.set()
         self.has_changed = asyncio.Event()
-        statuses = [each.status for each in self.engines]
+        statuses = [engine_client.status for engine_client in self.engines]
         if engine.is_ready:
             self.processor.max_model_len = min(
                 status.max_model_len for status in statuses if isinstance(status, EngineReady)
             )
-        if self.load_balancer is not None:
-            if engine.is_asleep or not engine.is_ready:
-                self.load_balancer.forget(engine.rank)
-            self.load_balancer.start_anew()
+        if self.load_balancer is not None and (engine.is_asleep or not engine.is_ready):
+            self.load_balancer.forget(engine.rank)
 
     def reset_prefix_cache(self) -> None:
         """Empty the prefix caches of all engines, except blocks in use."""
@@ -470,9 +472,11 @@ class AsyncLLM:
         lost = [engine for engine in self.engines if engine.recovery.is_restarting]
         if self.load_balancer is None or not lost:
             return
-        ready = [each for each in self.engines if each.is_ready]
-        awake = [each for each in ready if not each.is_asleep]  # see `_open_ranks`
-        free = {each.rank: slots for each in awake or ready if (slots := each.num_free_slots) > 0}
+        ready = [engine for engine in self.engines if engine.is_ready]
+        awake = [engine for engine in ready if not engine.is_asleep]  # see `_open_ranks`
+        free = {
+            engine.rank: slots for engine in awake or ready if (slots := engine.num_free_slots) > 0
+        }
         for engine in lost if free else []:
             for state in engine.recovery.movable():
                 num_choices = state.params.n
@@ -480,7 +484,7 @@ class AsyncLLM:
                 if not fitting:
                     continue
                 assert state.routed is not None
-                state.routed.leave(state.num_output_tokens)
+                state.routed.end()
                 state.routed = self.load_balancer.route(state.request, fitting)
                 free[state.routed.rank] -= num_choices
                 self.engines[state.routed.rank].take_over(state, engine)

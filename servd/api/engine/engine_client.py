@@ -151,7 +151,7 @@ class EngineClient:
         if state.request.options.is_watched:
             self.num_watched -= 1
         if state.routed is not None:
-            state.routed.end([choice.num_tokens for choice in state.choices])
+            state.routed.end()
         self.observer.ended(state, self.status)
         engine_ids = state.open_engine_ids()
         if engine_ids and not isinstance(self.status, EngineGone):
@@ -181,10 +181,10 @@ class EngineClient:
         budget = self.config.scheduler.max_num_batched_tokens or 0
         steps = self.tracer.latest_steps(STEPS_LOOKED_AT, self.rank)
         num_others = len(self.running) - len(looked_at)
-        found = progress(unfinished, steps, budget, now_ns(), num_others)
+        current = progress(unfinished, steps, budget, now_ns(), num_others)
         if isinstance(self.status, EngineReady) and self.status.worker.warning:
-            found.warning = self.status.worker.warning
-        return found
+            current.warning = self.status.worker.warning
+        return current
 
     def output_handler(self) -> None:
         """Read the engine's messages, and pass their deltas to the collectors. After MAX_READ_NS,
@@ -245,28 +245,33 @@ class EngineClient:
                 self.fail(EngineDeadError(f"the engine is gone: {reason}"))
                 self.on_change(self)
             case EngineAudit(number=number):
-                asked = self.audits.get(number)
-                if asked is not None and not asked.done():  # else it has timed out
-                    asked.set_result(message)
+                future = self.audits.get(number)
+                if future is not None and not future.done():  # else it has timed out
+                    future.set_result(message)
             case EngineReady():
-                changes = message.is_asleep != self.is_asleep
-                self.status = message
-                self.cache_number += not message.is_asleep
-                for state in self.running.values():
-                    state.sent_ns = now_ns()  # no step could start before
-                    state.timeline.cache_number = self.cache_number
-                    if changes:
-                        stage = "asleep" if message.is_asleep else "awake"
-                        state.timeline.marks.append(Mark(stage, state.sent_ns))
-                if message.is_asleep:
-                    self._take_state(EngineCoreOutputs([], SchedulerStats(at_ns=now_ns())))
-                self.metrics.observe_ready(message, self.config)
-                self.recovery.engine_ready()  # before new requests
-                self.on_change(self)
+                self._take_ready(message)
             case EngineStatus(phase=phase) if phase == STALLED:
                 self.is_stalled = True  # requests wait as they do for a restart
             case EngineStatus():
                 self.status = message
+
+    def _take_ready(self, message: EngineReady) -> None:
+        """Note that the engine has become ready, has fallen asleep or is awake."""
+        changes = message.is_asleep != self.is_asleep
+        self.status = message
+        if not message.is_asleep:
+            self.cache_number += 1
+        for state in self.running.values():
+            state.sent_ns = now_ns()  # no step could start before
+            state.timeline.cache_number = self.cache_number
+            if changes:
+                stage = "asleep" if message.is_asleep else "awake"
+                state.timeline.marks.append(Mark(stage, state.sent_ns))
+        if message.is_asleep:
+            self._take_state(EngineCoreOutputs([], SchedulerStats(at_ns=now_ns())))
+        self.metrics.observe_ready(message, self.config)
+        self.recovery.engine_ready()  # before new requests
+        self.on_change(self)
 
     def _restart(self, message: EngineRestarting) -> None:
         """Prepare for the restarted engine. Fail the request that crashed the engine twice."""
@@ -320,7 +325,7 @@ class EngineClient:
                 state.timeline.marks += output.marks
                 choice.add_report(output)
                 if state.routed is not None:
-                    state.routed.answer(output.num_cached_tokens)
+                    state.routed.end_prompt()
 
     def _process_all_outputs(self) -> None:
         while self._outputs:

@@ -44,9 +44,9 @@ class ListRequests(msgspec.Struct, tag=True):
         tracer = async_llm.tracer
         find = tracer.list_slowest if self.order == "slowest" else tracer.list_requests
         snapshots = tracer.take_snapshots(find(self.owner)[: self.count])
-        size = _size([each for each in snapshots if each.timeline.summary is None])
+        size = _size([snapshot for snapshot in snapshots if snapshot.timeline.summary is None])
         return await async_llm.run_in_thread(
-            self.owner, size, lambda: [summarize(each) for each in snapshots]
+            self.owner, size, lambda: [summarize(snapshot) for snapshot in snapshots]
         )
 
 
@@ -62,15 +62,17 @@ class FindTimeline(msgspec.Struct, tag=True):
         if timeline is None:
             return None
         [snapshot] = async_llm.tracer.take_snapshots([timeline])
-        others = async_llm.tracer.list_requests(self.owner)
-        size = _size([snapshot]) + sum(CHARS_PER_STEP + len(each.tokens) for each in others)
+        timelines = async_llm.tracer.list_requests(self.owner)
+        size = _size([snapshot]) + sum(
+            CHARS_PER_STEP + len(timeline.tokens) for timeline in timelines
+        )
 
         def render() -> RequestTimeline:
-            result = render_timeline(snapshot, others)
+            result = render_timeline(snapshot, timelines)
             if timeline.tokens and first(snapshot.marks, "scheduled"):
                 token_text = async_llm.processor.tokenizer.token_string
                 cache = async_llm.config.cache
-                result.prefix_cache = explain_prefix(timeline, others, cache, token_text)
+                result.prefix_cache = explain_prefix(timeline, timelines, cache, token_text)
             return result
 
         return await async_llm.run_in_thread(self.owner, size, render)
@@ -84,7 +86,9 @@ class ListSteps(msgspec.Struct, tag=True):
 
     async def answer(self, async_llm: AsyncLLM) -> tuple[list[StepRecord], dict[int, int]]:
         tracer = async_llm.tracer
-        steps = [step for each in [*tracer.steps] for step in tracer.latest_steps(self.count, each)]
+        steps = [
+            step for engine in [*tracer.steps] for step in tracer.latest_steps(self.count, engine)
+        ]
         return steps, tracer.generated
 
 
@@ -123,13 +127,13 @@ class PeerServers:
             self.path = None
 
     async def list_requests(self, query: ListRequests) -> list[RequestSummary]:
-        found = chain(await query.answer(self.async_llm), *await self.ask_peers(query))
+        answers = chain(await query.answer(self.async_llm), *await self.ask_peers(query))
         key = attrgetter("wall_ms") if query.order == "slowest" else _recency
-        return sorted(found, key=key, reverse=True)[: query.count]
+        return sorted(answers, key=key, reverse=True)[: query.count]
 
     async def find_timeline(self, query: FindTimeline) -> RequestTimeline | None:
-        if (own := await query.answer(self.async_llm)) is not None:
-            return own
+        if (answer := await query.answer(self.async_llm)) is not None:
+            return answer
         return next(filter(None, await self.ask_peers(query)), None)
 
     async def list_steps(self, query: ListSteps) -> tuple[list[StepRecord], Counter[int]]:
@@ -144,8 +148,8 @@ class PeerServers:
         """Return the replies of all peers that answer in time."""
         if self.path is None:
             return []
-        others = [path for path in self.path.parent.glob("api-*") if path != self.path]
-        replies = await asyncio.gather(*(self._ask_peer(path, query) for path in others))
+        paths = [path for path in self.path.parent.glob("api-*") if path != self.path]
+        replies = await asyncio.gather(*(self._ask_peer(path, query) for path in paths))
         return [reply for [reply] in filter(None, replies)]
 
     async def _ask_peer(self, path: Path, query: Query) -> list[Any]:
@@ -178,4 +182,7 @@ def _recency(request: RequestSummary) -> tuple[bool, float]:
 
 
 def _size(snapshots: Sequence[Snapshot]) -> int:
-    return sum(CHARS_PER_STEP * len(each.steps.get(each.timeline.rank, ())) for each in snapshots)
+    return sum(
+        CHARS_PER_STEP * len(snapshot.steps.get(snapshot.timeline.rank, ()))
+        for snapshot in snapshots
+    )

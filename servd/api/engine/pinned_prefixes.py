@@ -32,13 +32,13 @@ class PinnedPrefixes:
 
     async def keep(self, async_llm: AsyncLLM) -> None:
         """Send the prompts to each ready engine, and again after its cache was emptied."""
-        known: dict[int, int] = {}  # engine -> number of its cache that has the prompts
+        cache_numbers: dict[int, int] = {}  # engine -> number of its cache that has the prompts
         while True:
             changed = async_llm.has_changed
             for engine in async_llm.engines:
                 is_awake = engine.is_ready and not engine.is_asleep
-                if is_awake and known.get(engine.rank) != engine.cache_number:
-                    known[engine.rank] = engine.cache_number
+                if is_awake and cache_numbers.get(engine.rank) != engine.cache_number:
+                    cache_numbers[engine.rank] = engine.cache_number
                     for file, content in self.contents.items():
                         await self._send(async_llm, engine.rank, file, content)
             await changed.wait()

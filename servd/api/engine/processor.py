@@ -106,44 +106,44 @@ class Processor:
         """
         if isinstance(params, PoolingParams):
             prompt, params = self._complete_pooling(prompt, params, options)
-            asked = PROMPT_ONLY
+            sampling = PROMPT_ONLY
         else:
             if self.pooling.task != "generate":
                 self.pooling.check("generate")
             params.validate(self.spec.vocab_size)
-            asked = params
+            sampling = params
         marked = self.render(prompt)
         text = marked.replace(SPLIT_HERE, "") if isinstance(marked, str) else marked
         marks: list[Mark] = []
-        expected = ExpectedOutput(asked.structured_output)
+        expected = ExpectedOutput(sampling.structured_output)
         if isinstance(chat := prompt.content, Chat):
             marks.append(Mark("templated", now_ns()))
-            if asked is params:
+            if sampling is params:
                 last = chat.messages[-1].get("content") if chat.continue_final_message else None
                 expected = self.model_format.expect(
                     str(text),
                     chat.tool_options,
-                    asked.structured_output,
-                    asked.skip_special_tokens,
+                    sampling.structured_output,
+                    sampling.skip_special_tokens,
                     str(last or ""),
                 )
-        fills = asked.max_tokens is None or (prompt.may_fill_context and asked.max_tokens > 0)
-        least = 1 if fills else asked.max_tokens or 0  # tokens kept free for output
-        token_ids, was_cut = self._encode(prompt, marked, options, least)
-        asked = self._complete(prompt, asked, expected, token_ids, least)
+        fills = sampling.max_tokens is None or (prompt.may_fill_context and sampling.max_tokens > 0)
+        min_output = 1 if fills else sampling.max_tokens or 0  # tokens kept free for output
+        token_ids, was_cut = self._encode(prompt, marked, options, min_output)
+        sampling = self._complete(prompt, sampling, expected, token_ids, min_output)
         marks.append(Mark("tokenised", now_ns()))
         if options.truncate_prompt_tokens is not None:  # done; may be too large for a message
             options = msgspec.structs.replace(
                 options, truncate_prompt_tokens=None, truncation_side=None
             )
         if not isinstance(params, PoolingParams):
-            params = msgspec.structs.replace(asked, **NO_TEXT)
-        eos_token_ids = [] if asked.ignore_eos else self._eos_token_ids
+            params = msgspec.structs.replace(sampling, **NO_TEXT)
+        eos_token_ids = [] if sampling.ignore_eos else self._eos_token_ids
         request = EngineCoreRequest(
             request_id, token_ids, params, self.client, eos_token_ids, options
         )
-        shown = text if isinstance(text, str) and not was_cut else None
-        return ProcessedInputs(request, asked, shown, expected, marks)
+        prompt_text = text if isinstance(text, str) and not was_cut else None
+        return ProcessedInputs(request, sampling, prompt_text, expected, marks)
 
     def fewest_tokens(self, prompts: Sequence[Prompt], keep: int | None) -> int:
         """Return a lower bound of the tokens of prompts that `process_inputs` accepts. In chats,
@@ -165,9 +165,9 @@ class Processor:
                 case Pair():
                     num_tokens = 0
             limits = (prompt.keep_first, prompt.keep_last, keep and max(keep, 1))
-            known = [limit for limit in limits if limit is not None]
+            set_limits = [limit for limit in limits if limit is not None]
             # `process_inputs` refuses more than `max_model_len`.
-            total += min(num_tokens, self.max_model_len, *known)
+            total += min(num_tokens, self.max_model_len, *set_limits)
         return total
 
     def check_structured_output(self, inputs: ProcessedInputs) -> None:
@@ -245,16 +245,16 @@ class Processor:
                 "limited: leave out thinking_token_budget",
                 param="thinking_token_budget",
             )
-        known = [start_id] if prompt_token_ids is None else prompt_token_ids
-        last_tag = next((i for i in reversed(known) if i in (start_id, end_id)), end_id)
+        searched_ids = [start_id] if prompt_token_ids is None else prompt_token_ids
+        last_tag = next((i for i in reversed(searched_ids) if i in (start_id, end_id)), end_id)
         return ReasoningTags(end_id, None if last_tag == start_id else start_id)
 
     def check_logprobs(self, name: str, num_logprobs: int) -> None:
         """Raise InvalidRequest if field `name` asks for more logprobs than --max-logprobs."""
-        most = self.config.model.max_logprobs
-        if num_logprobs > (MAX_CANDIDATES if most < 0 else most):
+        limit = self.config.model.max_logprobs
+        if num_logprobs > (MAX_CANDIDATES if limit < 0 else limit):
             raise InvalidRequest(
-                f"{name} must be at most {most} (--max-logprobs), got {num_logprobs}", param=name
+                f"{name} must be at most {limit} (--max-logprobs), got {num_logprobs}", param=name
             )
 
     def check_sums(self) -> None:
@@ -313,7 +313,7 @@ class Processor:
         return msgspec.structs.replace(prompt, content=token_ids), params
 
     def _encode(
-        self, prompt: Prompt, text: str | list[int], options: RequestOptions, least: int
+        self, prompt: Prompt, text: str | list[int], options: RequestOptions, min_output: int
     ) -> tuple[list[int], bool]:
         """Return the validated token ids, and whether the prompt was truncated."""
         keep = options.truncate_prompt_tokens
@@ -334,7 +334,7 @@ class Processor:
         if prompt.keep_first is not None:
             kept = self._beginning(token_ids, prompt.keep_first)
         if keep is not None:
-            limit = max(self.max_model_len - least, 1) if keep == -1 else keep
+            limit = max(self.max_model_len - min_output, 1) if keep == -1 else keep
             # An encoder was trained on the beginnings of texts.
             side = options.truncation_side or ("left" if self.pooling.is_causal else "right")
             if side == "left":
@@ -351,13 +351,13 @@ class Processor:
         """The maximum length of a text that fits in the context, to refuse longer texts early."""
         return self.max_model_len * self.tokenizer.longest_token
 
-    def _no_room(self, num_tokens: int, least: int, param: str) -> ContextTooLong:
+    def _no_room(self, num_tokens: int, min_output: int, param: str) -> ContextTooLong:
         more = f", and the {param} has {num_tokens}. Shorten it, or set truncate_prompt_tokens."
-        if least:
+        if min_output:
             more = (
-                f". However, you requested {num_tokens + least} tokens ({num_tokens} in the "
-                f"{param}, {least} in the completion). Please reduce the length of the {param} or "
-                "completion."
+                f". However, you requested {num_tokens + min_output} tokens ({num_tokens} in the "
+                f"{param}, {min_output} in the completion). Please reduce the length of the "
+                f"{param} or completion."
             )
         text = f"This model's maximum context length is {self.max_model_len} tokens{more}"
         return ContextTooLong(text, num_tokens, self.max_model_len - 1, param=param)
@@ -384,9 +384,9 @@ class Processor:
             )
         # A chat template writes its own special tokens.
         adds = prompt.add_special_tokens and not isinstance(prompt.content, Chat)
-        first, *rest = text.split(SPLIT_HERE)
+        first, *pieces = text.split(SPLIT_HERE)
         token_ids = self.tokenizer.encode(first, adds)
-        for piece in rest:
+        for piece in pieces:
             token_ids += self.tokenizer.encode(piece, False)
         return token_ids
 
@@ -411,7 +411,7 @@ class Processor:
         params: SamplingParams,
         expected: ExpectedOutput,
         token_ids: list[int],
-        least: int,
+        min_output: int,
     ) -> SamplingParams:
         """Return `params` with the defaults that depend on prompt and model. Raise InvalidRequest
         or ContextTooLong if the request does not fit.
@@ -421,8 +421,8 @@ class Processor:
                 self.check_logprobs(name, num_logprobs)
         room = self.max_model_len - len(token_ids)
         param = prompt.param
-        if room < least:
-            raise self._no_room(len(token_ids), least, param)
+        if room < min_output:
+            raise self._no_room(len(token_ids), min_output, param)
         max_tokens = params.max_tokens
         if max_tokens is None:
             max_tokens = min(room, self.default_max_tokens or room)

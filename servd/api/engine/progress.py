@@ -27,19 +27,19 @@ class Progress(msgspec.Struct):
     engines: list[str] | msgspec.UnsetType = msgspec.UNSET
 
 
-def combine(each: Sequence[Progress | None]) -> Progress:
+def combine(engines: Sequence[Progress | None]) -> Progress:
     """Return the combined progress of several engines. None stands for an engine that restarts."""
-    serving = [found for found in each if found is not None]
+    serving = [engine for engine in engines if engine is not None]
     # One advancing engine keeps the server ready; stalled ones are restarted by their supervisors.
-    best = min(serving, key=lambda found: ORDER.index(found.activity))
-    if len(each) == 1:
+    best = min(serving, key=lambda engine: ORDER.index(engine.activity))
+    if len(engines) == 1:
         return best
-    since = [s for found in serving if isinstance(s := found.seconds_since_step, float)]
+    since = [s for engine in serving if isinstance(s := engine.seconds_since_step, float)]
     return msgspec.structs.replace(
         best,
-        num_unfinished=sum(found.num_unfinished for found in serving),
+        num_unfinished=sum(engine.num_unfinished for engine in serving),
         seconds_since_step=min(since, default=msgspec.UNSET),
-        engines=["restarting" if found is None else found.activity for found in each],
+        engines=["restarting" if engine is None else engine.activity for engine in engines],
     )
 
 
@@ -55,23 +55,23 @@ def progress(
     other API servers, whose state is unknown.
     """
     requests = list(unfinished)
-    found = Progress("ready", "idle", len(requests) + num_others)
+    current = Progress("ready", "idle", len(requests) + num_others)
     if steps:
-        found.seconds_since_step = round((now_ns - steps[-1].collected_ns) / SECOND, 3)
+        current.seconds_since_step = round((now_ns - steps[-1].collected_ns) / SECOND, 3)
     due = [request for request in requests if request.is_due]
     if not due:
-        return found
+        return current
     to_compute = sum(request.num_prompt_tokens for request in due if not request.has_begun)
-    found.activity = "prefill" if to_compute else "decoding"
+    current.activity = "prefill" if to_compute else "decoding"
     num_tokens = budget if num_others else min(to_compute + len(due), budget)
     expected = Pace.of(steps).expected_seconds(num_tokens)
-    found.expected_seconds = round(expected, 3)
+    current.expected_seconds = round(expected, 3)
     begin = min(request.sent_ns for request in due)
     silent = (now_ns - max(begin, steps[-1].collected_ns if steps else 0)) / SECOND
     if silent > OVERDUE_FACTOR * expected + GRACE:
-        found.status = found.activity = "stalled"
-        found.reason = (
+        current.status = current.activity = "stalled"
+        current.reason = (
             f"{len(due)} requests are unfinished and no step has ended for {silent:.0f} s; the "
             f"running one should take {expected:.1f} s: see the log of the engine"
         )
-    return found
+    return current

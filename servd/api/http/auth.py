@@ -66,18 +66,18 @@ class ScopedRoute(Route):
             self._check_query(scope, self.query_names)
         await super().handle(scope, receive, send)
 
-    def _check_query(self, scope: Connection, known: Collection[str]) -> None:
+    def _check_query(self, scope: Connection, query_names: Collection[str]) -> None:
         """Name the query parameters that have no effect in X-Servd-Ignored. Raise InvalidRequest
         with --strict-fields, and on the routes of admins: `/wake_up?tags=weights` asks for less
         than would happen.
         """
-        unknown = [name for name in QueryParams(scope["query_string"]) if name not in known]
+        unknown = [name for name in QueryParams(scope["query_string"]) if name not in query_names]
         if not unknown:
             return
         call: Call = scope[CALL]
         config: Config = scope["app"].state.context.config
         if self.key_scope == "admin" or config.server.strict_fields:
-            listed = ", ".join(sorted(known)) or "none"
+            listed = ", ".join(sorted(query_names)) or "none"
             raise InvalidRequest(
                 f"{self.path} has no query parameter {unknown[0][:64]!r}, only: {listed}",
                 param=unknown[0][:64],
@@ -104,10 +104,10 @@ class ApiKeyAuth:
             if scope["path"] in self.open_paths:
                 call.key = NOBODY
             else:
-                own = scope.get(ON_BEHALF_OF)
-                key = own or self.keys.find(scope["headers"])
+                behalf_key = scope.get(ON_BEHALF_OF)
+                key = behalf_key or self.keys.find(scope["headers"])
                 call.key = key
                 call.owner = key.name
                 # Background requests take turns separately.
-                call.client = f"{key.name}/background" if own else key.name
+                call.client = f"{key.name}/background" if behalf_key else key.name
         await self.app(scope, receive, send)

@@ -70,7 +70,7 @@ class Connections:
         self.num_unread += flow.num_stopped
         if self.num_unread <= MAX_UNREAD:
             return
-        total = sum(each.num_unread for each in self.unread)
+        total = sum(unread.num_unread for unread in self.unread)
         slowest = sorted(self.unread, key=TimedFlow.last_read)
         for slow in slowest[:-1]:  # a single large answer is no flood
             if total <= MAX_UNREAD:
@@ -183,7 +183,8 @@ class Cycle(RequestResponseCycle):
                 self.chunked_encoding = False
                 close = (b"connection", b"close")  # by which uvicorn closes it, too
                 message = {**message, "headers": [*message.get("headers", ()), close]}
-            return await super().send(message)
+            await super().send(message)
+            return
         body = message.get("body", b"")
         is_large = len(body) > MAX_PIECE
         if is_large:
@@ -294,7 +295,8 @@ class HttpProtocol(HttpToolsProtocol):
             size = MAX_HEAD if self._is_in_body else MAX_HEAD - self.num_unparsed
             if size <= 0 or self.num_unparsed > MAX_HEAD:
                 message = f"the request line and the headers may have at most {MAX_HEAD} bytes"
-                return self._refuse(431, message)
+                self._refuse(431, message)
+                return
             data, self._unread = self._unread[:size], self._unread[size:]
             self.num_unparsed += len(data)
             super().data_received(data)
@@ -330,7 +332,7 @@ class HttpProtocol(HttpToolsProtocol):
         else:
             self._eof_timer = self.loop.call_later(RESET_INTERVAL, self._look_for_client)
 
-    def read_again(self, rest: bytes) -> None:
+    def read_again(self, body: bytes) -> None:
         """Parse the request again from its head, without its Upgrade header."""
         parser = cast(RequestParser, self.parser)
         target = b"%s %s HTTP/%s" % (
@@ -338,8 +340,8 @@ class HttpProtocol(HttpToolsProtocol):
             self.url,
             parser.get_http_version().encode(),
         )
-        kept = [b"%s: %s" % each for each in self.headers if each[0] != b"upgrade"]
-        self._unread = b"\r\n".join([target, *kept, b"", rest + self._unread])
+        kept = [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
+        self._unread = b"\r\n".join([target, *kept, b"", body + self._unread])
         self.num_unparsed = 0
         self.parser = RequestParser(self)
 
@@ -394,7 +396,8 @@ class HttpProtocol(HttpToolsProtocol):
         if is_next_served or self.transport.is_closing():
             return
         if self._has_eof:
-            return self.transport.close()
+            self.transport.close()
+            return
         self.shared.idle[self] = None
         if self._write_timer is None and self.transport.get_write_buffer_size():
             self._watch_writing()
@@ -415,7 +418,8 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _end_head(self) -> None:
         if not self.num_unparsed:
-            return self.transport.close()
+            self.transport.close()
+            return
         seconds = self.limits.header_timeout
         self._refuse(408, f"the headers have to be whole within {seconds:g} s (--header-timeout)")
 
@@ -449,8 +453,8 @@ class HttpProtocol(HttpToolsProtocol):
         if cycle is not None and cycle.response_complete and not self._is_in_body:
             has_answer = False  # that was for the last request
         if not has_answer and not self.pipeline:
-            known = (self.scope["path"], self.scope["method"]) if self._is_in_body else ("", "")
-            self.shared.on_refused(status, *known)
+            target = (self.scope["path"], self.scope["method"]) if self._is_in_body else ("", "")
+            self.shared.on_refused(status, *target)
             body = msgspec.json.encode(ErrorBody(ErrorDetail(message, "invalid_request_error")))
             self.transport.write(
                 b"%bcontent-type: application/json\r\nconnection: close\r\n"

@@ -25,7 +25,7 @@ class Inflated:
     def __init__(self, coding: str, receive_part: Receive) -> None:
         self.coding = coding
         self.receive_part = receive_part
-        self.rest = b""  # received, and not decoded yet
+        self.undecoded = b""  # received, and not decoded yet
         self.num_received = self.num_decoded = 0  # bytes
         self.num_members = 0  # of gzip, that have ended
         self.has_begun = self.is_last = self.has_ended = False
@@ -45,23 +45,23 @@ class Inflated:
                 f"Content-Encoding must be gzip, deflate or identity, got {self.coding[:100]!r}",
                 {"Accept-Encoding": "gzip, deflate, identity"},
             )
-        if not self.rest and not self.is_last:
+        if not self.undecoded and not self.is_last:
             message = await self.receive_part()
             if message["type"] != "http.request":
                 return message
-            self.rest = message.get("body", b"")
-            self.num_received += len(self.rest)
+            self.undecoded = message.get("body", b"")
+            self.num_received += len(self.undecoded)
             self.is_last = not message.get("more_body", False)
         piece = self._decode()
         self.num_decoded += len(piece)
-        num_read = self.num_received - len(self.rest)
+        num_read = self.num_received - len(self.undecoded)
         if num_read + self.num_members * MEMBER > self.num_decoded + MAX_EXCESS:
             raise InvalidRequest(
                 f"{num_read} bytes of the body, with {self.num_members} ends of {self.coding} data "
                 f"within, decode to only {self.num_decoded}: compress it as a whole"
             )
         is_full = len(piece) == PIECE
-        self.has_ended = self.is_last and not self.rest and not is_full
+        self.has_ended = self.is_last and not self.undecoded and not is_full
         if self.has_ended and self.has_begun and not self.decoder.eof:
             raise InvalidRequest(f"the body ends in the middle of its {self.coding} data")
         await asyncio.sleep(0)  # let others have their turns
@@ -69,21 +69,21 @@ class Inflated:
 
     def _decode(self) -> bytes:
         if not self.has_begun and self.coding != "deflate":
-            self.rest = self.rest.lstrip(b"\0")  # padding
-        if not self.has_begun and self.rest:
+            self.undecoded = self.undecoded.lstrip(b"\0")  # padding
+        if not self.has_begun and self.undecoded:
             self.has_begun = True
             # Some clients send `deflate` without the header that says so.
-            is_raw = self.coding == "deflate" and self.rest[0] & 15 != zlib.DEFLATED
+            is_raw = self.coding == "deflate" and self.undecoded[0] & 15 != zlib.DEFLATED
             self.decoder = zlib.decompressobj(-15 if is_raw else FORMATS[self.coding])
         elif not self.has_begun:
             return b""
         try:
-            piece = self.decoder.decompress(self.rest, PIECE)
+            piece = self.decoder.decompress(self.undecoded, PIECE)
         except zlib.error as error:
             raise InvalidRequest(f"the body is not {self.coding} data: {error}") from None
-        self.rest = self.decoder.unconsumed_tail
+        self.undecoded = self.decoder.unconsumed_tail
         if self.decoder.eof and self.coding != "deflate":  # another member may follow: RFC 1952
-            self.rest = self.decoder.unused_data
+            self.undecoded = self.decoder.unused_data
             self.has_begun = False
             self.num_members += 1
         elif self.decoder.unused_data:

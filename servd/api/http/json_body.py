@@ -106,5 +106,5 @@ def _report_ignored(
     names = [name[:64] for name in ignored]
     call.ignored = [*call.ignored, *names]
     if context.config.server.strict_fields:
-        shown = ", ".join(f"`{name}`" for name in names)
-        raise InvalidRequest(f"the server ignores these fields: {shown}", param=names[0])
+        listed = ", ".join(f"`{name}`" for name in names)
+        raise InvalidRequest(f"the server ignores these fields: {listed}", param=names[0])

@@ -77,7 +77,8 @@ class RequestContext:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            return await self.app(scope, receive, send)
+            await self.app(scope, receive, send)
+            return
         headers = Headers(scope=scope)
         call = self._begin(scope, headers)
         scope[CALL] = call
@@ -117,8 +118,8 @@ class RequestContext:
         """Check the limit of connections, Content-Length, the timeout, and pages of other sites."""
         length = headers.get("content-length", "0")
         if not LENGTH.fullmatch(length):
-            shown = length[:32]
-            raise InvalidRequest(f"Content-Length must be a number of bytes, got {shown!r}")
+            value = length[:32]
+            raise InvalidRequest(f"Content-Length must be a number of bytes, got {value!r}")
         is_open = call.route in OPEN_PATHS
         if call.refusal is not None and not is_open:
             if self.metrics is not None:
@@ -129,11 +130,11 @@ class RequestContext:
             call.timeout = _timeout(text)
 
     def _begin(self, scope: Scope, headers: Headers) -> Call:
-        asked = headers.get("x-request-id", "")
+        header = headers.get("x-request-id", "")
         request_id = unique_id = uuid.uuid4().hex
-        if re.fullmatch(REQUEST_ID, asked):
-            request_id = asked
-            unique_id = f"{asked}-{unique_id[:12]}"
+        if re.fullmatch(REQUEST_ID, header):
+            request_id = header
+            unique_id = f"{header}-{unique_id[:12]}"
         span = self.spans.begin_span(headers) if self.spans else None
         parent = span.traceparent if span else headers.get("traceparent", "")
         trace = TRACE_PARENT.fullmatch(parent)
@@ -216,7 +217,7 @@ class Body:
         length = LENGTH.fullmatch(self.headers.get("content-length", "0"))
         self.announced = int(length[0]) if length else 0
         self.is_file = self.scope["path"] == "/v1/files"
-        self.most = MAX_UPLOAD if self.is_file else MAX_BODY
+        self.max_bytes = MAX_UPLOAD if self.is_file else MAX_BODY
         coding = self.headers.get("content-encoding", "").strip().lower()
         if coding not in ("", "identity"):
             self.receive_part = Inflated(coding, self.receive_part).receive
@@ -228,11 +229,11 @@ class Body:
             HTTPException: 413, the body is too large, also when it is decoded; 415.
             Overloaded: the arriving bodies together take too much memory.
         """
-        message = await self.receive_part() if self.announced <= self.most else {}
+        message = await self.receive_part() if self.announced <= self.max_bytes else {}
         num_new = len(message.get("body", b""))
         self.num_received += num_new
-        if max(self.announced, self.num_received) > self.most:
-            raise HTTPException(413, f"the body may have at most {self.most} bytes")
+        if max(self.announced, self.num_received) > self.max_bytes:
+            raise HTTPException(413, f"the body may have at most {self.max_bytes} bytes")
         if self.is_file:
             return message
         self.num_held += num_new
@@ -287,8 +288,8 @@ def _log_answer(call: Call, method: str, status: int, seconds: float) -> None:
         "request_id": call.request_id,  # the body may have set the id
     }
     text = "%s %s %d in %.3f s, %d + %d tokens, key %s, client %s, %s"
-    shown = ("-" if value == "" else value for value in fields.values())
-    log.info(text, *shown, extra={"fields": fields})
+    words = ("-" if value == "" else value for value in fields.values())
+    log.info(text, *words, extra={"fields": fields})
 
 
 def handler_of(path: str, app: FastAPI) -> str:

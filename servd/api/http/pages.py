@@ -30,8 +30,8 @@ class Pages:
         self.hosts = [_name_of(host) for host in access.allowed_hosts]
         is_open = not self.hosts and not access.needs_keys and server.uds is None
         self.is_by_default = is_open and _is_loopback(_address_of(server.host))
-        own = socket.gethostname().lower()
-        self.own_names = {own, f"{own}.local", own.partition(".")[0]}
+        hostname = socket.gethostname().lower()
+        self.own_names = {hostname, f"{hostname}.local", hostname.partition(".")[0]}
         self.origins = re.compile(access.origin_pattern)
         self._knows = lru_cache(MAX_HOSTS)(self._is_own)
 
@@ -65,7 +65,7 @@ class Pages:
             return True
         if self.is_by_default and "." not in name and ":" not in name:
             return True  # a name of the local network, which no foreign page has
-        return any(known[:2] == "*." and name.endswith(known[1:]) for known in self.hosts)
+        return any(pattern[:2] == "*." and name.endswith(pattern[1:]) for pattern in self.hosts)
 
     def _is_foreign(self, headers: Headers) -> bool:
         """Return whether a page sends the request that is neither this server's nor allowed."""

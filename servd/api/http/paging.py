@@ -29,8 +29,8 @@ class Page(BaseModel):
         if self.after:
             places = [place for place, entry in enumerate(entries) if id_of(entry) == self.after]
             if not places:
-                shown = repr(self.after[:200])
-                raise InvalidRequest(f"`after`: there is no {shown} in the list", param="after")
+                value = repr(self.after[:200])
+                raise InvalidRequest(f"`after`: there is no {value} in the list", param="after")
             entries = entries[places[0] + 1 :]
         chosen = list(entries[: self.limit])
         first, last = (id_of(chosen[0]), id_of(chosen[-1])) if chosen else (None, None)

@@ -79,6 +79,21 @@ OF_BODIES = {400, 404, 408, 413, 429, 500, 503, 504}
 ANSWERS: dict[str, Schema] = {}
 
 
+Endpoint = Callable[..., Any]
+
+
+def without_model(endpoint: Endpoint) -> Endpoint:
+    """Mark an endpoint that knows no model: the gateway answers it itself."""
+    vars(endpoint)["needs_model"] = False
+    return endpoint
+
+
+def without_weights(endpoint: Endpoint) -> Endpoint:
+    """Mark an endpoint that needs no weights: the gateway wakes up no model for it."""
+    vars(endpoint)["needs_weights"] = False
+    return endpoint
+
+
 class Methods(set[str]):
     """The methods of a route. HEAD is one beside GET, and uvicorn leaves out the body."""
 
@@ -95,10 +110,12 @@ class Route(ScopedRoute, APIRoute):
     """
 
     def __init__(
-        self, path: str, endpoint: Callable[..., Any], *, response_model: Any = None, **options: Any
+        self, path: str, endpoint: Endpoint, *, response_model: Any = None, **options: Any
     ) -> None:
         super().__init__(path, endpoint, response_model=None, **options)
         self.methods = Methods(self.methods)
+        self.needs_model: bool = getattr(endpoint, "needs_model", True)
+        self.needs_weights: bool = getattr(endpoint, "needs_weights", "POST" in self.methods)
         self.query_names = {"model", *_query_names(self.dependant.query_params)}
         self.tags = self.tags or [endpoint.__module__.rpartition(".")[2]]
         headers = ["X-Request-Id"]
@@ -114,7 +131,9 @@ class Route(ScopedRoute, APIRoute):
             answers[200] = answers[200] | {"content": content}
         kinds = {ANTHROPIC_ROUTES: AnthropicErrorBody, OLLAMA_ROUTES: OllamaErrorBody}
         kind = next((kinds[start] for start in kinds if path.startswith(start)), ErrorBody)
-        described = {status: {"headers": _refs(headers)} | each for status, each in answers.items()}
+        described = {
+            status: {"headers": _refs(headers)} | answer for status, answer in answers.items()
+        }
         self.responses = refusals(*self._refused(), kind=kind) | described
 
     @functools.cached_property
@@ -193,17 +212,17 @@ def json_lines() -> Responses:
 
 def refusals(*statuses: int, kind: Any = ErrorBody) -> Responses:
     """Return FastAPI's `responses` for these statuses, described as in `ERRORS`."""
-    found: Responses = {}
+    responses: Responses = {}
     for status in statuses:
         headers = ["X-Request-Id"]
         if status in (429, 503, 529):
             headers.append("Retry-After")
-        found[status] = {
+        responses[status] = {
             "description": ERRORS[status],
             "headers": _refs(headers),
             "content": json_content(kind),
         }
-    return found
+    return responses
 
 
 def _refs(headers: Iterable[str]) -> Schema:
@@ -213,9 +232,9 @@ def _refs(headers: Iterable[str]) -> Schema:
 def _bodies(routes: Iterable[Route]) -> dict[str, Schema]:
     """Return the JSON schemas of all bodies, and of the models in them, by name."""
     models = {kind for route in routes for kind in route.kinds}
-    named = sorted(models, key=lambda model: model.__name__)
+    ordered = sorted(models, key=lambda model: model.__name__)
     _, schema = models_json_schema(
-        [(model, "validation") for model in named], ref_template=SCHEMAS + "{model}"
+        [(model, "validation") for model in ordered], ref_template=SCHEMAS + "{model}"
     )
     return schema["$defs"]
 
@@ -223,7 +242,7 @@ def _bodies(routes: Iterable[Route]) -> dict[str, Schema]:
 def document(routers: Iterable[APIRouter], needs_key: bool) -> Schema:
     """Return the OpenAPI document of all routes, of class `Route`. Takes about 0.1 seconds."""
     routes = [cast(Route, route) for router in routers for route in router.routes]
-    found = get_openapi(
+    openapi = get_openapi(
         title="servd",
         version=servd.__version__,
         openapi_version="3.2.0",
@@ -231,13 +250,13 @@ def document(routers: Iterable[APIRouter], needs_key: bool) -> Schema:
         license_info={"name": "Apache-2.0", "identifier": "Apache-2.0"},
         routes=routes,
     )
-    components = found["components"]
+    components = openapi["components"]
     components["schemas"] = _bodies(routes) | ANSWERS
     components["headers"] = HEADERS
     components["securitySchemes"] = SECURITY_SCHEMES if needs_key else {}
-    for path, operations in found["paths"].items():
+    for path, operations in openapi["paths"].items():
         for operation in operations.values():
             operation["responses"].pop("422", None)  # it is a 400 here
             if needs_key and path not in OPEN_PATHS:
                 operation["security"] = [{name: []} for name in SECURITY_SCHEMES]
-    return found
+    return openapi

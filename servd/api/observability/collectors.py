@@ -71,8 +71,8 @@ class EngineCollector(Collector):
         restarts = CounterMetricFamily("servd:engine_restarts", text)
         for rank, state in self.states.items():
             labels = {"model_name": self.model_name, "engine": str(rank)}
-            for name, value, own in state.samples():
-                families[name].add_sample(name, labels | own, value)
+            for name, value, sample_labels in state.samples():
+                families[name].add_sample(name, labels | sample_labels, value)
             restarts.add_sample("servd:engine_restarts_total", labels, state.num_restarts)
         yield from families.values()
         yield restarts
@@ -85,11 +85,11 @@ class ProcessesCollector(Collector):
 
     def __init__(self, is_shared: bool) -> None:
         self.is_shared = is_shared
-        self.others: list[int] = []  # pids of the other servers
+        self.other_pids: list[int] = []  # pids of the other servers
 
     def collect(self) -> Iterator[Metric]:
         families: dict[str, Metric] = {}
-        for pid in sorted({os.getpid(), *self.others}):
+        for pid in sorted({os.getpid(), *self.other_pids}):
             for family in ProcessCollector(pid=partial(int, pid), registry=None).collect():
                 if self.is_shared:
                     family.samples = [s._replace(labels={"pid": str(pid)}) for s in family.samples]

@@ -26,9 +26,9 @@ class IgnoredFields:
         """Count a body's fields. Log each new one of `names` that resembles a known field."""
         self.count(num_names)
         new = (name for name in names if name not in self._names and len(name) <= MAX_LENGTH)
-        known = {*type(body).model_fields, *body.from_chat}
+        fields = {*type(body).model_fields, *body.from_chat}
         for name in islice(new, min(MAX_NEW_NAMES, MAX_NAMES - len(self._names))):
             self._names.add(name)
-            meant = difflib.get_close_matches(name, known - {name}, 1, SIMILARITY)
+            meant = difflib.get_close_matches(name, fields - {name}, 1, SIMILARITY)
             if meant:
                 log.warning("%s: %a has no effect: did you mean %s?", path, name, meant[0])

@@ -90,7 +90,7 @@ class Families:
             name: Counter(name, family.text, [*labels, *family.labels], registry=registry)
             for name, family in names.LABELLED.items()
         }
-        self.bounds = {name: own or lengths for name, (_, own) in names.HISTOGRAMS.items()}
+        self.bounds = {name: buckets or lengths for name, (_, buckets) in names.HISTOGRAMS.items()}
         self.histograms = {
             name: Histogram(name, text, labels, buckets=self.bounds[name], registry=registry)
             for name, (text, _) in names.HISTOGRAMS.items()
@@ -168,9 +168,9 @@ class Metrics(Observer):
             for name, family in families.histograms.items()
         }
         self.labelled = {
-            (name, *own): family.labels(*labels.values(), *own)
+            (name, *values): family.labels(*labels.values(), *values)
             for name, family in families.labelled.items()
-            for own in product(*names.LABELLED[name].labels.values())
+            for values in product(*names.LABELLED[name].labels.values())
         }
         self._gaps = self.histograms["vllm:inter_token_latency_seconds"]
         self._note_gap = self._gaps.values.append
@@ -194,21 +194,21 @@ class Metrics(Observer):
     def ended(self, state: RequestState, status: EngineStatus | EngineReady | EngineGone) -> None:
         if state.is_part:
             return
-        own = self.engines[state.rank]
+        engine = self.engines[state.rank]
         num_aborted = len(state.open_engine_ids())
         if num_aborted and not isinstance(status, EngineGone):
-            own.labelled["vllm:request_success", FinishReason.ABORT].inc(num_aborted)
+            engine.labelled["vllm:request_success", FinishReason.ABORT].inc(num_aborted)
             ended_ns = now_ns()
             for choice in state.choices:
                 if choice.is_open:
-                    own.observe_aborted(choice, ended_ns)
-        own.observe_request(state.params, state.choices)
+                    engine.observe_aborted(choice, ended_ns)
+        engine.observe_request(state.params, state.choices)
 
     def observe_ready(self, ready: EngineReady, config: Config) -> None:
         """Record the KV cache's configuration, the limit of adapters, and the loaded model."""
         cache = config.cache
-        most = config.scheduler.max_num_batched_tokens or 1
-        layout = KVLayout(ready.block_size, most, ready.worker.kv_windows)
+        max_tokens = config.scheduler.max_num_batched_tokens or 1
+        layout = KVLayout(ready.block_size, max_tokens, ready.worker.kv_windows)
         num_tokens = layout.num_tokens(ready.worker.num_blocks, ready.max_model_len)
         facts = {
             "block_size": ready.block_size,
@@ -238,8 +238,8 @@ class Metrics(Observer):
         """Record how late the event loop ran a timer. Called ten times a second."""
         lags = self.histograms["servd:event_loop_lag_seconds"].values
         lags.append(seconds)
-        for each in self.engines:
-            each._gaps.flush()  # a whole second's values would block the loop
+        for engine in self.engines:
+            engine._gaps.flush()  # a whole second's values would block the loop
         if len(lags) >= LAGS_PER_WRITE:
             self.write()
 
@@ -273,9 +273,9 @@ class Metrics(Observer):
         once would take a third of an API server's time per request.
         """
         self.families.write()
-        for each in self.engines:
-            each._write_tokens()
-            for histogram in each.histograms.values():
+        for engine in self.engines:
+            engine._write_tokens()
+            for histogram in engine.histograms.values():
                 histogram.flush()
 
     def _write_tokens(self) -> None:
@@ -359,7 +359,7 @@ class Metrics(Observer):
 
     def report(self) -> Report:
         """Return the latest known state of the engines."""
-        return Report(os.getpid(), [each.state.stats for each in self.engines])
+        return Report(os.getpid(), [engine.state.stats for engine in self.engines])
 
     def render(self, accept: str = "", reports: Sequence[Report] = ()) -> tuple[bytes, str]:
         """Return the body and content type of GET /metrics, in the format of the Accept header.
@@ -367,10 +367,10 @@ class Metrics(Observer):
         the newest report is used.
         """
         self.write()
-        self.families.processes.others = [report.pid for report in reports]
+        self.families.processes.other_pids = [report.pid for report in reports]
         for report in reports:
-            for each, stats in zip(self.engines, report.states, strict=True):
-                each.state.stats = max(each.state.stats, stats, key=attrgetter("at_ns"))
+            for engine, stats in zip(self.engines, report.states, strict=True):
+                engine.state.stats = max(engine.state.stats, stats, key=attrgetter("at_ns"))
         encode, content_type = choose_encoder(accept)
         if content_type.startswith(OPEN_METRICS):  # allow colons in names
             encode, _ = choose_encoder(f"{OPEN_METRICS};version=1.0.0;escaping=allow-utf-8")

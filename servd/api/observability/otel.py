@@ -41,9 +41,9 @@ class SpanExporter:
     """
 
     def __init__(self, processor: SpanProcessor) -> None:
-        given = OTELResourceDetector().detect().attributes
-        own = {"service.name": "servd", "service.version": servd.__version__}
-        resource = Resource.create({**own, **given})
+        detected = OTELResourceDetector().detect().attributes
+        defaults = {"service.name": "servd", "service.version": servd.__version__}
+        resource = Resource.create({**defaults, **detected})
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(processor)
         self._context = TraceContextTextMapPropagator()
@@ -91,8 +91,8 @@ class RequestSpan:
 
     def _export(self, status: int, ended_at: int) -> None:
         span = self._span
-        shown = self._timelines[:MAX_PROMPTS]
-        breakdowns = [break_down(each.marks, (), each.request_id) for each in shown]
+        timelines = self._timelines[:MAX_PROMPTS]
+        breakdowns = [break_down(timeline.marks, (), timeline.request_id) for timeline in timelines]
         offset_ns = time.time_ns() - now_ns()  # from the clock of the marks to Unix time
         below = set_span_in_context(span)
         for breakdown in breakdowns:
@@ -113,10 +113,10 @@ class RequestSpan:
         """Return attributes by the GenAI conventions, and vLLM's and SGLang's if they differ."""
         timelines = self._timelines
         first = timelines[0]
-        reasons = [choice.finish_reason for one in timelines for choice in one.choices]
-        num_prompt = sum(one.num_prompt_tokens for one in timelines)
-        num_output = sum(one.num_output_tokens for one in timelines)
-        num_cached = sum(one.num_cached_tokens for one in timelines)
+        reasons = [choice.finish_reason for timeline in timelines for choice in timeline.choices]
+        num_prompt = sum(timeline.num_prompt_tokens for timeline in timelines)
+        num_output = sum(timeline.num_output_tokens for timeline in timelines)
+        num_cached = sum(timeline.num_cached_tokens for timeline in timelines)
         seconds = {stage: ns / 1e9 for stage, ns in breakdown.stages.items()}
         return {
             "provider.name": "servd",

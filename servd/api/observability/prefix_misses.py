@@ -20,7 +20,7 @@ OBSTACLES = ("salt", "adapter", "engine", "emptied", "lost")  # `lost`: none kno
 
 def explain_prefix(
     timeline: Timeline,
-    others: Iterable[Timeline],
+    timelines: Iterable[Timeline],
     config: CacheConfig,
     token_text: Callable[[int], str],
 ) -> PrefixCacheReport:
@@ -31,58 +31,58 @@ def explain_prefix(
     num_blocks = max(len(prompt) - 1, 0) // size
     num_matched = timeline.num_cached_tokens // size
     choice = timeline.choices[0]
-    found = PrefixCacheReport(size, num_blocks, num_matched, choice.num_external_tokens // size)
+    report = PrefixCacheReport(size, num_blocks, num_matched, choice.num_external_tokens // size)
     texts: dict[str, object] = {"block": num_matched, "rest": len(prompt) - num_matched * size}
     if not config.enable_prefix_caching:
-        found.reason = "disabled"
+        report.reason = "disabled"
     elif timeline.reads_prompt:
-        found.reason = "prompt_is_read"
+        report.reason = "prompt_is_read"
     elif num_matched >= num_blocks:
-        found.reason = "complete"
+        report.reason = "complete"
     elif choice.evicted_at_ns:
-        found.reason = "evicted"
+        report.reason = "evicted"
         ago_ns = (first(timeline.marks, "scheduled") or 0) - choice.evicted_at_ns
-        found.evicted_seconds_ago = round(ago_ns / 1e9, 3)
-        texts["seconds"] = found.evicted_seconds_ago
-    elif nearest := _find_nearest(timeline, prompt, others):
+        report.evicted_seconds_ago = round(ago_ns / 1e9, 3)
+        texts["seconds"] = report.evicted_seconds_ago
+    elif nearest := _find_nearest(timeline, prompt, timelines):
         length, earlier, tokens = nearest
         texts.update(id=earlier.request_id, length=length)
         if length >= (num_matched + 1) * size:
-            found.reason = _obstacle(timeline, earlier)
+            report.reason = _obstacle(timeline, earlier)
         elif length < num_matched * size:
-            found.reason = "unknown"  # another API server has the prompt whose blocks were found
+            report.reason = "unknown"  # another API server has the prompt whose blocks were found
         elif length == len(tokens):
-            found.reason = "last_block"
+            report.reason = "last_block"
         else:
-            found.reason = "different_token"
-            own = token_text(prompt[length])
-            other = token_text(tokens[length])
-            texts.update(own=own, other=other)
-            found.difference = PrefixDifference(
-                length, prompt[length], own, tokens[length], other, earlier.request_id
+            report.reason = "different_token"
+            text = token_text(prompt[length])
+            other_text = token_text(tokens[length])
+            texts.update(own=text, other=other_text)
+            report.difference = PrefixDifference(
+                length, prompt[length], text, tokens[length], other_text, earlier.request_id
             )
-    found.text = REASONS[found.reason].format_map(texts)
-    if found.reason == "lost":
-        found.reason = "unknown"
-    return found
+    report.text = REASONS[report.reason].format_map(texts)
+    if report.reason == "lost":
+        report.reason = "unknown"
+    return report
 
 
 def _find_nearest(
-    timeline: Timeline, prompt: array[int], others: Iterable[Timeline]
+    timeline: Timeline, prompt: array[int], timelines: Iterable[Timeline]
 ) -> tuple[int, Timeline, array[int]] | None:
     """Return the length of the longest prefix that an earlier prompt shares, the earlier request
     and its tokens. Of equal lengths, prefer usable blocks. None without earlier prompts.
     """
     before_ns = first(timeline.marks, "scheduled") or 0
-    found: list[tuple[int, int, Timeline, array[int]]] = []
-    for each in others:
-        tokens = each.tokens
-        if tokens and each is not timeline and each.marks[0].at_ns < before_ns:
-            rank = OBSTACLES.index(_obstacle(timeline, each))
-            found.append((common_length(prompt, tokens), rank, each, tokens))
-    if not found:
+    candidates: list[tuple[int, int, Timeline, array[int]]] = []
+    for earlier in timelines:
+        tokens = earlier.tokens
+        if tokens and earlier is not timeline and earlier.marks[0].at_ns < before_ns:
+            rank = OBSTACLES.index(_obstacle(timeline, earlier))
+            candidates.append((common_length(prompt, tokens), rank, earlier, tokens))
+    if not candidates:
         return None
-    length, _, nearest, tokens = max(found, key=lambda one: one[:2])
+    length, _, nearest, tokens = max(candidates, key=lambda candidate: candidate[:2])
     return length, nearest, tokens
 
 

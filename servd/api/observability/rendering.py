@@ -54,14 +54,14 @@ def _summary(timeline: Timeline, breakdown: Breakdown) -> dict[str, Any]:
     }
 
 
-def render_timeline(snapshot: Snapshot, others: Sequence[Timeline]) -> shapes.RequestTimeline:
+def render_timeline(snapshot: Snapshot, timelines: Sequence[Timeline]) -> shapes.RequestTimeline:
     """Return the timeline of a request. `others`: of the same owner, whose ids may be shown."""
     timeline = snapshot.timeline
     breakdown = snapshot.breakdown()
     origin_ns = breakdown.begin_ns
     wall_ns = max(breakdown.end_ns - origin_ns, 1)
     marks = [mark for mark in snapshot.marks if mark.stage != "now"]
-    shown_ids = {each.request_id for each in others}
+    shown_ids = {other.request_id for other in timelines}
 
     def at_ms(at_ns: int) -> float:
         return _ms(at_ns - origin_ns)
@@ -89,39 +89,40 @@ def render_timeline(snapshot: Snapshot, others: Sequence[Timeline]) -> shapes.Re
             shapes.TimelineNeighbour(n, _ms(n * breakdown.token_ns), i if i in shown_ids else "")
             for i, n in _largest_first(breakdown.neighbours)[:MAX_NEIGHBOURS]
         ],
-        behind=_behind(timeline, breakdown, others),
+        behind=_behind(timeline, breakdown, timelines),
     )
     if timeline.num_bytes:
         result.message_bytes = timeline.num_bytes
-        result.block_ids = [[*each.block_ids] for each in timeline.choices]
+        result.block_ids = [[*choice.block_ids] for choice in timeline.choices]
     return result
 
 
-def _behind(own: Timeline, breakdown: Breakdown, others: Sequence[Timeline]) -> list[str]:
+def _behind(timeline: Timeline, breakdown: Breakdown, timelines: Sequence[Timeline]) -> list[str]:
     """Return the ids of the requests that ran while this request queued, longest overlap first."""
     if not any(breakdown.phases.get(phase) for phase in QUEUES):
         return []
     queued = [span for span in breakdown.spans if span.stage == "queue"]
     overlaps: dict[str, int] = {}
-    for each in others:
-        begin_ns = first(each.marks, "scheduled")
-        if begin_ns is not None and each is not own and each.rank == own.rank:
-            ends = [mark.at_ns for mark in [*each.marks] if mark.stage == "returned"]
+    for other in timelines:
+        begin_ns = first(other.marks, "scheduled")
+        if begin_ns is not None and other is not timeline and other.rank == timeline.rank:
+            ends = [mark.at_ns for mark in [*other.marks] if mark.stage == "returned"]
             end_ns = min(max(ends, default=queued[-1].end_ns), queued[-1].end_ns)
-            overlaps[each.request_id] = end_ns - max(begin_ns, queued[0].begin_ns)
+            overlaps[other.request_id] = end_ns - max(begin_ns, queued[0].begin_ns)
     longest = [name for name, ns in _largest_first(overlaps) if ns > 0]
     return longest[:MAX_NEIGHBOURS]
 
 
 def _explain(timeline: Timeline, breakdown: Breakdown) -> str:
     wall_ns = breakdown.end_ns - breakdown.begin_ns
-    own_ns = sum(ns for phase, ns in breakdown.phases.items() if phase in OWN_WORK)
-    text = f"It took {_duration(wall_ns)}, of which {_duration(own_ns)} were its own work"
-    if own := {phase: ns for phase, ns in breakdown.phases.items() if phase in OWN_WORK}:
-        text += f" ({_duration(max(own.values()))} of it {max(own, key=lambda phase: own[phase])})"
+    work = {phase: ns for phase, ns in breakdown.phases.items() if phase in OWN_WORK}
+    text = f"It took {_duration(wall_ns)}, with {_duration(sum(work.values()))} of work"
+    if work:
+        longest = max(work, key=work.__getitem__)
+        text += f" ({_duration(work[longest])} of {longest})"
     if wait := breakdown.longest_wait:
         ns = breakdown.phases[wait]
-        text += f"; for {_duration(ns)} ({ns / max(wall_ns, 1):.0%}) {PHASES[wait]}"
+        text += f". Longest wait: {_duration(ns)} ({ns / max(wall_ns, 1):.0%}), {PHASES[wait]}"
     return f"{text}." if timeline.is_finished else f"{text}. It is still running."
 
 
@@ -158,11 +159,11 @@ def stage_times(prompts: Iterable[Timeline]) -> dict[str, int]:
     """Return the nanoseconds of each stage, and of `total`, of a request with these prompts, up to
     MAX_PROMPTS. The response of an unfinished request counts as written now.
     """
-    known = [*islice(prompts, MAX_PROMPTS)]
-    is_running = not all(each.is_finished for each in known)
-    if is_running and sum(len(each.marks) for each in known) > MAX_SUMMARY_MARKS:
-        return {"total": now_ns() - min(each.begin_ns for each in known)}
-    marks = sorted((mark for each in known for mark in each.marks), key=BY_TIME)
+    timelines = [*islice(prompts, MAX_PROMPTS)]
+    is_running = not all(timeline.is_finished for timeline in timelines)
+    if is_running and sum(len(timeline.marks) for timeline in timelines) > MAX_SUMMARY_MARKS:
+        return {"total": now_ns() - min(timeline.begin_ns for timeline in timelines)}
+    marks = sorted((mark for timeline in timelines for mark in timeline.marks), key=BY_TIME)
     if is_running:
         marks.append(Mark("written", now_ns()))
     breakdown = break_down(marks, (), "")

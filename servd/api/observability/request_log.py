@@ -16,20 +16,20 @@ log = logging.getLogger("servd.requests")
 class RequestLog(Observer):
     """An observer that logs each prompt sent to an engine, with the parameters that are set."""
 
-    most: int | None  # characters and token ids of a prompt that are logged
+    max_length: int | None  # characters and token ids of a prompt that are logged
 
     def began(self, state: RequestState) -> None:
         params = state.request.params
         if isinstance(params, SamplingParams):
             params = state.params  # with parameters of the text, which the engine does not get
         usual = asdict(type(params)())
-        asked = {name: value for name, value in asdict(params).items() if value != usual[name]}
+        changed = {name: value for name, value in asdict(params).items() if value != usual[name]}
         fields = {
             "prompt_id": state.request_id,
-            "prompt": None if state.prompt is None else state.prompt[: self.most],
+            "prompt": None if state.prompt is None else state.prompt[: self.max_length],
             "num_prompt_tokens": len(state.prompt_token_ids),
-            "prompt_token_ids": state.prompt_token_ids[: self.most],
-            "params": asked,
+            "prompt_token_ids": state.prompt_token_ids[: self.max_length],
+            "params": changed,
         }
         text = "%s: prompt %r, %d tokens %s, %s"
         log.info(text, *fields.values(), extra={"fields": fields})

@@ -49,16 +49,16 @@ class Snapshot(msgspec.Struct):
         """Return the steps of the request's engines during the request, and some steps before."""
         begin_ns = self.marks[0].at_ns
         num_before = STEPS_BEFORE
-        found: list[StepRecord] = []
+        records: list[StepRecord] = []
         engines = [*self.timeline.earlier, (self.timeline.rank, self.marks[-1].at_ns)]
         for engine, end_ns in engines:
             steps = self.steps.get(engine, ())
             start = bisect_left(steps, begin_ns, key=attrgetter("collected_ns"))
             stop = bisect_left(steps, end_ns, key=attrgetter("started_ns"))
-            found += steps[max(start - num_before, 0) : stop]
+            records += steps[max(start - num_before, 0) : stop]
             begin_ns = end_ns
             num_before = 0
-        return found
+        return records
 
 
 class Tracer(Observer):
@@ -135,10 +135,10 @@ class Tracer(Observer):
         if timeline is None or not timeline.marks:
             return
         end_ns = timeline.marks[-1].at_ns
-        known = [mark for mark in marks if mark.at_ns <= end_ns]
         # Other threads may read the list. The last mark stays the last.
         *earlier, last = timeline.marks
-        timeline.marks = [*sorted([*earlier, *known], key=BY_TIME), last]
+        earlier += [mark for mark in marks if mark.at_ns <= end_ns]
+        timeline.marks = [*sorted(earlier, key=BY_TIME), last]
         timeline.breakdown = None
         timeline.summary = None
 
@@ -157,8 +157,11 @@ class Tracer(Observer):
         loop. Start late, when slower requests have displaced most of the slow requests.
         """
         aging_ns = self.steps[rank][MAX_STEPS // 2].started_ns
-        own = [each for each in self.slowest.values() if each.rank == rank]
-        due = [each for each in own if each.breakdown is None and each.begin_ns < aging_ns]
+        due = [
+            timeline
+            for timeline in self.slowest.values()
+            if timeline.rank == rank and timeline.breakdown is None and timeline.begin_ns < aging_ns
+        ]
         for snapshot in self.take_snapshots(due):
             self._thread.submit(self._keep_breakdown, snapshot)
 
@@ -171,23 +174,24 @@ class Tracer(Observer):
         """Return the timeline of `owner`'s request whose response has this `id`, or of the newest
         with this X-Request-Id. If the request has several prompts, return the first timeline.
         """
-        known = self.list_requests(owner)
-        by_id = {each.request_id: each for each in known}
-        names = (request_id, f"{request_id}-0", request_id.removesuffix("-0"))
-        found = next((by_id[name] for name in names if name in by_id), None)
-        return found or next((each for each in known if each.http_id == request_id), None)
+        timelines = self.list_requests(owner)
+        by_id = {timeline.request_id: timeline for timeline in timelines}
+        for name in (request_id, f"{request_id}-0", request_id.removesuffix("-0")):
+            if name in by_id:
+                return by_id[name]
+        return next((timeline for timeline in timelines if timeline.http_id == request_id), None)
 
     def list_requests(self, owner: str) -> list[Timeline]:
         """Return running and recent requests of `owner`, newest first, then older slow requests."""
         finished = chain(reversed(self.recent.values()), self.slowest.values())
         newest_first = chain(reversed(self.running.values()), finished)
-        own = {each.request_id: each for each in newest_first if each.is_shown_to(owner)}
-        return [*own.values()]
+        visible = [timeline for timeline in newest_first if timeline.is_shown_to(owner)]
+        return [*{timeline.request_id: timeline for timeline in visible}.values()]
 
     def list_slowest(self, owner: str) -> list[Timeline]:
         """Return the slowest finished requests of `owner`, slowest first."""
-        own = [timeline for timeline in self.slowest.values() if timeline.owner == owner]
-        return sorted(own, key=BY_WALL_TIME, reverse=True)
+        visible = [timeline for timeline in self.slowest.values() if timeline.owner == owner]
+        return sorted(visible, key=BY_WALL_TIME, reverse=True)
 
     def latest_steps(self, count: int, engine: int) -> list[StepRecord]:
         """Return the latest `count` steps of an engine, in order."""
@@ -197,11 +201,13 @@ class Tracer(Observer):
         """Return a snapshot of each request, as of now."""
         now = Mark("now", now_ns())
         steps = {engine: [*kept] for engine, kept in self.steps.items() if timelines}
-        found: list[Snapshot] = []
-        for each in timelines:
-            marks = each.marks if each.is_finished else [*sorted(each.marks, key=BY_TIME), now]
-            found.append(Snapshot(each, marks, steps))
-        return found
+        snapshots: list[Snapshot] = []
+        for timeline in timelines:
+            marks = timeline.marks
+            if not timeline.is_finished:
+                marks = [*sorted(marks, key=BY_TIME), now]
+            snapshots.append(Snapshot(timeline, marks, steps))
+        return snapshots
 
 
 def _num_bytes(timeline: Timeline) -> int:

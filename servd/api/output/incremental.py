@@ -70,16 +70,16 @@ class Reader(msgspec.Struct):
     ended: bool = False
     _text: str = ""
     _at: int = 0  # the text before this is consumed
-    _taken: list[str] = []
+    _pieces: list[str] = []
 
     @property
     def consumed(self) -> str:
         """The consumed text that is in no delta yet. Malformed text is returned from here."""
-        return "".join(self._taken)
+        return "".join(self._pieces)
 
     def forget(self) -> None:
         """Empty `consumed`."""
-        self._taken.clear()
+        self._pieces.clear()
 
     def push(self, text: str) -> None:
         """Add text that has arrived to the buffer."""
@@ -91,7 +91,7 @@ class Reader(msgspec.Struct):
         text = self._text[self._at : end]
         self._at = end
         self.num_taken += len(text)
-        self._taken.append(text)
+        self._pieces.append(text)
         return text
 
     def untake(self, text: str) -> None:
@@ -99,7 +99,7 @@ class Reader(msgspec.Struct):
         self._at -= len(text)
         self.num_taken -= len(text)
         if text:
-            self._taken[-1] = self._taken[-1].removesuffix(text)
+            self._pieces[-1] = self._pieces[-1].removesuffix(text)
 
     def unread(self) -> str:
         """Return the buffered text that is not consumed."""

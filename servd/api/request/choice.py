@@ -49,7 +49,8 @@ class Choice(msgspec.Struct, gc=False):
         for mark in output.marks:
             # Keep the first mark: after a preemption, a request is scheduled again.
             self.marks.setdefault(mark.stage, mark.at_ns)
-            self.num_preemptions += mark.stage == "preempted"
+            if mark.stage == "preempted":
+                self.num_preemptions += 1
 
     def advance(
         self, steps: Sequence[EngineCoreOutput], detokenizer: Detokenizer, shows_stop_token: bool
@@ -74,7 +75,7 @@ class Choice(msgspec.Struct, gc=False):
             drafts=[(step.num_drafts, step.num_accepted) for step in steps if step.num_drafts],
         )
         if first.logprobs is not None:
-            delta.logprobs = [each for step in steps for each in step.logprobs or ()]
+            delta.logprobs = [position for step in steps for position in step.logprobs or ()]
         ended_by_token = last.finish_reason is FinishReason.STOP and not last.ended_by_grammar
         hides_last = ended_by_token and not shows_stop_token
         num_before = detokenizer.num_tokens

@@ -4,8 +4,8 @@ The result depends only on the request's marks and on the engine's steps in that
 determine the request's state between each two marks. The steps determine the engine's activity.
 """
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from operator import attrgetter
 from pathlib import Path
@@ -25,10 +25,20 @@ NUM_FIRST_STEPS = 4  # these fill caches and record graphs
 NEVER = 1 << 62  # number of a step
 
 
+class Move(msgspec.Struct, forbid_unknown_fields=True):
+    """What a mark says of a choice: it leaves the first of these states that a choice is in."""
+
+    leaves: list[str]
+    enters: str = ""
+    needs_source: bool = True  # else the choice may come from nowhere
+
+
 class PhaseTable(msgspec.Struct, forbid_unknown_fields=True):
     """The content of phases.toml, which explains the fields."""
 
     phases: dict[str, str]
+    furthest: list[str]
+    moves: dict[str, Move]
     state_before: dict[str, str]
     in_engine: dict[str, tuple[str, str, str]]
     stages: dict[str, list[str]]
@@ -116,53 +126,41 @@ def step_times(steps: Iterable[StepRecord]) -> list[StepTime]:
     time starts at the end of the previous step.
     """
     end_ns = 0
-    found: list[StepTime] = []
+    times: list[StepTime] = []
     for record in steps:
         begin_ns = max(record.started_ns, end_ns)
         end_ns = max(record.collected_ns, begin_ns)
         num_extra = record.num_drafts - record.num_accepted + sum(record.prefills.values())
-        found.append(StepTime(begin_ns, end_ns, record, num_extra))
-    return found
+        times.append(StepTime(begin_ns, end_ns, record, num_extra))
+    return times
 
 
 def _states(marks: Sequence[Mark]) -> Iterator[tuple[str, int, int]]:
-    """Yield the state between each two marks, with the beginning and end of the state."""
-    seen = defaultdict[str, int](int)
-    for mark, following in pairwise(marks):
-        if mark.stage == "engine_lost":  # the next engine gets open requests as new
-            num_begun = seen["first_token"] - max(seen["finished"], seen["returned"])
-            seen = defaultdict(int, first_token=max(num_begun, 0))
-        seen[mark.stage] += 1
-        yield _state(seen, following.stage), mark.at_ns, following.at_ns
-
-
-def _state(seen: Mapping[str, int], following: str) -> str:
-    """Return the state after the marks counted in `seen`. If a request has several choices or
-    parts, return the state of the choice or part that is furthest ahead.
+    """Yield the state between each two marks, with the beginning and end of the state. If a request
+    has several choices or parts, it is the state of the choice or part that is furthest ahead.
     """
-    num_ended = max(seen["finished"], seen["returned"])  # the API process may finish one, too
-    num_running = seen["scheduled"] - seen["preempted"] - num_ended
-    if seen["engine_lost"] and not seen["sent"]:
-        return "engine_restart"
-    if seen["asleep"] > seen["awake"] and not seen["scheduled"]:
-        return "wake_up"
-    if num_ended < seen["queued"]:
-        if num_running > 0:
-            return "decoding" if seen["first_token"] > num_ended else "prefilling"
-        if seen["reading"] > seen["scheduled"]:
-            return "tier_read"
-        if seen["deferred_for_adapter"] > seen["scheduled"]:
-            return "queue_adapters"
-        if seen["scheduled"] >= seen["queued"]:
-            return "swapped" if seen["swapped"] >= seen["preempted"] else "preemption"
-        return "queued"
-    if seen["sent"] > seen["queued"]:
-        return "grammar_compile" if seen["compiling"] > seen["compiled"] else "arriving"
-    if seen["returned"] < seen["finished"]:
-        return "ipc"
-    if seen["blocked"] > seen["resumed"]:
-        return "slow_reader"
-    return STATE_BEFORE.get(following, "unaccounted")
+    counts = Counter[str]()  # choices by state
+    num_begun = 0  # choices that have a first token and have not finished
+    for mark, following in pairwise(marks):
+        move = _TABLE.moves.get(mark.stage)
+        if mark.stage == "engine_lost":  # the next engine gets open requests as new
+            counts.clear()
+        elif mark.stage == "scheduled":  # the mark of waking up may come later
+            counts["wake_up"] = 0
+        elif mark.stage == "first_token":
+            num_begun += 1
+        if move is not None:
+            source = next((state for state in move.leaves if counts[state] > 0), None)
+            if source is not None:
+                counts[source] -= 1
+            if source == "running" and mark.stage in ("finished", "returned"):
+                num_begun = max(num_begun - 1, 0)
+            if source is not None or not move.needs_source:
+                counts[move.enters] += 1
+        state = next((state for state in _TABLE.furthest if counts[state] > 0), "")
+        if state == "running":
+            state = "decoding" if num_begun > 0 else "prefilling"
+        yield state or STATE_BEFORE.get(following.stage, "unaccounted"), mark.at_ns, following.at_ns
 
 
 def _first_step(marks: Iterable[Mark]) -> int:
@@ -180,7 +178,7 @@ class _Builder:
         self._request_id = request_id
         self._steps = steps
         self._at = 0  # index of the first step that has not ended
-        self._seen: dict[int, StepTime] = {}  # by index
+        self._steps_by_index: dict[int, StepTime] = {}
         # Nanoseconds of a step without prompts and drafts, and of each token that these add.
         plain_ns = [step.duration_ns for step in steps if not step.num_extra]
         self._plain_ns = median_low(plain_ns) if plain_ns else 0
@@ -209,7 +207,7 @@ class _Builder:
 
     def add_engine_time(self, state: str, begin_ns: int, end_ns: int) -> None:
         """Divide a period in the engine into spans, by the steps that ran during the period."""
-        between, beside, own = IN_ENGINE[state]
+        between, beside, work = IN_ENGINE[state]
         steps = self._steps
         arrived_ns = begin_ns
         while begin_ns < end_ns:
@@ -223,13 +221,13 @@ class _Builder:
                     phase = "unaccounted"  # a step of which nothing is known yet may be running
                 self.add_span(phase, begin_ns, until_ns)
             else:
-                self._seen[self._at] = step
+                self._steps_by_index[self._at] = step
                 until_ns = min(step.end_ns, end_ns)
-                is_own = own and step.record.step >= self.first_step
+                is_own = work and step.record.step >= self.first_step
                 if is_own and (step.num_extra or step.duration_ns > MIN_STALL_NS):
-                    self._add_own_step(own, step, begin_ns, until_ns)
+                    self._add_own_step(work, step, begin_ns, until_ns)
                 else:
-                    phase = own if is_own else beside or self._awaited(arrived_ns)
+                    phase = work if is_own else beside or self._awaited(arrived_ns)
                     self.add_span(phase, begin_ns, until_ns, step.record.step)
             begin_ns = until_ns
 
@@ -244,7 +242,7 @@ class _Builder:
                 return f"queue_{record.waits_for}"
         return "queue_step"
 
-    def _add_own_step(self, own: str, step: StepTime, begin_ns: int, end_ns: int) -> None:
+    def _add_own_step(self, phase_of_work: str, step: StepTime, begin_ns: int, end_ns: int) -> None:
         """Divide the time of a step that computed the request into spans: the stall, the time that
         other tokens added to a decode-only step, and the rest.
         """
@@ -269,20 +267,20 @@ class _Builder:
             until_ns = min(begin_ns + round(ns), end_ns)
             self.add_span(phase, begin_ns, until_ns, record.step)
             begin_ns = max(begin_ns, until_ns)
-        self.add_span(own, begin_ns, end_ns, record.step)
+        self.add_span(phase_of_work, begin_ns, end_ns, record.step)
 
     def build(self) -> Breakdown:
         result = self._result
         if len(result.spans) > MAX_SPANS:
             result.spans = _merge(result.spans)
         neighbours = Counter[str]()
-        for step in self._seen.values():
+        for step in self._steps_by_index.values():
             for engine_id, num_tokens in step.record.prefills.items():
                 neighbours[request_of(engine_id)] += num_tokens
         del neighbours[self._request_id]
         result.neighbours = dict(neighbours)
-        result.num_steps = len(self._seen)
-        longest = sorted(self._seen.values(), key=attrgetter("duration_ns"))[-MAX_STEPS:]
+        result.num_steps = len(self._steps_by_index)
+        longest = sorted(self._steps_by_index.values(), key=attrgetter("duration_ns"))[-MAX_STEPS:]
         result.steps = sorted((step.record for step in longest), key=attrgetter("started_ns"))
         return result
 
@@ -295,15 +293,15 @@ def _merge(spans: Sequence[Span]) -> list[Span]:
     begin_ns = spans[0].begin_ns
     for span in spans:
         end_ns = span.end_ns
-        known = stretch.setdefault((span.stage, span.phase), span)
-        if known is not span:
-            known.end_ns += end_ns - span.begin_ns
-            known.last_step = max(known.last_step, span.last_step)
+        first = stretch.setdefault((span.stage, span.phase), span)
+        if first is not span:
+            first.end_ns += end_ns - span.begin_ns
+            first.last_step = max(first.last_step, span.last_step)
         if end_ns - begin_ns >= min_ns or span is spans[-1]:
-            for each in stretch.values():
-                each.end_ns += begin_ns - each.begin_ns
-                each.begin_ns = begin_ns
-                begin_ns = each.end_ns
+            for merged_span in stretch.values():
+                merged_span.end_ns += begin_ns - merged_span.begin_ns
+                merged_span.begin_ns = begin_ns
+                begin_ns = merged_span.end_ns
             merged += stretch.values()
             stretch = {}
     return merged

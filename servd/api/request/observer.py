@@ -30,8 +30,10 @@ class Observer:
         """Handle a request's last token or disconnect. `status` is the status of its engine."""
 
 
-class Observers(Observer):
-    """A group of observers. A failing observer delays or fails no request that has begun."""
+class StatLoggerManager(Observer):
+    """The observers of a server: the tracer, the metrics and the logs. A failing observer delays or
+    fails no request that has begun.
+    """
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self.observers = observers

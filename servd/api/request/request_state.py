@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -29,15 +29,13 @@ class Unfinished(msgspec.Struct):
 
 
 class Routed(Protocol):
-    """A prompt that the load balancer counts toward an engine's pending work."""
+    """A prompt that the load balancer counts toward an engine's pending tokens."""
 
     rank: int
 
-    def answer(self, num_cached: int) -> None: ...
+    def end_prompt(self) -> None: ...
 
-    def leave(self, num_tokens: int) -> None: ...
-
-    def end(self, num_tokens: Sequence[int]) -> None: ...
+    def end(self) -> None: ...
 
 
 @dataclass(slots=True)

@@ -142,7 +142,7 @@ class ResponseStores(dict[str, ResponseStore]):
 
     def drop_revoked(self) -> None:
         """Drop the stores of revoked keys in which no response is running."""
-        known = {key.name for key in self.api_keys.current}
+        names = {key.name for key in self.api_keys.current}
         for owner in [owner for owner, store in self.items() if not store.running]:
-            if owner not in known and self.api_keys.are_needed:
+            if owner not in names and self.api_keys.are_needed:
                 del self[owner]

@@ -4,7 +4,6 @@ import asyncio
 import os
 import resource
 import threading
-from itertools import count
 
 import msgspec
 from fastapi import APIRouter
@@ -15,12 +14,12 @@ from servd.api.context import context_of, json_response
 from servd.api.engine.engine_client import EngineClient
 from servd.api.http.route import Route, refusals
 from servd.base.errors import Unavailable
+from servd.base.tracing import now_ns
 from servd.messages.engine import Audit
 
 router = APIRouter(route_class=Route)
 
 TIMEOUT = 30.0  # seconds for the engine's answer, which comes between two steps
-numbers = count()  # a late answer must not be taken for another audit's
 
 
 class Holdings(msgspec.Struct):
@@ -79,7 +78,7 @@ async def _audit_engine(client: EngineClient, report: AuditReport) -> None:
     """Ask an engine for an audit and add its problems to `report`. As messages keep their order,
     the engine must have all requests open before and after, and none that was not open before.
     """
-    number = next(numbers)
+    number = now_ns()  # a late answer must not be taken for another audit's
     answer = asyncio.get_running_loop().create_future()
     client.audits[number] = answer
     before = client.open_ids()

@@ -55,14 +55,14 @@ class Cache(msgspec.Struct):
 async def cache(request: Request) -> Response:
     """Show the blocks and bytes of the KV cache on the device, in host memory and in files."""
     share = context_of(request).config.cache.max_pinned_share
-    found = [
+    models = [
         _cache_of(engine.rank, engine.status, engine.stats, share)
         for engine in context_of(request).async_llm.engines
         if isinstance(engine.status, EngineReady)
     ]
-    if not found:
+    if not models:
         raise Unavailable("the model is still loading: retry later", retry_after=5)
-    return json_response(Cache(found))
+    return json_response(Cache(models))
 
 
 class EventSource(msgspec.Struct):
@@ -80,20 +80,20 @@ async def kv_event_sources(request: Request) -> Response:
     the endpoint has the address that received this request.
     """
     config = context_of(request).config
-    given = config.cache.kv_events_config or KVEventsConfig()
-    ranks = range(config.parallel.data_parallel_size if given.is_on else 0)
-    events = [given.of_rank(rank) for rank in ranks]
+    events_config = config.cache.kv_events_config or KVEventsConfig()
+    ranks = range(config.parallel.data_parallel_size if events_config.is_on else 0)
+    events = [events_config.of_rank(rank) for rank in ranks]
     here = _host_of(request)
-    found = [
+    sources = [
         EventSource(
-            each.data_parallel_rank,
-            ANYWHERE.sub(here, each.endpoint),
-            each.replay_endpoint and ANYWHERE.sub(here, each.replay_endpoint),
-            each.topic,
+            event.data_parallel_rank,
+            ANYWHERE.sub(here, event.endpoint),
+            event.replay_endpoint and ANYWHERE.sub(here, event.replay_endpoint),
+            event.topic,
         )
-        for each in events
+        for event in events
     ]
-    return json_response(found)
+    return json_response(sources)
 
 
 def _host_of(request: Request) -> str:
@@ -118,16 +118,16 @@ def _cache_of(rank: int, ready: EngineReady, stats: SchedulerStats, share: float
     tiers = [Tier("device", used, num_blocks, used * block, num_blocks * block)]
     tiers += [
         Tier(
-            each.name,
-            each.num_blocks,
-            each.max_blocks,
-            each.num_bytes,
-            each.max_bytes,
-            each.num_hits,
-            each.num_bad,
-            each.is_skipped,
+            store.name,
+            store.num_blocks,
+            store.max_blocks,
+            store.num_bytes,
+            store.max_bytes,
+            store.num_hits,
+            store.num_bad,
+            store.is_skipped,
         )
-        for each in stats.kv_stores or ready.kv_stores
+        for store in stats.kv_stores or ready.kv_stores
     ]
     return EngineCache(
         rank, ready.block_size, stats.num_swapped, tiers, stats.num_pinned, int(num_blocks * share)

@@ -6,7 +6,7 @@ from starlette.responses import Response
 
 from servd.api.console import files
 from servd.api.context import context_of, json_response
-from servd.api.http.route import PathPart, Route, text_content
+from servd.api.http.route import PathPart, Route, text_content, without_model
 from servd.base.errors import NotFound
 
 router = APIRouter(route_class=Route)
@@ -25,6 +25,7 @@ FILES = text_content("text/css", "text/html", "text/javascript", "image/svg+xml"
 
 @router.get("/", response_model=dict[str, str], responses=text_content("text/html"))
 @router.head("/", response_model=dict[str, str], responses=text_content("text/html"))
+@without_model
 async def index(request: Request) -> Response:
     """Show the console in a browser; list useful paths to other clients."""
     has_console = context_of(request).config.server.console
@@ -35,6 +36,7 @@ async def index(request: Request) -> Response:
 
 @router.get("/console/{file:path}", response_class=Response, responses=FILES)
 @router.head("/console/{file:path}", response_class=Response, responses=FILES)
+@without_model
 async def console_file(request: Request, file: PathPart) -> Response:
     """Return a file of the console."""
     if file not in files() or not context_of(request).config.server.console:
@@ -43,7 +45,7 @@ async def console_file(request: Request, file: PathPart) -> Response:
 
 
 def _answer(request: Request, name: str) -> Response:
-    found = files()[name]
-    if request.headers.get("if-none-match") == found.headers["etag"]:
-        return Response(status_code=304, headers=found.headers)
-    return Response(found.content, headers=found.headers)
+    file = files()[name]
+    if request.headers.get("if-none-match") == file.headers["etag"]:
+        return Response(status_code=304, headers=file.headers)
+    return Response(file.content, headers=file.headers)

@@ -9,7 +9,7 @@ from starlette.responses import Response
 import servd
 from servd.api.context import context_of, json_response
 from servd.api.engine.progress import Progress
-from servd.api.http.route import Responses, Route, json_content
+from servd.api.http.route import Responses, Route, json_content, without_model
 from servd.api.protocol.errors import without_paths
 from servd.messages.engine import EngineGone, EngineReady, EngineStatus
 
@@ -60,6 +60,7 @@ async def health(request: Request) -> Response:
 
 
 @router.get("/version", response_model=dict[str, str])
+@without_model
 async def version(request: Request) -> Response:
     """Return servd's version."""
     return json_response({"version": servd.__version__})

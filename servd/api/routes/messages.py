@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from servd.api.context import context_of
 from servd.api.http.json_body import json_body, read_json_body
-from servd.api.http.route import Route, events
+from servd.api.http.route import Route, events, without_weights
 from servd.api.protocol.anthropic import (
     AnthropicMessagesResponse,
     CountTokensRequest,
@@ -45,6 +45,7 @@ async def create_message(
 
 
 @router.post("/v1/messages/count_tokens", response_model=TokensCount)
+@without_weights
 async def count_tokens(
     request: Request, body: Annotated[CountTokensRequest, json_body(CountTokensRequest)]
 ) -> Response:

@@ -21,7 +21,7 @@ async def list_models(request: Request) -> Response:
     cards = [_card(context, name) for name in context.shown_names]
     if context.adapters is not None:
         adapters = await asyncio.to_thread(context.adapters.listed)
-        cards += [_card(context, each.name, each) for each in adapters]
+        cards += [_card(context, adapter.name, adapter) for adapter in adapters]
     return json_response(ModelList(cards))
 
 

@@ -15,7 +15,7 @@ from starlette.responses import HTMLResponse, Response
 from starlette.staticfiles import StaticFiles
 
 from servd.api.context import context_of
-from servd.api.http.route import PathPart, Route, document, text_content
+from servd.api.http.route import PathPart, Route, document, text_content, without_model
 from servd.api.routes import load_routers
 
 router = APIRouter(route_class=Route)
@@ -30,6 +30,7 @@ POLICY = (
 
 
 @router.get("/openapi.json", response_model=dict[str, Any])
+@without_model
 async def openapi(request: Request) -> Response:
     """Return the OpenAPI description of all routes."""
     needs_key = context_of(request).keys.are_needed
@@ -44,6 +45,7 @@ def _describe(needs_key: bool) -> bytes:
 
 @router.get("/docs", response_class=HTMLResponse)
 @router.get("/redoc", response_class=HTMLResponse)
+@without_model
 async def docs(request: Request) -> Response:
     """Show the OpenAPI description in the browser."""
     page = get_swagger_ui_html(
@@ -64,6 +66,7 @@ async def docs(request: Request) -> Response:
     response_class=Response,
     responses=text_content("text/css", "text/javascript", "image/png"),
 )
+@without_model
 async def docs_asset(request: Request, asset: PathPart) -> Response:
     """Return a file of the documentation page."""
     return await FILES.get_response(asset, request.scope)

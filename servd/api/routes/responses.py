@@ -10,7 +10,7 @@ from starlette.responses import Response as HTTPResponse
 from servd.api.context import json_response
 from servd.api.http.json_body import json_body
 from servd.api.http.paging import Page
-from servd.api.http.route import PathPart, Route, events
+from servd.api.http.route import PathPart, Route, events, without_weights
 from servd.api.protocol.events import ResponseEvent
 from servd.api.protocol.response_items import listed
 from servd.api.protocol.responses import (
@@ -47,6 +47,7 @@ async def create_response(request: Request, body: ResponsesBody) -> HTTPResponse
 
 
 @router.post("/v1/responses/input_tokens", response_model=InputTokens)
+@without_weights
 async def count_input_tokens(request: Request, body: ResponsesBody) -> HTTPResponse:
     """Count the tokens of a response's prompt."""
     return await serving_of(request).count_input_tokens(body, request)
@@ -85,6 +86,7 @@ async def delete_response(request: Request, response_id: PathPart) -> HTTPRespon
 
 
 @router.post("/v1/responses/{response_id:response}/cancel", response_model=ResponsesResponse)
+@without_weights
 async def cancel_response(request: Request, response_id: PathPart) -> HTTPResponse:
     """Cancel a background response."""
     return await serving_of(request).cancel_responses(response_id, request)

@@ -73,9 +73,9 @@ async def server_info(request: Request) -> Response:
     if isinstance(ready := context.async_llm.status, EngineReady):
         info.startup_seconds = {k: round(v, 3) for k, v in ready.startup_seconds.items()}
         reported = msgspec.structs.asdict(ready.worker)
-        known = {field: reported.get(field) for field in Engine.__struct_fields__}
-        known |= {"max_model_len": ready.max_model_len, "block_size": ready.block_size}
-        info.engine = msgspec.convert(known, Engine)
+        facts = {field: reported.get(field) for field in Engine.__struct_fields__}
+        facts |= {"max_model_len": ready.max_model_len, "block_size": ready.block_size}
+        info.engine = msgspec.convert(facts, Engine)
     return json_response(info)
 
 

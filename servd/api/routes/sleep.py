@@ -55,25 +55,25 @@ async def is_sleeping(request: Request) -> Response:
 
 
 async def _ask(async_llm: AsyncLLM, message: Sleep | WakeUp) -> Response:
-    wanted = [isinstance(message, Sleep) for _ in _sleep(async_llm)]
+    target = [isinstance(message, Sleep) for _ in _sleep(async_llm)]
     for engine in async_llm.engines:
         engine.client.send(message)
     end = time.monotonic() + TIMEOUT
     families = async_llm.metrics.families
-    operation = "sleep" if all(wanted) else "wake"
+    operation = "sleep" if all(target) else "wake"
     with (
         families.sleep_seconds.labels(operation).time(),
         families.sleeping.labels(operation).track_inprogress(),
     ):
-        while (found := _sleep(async_llm)) != wanted and (left := end - time.monotonic()) > 0:
+        while (current := _sleep(async_llm)) != target and (seconds := end - time.monotonic()) > 0:
             with suppress(TimeoutError):
-                await asyncio.wait_for(async_llm.has_changed.wait(), left)
-    return json_response(SleepState(all(found)))
+                await asyncio.wait_for(async_llm.has_changed.wait(), seconds)
+    return json_response(SleepState(all(current)))
 
 
 def _sleep(async_llm: AsyncLLM) -> list[bool]:
-    found = [engine.status for engine in async_llm.engines]
-    ready = [status for status in found if isinstance(status, EngineReady)]
-    if len(ready) < len(found):
+    statuses = [engine.status for engine in async_llm.engines]
+    ready = [status for status in statuses if isinstance(status, EngineReady)]
+    if len(ready) < len(statuses):
         raise Unavailable("the engine is not ready: retry later")
     return [status.is_asleep for status in ready]

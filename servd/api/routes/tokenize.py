@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from servd.api.http.json_body import json_body
-from servd.api.http.route import Route
+from servd.api.http.route import Route, without_weights
 from servd.api.protocol.tokenize import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 from servd.api.serving.tokenization import OpenAIServingTokenization
 
@@ -20,6 +20,7 @@ def serving_of(request: Request) -> OpenAIServingTokenization:
 
 @router.post("/tokenize", response_model=Tokenized)
 @router.post("/v1/tokenize", response_model=Tokenized)  # as SGLang has it
+@without_weights
 async def tokenize(
     request: Request, body: Annotated[TokenizeRequest, json_body(TokenizeRequest)]
 ) -> Response:
@@ -35,6 +36,7 @@ async def tokenizer_info(request: Request) -> Response:
 
 @router.post("/detokenize", response_model=Detokenized)
 @router.post("/v1/detokenize", response_model=Detokenized)
+@without_weights
 async def detokenize(
     request: Request, body: Annotated[DetokenizeRequest, json_body(DetokenizeRequest)]
 ) -> Response:

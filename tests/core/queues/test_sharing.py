@@ -380,5 +380,5 @@ def test_a_policy_forgets_those_that_leave(policy):
     queue = engine.scheduler.waiting
     assert len(queue) == 0
     if policy != "fcfs":
-        assert not queue._groups and not queue._sorted and not queue._running
-        assert not any(owner.waiting for owner in queue._owners.values())
+        assert not queue._long and not queue._running
+        assert not any(any(owner.waiting) for owner in queue._owners.values())

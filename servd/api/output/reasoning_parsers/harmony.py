@@ -63,14 +63,14 @@ class HarmonyReasoningParser(ReasoningParser):
                 self._content(self.reader.consumed)
         elif recipient(head):
             had_content = self.has_content
-            yield from self._rest(head)
+            yield from self._read_message(head)
             self.has_content = had_content
         elif channel(head) == "analysis":
             yield from self._reasoning(*ENDS)
         else:
-            yield from self._rest("\n\n" if self.has_content else "", keeps_end=False)
+            yield from self._read_message("\n\n" if self.has_content else "", keeps_end=False)
 
-    def _rest(self, before: str, keeps_end: bool = True) -> Steps[None]:
+    def _read_message(self, before: str, keeps_end: bool = True) -> Steps[None]:
         self.answer_start = self.reader.num_taken
         while True:
             text, marker = yield from self.reader.piece(*ENDS)

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from servd.api.context import Context, context_of, json_response
 from servd.api.engine.description import describe_model
 from servd.api.http.json_body import json_body
-from servd.api.http.route import Route, json_lines
+from servd.api.http.route import Route, json_lines, without_model
 from servd.api.protocol.ollama import (
     OllamaChatRequest,
     OllamaEmbedRequest,
@@ -82,11 +82,12 @@ async def show_ollama_model(
     await context.find_model(body.model or body.name)
     model, *_ = await asyncio.to_thread(models_of, context)
     processor = context.async_llm.processor
-    shown = await asyncio.to_thread(describe_model, processor, context.root)
-    return json_response(completed(shown, model))
+    details = await asyncio.to_thread(describe_model, processor, context.root)
+    return json_response(completed(details, model))
 
 
 @router.get("/api/version", response_model=dict[str, str])
+@without_model
 async def ollama_version(request: Request) -> Response:
     """Return the version of Ollama whose API servd follows."""
     return json_response({"version": VERSION})
@@ -112,11 +113,11 @@ def models_of(context: Context) -> list[dict[str, Any]]:
     return [described(name, written, facts, form, spec.model_type, level) for name in names]
 
 
-def completed(shown: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]:
+def completed(description: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]:
     """Return the body of /api/show, from a model's description and its entry of `described`."""
-    details = model["details"] | shown["details"]
+    details = model["details"] | description["details"]
     same = {"modelfile": "", "parameters": "", "modified_at": model["modified_at"]}
-    return shown | same | {"details": details}
+    return description | same | {"details": details}
 
 
 def described(

@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from servd.api.http.json_body import json_body
-from servd.api.http.route import Route
+from servd.api.http.route import Route, without_weights
 from servd.api.protocol.chat import ChatCompletionRequest, RenderedChat
 from servd.api.serving.tokenization import OpenAIServingTokenization
 
@@ -15,6 +15,7 @@ router = APIRouter(route_class=Route)
 
 
 @router.post("/v1/chat/completions/render", response_model=RenderedChat)
+@without_weights
 async def render_chat_completion(
     request: Request, body: Annotated[ChatCompletionRequest, json_body(ChatCompletionRequest)]
 ) -> Response:

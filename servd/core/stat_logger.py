@@ -1,4 +1,4 @@
-"""StatsLine: logs the engine's throughput."""
+"""StatLogger: logs the engine's throughput."""
 
 import logging
 import time
@@ -11,7 +11,7 @@ logger = logging.getLogger("servd.engine")
 LOG_INTERVAL = 10.0  # seconds between log lines while requests run
 
 
-class StatsLine:
+class StatLogger:
     """Logs one line every LOG_INTERVAL seconds while tokens are produced."""
 
     def __init__(self) -> None:
@@ -19,7 +19,7 @@ class StatsLine:
         self.num_tokens = 0
         self.drafts = DraftStats()
 
-    def count(self, outputs: EngineCoreOutputs) -> None:
+    def log_stats(self, outputs: EngineCoreOutputs) -> None:
         if self.num_tokens == 0:  # idle times are not part of the rate
             self.since = time.monotonic()
         self.num_tokens += len(outputs.decoded)
