@@ -39,7 +39,7 @@ FAMILIES = [
 
 
 # Each family by what servd takes on this machine; every instruction set by what differs most.
-VARIED = ["deepseek_v3", "gpt_oss", "llama", "qwen3_5_moe_text"]
+VARIED = ["gpt_oss", "qwen3_5_moe_text"]
 BY_FAMILY = [("", *family) for family in FAMILIES] + [
     (switch, *family) for switch in SWITCHES for family in FAMILIES if family[0] in VARIED
 ]
