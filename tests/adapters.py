@@ -19,6 +19,6 @@ def write_adapter(
     shapes = shapes or {f"{Q_PROJ}.lora_A.weight": (4, 8), f"{Q_PROJ}.lora_B.weight": (6, 4)}
     tensors = {name: draw.random(shape, dtype=np.float32) for name, shape in shapes.items()}
     save_file(tensors, folder / "adapter_model.safetensors")
-    known = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
-    (folder / "adapter_config.json").write_text(json.dumps(known | config))
+    supported = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
+    (folder / "adapter_config.json").write_text(json.dumps(supported | config))
     return folder

@@ -36,21 +36,21 @@ def hub(folder: Path, opens: Gate) -> Iterator[str]:
             headers = {"x-repo-commit": COMMIT}
             content = b"{}"
             status = 200
-            found = {file.name: file.read_bytes() for file in folder.iterdir()}
+            contents = {file.name: file.read_bytes() for file in folder.iterdir()}
             if path.startswith("/api/models/org/name/tree/"):
                 tree = [
                     {"type": "file", "path": name, "size": len(data), "oid": "b" * 40}
-                    for name, data in found.items()
+                    for name, data in contents.items()
                 ]
                 content = json.dumps(tree).encode()
             elif path.startswith("/api/models/org/name"):
                 files = [
                     {"rfilename": name, "size": len(data), "blobId": digest(data)}
-                    for name, data in found.items()
+                    for name, data in contents.items()
                 ]
                 content = json.dumps({"id": "org/name", "sha": COMMIT, "siblings": files}).encode()
             elif path.startswith("/org/name/resolve/"):
-                content = found[unquote(path.rpartition("/")[2])]
+                content = contents[unquote(path.rpartition("/")[2])]
                 headers["etag"] = f'"{digest(content)}"'
                 if span := self.headers.get("range"):
                     first, _, last = span.removeprefix("bytes=").partition("-")

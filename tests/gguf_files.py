@@ -48,19 +48,19 @@ def write_model(
     for name, tensor in _converted(model):
         stem, dot, leaf = name.rpartition(".")
         if dot and stem.startswith("rope_"):
-            named = stem
+            gguf_name = stem
         else:
-            named = names.get_name(stem)
-            assert named, name
-        kind = (types or {}).get(named.rpartition(".")[2], quant)
-        kind = Quant.F32 if tensor.dim() == 1 or leaf == "bias" or "gate_inp" in named else kind
+            gguf_name = names.get_name(stem)
+            assert gguf_name, name
+        kind = (types or {}).get(gguf_name.rpartition(".")[2], quant)
+        kind = Quant.F32 if tensor.dim() == 1 or leaf == "bias" or "gate_inp" in gguf_name else kind
         data = gguf.quants.quantize(np.ascontiguousarray(tensor.float().numpy()), kind)
-        if named.endswith("_exps") and changed.get("has_split_experts"):
-            for number, each in enumerate(data):
-                old = f"{named.removesuffix('_exps')}.{number}.{leaf}"
-                writer.add_tensor(old, each, raw_dtype=kind)
+        if gguf_name.endswith("_exps") and changed.get("has_split_experts"):
+            for number, entry in enumerate(data):
+                old = f"{gguf_name.removesuffix('_exps')}.{number}.{leaf}"
+                writer.add_tensor(old, entry, raw_dtype=kind)
         else:
-            writer.add_tensor(f"{named}.{leaf}", data, raw_dtype=kind)
+            writer.add_tensor(f"{gguf_name}.{leaf}", data, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

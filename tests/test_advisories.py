@@ -27,9 +27,9 @@ URL = {"url": "http://169.254.169.254/latest"}
 async def test_cve_2025_59425_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch):
     compared: list[int] = []
 
-    def compare(offered: str, known: str) -> bool:
+    def compare(offered: str, stored: str) -> bool:
         compared.append(len(offered))
-        return offered == known
+        return offered == stored
 
     monkeypatch.setattr(keys.hmac, "compare_digest", compare)
     async with serve(api_key=["first", "second"]) as served:
@@ -125,8 +125,8 @@ def test_cve_2026_22807_no_code_of_a_checkpoint_runs_unasked(tmp_path: Path):
 def test_cve_2025_66448_a_configuration_brings_no_code():
     """Models have no code but servd's; only tokenizers may, where the operator says so."""
     models = [source for source in SOURCES if source.path.startswith("servd/worker/models/")]
-    trusts = [re.findall(r"trust_remote_code=(\w+)", each.text) for each in models]
-    assert {each for found in trusts for each in found} == {"False"}
+    trusts = [re.findall(r"trust_remote_code=(\w+)", source.text) for source in models]
+    assert {value for values in trusts for value in values} == {"False"}
     assert not any("get_class_from_dynamic_module" in source.text for source in SOURCES)
 
 
@@ -178,7 +178,7 @@ async def test_what_a_body_may_not_ask_for_is_refused(path: str, body: dict, par
 )
 def test_cve_2026_5760_2024_34359_a_template_reaches_nothing_of_python(template: str):
     try:
-        shown = ChatTemplate(template).render(Chat(messages=user("hi")))
+        rendered = ChatTemplate(template).render(Chat(messages=user("hi")))
     except InvalidRequest:
         return
-    assert "class" not in shown and "uid" not in shown
+    assert "class" not in rendered and "uid" not in rendered

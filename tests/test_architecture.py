@@ -77,9 +77,6 @@ STATE_OF_PROCESSES = {
     ("servd/api/serving/run_manifest.py", "_hashing"),
     ("servd/base/private_dir.py", "_locks"),
     ("servd/base/python_syntax.py", "_lock"),
-    # k1
-    ("servd/core/executor/multiproc.py", "standby"),
-    ("servd/worker/worker.py", "compared"),
 }
 
 
@@ -105,10 +102,10 @@ class Source:
     @cached_property
     def imports(self) -> list[str]:
         """Dotted names of all imports, inside functions too; `from a import b` gives "a.b"."""
-        found = []
+        names = []
         for node in self.nodes:
             if isinstance(node, ast.Import):
-                found += [alias.name for alias in node.names]
+                names += [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
                 package = (
                     self.module
@@ -116,8 +113,8 @@ class Source:
                     else self.module.rpartition(".")[0]
                 )
                 base = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
-                found += [f"{base}.{alias.name}" for alias in node.names]
-        return found
+                names += [f"{base}.{alias.name}" for alias in node.names]
+        return names
 
     @property
     def defined(self) -> list[str]:
@@ -143,7 +140,7 @@ DOCUMENTED = {"_exit", "_replace"}  # in spite of their names: of os, of named t
 
 def pickling(source: Source) -> list[str]:
     """Imports and calls that pickle."""
-    found = [name for name in source.imports if name.split(".")[0] in PICKLES]
+    names = [name for name in source.imports if name.split(".")[0] in PICKLES]
     nodes = source.nodes
     only_tensors = {
         node.func
@@ -155,8 +152,8 @@ def pickling(source: Source) -> list[str]:
         if not isinstance(node, ast.Attribute) or node in only_tensors:
             continue
         if node.attr in LAST_NAMES:
-            found += sorted({node.attr, ast.unparse(node)} & PICKLING_CALLS)
-    return found
+            names += sorted({node.attr, ast.unparse(node)} & PICKLING_CALLS)
+    return names
 
 
 def reading_by_name(source: Source) -> list[str]:
@@ -188,16 +185,16 @@ def is_private(name: str) -> bool:
 
 def names_defined(source: Source) -> set[str]:
     """Functions, classes, variables and attributes that a file gives a value."""
-    found: set[str] = set()
+    names: set[str] = set()
     for node in source.nodes:
         match node:
             case ast.ClassDef(name=name) | ast.FunctionDef(name=name):
-                found.add(name)
+                names.add(name)
             case ast.AsyncFunctionDef(name=name):
-                found.add(name)
+                names.add(name)
             case ast.Attribute(attr=name, ctx=ast.Store()) | ast.Name(id=name, ctx=ast.Store()):
-                found.add(name)
-    return found
+                names.add(name)
+    return names
 
 
 def names_of_libraries(source: Source) -> tuple[set[str], list[str]]:
@@ -249,15 +246,15 @@ def using_private_names(source: Source) -> list[str]:
     """
     if source.path in COMPAT:
         return []
-    aliases, found = names_of_libraries(source)
-    found += overriding(source, aliases)
-    own = DEFINED | names_defined(source)
+    aliases, overrides = names_of_libraries(source)
+    overrides += overriding(source, aliases)
+    own_names = DEFINED | names_defined(source)
     for node in source.nodes:
         if isinstance(node, ast.Attribute) and is_private(node.attr):
             root = ast.unparse(node).split(".")[0]
-            if root in aliases or node.attr not in own:
-                found.append(ast.unparse(node))
-    return [name for name in found if name.split(".")[-1] not in DOCUMENTED]
+            if root in aliases or node.attr not in own_names:
+                overrides.append(ast.unparse(node))
+    return [name for name in overrides if name.split(".")[-1] not in DOCUMENTED]
 
 
 def is_stateful(name: str, value: ast.expr | None) -> bool:
@@ -313,7 +310,7 @@ DEFINED = {name for source in SOURCES for name in names_defined(source)}
 )
 def test_no_file_breaks_a_rule(rule):
     broken = {source.path: rule(source) for source in SOURCES}
-    assert {path: found for path, found in broken.items() if found} == {}
+    assert {path: problems for path, problems in broken.items() if problems} == {}
 
 
 @pytest.mark.parametrize(
@@ -348,13 +345,13 @@ def test_what_is_private_of_a_library_has_its_versions_and_a_reason(path: str):
     for node in source.tree.body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
             reason = ast.get_docstring(node) or ""
-            named = {library for library in tested if library in reason}
-            assert named, f"{node.name} does not say which library it is for, and why"
-            used |= named
+            libraries = {library for library in tested if library in reason}
+            assert libraries, f"{node.name} does not say which library it is for, and why"
+            used |= libraries
     assert used == {*tested}
 
 
-def test_every_library_has_a_contract_that_says_where_it_may_be_imported():
+def test_every_library_has_an_import_contract():
     contracts = ConfigParser()
     contracts.read(ROOT / ".importlinter")
     protected = {
@@ -371,7 +368,7 @@ def test_no_catch_all_modules():
 
 
 def test_only_executors_name_the_worker_and_each_does_once():
-    named = [
+    naming = [
         source.path
         for source in SOURCES
         if source.path.startswith("servd/core/")
@@ -380,9 +377,9 @@ def test_only_executors_name_the_worker_and_each_does_once():
         and isinstance(node.value, str)
         and node.value.startswith("servd.worker")
     ]
-    assert named
-    assert all(path.startswith("servd/core/executor/") for path in named)
-    assert len(named) == len(set(named))
+    assert naming
+    assert all(path.startswith("servd/core/executor/") for path in naming)
+    assert len(naming) == len(set(naming))
 
 
 def test_every_plugin_defines_the_name_its_package_requires():
@@ -396,14 +393,14 @@ def test_every_plugin_defines_the_name_its_package_requires():
         ]
         assert plugins, f"{package} has no plugins"
         for source in plugins:
-            found = [name for name in source.defined if re.fullmatch(pattern, name)]
+            names = [name for name in source.defined if re.fullmatch(pattern, name)]
             # A format may be made and read.
-            if len(found) != 1 and set(found) != {"quantize", "read"}:
-                wrong.append(f"{source.path}: {found}, needs one {pattern}")
+            if len(names) != 1 and set(names) != {"quantize", "read"}:
+                wrong.append(f"{source.path}: {names}, needs one {pattern}")
     assert wrong == []
 
 
-def test_every_package_that_is_an_option_or_loads_its_own_files_is_a_package_of_plugins():
+def test_plugin_packages_are_listed():
     options = [
         name
         for path in (ROOT / "servd/config").glob("*.py")
@@ -445,10 +442,11 @@ def test_classes_of_models_are_at_most_two_deep():
         for node in source.tree.body
         if isinstance(node, ast.ClassDef)
     }
-    known = {name: found for (_, name), found in bases.items()}
+    class_bases = {name: base_names for (_, name), base_names in bases.items()}
 
     def depth(name: str) -> int:
-        return 1 + max((depth(base) for base in known.get(name, []) if base in known), default=0)
+        depths = [depth(base) for base in class_bases.get(name, []) if base in class_bases]
+        return 1 + max(depths, default=0)
 
     models = [name for module, name in bases if module.startswith("servd.worker.models.")]
     assert {name: depth(name) for name in models if depth(name) > 2} == {}

@@ -34,51 +34,51 @@ async def exposition() -> str:
 @pytest.fixture(scope="module")
 def exported() -> dict[str, dict[str, set[str]]]:
     """Labels of all samples with their values, by the name of the sample."""
-    found: dict[str, dict[str, set[str]]] = {}
+    samples: dict[str, dict[str, set[str]]] = {}
     for family in text_string_to_metric_families(asyncio.run(exposition())):
         for sample in family.samples:
-            labels = found.setdefault(sample.name, {each: set() for each in OF_SCRAPES})
+            labels = samples.setdefault(sample.name, {label: set() for label in OF_SCRAPES})
             for name, value in sample.labels.items():
                 labels.setdefault(name, set()).add(value)
-    return found
+    return samples
 
 
 def problems(query: str, exported: dict[str, dict[str, set[str]]]) -> list[str]:
     """What a query asks for that is not there; Prometheus can read the query."""
     promql_parser.parse(re.sub(r"\$\w+", ".*", query.replace("$__rate_interval", "5m")))
-    found, known = [], set()
+    messages, labels = [], set()
     for name, matchers in re.findall(r"(\w+:\w+|\w+(?=[{[]))(?:\{(.*?)\})?", query):
         if name not in exported:
-            found.append(f"no metric {name}")
+            messages.append(f"no metric {name}")
             continue
-        known |= exported[name].keys()
+        labels |= exported[name].keys()
         for label, operator, value in re.findall(r'(\w+)\s*([=!~]+)\s*"(.*?)"', matchers):
             if label not in exported[name]:
-                found.append(f"{name} has no label {label}")
+                messages.append(f"{name} has no label {label}")
             elif operator == "=" and value not in exported[name][label]:
-                found.append(f"{name} never has {label}={value}")
+                messages.append(f"{name} never has {label}={value}")
     for grouped in re.findall(r"by \((.*?)\)", query):
-        found += [f"no label {label}" for label in {*grouped.split(", ")} - known]
-    return found
+        messages += [f"no label {label}" for label in {*grouped.split(", ")} - labels]
+    return messages
 
 
 @pytest.mark.parametrize("board", BOARDS, ids=lambda path: path.name)
 def test_boards_ask_for_what_is_exported(board: Path, exported):
     content = json.loads(board.read_text())
-    asked = [target["expr"] for panel in content["panels"] for target in panel["targets"]]
-    assert len(asked) > 8
-    assert {query: found for query in asked if (found := problems(query, exported))} == {}
+    queries = [target["expr"] for panel in content["panels"] for target in panel["targets"]]
+    assert len(queries) > 8
+    assert {query: messages for query in queries if (messages := problems(query, exported))} == {}
     for variable in content["templating"]["list"]:
         name, label = re.findall(r"label_values\((.*), (.*)\)", variable["query"]["query"])[0]
         assert label in exported[name]
 
 
 def test_alerts_ask_for_what_is_exported(exported):
-    found = {
+    by_alert = {
         rule["alert"]: problems(rule["expr"], exported | OF_PROMETHEUS)
         for rule in read(DOCKER / "alerts.yaml")["groups"][0]["rules"]
     }
-    assert {alert: each for alert, each in found.items() if each} == {}
+    assert {alert: messages for alert, messages in by_alert.items() if messages} == {}
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_alerts_ask_for_what_is_exported(exported):
     ],
 )
 def test_a_wrong_query_is_found(query: str, problem: str, exported):
-    assert any(problem in each for each in problems(query, exported))
+    assert any(problem in message for message in problems(query, exported))
 
 
 def read(path: Path) -> Any:

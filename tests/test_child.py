@@ -39,7 +39,7 @@ def test_a_child_that_is_stopped_holds_up_nobody_who_posts_to_it():
     child.stop(60)
 
 
-def test_a_child_that_cannot_take_over_options_still_ends_with_its_parent():
+def test_a_child_without_options_ends_with_its_parent():
     code = """
 from servd.ipc.child import read_start
 from servd.config import Config
@@ -68,8 +68,8 @@ def test_a_child_that_was_never_told_to_start_ends_with_its_parent():
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 def test_the_cpu_time_of_a_child_is_that_of_its_process():
     this = SimpleNamespace(process=SimpleNamespace(pid=os.getpid()))
-    least = time.process_time() - 0.1  # the kernel counts in hundredths
-    assert least <= Child.cpu_seconds(this) <= time.process_time() + 0.1
+    min_seconds = time.process_time() - 0.1  # the kernel counts in hundredths
+    assert min_seconds <= Child.cpu_seconds(this) <= time.process_time() + 0.1
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody wakes it")
@@ -91,25 +91,25 @@ time.sleep(600)
         time.sleep(0.01)
     parent.kill()
     parent.communicate(timeout=WAIT_SECONDS)
-    _, left = psutil.wait_procs([child], 60)
-    for each in left:
-        each.kill()
-    assert not left
+    _, alive = psutil.wait_procs([child], 60)
+    for process in alive:
+        process.kill()
+    assert not alive
 
 
 def test_only_the_thread_that_imports_for_later_has_a_low_priority():
-    seen: list[int] = []
+    priorities: list[int] = []
 
     def work() -> None:
         import_ahead("wave", STANDBY_NICE)
-        seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        priorities.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
 
     before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
     thread = threading.Thread(target=work)
     thread.start()
     thread.join(WAIT_SECONDS)
     gc.unfreeze()
-    assert seen == [min(before + STANDBY_NICE, 19)]
+    assert priorities == [min(before + STANDBY_NICE, 19)]
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
 
 
@@ -119,7 +119,7 @@ def test_an_import_that_fails_leaves_the_search_for_garbage_on():
     assert gc.isenabled()
 
 
-def test_why_a_model_among_several_cannot_be_served_is_a_line_of_its_log(capfd):
+def test_a_failed_model_of_several_is_logged(capfd):
     start = StartModel(Config.load({"model": "/nowhere"}))
     child = Child("one", "servd.launch.model_server", start, env={log.MODEL: "one"})
     assert child.process.wait(WAIT_SECONDS) == 2
@@ -152,7 +152,7 @@ def test_a_child_starts_though_the_working_folder_was_removed(tmp_path: Path):
 
 
 def closing(*descriptors: int) -> Callable[[], None]:
-    return lambda: [os.close(each) for each in descriptors] and None
+    return lambda: [os.close(descriptor) for descriptor in descriptors] and None
 
 
 STANDARD = """
@@ -170,7 +170,7 @@ open(sys.argv[1], "w").write("fine")
 
 
 @pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 2), (0, 1, 2)])
-def test_closed_standard_files_are_opened_before_a_socket_takes_their_place(closed, tmp_path):
+def test_closed_standard_files_are_opened_at_start(closed, tmp_path):
     result = tmp_path / "result"
     command = [sys.executable, "-c", STANDARD, str(result), *map(str, closed)]
     subprocess.run(command, preexec_fn=closing(*closed), timeout=WAIT_SECONDS, check=True)

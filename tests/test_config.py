@@ -111,10 +111,10 @@ def test_the_name_of_the_draft_says_the_method_unless_it_is_given(model, method)
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"), [({}, (5, 5)), ({"min": 2}, (2, 2)), ({"max": 4}, (4, 4))]
+    ("lengths", "expected"), [({}, (5, 5)), ({"min": 2}, (2, 2)), ({"max": 4}, (4, 4))]
 )
-def test_lengths_of_ngrams_are_filled_in(given, expected):
-    keys = {f"prompt_lookup_{end}": length for end, length in given.items()}
+def test_lengths_of_ngrams_are_filled_in(lengths, expected):
+    keys = {f"prompt_lookup_{end}": length for end, length in lengths.items()}
     config = speculative(keys | {"method": "ngram"})
     assert (config.prompt_lookup_min, config.prompt_lookup_max) == expected
 

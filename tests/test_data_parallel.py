@@ -12,7 +12,7 @@ RAY = {"data_parallel_backend": "ray"}
 def divided(**options) -> tuple[int, int, int]:
     """Engines of the server, those of this host, and the number of the first of these."""
     config = Config.load({"data_parallel_size": 4} | options)
-    decided = {name: each.value for name, each in divide(config).items()}
+    decided = {name: decision.value for name, decision in divide(config).items()}
     parallel = config.replace(**decided).parallel
     return parallel.data_parallel_size, parallel.num_engines_here, parallel.first_rank
 

@@ -31,8 +31,8 @@ every_page = pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative
 
 def blocks(page: Path, language: str) -> list[str]:
     """Fenced code blocks of a language."""
-    found = FENCE.findall(page.read_text(encoding="utf8"))
-    return [text for its_language, text in found if its_language == language]
+    fences = FENCE.findall(page.read_text(encoding="utf8"))
+    return [text for its_language, text in fences if its_language == language]
 
 
 def test_generated_pages_are_current():
@@ -53,11 +53,11 @@ def test_the_help_has_every_option_and_its_description(capsys):
     with pytest.raises(SystemExit) as end:
         make_parser().parse_args(["serve", "--help-all"])
     assert end.value.code == 0
-    shown = " ".join(capsys.readouterr().out.split())
+    help_text = " ".join(capsys.readouterr().out.split())
     for section in msgspec.structs.fields(Config):
-        assert (section.type.__doc__ or "").splitlines()[0].rstrip(".") in shown
+        assert (section.type.__doc__ or "").splitlines()[0].rstrip(".") in help_text
     for name in options_by_name():
-        assert name == "model" or f"--{name.replace('_', '-')}" in shown
+        assert name == "model" or f"--{name.replace('_', '-')}" in help_text
 
 
 def test_the_index_has_every_page():
@@ -74,9 +74,9 @@ def test_every_route_and_field_is_documented():
     routes_page = (ROOT / "docs/reference/routes.md").read_text(encoding="utf8")
     text = (ROOT / "docs/reference/http.md").read_text(encoding="utf8")
     for route in (route for router in load_routers() for route in router.routes):
-        shown = [f"`{method} {route.path_format}`" for method in route.methods]
+        route_names = [f"`{method} {route.path_format}`" for method in route.methods]
         is_of_another = route.methods == {"HEAD"}  # of the GET with the same path
-        assert is_of_another or any(each in routes_page for each in shown), route.path_format
+        assert is_of_another or any(name in routes_page for name in route_names), route.path_format
     for_the_record = {"user", "metadata", "store", "service_tier"}  # kept and without effect
     refused = {"best_of", "suffix"}
     fields = ChatCompletionRequest.model_fields.keys() | CompletionRequest.model_fields.keys()
@@ -101,9 +101,9 @@ URL = "http://localhost:8000"
 
 def examples(language: str) -> Any:
     """Parametrises with the blocks of a language on all pages."""
-    found = [(page, i, text) for page in PAGES for i, text in enumerate(blocks(page, language))]
+    cases = [(page, i, text) for page in PAGES for i, text in enumerate(blocks(page, language))]
     return pytest.mark.parametrize(
-        "text", [pytest.param(text, id=f"{page.name}-{i}") for page, i, text in found]
+        "text", [pytest.param(text, id=f"{page.name}-{i}") for page, i, text in cases]
     )
 
 

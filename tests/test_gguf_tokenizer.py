@@ -121,11 +121,11 @@ def by_score(text: str, vocabulary: dict[str, Any]) -> list[str]:
         if best == -1e9:
             break
         pieces[-place : 2 - place] = ["".join(pieces[-place : 2 - place])]
-    known = set(scores)
+    vocabulary = set(scores)
     return [
         part
         for piece in pieces
-        for part in ([piece] if piece in known else [f"<0x{b:02X}>" for b in piece.encode()])
+        for part in ([piece] if piece in vocabulary else [f"<0x{b:02X}>" for b in piece.encode()])
     ]
 
 
@@ -144,8 +144,8 @@ def test_ids_of_sentence_piece(tmp_path: Path, model_type: str):
         if text.strip() and not (has_runs or text.startswith(" ")):
             assert ids == reference.encode(text, add_special_tokens=True), text
         if text and not (model_type.startswith("gemma") and has_runs):
-            named = [vocabulary["ggml.tokens"][i] for i in ids[1:]]
-            assert named == by_score(text, vocabulary), text
+            token_names = [vocabulary["ggml.tokens"][i] for i in ids[1:]]
+            assert token_names == by_score(text, vocabulary), text
         assert tokenizer.decode(ids[1:]) == text
     end = vocabulary["ggml.tokens"].index("<end_of_turn>" if "gemma" in model_type else "</s>")
     marked = f"read{vocabulary['ggml.tokens'][end]} words"
@@ -244,7 +244,7 @@ def test_damaged_vocabularies_are_refused_in_words(tmp_path: Path, key: str, val
     from servd.base.errors import ModelNotFound
 
     vocabulary = sentence_pieces("llama") | {key: value}
-    vocabulary = {name: each for name, each in vocabulary.items() if each is not None}
+    vocabulary = {name: value for name, value in vocabulary.items() if value is not None}
     with pytest.raises(ModelNotFound):
         Tokenizer.load(str(hub.find_model(str(write(tmp_path / "a.gguf", "llama", vocabulary)))))
 
@@ -252,8 +252,8 @@ def test_damaged_vocabularies_are_refused_in_words(tmp_path: Path, key: str, val
 def test_long_pieces_and_too_many_merges_are_refused(monkeypatch: pytest.MonkeyPatch):
     def make(*lengths: int) -> str:
         tokens = ["a" * length for length in lengths]
-        own = {"tokens": tokens, "scores": [0.0] * len(tokens), "model": "llama"}
-        values = {f"tokenizer.ggml.{name}": value for name, value in own.items()}
+        keys = {"tokens": tokens, "scores": [0.0] * len(tokens), "model": "llama"}
+        values = {f"tokenizer.ggml.{name}": value for name, value in keys.items()}
         values["tokenizer.ggml.add_bos_token"] = False
         return gguf_tokenizer.make_tokenizer(values, "default")
 

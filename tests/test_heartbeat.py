@@ -10,7 +10,7 @@ def looks(watch: Watchdog, count: int) -> list[str | None]:
 def test_the_prompts_of_the_steps_in_flight_outlive_the_engine():
     heartbeat = Heartbeat()
     assert heartbeat.computing() == []
-    for prompts, seen in (
+    for prompts, expected in (
         ({"a": 5, "b": 7}, "ab"),
         ({}, "ab"),
         ({"c": 2}, "c"),
@@ -18,7 +18,7 @@ def test_the_prompts_of_the_steps_in_flight_outlive_the_engine():
         ({}, ""),
     ):
         heartbeat.compute(prompts)
-        assert heartbeat.computing() == [*seen]
+        assert heartbeat.computing() == [*expected]
     heartbeat.compute(["x" * 100_000])
     assert set("".join(heartbeat.computing())) == {"x"}
 
@@ -47,7 +47,7 @@ def test_a_step_is_hung_only_beyond_its_own_limit():
     assert not any(looks(watch, 100)), "an idle engine takes no steps"
 
 
-def test_a_process_is_hung_as_soon_as_a_signal_keeps_it_stopped_whatever_it_does():
+def test_a_stopped_process_is_hung():
     """Even while it loads, and long before a missing beat would tell."""
     is_stopped = False
     watch = Watchdog(Heartbeat(), 0.2, timeout=1000.0, is_stopped=lambda: is_stopped)

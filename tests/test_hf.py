@@ -205,8 +205,8 @@ def test_an_unreachable_hub_is_said_with_the_remedy(tmp_path):
 
 def test_generation_defaults_by_source(tmp_path):
     write(tmp_path, "config.json", GPT2)
-    found = {"temperature": 0.6, "top_k": 20, "max_new_tokens": 7, "pad_token_id": 1}
-    write(tmp_path, "generation_config.json", found)
+    defaults = {"temperature": 0.6, "top_k": 20, "max_new_tokens": 7, "pad_token_id": 1}
+    write(tmp_path, "generation_config.json", defaults)
     spec = read_spec(tmp_path)
     expected = {"temperature": 0.6, "top_k": 20, "max_tokens": 7}
     assert read_generation_defaults(spec, "auto") == expected
@@ -263,8 +263,8 @@ def test_a_default_that_no_request_could_have_is_refused(tmp_path, key, value):
 
 def test_greedy_models_are_greedy(tmp_path):
     write(tmp_path, "config.json", GPT2)
-    found = {"do_sample": False, "temperature": 0.6, "top_p": None}
-    write(tmp_path, "generation_config.json", found)
+    defaults = {"do_sample": False, "temperature": 0.6, "top_p": None}
+    write(tmp_path, "generation_config.json", defaults)
     spec = read_spec(tmp_path)
     assert read_generation_defaults(spec, "auto") == {"temperature": 0.0}
     override = GenerationDefaults(temperature=0.3)

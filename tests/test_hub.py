@@ -28,16 +28,16 @@ def hub(lost):
 
 def receive(receiver: HubReceiver, count: int) -> list:
     """Return N messages, waiting for them."""
-    found: list = []
+    received: list = []
     deadline = time.monotonic() + WAIT_SECONDS
-    while len(found) < count:
+    while len(received) < count:
         assert time.monotonic() < deadline
         if (message := receiver.recv(0.1)) is not None:
-            found.append(message)
-    return found
+            received.append(message)
+    return received
 
 
-def test_messages_pass_in_order_also_those_that_came_before_their_receiver(hub):
+def test_messages_keep_their_order(hub):
     sent = [AbortRequests([str(i)]) for i in range(1000)] + [AbortRequests(["x" * 3_000_000])]
     sender = HubSender(hub, "engine-1")
     for message in sent[:10]:
@@ -84,18 +84,18 @@ def test_another_token_lets_nobody_in(hub):
     plain.connect(hub.listener.at)
     plain.send(msgspec.msgpack.encode(EngineGone("from a stranger")))
     hub.send("engine-1", ResetPrefixCache())
-    known = HubOutbox(hub.uplink("engine-2"))
-    known.send("client", EngineGone("from one of us"))
-    found: list = []
-    while not found:
-        found = hub.drain()
-    assert [msgspec.msgpack.decode(each.message) for each in found] == [
+    welcome = HubOutbox(hub.uplink("engine-2"))
+    welcome.send("client", EngineGone("from one of us"))
+    received: list = []
+    while not received:
+        received = hub.drain()
+    assert [msgspec.msgpack.decode(entry.message) for entry in received] == [
         ["EngineDead", "from one of us"]
     ]
     assert inbox.recv(0.5) is None and "engine-1" in hub.waiting
     plain.close(0)
-    for each in (inbox, outbox, known):
-        each.close()
+    for channel in (inbox, outbox, welcome):
+        channel.close()
 
 
 def test_what_cannot_be_read_fails_alone(hub):

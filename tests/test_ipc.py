@@ -140,13 +140,13 @@ TOKEN = "a token of these tests, long enough"
 
 
 def messages(listener, count: int) -> list[tuple[bytes, object]]:
-    found: list[tuple[bytes, object]] = []
+    received: list[tuple[bytes, object]] = []
     deadline = time.monotonic() + WAIT_SECONDS
-    while len(found) < count:
+    while len(received) < count:
         assert time.monotonic() < deadline
         ipc.wait([listener], 0.1)
-        found += listener.drain()
-    return found
+        received += listener.drain()
+    return received
 
 
 @pytest.fixture
@@ -170,11 +170,12 @@ def test_links_carry_messages_both_ways_in_order(listener):
         listener.send_to(peer, message)
     assert peers["a"] != peers["b"]
     for name, link in zip("ab", links, strict=True):
-        found = []
-        while len(found) < 100:
+        received = []
+        while len(received) < 100:
             ipc.wait([link], 1)
-            found += link.drain()
-        assert [message.request_ids for _, message in found] == [[name, str(i)] for i in range(100)]
+            received += link.drain()
+        names = [message.request_ids for _, message in received]
+        assert names == [[name, str(i)] for i in range(100)]
         link.close()
 
 
@@ -187,9 +188,9 @@ def test_nothing_passes_a_listener_without_the_token(listener, knows):
         stranger.curve_serverkey = keys.listener.public
         stranger.curve_publickey, stranger.curve_secretkey = zmq.curve_keypair()
     elif knows == "another token":
-        others = ipc.CurveKeys(TOKEN + ".")
-        stranger.curve_serverkey = others.listener.public
-        stranger.curve_publickey, stranger.curve_secretkey = others.joiner
+        other_keys = ipc.CurveKeys(TOKEN + ".")
+        stranger.curve_serverkey = other_keys.listener.public
+        stranger.curve_publickey, stranger.curve_secretkey = other_keys.joiner
     stranger.connect(listener.at)
     stranger.send(msgspec.msgpack.encode(ResetPrefixCache()))
     friend = ipc.Link(listener.at, ToEngine, keys)
@@ -247,8 +248,8 @@ def test_strangers_are_not_more_than_there_is_room_for(monkeypatch):
     for friend in friends:
         friend.send(AbortRequests(["after"]))
     assert len(messages(listener, 2)) == 2
-    for each in (*friends, *strangers, listener):
-        each.close()
+    for end in (*friends, *strangers, listener):
+        end.close()
 
 
 def test_a_stranger_that_has_left_may_have_had_the_number_of_anything(listener):
@@ -262,8 +263,8 @@ def test_a_stranger_that_has_left_may_have_had_the_number_of_anything(listener):
     assert len(os.listdir("/proc/self/fd")) < before + 100  # others come and go meanwhile
     end.sendall(b"still there")
     assert other.recv(100) == b"still there"
-    for each in (end, other):
-        each.close()
+    for side in (end, other):
+        side.close()
     os.close(reading)
     os.close(writing)
 
@@ -290,12 +291,12 @@ def test_a_listener_that_cannot_listen_says_where(listener):
 def test_nobody_can_read_what_passes_between_hosts(listener):
     """All bytes go through this test on their way."""
     host, port = listener.at.removeprefix("tcp://").split(":")
-    seen = bytearray()
+    traffic = bytearray()
 
     def carry(source: socket.socket, to: socket.socket) -> None:
         with contextlib.suppress(OSError):  # the test has ended
             while data := source.recv(65536):
-                seen.extend(data)
+                traffic.extend(data)
                 to.sendall(data)
 
     with socket.create_server(("127.0.0.1", 0)) as between:
@@ -311,4 +312,4 @@ def test_nobody_can_read_what_passes_between_hosts(listener):
         link.close()
         near.close()
         far.close()
-    assert b"CURVE" in seen and b"secret prompt" not in seen and TOKEN.encode() not in seen
+    assert b"CURVE" in traffic and b"secret prompt" not in traffic and TOKEN.encode() not in traffic

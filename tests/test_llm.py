@@ -71,11 +71,10 @@ def test_requests_with_adapters(tmp_path, separate_process, make_llm):
     ]
     llm = make_llm(enable_lora=True, separate_process=separate_process)
     params = SamplingParams(max_tokens=8)
-    each = [*adapters, None]
-    outputs = llm.generate([[7, 8, 9]] * 3, params, lora_request=each)
+    outputs = llm.generate([[7, 8, 9]] * 3, params, lora_request=[*adapters, None])
     assert llm.engine.adapters is not None
-    named = llm.engine.adapters.read_adapters()
-    digests = [named[each.lora_name].digest for each in adapters] + ["0"]
+    by_name = llm.engine.adapters.read_adapters()
+    digests = [by_name[adapter.lora_name].digest for adapter in adapters] + ["0"]
     for output, digest in zip(outputs, digests, strict=True):
         assert output.outputs[0].token_ids == expected_tokens([7, 8, 9], 8, 257, digest)
     (again,) = llm.generate([7, 8, 9], params, lora_request=adapters[1])
@@ -144,9 +143,9 @@ def test_the_id_of_a_choice_is_no_other_request_s(make_llm):
     add = llm.engine.add_request
     add("a", "text", SamplingParams(n=2, max_tokens=3))
     add("b_1", "text", SamplingParams(max_tokens=3))
-    for taken, n in (("a", 1), ("a_0", 1), ("b", 2)):
+    for used_name, n in (("a", 1), ("a_0", 1), ("b", 2)):
         with pytest.raises(InvalidRequest, match="unfinished"):
-            add(taken, "text", SamplingParams(n=n, max_tokens=3))
+            add(used_name, "text", SamplingParams(n=n, max_tokens=3))
     outputs = []
     while llm.engine.has_unfinished_requests():
         outputs += [output for output in llm.engine.step() if output.finished]
@@ -215,9 +214,9 @@ def test_chat_gives_its_options_to_the_template(make_llm):
 def test_scores_are_cosines_where_the_model_has_no_head(make_llm):
     llm = make_llm()
 
-    def cosine(one: str, other: str) -> float:
-        pairs = zip(expected(one, PoolingParams()), expected(other, PoolingParams()), strict=True)
-        return sum(a * b for a, b in pairs)
+    def cosine(first: str, second: str) -> float:
+        vectors = (expected(text, PoolingParams()) for text in (first, second))
+        return sum(a * b for a, b in zip(*vectors, strict=True))
 
     assert llm.score("a", ["b", "cc"]) == pytest.approx([cosine("a", "b"), cosine("a", "cc")])
     assert next(llm.request_ids) == 3  # the one text is computed once
@@ -276,13 +275,13 @@ def test_beam_search(make_llm):
     """The fake model gives 1/2, 1/4, 1/8 ... to the likely tokens, its favourite first."""
     llm = make_llm()
     prompts = ["Once upon a time", {"prompt": "there was"}]
-    found = llm.beam_search(prompts, BeamSearchParams(beam_width=3, max_tokens=4))
-    for prompt, output in zip(["Once upon a time", "there was"], found, strict=True):
+    outputs = llm.beam_search(prompts, BeamSearchParams(beam_width=3, max_tokens=4))
+    for prompt, output in zip(["Once upon a time", "there was"], outputs, strict=True):
         greedy = expected_tokens(list(prompt.encode()), 4, llm.engine.processor.spec.vocab_size)
         assert output.prompt == prompt and output.finished
         assert output.outputs[0].token_ids == greedy
-        assert len({tuple(one.token_ids) for one in output.outputs}) == 3
-        assert {len(one.token_ids) for one in output.outputs} == {4}
+        assert len({tuple(beam.token_ids) for beam in output.outputs}) == 3
+        assert {len(beam.token_ids) for beam in output.outputs} == {4}
     for early in (True, "never"):
         params = BeamSearchParams(beam_width=2, max_tokens=3, early_stopping=early)
         assert len(llm.beam_search("a", params)[0].outputs) == 2
@@ -302,12 +301,14 @@ def test_metrics(separate_process, make_llm):
     llm = make_llm(separate_process=separate_process)
     llm.generate(["ab", "c"], SamplingParams(n=2, max_tokens=5))
     llm.beam_search(["a"], BeamSearchParams(beam_width=2, max_tokens=3))
-    found = {(each.name, *each.labels.values()): each for each in llm.get_metrics()}
-    named = {name: each for (name, *_), each in found.items()}
-    assert named["vllm:generation_tokens"].value == 2 * 2 * 5
-    assert named["vllm:prompt_tokens"].value == 2 * (2 + 1)
-    ended = [each for each in found.values() if each.name == "vllm:request_success"]
-    assert {each.labels["finished_reason"]: each.value for each in ended}["length"] == 4
-    latency = named["vllm:e2e_request_latency_seconds"]
+    metrics_by_key = {
+        (metric.name, *metric.labels.values()): metric for metric in llm.get_metrics()
+    }
+    metrics_by_name = {name: metric for (name, *_), metric in metrics_by_key.items()}
+    assert metrics_by_name["vllm:generation_tokens"].value == 2 * 2 * 5
+    assert metrics_by_name["vllm:prompt_tokens"].value == 2 * (2 + 1)
+    ended = [metric for metric in metrics_by_key.values() if metric.name == "vllm:request_success"]
+    assert {metric.labels["finished_reason"]: metric.value for metric in ended}["length"] == 4
+    latency = metrics_by_name["vllm:e2e_request_latency_seconds"]
     assert latency.count == latency.buckets["+Inf"] == 4 and latency.sum > 0
-    assert type(named["vllm:kv_cache_usage_perc"]).__name__ == "Gauge"
+    assert type(metrics_by_name["vllm:kv_cache_usage_perc"]).__name__ == "Gauge"

@@ -186,7 +186,7 @@ def test_json_that_is_too_deep_is_refused(tmp_path: Path, name: str):
         AdapterFiles(tmp_path)
 
 
-def test_what_was_loaded_long_ago_stays_for_an_hour_after_it_was_replaced(tmp_path: Path):
+def test_replaced_adapters_are_kept_for_an_hour(tmp_path: Path):
     store = AdapterStore(tmp_path / "store")
     old = store.load("a", str(write_adapter(tmp_path / "a", seed=1)), 16, {})
     os.utime(old.folder, (0, 0))
@@ -205,21 +205,21 @@ def test_files_of_unloaded_adapters_are_removed_in_time(tmp_path: Path):
 
 
 def test_all_processes_see_each_change_at_once(tmp_path: Path):
-    one, other = AdapterStore(tmp_path / "store"), AdapterStore(tmp_path / "store")
+    first, second = AdapterStore(tmp_path / "store"), AdapterStore(tmp_path / "store")
     folders = [write_adapter(tmp_path / str(seed), seed=seed) for seed in range(8)]
-    assert other.read_adapters() == {}
+    assert second.read_adapters() == {}
 
     def load(number: int) -> None:
         for seed, folder in enumerate(folders):
-            loaded = one.load(f"{number}-{seed}", str(folder), 16, {})
-            assert other.read_adapters()[f"{number}-{seed}"] == loaded
+            loaded = first.load(f"{number}-{seed}", str(folder), 16, {})
+            assert second.read_adapters()[f"{number}-{seed}"] == loaded
 
     threads = [threading.Thread(target=load, args=[number]) for number in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(one.read_adapters()) == len(AdapterStore(tmp_path / "store").read_adapters()) == 32
+    assert len(first.read_adapters()) == len(AdapterStore(tmp_path / "store").read_adapters()) == 32
 
 
 def test_modules_are_given_as_text_or_json():

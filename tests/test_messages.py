@@ -47,11 +47,11 @@ def values(kind: inspect.Type) -> st.SearchStrategy:
         case inspect.Metadata(type=inner):
             return values(inner)
         case inspect.UnionType(types=types):
-            return st.one_of([values(each) for each in types])
+            return st.one_of([values(member) for member in types])
         case inspect.StructType(cls=cls, fields=fields):
             return st.builds(cls, **{field.name: values(field.type) for field in fields})
-        case inspect.ListType(item_type=item, min_length=least):
-            return st.lists(values(item), min_size=least or 0, max_size=3)
+        case inspect.ListType(item_type=item, min_length=length):
+            return st.lists(values(item), min_size=length or 0, max_size=3)
         case inspect.VarTupleType(item_type=item):
             return st.lists(values(item), max_size=3).map(tuple)
         case inspect.TupleType(item_types=items):
@@ -65,10 +65,10 @@ def values(kind: inspect.Type) -> st.SearchStrategy:
                 -(2**63) if low is None else low, 2**64 - 1 if high is None else high
             )
         case inspect.FloatType(ge=low, gt=above, le=high, lt=None):
-            least = above if low is None else low
-            return st.floats(least, high, exclude_min=above is not None, allow_nan=False)
-        case inspect.StrType(min_length=least):
-            return st.text(min_size=least or 0, max_size=8)
+            lowest = above if low is None else low
+            return st.floats(lowest, high, exclude_min=above is not None, allow_nan=False)
+        case inspect.StrType(min_length=length):
+            return st.text(min_size=length or 0, max_size=8)
     return PLAIN[type(kind)]
 
 

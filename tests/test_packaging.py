@@ -48,13 +48,13 @@ def test_the_wheel_is_typed_and_has_the_demo_model_and_the_console(tmp_path):
 def test_a_lock_has_every_dependency_within_its_bounds(lock, extras):
     """All but torch, whose build depends on the machine."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    asked = [*project["build-system"]["requires"], *project["project"]["dependencies"]]
+    requirements = [*project["build-system"]["requires"], *project["project"]["dependencies"]]
     for extra in extras:
-        asked += project["project"]["optional-dependencies"][extra]
+        requirements += project["project"]["optional-dependencies"][extra]
     text = (ROOT / f"requirements/{lock}.txt").read_text()
     pins = dict(re.findall(r"^([\w.-]+)==([^ ;]+)", text, re.MULTILINE))
     assert "torch" not in pins and not [name for name in pins if name.startswith("nvidia")]
-    for requirement in map(Requirement, asked):
+    for requirement in map(Requirement, requirements):
         if requirement.name != "torch":
             assert pins[requirement.name] in requirement.specifier, requirement
 
@@ -113,12 +113,14 @@ def test_the_native_variant_is_of_the_cpu():
         ("GenuineIntel", "avx2 fma f16c avx512f", False, "avx2"),
         ("GenuineIntel", "avx", False, "generic"),
     ]
-    given = [
+    machines = [
         (f"processor\t: 0\nvendor_id\t: {vendor}\nflags\t\t: sse {flags}\n", may_use_tiles)
         for vendor, flags, may_use_tiles, _ in cases
     ]
-    found = ask_setup_py(f"[native_variant(info, lambda: tiles) for info, tiles in {given!r}]")
-    assert found == [variant for *_, variant in cases]
+    variants = ask_setup_py(
+        f"[native_variant(info, lambda: tiles) for info, tiles in {machines!r}]"
+    )
+    assert variants == [variant for *_, variant in cases]
 
 
 def test_a_cross_compiler_compiles_the_variants_of_its_machine():
@@ -126,9 +128,9 @@ def test_a_cross_compiler_compiles_the_variants_of_its_machine():
     variants = ["i8mm", "dotprod", "generic"]
     assert ask_setup_py("chosen_variants()", **cross, SERVD_KERNELS="all") == variants
     cases = ["fp asimd asimddp i8mm bf16", "fp asimd asimddp i8mm", "fp asimd"]
-    given = [f"processor\t: 0\nFeatures\t: {features}\n" for features in cases]
-    found = ask_setup_py(f"[native_variant(info, lambda: False) for info in {given!r}]", **cross)
-    assert found == variants
+    machines = [f"processor\t: 0\nFeatures\t: {features}\n" for features in cases]
+    code = f"[native_variant(info, lambda: False) for info in {machines!r}]"
+    assert ask_setup_py(code, **cross) == variants
 
 
 @pytest.mark.skipif(native.SWITCH in os.environ, reason="another library is asked for")
@@ -198,16 +200,16 @@ def test_install_sh_refuses_a_python_that_is_too_old(python, tmp_path):
 
 def test_install_sh_writes_the_unit_that_the_page_shows():
     page = (ROOT / "docs/how-to/systemd.md").read_text()
-    shown = re.findall(r"^```text\n(\[Unit\].*?)^```", page, re.DOTALL | re.MULTILINE)
-    assert install_sh("--cpu", "--prefix", "/opt/servd", "--print-unit").stdout == shown[0]
+    units = re.findall(r"^```text\n(\[Unit\].*?)^```", page, re.DOTALL | re.MULTILINE)
+    assert install_sh("--cpu", "--prefix", "/opt/servd", "--print-unit").stdout == units[0]
 
 
 def test_install_sh_has_the_torch_of_the_makefile():
     makefile = (ROOT / "Makefile").read_text()
     script = (ROOT / "install.sh").read_text()
     for name in ("TORCH", "CPU_TORCH_INDEX"):
-        wanted = re.findall(rf"^{name} = (.*)", makefile, re.MULTILINE)
-        assert re.findall(rf'^{name}="(.*?)"', script, re.MULTILINE) == wanted
+        versions = re.findall(rf"^{name} = (.*)", makefile, re.MULTILINE)
+        assert re.findall(rf'^{name}="(.*?)"', script, re.MULTILINE) == versions
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="there is no shellcheck")

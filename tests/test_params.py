@@ -87,8 +87,8 @@ def test_every_number_has_bounds_and_every_list_a_length(field):
             case msgspec.inspect.Metadata(type=inner):
                 check(inner)
             case msgspec.inspect.UnionType(types=kinds):
-                for each in kinds:
-                    check(each)
+                for member in kinds:
+                    check(member)
             case msgspec.inspect.IntType() | msgspec.inspect.FloatType():
                 assert kind.le is not None and (kind.ge, kind.gt) != (None, None)
             case msgspec.inspect.StrType():
@@ -98,8 +98,8 @@ def test_every_number_has_bounds_and_every_list_a_length(field):
                 check(item)
                 check(getattr(kind, "value_type", item))
             case msgspec.inspect.StructType(fields=fields):
-                for each in fields:
-                    check(each.type)
+                for field in fields:
+                    check(field.type)
             case _:
                 assert isinstance(kind, msgspec.inspect.BoolType | msgspec.inspect.NoneType)
 

@@ -89,6 +89,6 @@ def test_an_error_inside_a_plugin_is_not_hidden(package):
         ("json:Nowhere", "module json has no 'Nowhere'"),
     ],
 )
-def test_a_class_outside_the_package_that_is_not_there_is_an_error_of_the_configuration(name, text):
+def test_a_missing_plugin_class_is_a_config_error(name, text):
     with pytest.raises(ConfigError, match=text):
         plugins.load("servd.worker.spec_decode", name, "ignored")

@@ -163,9 +163,9 @@ def test_heads(tmp_path):
     assert files.probabilities([1000.0, 0.0]) == [1.0, 0.0]
     with pytest.raises(InvalidRequest, match="/rerank"):
         files.check("embed")
-    one = read(tmp_path, "bert", kind, id2label={"0": "LABEL_0"})
-    assert one.probabilities([0.0]) == [0.5] and one.score([0.0]) == 0.5
-    assert one.score([-800.0]) == 0.0
+    single = read(tmp_path, "bert", kind, id2label={"0": "LABEL_0"})
+    assert single.probabilities([0.0]) == [0.5] and single.score([0.0]) == 0.5
+    assert single.score([-800.0]) == 0.0
     many = {"id2label": {"0": "a", "1": "b"}, "problem_type": "multi_label_classification"}
     assert read(tmp_path, "bert", kind, **many).probabilities([0.0, 0.0]) == [0.5, 0.5]
     path = {"activation_fn": "torch.nn.modules.linear.Identity"}

@@ -46,25 +46,25 @@ def grow_old(folder: Path) -> None:
     os.utime(folder / LOCK, (old, old))
 
 
-def test_what_a_killed_process_leaves_is_removed_by_the_next_one_and_nothing_else(base: Path):
+def test_leftovers_of_a_killed_process_are_removed(base: Path):
     owner = subprocess.Popen(
         [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert owner.stdout is not None
-    left = Path(owner.stdout.readline().strip())
-    (left / "engine").touch()
+    leftover = Path(owner.stdout.readline().strip())
+    (leftover / "engine").touch()
     foreign = base / "servd-of-somebody"  # has the name, and no lock
     foreign.mkdir()
-    own = private_dir()
-    for folder in (left, own):
+    own_folder = private_dir()
+    for folder in (leftover, own_folder):
         grow_old(folder)
     second = private_dir()
-    assert left.parent == base and left.exists()  # its owner runs
+    assert leftover.parent == base and leftover.exists()  # its owner runs
     owner.send_signal(signal.SIGKILL)
     owner.communicate(timeout=WAIT_SECONDS)
-    grow_old(left)
+    grow_old(leftover)
     third = private_dir()
-    assert {*base.glob("servd-*")} == {foreign, own, second, third}
+    assert {*base.glob("servd-*")} == {foreign, own_folder, second, third}
 
 
 def test_a_new_folder_is_left_to_who_is_about_to_hold_it(base: Path):

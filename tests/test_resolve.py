@@ -55,19 +55,19 @@ def test_on_cuda():
 
 
 @pytest.mark.parametrize(
-    ("config", "num_ranks", "told"),
+    ("config", "num_ranks", "messages"),
     [
         ({}, 2, "the model has no experts"),
         ({"num_experts": 8}, 1, "one device has all experts"),
         ({"n_routed_experts": 8}, 2, None),
     ],
 )
-def test_experts_that_are_not_spread_are_said(config, num_ranks, told, caplog):
+def test_experts_that_are_not_spread_are_said(config, num_ranks, messages, caplog):
     spec = msgspec.structs.replace(SPEC, config=config)
     options = {"enable_expert_parallel": True, "tensor_parallel_size": num_ranks}
     resolve(Config.load(options), spec, CPU)
-    said = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
-    assert said == ([f"--enable-expert-parallel has no effect: {told}"] if told else [])
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert said == ([f"--enable-expert-parallel has no effect: {messages}"] if messages else [])
 
 
 def test_only_cuda_compiles():
@@ -99,17 +99,17 @@ def test_two_devices_need_a_process_each():
     assert decide(CUDA, tensor_parallel_size=2).parallel.executor == "multiproc"
 
 
-def test_key_value_heads_may_be_fewer_than_devices_where_these_divide_the_others():
+def test_kv_heads_may_be_fewer_than_devices():
     assert decide(CPU, tensor_parallel_size=8).parallel.num_workers == 8  # 4 of 8 heads
     with pytest.raises(ConfigError, match="16 must divide the model's 8 heads"):
         decide(CPU, tensor_parallel_size=16)
 
 
-def test_as_many_steps_are_in_flight_as_there_are_stages_and_one_that_is_scheduled():
+def test_steps_in_flight_are_one_more_than_the_stages():
     config = decide(pipeline_parallel_size=2)
     assert config.parallel.executor == "multiproc" and config.num_steps_in_flight == 2
     assert decide(CUDA, pipeline_parallel_size=2).num_steps_in_flight == 3
-    assert [decide(each).num_steps_in_flight for each in (CPU, CUDA)] == [1, 2]
+    assert [decide(machine).num_steps_in_flight for machine in (CPU, CUDA)] == [1, 2]
 
 
 def test_a_gpu_with_a_cpu_build_of_torch_falls_back_to_cpu_with_a_warning(caplog):
@@ -285,11 +285,11 @@ PACKAGES = {
 @pytest.mark.parametrize("option", PACKAGES)
 def test_what_a_plugin_option_may_be_are_the_files_of_its_package(option):
     section, field = options_by_name()[option]
-    known = choices(field.type)
-    assert set(plugins.names(PACKAGES[option])) <= set(known)
-    for value in known:
+    names = choices(field.type)
+    assert set(plugins.names(PACKAGES[option])) <= set(names)
+    for value in names:
         assert getattr(getattr(Config.load({option: value}), section), option) == value
-    with pytest.raises(ConfigError, match=f"there are: {', '.join(known)}"):
+    with pytest.raises(ConfigError, match=f"there are: {', '.join(names)}"):
         decide(**{option: "nonsense"})
 
 
@@ -305,8 +305,8 @@ def test_what_a_plugin_option_may_be_are_the_files_of_its_package(option):
 def test_of_layers_that_keep_a_state_only_the_last_token_s_is_there(options: dict[str, Any]):
     config = {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2}
     spec = msgspec.structs.replace(SPEC, model_type="qwen3_next", config=SPEC.config | config)
-    found = resolve(Config.load({}), spec, CPU)
-    assert not found.cache.enable_prefix_caching and found.model.enforce_eager
+    resolved = resolve(Config.load({}), spec, CPU)
+    assert not resolved.cache.enable_prefix_caching and resolved.model.enforce_eager
     flag = next(iter(options)).replace("_", "-")
     with pytest.raises(ConfigError, match=f"--{flag}.*.*(leave it out|remove the options)"):
         resolve(Config.load(options), spec, CPU)

@@ -96,8 +96,8 @@ def test_the_built_site_has_every_page_and_loads_nothing_from_elsewhere(url):
     names = [path.relative_to(site.DOCS).with_suffix("") / "index.html" for path in pages]
     assert [str(name) for name in names if not (BUILT / name).exists()] == []
     loads = re.compile(r"<(?:script|img|iframe|link)\b[^>]*(?:src|href)=\"(?:https?:)?//[^>]*>")
-    found = {str(page): loads.findall(page.read_text()) for page in BUILT.rglob("*.html")}
-    assert {page: tags for page, tags in found.items() if tags} == {}
+    loaded = {str(page): loads.findall(page.read_text()) for page in BUILT.rglob("*.html")}
+    assert {page: tags for page, tags in loaded.items() if tags} == {}
 
 
 @pytest.fixture(scope="module")

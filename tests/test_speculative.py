@@ -79,7 +79,7 @@ def test_what_cannot_work_is_refused_before_anything_starts(keys, error, text):
 
 
 @pytest.mark.parametrize(
-    ("keys", "given", "num_drafts"),
+    ("keys", "num_tokens", "num_drafts"),
     [
         ({"num_heads": 3}, None, 3),
         ({"medusa_num_heads": 2}, None, 2),
@@ -87,12 +87,12 @@ def test_what_cannot_work_is_refused_before_anything_starts(keys, error, text):
         ({}, None, 5),
     ],
 )
-def test_medusa_drafts_a_chain_of_all_its_heads(tmp_path, keys, given, num_drafts):
+def test_medusa_drafts_a_chain_of_all_its_heads(tmp_path, keys, num_tokens, num_drafts):
     (tmp_path / "config.json").write_text(json.dumps(keys))
-    options = {"spec_method": "medusa", "spec_model": str(tmp_path), "spec_tokens": given}
+    options = {"spec_method": "medusa", "spec_model": str(tmp_path), "spec_tokens": num_tokens}
     for executor in ("uniproc", "fake"):
         made = resolved(model="demo", executor=executor, **options)[0].model.speculative_config
-        expected = num_drafts if executor == "uniproc" else given or 5  # it reads no draft
+        expected = num_drafts if executor == "uniproc" else num_tokens or 5  # it reads no draft
         assert made.num_speculative_tokens == expected
 
 

@@ -76,13 +76,13 @@ class ScriptedExecutor(FakeExecutor):
     ) -> list[int]:
         """As far as drafts are what the script says, and one token more."""
         begin = len(row.token_ids) - row.num_prompt_tokens
-        rest = [*self.script[begin:], self.spec.eos_token_ids[0]]
+        planned = [*self.script[begin:], self.spec.eos_token_ids[0]]
         num_kept = 0
-        for draft, token_id in zip(row.drafts, rest[:-1], strict=False):
+        for draft, token_id in zip(row.drafts, planned[:-1], strict=False):
             if draft != token_id:
                 break
             num_kept += 1
-        return rest[: num_kept + 1]
+        return planned[: num_kept + 1]
 
 
 class InProcessEngine:
@@ -131,9 +131,9 @@ class InProcessEngine:
         message = msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=ToEngine)
         self.sent.append(message)
         if isinstance(message, Audit):
-            for found in audit(message, self.core):
-                found.generation = self.generation
-                self.tell(found)
+            for report in audit(message, self.core):
+                report.generation = self.generation
+                self.tell(report)
             return
         if isinstance(message, CollectiveRpc):  # at once, as if there were nothing to do
             is_asleep = message.method == "sleep"
@@ -191,8 +191,8 @@ class InProcessEngine:
         self._arrived.append(message)
         os.write(self._written, b"!")
 
-    def drain(self, most: int) -> list[FromEngine]:
-        arrived, self._arrived = self._arrived[:most], self._arrived[most:]
+    def drain(self, max_messages: int) -> list[FromEngine]:
+        arrived, self._arrived = self._arrived[:max_messages], self._arrived[max_messages:]
         if arrived:
             os.read(self._readable, len(arrived))
         return arrived
@@ -331,13 +331,13 @@ def events(text: str) -> list[Any]:
 
 def named_events(text: str) -> list[dict[str, Any]]:
     """The events of a stream with names, each of which must be the document's type."""
-    found = []
+    documents = []
     for frame in text.strip().split("\n\n"):
         name, data = frame.split("\n")
         document = msgspec.json.decode(data.removeprefix("data: "))
         assert name == f"event: {document['type']}"
-        found.append(document)
-    return found
+        documents.append(document)
+    return documents
 
 
 def output_text(prompt: str, num_tokens: int) -> str:

@@ -12,9 +12,9 @@ from servd.api.routes import load_routers
 
 def subclasses(kind: type[RequestBody]) -> Iterator[type[RequestBody]]:
     """Those of all depths."""
-    for each in kind.__subclasses__():
-        yield each
-        yield from subclasses(each)
+    for subclass in kind.__subclasses__():
+        yield subclass
+        yield from subclasses(subclass)
 
 
 load_routers()  # which imports the shapes of all bodies
@@ -452,19 +452,19 @@ class Hostile:
     def pattern(self) -> Case:
         """Regular expressions: known to be bad, or of random parts."""
         parts = [*"ab.*+?|()[]{}^$\\", "{2,5}", "[a-z]", "(?:", r"\d", r"\b", "é", "{9,99}"]
-        found = self.random.choice(PATTERNS)
+        expression = self.random.choice(PATTERNS)
         if self.random.random() < 0.7:
-            found = "".join(self.random.choices(parts, k=self.random.randrange(1, 30)))
-        return self.constrained("pattern", {"regex": found})
+            expression = "".join(self.random.choices(parts, k=self.random.randrange(1, 30)))
+        return self.constrained("pattern", {"regex": expression})
 
     def grammar(self) -> Case:
         """Grammars: known to be bad, or with parts exchanged."""
-        found = self.random.choice(GRAMMARS)
+        text = self.random.choice(GRAMMARS)
         for _ in range(self.random.randrange(3)):
-            at = self.random.randrange(len(found) + 1)
+            at = self.random.randrange(len(text) + 1)
             part = self.random.choice(["|", '"', "(", ")", "*", "root", "\n", "/"])
-            found = found[:at] + part + found[at:]
-        return self.constrained("grammar", {"grammar": found})
+            text = text[:at] + part + text[at:]
+        return self.constrained("grammar", {"grammar": text})
 
     def constrained(self, kind: str, output: dict[str, Any]) -> Case:
         """A completion in such a form."""

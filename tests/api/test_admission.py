@@ -237,8 +237,8 @@ def test_a_key_has_its_limit_of_unfinished_requests(clock, entered):
 def test_a_key_has_its_limit_of_requests_per_minute(clock, entered):
     admission, key = make(clock), make_key(requests_per_minute=6)
     admitted = [enter(admission, entered, "k", key=key) for _ in range(6)]
-    left = [each.headers["x-ratelimit-remaining-requests"] for each in admitted]
-    assert left == ["5", "4", "3", "2", "1", "0"]
+    num_remaining = [answer.headers["x-ratelimit-remaining-requests"] for answer in admitted]
+    assert num_remaining == ["5", "4", "3", "2", "1", "0"]
     with pytest.raises(RateLimited, match="6 requests per minute") as error:
         enter(admission, entered, "k", key=key)
     assert error.value.retry_after == 10
@@ -270,8 +270,8 @@ async def test_the_limits_of_a_key_are_in_the_headers(tmp_path):
             for stream in (False, True, False)
         ]
         assert [answer.status_code for answer in answers] == [200, 200, 429]
-        left = [answer.headers["x-ratelimit-remaining-requests"] for answer in answers]
-        assert left == ["1", "0", "0"]
+        num_remaining = [answer.headers["x-ratelimit-remaining-requests"] for answer in answers]
+        assert num_remaining == ["1", "0", "0"]
         assert int(answers[2].headers["retry-after"]) >= 1
         assert answers[2].json()["error"]["code"] == "rate_limit_exceeded"
 
@@ -356,7 +356,7 @@ def busy(served: Served) -> Iterator[None]:
     """All threads are busy until the end."""
     free = threading.Event()
     pool = served.async_llm._threads
-    tasks = [asyncio.ensure_future(pool.run(each, free.wait)) for each in "abc"]
+    tasks = [asyncio.ensure_future(pool.run(name, free.wait)) for name in "abc"]
     try:
         yield
     finally:

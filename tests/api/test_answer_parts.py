@@ -25,7 +25,7 @@ async def answers(
     served: Served, stop: list[str] | None, **more: Any
 ) -> dict[str, tuple[str, str, Any]]:
     """Reasoning, content and reason of the end, by API, streamed too."""
-    found = {}
+    by_api = {}
     for stream in (False, True):
         name = ", streamed" * stream
         body: Any = {"messages": user("hi"), "stream": stream, "stop": stop, "tools": [TOOL]}
@@ -33,7 +33,7 @@ async def answers(
         parts = events(answer.text) if stream else [answer.json()]
         choices = [choice for part in parts for choice in part["choices"]]
         texts = [choice["delta" if stream else "message"] for choice in choices]
-        found[f"chat{name}"] = (
+        by_api[f"chat{name}"] = (
             "".join(text.get("reasoning") or "" for text in texts),
             "".join(text.get("content") or "" for text in texts),
             choices[-1]["stop_reason"],
@@ -50,12 +50,12 @@ async def answers(
             texts = ends["content"]
         thinking = "".join(text.get("thinking", "") for text in texts)
         content = "".join(text.get("text", "") for text in texts)
-        found[f"messages{name}"] = (thinking, content, ends["stop_sequence"])
+        by_api[f"messages{name}"] = (thinking, content, ends["stop_sequence"])
     body = {"messages": user("hi"), "stream": False, "options": {"stop": stop}, "tools": [TOOL]}
     message = (await served.http.post("/api/chat", json=body)).json()["message"]
-    reason = found["chat"][2]  # Ollama does not say which one
-    found["ollama"] = (message.get("thinking", ""), message["content"], reason)
-    return found
+    reason = by_api["chat"][2]  # Ollama does not say which one
+    by_api["ollama"] = (message.get("thinking", ""), message["content"], reason)
+    return by_api
 
 
 def thinking(script: str, **options: Any) -> Any:
@@ -78,15 +78,15 @@ STOPS = {
 async def test_stop_strings_count_after_the_reasoning(title):
     script, stop, reasoning, content = STOPS[title]
     async with thinking(script) as served:
-        for api, found in (await answers(served, stop)).items():
-            reason = found[2] if content != "an answer" else None
-            assert found == (reasoning, content, reason), api
+        for api, parts in (await answers(served, stop)).items():
+            reason = parts[2] if content != "an answer" else None
+            assert parts == (reasoning, content, reason), api
 
 
 async def test_stop_strings_after_reasoning_that_the_prompt_opened():
     async with thinking("a user</think>\nTo user", chat_template=OPEN) as served:
-        for api, found in (await answers(served, ["user"])).items():
-            assert found == ("a user", "To ", "user"), api
+        for api, parts in (await answers(served, ["user"])).items():
+            assert parts == ("a user", "To ", "user"), api
 
 
 async def test_responses_have_no_stop_strings_but_reasoning():
@@ -126,12 +126,12 @@ def test_stop_strings_of_every_parser_count_in_the_answer(parser, text, stop, ke
         params = SamplingParams(stop=[stop], min_tokens=min_tokens)
         detokenizer = Detokenizer(BYTES, params, answer=finder)
         ids = list(text.encode())
-        found = ""
+        text_found = ""
         for i in range(0, len(ids), size):
             if detokenizer.stop_reason is None:
-                found += detokenizer.push(ids[i : i + size])
-        found += detokenizer.flush()
-        assert found == (text.removesuffix(", d") if kept is None else kept)
+                text_found += detokenizer.push(ids[i : i + size])
+        text_found += detokenizer.flush()
+        assert text_found == (text.removesuffix(", d") if kept is None else kept)
 
 
 def parsed(tool_parser: str, text: str, size: int, is_reasoning: bool = False) -> Any:
@@ -209,8 +209,8 @@ def test_a_call_in_the_analysis_of_harmony(size):
 
 async def test_a_call_in_the_reasoning_reaches_all_apis():
     async with thinking(f"<think>\nI look.\n{CALL}") as served:
-        for api, found in (await answers(served, None)).items():
-            assert found[:2] == ("I look.", ""), api
+        for api, parts in (await answers(served, None)).items():
+            assert parts[:2] == ("I look.", ""), api
         body: Any = {"messages": user("hi"), "tools": [TOOL]}
         answer = (await served.http.post("/v1/chat/completions", json=body)).json()
         assert answer["choices"][0]["finish_reason"] == "tool_calls"

@@ -33,8 +33,8 @@ async def test_an_unsafe_request_id_is_replaced(http, bad):
 async def test_two_running_requests_may_have_the_same_request_id(http):
     body = {"messages": user("hi"), "max_tokens": 3}
     headers = {"X-Request-Id": "same"}
-    asked = [http.post("/v1/chat/completions", json=body, headers=headers) for _ in range(3)]
-    answers = await asyncio.gather(*asked)
+    calls = [http.post("/v1/chat/completions", json=body, headers=headers) for _ in range(3)]
+    answers = await asyncio.gather(*calls)
     assert [a.status_code for a in answers] == [200] * 3
     ids = {a.json()["id"] for a in answers}
     assert len(ids) == 3 and all(i.startswith("chatcmpl-same") for i in ids)
@@ -45,8 +45,8 @@ async def test_unknown_fields_are_named_in_a_header(http):
     answer = await http.post("/v1/completions", json=body)
     assert answer.status_code == 200
     assert answer.headers["x-servd-ignored"] == "temprature, x%0D%0Ay"
-    known = await http.post("/v1/completions", json={"prompt": "a"})
-    assert "x-servd-ignored" not in known.headers
+    accepted = await http.post("/v1/completions", json={"prompt": "a"})
+    assert "x-servd-ignored" not in accepted.headers
 
 
 async def test_an_oversized_body_is_refused_by_its_content_length(http):
@@ -81,12 +81,12 @@ async def test_an_internal_error_reveals_only_the_request_id(served: Served, mon
 
 async def test_bodies_that_are_still_arriving_are_limited_together(http, monkeypatch):
     monkeypatch.setattr(middleware, "MAX_ARRIVING", 1000)
-    rest = asyncio.Event()
+    may_go_on = asyncio.Event()
 
     async def slowly(size: int):
         yield b'{"prompt": "'
         yield b"a" * size
-        await rest.wait()
+        await may_go_on.wait()
         yield b'", "max_tokens": 1}'
 
     async def send(size: int) -> httpx.Response:
@@ -99,7 +99,7 @@ async def test_bodies_that_are_still_arriving_are_limited_together(http, monkeyp
     assert refused.status_code == 429 and refused.headers["retry-after"]
     whole = await http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1})
     assert whole.status_code == 200
-    rest.set()
+    may_go_on.set()
     assert (await first).status_code == 200
     again = await asyncio.gather(send(900))
     assert again[0].status_code == 200

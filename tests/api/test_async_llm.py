@@ -62,10 +62,10 @@ class FakeClient:
         self.inbox.extend(messages)
         os.eventfd_write(self.event, 1)
 
-    def drain(self, most: int) -> list:
+    def drain(self, max_messages: int) -> list:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.event)
-        return [self.inbox.popleft() for _ in range(min(most, len(self.inbox)))]
+        return [self.inbox.popleft() for _ in range(min(max_messages, len(self.inbox)))]
 
     def fileno(self) -> int:
         return self.event
@@ -78,7 +78,7 @@ class FakeClient:
 
     def aborted(self) -> list[str]:
         aborts = [message for message in self.sent if isinstance(message, AbortRequests)]
-        return [request_id for each in aborts for request_id in each.request_ids]
+        return [request_id for abort in aborts for request_id in abort.request_ids]
 
 
 @pytest.fixture
@@ -149,9 +149,9 @@ async def test_deltas_that_wait_are_merged(llm):
     llm.engines[0].client.answer("F", FinishReason.LENGTH, "r_1")
     await settle()
     deltas = {delta.index: delta for delta in await collect(stream)}
-    found = {i: (d.text, d.finish_reason, len(d.token_ids)) for i, d in deltas.items()}
+    merged = {i: (d.text, d.finish_reason, len(d.token_ids)) for i, d in deltas.items()}
     # The last token ended the request: it is no text.
-    assert found == {0: ("bcd", FinishReason.STOP, 4), 1: ("BCDF", FinishReason.LENGTH, 4)}
+    assert merged == {0: ("bcd", FinishReason.STOP, 4), 1: ("BCDF", FinishReason.LENGTH, 4)}
 
 
 async def test_cancelling_before_the_first_token_aborts(llm, caplog):
@@ -216,7 +216,7 @@ async def test_an_error_of_one_request(llm):
     assert (await other)[0].text == "fine"
 
 
-async def test_a_fault_of_the_server_ends_all_requests_and_later_ones_are_served(llm, monkeypatch):
+async def test_a_server_error_ends_only_open_requests(llm, monkeypatch):
     """What was received together with the message that could not be taken will not come again."""
     tasks = [await start(generate(llm, name)) for name in "ab"]
     with monkeypatch.context() as patch:
@@ -347,15 +347,15 @@ async def test_new_structured_outputs_do_not_hold_up_long_prompts(llm, monkeypat
 async def test_messages_are_taken_for_a_limited_time(llm, monkeypatch, read_ns, num_turns):
     await settle()
     monkeypatch.setattr(engine_client, "MAX_READ_NS", read_ns)
-    taken: list[int] = []  # the turn in which each message was taken
+    turns: list[int] = []  # the turn in which each message was taken
     turn = 0
-    monkeypatch.setattr(llm.engines[0], "_take_status", lambda message: taken.append(turn))
+    monkeypatch.setattr(llm.engines[0], "_take_status", lambda message: turns.append(turn))
     llm.engines[0].client.push(*[SchedulerStats()] * (4 * engine_client.MAX_MESSAGES - 1))
     async with asyncio.timeout(WAIT_SECONDS):
-        while len(taken) < 4 * engine_client.MAX_MESSAGES - 1:
+        while len(turns) < 4 * engine_client.MAX_MESSAGES - 1:
             turn += 1
             await asyncio.sleep(0)
-    assert len(set(taken)) == num_turns
+    assert len(set(turns)) == num_turns
 
 
 @pytest.mark.parametrize(

@@ -26,26 +26,26 @@ async def test_a_running_server_agrees_with_its_engine(served: Served):
     bodies = [{"n": 3}, {}, grammar, {"stop": "x"}, {"prompt_logprobs": 2}]
     tasks = []
     for i, body in enumerate(bodies * 4):
-        asked = {"prompt": f"text {i}", "max_tokens": 400, **body}
-        tasks.append(asyncio.create_task(served.http.post("/v1/completions", json=asked)))
+        request_body = {"prompt": f"text {i}", "max_tokens": 400, **body}
+        tasks.append(asyncio.create_task(served.http.post("/v1/completions", json=request_body)))
     num_seen = 0
     for i in range(40):
         if i == 20:
             for task in tasks[:10]:
                 task.cancel()
-        found = await report(served)
-        assert found["problems"] == []
-        num_seen = max(num_seen, found["engine_requests"])
+        result = await report(served)
+        assert result["problems"] == []
+        num_seen = max(num_seen, result["engine_requests"])
         await asyncio.sleep(0.002)
     assert num_seen > 5
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     await until(lambda: not served.async_llm.num_unfinished)
-    found = await report(served)
-    assert found["problems"] == [] and found["engine_requests"] == 0
-    assert found["server"]["requests"] == found["server"]["admitted"] == 0
-    assert found["server"]["files"] > 3 and found["server"]["threads"] >= 1
+    result = await report(served)
+    assert result["problems"] == [] and result["engine_requests"] == 0
+    assert result["server"]["requests"] == result["server"]["admitted"] == 0
+    assert result["server"]["files"] > 3 and result["server"]["threads"] >= 1
 
 
 async def test_an_answer_that_comes_too_late_harms_nobody(served: Served, monkeypatch):
@@ -72,11 +72,11 @@ async def test_requests_that_one_end_alone_has_are_named(served: Served):
     [name] = served.async_llm.requests
     core = served.engine.core
     core.handle(AbortRequests([name]))  # nobody here has asked for it
-    found = str((await report(served))["problems"])
-    assert f"open here, and not in the engine: ['{name}']" in found
+    problems = str((await report(served))["problems"])
+    assert f"open here, and not in the engine: ['{name}']" in problems
     core.handle(make_request("stranger", [1, 2, 3]))
-    found = str((await report(served))["problems"])
-    assert "in the engine, and not open here: ['stranger']" in found
+    problems = str((await report(served))["problems"])
+    assert "in the engine, and not open here: ['stranger']" in problems
     core.handle(AbortRequests(["stranger"]))
     task.cancel()
 

@@ -79,8 +79,8 @@ def lines(num: int, max_tokens: int = 4) -> list[str]:
 async def create(client: openai.AsyncOpenAI, *texts: str, endpoint: Any = COMPLETIONS) -> Any:
     content = ("\n".join(texts) + "\n").encode()
     file = await client.files.create(file=("in.jsonl", content), purpose="batch")
-    asked: Any = {"endpoint": endpoint, "completion_window": "24h", "metadata": {"a": "b"}}
-    return await client.batches.create(input_file_id=file.id, **asked)
+    settings: Any = {"endpoint": endpoint, "completion_window": "24h", "metadata": {"a": "b"}}
+    return await client.batches.create(input_file_id=file.id, **settings)
 
 
 async def finished(client: openai.AsyncOpenAI, batch: Any) -> Any:
@@ -135,7 +135,7 @@ async def test_every_route_of_batches_runs_in_the_background(client, served, url
     assert result["response"]["body"].keys() == direct.keys()
     options = [m.options for m in served.engine.sent if hasattr(m, "options")]
     half = len(options) // 2
-    assert [one.priority_class for one in options] == [1] * half + [0] * half
+    assert [option.priority_class for option in options] == [1] * half + [0] * half
 
 
 @pytest.mark.parametrize(
@@ -208,8 +208,8 @@ async def test_a_cancelled_batch_keeps_what_was_answered(client, served):
 async def test_a_batch_ends_when_its_time_is_up(client, served, monkeypatch):
     monkeypatch.setattr(batch_store, "WINDOW", 0)
     served.engine.may_step.clear()
-    named = line("a\u2028b\u0085c", prompt="a")
-    batch = await finished(client, await create(client, *lines(2), named))
+    odd_line = line("a\u2028b\u0085c", prompt="a")
+    batch = await finished(client, await create(client, *lines(2), odd_line))
     assert batch.status == "expired" and batch.expired_at
     bad = await answers(client, batch.error_file_id)
     assert [result["error"]["code"] for result in bad.values()] == ["batch_expired"] * 3
@@ -268,7 +268,7 @@ async def test_a_drain_begins_no_more_lines_and_finishes_those_it_has(tmp_path):
     assert len(results.read_text().splitlines()) == num_sent  # each that was begun is whole
 
 
-async def test_a_file_that_vanishes_while_old_ones_are_removed_does_not_matter(client, served):
+async def test_removal_tolerates_vanished_files(client, served):
     store = served.app.state.context.batches.store
     (store.open / "gone").symlink_to("nowhere")  # its stat fails like that of a file just removed
     store.remove_old()
@@ -365,12 +365,12 @@ async def test_a_key_cannot_hold_all_places(tmp_path, monkeypatch):
 
 
 async def test_answers_stop_where_a_key_has_too_many_bytes(client, served, monkeypatch):
-    monkeypatch.setattr(batch_store, "MAX_BYTES", 100_000)
-    batch = await finished(client, await create(client, *lines(300, max_tokens=1000)))
+    monkeypatch.setattr(batch_store, "MAX_BYTES", 20_000)
+    batch = await finished(client, await create(client, *lines(60, max_tokens=1000)))
     assert batch.status == "failed" and batch.failed_at
     assert batch.errors.data[0].code == "no_room"
     counts = batch.request_counts
-    assert counts.completed + counts.failed == counts.total == 300 and counts.failed
+    assert counts.completed + counts.failed == counts.total == 60 and counts.failed
     assert len(await answers(client, batch.output_file_id)) == counts.completed
     failed = (await answers(client, batch.error_file_id)).values()
     assert {result["error"]["code"] for result in failed} == {"batch_failed"}
@@ -411,8 +411,8 @@ async def test_a_form_is_utf_8_or_refused_unread(served, charset):
         answer = await upload(f"; {name}={charset}")
         assert answer.status_code == 400 and "utf-8" in answer.json()["error"]["message"]
     assert not [*served.app.state.context.batches.store.folder.glob("*/file-*")]
-    for known in ("", "; charset=utf-8", ';charset="UTF-8"', "; charset=utf8 ; x=y"):
-        assert (await upload(known)).status_code == 200
+    for suffix in ("", "; charset=utf-8", ';charset="UTF-8"', "; charset=utf8 ; x=y"):
+        assert (await upload(suffix)).status_code == 200
 
 
 @pytest.mark.parametrize("parameter", [";", ";a=b", ';a="', ";a*0=b"])
@@ -454,31 +454,31 @@ async def test_an_upload_to_a_full_disk_is_a_507_and_leaves_nothing(served, monk
     assert answer.status_code == 200
 
 
-async def test_what_a_killed_server_left_of_uploads_is_removed_by_the_next_one(tmp_path):
+async def test_interrupted_uploads_are_removed_at_start(tmp_path):
     async with running(tmp_path) as served:
         client = client_of(served)
         batch = await finished(client, await create(client, *lines(2)))
         kept = await client.files.create(file=("a", b"a"), purpose="batch")
         # The mark leaves after the batch is completed: a server that stops between keeps it.
         await until(lambda: not [*tmp_path.glob("open/*")])
-    known = {*tmp_path.glob("*/*")}
+    files_before = {*tmp_path.glob("*/*")}
     (shelf,) = (path for path in tmp_path.iterdir() if path.name != "open")
     number = "0" * 32
-    left = [shelf / f"file-{number}", shelf / f"file-{number}.tmp", shelf / f"file-{number}o"]
-    left.append(tmp_path / "open" / f"batch_{number}.new")
+    leftovers = [shelf / f"file-{number}", shelf / f"file-{number}.tmp", shelf / f"file-{number}o"]
+    leftovers.append(tmp_path / "open" / f"batch_{number}.new")
     in_use = [shelf / f"file-{'1' * 32}", shelf / f"file-{'2' * 32}o"]
     in_use.append(tmp_path / "open" / f"batch_{'2' * 32}")
     before = time.time() - 60
-    for path in (*left, *in_use):
+    for path in (*leftovers, *in_use):
         path.write_text("x")
         os.utime(path, (before, before))
     with in_use[0].open() as locked:
         fcntl.flock(locked, fcntl.LOCK_EX)  # another server writes it
         BatchStore(tmp_path).remove_old()
-    assert {*tmp_path.glob("*/*")} == {*known, *in_use}
+    assert {*tmp_path.glob("*/*")} == {*files_before, *in_use}
     in_use[-1].unlink()
     async with running(tmp_path) as served:
-        await until(lambda: {*tmp_path.glob("*/*")} == known)
+        await until(lambda: {*tmp_path.glob("*/*")} == files_before)
         client = client_of(served)
         assert (await client.files.content(kept.id)).content == b"a"
         assert len(await answers(client, batch.output_file_id)) == 2

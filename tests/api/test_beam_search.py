@@ -19,8 +19,8 @@ COMPLETIONS = "/v1/completions"
 async def test_choices_come_best_first_and_one_beam_is_greedy(served):
     prompt = "Once upon a time there was a beam"
     body = {"prompt": prompt, "max_tokens": 4, "use_beam_search": True, "return_token_ids": True}
-    one = (await served.http.post(COMPLETIONS, json=body)).json()
-    assert one["choices"][0]["text"] == output_text(prompt, 4)
+    single = (await served.http.post(COMPLETIONS, json=body)).json()
+    assert single["choices"][0]["text"] == output_text(prompt, 4)
     answer = (await served.http.post(COMPLETIONS, json={**body, "n": 3})).json()
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
     # The fake model gives 1/2 to its favourite, and 1/2, 1/4, 1/8 ... to the k most likely.

@@ -24,29 +24,29 @@ async def post(served: Served, path: str, **body: Any) -> Any:
 async def ask_everywhere(served: Served, num_tokens: int) -> dict[str, str]:
     """The arguments of the call `f` as JSON text, by API."""
     chat: Any = {"messages": user("hi"), "tools": TOOLS, "max_tokens": num_tokens}
-    found = {}
+    by_api = {}
     path = "/v1/chat/completions"
     message = (await post(served, path, **chat)).json()["choices"][0]["message"]
-    found["chat"] = message["tool_calls"][0]["function"]["arguments"]
+    by_api["chat"] = message["tool_calls"][0]["function"]["arguments"]
     chunks = events((await post(served, path, **chat, stream=True)).text)
-    calls = [c for each in chunks for c in each["choices"][0]["delta"].get("tool_calls", ())]
-    found["chat, streamed"] = "".join(call["function"]["arguments"] for call in calls)
-    asked: Any = {"input": "hi", "tools": [{"type": "function", **F}], "store": False}
-    asked["max_output_tokens"] = num_tokens
-    found["responses"] = (await post(served, "/v1/responses", **asked)).json()["output"][-1][
+    calls = [c for chunk in chunks for c in chunk["choices"][0]["delta"].get("tool_calls", ())]
+    by_api["chat, streamed"] = "".join(call["function"]["arguments"] for call in calls)
+    body: Any = {"input": "hi", "tools": [{"type": "function", **F}], "store": False}
+    body["max_output_tokens"] = num_tokens
+    by_api["responses"] = (await post(served, "/v1/responses", **body)).json()["output"][-1][
         "arguments"
     ]
     tool = {"name": "f", "input_schema": F["parameters"]}
-    asked = {"messages": user("hi"), "max_tokens": num_tokens, "tools": [tool]}
-    content = (await post(served, "/v1/messages", **asked)).json()["content"]
-    found["messages"] = json.dumps(content[-1]["input"])
-    parts = named_events((await post(served, "/v1/messages", **asked, stream=True)).text)
+    body = {"messages": user("hi"), "max_tokens": num_tokens, "tools": [tool]}
+    content = (await post(served, "/v1/messages", **body)).json()["content"]
+    by_api["messages"] = json.dumps(content[-1]["input"])
+    parts = named_events((await post(served, "/v1/messages", **body, stream=True)).text)
     pieces = [part["delta"].get("partial_json", "") for part in parts if "delta" in part]
-    found["messages, streamed"] = "".join(pieces)
-    asked = {"messages": user("hi"), "tools": TOOLS, "options": {"num_predict": num_tokens}}
-    message = (await post(served, "/api/chat", **asked, stream=False)).json()["message"]
-    found["ollama"] = json.dumps(message["tool_calls"][-1]["function"]["arguments"])
-    return found
+    by_api["messages, streamed"] = "".join(pieces)
+    body = {"messages": user("hi"), "tools": TOOLS, "options": {"num_predict": num_tokens}}
+    message = (await post(served, "/api/chat", **body, stream=False)).json()["message"]
+    by_api["ollama"] = json.dumps(message["tool_calls"][-1]["function"]["arguments"])
+    return by_api
 
 
 def scripted(script: str, parser: str = "hermes") -> Any:
@@ -98,11 +98,11 @@ RAW = {
 @pytest.mark.parametrize("title", RAW)
 async def test_other_arguments_are_kept_as_text(title):
     async with scripted(RAW[title]) as served:
-        found = await ask_everywhere(served, 500)
-    assert all("ab" in written for written in found.values())
+        by_api = await ask_everywhere(served, 500)
+    assert all("ab" in written for written in by_api.values())
     for api in ("messages", "messages, streamed", "ollama"):
-        assert isinstance(json.loads(found[api]), dict)
-    assert json.loads(found["messages"]) == json.loads(found["messages, streamed"])
+        assert isinstance(json.loads(by_api[api]), dict)
+    assert json.loads(by_api["messages"]) == json.loads(by_api["messages, streamed"])
 
 
 @pytest.mark.parametrize("end", ['{"s": "a', '{"s": "a\\', '{"s": ["ab"', '{"s": 1', '{"s'])
@@ -110,8 +110,8 @@ async def test_a_call_that_is_cut_keeps_its_text(end):
     script = hermes('{"s": "ab"}')
     head = script[: script.index('{"s"')]
     async with scripted(head + end + "cde") as served:
-        found = await ask_everywhere(served, len(head + end))
-    assert found["chat"] == found["chat, streamed"] == found["responses"] == end
-    assert json.loads(found["ollama"]) == {"raw_arguments": end}
-    assert json.loads(found["messages"]) == json.loads(found["messages, streamed"])
-    assert json.loads(found["messages"])["raw_arguments"] == end
+        by_api = await ask_everywhere(served, len(head + end))
+    assert by_api["chat"] == by_api["chat, streamed"] == by_api["responses"] == end
+    assert json.loads(by_api["ollama"]) == {"raw_arguments": end}
+    assert json.loads(by_api["messages"]) == json.loads(by_api["messages, streamed"])
+    assert json.loads(by_api["messages"])["raw_arguments"] == end

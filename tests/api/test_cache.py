@@ -18,9 +18,9 @@ async def test_the_tiers_are_shown_with_what_they_hold():
         body = {"prompt": "a long beginning of a text", "max_tokens": 4}
         before = (await served.http.get("/v1/cache")).json()
         assert (await served.http.post("/v1/completions", json=body)).status_code == 200
-        found = (await served.http.get("/v1/cache")).json()
-    assert before["engines"][0]["tiers"][1] == found["engines"][0]["tiers"][1]
-    [engine] = found["engines"]
+        caches = (await served.http.get("/v1/cache")).json()
+    assert before["engines"][0]["tiers"][1] == caches["engines"][0]["tiers"][1]
+    [engine] = caches["engines"]
     device, host = engine["tiers"]
     assert (device["name"], host["name"], engine["block_size"]) == ("device", "host", 4)
     assert device["max_blocks"] > 0 and host["max_bytes"] == 2**20
@@ -46,8 +46,8 @@ async def test_a_prompt_is_kept_for_who_asks(fields, is_kept):
     async with serve(block_size=4, max_num_seqs=1, max_model_len=512) as served:
         body = {"prompt": TEXT, "max_tokens": 2} | fields
         assert (await served.http.post("/v1/completions", json=body)).status_code == 200
-        found = await cache_of(served)
-        assert (found["pinned"], found["max_pinned"]) == (len(TEXT) // 4 * is_kept, 32)
+        cache = await cache_of(served)
+        assert (cache["pinned"], cache["max_pinned"]) == (len(TEXT) // 4 * is_kept, 32)
         for letter in "xy":  # each has room beside it, both have not
             await served.http.post("/v1/completions", json={"prompt": letter * 300})
         body = {"prompt": TEXT, "max_tokens": 2}
@@ -74,7 +74,7 @@ async def test_prompts_of_files_stay_in_every_engine(tmp_path):
         work = asyncio.create_task(PinnedPrefixes([str(text), str(chat)]).keep(served.async_llm))
 
         def num_pinned() -> list[int]:
-            caches = [each.core.scheduler.kv_cache.prefix_cache for each in served.engines]
+            caches = [engine.core.scheduler.kv_cache.prefix_cache for engine in served.engines]
             return [len(cache.pinned) for cache in caches]
 
         await until(lambda: min(num_pinned()) >= kept)
@@ -114,21 +114,24 @@ async def test_a_prompt_that_does_not_fit_is_told_of(tmp_path, caplog):
 
 
 async def test_routers_find_the_events_of_each_engine():
-    with socket.socket() as one, socket.socket() as other:
-        for each in (one, other):
-            each.bind(("127.0.0.1", 0))
-        events, replay = (f"tcp://*:{each.getsockname()[1]}" for each in (one, other))
+    with socket.socket() as first, socket.socket() as second:
+        for listener in (first, second):
+            listener.bind(("127.0.0.1", 0))
+        events, replay = (f"tcp://*:{listener.getsockname()[1]}" for listener in (first, second))
     options = {"enable_kv_cache_events": True, "endpoint": events, "topic": "kv"}
     async with serve() as served:
         assert (await served.http.get("/kv_event_sources")).json() == []
-    given = json.dumps(options | {"replay_endpoint": replay})
-    async with serve(listen=True, kv_events_config=given) as served:
-        found = (await served.http.get("/kv_event_sources")).json()
+    config = json.dumps(options | {"replay_endpoint": replay})
+    async with serve(listen=True, kv_events_config=config) as served:
+        sources = (await served.http.get("/kv_event_sources")).json()
         here = "127.0.0.1"
         source = {"data_parallel_rank": 0, "topic": "kv", "endpoint": events.replace("*", here)}
-        assert found == [source | {"replay_endpoint": replay.replace("*", here)}]
-    given = json.dumps(options | {"endpoint": "tcp://router:5557"})  # to which the engines connect
-    async with serve(kv_events_config=given, data_parallel_size=2) as served:
-        found = (await served.http.get("/kv_event_sources")).json()
-        assert [each["endpoint"] for each in found] == ["tcp://router:5557", "tcp://router:5558"]
-        assert [each["data_parallel_rank"] for each in found] == [0, 1]
+        assert sources == [source | {"replay_endpoint": replay.replace("*", here)}]
+    config = json.dumps(options | {"endpoint": "tcp://router:5557"})  # to which the engines connect
+    async with serve(kv_events_config=config, data_parallel_size=2) as served:
+        sources = (await served.http.get("/kv_event_sources")).json()
+        assert [source["endpoint"] for source in sources] == [
+            "tcp://router:5557",
+            "tcp://router:5558",
+        ]
+        assert [source["data_parallel_rank"] for source in sources] == [0, 1]

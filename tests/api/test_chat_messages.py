@@ -185,17 +185,17 @@ def test_a_message_that_vanishes_is_refused_by_its_number(role: str, text: str):
 
 
 @pytest.mark.parametrize(
-    "shown", ["m.content", "m.content | tojson", "m.content | upper", "m.content[:3]"]
+    "content", ["m.content", "m.content | tojson", "m.content | upper", "m.content[:3]"]
 )
-def test_a_changed_text_has_not_vanished(shown: str):
-    template = f"{{% for m in messages %}}{{{{ {shown} }}}};{{% endfor %}}"
+def test_a_changed_text_has_not_vanished(content: str):
+    template = f"{{% for m in messages %}}{{{{ {content} }}}};{{% endfor %}}"
     assert render(template, message("user", "q"), message("tool", "a\n'b' and " + "c" * 40))
 
 
 def test_a_function_is_a_tool_if_the_template_does_not_know_it():
     template = KNOWN_ROLES.replace("'user'", "'user', 'tool'")
-    shown = render(template, message("user", "q"), message("function", "4", name="f"))
-    assert lines(shown) == ["user: q", "tool: 4"]
+    rendered = render(template, message("user", "q"), message("function", "4", name="f"))
+    assert lines(rendered) == ["user: q", "tool: 4"]
 
 
 # ---- calls (T3, T4) ----
@@ -209,8 +209,8 @@ def test_arguments_that_are_no_object_are_shown(text: str, template: str):
 
 
 def test_a_template_may_want_arguments_as_text():
-    shown = render(TEXT_ARGUMENTS, message("user", "q"), calling('{"a": "ü"}'))
-    assert 'call {"a": "ü"}' in shown
+    rendered = render(TEXT_ARGUMENTS, message("user", "q"), calling('{"a": "ü"}'))
+    assert 'call {"a": "ü"}' in rendered
 
 
 @pytest.mark.parametrize("call_id", ["toolu_01A0bcdefghijk", "call_abc123def456", "1", "ü" * 300])
@@ -272,7 +272,7 @@ def test_repairs_take_linear_time(repair: Any):
         message("tool", "x"),
     ]
     began = time.thread_time()
-    repair([dict(each) for _ in range(20_000) for each in turn])
+    repair([dict(part) for _ in range(20_000) for part in turn])
     assert time.thread_time() - began < 5
 
 

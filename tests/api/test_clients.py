@@ -44,14 +44,14 @@ def prompt_of(served: Served) -> str:
         {"type": "local_shell"},
     ],
 )
-@pytest.mark.parametrize("others", [[], [FUNCTION]])
-async def test_responses_leaves_out_hosted_tools(tool: dict[str, Any], others: list[Any]):
-    body = {"input": "hi", "tools": [*others, tool], "tool_choice": "auto"}
+@pytest.mark.parametrize("other_tools", [[], [FUNCTION]])
+async def test_responses_leaves_out_hosted_tools(tool: dict[str, Any], other_tools: list[Any]):
+    body = {"input": "hi", "tools": [*other_tools, tool], "tool_choice": "auto"}
     async with serve(script="ok", chat_template=SHOWING) as served:
         response = await answer(served, "/v1/responses", body)
         assert response.headers["x-servd-ignored"] == f"tools.{tool['type']}"
         assert response.json()["tools"][-1] == tool
-        assert prompt_of(served).strip().startswith("<f>" if others else "user: hi")
+        assert prompt_of(served).strip().startswith("<f>" if other_tools else "user: hi")
         counted = await answer(served, "/v1/responses/input_tokens", body)
         assert counted.json()["input_tokens"] == len(prompt_of(served))
 
@@ -123,13 +123,13 @@ OWN_TOOL = {"name": "f", "input_schema": {"type": "object"}}
 )
 async def test_messages_leaves_out_hosted_tools(tool: dict[str, Any]):
     async with serve(script="ok", chat_template=SHOWING) as served:
-        for own in ([], [OWN_TOOL], [{**OWN_TOOL, "type": "custom"}]):
-            body = {"max_tokens": 4, "messages": user("hi"), "tools": [*own, tool]}
+        for own_tools in ([], [OWN_TOOL], [{**OWN_TOOL, "type": "custom"}]):
+            body = {"max_tokens": 4, "messages": user("hi"), "tools": [*own_tools, tool]}
             for route in ("/v1/messages", "/v1/messages/count_tokens"):
                 response = await answer(served, route, body)
                 ignored = response.headers["x-servd-ignored"].split(", ")
                 assert [name for name in ignored if "tools" in name] == [f"tools.{tool['type']}"]
-            assert ("<f>" in prompt_of(served)) == bool(own)
+            assert ("<f>" in prompt_of(served)) == bool(own_tools)
         body |= {"tool_choice": {"type": "tool", "name": tool.get("name", "x")}}
         await answer(served, "/v1/messages", body, 400)
 
@@ -260,8 +260,8 @@ SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "intege
 )
 def test_names_of_structured_outputs(fields: dict[str, Any], form: tuple[str, str] | None):
     body = json.dumps({"messages": user("hi"), **fields}).encode()
-    found = parse(ChatCompletionRequest, body).structured_output()
-    assert form == (found and (found.kind, found.value))
+    output = parse(ChatCompletionRequest, body).structured_output()
+    assert form == (output and (output.kind, output.value))
 
 
 @pytest.mark.parametrize(
@@ -353,8 +353,10 @@ async def test_a_prompt_that_is_too_long_has_anthropics_sentence(num_chars: int,
 UNTYPED = {"properties": {"a": {"type": "string"}}}
 
 
-@pytest.mark.parametrize("name", ["my tool", "srv:tool/x", "größe", "a" * 128])
-@pytest.mark.parametrize("parameters", [{}, UNTYPED, None])
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [("my tool", {}), ("srv:tool/x", UNTYPED), ("größe", None), ("a" * 128, UNTYPED), ("a", {})],
+)
 async def test_ollama_takes_any_tool(name: str, parameters: Any):
     tool = {"type": "function", "function": {"name": name, "parameters": parameters}}
     body = {"messages": user("hi"), "tools": [tool], "stream": False}

@@ -18,7 +18,7 @@ from servd.checkpoint.model_spec import FAKE_SPEC
 from servd.config import Config
 from servd.messages.engine import TokenLogprobs
 from servd.messages.params import MAX_STOP_TOKEN_IDS, SamplingParams
-from tests.api.harness import MODEL, Served, connect_openai, events, output_text, serve, user
+from tests.api.harness import MODEL, events, output_text, serve, user
 from tests.api.test_errors import check
 
 COMPLETIONS = "/v1/completions"
@@ -106,29 +106,6 @@ async def test_the_whole_answer(http):
     assert answer["usage"] == used | {"prompt_tokens_details": {"cached_tokens": 0}}
 
 
-@pytest.mark.parametrize("as_ids", [False, True])
-@pytest.mark.parametrize("stream", [False, True])
-async def test_several_prompts_with_several_choices(http, as_ids, stream):
-    texts = ["one", "two", "three"]
-    prompt = [list(text.encode()) for text in texts] if as_ids else texts
-    body = {"prompt": prompt, "n": 2, "max_tokens": 5, "echo": True}
-    got = [""] * 6
-    if stream:
-        answer = await http.post(COMPLETIONS, json={**body, "stream": True})
-        finished = []
-        for chunk in events(answer.text):
-            (choice,) = chunk["choices"]
-            got[choice["index"]] += choice["text"]
-            finished += [choice["index"]] if choice["finish_reason"] else []
-        assert sorted(finished) == list(range(6))
-    else:
-        answer = await ask(http, **body)
-        assert [choice["index"] for choice in answer["choices"]] == list(range(6))
-        got = [choice["text"] for choice in answer["choices"]]
-        assert answer["usage"]["prompt_tokens"] == 11 and answer["usage"]["completion_tokens"] == 30
-    assert got == [text + output_text(text, 5) for text in texts for _ in range(2)]
-
-
 def score(token_ids):
     return [TokenLogprobs([i, ord("x")], [-1.0, -2.0], 1) for i in token_ids]
 
@@ -137,11 +114,11 @@ def score(token_ids):
 def test_tokens_and_their_offsets_are_the_text(text):
     tokenizer = Tokenizer.bytes()
     texts = TokenTexts(tokenizer, frozenset({256}))
-    shown = texts.completion_logprobs(score([256, *text.encode(), 256]))
+    logprobs = texts.completion_logprobs(score([256, *text.encode(), 256]))
     special = tokenizer.token_string(256)
-    assert "".join(shown.tokens) == special + text + special
+    assert "".join(logprobs.tokens) == special + text + special
     expected = [i for i, char in enumerate(text) for _ in char.encode()]
-    assert shown.text_offset == [0, *expected, len(text)]
+    assert logprobs.text_offset == [0, *expected, len(text)]
 
 
 EMOJI = [*"a\U0001f642".encode()]
@@ -150,9 +127,9 @@ NAMES = ["a", "", "", "", "\U0001f642"]
 
 def test_a_character_of_several_tokens_is_named_by_its_last_token():
     """As in vLLM, in both formats; the bytes of chats are of each token alone, as at OpenAI."""
-    shown = TokenTexts(Tokenizer.bytes()).completion_logprobs(score(EMOJI))
-    assert shown.tokens == NAMES
-    assert [[*msgspec.json.decode(top)] for top in shown.top_logprobs] == [
+    logprobs = TokenTexts(Tokenizer.bytes()).completion_logprobs(score(EMOJI))
+    assert logprobs.tokens == NAMES
+    assert [[*msgspec.json.decode(top)] for top in logprobs.top_logprobs] == [
         [name, "x"] for name in NAMES
     ]
     chat = msgspec.json.decode(
@@ -162,7 +139,7 @@ def test_a_character_of_several_tokens_is_named_by_its_last_token():
     assert [token["bytes"] for token in chat["content"]] == [[byte] for byte in EMOJI]
     ids = TokenTexts(Tokenizer.bytes(), shows_ids=True).completion_logprobs(score(EMOJI))
     assert ids.tokens == [f"token_id:{byte}" for byte in EMOJI]
-    assert ids.text_offset == shown.text_offset == [0, 1, 1, 1, 1]
+    assert ids.text_offset == logprobs.text_offset == [0, 1, 1, 1, 1]
 
 
 async def test_a_scored_prompt_names_characters_alike(http):
@@ -176,7 +153,7 @@ async def test_a_scored_prompt_names_characters_alike(http):
     (choice,) = (await ask(http, **body))["choices"]
     assert choice["logprobs"]["tokens"] == NAMES[1:]
     entries = [entry.values() for entry in choice["prompt_logprobs"][1:]]
-    assert [shown["decoded_token"] for (shown,) in entries] == NAMES[2:]
+    assert [entry["decoded_token"] for (entry,) in entries] == NAMES[2:]
 
 
 async def test_usage_grows_with_every_chunk(http):
@@ -202,16 +179,6 @@ async def test_usage_in_every_stream_where_the_server_says_so():
         *chunks, last = events((await served.http.post(COMPLETIONS, json=body)).text)
         assert (last["choices"], last["usage"]["total_tokens"]) == ([], 7)
         assert all(chunk["choices"] for chunk in chunks)
-
-
-async def test_the_openai_client(listening_server: Served):
-    async with connect_openai(listening_server) as client:
-        asked = {"model": MODEL, "prompt": ["x", "y"], "max_tokens": 7, "logprobs": 1}
-        whole = await client.completions.create(**asked)
-        texts = [choice.text for choice in whole.choices]
-        assert texts == [output_text("x", 7), output_text("y", 7)]
-        stream = await client.completions.create(model=MODEL, prompt="x", max_tokens=7, stream=True)
-        assert "".join([chunk.choices[0].text async for chunk in stream]) == output_text("x", 7)
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
@@ -251,18 +218,18 @@ def test_families_are_found_by_their_tokens(family):
     words = FAMILIES[family]
     begin, hole, end = words[:3]
     tokenizer = tokenizer_with(*words)
-    found = FillInMiddle.choose(tokenizer)
+    fim = FillInMiddle.choose(tokenizer)
     prompt = f"{begin}a{{suffix}}{hole}b{{prefix}}{end}"
-    assert found and found.prompt("a{suffix}", "b{prefix}") == prompt
-    assert found.end_token_ids == [tokenizer.token_id(word) for word in words[3:]]
-    token_ids = tokenizer.encode(found.prompt("a", "b"))
+    assert fim and fim.prompt("a{suffix}", "b{prefix}") == prompt
+    assert fim.end_token_ids == [tokenizer.token_id(word) for word in words[3:]]
+    token_ids = tokenizer.encode(fim.prompt("a", "b"))
     parts = (begin, "a", hole, "b", end)
     assert token_ids == [tokenizer.token_id(p) if p in words else ord(p) for p in parts]
 
 
 def test_codestral_has_the_suffix_first():
-    found = FillInMiddle.choose(tokenizer_with("[SUFFIX]", "[PREFIX]"))
-    assert found and found.prompt("a", "b") == "[SUFFIX]b[PREFIX]a"
+    fim = FillInMiddle.choose(tokenizer_with("[SUFFIX]", "[PREFIX]"))
+    assert fim and fim.prompt("a", "b") == "[SUFFIX]b[PREFIX]a"
 
 
 def test_some_of_the_tokens_are_not_enough():

@@ -34,9 +34,9 @@ async def test_a_browser_gets_the_page_and_a_program_the_paths(http: httpx.Async
 
 async def test_the_page_needs_nothing_but_its_own_files(http: httpx.AsyncClient):
     page = (await http.get("/", headers=BROWSER)).text
-    wanted = re.findall(r'(?:src|href)="([^"#]+)"', page)
-    assert {"console/app.js", "console/style.css", "console/playground.js"} <= set(wanted)
-    for path in wanted:
+    links = re.findall(r'(?:src|href)="([^"#]+)"', page)
+    assert {"console/app.js", "console/style.css", "console/playground.js"} <= set(links)
+    for path in links:
         answer = await http.get(f"/{path}")
         assert answer.status_code == 200, path
         assert answer.headers["x-content-type-options"] == "nosniff"

@@ -57,11 +57,11 @@ async def test_a_rank_that_is_asked_for_gets_the_request():
 
 async def test_prompts_of_a_request_are_spread_and_their_choices_stay_together():
     async with serve(data_parallel_size=2) as served:
-        asked = ["one", "two", "three", "four"]
-        answer = await post(served, prompt=asked, n=2, seed=1)
-        assert texts(answer) == [output_text(prompt, 200) for prompt in asked for _ in range(2)]
+        names = ["one", "two", "three", "four"]
+        answer = await post(served, prompt=names, n=2, seed=1)
+        assert texts(answer) == [output_text(prompt, 200) for prompt in names for _ in range(2)]
         sent = [prompts(engine) for engine in served.engines]
-        assert sorted(sum(sent, [])) == sorted(asked) and len(sent[0]) == len(sent[1]) == 2
+        assert sorted(sum(sent, [])) == sorted(names) and len(sent[0]) == len(sent[1]) == 2
 
 
 async def test_a_client_that_leaves_ends_its_requests_where_they_are():
@@ -125,8 +125,8 @@ async def test_requests_of_a_dead_engine_go_on_in_another_at_once(body, num_step
         lost = {*served.async_llm.engines[0].running}
         dying.die()
         answers = [(await task).json() for task in tasks]  # it is not started again before
-        assert [each["choices"] for each in answers] == [expected["choices"]] * 4
-        assert [each["usage"] for each in answers] == [expected["usage"]] * 4
+        assert [answer["choices"] for answer in answers] == [expected["choices"]] * 4
+        assert [answer["usage"] for answer in answers] == [expected["usage"]] * 4
         again = {m.request_id for m in other.sent if getattr(m, "output_token_ids", None)}
         assert lost and again == lost
         balancer = served.async_llm.load_balancer  # which prompts leave in turns of the loop
@@ -146,8 +146,8 @@ async def test_a_watched_request_that_moves_is_watched_there_and_nowhere_when_it
         for engine in served.engines:
             engine.step_seconds = 0.001
         headers, body = {"x-servd-watch": "1"}, {"prompt": "a", "max_tokens": 60}
-        asked = [served.http.post("/v1/completions", json=body, headers=headers) for _ in range(2)]
-        tasks = [asyncio.create_task(each) for each in asked]
+        calls = [served.http.post("/v1/completions", json=body, headers=headers) for _ in range(2)]
+        tasks = [asyncio.create_task(call) for call in calls]
         lost, kept = served.async_llm.engines
         await until(lambda: lost.num_watched and kept.num_watched)
         served.engines[0].die()
@@ -162,7 +162,7 @@ async def test_what_an_engine_may_have_died_of_is_the_death_of_no_other():
         for engine in served.engines:
             engine.may_step.clear()
         tasks = [asyncio.create_task(post(served, prompt=f"p{i}")) for i in range(6)]
-        await until(lambda: sum(len(each.running) for each in served.async_llm.engines) == 6)
+        await until(lambda: sum(len(engine.running) for engine in served.async_llm.engines) == 6)
         dying, other = served.engines
         lost, kept = served.async_llm.engines
         computing, *waiting = lost.running
@@ -207,8 +207,8 @@ async def test_requests_move_to_an_engine_that_is_awake():
         lost, awake, asleep = served.async_llm.engines
         await until(lambda: lost.running and awake.running and asleep.running)
         (kept,) = awake.running
-        (left,) = asleep.running
-        number = served.async_llm.requests[left].prompt_token_ids[1] - ord("0")
+        (request_id,) = asleep.running
+        number = served.async_llm.requests[request_id].prompt_token_ids[1] - ord("0")
         tasks.pop(number).cancel()
         await until(lambda: not asleep.running)
         served.engines[2].tell(msgspec.structs.replace(served.engines[2].ready, is_asleep=True))
@@ -245,7 +245,7 @@ async def test_who_waits_for_all_engines_goes_on_in_the_first_that_is_there():
             engine.die()
         await until(lambda: served.async_llm.is_restarting)
         tasks = [asyncio.create_task(post(served, prompt=f"p{i}")) for i in range(4)]
-        await until(lambda: all(each.running for each in served.async_llm.engines))
+        await until(lambda: all(engine.running for engine in served.async_llm.engines))
         served.engines[1].revive()
         for i, task in enumerate(tasks):
             assert texts(await task) == [output_text(f"p{i}", 200)]
@@ -308,12 +308,12 @@ async def test_an_empty_prefix_cache_attracts_nobody():
 
 async def test_ready_when_all_engines_are_and_the_shortest_context_counts():
     async with serve(data_parallel_size=2, is_ready=False) as served:
-        one, other = served.engines
-        one.tell(EngineReady(one.worker, 100, 16))
+        first, second = served.engines
+        first.tell(EngineReady(first.worker, 100, 16))
         await until(lambda: served.async_llm.engines[0].is_ready)
         assert (await served.http.get("/health")).status_code == 503
         assert (await post(served)).status_code == 503
-        other.tell(EngineReady(other.worker, 50, 16))
+        second.tell(EngineReady(second.worker, 50, 16))
         await until(lambda: served.async_llm.is_ready)
         assert (await served.http.get("/health")).json()["engines"] == ["idle", "idle"]
         assert (await post(served, max_tokens=60)).status_code == 400
@@ -330,9 +330,9 @@ async def test_pages_tell_the_engines_apart():
         ):
             for rank, count in enumerate(counts):
                 begin = f'vllm:{name}{{engine="{rank}"'
-                found = [line for line in metrics.splitlines() if line.startswith(begin)]
-                found = [float(line.rpartition(" ")[2]) for line in found]
-                assert sum(found) == count, metrics
+                values = [line for line in metrics.splitlines() if line.startswith(begin)]
+                values = [float(line.rpartition(" ")[2]) for line in values]
+                assert sum(values) == count, metrics
         assert metrics.count("# TYPE vllm:generation_tokens_total") == 1
         steps = (await served.http.get("/v1/steps")).json()["data"]
         assert sorted(step["engine"] for step in steps) == [0] * 3 + [1] * 6
@@ -373,7 +373,9 @@ async def test_a_conversation_stays_where_its_beginning_is_and_leaves_no_work_be
                 answer = await post(served, prompt=prompt, max_tokens=20)
                 [choice] = answer.json()["choices"]
                 texts[name] = prompt + choice["text"] + "And then? "
-        owners = [{prompt.partition(" ")[0] for prompt in prompts(each)} for each in served.engines]
+        owners = [
+            {prompt.partition(" ")[0] for prompt in prompts(engine)} for engine in served.engines
+        ]
         assert sorted(map(len, owners)) == [1, 1], owners
         router = served.async_llm.load_balancer
         assert router and router.pending == pytest.approx([0, 0])
@@ -383,7 +385,7 @@ async def test_a_conversation_stays_where_its_beginning_is_and_leaves_no_work_be
         assert len(hits) == 2 and all(float(line.split()[-1]) > 300 for line in hits)
 
 
-async def test_what_runs_on_another_engine_explains_no_wait_and_has_no_blocks():
+async def test_requests_of_other_engines_explain_no_wait():
     async with serve(data_parallel_size=2, max_num_seqs=1) as served:
         for engine in served.engines:
             engine.may_step.clear()

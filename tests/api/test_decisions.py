@@ -51,9 +51,9 @@ def test_branches_tell_all_options_apart(options):
 async def test_one_answer_for_each_question(http):
     response = await http.post("/v1/decisions", json=BODY)
     assert response.status_code == 200, response.text
-    told = response.json()
-    assert told["model"] == "fake"
-    predicate, choice, score = told["answers"]
+    decision = response.json()
+    assert decision["model"] == "fake"
+    predicate, choice, score = decision["answers"]
     assert predicate["type"] == "predicate" and predicate["name"] == "dark"
     assert 0 < predicate["probability"] < 1
     assert [p["value"] for p in choice["probabilities"]] == ["red", "rose", "blue"]
@@ -62,7 +62,7 @@ async def test_one_answer_for_each_question(http):
     assert (choice["choice"], choice["confidence"]) == (best["value"], best["probability"])
     mean = sum(p["value"] * p["probability"] for p in score["probabilities"])
     assert math.isclose(score["score"], mean) and score["name"] is None
-    usage = told["usage"]
+    usage = decision["usage"]
     assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
     # In both orders: one branch of yes and no, two of r and of re, one of dim and glaring.
     assert usage["output_tokens"] == 2 * (1 + 2 + 1)

@@ -27,9 +27,9 @@ TEXT = st.one_of(
 def naive(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
     """Read character by character until a stop string ends here; of several the longest."""
     for end in range(len(text) + 1):
-        found = [stop for stop in stops if text[:end].endswith(stop)]
-        if found:
-            stop = max(found, key=len)
+        ending_stops = [stop for stop in stops if text[:end].endswith(stop)]
+        if ending_stops:
+            stop = max(ending_stops, key=len)
             return text[:end] if include else text[: end - len(stop)], stop
     return text, None
 
@@ -171,7 +171,7 @@ def out(
     return EngineCoreOutput(request_id, ids, finish, **fields)
 
 
-def one(running: Running, output: EngineCoreOutput):
+def deltas_of(running: Running, output: EngineCoreOutput):
     [(state, delta, stopped)] = running.process([output])
     assert state.request_id == "r"
     return delta, stopped
@@ -179,12 +179,12 @@ def one(running: Running, output: EngineCoreOutput):
 
 def test_the_end_token_is_counted_but_is_not_text():
     running = Running(prepare(stop_token_ids=[ord(".")]))
-    one(running, out("a"))
-    delta, _ = one(running, out("b.", FinishReason.STOP, stop_reason=ord(".")))
+    deltas_of(running, out("a"))
+    delta, _ = deltas_of(running, out("b.", FinishReason.STOP, stop_reason=ord(".")))
     assert (delta.text, delta.token_ids, delta.stop_reason) == ("b", [98, 46], 46)
 
 
-def test_what_several_steps_add_is_one_delta_and_the_same_as_one_by_one():
+def test_merged_steps_give_one_equal_delta():
     entries = [TokenLogprobs([i], [-1.0 * i], 1) for i in range(4)]
     steps = [
         out("a", num_cached_tokens=3, logprobs=entries[:1]),
@@ -193,8 +193,8 @@ def test_what_several_steps_add_is_one_delta_and_the_same_as_one_by_one():
     ]
     [(_, whole, _)] = Running(prepare(logprobs=0)).process([*steps])
     running = Running(prepare(logprobs=0))
-    joined, *others = [one(running, step)[0] for step in steps]
-    for other in others:
+    joined, *single_deltas = [deltas_of(running, step)[0] for step in steps]
+    for other in single_deltas:
         joined.add(other)
     assert whole == joined
     assert (whole.text, whole.token_ids, whole.drafts) == ("aéb", [97, 0xC3, 0xA9, 98], [(3, 2)])
@@ -203,8 +203,8 @@ def test_what_several_steps_add_is_one_delta_and_the_same_as_one_by_one():
 def test_a_stop_string_ends_the_request_and_aborts_it_in_the_engine():
     running = Running(prepare(stop=["END"], logprobs=1))
     logprobs = [TokenLogprobs([0], [0.0], 1) for _ in range(5)]
-    assert one(running, out("aE", logprobs=logprobs[:2]))[0].text == "a"
-    delta, stopped = one(running, out("NDxyz", logprobs=logprobs))
+    assert deltas_of(running, out("aE", logprobs=logprobs[:2]))[0].text == "a"
+    delta, stopped = deltas_of(running, out("NDxyz", logprobs=logprobs))
     assert (delta.text, delta.finish_reason, delta.stop_reason) == ("", FinishReason.STOP, "END")
     assert delta.token_ids == list(b"ND")
     assert delta.logprobs is not None and len(delta.logprobs) == 2
@@ -215,7 +215,7 @@ def test_a_stop_string_ends_the_request_and_aborts_it_in_the_engine():
 
 def test_a_stop_string_in_the_last_output_needs_no_abort():
     running = Running(prepare(stop=["b"]))
-    delta, stopped = one(running, out("abc", FinishReason.LENGTH))
+    delta, stopped = deltas_of(running, out("abc", FinishReason.LENGTH))
     assert (delta.text, delta.finish_reason) == ("a", FinishReason.STOP)
     assert (delta.stop_reason, stopped) == ("b", [])
 
@@ -240,6 +240,6 @@ def test_choices_are_separate():
 @pytest.mark.parametrize("finish", [FinishReason.ABORT, FinishReason.ERROR])
 def test_other_ends(finish: FinishReason):
     running = Running(prepare())
-    delta, stopped = one(running, out([], finish, error="why"))
+    delta, stopped = deltas_of(running, out([], finish, error="why"))
     assert (delta.text, delta.finish_reason, delta.error, stopped) == ("", finish, "why", [])
     assert running.requests["r"].open_engine_ids() == []

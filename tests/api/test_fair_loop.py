@@ -35,7 +35,7 @@ async def test_a_client_with_one_turn_passes_those_of_a_client_with_hundreds() -
 
 
 async def test_sockets_are_looked_at_between_a_few_turns() -> None:
-    loop, done, seen = FairLoop(), 0, list[int]()
+    loop, done, counts = FairLoop(), 0, list[int]()
 
     async def run() -> None:
         nonlocal done
@@ -44,12 +44,12 @@ async def test_sockets_are_looked_at_between_a_few_turns() -> None:
 
     async def look() -> None:  # once per iteration of the event loop, as sockets are
         while done < len(tasks):
-            seen.append(done)
+            counts.append(done)
             await asyncio.sleep(0)
 
     tasks = [asyncio.create_task(run()) for _ in range(10 * MAX_TURNS)]
     await asyncio.gather(look(), *tasks)
-    steps = [after - before for before, after in zip(seen, seen[1:], strict=False)]
+    steps = [after - before for before, after in zip(counts, counts[1:], strict=False)]
     assert max(steps) <= 2 * MAX_TURNS  # those that go on at once, and those that have waited
 
 
@@ -65,7 +65,7 @@ async def test_who_waits_and_is_cancelled_takes_no_turn() -> None:
 
 
 async def test_long_work_is_done_in_pieces_whether_or_not_somebody_waits() -> None:
-    loop, done, seen = FairLoop(), list[int](), list[int]()
+    loop, done, counts = FairLoop(), list[int](), list[int]()
 
     def work(item: int) -> None:
         done.append(item)
@@ -75,7 +75,7 @@ async def test_long_work_is_done_in_pieces_whether_or_not_somebody_waits() -> No
 
     async def look() -> None:
         while len(done) < 40:
-            seen.append(len(done))
+            counts.append(len(done))
             await asyncio.sleep(0)
 
     awaited = loop.call_for_all("A", range(20), work)
@@ -84,7 +84,7 @@ async def test_long_work_is_done_in_pieces_whether_or_not_somebody_waits() -> No
     await awaited
     assert sorted(done) == [*range(40)]
     assert [item for item in done if item < 20] == [*range(20)]
-    assert max(after - before for before, after in itertools.pairwise(seen)) <= 2 * 4
+    assert max(after - before for before, after in itertools.pairwise(counts)) <= 2 * 4
 
 
 async def test_work_that_is_cancelled_or_fails_stops() -> None:

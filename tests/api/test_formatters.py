@@ -74,12 +74,12 @@ def test_a_chat_streams_what_it_answers(texts, order):
         streams[1].add_output(output)
     answer = json.loads(streams[1].encode_response())
     for choice in answer["choices"]:
-        own = [chunk["choices"][0] for chunk in chunks]
-        own = [chunk for chunk in own if chunk["index"] == choice["index"]]
-        text = "".join(chunk["delta"].get("content") or "" for chunk in own)
+        own_chunks = [chunk["choices"][0] for chunk in chunks]
+        own_chunks = [chunk for chunk in own_chunks if chunk["index"] == choice["index"]]
+        text = "".join(chunk["delta"].get("content") or "" for chunk in own_chunks)
         assert text == choice["message"]["content"] == "".join(texts[choice["index"]])
-        assert own[0]["delta"]["role"] == "assistant"
-        assert [chunk["finish_reason"] for chunk in own][-1] == "stop"
+        assert own_chunks[0]["delta"]["role"] == "assistant"
+        assert [chunk["finish_reason"] for chunk in own_chunks][-1] == "stop"
     assert answer["usage"]["completion_tokens"] == len("".join(map("".join, texts)).encode())
 
 

@@ -85,7 +85,7 @@ class Servers(ModelServers):
 
     async def _wake_up(self, server: ModelServer) -> None:
         await super()._wake_up(server)
-        awake = [each for each in self.servers.values() if each.has_weights]
+        awake = [server for server in self.servers.values() if server.has_weights]
         self.most_awake = max(self.most_awake, len(awake))
 
     async def _stop(self, server: ModelServer) -> None:
@@ -139,7 +139,7 @@ async def test_each_request_goes_to_the_model_it_names(tmp_path: Path):
             assert answer.status_code == 200 and answer.json()["model"] == name
             assert answer.headers["x-request-id"] in answer.json()["id"]
         streamed = await http.post(COMPLETIONS, json={**BODY, "model": "two", "stream": True})
-        assert {each["model"] for each in events(streamed.text) if each != "[DONE]"} == {"two"}
+        assert {event["model"] for event in events(streamed.text) if event != "[DONE]"} == {"two"}
         # Without a name it is the one that was used last.
         assert (await http.post(COMPLETIONS, json=BODY)).json()["model"] == "two"
         assert (await http.get("/version", params={"model": "one"})).status_code == 200
@@ -159,9 +159,9 @@ async def test_each_request_goes_to_the_model_it_names(tmp_path: Path):
         assert len(set(series)) == len(series)  # what has no model's name is summed
         name = f'http_requests_total{{handler="{COMPLETIONS}",method="POST",status="200"}}'
         assert f"{name} 5.0" in lines
-        most = f"{float(resource.getrlimit(resource.RLIMIT_NOFILE)[0])}"
+        limit = f"{float(resource.getrlimit(resource.RLIMIT_NOFILE)[0])}"
         # The gateway's own, not a sum.
-        assert [x.split()[1:] for x in lines if x.startswith("process_max_fds")] == [[most]]
+        assert [x.split()[1:] for x in lines if x.startswith("process_max_fds")] == [[limit]]
 
 
 async def test_ollama_s_lists_start_no_model(tmp_path: Path):
@@ -265,8 +265,8 @@ async def test_the_wait_for_a_model_is_a_phase(tmp_path: Path, monkeypatch):
         await asyncio.sleep(0.5)
         engine = servers.served["one"].engine
         engine.tell(engine.ready)
-        own = (await task).json()["id"]
-        timeline = (await http.get(f"/v1/requests/{own}/timeline")).json()
+        request_id = (await task).json()["id"]
+        timeline = (await http.get(f"/v1/requests/{request_id}/timeline")).json()
         assert timeline["longest_wait"] == "model_load" and 500 < timeline["wall_ms"] < 60_000
         total = sum(phase["ms"] for phase in timeline["phases"])
         assert total == pytest.approx(timeline["wall_ms"], abs=0.1)
@@ -274,8 +274,8 @@ async def test_the_wait_for_a_model_is_a_phase(tmp_path: Path, monkeypatch):
 
 async def test_a_server_with_one_model_believes_no_client_when_it_began(http):
     forged = {"x-servd-since": "1"}
-    own = (await http.post(COMPLETIONS, json=BODY, headers=forged)).json()["id"]
-    timeline = (await http.get(f"/v1/requests/{own}/timeline")).json()
+    request_id = (await http.post(COMPLETIONS, json=BODY, headers=forged)).json()["id"]
+    timeline = (await http.get(f"/v1/requests/{request_id}/timeline")).json()
     assert timeline["wall_ms"] < 60_000
 
 
@@ -309,15 +309,15 @@ async def test_sleep_is_shown_and_asking_for_it_loads_nothing(tmp_path: Path):
         async def states() -> list[str]:
             return [card["state"] for card in (await http.get("/v1/models")).json()["data"]]
 
-        one = {"model": "one"}
-        assert (await http.get("/is_sleeping", params=one)).json() == {"is_sleeping": True}
-        assert (await http.post("/sleep", params=one)).json() == {"is_sleeping": True}
+        query = {"model": "one"}
+        assert (await http.get("/is_sleeping", params=query)).json() == {"is_sleeping": True}
+        assert (await http.post("/sleep", params=query)).json() == {"is_sleeping": True}
         assert servers.served == {}
         assert (await http.post(COMPLETIONS, json={**BODY, "model": "one"})).status_code == 200
-        assert (await http.get("/is_sleeping", params=one)).json() == {"is_sleeping": False}
-        assert (await http.post("/sleep", params=one)).json() == {"is_sleeping": True}
+        assert (await http.get("/is_sleeping", params=query)).json() == {"is_sleeping": False}
+        assert (await http.post("/sleep", params=query)).json() == {"is_sleeping": True}
         assert await states() == ["asleep", "stopped"]
-        assert (await http.post("/wake_up", params=one)).json() == {"is_sleeping": False}
+        assert (await http.post("/wake_up", params=query)).json() == {"is_sleeping": False}
         assert await states() == ["awake", "stopped"]
         # Scrapers may send their key in either header.
         del http.headers["authorization"]
@@ -360,10 +360,10 @@ async def test_no_server_is_started_once_the_front_ends(tmp_path: Path):
     async with gateway(tmp_path, "one", "two") as (http, servers):
         servers.slow.add("one")
         bodies = [{**BODY, "model": name} for name in ("one", "two")]
-        asked = [asyncio.create_task(http.post(COMPLETIONS, json=body)) for body in bodies]
+        tasks = [asyncio.create_task(http.post(COMPLETIONS, json=body)) for body in bodies]
         await until(lambda: servers.served)
         await servers.close()
-        assert [(await each).status_code for each in asked] == [503, 503]
+        assert [(await task).status_code for task in tasks] == [503, 503]
         assert servers.launched == ["one"]
 
 
@@ -381,9 +381,9 @@ async def test_a_server_that_dies_in_an_answer_cuts_it(tmp_path: Path, caplog):
         servers.servers["one"].http = httpx.AsyncClient(base_url=url)
         with pytest.raises(httpx.RemoteProtocolError, match="incomplete"):
             await http.post(COMPLETIONS, json=body)
-        failed = [each for each in caplog.records if each.levelname == "ERROR"]
-        assert any("one: its server ended during an answer" in each.message for each in failed)
-        assert not any(each.exc_info for each in failed)
+        failed = [record for record in caplog.records if record.levelname == "ERROR"]
+        assert any("one: its server ended during an answer" in record.message for record in failed)
+        assert not any(record.exc_info for record in failed)
 
 
 @pytest.mark.parametrize(
@@ -452,7 +452,7 @@ async def test_folders_in_folders_and_single_files(tmp_path: Path, caplog, monke
         assert answer.json()["model"] == "org/inner"
         assert (await http.get("/v1/models/org/inner")).json()["state"] == "awake"
         assert servers.servers["tiny"].model.facts.num_bytes == len(tiny)
-        warned = [each for each in caplog.messages if "not serving" in each]
+        warned = [message for message in caplog.messages if "not serving" in message]
         assert len(warned) == 2 and "odd" in warned[0] and "torn" in warned[1]
 
 
@@ -517,7 +517,7 @@ async def test_a_start_that_hangs_ends_and_others_go_on(tmp_path: Path):
         hung = [http.post(COMPLETIONS, json={**BODY, "model": "one"}) for _ in range(3)]
         waiting = [http.post(COMPLETIONS, json={**BODY, "model": "two"}) for _ in range(3)]
         answers = await asyncio.gather(*hung, *waiting)
-        assert [each.status_code for each in answers] == [503] * 3 + [200] * 3
+        assert [answer.status_code for answer in answers] == [503] * 3 + [200] * 3
         assert "--models-start-timeout" in answers[0].json()["error"]["message"]
         assert int(answers[0].headers["retry-after"]) == 1
         assert servers.launched.count("one") == 1 and servers.stopped == ["one"]
@@ -694,36 +694,36 @@ async def test_the_console_is_there_for_all_models(tmp_path: Path):
 
 async def test_who_looks_wakes_nothing_up(tmp_path: Path):
     async with gateway(tmp_path, "one") as (http, servers):
-        one = {"model": "one"}
-        assert (await http.get("/version", params=one)).status_code == 200
+        body = {"model": "one"}
+        assert (await http.get("/version", params=body)).status_code == 200
         assert len((await http.get("/openapi.json")).json()["paths"]) > 20
-        answer = await http.get("/v1/cache", params=one)
+        answer = await http.get("/v1/cache", params=body)
         assert answer.status_code == 503 and "is stopped" in answer.json()["error"]["message"]
         for path in ("/favicon.ico", "/v1/nothing"):
-            answer = await http.post(path, json=one)
+            answer = await http.post(path, json=body)
             assert answer.status_code == 404 and "no route" in answer.json()["error"]["message"]
         answer = await http.delete("/v1/models")
         assert answer.status_code == 405 and "only" in answer.json()["error"]["message"]
-        answer = await http.post("/sleep", params={**one, "level": "3"})
+        answer = await http.post("/sleep", params={**body, "level": "3"})
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "level"
         assert servers.served == {}
         # Who wants tokens gets them, from a server that sleeps, too.
         text = {"model": "one", "prompt": "abc"}
         assert (await http.post("/tokenize", json=text)).json()["count"] == 3
-        assert (await http.post("/sleep", params=one)).json() == {"is_sleeping": True}
+        assert (await http.post("/sleep", params=body)).json() == {"is_sleeping": True}
         assert (await http.post("/tokenize", json=text)).json()["count"] == 3
-        assert (await http.get("/v1/cache", params=one)).status_code == 200
-        answer = await http.post("/v1/responses/resp_1/cancel", params=one)
+        assert (await http.get("/v1/cache", params=body)).status_code == 200
+        answer = await http.post("/v1/responses/resp_1/cancel", params=body)
         assert answer.status_code == 404
-        assert (await http.get("/is_sleeping", params=one)).json() == {"is_sleeping": True}
+        assert (await http.get("/is_sleeping", params=body)).json() == {"is_sleeping": True}
 
 
-def keep_alive(given: Any) -> float | None:
-    return seconds_of(msgspec.Raw(json.dumps(given).encode()))
+def keep_alive(text: Any) -> float | None:
+    return seconds_of(msgspec.Raw(json.dumps(text).encode()))
 
 
 @pytest.mark.parametrize(
-    ("given", "seconds"),
+    ("text", "seconds"),
     [
         (5, 5.0),
         ("5m", 300.0),
@@ -738,12 +738,12 @@ def keep_alive(given: Any) -> float | None:
         (1e-5, 1e-5),
     ],
 )
-def test_keep_alive_is_ollamas(given: Any, seconds: Any):
-    assert keep_alive(given) == seconds
+def test_keep_alive_is_ollamas(text: Any, seconds: Any):
+    assert keep_alive(text) == seconds
 
 
 @pytest.mark.parametrize(
-    "given",
+    "text",
     [
         "",
         "soon",
@@ -757,9 +757,9 @@ def test_keep_alive_is_ollamas(given: Any, seconds: Any):
         "1" * 10_000 + "x",  # once a match for each way to cut it in parts was tried
     ],
 )
-def test_keep_alive_that_is_no_duration(given: Any):
+def test_keep_alive_that_is_no_duration(text: Any):
     with pytest.raises(InvalidRequest, match="keep_alive"):
-        keep_alive(given)
+        keep_alive(text)
 
 
 async def test_a_wrong_keep_alive_hides_no_model(tmp_path: Path):
@@ -774,7 +774,7 @@ async def test_a_wrong_keep_alive_hides_no_model(tmp_path: Path):
 async def test_a_model_is_kept_as_long_as_its_last_request_says(tmp_path: Path):
     async with gateway(tmp_path, "one", sleep_idle_seconds=0.05) as (http, servers):
         servers.options = {"strict_fields": True}
-        one = servers.servers["one"]
+        model = servers.servers["one"]
 
         async def ask(**fields: object) -> None:
             answer = await http.post(COMPLETIONS, json={**BODY, "model": "one", **fields})
@@ -782,38 +782,38 @@ async def test_a_model_is_kept_as_long_as_its_last_request_says(tmp_path: Path):
             assert "x-servd-ignored" not in answer.headers
 
         await ask()
-        await until(lambda: one.state == "asleep")
+        await until(lambda: model.state == "asleep")
         await ask(keep_alive=-1)
         await asyncio.sleep(0.3)
-        assert one.state == "awake"
+        assert model.state == "awake"
         await ask(keep_alive=0)
-        await until(lambda: one.state == "asleep")
+        await until(lambda: model.state == "asleep")
         answer = await http.post(COMPLETIONS, json={**BODY, "model": "one", "keep_alive": "soon"})
-        assert answer.status_code == 400 and one.state == "asleep"
+        assert answer.status_code == 400 and model.state == "asleep"
 
 
 async def test_what_a_model_does_in_the_background_is_no_idleness(tmp_path: Path):
     async with gateway(tmp_path, "one", sleep_idle_seconds=0.05) as (http, servers):
         assert (await http.post(COMPLETIONS, json={**BODY, "model": "one"})).status_code == 200
-        served, one = servers.served["one"], servers.servers["one"]
+        served, model = servers.served["one"], servers.servers["one"]
         served.engine.may_step.clear()
         body = {"model": "one", "input": "a", "background": True, "max_output_tokens": 20}
         assert (await http.post("/v1/responses", json=body)).status_code == 200
         await asyncio.sleep(0.3)
-        assert one.state == "awake" and not one.is_leaving
+        assert model.state == "awake" and not model.is_leaving
         served.engine.may_step.set()
-        await until(lambda: one.state == "asleep")
+        await until(lambda: model.state == "asleep")
 
 
 async def test_each_client_has_its_own_address_behind_the_front(tmp_path: Path):
     async with gateway(tmp_path, "one") as (http, servers):
         assert (await http.post(COMPLETIONS, json={**BODY, "model": "one"})).status_code == 200
-        seen = []
+        addresses = []
         llm = servers.served["one"].async_llm
         run_in_thread = llm.run_in_thread
 
         async def noted(owner: str, *args: Any, **options: Any) -> Any:
-            seen.append(owner)
+            addresses.append(owner)
             return await run_in_thread(owner, *args, **options)
 
         llm.run_in_thread = noted
@@ -822,7 +822,7 @@ async def test_each_client_has_its_own_address_behind_the_front(tmp_path: Path):
         for header in ("192.0.2.1", "192.0.2.9, 192.0.2.2", None):
             headers = {"x-forwarded-for": header} if header else {}
             assert (await http.post("/tokenize", json=text, headers=headers)).status_code == 200
-        assert [*dict.fromkeys(seen)] == ["192.0.2.1", "192.0.2.2", "127.0.0.1"]
+        assert [*dict.fromkeys(addresses)] == ["192.0.2.1", "192.0.2.2", "127.0.0.1"]
 
 
 async def test_pages_of_allowed_origins_reach_the_models(tmp_path: Path):
@@ -861,7 +861,7 @@ def adapter(folder: Path, base: str) -> Path:
 async def test_adapters_are_asked_for_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     lora = tmp_path / "adapters"
     second = {"name": "second", "path": str(adapter(tmp_path / "second", "x"))}
-    given = [
+    adapters = [
         f"first={adapter(tmp_path / 'first', '/home/me/two')}",
         json.dumps(second | {"base_model_name": "one"}),
         f"nobodys={adapter(tmp_path / 'nobodys', 'three')}",
@@ -869,9 +869,11 @@ async def test_adapters_are_asked_for_by_name(tmp_path: Path, caplog: pytest.Log
     adapter(lora / "third", "org/two")
     models = tmp_path / "models"
     models.mkdir()
-    options = {"enable_lora": True, "lora_modules": given, "lora_dir": str(lora)}
+    options = {"enable_lora": True, "lora_modules": adapters, "lora_dir": str(lora)}
     async with gateway(models, "one", "two", **options) as (http, servers):
-        assert [each for each in caplog.messages if "nobodys" in each and "three" in each]
+        assert [
+            message for message in caplog.messages if "nobodys" in message and "three" in message
+        ]
         listed = (await http.get("/v1/models")).json()["data"]
         parents = {card["id"]: card["parent"] for card in listed if card["parent"]}
         assert parents == {"first": "two", "second": "one", "third": "two"}
@@ -882,7 +884,7 @@ async def test_adapters_are_asked_for_by_name(tmp_path: Path, caplog: pytest.Log
         unknown = await http.post(COMPLETIONS, json={**BODY, "model": "nobodys"})
         assert unknown.status_code == 404
         modules = [servers.options_of(name).lora.lora_modules for name in ("one", "two")]
-        assert modules == [given[1:2], given[:1]]
+        assert modules == [adapters[1:2], adapters[:1]]
 
 
 async def test_adapters_that_a_server_was_told_of_are_found_there(tmp_path: Path):
@@ -912,18 +914,18 @@ async def test_wrong_adapters_in_a_new_configuration_change_nothing(tmp_path: Pa
 def test_models_that_are_named_are_served_as_a_folder(tmp_path: Path):
     make(tmp_path / "a" / "one")
     make_gguf(tmp_path / "tiny.gguf")
-    given = [str(tmp_path / "a" / "one"), str(tmp_path / "tiny.gguf")]
-    linked = link_models(Config.load({"models": given}), tmp_path / "links")
-    found = ModelFolder(Path(linked.models.models_dir or "")).read()
-    assert [*found] == ["one", "tiny"]
+    paths = [str(tmp_path / "a" / "one"), str(tmp_path / "tiny.gguf")]
+    linked = link_models(Config.load({"models": paths}), tmp_path / "links")
+    models = ModelFolder(Path(linked.models.models_dir or "")).read()
+    assert [*models] == ["one", "tiny"]
     make(tmp_path / "b" / "one")
-    twice = Config.load({"models": [given[0], str(tmp_path / "b" / "one")]})
+    twice = Config.load({"models": [paths[0], str(tmp_path / "b" / "one")]})
     with pytest.raises(ConfigError, match="two have the name one"):
         link_models(twice, tmp_path / "again")
     with pytest.raises(ConfigError, match="does not exist"):
         link_models(Config.load({"models": ["./no"]}), tmp_path / "none")
     with pytest.raises(ConfigError, match="give one of them"):
-        check(Config.load({"models_dir": ".", "models": given}))
+        check(Config.load({"models_dir": ".", "models": paths}))
 
 
 def test_no_link_is_written_into_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -970,10 +972,10 @@ async def test_a_client_downloads_a_model_and_uses_it(tmp_path: Path):
         [total] = {line.total for line in lines if line.total}
         assert all(0 <= (line.completed or 0) <= total for line in lines)
         listed = {model.model: model.details for model in (await client.list()).models}
-        shown = await client.show("org/name")  # by its files: it does not run
-        assert shown.details and shown.details.parameter_size
-        assert listed["org/name:latest"].parameter_size == shown.details.parameter_size
-        assert (shown.modelinfo or {})["llama.block_count"] == 2 and shown.template
+        details = await client.show("org/name")  # by its files: it does not run
+        assert details.details and details.details.parameter_size
+        assert listed["org/name:latest"].parameter_size == details.details.parameter_size
+        assert (details.modelinfo or {})["llama.block_count"] == 2 and details.template
         assert servers.served == {}
         assert (await client.generate("org/name", "hi", options={"num_predict": 3})).response
         with pytest.raises(ollama.ResponseError, match="org/other"):
@@ -1039,8 +1041,8 @@ async def test_a_client_downloads_one_gguf_file_of_several(
             assert (await client.pull("org/name:F32")).status == "success"
             listed = {model.model: model.details for model in (await client.list()).models}
             assert listed["org/name:F32"] and listed["org/name:F32"].format == "gguf"
-            shown = (await client.show("org/name:F32")).details
-            assert shown and shown.format == "gguf"
+            details = (await client.show("org/name:F32")).details
+            assert details and details.format == "gguf"
             answer = await client.generate("org/name:F32", "hi", options={"num_predict": 3})
             assert answer.response
             with pytest.raises(ollama.ResponseError, match="org/name has m-F32-00001-of"):

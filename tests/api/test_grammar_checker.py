@@ -155,15 +155,15 @@ async def test_a_verdict_that_another_thread_drops_does_not_hold_up_the_loop(ser
     assert answer.status_code == 400
 
 
-def test_closing_does_not_wait_for_a_check_and_nothing_starts_afterwards(make, monkeypatch):
+def test_closing_does_not_wait_for_a_check(make, monkeypatch):
     monkeypatch.setattr(grammar_checker, "TIME_LIMIT", 60.0)
     checker = make(-2, 9)
-    asked = threading.Event()
+    has_asked = threading.Event()
     receive = checker._receive
 
     def tell(channel: socket.socket) -> GrammarVerdict:
         if checker._is_ready:
-            asked.set()
+            has_asked.set()
         return receive(channel)
 
     checker._receive = tell
@@ -177,7 +177,7 @@ def test_closing_does_not_wait_for_a_check_and_nothing_starts_afterwards(make, m
 
     thread = threading.Thread(target=check)
     thread.start()
-    assert asked.wait(WAIT_SECONDS)
+    assert has_asked.wait(WAIT_SECONDS)
     checker.close()
     thread.join(WAIT_SECONDS)
     assert not thread.is_alive() and len(errors) == 1
@@ -249,7 +249,7 @@ def chain(num_rules: int) -> StructuredOutput:
     return StructuredOutput("grammar", lark)
 
 
-def test_what_needs_too_much_stack_is_refused_and_what_passes_compiles_in_the_engine():
+def test_grammars_that_overflow_the_stack_are_refused():
     """A real process. A rule takes about 2 kB, so 3,500 of them would end an engine's thread."""
     checker = GrammarChecker(Config(), FAKE_SPEC)
     try:

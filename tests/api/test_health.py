@@ -36,8 +36,8 @@ async def test_from_loading_to_ready_to_dead(path):
         loading = await served.http.get(path)
         assert loading.status_code == 503
         body = loading.json()
-        told = body["status"], body["phase"], body["progress"]
-        assert told == ("loading", "loading weights", 0.5)
+        state = body["status"], body["phase"], body["progress"]
+        assert state == ("loading", "loading weights", 0.5)
         assert 0 <= body["elapsed_seconds"] < 60
         served.engine.tell(EngineReady(served.engine.worker, 4096, 16))
         await until(lambda: served.async_llm.is_ready)
@@ -52,7 +52,7 @@ async def test_from_loading_to_ready_to_dead(path):
         assert (dead.status_code, dead.json()) == (503, {"status": "dead", "reason": "killed"})
 
 
-async def test_an_engine_that_its_parent_found_hung_is_stalled_until_it_restarts(served: Served):
+async def test_a_hung_engine_is_reported_as_stalled(served: Served):
     served.engine.tell(EngineStatus(STALLED))
     await until(lambda: served.async_llm.progress().status == "stalled")
     health = await served.http.get("/health")
@@ -120,10 +120,10 @@ LONG, SHORT = Unfinished(0, 5000, has_begun=False), Unfinished(0, 5000, has_begu
     ],
 )
 def test_what_is_a_stall(requests, steps, seconds, activity):
-    found = progress(requests, steps, 2048, 10**9 + int(seconds * 1e9))
-    assert found.activity == activity
-    assert (found.status == "stalled") == (activity == "stalled")
-    assert isinstance(found.reason, str) == (activity == "stalled")
+    progress_now = progress(requests, steps, 2048, 10**9 + int(seconds * 1e9))
+    assert progress_now.activity == activity
+    assert (progress_now.status == "stalled") == (activity == "stalled")
+    assert isinstance(progress_now.reason, str) == (activity == "stalled")
 
 
 async def test_an_engine_that_stands_still_is_not_healthy(served: Served, monkeypatch):

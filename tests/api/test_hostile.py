@@ -49,11 +49,11 @@ def asked_timeout(case: Case) -> float:
     body: Any = None
     with suppress(ValueError, RecursionError):
         body = json.loads(case.content)
-    asked = body.get("timeout") if isinstance(body, dict) else None
-    if asked is None:
-        asked = case.headers.get("x-request-timeout", "inf")
+    timeout = body.get("timeout") if isinstance(body, dict) else None
+    if timeout is None:
+        timeout = case.headers.get("x-request-timeout", "inf")
     with suppress(ValueError, TypeError, OverflowError):
-        return float(asked)
+        return float(timeout)
     return math.inf
 
 

@@ -401,8 +401,8 @@ async def test_an_offer_of_another_protocol_is_passed_over(served, connect, prot
     """Its body is not taken for a request of its own, however it arrives."""
     offer = f"connection: Upgrade, HTTP2-Settings\r\nupgrade: {protocol}\r\n\r\n".encode()
     body = json.dumps({"prompt": "GET /health HTTP/1.1\r\n\r\n" * 20, "max_tokens": 1}).encode()
-    one = completion(len(body))[:-2] + offer + body
-    sent, said = one * 3 + b"GET /v1/models HTTP/1.1\r\n" + offer, b""
+    request = completion(len(body))[:-2] + offer + body
+    sent, said = request * 3 + b"GET /v1/models HTTP/1.1\r\n" + offer, b""
     async with listening(served.app) as url:
         client = await connect(url)
         for start in range(0, len(sent), size):
@@ -451,8 +451,8 @@ async def test_the_slowest_of_those_who_do_not_read_is_cut(
     monkeypatch, caplog, send_buffer, num_requests, is_stream
 ):
     """What counts is what the server holds, whatever the kernel has taken of it."""
-    most = 16_000_000
-    monkeypatch.setattr("servd.api.http.http_protocol.MAX_UNREAD", most)
+    max_bytes = 16_000_000
+    monkeypatch.setattr("servd.api.http.http_protocol.MAX_UNREAD", max_bytes)
     size = 4_500_000  # more than the kernel takes
 
     async with listening(large_answer(size, is_stream), send_buffer) as url:
@@ -464,7 +464,7 @@ async def test_the_slowest_of_those_who_do_not_read_is_cut(
             writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * num_requests)
             clients.append((reader, writer))
         await until(lambda: "the slowest" in caplog.text)
-        await until(lambda: tracemalloc.get_traced_memory()[0] < most + size)
+        await until(lambda: tracemalloc.get_traced_memory()[0] < max_bytes + size)
         tracemalloc.stop()
         assert len(await whole_answer(url)) >= size  # who reads gets everything
         num_whole = 0

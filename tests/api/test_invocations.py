@@ -23,8 +23,8 @@ async def test_invocations(http, path, body):
     def without_identity(answer):
         return {k: v for k, v in answer.json().items() if k not in ("id", "created", "usage")}
 
-    found = without_identity(await http.post("/invocations", json=body))
-    assert found == without_identity(await http.post(path, json=body))
+    invoked = without_identity(await http.post("/invocations", json=body))
+    assert invoked == without_identity(await http.post(path, json=body))
 
 
 @pytest.mark.parametrize(
@@ -40,8 +40,8 @@ async def test_invocations_of_a_classifier(served, path, body):
     served.async_llm.processor.pooling = PoolingSpec(task="classify", labels=labels, size=16)
     answers = [(await served.http.post(route, json=body)) for route in ("/invocations", path)]
     assert [answer.status_code for answer in answers] == [200, 200], answers[0].text
-    found, expected = (answer.json() for answer in answers)
-    assert found["data"] == expected["data"]
+    actual, expected = (answer.json() for answer in answers)
+    assert actual["data"] == expected["data"]
 
 
 async def test_invocations_stream(http):

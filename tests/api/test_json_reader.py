@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from servd.api.output import json_reader
@@ -93,6 +93,7 @@ JSON = st.recursive(
 )
 
 
+@settings(max_examples=30)
 @given(st.lists(JSON) | st.dictionaries(st.text(), JSON), st.booleans(), st.data())
 def test_valid_json_is_emitted_as_it_is(value, ascii_only, data):
     text = json.dumps(value, ensure_ascii=ascii_only, indent=data.draw(st.sampled_from([None, 2])))
@@ -105,13 +106,13 @@ def test_valid_json_is_emitted_as_it_is(value, ascii_only, data):
 MARKS = st.sampled_from([*"{}[]\"'\\,:\n<u0", END, "a b", '", "b": 1', "True", "\xa0", "\u2028"])
 
 
-@pytest.mark.parametrize("most", [2, json_reader.MAX_REPAIRS])
+@pytest.mark.parametrize("max_repairs", [2, json_reader.MAX_REPAIRS])
 @given(st.lists(MARKS, max_size=20).map("".join), st.data())
-def test_any_text_becomes_the_beginning_of_an_object(most, text, data):
+def test_any_text_becomes_the_beginning_of_an_object(max_repairs, text, data):
     text = "{" + text
     cut = data.draw(st.integers(0, len(text)))
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(json_reader, "MAX_REPAIRS", most)
+        monkeypatch.setattr(json_reader, "MAX_REPAIRS", max_repairs)
         written, is_whole = read(text)
         assert read([text[:cut], text[cut:]]) == read([text]) == (written, is_whole)
     if is_whole:

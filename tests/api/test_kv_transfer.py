@@ -46,11 +46,11 @@ async def test_the_answer_is_that_of_one_server(route, stream):
     body = {"messages": user(TEXT)} if is_chat else {"prompt": TEXT}
     text = output_text(chat_prompt(TEXT) if is_chat else TEXT, 9)
     async with (
-        serve(block_size=4, kv_transfer_config=config("kv_producer", port)) as one,
-        serve(block_size=4, kv_transfer_config=config("kv_consumer", port)) as other,
+        serve(block_size=4, kv_transfer_config=config("kv_producer", port)) as producer,
+        serve(block_size=4, kv_transfer_config=config("kv_consumer", port)) as consumer,
     ):
         first = {"max_tokens": 1, "stream": False, "kv_transfer_params": PREFILL}
-        answer = (await one.http.post(route, json=body | first)).json()
+        answer = (await producer.http.post(route, json=body | first)).json()
         params = answer["kv_transfer_params"]
         assert params["remote_port"] == port and params["do_remote_prefill"] is True
         assert params["remote_num_tokens"] == answer["usage"]["prompt_tokens"]
@@ -58,7 +58,7 @@ async def test_the_answer_is_that_of_one_server(route, stream):
         body |= {"max_tokens": 9, "kv_transfer_params": params, "stream": stream}
         if stream:
             body["stream_options"] = {"include_usage": True}
-        answered = await other.http.post(route, json=body)
+        answered = await consumer.http.post(route, json=body)
         if stream:
             *chunks, last = events(answered.text)
             parts = [c["choices"][0] for c in chunks]
@@ -71,8 +71,8 @@ async def test_the_answer_is_that_of_one_server(route, stream):
         assert said == text
         num_cached = last["usage"]["prompt_tokens_details"]["cached_tokens"]
         assert num_cached == (last["usage"]["prompt_tokens"] - 1) // 4 * 4
-        found = (await other.http.get("/v1/cache")).json()["engines"][0]["tiers"][-1]
-        assert (found["name"], found["hits"]) == ("remote", num_cached // 4)
+        tier = (await consumer.http.get("/v1/cache")).json()["engines"][0]["tiers"][-1]
+        assert (tier["name"], tier["hits"]) == ("remote", num_cached // 4)
 
 
 async def test_what_this_server_has_no_part_in_is_refused():

@@ -16,10 +16,10 @@ BEFORE = {"received": 0, "parsed": 1, "tokenised": 2, "sent": 3}
 AFTER = {"returned": 1, "detokenised": 2, "written": 3, "done": 3}  # after it has finished
 
 
-def marks_of(*own: tuple[str, int, int] | tuple[str, int], end: int) -> list[Mark]:
+def marks_of(*own_marks: tuple[str, int, int] | tuple[str, int], end: int) -> list[Mark]:
     """Marks of a short request that is sent at 3 and finished at `end`."""
     marks = [Mark(stage, at * MS) for stage, at in BEFORE.items()]
-    marks += [Mark(stage, at * MS, *step) for stage, at, *step in own]
+    marks += [Mark(stage, at * MS, *step) for stage, at, *step in own_marks]
     marks += [Mark("finished", end * MS)]
     marks += [Mark(stage, (end + at) * MS) for stage, at in AFTER.items()]
     return sorted(marks, key=lambda mark: mark.at_ns)
@@ -45,14 +45,14 @@ def decoding(first: int, begin: int, end: int) -> list[StepRecord]:
     return [step(first + i, at, at + 10) for i, at in enumerate(range(begin, end, 10))]
 
 
-def milliseconds(found: Breakdown) -> dict[str, float]:
-    return {phase: ns / MS for phase, ns in found.phases.items() if ns}
+def milliseconds(breakdown: Breakdown) -> dict[str, float]:
+    return {phase: ns / MS for phase, ns in breakdown.phases.items() if ns}
 
 
 def explain(marks: list[Mark], steps: list[StepRecord]) -> dict[str, float]:
-    found = milliseconds(break_down(marks, steps, "own"))
-    assert sum(found.values()) == pytest.approx((marks[-1].at_ns - marks[0].at_ns) / MS)
-    return found
+    shares = milliseconds(break_down(marks, steps, "own"))
+    assert sum(shares.values()) == pytest.approx((marks[-1].at_ns - marks[0].at_ns) / MS)
+    return shares
 
 
 def test_an_undisturbed_request_is_its_own_work():
@@ -75,18 +75,18 @@ def test_prompts_of_others_in_the_same_steps():
     steps = [step(10, 4, 14), *decoding(11, 14, 54)]
     steps += [step(15, 54, 114, {"b": 100}), step(16, 114, 174, {"b": 75, "c": 25})]
     steps += decoding(17, 174, 194)
-    found = break_down(marks, steps, "own")
-    assert milliseconds(found)["neighbour_prefill"] == 100  # not all 120: they decode, too
-    assert milliseconds(found)["decode"] == 80
-    assert found.longest_wait == "neighbour_prefill"
-    assert found.neighbours == {"b": 175, "c": 25} and found.token_ns == MS / 2
+    breakdown = break_down(marks, steps, "own")
+    assert milliseconds(breakdown)["neighbour_prefill"] == 100  # not all 120: they decode, too
+    assert milliseconds(breakdown)["decode"] == 80
+    assert breakdown.longest_wait == "neighbour_prefill"
+    assert breakdown.neighbours == {"b": 175, "c": 25} and breakdown.token_ns == MS / 2
 
 
 def test_a_prompt_computed_together_with_others_is_shared_by_tokens():
     marks = marks_of(("queued", 4), ("scheduled", 4, 10), ("first_token", 114, 10), end=134)
     steps = [step(10, 4, 114, {"own": 20, "b": 80}), *decoding(11, 114, 134)]
-    found = explain(marks, steps)
-    assert (found["prefill"], found["neighbour_prefill"]) == (30, 80)  # 10 for the step itself
+    shares = explain(marks, steps)
+    assert (shares["prefill"], shares["neighbour_prefill"]) == (30, 80)  # 10 for the step itself
 
 
 @pytest.mark.parametrize("resource", ["slots", "blocks", "budget"])
@@ -95,13 +95,13 @@ def test_what_it_queued_for(resource):
     steps = [step(9, 0, 14)]
     steps += [step(10 + i, 14 + 10 * i, 24 + 10 * i, waits_for=resource) for i in range(3)]
     steps += [step(14, 44, 54), step(15, 54, 64)]
-    found = explain(marks, steps)
+    shares = explain(marks, steps)
     # From its arrival on: had no step run when it came, it would have waited all the same.
-    assert found[f"queue_{resource}"] == 40
-    assert found["queue_step"] == 1  # before the engine had taken it in
+    assert shares[f"queue_{resource}"] == 40
+    assert shares["queue_step"] == 1  # before the engine had taken it in
 
 
-def test_the_step_that_ran_when_it_came_is_all_that_it_waited_for_if_the_next_one_takes_it():
+def test_wait_is_charged_to_the_running_step():
     marks = marks_of(("queued", 4), ("scheduled", 14, 10), ("first_token", 24, 10), end=34)
     steps = [step(9, 0, 14, waits_for="slots"), *decoding(10, 14, 34)]
     assert explain(marks, steps)["queue_step"] == 11
@@ -113,9 +113,9 @@ def test_what_it_queued_for_while_steps_in_flight_overlap():
     steps = [step(9, 0, 14), step(10, 9, 24, waits_for="slots")]
     steps += [step(11, 20, 34, waits_for="slots"), step(12, 36, 40, waits_for="slots")]
     steps += [step(13, 40, 54), step(14, 54, 64)]
-    found = explain(marks, steps)
-    assert (found["queue_slots"], found["queue_step"]) == (36, 1)
-    assert "unaccounted" not in found
+    shares = explain(marks, steps)
+    assert (shares["queue_slots"], shares["queue_step"]) == (36, 1)
+    assert "unaccounted" not in shares
 
 
 def test_a_preempted_request_waits_and_computes_again():
@@ -129,12 +129,12 @@ def test_a_preempted_request_waits_and_computes_again():
     )
     steps = [step(10, 4, 14), step(11, 14, 24), *decoding(12, 24, 54)]
     steps += [step(15, 54, 104, {"own": 50}), *decoding(16, 104, 124)]
-    found = explain(marks, steps)
-    assert found["preemption"] == 30 + 40
-    assert found["decode"] == 10 + 10 + 20
+    shares = explain(marks, steps)
+    assert shares["preemption"] == 30 + 40
+    assert shares["decode"] == 10 + 10 + 20
 
 
-def test_a_request_that_waits_for_files_and_one_whose_blocks_go_to_host_memory():
+def test_waits_for_kv_transfers_are_named():
     marks = marks_of(
         ("queued", 4),
         ("reading", 6),
@@ -146,9 +146,9 @@ def test_a_request_that_waits_for_files_and_one_whose_blocks_go_to_host_memory()
         end=84,
     )
     steps = [step(10, 24, 34, {"own": 9}), step(11, 34, 44), step(12, 44, 64), step(13, 64, 84)]
-    found = explain(marks, steps)
-    assert found["tier_read"] == 18 and found["swapped"] == 20
-    assert found["decode"] == 30 and "preemption" not in found
+    shares = explain(marks, steps)
+    assert shares["tier_read"] == 18 and shares["swapped"] == 20
+    assert shares["decode"] == 30 and "preemption" not in shares
 
 
 def test_a_request_for_a_model_and_an_adapter_that_are_loaded_first():
@@ -164,9 +164,9 @@ def test_a_request_for_a_model_and_an_adapter_that_are_loaded_first():
     at["passed_on"].at_ns, at["parsed"].at_ns = 500_000, 700_000
     at["adapted"].at_ns = 1_500_000
     marks.sort(key=lambda mark: mark.at_ns)
-    told = explain(marks, [step(10, 4, 34, {"own": 40}), *decoding(11, 34, 64)])
-    assert (told["model_load"], told["parse"]) == (0.5, 0.2)
-    assert (told["adapter_load"], told["tokenise"]) == (0.8, 0.5)
+    shares = explain(marks, [step(10, 4, 34, {"own": 40}), *decoding(11, 34, 64)])
+    assert (shares["model_load"], shares["parse"]) == (0.5, 0.2)
+    assert (shares["adapter_load"], shares["tokenise"]) == (0.8, 0.5)
 
 
 @pytest.mark.parametrize("awake_at", [44, 46])  # the API process may hear of it later
@@ -179,8 +179,8 @@ def test_a_request_that_wakes_its_engine(awake_at):
         ("first_token", 55, 10),
         end=65,
     )
-    told = explain(marks, [step(10, 45, 55, {"own": 40}), *decoding(11, 55, 65)])
-    assert told["wake_up"] == min(awake_at, 45) - 3 and told["prefill"] == 10
+    shares = explain(marks, [step(10, 45, 55, {"own": 40}), *decoding(11, 55, 65)])
+    assert shares["wake_up"] == min(awake_at, 45) - 3 and shares["prefill"] == 10
 
 
 def test_drafts_in_vain():
@@ -188,16 +188,16 @@ def test_drafts_in_vain():
     steps = [step(10, 4, 14)]
     drafts = {"num_drafts": 16, "num_accepted": 4}
     steps += [step(11 + i, 14 + 30 * i, 44 + 30 * i, **drafts) for i in range(2)]
-    found = explain(marks, steps)
-    assert found["rejected_drafts"] == 40 and found["decode"] == 20
+    shares = explain(marks, steps)
+    assert shares["rejected_drafts"] == 40 and shares["decode"] == 20
 
 
 def test_if_all_steps_have_drafts_their_time_is_shared_by_tokens():
     marks = marks_of(("queued", 4), ("scheduled", 4, 10), ("first_token", 14, 10), end=114)
     drafts = {"num_drafts": 16, "num_accepted": 4}
     steps = [step(10 + i, 14 + 20 * i, 34 + 20 * i, **drafts) for i in range(5)]
-    found = explain(marks, steps)
-    assert found["rejected_drafts"] == 100 * 12 / 20 and found["decode"] == 40
+    shares = explain(marks, steps)
+    assert shares["rejected_drafts"] == 100 * 12 / 20 and shares["decode"] == 40
 
 
 @pytest.mark.parametrize(("first", "phase"), [(10, "stalled_worker"), (0, "start_up")])
@@ -212,19 +212,19 @@ def test_a_stall_beside_a_prompt_is_not_the_prompt():
     steps = [step(10 + i, 4 + 10 * i, 14 + 10 * i) for i in range(3)]
     steps += [step(13 + i, 34 + 30 * i, 64 + 30 * i, {"b": 20}) for i in range(3)]
     steps += [step(16, 124, 1114, {"c": 20})]
-    found = explain(marks, steps)
-    assert found["stalled_worker"] == 990 - 30 and found["neighbour_prefill"] == 4 * 20
+    shares = explain(marks, steps)
+    assert shares["stalled_worker"] == 990 - 30 and shares["neighbour_prefill"] == 4 * 20
 
 
 def test_steps_in_flight_overlap():
     marks = marks_of(("queued", 4), ("scheduled", 12, 11), ("first_token", 34, 11), end=44)
     steps = [step(10, 4, 24), step(11, 12, 34), step(12, 25, 44)]
-    found = explain(marks, steps)
-    assert found["queue_step"] == 8 + 12  # until the step before is over
-    assert found["prefill"] == 10 and found["decode"] == 10
+    shares = explain(marks, steps)
+    assert shares["queue_step"] == 8 + 12  # until the step before is over
+    assert shares["prefill"] == 10 and shares["decode"] == 10
 
 
-def test_time_between_steps_is_the_engines_and_unaccounted_after_the_last_one_that_is_known():
+def test_time_between_steps_is_charged_to_the_engine():
     marks = marks_of(("queued", 4), ("scheduled", 4, 1), ("first_token", 14, 1), end=50)
     assert explain(marks, [step(1, 4, 14), step(2, 40, 50)])["engine_loop"] == 26
     assert explain(marks, [step(1, 4, 14)])["unaccounted"] == 36
@@ -242,8 +242,8 @@ def test_choices_are_where_the_foremost_that_runs_is():
         ("returned", 25),
         end=44,
     )
-    found = explain(marks, decoding(1, 4, 44))
-    assert (found["prefill"], found["decode"]) == (20, 20)
+    shares = explain(marks, decoding(1, 4, 44))
+    assert (shares["prefill"], shares["decode"]) == (20, 20)
 
 
 def test_a_stop_string_ends_a_choice_in_the_api_process():
@@ -252,31 +252,31 @@ def test_a_stop_string_ends_a_choice_in_the_api_process():
         for m in marks_of(("queued", 4), ("scheduled", 4, 1), ("first_token", 14, 1), end=24)
         if m.stage != "finished"
     ]
-    found = explain(marks, decoding(1, 4, 44))
-    assert found["decode"] == 11 and found["detokenise"] == 1
+    shares = explain(marks, decoding(1, 4, 44))
+    assert shares["decode"] == 11 and shares["detokenise"] == 1
 
 
 def test_thousands_of_short_spans_are_drawn_as_few():
     num = 5000
     steps = [step(i, 4 + 2 * i, 6 + 2 * i, {"b": 10} if i % 2 else None) for i in range(num)]
     marks = marks_of(("queued", 4), ("scheduled", 4, 0), ("first_token", 6, 0), end=2 * num)
-    found = break_down(marks, steps, "own")
-    assert len(found.spans) <= MAX_SPANS
-    assert found.num_steps > 4000 and len(found.steps) == 512
-    assert_contiguous(found)
+    breakdown = break_down(marks, steps, "own")
+    assert len(breakdown.spans) <= MAX_SPANS
+    assert breakdown.num_steps > 4000 and len(breakdown.steps) == 512
+    assert_contiguous(breakdown)
 
 
-def assert_contiguous(found: Breakdown) -> None:
+def assert_contiguous(breakdown: Breakdown) -> None:
     """And what is drawn of each phase is its time."""
     drawn: Counter[str] = Counter({"unaccounted": 0})
-    for span in found.spans:
+    for span in breakdown.spans:
         drawn[span.phase] += span.end_ns - span.begin_ns
-    assert drawn == found.phases
-    at = found.begin_ns
-    for span in found.spans:
+    assert drawn == breakdown.phases
+    at = breakdown.begin_ns
+    for span in breakdown.spans:
         assert span.begin_ns == at < span.end_ns
         at = span.end_ns
-    assert at == found.end_ns
+    assert at == breakdown.end_ns
 
 
 STEPS = st.lists(
@@ -316,28 +316,28 @@ def steps_of(parts) -> list[StepRecord]:
 
 
 @given(STEPS, st.integers(1, 60))
-def test_many_spans_keep_the_time_of_their_phases(parts, most):
+def test_many_spans_keep_the_time_of_their_phases(parts, num_stretches):
     steps = steps_of(parts * 50)
-    end = max((each.collected_ns // MS for each in steps), default=0) + 9
+    end = max((step.collected_ns // MS for step in steps), default=0) + 9
     marks = marks_of(("queued", 0), ("scheduled", 0, 0), ("first_token", 1, 0), end=end)
-    with patch.multiple(latency, MAX_SPANS=0, NUM_STRETCHES=most):
-        found = break_down(marks, steps, "own")
-    num_kinds = len({(span.stage, span.phase) for span in found.spans})
-    assert len(found.spans) <= (most + 1) * num_kinds
-    assert_contiguous(found)
+    with patch.multiple(latency, MAX_SPANS=0, NUM_STRETCHES=num_stretches):
+        breakdown = break_down(marks, steps, "own")
+    num_kinds = len({(span.stage, span.phase) for span in breakdown.spans})
+    assert len(breakdown.spans) <= (num_stretches + 1) * num_kinds
+    assert_contiguous(breakdown)
 
 
 @given(MARKS, STEPS)
 def test_the_shares_add_up_to_the_whole_and_none_is_negative(marks, parts):
     """Whatever the marks and the steps are: some may be lost, or come in any order."""
     steps = steps_of(parts)
-    taken = sorted(
+    all_marks = sorted(
         (Mark(stage, at * MS, number) for stage, at, number in marks), key=lambda mark: mark.at_ns
     )
-    found = break_down(taken, steps, "own")
-    assert sum(found.phases.values()) == taken[-1].at_ns - taken[0].at_ns
-    assert min(found.phases.values()) >= 0 and set(found.phases) <= set(PHASES)
-    assert_contiguous(found)
+    breakdown = break_down(all_marks, steps, "own")
+    assert sum(breakdown.phases.values()) == all_marks[-1].at_ns - all_marks[0].at_ns
+    assert min(breakdown.phases.values()) >= 0 and set(breakdown.phases) <= set(PHASES)
+    assert_contiguous(breakdown)
 
 
 def test_an_engine_that_dies_and_its_successor():
@@ -354,9 +354,9 @@ def test_an_engine_that_dies_and_its_successor():
     )
     steps = [step(100, 4, 14), *decoding(101, 14, 34)]
     steps += [step(0, 535, 585, {"own": 50}), *decoding(1, 585, 605)]
-    found = explain(marks, steps)
-    assert found["engine_restart"] == 500 + 40  # and what was computed again
-    assert found["decode"] == 20 + 10 + 20 and "unaccounted" not in found
+    shares = explain(marks, steps)
+    assert shares["engine_restart"] == 500 + 40  # and what was computed again
+    assert shares["decode"] == 20 + 10 + 20 and "unaccounted" not in shares
 
 
 def test_choices_of_which_some_had_ended_when_the_engine_died():
@@ -376,8 +376,8 @@ def test_choices_of_which_some_had_ended_when_the_engine_died():
         end=84,
     )
     steps = [step(9, 4, 14), step(10, 14, 24), *decoding(0, 64, 84)]
-    found = explain(marks, steps)
-    assert (found["engine_restart"], found["decode"]) == (40, 10 + 20)
+    shares = explain(marks, steps)
+    assert (shares["engine_restart"], shares["decode"]) == (40, 10 + 20)
 
 
 def test_parts_one_after_another_are_one_request():

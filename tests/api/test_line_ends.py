@@ -27,5 +27,5 @@ async def test_every_line_of_a_stream_is_one_for_everybody(path: str, body: dict
     lines = [line for line in answer.text.splitlines() if line and not line.startswith("event: ")]
     documents = [line.removeprefix("data: ") for line in lines]
     assert all(line.startswith("data: ") for line in lines) or path.startswith("/api")
-    parsed = [json.loads(each) for each in documents if each != "[DONE]"]
+    parsed = [json.loads(document) for document in documents if document != "[DONE]"]
     assert "\u2028" in json.dumps(parsed, ensure_ascii=False)

@@ -47,16 +47,16 @@ def lines(monkeypatch):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("most", [None, 0, 8])
-async def test_what_is_asked_is_logged_if_that_is_asked_for(lines, most, stream):
-    async with serve(enable_log_requests=True, max_log_len=most) as served:
+@pytest.mark.parametrize("max_length", [None, 0, 8])
+async def test_what_is_asked_is_logged_if_that_is_asked_for(lines, max_length, stream):
+    async with serve(enable_log_requests=True, max_log_len=max_length) as served:
         for prompt in (BODY["prompt"], [7, 8, 9]):
             body = {**BODY, "prompt": prompt, "temperature": 0.25, "stop": ["~~"], "stream": stream}
             assert (await served.http.post("/v1/completions", json=body)).status_code == 200
     text, tokens = [line for line in lines() if line["logger"] == "servd.requests"]
-    assert text["prompt"] == BODY["prompt"][:most] and text["num_prompt_tokens"] == 15
-    assert text["prompt_token_ids"] == [*BODY["prompt"].encode()][:most]
-    assert (tokens["prompt"], tokens["prompt_token_ids"]) == (None, [7, 8, 9][:most])
+    assert text["prompt"] == BODY["prompt"][:max_length] and text["num_prompt_tokens"] == 15
+    assert text["prompt_token_ids"] == [*BODY["prompt"].encode()][:max_length]
+    assert (tokens["prompt"], tokens["prompt_token_ids"]) == (None, [7, 8, 9][:max_length])
     assert text["params"]["temperature"] == 0.25 and text["params"]["max_tokens"] == 3
     assert text["params"]["stop"] == ["~~"]
     assert text["prompt_id"].endswith(text["request_id"]) and text["prompt_id"] in text["message"]
@@ -72,10 +72,9 @@ ASKED = {
 }
 
 
-@pytest.mark.parametrize("level", ["info", "debug"])
-async def test_no_other_line_says_what_was_asked(lines, level):
-    async with serve(access_log="all", log_level=level) as served:
-        logging.getLogger("servd").setLevel(level.upper())
+async def test_no_other_line_says_what_was_asked(lines):
+    async with serve(access_log="all", log_level="debug") as served:
+        logging.getLogger("servd").setLevel("DEBUG")
         for path, body in ASKED.items():
             for broken in ({}, {"max_tokens": "a secret"}, {"temperature": -5}):
                 url = f"{path}?name=secret"
@@ -99,11 +98,11 @@ async def test_the_access_log(lines, access_log, logged):
         await served.http.get("/health")
         await served.http.get("/metrics")
         await served.http.get("/nowhere")
-    found = [line for line in lines() if line["logger"] == "servd.access"]
-    assert [line["path"] for line in found] == logged
-    assert "secret" not in json.dumps(found)
-    if found:
-        first, last = found[0], found[-1]
+    logged_lines = [line for line in lines() if line["logger"] == "servd.access"]
+    assert [line["path"] for line in logged_lines] == logged
+    assert "secret" not in json.dumps(logged_lines)
+    if logged_lines:
+        first, last = logged_lines[0], logged_lines[-1]
         assert (first["request_id"], first["trace_id"]) == ("mine", TRACE)
         assert (first["method"], first["status"], last["status"]) == ("POST", 200, 404)
         assert (first["num_prompt_tokens"], last["num_output_tokens"]) == (len(BODY["prompt"]), 0)
@@ -141,12 +140,12 @@ async def test_exemplars_lead_to_the_trace(parent):
         text = (await served.http.get("/metrics", headers=accept)).text
         plain = (await served.http.get("/metrics")).text
     exemplar = f'# {{trace_id="{TRACE}"}}'
-    found = [line.split("{")[0] for line in text.splitlines() if exemplar in line]
+    metric_names = [line.split("{")[0] for line in text.splitlines() if exemplar in line]
     if parent == PARENT:
-        assert "vllm:time_to_first_token_seconds_bucket" in found
-        assert "vllm:e2e_request_latency_seconds_bucket" in found
+        assert "vllm:time_to_first_token_seconds_bucket" in metric_names
+        assert "vllm:e2e_request_latency_seconds_bucket" in metric_names
     else:
-        assert found == []
+        assert metric_names == []
     assert TRACE not in plain
 
 
@@ -155,23 +154,23 @@ def test_answers_are_logged_at_a_terminal_unless_told_otherwise(monkeypatch, is_
     monkeypatch.setattr("sys.stderr", io.StringIO())
     monkeypatch.setattr("sys.stderr.isatty", lambda: is_terminal, raising=False)
     options = [ObservabilityConfig(access_log=choice) for choice in ("auto", "off", "all")]
-    found = {each.access_log: resolve_access_log(each) for each in options}
-    assert found == {"auto": "requests" if is_terminal else "off", "off": "off", "all": "all"}
+    resolved = {option.access_log: resolve_access_log(option) for option in options}
+    assert resolved == {"auto": "requests" if is_terminal else "off", "off": "off", "all": "all"}
 
 
 @pytest.mark.parametrize("options", [{}, {"api_key": ["k"]}, {"console": False}])
 async def test_the_lines_after_ready_can_be_used(options):
     async with serve(**options) as served:
         lines = first_steps("http://test", Config.load(options), is_causal=True)
-        found = dict(line.split(": ", 1) for line in lines)
-        assert ("console" in found) == options.get("console", True)
-        for name in found.keys() - {"try"}:
-            path, _, with_key = found[name].removeprefix("http://test").partition(" ")
+        by_name = dict(line.split(": ", 1) for line in lines)
+        assert ("console" in by_name) == options.get("console", True)
+        for name in by_name.keys() - {"try"}:
+            path, _, with_key = by_name[name].removeprefix("http://test").partition(" ")
             headers = {"accept": "text/html"}
             if with_key:
                 headers["authorization"] = "Bearer k"
             assert (await served.http.get(path, headers=headers)).status_code == 200
-        words = shlex.split(found["try"].replace("KEY", "k"))
+        words = shlex.split(by_name["try"].replace("KEY", "k"))
         headers = dict(words[i + 1].split(": ") for i, word in enumerate(words) if word == "-H")
         [url] = [word for word in words if word.startswith("http")]
         body = json.loads(words[words.index("-d") + 1]) | {"max_tokens": 1}
@@ -229,11 +228,11 @@ async def test_a_log_that_nobody_reads_delays_nobody(pipe: Pipe, log_format, siz
     assert 0 < num_dropped < num_lines and take_dropped() == 0
     pipe.read()
     await until(lambda: any("were dropped" in line for line in pipe.lines))
-    told = next(line for line in pipe.lines if "were dropped" in line)
-    assert f"{num_dropped} log lines were dropped" in told
+    dropped_line = next(line for line in pipe.lines if "were dropped" in line)
+    assert f"{num_dropped} log lines were dropped" in dropped_line
     logger.info("it flows again")
     await until(lambda: "it flows again" in pipe.lines[-1])
-    numbers = [int(found[1]) for line in pipe.lines if (found := re.search(r"\b(\d{6}) x", line))]
+    numbers = [int(match[1]) for line in pipe.lines if (match := re.search(r"\b(\d{6}) x", line))]
     assert numbers == sorted({*numbers})
     assert num_lines <= len(numbers) + num_dropped <= num_lines + 5  # a few lines are the server's
 
@@ -306,6 +305,6 @@ def test_a_name_can_neither_forge_a_line_nor_steer_a_terminal(monkeypatch, log_f
         expected = name.encode(errors="backslashreplace").decode()
         assert json.loads(text)["message"] == f"not serving {expected}"
     else:
-        shown = name.encode(errors="backslashreplace").decode() if "\udcf6" in name else name
-        escaped = shown if shown.isprintable() else ascii(shown)[1:-1]
+        printable = name.encode(errors="backslashreplace").decode() if "\udcf6" in name else name
+        escaped = printable if printable.isprintable() else ascii(printable)[1:-1]
         assert text.splitlines()[0].endswith(f"not serving {escaped}")

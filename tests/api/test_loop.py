@@ -10,6 +10,7 @@ import asyncio
 import gc
 import json
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -30,8 +31,10 @@ REQUESTS = {
     "top logprobs of many choices": (CHAT, HI | MANY, 200),
     "many wrong forms": ("/v2/embed", {"texts": ["a"], "embedding_types": ["x"] * 400_000}, 400),
     "many empty lists": (CHAT, HI | {"unknown": [[]] * 4_000_000}, 400),
-    "many fields": (CHAT, HI | {f"field{i}": i for i in range(300_000)}, 400),
     "many ignored fields": (CHAT, HI | {f"field{i}": i for i in range(245_000)}, 200),
+}
+SLOW_REQUESTS = {
+    "many fields": (CHAT, HI | {f"field{i}": i for i in range(300_000)}, 400),
     "many prompts": (COMPLETION, {"prompt": ["a" * 4000] * 1024, "max_tokens": 1}, 200),
     "the strings of many tokens": ("/tokenize", STRINGS, 200),
 }
@@ -45,6 +48,10 @@ def loop_seconds() -> float:
     return time.process_time() - before
 
 
+def marked(cases: dict[str, tuple], *marks: pytest.MarkDecorator) -> Iterator[Any]:
+    return (pytest.param(*case, id=name, marks=marks) for name, case in cases.items())
+
+
 @pytest.fixture
 def frozen_objects():
     """Keep what earlier tests left out of the collections, as a server does with what it began
@@ -56,7 +63,9 @@ def frozen_objects():
     gc.unfreeze()
 
 
-@pytest.mark.parametrize(("path", "body", "status"), REQUESTS.values(), ids=REQUESTS.keys())
+@pytest.mark.parametrize(
+    ("path", "body", "status"), [*marked(REQUESTS), *marked(SLOW_REQUESTS, pytest.mark.slow)]
+)
 @pytest.mark.usefixtures("frozen_objects")
 async def test_no_request_holds_up_the_loop(path, body, status):
     data = json.dumps(body).encode()
@@ -73,8 +82,8 @@ async def test_no_request_holds_up_the_loop(path, body, status):
     async with serve(max_waiting_requests=4096) as server:
         ticking = asyncio.create_task(tick())
         headers = {"content-type": "application/json"}
-        asked = server.http.post(path, content=data, headers=headers, timeout=WAIT_SECONDS)
-        response = await asked
+        call = server.http.post(path, content=data, headers=headers, timeout=WAIT_SECONDS)
+        response = await call
         ticking.cancel()
         await asyncio.wait([ticking])
     assert response.status_code == status, response.text[:300]
@@ -90,11 +99,13 @@ PROMPTS = {"prompt": ["a"] * 1000, "max_tokens": 1}
 PIECES = {
     "a chat": (CHAT, HI),
     "a chat with forty tools": (CHAT, HI | {"tools": TOOLS}),
+    "choices in a stream": (CHAT, CHOICES | {"max_tokens": 3, "ignore_eos": True, "stream": True}),
+    "a thousand prompts": (COMPLETION, PROMPTS),
+}
+SLOW_PIECES = {
     "a chat of two hundred short messages": (CHAT, HI | {"messages": 200 * user("hi")}),
     "a chat of ten long messages": (CHAT, HI | {"messages": 10 * user("hello " * 60)}),
     "choices": (CHAT, CHOICES),
-    "choices in a stream": (CHAT, CHOICES | {"max_tokens": 3, "ignore_eos": True, "stream": True}),
-    "a thousand prompts": (COMPLETION, PROMPTS),
     "a thousand prompts in a stream": (COMPLETION, PROMPTS | {"stream": True}),
     "a thousand texts": ("/v1/embeddings", {"input": ["a"] * 1000}),
 }
@@ -145,9 +156,11 @@ async def longest_piece(served: Served, path: str, body: dict[str, Any], monkeyp
     return max(pieces)
 
 
-@pytest.mark.parametrize(("path", "body"), PIECES.values(), ids=PIECES.keys())
+@pytest.mark.parametrize(
+    ("path", "body"), [*marked(PIECES), *marked(SLOW_PIECES, pytest.mark.slow)]
+)
 async def test_an_answer_is_made_in_short_pieces(path, body, monkeypatch):
-    found = list[float]()
+    milliseconds = list[float]()
     async with serve(max_waiting_requests=4096, tool_call_parser="hermes") as served:
         send, loop = served.engine.send, asyncio.get_running_loop()
         served.engine.send = lambda message: loop.call_soon(send, message)  # type: ignore[method-assign]
@@ -158,9 +171,9 @@ async def test_an_answer_is_made_in_short_pieces(path, body, monkeypatch):
                 before = loop_seconds()
                 longest = await longest_piece(served, path, body, monkeypatch)
                 speed = max(FAST, before, loop_seconds()) / FAST
-                found.append(longest * 1000 / speed)
-                if found[-1] < LONGEST:
+                milliseconds.append(longest * 1000 / speed)
+                if milliseconds[-1] < LONGEST:
                     return
         finally:
             gc.enable()
-    raise AssertionError(f"longest pieces, in milliseconds: {found}")
+    raise AssertionError(f"longest pieces, in milliseconds: {milliseconds}")

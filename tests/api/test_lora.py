@@ -88,9 +88,7 @@ async def test_folders_that_could_not_be_served_are_not_listed(tmp_path: Path):
         assert await listed() == ["dora", "good"]
 
 
-async def test_what_was_refused_at_its_first_use_is_not_listed_until_it_changes(
-    tmp_path: Path, monkeypatch
-):
+async def test_a_refused_adapter_is_unlisted_until_it_changes(tmp_path: Path, monkeypatch):
     async with serve_adapters(tmp_path) as (served, store):
         file = write_adapter(tmp_path / "adapters" / "nan") / TENSORS
         tensors = load_file(file)
@@ -139,12 +137,12 @@ def test_only_files_that_were_read_are_refused_unread(tmp_path: Path, monkeypatc
     load(str(folder))
 
 
-def test_what_was_listed_while_the_model_was_loading_is_looked_at_again(tmp_path: Path):
+def test_adapters_listed_during_loading_are_checked_again(tmp_path: Path):
     write_adapter(tmp_path / "adapters" / "of-another-model")
     engine = SimpleNamespace(status=None, is_ready=False)
     config = LoRAConfig(enable_lora=True, lora_dir=str(tmp_path / "adapters"))
     adapters = Adapters(config, cast(AsyncLLM, engine), AdapterStore(tmp_path / "store"))
-    assert [each.name for each in adapters.listed()] == ["of-another-model"]
+    assert [adapter.name for adapter in adapters.listed()] == ["of-another-model"]
     engine.is_ready, engine.status = True, EngineReady(OTHER_MODEL, 1, 1)
     assert adapters.listed() == []
 
@@ -194,7 +192,7 @@ async def test_requests_keep_the_adapter_that_they_began_with(tmp_path: Path):
         before = store.read_adapters()["a"].digest
         served.engine.may_step.clear()
         prompts = [f"{PROMPT}{i}" for i in range(5)]
-        waiting = [asyncio.create_task(text_of(served, "a", each)) for each in prompts]
+        waiting = [asyncio.create_task(text_of(served, "a", prompt)) for prompt in prompts]
         await until(lambda: len(served.engine.core.scheduler.requests) == 5)
         write_adapter(at, seed=2)
         assert (await load(served, "a", "a", load_inplace=True)).status_code == 200
@@ -212,7 +210,7 @@ async def test_requests_keep_the_adapter_that_they_began_with(tmp_path: Path):
 
 FORBIDDEN = ("/etc", "../store", "link", "linked-file", ".", "a\0b")
 WRONG = [("x", "missing"), ("../x", "a"), (MODEL, "a"), ("", "a"), ("x", "")]
-REFUSED = [*(("x", path, 403) for path in FORBIDDEN), *((*each, 400) for each in WRONG)]
+REFUSED = [*(("x", path, 403) for path in FORBIDDEN), *((*case, 400) for case in WRONG)]
 
 
 @pytest.mark.parametrize(("name", "path", "status"), REFUSED)
@@ -258,6 +256,6 @@ async def test_metrics_name_the_adapters_that_run_and_wait(tmp_path: Path):
         await until(lambda: served.async_llm.engines[0].stats.waiting_adapters)
         metrics = (await served.http.get("/metrics")).text
         [line] = [line for line in metrics.splitlines() if line.startswith("vllm:lora_")]
-        named = re.findall(r'(max_lora|running_lora_adapters|waiting_lora_adapters)="(\w+)"', line)
-        assert sorted(value for _, value in named) == ["1", "a", "b"]
+        labels = re.findall(r'(max_lora|running_lora_adapters|waiting_lora_adapters)="(\w+)"', line)
+        assert sorted(value for _, value in labels) == ["1", "a", "b"]
         await asyncio.gather(*tasks)

@@ -55,9 +55,9 @@ def body_of(text: str = "hi", **fields: Any) -> dict[str, Any]:
 
 
 async def test_text(listening_server: Served):
-    asked: Any = {"model": MODEL, "max_tokens": 9, "messages": user("hi")}
+    body: Any = {"model": MODEL, "max_tokens": 9, "messages": user("hi")}
     async with connect(listening_server) as client:
-        message = await client.messages.create(**asked)
+        message = await client.messages.create(**body)
         assert [block.type for block in message.content] == ["text"]
         assert message.content[0].text == output_text(chat_prompt("hi"), 9)
         ended = message.stop_reason, message.stop_sequence, message.role
@@ -65,7 +65,7 @@ async def test_text(listening_server: Served):
         assert message.model == MODEL and message._request_id
         assert message.usage.input_tokens == len(chat_prompt("hi"))
         assert message.usage.output_tokens == 9
-        again = await client.messages.create(**asked)
+        again = await client.messages.create(**body)
         assert again.usage.cache_read_input_tokens == 16
         assert again.usage.input_tokens + 16 == message.usage.input_tokens
 
@@ -115,24 +115,6 @@ async def test_every_event_in_its_order(scripted: Served):
     assert cities == ["Köln", "Bonn"]
 
 
-async def test_the_stream_helper(scripted: Served):
-    async with connect(scripted) as client:
-        asked: Any = {"model": MODEL, **body_of("How is it?", tools=[WEATHER], max_tokens=500)}
-        async with client.messages.stream(**asked) as stream:
-            text = "".join([piece async for piece in stream.text_stream])
-            final = await stream.get_final_message()
-        whole = await client.messages.create(**asked)
-    assert text == "Let me look.\n"
-    assert final.stop_reason == "tool_use"
-
-    def shape(message: Any) -> Any:
-        blocks = [block.to_dict() for block in message.content]
-        return [{key: value for key, value in block.items() if key != "id"} for block in blocks]
-
-    assert shape(final) == shape(whole)
-    assert [block.type for block in final.content] == ["thinking", "text", "tool_use", "tool_use"]
-
-
 @pytest.mark.parametrize(
     ("choice", "num_calls"),
     [
@@ -156,8 +138,8 @@ async def test_tool_choice(scripted: Served, choice, num_calls):
     ],
 )
 async def test_a_call_cut_by_a_stop_sequence_is_none(scripted: Served, stop, reason, inputs):
-    asked = body_of(tools=[WEATHER], max_tokens=500, stop_sequences=[stop])
-    whole = (await scripted.http.post(URL, json=asked)).json()
+    body = body_of(tools=[WEATHER], max_tokens=500, stop_sequences=[stop])
+    whole = (await scripted.http.post(URL, json=body)).json()
     assert (whole["stop_reason"], whole["stop_sequence"]) == reason
     assert [block["input"] for block in whole["content"] if block["type"] == "tool_use"] == inputs
 
@@ -235,9 +217,9 @@ async def test_count_tokens_is_what_a_message_costs():
             *({"messages": m, **({"system": s} if s else {})} for s, m, _ in CONVERSATIONS),
         ]
         counts = []
-        for asked in conversations:
-            counted = await client.messages.count_tokens(model=MODEL, **asked)
-            usage = (await client.messages.create(model=MODEL, max_tokens=1, **asked)).usage
+        for conversation in conversations:
+            counted = await client.messages.count_tokens(model=MODEL, **conversation)
+            usage = (await client.messages.create(model=MODEL, max_tokens=1, **conversation)).usage
             assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
             counts.append(counted.input_tokens)
         assert counts[0] - counts[1] == len("[weather]")
@@ -329,21 +311,21 @@ async def test_errors_have_the_envelope_everywhere(http):
 
 
 async def test_errors_of_the_client():
-    asked: Any = {"model": MODEL, "max_tokens": 1, "messages": user("hi")}
+    body: Any = {"model": MODEL, "max_tokens": 1, "messages": user("hi")}
     async with serve(listen=True, api_key=["key"]) as served:
         async with connect(served, "wrong") as client:
             with pytest.raises(anthropic.AuthenticationError) as unauthorized:
-                await client.messages.create(**asked)
+                await client.messages.create(**body)
         assert unauthorized.value.body["error"]["type"] == "authentication_error"
         assert unauthorized.value.request_id
         async with connect(served, "key") as client:
-            assert (await client.messages.create(**asked)).content
+            assert (await client.messages.create(**body)).content
             with pytest.raises(anthropic.NotFoundError):
-                await client.messages.create(**{**asked, "model": "other"})
+                await client.messages.create(**{**body, "model": "other"})
             served.engine.tell(EngineStatus("loading weights"))
             await until(lambda: not served.async_llm.is_ready)
             with pytest.raises(anthropic.APIStatusError) as overloaded:
-                await client.messages.create(**asked)
+                await client.messages.create(**body)
             assert overloaded.value.status_code == 529
             assert overloaded.value.body["error"]["type"] == "overloaded_error"
             assert overloaded.value.response.headers["retry-after"]
@@ -351,14 +333,14 @@ async def test_errors_of_the_client():
 
 async def test_an_engine_that_dies(listening_server: Served):
     listening_server.engine.step_seconds = 0.01
-    asked: Any = {"model": MODEL, "max_tokens": 500, "messages": user("hi")}
+    body: Any = {"model": MODEL, "max_tokens": 500, "messages": user("hi")}
     async with connect(listening_server) as client:
         with pytest.raises(anthropic.APIStatusError, match="it is gone"):
-            async with client.messages.stream(**asked) as stream:
+            async with client.messages.stream(**body) as stream:
                 async for _ in stream.text_stream:
                     listening_server.engine.tell(EngineGone("it is gone"))
         with pytest.raises(anthropic.InternalServerError) as dead:
-            await client.messages.create(**asked)
+            await client.messages.create(**body)
         assert dead.value.status_code == 503 and dead.value.body["error"]["type"] == "api_error"
 
 

@@ -143,9 +143,9 @@ def test_times_of_a_request():
     metrics.observe_tokens(choice, 0, 4 * SECOND)  # an output without tokens is no token
     metrics.observe_tokens(choice, 2, 7 * SECOND)
     stages = "queued scheduled preempted scheduled first_token finished".split()
-    marks = [Mark(*each) for each in zip(stages, (1, 2, 4, 5, 3, 7), strict=True)]
-    for each in marks:
-        each.at_ns *= SECOND
+    marks = [Mark(*mark) for mark in zip(stages, (1, 2, 4, 5, 3, 7), strict=True)]
+    for stage_mark in marks:
+        stage_mark.at_ns *= SECOND
     choice.add_report(EngineCoreOutput("r", num_cached_tokens=4, marks=marks[:4]))
     choice.add_report(EngineCoreOutput("r", marks=marks[4:]))
     metrics.observe_finished(choice, FinishReason.STOP, 8 * SECOND)
@@ -177,7 +177,7 @@ def test_requests_that_were_cut_count_but_are_not_timed(reason: FinishReason):
     assert value(metrics, "e2e_request_latency_seconds_count") == 0
 
 
-def test_what_comes_with_requests_is_published_once_a_second_and_gaps_at_every_tick():
+def test_request_metrics_are_published_once_a_second():
     """Nobody may scrape, and a second's gaps, sorted at once, would hold up the event loop."""
     metrics = Metrics("m")
     choice = Choice(arrival_ns=0, num_prompt_tokens=7)
@@ -186,23 +186,23 @@ def test_what_comes_with_requests_is_published_once_a_second_and_gaps_at_every_t
         "vllm:time_to_first_token_seconds_count",
         "vllm:generation_tokens_total",
     ]
-    found = []
+    ticks = []
     for tick in range(10):
         for number in range(2):
             metrics.observe_tokens(choice, 1, (2 * tick + number) * SECOND)
         metrics.observe_lag(0.0)
-        found.append([metrics.registry.get_sample_value(name, LABELS) for name in published])
-    assert found[0] == [1, 0, 0] and found[8] == [17, 0, 0] and found[9] == [19, 1, 20]
+        ticks.append([metrics.registry.get_sample_value(name, LABELS) for name in published])
+    assert ticks[0] == [1, 0, 0] and ticks[8] == [17, 0, 0] and ticks[9] == [19, 1, 20]
 
 
 def test_cache_config():
     metrics = Metrics("m")
     worker = WorkerReady("cpu", "float32", "cpu", 77, 0, 0)
     metrics.observe_ready(EngineReady(worker, 64, block_size=16), Config())
-    told = {"block_size": "16", "num_gpu_blocks": "77", "cache_dtype": "auto"}
-    told |= {"enable_prefix_caching": "True", "gpu_memory_utilization": "0.9"}
-    told |= {"kv_cache_size_tokens": "1232", "kv_cache_max_concurrency": "19.25"}
-    assert value(metrics, "cache_config_info", **told) == 1
+    labels = {"block_size": "16", "num_gpu_blocks": "77", "cache_dtype": "auto"}
+    labels |= {"enable_prefix_caching": "True", "gpu_memory_utilization": "0.9"}
+    labels |= {"kv_cache_size_tokens": "1232", "kv_cache_max_concurrency": "19.25"}
+    assert value(metrics, "cache_config_info", **labels) == 1
 
 
 def test_cached_prompt_tokens_count_once():
@@ -230,8 +230,8 @@ def test_values_handed_on_together_are_counted_as_one_by_one(batches: list[list[
     plain = Histogram("plain", "", buckets=BUCKETS["itl"], registry=registry)
     for batch in batches:
         tallied.values.extend(batch)
-        for each in batch:
-            plain.observe(each)
+        for output in batch:
+            plain.observe(output)
         tallied.flush()
     counts, expected = (
         [(s.labels, pytest.approx(s.value)) for s in family.samples if "created" not in s.name]
@@ -264,11 +264,14 @@ def test_adapters_that_run_and_wait():
         names = {"running_adapters": ["a", "b"], "waiting_adapters": ["c"]}
 
 
-def test_of_what_several_api_servers_know_of_an_engine_the_newest_counts():
-    one, other = Metrics("m"), Metrics("m")
-    one.observe_step(SchedulerStats(num_running=4, at_ns=2))
-    other.observe_step(SchedulerStats(num_running=2, at_ns=9))
-    for metrics, reports in ((one, [other.report()]), (other, [one.report(), one.report()])):
+def test_the_newest_engine_stats_count():
+    first, second = Metrics("m"), Metrics("m")
+    first.observe_step(SchedulerStats(num_running=4, at_ns=2))
+    second.observe_step(SchedulerStats(num_running=2, at_ns=9))
+    for metrics, reports in (
+        (first, [second.report()]),
+        (second, [first.report(), first.report()]),
+    ):
         metrics.observe_restarts(3)
         counts = read(metrics.render("", reports)[0])
         assert counts["vllm:num_requests_running"] == 2

@@ -204,10 +204,12 @@ def test_forced_calls_are_written_in_the_models_format_and_obey_their_schemas(na
     called = [delta.name for delta in deltas if isinstance(delta, ToolCallStart)]
     assert called == ["get_weather", "now"]
     assert not any(isinstance(delta, Content) for delta in deltas)
-    one = chosen.expect("", ToolOptions(TOOLS, forced=TOOLS, parallel=False)).structured_output
-    assert one is not None and not allows(one, text)
-    named = chosen.expect("", ToolOptions(TOOLS, forced=TOOLS[1:])).structured_output
-    assert named is not None and not allows(named, text)
+    single_call = chosen.expect(
+        "", ToolOptions(TOOLS, forced=TOOLS, parallel=False)
+    ).structured_output
+    assert single_call is not None and not allows(single_call, text)
+    named_call = chosen.expect("", ToolOptions(TOOLS, forced=TOOLS[1:])).structured_output
+    assert named_call is not None and not allows(named_call, text)
 
 
 @pytest.mark.parametrize("name", FORMATS.keys() - {"none"})
@@ -264,7 +266,7 @@ def test_references_in_schemas_stay_inside_their_tool():
     assert not is_valid("tree", {"city": "Bonn"}) and not validator.is_valid([])
 
 
-def test_a_model_that_reasons_when_asked_is_held_to_a_form_at_once_when_it_is_not():
+def test_structured_output_begins_at_once_without_reasoning():
     """Gemma 4: its template knows `enable_thinking`, but thinking is off unless that is true."""
     chosen = choose(TEMPLATES["gemma4 gemma4"][0] + " enable_thinking")
     schema = StructuredOutput("json_object")

@@ -31,11 +31,11 @@ async def scripted() -> AsyncIterator[Served]:
 
 
 async def test_a_chat_and_its_stream_are_the_same(client: ollama.AsyncClient):
-    asked: Any = {"model": MODEL, "messages": user("hi"), "options": {"num_predict": 9}}
-    whole = await client.chat(**asked)
+    body: Any = {"model": MODEL, "messages": user("hi"), "options": {"num_predict": 9}}
+    whole = await client.chat(**body)
     assert whole.message.role == "assistant" and len(whole.message.content or "") == 9
     assert (whole.done, whole.done_reason, whole.eval_count) == (True, "length", 9)
-    parts = [part async for part in await client.chat(**asked, stream=True)]
+    parts = [part async for part in await client.chat(**body, stream=True)]
     assert "".join(part.message.content or "" for part in parts) == whole.message.content
     assert [part.done for part in parts] == [False] * (len(parts) - 1) + [True]
     assert parts[-1].eval_count == 9 and parts[-1].prompt_eval_count == whole.prompt_eval_count
@@ -45,8 +45,8 @@ async def test_a_chat_and_its_stream_are_the_same(client: ollama.AsyncClient):
 @pytest.mark.parametrize("k", [None, 0, 2])
 async def test_logprobs_are_those_of_a_chat(listening_server: Served, path: str, k: int | None):
     http = listening_server.http
-    asked: Any = {"messages": user("hi"), "logprobs": True, "top_logprobs": k}
-    chat = (await http.post("/v1/chat/completions", json={**asked, "max_tokens": 4})).json()
+    chat_body: Any = {"messages": user("hi"), "logprobs": True, "top_logprobs": k}
+    chat = (await http.post("/v1/chat/completions", json={**chat_body, "max_tokens": 4})).json()
     body: Any = {"messages": user("hi"), "prompt": "hi", "options": {"num_predict": 4}}
     body |= {"logprobs": True, "top_logprobs": k}
     whole = (await http.post(path, json={**body, "stream": False})).json()
@@ -110,26 +110,26 @@ async def test_texts_are_cut_or_refused_at_num_ctx(listening_server: Served):
 
 async def test_listed_models_have_their_size():
     async with serve(spec=read_spec(find_model("demo")), max_model_len=256) as served:
-        shown = (await served.http.post("/api/show", json={"model": MODEL})).json()["details"]
+        details = (await served.http.post("/api/show", json={"model": MODEL})).json()["details"]
         for path in ("/api/tags", "/api/ps"):
             listed = (await served.http.get(path)).json()["models"][0]["details"]
             for name in ("parameter_size", "quantization_level"):
-                assert listed[name] == shown[name] != ""
+                assert listed[name] == details[name] != ""
 
 
 async def test_reasoning_and_calls(scripted: Served):
-    asked: Any = {"model": MODEL, "messages": user("hi"), "tools": [WEATHER], "think": True}
+    body: Any = {"model": MODEL, "messages": user("hi"), "tools": [WEATHER], "think": True}
     async with ollama.AsyncClient(host=scripted.url) as client:
-        message = (await client.chat(**asked)).message
-        parts = [part.message async for part in await client.chat(**asked, stream=True)]
+        message = (await client.chat(**body)).message
+        parts = [part.message async for part in await client.chat(**body, stream=True)]
     assert "".join(part.thinking or "" for part in parts) == message.thinking == "Where is it?"
     assert "".join(part.content or "" for part in parts) == message.content
     streamed = [call.function for part in parts for call in part.tool_calls or []]
     assert streamed == [call.function for call in message.tool_calls or []]
     assert [call.arguments for call in streamed] == [{"city": "Köln"}, {"city": "Bonn"}]
-    lines = (await scripted.http.post("/api/chat", json=asked)).text.splitlines()
+    lines = (await scripted.http.post("/api/chat", json=body)).text.splitlines()
     calls = [json.loads(line)["message"].get("tool_calls", []) for line in lines]
-    assert [call["function"]["index"] for each in calls for call in each] == [0, 1]
+    assert [call["function"]["index"] for line_calls in calls for call in line_calls] == [0, 1]
 
 
 async def test_a_text_with_and_without_a_template(client: ollama.AsyncClient):
@@ -150,15 +150,15 @@ async def test_models_are_listed_and_described(client: ollama.AsyncClient):
     for listed in (await client.list(), await client.ps()):
         assert listed.models[0].model == f"{MODEL}:latest"  # as Open WebUI looks it up
     assert (await client.chat(f"{MODEL}:latest", [])).done_reason == "load"
-    shown = await client.show(MODEL)
-    assert shown.capabilities == ["completion"]
-    assert (shown.modelinfo or {})["fake.context_length"] == 4096
+    details = await client.show(MODEL)
+    assert details.capabilities == ["completion"]
+    assert (details.modelinfo or {})["fake.context_length"] == 4096
     assert (await client.pull(MODEL)).status == "success"
 
 
 async def test_vectors(client: ollama.AsyncClient):
-    found = await client.embed(MODEL, ["a", "b"])
-    assert len(found.embeddings) == 2 and len(found.embeddings[0]) == 16
+    answer = await client.embed(MODEL, ["a", "b"])
+    assert len(answer.embeddings) == 2 and len(answer.embeddings[0]) == 16
 
 
 async def test_a_model_is_loaded_without_a_prompt(client: ollama.AsyncClient):
@@ -204,13 +204,17 @@ def test_results_belong_to_the_oldest_call_of_their_tool():
     def call(name: str) -> dict[str, Any]:
         return {"function": {"name": name, "arguments": {"a": name}}}
 
-    asked = {"role": "assistant", "tool_calls": [call("a"), call("b"), call("a")]}
+    assistant = {"role": "assistant", "tool_calls": [call("a"), call("b"), call("a")]}
     results = [{"role": "tool", "content": "1", "tool_name": name} for name in ("a", "a", "b")]
-    made, *found = chat_messages([asked, *results])
-    ids = [one["id"] for one in made["tool_calls"]]
-    assert [one["tool_call_id"] for one in found] == [ids[0], ids[2], ids[1]]
+    made, *tool_messages = chat_messages([assistant, *results])
+    ids = [tool_call["id"] for tool_call in made["tool_calls"]]
+    assert [message["tool_call_id"] for message in tool_messages] == [ids[0], ids[2], ids[1]]
     assert json.loads(made["tool_calls"][1]["function"]["arguments"]) == {"a": "b"}
-    assert all(len(each) == 9 and each.isalnum() for each in ids)  # as Mistral's template wants
-    named = [{"role": "tool", "content": "", "tool_call_id": name} for name in ids[::-1]]
-    asked["tool_calls"] = [call("a") | {"id": name} for name in ids]
-    assert [one["tool_call_id"] for one in [*chat_messages([asked, *named])][1:]] == ids[::-1]
+    assert all(
+        len(call_id) == 9 and call_id.isalnum() for call_id in ids
+    )  # as Mistral's template wants
+    by_id = [{"role": "tool", "content": "", "tool_call_id": name} for name in ids[::-1]]
+    assistant["tool_calls"] = [call("a") | {"id": name} for name in ids]
+    assert [
+        message["tool_call_id"] for message in [*chat_messages([assistant, *by_id])][1:]
+    ] == ids[::-1]

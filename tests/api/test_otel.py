@@ -61,9 +61,9 @@ async def test_a_request_is_a_span_in_its_clients_trace_with_its_phases_below(ex
         assert part.parent and part.parent.span_id == span.context.span_id
         assert f"{part.context.trace_id:032x}" == TRACE
         assert before.start_time <= part.start_time <= part.end_time <= span.end_time
-    found, usage = span.attributes, answer.json()["usage"]
-    assert found["gen_ai.request.id"] == answer.json()["id"]
-    assert found["gen_ai.response.finish_reasons"] == ("length",)
+    attributes, usage = span.attributes, answer.json()["usage"]
+    assert attributes["gen_ai.request.id"] == answer.json()["id"]
+    assert attributes["gen_ai.response.finish_reasons"] == ("length",)
     for names, value in (
         (("usage.prompt_tokens", "usage.input_tokens"), usage["prompt_tokens"]),
         (("usage.completion_tokens", "usage.output_tokens", "request.max_tokens"), 5),
@@ -72,17 +72,17 @@ async def test_a_request_is_a_span_in_its_clients_trace_with_its_phases_below(ex
         (("request.top_p",), 0.5),
         (("operation.name",), "chat"),
     ):
-        assert [found[f"gen_ai.{name}"] for name in names] == [value] * len(names)
+        assert [attributes[f"gen_ai.{name}"] for name in names] == [value] * len(names)
     took = {part.name: (part.end_time - part.start_time) / 1e9 for part in parts}
     for name, part in (
         ("queue", "queue"),
         ("model_prefill", "prefill"),
         ("model_decode", "decode"),
     ):
-        assert found[f"gen_ai.latency.time_in_{name}"] == pytest.approx(took[part])
+        assert attributes[f"gen_ai.latency.time_in_{name}"] == pytest.approx(took[part])
     first_token = parts[2].end_time - parts[0].start_time
-    assert found["gen_ai.latency.time_to_first_token"] >= first_token / 1e9
-    assert found["gen_ai.latency.e2e"] <= (span.end_time - span.start_time) / 1e9
+    assert attributes["gen_ai.latency.time_to_first_token"] >= first_token / 1e9
+    assert attributes["gen_ai.latency.e2e"] <= (span.end_time - span.start_time) / 1e9
 
 
 async def test_without_a_context_each_request_begins_a_trace(exporter, spans):
@@ -113,7 +113,7 @@ async def test_a_preemption_has_a_span(exporter, spans):
     async with serve(spans=spans, **options) as served:
         body = {"max_tokens": 120, "ignore_eos": True}
         prompts = [{"prompt": c * 300, **body} for c in "ab"]
-        await asyncio.gather(*(served.http.post(COMPLETIONS, json=each) for each in prompts))
+        await asyncio.gather(*(served.http.post(COMPLETIONS, json=prompt) for prompt in prompts))
         assert "preempted" in {span.name for span in await spans_of(exporter, 2)}
 
 
@@ -158,10 +158,10 @@ async def test_spans_reach_a_collector_as_protobuf_over_http(monkeypatch):
     [(path, message)] = received
     [resource] = message.resource_spans
     service = {a.key: a.value.string_value for a in resource.resource.attributes}["service.name"]
-    found = {span.name: span for span in resource.scope_spans[0].spans}
+    by_name = {span.name: span for span in resource.scope_spans[0].spans}
     assert (path, service) == ("/v1/traces", "mine")
-    assert found["decode"].parent_span_id == found["llm_request"].span_id
-    ids = found["llm_request"]
+    assert by_name["decode"].parent_span_id == by_name["llm_request"].span_id
+    ids = by_name["llm_request"]
     traced = f"00-{ids.trace_id.hex()}-{ids.span_id.hex()}-"
     assert answer.headers["traceresponse"].startswith(traced)
 

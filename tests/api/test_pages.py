@@ -59,8 +59,8 @@ async def test_by_default_other_servers_take_any_name(options):
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
 async def test_allowed_hosts_are_the_only_ones_beside_the_machine_s_own(allowed, status, host):
     async with serve(listen=True, allowed_hosts=allowed, host=host) as served:
-        found = {name: await status_of(served.http, name) for name in status}
-    assert found == status
+        statuses = {name: await status_of(served.http, name) for name in status}
+    assert statuses == status
 
 
 @pytest.mark.parametrize("host", ["127.1", "localhost", "0x7f.1", "::1", "::ffff:127.0.0.1"])
@@ -138,18 +138,18 @@ async def test_pages_apps_and_extensions_can_be_allowed(origin: str, page: str):
         "access-control-request-private-network": "true",
     }
     async with serve(allowed_origins=[origin]) as served:
-        asked = await served.http.options("/v1/completions", headers=preflight)
-        assert asked.status_code == 200, asked.text
-        assert asked.headers["access-control-allow-origin"] == page
-        assert asked.headers["access-control-allow-private-network"] == "true"
+        reply = await served.http.options("/v1/completions", headers=preflight)
+        assert reply.status_code == 200, reply.text
+        assert reply.headers["access-control-allow-origin"] == page
+        assert reply.headers["access-control-allow-private-network"] == "true"
         headers = {"origin": page, "sec-fetch-site": "cross-site"}
         answer = await served.http.post("/v1/completions", json=BODY, headers=headers)
         assert answer.status_code == 200 and answer.headers["access-control-allow-origin"] == page
         for other in (f"{page}x", f"x{page}", "https://chat-example.com", "http://localhost:5x"):
-            asked = await served.http.options(
+            reply = await served.http.options(
                 "/v1/completions", headers={**preflight, "origin": other}
             )
-            assert asked.status_code == 400, other
+            assert reply.status_code == 400, other
             headers = {"origin": other}
             answer = await served.http.post("/v1/completions", json=BODY, headers=headers)
             assert answer.status_code == 403
@@ -158,13 +158,13 @@ async def test_pages_apps_and_extensions_can_be_allowed(origin: str, page: str):
 async def test_a_wildcard_allows_every_page_but_no_private_network():
     headers = {"origin": PAGE, "access-control-request-method": "POST"}
     async with serve(allowed_origins=["*"]) as served:
-        asked = await served.http.options("/v1/completions", headers=headers)
-        assert asked.status_code == 200
+        reply = await served.http.options("/v1/completions", headers=headers)
+        assert reply.status_code == 200
         answer = await served.http.post("/v1/completions", json=BODY, headers={"origin": PAGE})
         assert answer.status_code == 200 and answer.headers["access-control-allow-origin"] == "*"
         headers["access-control-request-private-network"] = "true"
-        asked = await served.http.options("/v1/completions", headers=headers)
-        assert asked.status_code == 400
+        reply = await served.http.options("/v1/completions", headers=headers)
+        assert reply.status_code == 400
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ async def phases_of(served: Served, request_id: str) -> list[str]:
 async def has_token(served: Served) -> None:
     choices = served.async_llm.requests
     async with asyncio.timeout(WAIT_SECONDS):
-        while not any(one.num_output_tokens for one in choices.values()):
+        while not any(choice.num_output_tokens for choice in choices.values()):
             await asyncio.sleep(0)  # steps take no real time: look after each
 
 
@@ -110,8 +110,8 @@ async def test_a_later_request_that_overtook_is_among_those_waited_for(slow_step
             await until(lambda: len(served.engine.sent) == len(tasks))
         served.engine.may_step.set()
         first, background, urgent = await asyncio.gather(*tasks)
-        for own, behind in ((urgent, [first]), (background, [urgent, first])):
-            timeline = (await served.http.get(f"/v1/requests/{own}/timeline")).json()
+        for request, behind in ((urgent, [first]), (background, [urgent, first])):
+            timeline = (await served.http.get(f"/v1/requests/{request}/timeline")).json()
             assert timeline["longest_wait"] == "queue_slots" and timeline["behind"] == behind
 
 
@@ -140,12 +140,12 @@ async def test_a_client_that_left_before_the_first_token(slow_steps, options, bo
             await has_token(served)
         served.engine.step_seconds = 0.001
         call = served.http.post(COMPLETIONS, json=body, headers={"x-request-id": "own"})
-        own = asyncio.create_task(call)
+        task = asyncio.create_task(call)
         await until(lambda: len(served.async_llm.requests) > len(beside))
         first = num_steps
         await until(lambda: num_steps >= first + 20)
-        own.cancel()
-        await asyncio.gather(own, *beside, return_exceptions=True)
+        task.cancel()
+        await asyncio.gather(task, *beside, return_exceptions=True)
         tracer = served.async_llm.tracer
         await until(
             lambda: "queued" in {mark.stage for mark in tracer.find_request("own", "").marks}
@@ -164,12 +164,12 @@ async def test_an_engine_that_sleeps(slow_steps, clock):
         await post(served, "a", 5)
         await served.http.post("/sleep")
         served.engine.may_step.clear()
-        own = asyncio.create_task(post(served, "b", 5))
+        task = asyncio.create_task(post(served, "b", 5))
         await until(lambda: served.async_llm.engines[0].running)
         clock.sleep(0.5)  # it loads its weights
         await served.http.post("/wake_up")
         served.engine.may_step.set()
-        assert (await phases_of(served, await own))[0] == "wake_up"
+        assert (await phases_of(served, await task))[0] == "wake_up"
 
 
 async def test_a_place_for_its_adapter(slow_steps, tmp_path):
@@ -178,15 +178,15 @@ async def test_a_place_for_its_adapter(slow_steps, tmp_path):
     async with serve_adapters(tmp_path, max_loras=1) as (served, _):
         first = asyncio.create_task(post(served, "x", 60, model="a"))
         await has_token(served)
-        own = await (await start_beside(served, "x", 5, model="b"))
-        assert (await phases_of(served, own))[0] == "queue_adapters"
-        timeline = (await served.http.get(f"/v1/requests/{own}/timeline")).json()
+        request_id = await (await start_beside(served, "x", 5, model="b"))
+        assert (await phases_of(served, request_id))[0] == "queue_adapters"
+        timeline = (await served.http.get(f"/v1/requests/{request_id}/timeline")).json()
         assert timeline["behind"] == [await first] and timeline["model"] == "b"
 
 
 async def test_an_engine_that_dies(slow_steps, clock):
     async with serve() as served:
-        own = asyncio.create_task(post(served, "a", 60))
+        first = asyncio.create_task(post(served, "a", 60))
         await has_token(served)
         served.async_llm.engines[0].loading_since -= 1000
         served.engine.die()
@@ -197,7 +197,7 @@ async def test_an_engine_that_dies(slow_steps, clock):
         health = (await served.http.get("/health")).json()
         assert health["status"] == "restarting" and 0 < health["elapsed_seconds"] < 500
         served.engine.revive()
-        for task in (own, late):
+        for task in (first, late):
             assert (await phases_of(served, await task))[0] == "engine_restart"
 
 
@@ -212,8 +212,8 @@ PARTED = {
 async def test_parts_of_a_request_count_in_its_breakdown(slow_steps, path, body):
     async with serve(max_num_seqs=8) as served:
         assert (await served.http.post(path, json=body)).status_code == 200
-        (own,) = served.async_llm.tracer.recent
-        timeline = (await served.http.get(f"/v1/requests/{own}/timeline")).json()
+        (request_id,) = served.async_llm.tracer.recent
+        timeline = (await served.http.get(f"/v1/requests/{request_id}/timeline")).json()
         shares = {phase["phase"]: phase["share"] for phase in timeline["phases"]}
         assert shares["prefill"] > 0.5 and shares["unaccounted"] < 0.1
         assert timeline["num_steps"] > 1 and timeline["neighbours"] == []
@@ -233,10 +233,10 @@ async def test_a_grammar(monkeypatch, clock):
     async with serve() as served:
         await post(served, "a", 1, guided_regex="a")  # what the first one loads
         may_compile.clear()
-        own = asyncio.create_task(post(served, "a", 5, guided_regex="[abc]{9}"))
+        task = asyncio.create_task(post(served, "a", 5, guided_regex="[abc]{9}"))
         await until(lambda: served.engine.core.grammars.is_compiling)
         may_compile.set()
-        assert (await phases_of(served, await own))[0] == "grammar_compile"
+        assert (await phases_of(served, await task))[0] == "grammar_compile"
 
 
 @pytest.mark.usefixtures("may_always_draft")
@@ -248,12 +248,12 @@ async def test_rejected_drafts(slow_steps, monkeypatch):
     monkeypatch.setattr(FakeExecutor, "_draft", wrong_drafts)
     async with serve(speculative_config={"method": "ngram", "num_speculative_tokens": 4}) as served:
         controller = served.engine.core.scheduler.draft_length
-        most = [0]
-        monkeypatch.setattr(controller, "num_drafts", lambda acceptance: most[0])
+        limits = [0]
+        monkeypatch.setattr(controller, "num_drafts", lambda acceptance: limits[0])
         await post(served, "a", 5)  # what steps without drafts take
-        most[0] = 4
-        own = await post(served, "b", 16)
-        assert (await phases_of(served, own))[0] == "rejected_drafts"
+        limits[0] = 4
+        request_id = await post(served, "b", 16)
+        assert (await phases_of(served, request_id))[0] == "rejected_drafts"
 
 
 async def test_a_client_that_does_not_read(clock, monkeypatch):
@@ -288,5 +288,5 @@ async def test_a_client_that_does_not_read(clock, monkeypatch):
                 pass
         await until(lambda: not served.async_llm.requests)
         assert late
-        (own,) = served.async_llm.tracer.recent
-        assert (await phases_of(served, own))[0] == "slow_reader"
+        (timeline,) = served.async_llm.tracer.recent
+        assert (await phases_of(served, timeline))[0] == "slow_reader"

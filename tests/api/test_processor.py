@@ -27,7 +27,7 @@ def make(
     return Processor(config, spec, Tokenizer.bytes(), max_model_len, client)
 
 
-def asked(content: str | list[int] | Chat, **fields) -> Prompt:
+def prompt_of(content: str | list[int] | Chat, **fields) -> Prompt:
     return Prompt(content=content, **fields)
 
 
@@ -37,11 +37,11 @@ def with_generation(**generation) -> ModelSpec:
 
 def test_eos_of_the_tokenizer_counts_too():
     spec = msgspec.structs.replace(FAKE_SPEC, eos_token_ids=[7])
-    request = make(spec=spec).process_inputs("r", asked("hi"), SamplingParams()).request
+    request = make(spec=spec).process_inputs("r", prompt_of("hi"), SamplingParams()).request
     assert sorted(request.eos_token_ids) == [7, 256]
     spec = msgspec.structs.replace(FAKE_SPEC, eos_token_ids=[7], vocab_size=200)
     assert make(spec=spec).process_inputs(
-        "r", asked([1]), SamplingParams()
+        "r", prompt_of([1]), SamplingParams()
     ).request.eos_token_ids == [7]
 
 
@@ -54,7 +54,7 @@ def test_max_tokens(max_tokens: int | None, default: int | None, expected: int):
     processor = make(100, spec)
     assert "max_tokens" not in processor.default_params
     prepared = processor.process_inputs(
-        "r", asked([1, 2, 3]), SamplingParams(max_tokens=max_tokens)
+        "r", prompt_of([1, 2, 3]), SamplingParams(max_tokens=max_tokens)
     )
     assert prepared.params.max_tokens == prepared.request.params.max_tokens == expected
 
@@ -72,31 +72,31 @@ def test_a_text_that_cannot_fit_is_not_tokenised(monkeypatch: pytest.MonkeyPatch
     longest = processor.tokenizer.longest_token
     # As many characters as 100 of the longest tokens: only the tokenizer can tell.
     with pytest.raises(ContextTooLong, match="you requested"):
-        processor.process_inputs("r", asked("x" * 100 * longest), SamplingParams(max_tokens=1))
+        processor.process_inputs("r", prompt_of("x" * 100 * longest), SamplingParams(max_tokens=1))
     monkeypatch.setattr(processor.tokenizer, "encode", None)
     with pytest.raises(ContextTooLong, match="characters") as error:
         processor.process_inputs(
-            "r", asked("x" * (100 * longest + 1)), SamplingParams(max_tokens=1)
+            "r", prompt_of("x" * (100 * longest + 1)), SamplingParams(max_tokens=1)
         )
     assert error.value.code == "context_length_exceeded"
 
 
-def test_only_the_server_itself_gets_more_log_probabilities_than_the_limit():
-    make().process_inputs("r", asked("a"), SamplingParams(logprobs=MAX_LOGPROBS))
+def test_max_logprobs_does_not_limit_the_server_itself():
+    make().process_inputs("r", prompt_of("a"), SamplingParams(logprobs=MAX_LOGPROBS))
     with pytest.raises(InvalidRequest, match=f"logprobs must be at most {MAX_LOGPROBS}"):
-        make().process_inputs("r", asked("a"), SamplingParams(logprobs=MAX_LOGPROBS + 1))
-    for most, allowed in ((5, 5), (50, 50), (-1, 512)):
-        processor = make(max_logprobs=most)
+        make().process_inputs("r", prompt_of("a"), SamplingParams(logprobs=MAX_LOGPROBS + 1))
+    for limit, allowed in ((5, 5), (50, 50), (-1, 512)):
+        processor = make(max_logprobs=limit)
         for name in ("logprobs", "prompt_logprobs"):
-            processor.process_inputs("r", asked("a"), SamplingParams(**{name: allowed}))
+            processor.process_inputs("r", prompt_of("a"), SamplingParams(**{name: allowed}))
             with pytest.raises(InvalidRequest, match=f"^{name} must be .* {allowed}[, ]"):
-                processor.process_inputs("r", asked("a"), SamplingParams(**{name: allowed + 1}))
+                processor.process_inputs("r", prompt_of("a"), SamplingParams(**{name: allowed + 1}))
 
 
 def test_not_even_a_text_that_need_not_fit_is_tokenised_at_any_length(monkeypatch):
     processor = make(100)
     monkeypatch.setattr(processor.tokenizer, "encode", None)
-    prompt, options = asked("x" * (MAX_CHARS + 1)), RequestOptions(truncate_prompt_tokens=1)
+    prompt, options = prompt_of("x" * (MAX_CHARS + 1)), RequestOptions(truncate_prompt_tokens=1)
     for tokenise in (
         lambda: processor.tokenize(prompt),
         lambda: processor.process_inputs("r", prompt, SamplingParams(max_tokens=1), options),
@@ -109,38 +109,37 @@ def test_not_even_a_text_that_need_not_fit_is_tokenised_at_any_length(monkeypatc
 def test_a_prompt_leaves_room_for_one_token(num_prompt: int, fits: bool):
     params = SamplingParams(max_tokens=None)
     if fits:
-        prepared = make(100).process_inputs("r", asked([1] * num_prompt), params)
+        prepared = make(100).process_inputs("r", prompt_of([1] * num_prompt), params)
         assert prepared.params.max_tokens == 100 - num_prompt
     else:
         with pytest.raises(ContextTooLong):
-            make(100).process_inputs("r", asked([1] * num_prompt), params)
+            make(100).process_inputs("r", prompt_of([1] * num_prompt), params)
 
 
 def test_a_prompt_without_output_may_fill_the_context():
     params = SamplingParams(max_tokens=0)
-    assert (
-        len(make(100).process_inputs("r", asked([1] * 100), params).request.prompt_token_ids) == 100
-    )
+    inputs = make(100).process_inputs("r", prompt_of([1] * 100), params)
+    assert len(inputs.request.prompt_token_ids) == 100
     options = RequestOptions(truncate_prompt_tokens=-1)
-    prepared = make(100).process_inputs("r", asked([1] * 300), params, options)
+    prepared = make(100).process_inputs("r", prompt_of([1] * 300), params, options)
     assert len(prepared.request.prompt_token_ids) == 100
     assert (
         len(
             make(100)
-            .process_inputs("r", asked([1] * 100), PoolingParams())
+            .process_inputs("r", prompt_of([1] * 100), PoolingParams())
             .request.prompt_token_ids
         )
         == 100
     )
     with pytest.raises(ContextTooLong, match=r"the prompt has 101\. Shorten it, or set trunc"):
-        make(100).process_inputs("r", asked([1] * 101), params)
+        make(100).process_inputs("r", prompt_of([1] * 101), params)
 
 
 @given(n=st.integers(2, 8), seed=st.integers(-INT64_MAX - 1, INT64_MAX))
 def test_choices_have_successive_seeds_and_nothing_about_text(n: int, seed: int):
     about_text = {"stop": ["x"], "include_stop_str_in_output": True, "skip_special_tokens": False}
     params = SamplingParams(n=n, seed=seed, top_k=5, **about_text)
-    prepared = make().process_inputs("r", asked("hi"), params)
+    prepared = make().process_inputs("r", prompt_of("hi"), params)
     assert prepared.request.choice_ids == [f"r_{i}" for i in range(n)]
     choices = prepared.request.choices()
     assert [request.request_id for request in choices] == prepared.request.choice_ids
@@ -155,7 +154,7 @@ def test_seeds_differ_by_request_and_server_and_repeat_over_runs():
     def seeds(client: int, **options) -> list[int | None]:
         processor = make(client=client, **options)
         return [
-            processor.process_inputs("r", asked("hi"), SamplingParams()).params.seed
+            processor.process_inputs("r", prompt_of("hi"), SamplingParams()).params.seed
             for _ in range(50)
         ]
 
@@ -165,9 +164,8 @@ def test_seeds_differ_by_request_and_server_and_repeat_over_runs():
 
 
 def test_greedy_needs_no_seed():
-    assert (
-        make().process_inputs("r", asked("hi"), SamplingParams(temperature=0)).params.seed is None
-    )
+    params = SamplingParams(temperature=0)
+    assert make().process_inputs("r", prompt_of("hi"), params).params.seed is None
 
 
 def test_a_text_for_an_encoder_is_cut_between_its_special_tokens():
@@ -181,7 +179,7 @@ def test_a_text_for_an_encoder_is_cut_between_its_special_tokens():
     processor.pooling = PoolingSpec(task="embed", is_causal=False, size=processor.spec.hidden_size)
 
     def kept(options: RequestOptions = NO_OPTIONS, **fields) -> str:
-        prompt = asked("a b c d e f", **fields)
+        prompt = prompt_of("a b c d e f", **fields)
         token_ids = processor.process_inputs(
             "r", prompt, PoolingParams(), options
         ).request.prompt_token_ids
@@ -192,19 +190,19 @@ def test_a_text_for_an_encoder_is_cut_between_its_special_tokens():
     assert kept(keep_first=5) == "[CLS]abc[SEP]"
     assert kept(keep_last=5) == "[CLS]def[SEP]"
     first = RequestOptions(truncate_prompt_tokens=2, truncation_side="right")
-    prepared = processor.process_inputs("r", asked([2, 3, 1, 1]), PoolingParams(), first)
+    prepared = processor.process_inputs("r", prompt_of([2, 3, 1, 1]), PoolingParams(), first)
     assert prepared.request.prompt_token_ids == [2, 3]  # token ids are cut as they are
     processor.pooling = PoolingSpec(size=processor.spec.hidden_size)
     assert kept(RequestOptions(truncate_prompt_tokens=4)) == "def[SEP]"
 
 
-@pytest.mark.parametrize(("side", "wanted"), [("left", "def"), ("right", "abc"), (None, "def")])
+@pytest.mark.parametrize(("side", "expected"), [("left", "def"), ("right", "abc"), (None, "def")])
 @pytest.mark.parametrize("content", ["abcdef", list(b"abcdef")], ids=["text", "ids"])
-def test_the_side_of_truncation(content, side, wanted):
+def test_the_side_of_truncation(content, side, expected):
     options = RequestOptions(truncate_prompt_tokens=3, truncation_side=side)
     for params in (PoolingParams(), SamplingParams(max_tokens=2)):
-        prepared = make().process_inputs("r", asked(content), params, options)
-        assert bytes(prepared.request.prompt_token_ids).decode() == wanted
+        prepared = make().process_inputs("r", prompt_of(content), params, options)
+        assert bytes(prepared.request.prompt_token_ids).decode() == expected
         assert prepared.request.options == NO_OPTIONS
 
 
@@ -226,7 +224,7 @@ def test_the_side_of_truncation(content, side, wanted):
 )
 def test_the_tokens_of_a_prompt_are_not_overestimated(content, keep, keep_first, keep_last):
     processor = make(1000)
-    prompt = asked(content, keep_first=keep_first, keep_last=keep_last)
+    prompt = prompt_of(content, keep_first=keep_first, keep_last=keep_last)
     fewest = processor.fewest_tokens([prompt], keep)
     try:
         options = RequestOptions(truncate_prompt_tokens=keep)
@@ -243,7 +241,7 @@ def test_a_word_that_a_vocabulary_lacks_counts_as_no_token():
     processor = make(1000)
     processor.tokenizer = Tokenizer(backend, {}, "")
     for text in ("a" * 5000, "a" + " " * 5000):
-        prompt = asked(text)
+        prompt = prompt_of(text)
         assert (
             len(processor.process_inputs("r", prompt, PoolingParams()).request.prompt_token_ids)
             == 1
@@ -252,5 +250,5 @@ def test_a_word_that_a_vocabulary_lacks_counts_as_no_token():
 
 
 def test_what_the_context_cannot_have_counts_no_more_than_what_it_can():
-    assert make(100).fewest_tokens([asked([1] * 5000)], None) == 100
-    assert make(100).fewest_tokens([asked("x" * 50_000)], None) == 100
+    assert make(100).fewest_tokens([prompt_of([1] * 5000)], None) == 100
+    assert make(100).fewest_tokens([prompt_of("x" * 50_000)], None) == 100

@@ -44,7 +44,7 @@ async def test_echo_with_logprobs_scores_prompt_and_output(http, max_tokens):
     assert all(len(top) == 2 and token in top for token, top in pairs[1:])
 
 
-async def test_every_choice_of_every_prompt_is_scored_while_the_prompt_is_computed_once(served):
+async def test_choices_share_one_scored_prompt(served):
     body = {"prompt": ["one", "two two"], "n": 3, "echo": True, "logprobs": 0, "max_tokens": 2}
     answer = await ask(served.http, **body)
     for choice in answer["choices"]:
@@ -53,8 +53,8 @@ async def test_every_choice_of_every_prompt_is_scored_while_the_prompt_is_comput
         assert "".join(logprobs["tokens"]) == choice["text"] == prompt + output_text(prompt, 2)
         assert logprobs["token_logprobs"][0] is None and None not in logprobs["token_logprobs"][1:]
     choices = [choice for message in served.engine.sent for choice in message.choices()]
-    asked = [choice.params.prompt_logprobs for choice in choices]
-    assert asked == [0, None, None] * 2
+    num_logprobs = [choice.params.prompt_logprobs for choice in choices]
+    assert num_logprobs == [0, None, None] * 2
 
 
 @pytest.mark.parametrize("field", ["prompt", "ids"])
@@ -70,11 +70,11 @@ async def test_offsets_point_into_the_text_of_a_real_tokenizer(tiny_llama_tokeni
         (choice,) = (await ask(served.http, **body))["choices"]
     logprobs = choice["logprobs"]
     # The beginning token is text only where it was sent.
-    shown = text if field == "prompt" else "<s>" + text
-    assert choice["text"].startswith(shown)
+    whole_text = text if field == "prompt" else "<s>" + text
+    assert choice["text"].startswith(whole_text)
     assert len(logprobs["tokens"]) == len(ids) + 8
     offsets = logprobs["text_offset"]
-    assert offsets == sorted(offsets) and offsets[0] == 0 and offsets[len(ids)] == len(shown)
+    assert offsets == sorted(offsets) and offsets[0] == 0 and offsets[len(ids)] == len(whole_text)
     assert offsets[1] == (0 if field == "prompt" else 3)
     for i, offset in enumerate(offsets[:-1]):
         piece = tokenizer.token_bytes((ids + choice["token_ids"])[i]).decode("utf8", "ignore")
@@ -105,8 +105,8 @@ async def test_prompt_logprobs_of_both_routes(http, k):
     assert entries[0][1]["98"] == {"logprob": pytest.approx(HALF), "rank": 1, "decoded_token": "b"}
     chat = await ask(http, CHAT, messages=user("hi"), prompt_logprobs=k, max_tokens=1)
     prompt = chat_prompt("hi").encode()
-    found = [next(iter(entry)) for entry in chat["prompt_logprobs"][1:]]
-    assert found == [str(byte) for byte in prompt[1:]]
+    chat_tokens = [next(iter(entry)) for entry in chat["prompt_logprobs"][1:]]
+    assert chat_tokens == [str(byte) for byte in prompt[1:]]
     assert "prompt_logprobs" not in await ask(http, CHAT, messages=user("hi"), max_tokens=1)
 
 
@@ -220,13 +220,13 @@ async def test_a_response_is_bounded_as_a_stream_too(http, monkeypatch):
 async def test_a_response_with_log_probabilities_can_be_answered(http):
     body = {"input": "a", "top_logprobs": 2, "max_output_tokens": 5}
     first = await http.post(RESPONSES, json=body)
-    shown = first.json()["output"][0]["content"][0]
-    assert len(shown["logprobs"][0]["top_logprobs"]) == 2
+    part = first.json()["output"][0]["content"][0]
+    assert len(part["logprobs"][0]["top_logprobs"]) == 2
     more = {"input": "b", "max_output_tokens": 5, "previous_response_id": first.json()["id"]}
     second = await http.post(RESPONSES, json=more)
     assert second.status_code == 200, second.text
     items = (await http.get(f"{RESPONSES}/{second.json()['id']}/input_items?order=asc")).json()
-    assert items["data"][1]["content"] == [shown]
+    assert items["data"][1]["content"] == [part]
 
 
 async def test_what_a_slow_reader_leaves_is_bounded():

@@ -48,7 +48,7 @@ def parts_of(text: str, stream: str | None) -> list[Any]:
     if stream == "lines":
         return [json.loads(line) for line in text.split("\n") if line]
     data = [line[6:] for line in text.split("\n") if line.startswith("data: ")]
-    return [json.loads(each) for each in data if each != "[DONE]"]
+    return [json.loads(document) for document in data if document != "[DONE]"]
 
 
 def has(value: Any, path: str) -> bool:

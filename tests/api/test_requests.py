@@ -73,12 +73,12 @@ async def test_recent_and_slowest_requests(served: Served):
     recent = (await served.http.get("/v1/requests?recent=2")).json()["data"]
     served.engine.may_step.set()
     await running
-    assert [one["status"] for one in recent] == ["running", "finished"]
+    assert [request["status"] for request in recent] == ["running", "finished"]
     assert recent[0]["wall_ms"] > 0 and "r2" in recent[1]["id"]
     everything = (await served.http.get("/v1/requests")).json()["data"]
     slowest = (await served.http.get("/v1/requests?slowest=1")).json()["data"]
     assert len(everything) == 4
-    assert slowest == [max(everything, key=lambda one: one["wall_ms"])]
+    assert slowest == [max(everything, key=lambda request: request["wall_ms"])]
     assert slowest[0]["route"] == COMPLETIONS
 
 
@@ -102,13 +102,13 @@ async def test_requests_belong_to_their_key():
         assert "id" not in timeline.json()["neighbours"][0]  # it is the other key's
         for kind in ("recent", "slowest"):
             listed = await served.http.get(f"/v1/requests?{kind}=9", headers=mine)
-            assert [one["id"] for one in listed.json()["data"]] == [answer.json()["id"]]
+            assert [request["id"] for request in listed.json()["data"]] == [answer.json()["id"]]
 
 
 async def test_neighbours_are_named(served: Served):
     bodies = [{"prompt": text * 9} for text in ("ab", "cd")]
-    asked = [served.http.post(COMPLETIONS, json=body) for body in bodies]
-    first, second = await asyncio.gather(*asked)
+    calls = [served.http.post(COMPLETIONS, json=body) for body in bodies]
+    first, second = await asyncio.gather(*calls)
     timeline = await timeline_of(served, first.json()["id"])
     assert [n["id"] for n in timeline["neighbours"]] == [second.json()["id"]]
     assert timeline["neighbours"][0]["num_prompt_tokens"] == 18
@@ -118,7 +118,9 @@ async def test_each_request_is_listed_with_its_outcome(listening_server: Served)
     served, http = listening_server, listening_server.http
 
     async def listed() -> dict[str, dict]:
-        return {each["id"]: each for each in (await http.get("/v1/requests")).json()["data"]}
+        return {
+            request["id"]: request for request in (await http.get("/v1/requests")).json()["data"]
+        }
 
     async def ask(status: int, **body) -> dict:
         answer = await http.post(COMPLETIONS, json={"prompt": "a", **body})
@@ -151,11 +153,11 @@ async def test_each_request_is_listed_with_its_outcome(listening_server: Served)
     late = await http.post(COMPLETIONS, json={"prompt": "a", "timeout": 1e-6})
     assert late.status_code == 504
     assert (await timeline_of(served, late.headers["x-request-id"]))["outcome"] == "error"
-    outcomes = [each["outcome"] for each in (await listed()).values()]
+    outcomes = [request["outcome"] for request in (await listed()).values()]
     assert sorted(set(outcomes)) == ["abort", "error", "length", "refused", "stop"]
-    assert {each["owner"] for each in (await listed()).values()} == {""}
+    assert {request["owner"] for request in (await listed()).values()} == {""}
     slowest = (await http.get("/v1/requests?slowest=20")).json()["data"]
-    assert "refused" not in {each["outcome"] for each in slowest}
+    assert "refused" not in {request["outcome"] for request in slowest}
 
 
 async def test_a_stream_that_fails_in_the_middle_is_an_error(served: Served):
@@ -258,22 +260,24 @@ async def test_an_answer_tells_what_became_of_its_drafts(path, body, level, monk
         monkeypatch.setattr(controller, "num_drafts", lambda acceptance: 3)
         body = {**body, "max_tokens": 40}
         whole = (await served.http.post(path, json=body)).json()
-        told = whole["metrics"]["speculative_decoding"]
-        steps, kept = told["num_spec_steps"], told["num_accepted_draft_tokens"]
-        histogram = told["acceptance_histogram"]
-        assert told["num_spec_tokens"] == 3 and len(histogram) == 4 and sum(histogram) == steps > 0
+        drafts = whole["metrics"]["speculative_decoding"]
+        steps, kept = drafts["num_spec_steps"], drafts["num_accepted_draft_tokens"]
+        histogram = drafts["acceptance_histogram"]
+        assert (
+            drafts["num_spec_tokens"] == 3 and len(histogram) == 4 and sum(histogram) == steps > 0
+        )
         assert 0 < kept == sum(at * count for at, count in enumerate(histogram))
-        assert kept < told["num_draft_tokens"] <= 3 * steps
-        assert told["mean_acceptance_length"] == pytest.approx(1 + kept / steps)
-        assert told["draft_acceptance_rate"] == pytest.approx(kept / told["num_draft_tokens"])
+        assert kept < drafts["num_draft_tokens"] <= 3 * steps
+        assert drafts["mean_acceptance_length"] == pytest.approx(1 + kept / steps)
+        assert drafts["draft_acceptance_rate"] == pytest.approx(kept / drafts["num_draft_tokens"])
         if level == "detailed":
-            assert [told["per_step_accepted"].count(n) for n in range(4)] == histogram
-            assert sum(told["per_step_drafted"]) == told["num_draft_tokens"]
+            assert [drafts["per_step_accepted"].count(n) for n in range(4)] == histogram
+            assert sum(drafts["per_step_drafted"]) == drafts["num_draft_tokens"]
         else:
-            assert "per_step_accepted" not in told and "per_step_drafted" not in told
-        asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
-        streamed = events((await served.http.post(path, json=asked)).text)
-        assert streamed[-1]["metrics"]["speculative_decoding"] == told
+            assert "per_step_accepted" not in drafts and "per_step_drafted" not in drafts
+        stream_body = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        streamed = events((await served.http.post(path, json=stream_body)).text)
+        assert streamed[-1]["metrics"]["speculative_decoding"] == drafts
         assert not any("metrics" in chunk for chunk in streamed[:-1])
         several = (await served.http.post(path, json={**body, "n": 2})).json()
         assert "metrics" not in several
@@ -283,9 +287,9 @@ async def test_without_drafts_in_a_request_its_metrics_are_neutral():
     options = {"per_request_spec_decode_metrics": "summary", "speculative_config": DRAFTS}
     async with serve(**options) as served:
         answer = await served.http.post(COMPLETIONS, json={"prompt": "a", "max_tokens": 1})
-        told = answer.json()["metrics"]["speculative_decoding"]
-        assert told["mean_acceptance_length"] == 1 and told["draft_acceptance_rate"] == 0
-        assert told["acceptance_histogram"] == [0, 0, 0, 0]
+        drafts = answer.json()["metrics"]["speculative_decoding"]
+        assert drafts["mean_acceptance_length"] == 1 and drafts["draft_acceptance_rate"] == 0
+        assert drafts["acceptance_histogram"] == [0, 0, 0, 0]
 
 
 async def test_an_answer_that_a_stop_string_ends_has_its_times():
@@ -328,10 +332,10 @@ async def test_a_prompt_that_was_evicted():
     async with serve(kv_cache_memory=memory, max_model_len=128) as served:
         await prefix_cache_of(served, "a" * 100)
         await prefix_cache_of(served, "b" * 100)
-        found = await prefix_cache_of(served, "a" * 100)
-        assert found["num_matched"] < found["num_blocks"] == 6
-        assert found["reason"] == "evicted"
-        assert 0 <= found["evicted_seconds_ago"] < 60
+        reuse = await prefix_cache_of(served, "a" * 100)
+        assert reuse["num_matched"] < reuse["num_blocks"] == 6
+        assert reuse["reason"] == "evicted"
+        assert 0 <= reuse["evicted_seconds_ago"] < 60
 
 
 async def test_what_another_adapter_or_an_emptied_cache_has_not(tmp_path):
@@ -339,8 +343,8 @@ async def test_what_another_adapter_or_an_emptied_cache_has_not(tmp_path):
         write_adapter(tmp_path / "adapters" / name, seed=seed)
     async with serve_adapters(tmp_path) as (served, _):
         for model, reason in (("a", "unknown"), ("a", "complete"), ("b", "adapter")):
-            found = await prefix_cache_of(served, "a" * 100, model=model)
-            assert found["reason"] == reason, found
+            reuse = await prefix_cache_of(served, "a" * 100, model=model)
+            assert reuse["reason"] == reason, reuse
         served.engine.die()
         await until(lambda: served.async_llm.is_restarting)
         served.engine.revive()
@@ -369,13 +373,13 @@ BODY = {"prompt": "a", "max_tokens": 3}
 @contextlib.asynccontextmanager
 async def two(folder: Path) -> AsyncIterator[tuple[Served, Served]]:
     """Two servers, each with an engine of its own, that take each other for peers."""
-    async with serve() as one, serve() as other:
-        for number, served in enumerate((one, other)):
+    async with serve() as first, serve() as second:
+        for number, served in enumerate((first, second)):
             await served.app.state.context.peers.listen(folder / f"api-{number}")
         try:
-            yield one, other
+            yield first, second
         finally:
-            for served in (one, other):
+            for served in (first, second):
                 served.app.state.context.peers.close()
 
 
@@ -394,10 +398,10 @@ async def test_each_answers_for_all(tmp_path):
             assert await ids(served, "recent=9") == made[::-1]
             assert await ids(served, "recent=2") == made[:1:-1]
             assert sorted(await ids(served, "slowest=9")) == sorted(made)
-            for each in made:
-                url = f"/v1/requests/{each}/timeline"
+            for request_id in made:
+                url = f"/v1/requests/{request_id}/timeline"
                 timeline = (await served.http.get(url)).json()
-                assert timeline["id"] == each and timeline["num_output_tokens"] == 3
+                assert timeline["id"] == request_id and timeline["num_output_tokens"] == 3
                 first = (await servers[0].http.get(url)).json()
                 assert first.pop("created") == pytest.approx(timeline.pop("created"), abs=0.1)
                 assert timeline == first
@@ -451,11 +455,11 @@ async def test_a_server_forgets_seconds_in_which_it_generated(served: Served):
     assert sorted(tracer.generated) == [*range(279, 400)]  # 120 and the current one
 
 
-async def test_neighbours_and_requests_before_it_have_ids_if_they_are_the_owners(tmp_path):
+async def test_timelines_name_only_requests_of_the_same_owner(tmp_path):
     async with serve() as served:
         tracer = served.async_llm.tracer
-        own, neighbour = await answer_of(served), await answer_of(served)
-        timeline = tracer.recent[own]
+        request_id, neighbour = await answer_of(served), await answer_of(served)
+        timeline = tracer.recent[request_id]
         [snapshot] = tracer.take_snapshots([timeline])
         timeline.breakdown = snapshot.breakdown()
         timeline.breakdown.phases["queue_slots"] = 1
@@ -463,33 +467,33 @@ async def test_neighbours_and_requests_before_it_have_ids_if_they_are_the_owners
         begin = timeline.marks[0].at_ns
         queued = next(mark.at_ns for mark in timeline.marks if mark.stage == "queued")
         tracer.recent[neighbour].marks = [Mark("scheduled", begin), Mark("returned", queued + 1)]
-        found = (await served.http.get(f"/v1/requests/{own}/timeline")).json()
-        assert [each.get("id") for each in found["neighbours"]] == [neighbour, None]
-        assert found["behind"] == [neighbour]
+        answer = (await served.http.get(f"/v1/requests/{request_id}/timeline")).json()
+        assert [entry.get("id") for entry in answer["neighbours"]] == [neighbour, None]
+        assert answer["behind"] == [neighbour]
 
 
 async def test_the_prompt_that_was_found_may_be_of_a_peer(tmp_path):
     """Both engines are rank 0, as if they were one."""
-    async with two(tmp_path) as (one, other):
-        tracer = one.async_llm.tracer
-        await answer_of(one)
-        made = (await one.http.post("/v1/completions", json={"prompt": "b" * 60})).json()["id"]
+    async with two(tmp_path) as (first, other):
+        tracer = first.async_llm.tracer
+        await answer_of(first)
+        made = (await first.http.post("/v1/completions", json={"prompt": "b" * 60})).json()["id"]
         tracer.recent[made].choices[0].num_cached_tokens = 32
-        for served in (one, other):
+        for served in (first, other):
             timeline = (await served.http.get(f"/v1/requests/{made}/timeline")).json()
-            found = timeline["prefix_cache"]
-            assert (found["num_matched"], found["num_blocks"]) == (2, 3)
-            assert found["reason"] == "unknown" and "this API server" in found["text"]
+            reuse = timeline["prefix_cache"]
+            assert (reuse["num_matched"], reuse["num_blocks"]) == (2, 3)
+            assert reuse["reason"] == "unknown" and "this API server" in reuse["text"]
 
 
 async def test_one_that_is_silent_does_not_hide_what_another_knows(tmp_path, monkeypatch):
     monkeypatch.setattr(peers, "TIMEOUT", 0.5)
-    async with two(tmp_path) as (one, other):
+    async with two(tmp_path) as (first, other):
         made = await answer_of(other)
         with socket.socket(socket.AF_UNIX) as silent:
             silent.bind(str(tmp_path / "api-2"))
             silent.listen()
-            answer = await one.http.get(f"/v1/requests/{made}/timeline")
+            answer = await first.http.get(f"/v1/requests/{made}/timeline")
         assert answer.status_code == 200
 
 

@@ -1,7 +1,6 @@
 """POST /v1/responses: items, events, storage, background; judged by OpenAI's own types."""
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -54,8 +53,8 @@ async def client(listening_server: Served) -> AsyncIterator[openai.AsyncOpenAI]:
 def without_identity(value: Any) -> Any:
     """The response without what differs from one request to the next."""
     if isinstance(value, dict):
-        own = {"id", "call_id", "created_at", "completed_at", "cached_tokens"}
-        return {key: without_identity(item) for key, item in value.items() if key not in own}
+        changing = {"id", "call_id", "created_at", "completed_at", "cached_tokens"}
+        return {key: without_identity(item) for key, item in value.items() if key not in changing}
     return [without_identity(item) for item in value] if isinstance(value, list) else value
 
 
@@ -67,9 +66,9 @@ async def test_a_call_cut_by_a_stop_string_is_incomplete(scripted: Served):
 
 
 async def test_text(client: openai.AsyncOpenAI):
-    asked: Any = {"model": MODEL, "input": "hi", "max_output_tokens": 9}
+    body: Any = {"model": MODEL, "input": "hi", "max_output_tokens": 9}
     echoed = {"temperature": 0.5, "top_p": 0.9, "metadata": {"k": "v"}, "user": "me"}
-    response = await client.responses.create(**asked, **echoed)
+    response = await client.responses.create(**body, **echoed)
     assert response.output_text == output_text(chat_prompt("hi"), 9)
     assert response.status == "incomplete" and response.incomplete_details
     assert response.incomplete_details.reason == "max_output_tokens"
@@ -77,7 +76,7 @@ async def test_text(client: openai.AsyncOpenAI):
     assert response.usage and response.usage.input_tokens == num_prompt
     assert response.usage.output_tokens == response.usage.total_tokens - num_prompt == 9
     assert response.to_dict().items() >= {**echoed, "model": MODEL, "max_output_tokens": 9}.items()
-    again = await client.responses.create(**asked)
+    again = await client.responses.create(**body)
     assert again.usage and again.usage.input_tokens_details.cached_tokens == 16
 
 
@@ -125,31 +124,20 @@ async def test_every_event_in_its_order(scripted: Served):
     assert abs(whole["usage"]["output_tokens_details"]["reasoning_tokens"] - reasoning) <= 2
 
 
-async def test_the_stream_helper(scripted: Served):
-    asked: Any = {"model": MODEL, "input": "How is it?", "tools": [WEATHER]}
-    async with connect_openai(scripted) as client, client.responses.stream(**asked) as stream:
-        seen = [event.type async for event in stream]
-        final = await stream.get_final_response()
-    assert seen[-1] == "response.completed" and final.output_text == "Let me look.\n"
-    assert [item.type for item in final.output[:2]] == ["reasoning", "message"]
-    called = [json.loads(item.arguments) for item in final.output[2:]]
-    assert called == [{"city": "Köln"}, {"city": "Bonn"}]
-
-
 async def test_logprobs_are_those_of_the_chat(client: openai.AsyncOpenAI):
-    asked: Any = {"model": MODEL, "top_logprobs": 2}
-    options: Any = {"messages": user("hi"), "max_tokens": 5, "logprobs": True, **asked}
+    body: Any = {"model": MODEL, "top_logprobs": 2}
+    options: Any = {"messages": user("hi"), "max_tokens": 5, "logprobs": True, **body}
     chat = await client.chat.completions.create(**options)
-    asked |= {"input": "hi", "max_output_tokens": 5}
-    async with client.responses.stream(**asked) as stream:
+    body |= {"input": "hi", "max_output_tokens": 5}
+    async with client.responses.stream(**body) as stream:
         events = [event async for event in stream]
     (part,) = events[-1].response.output[0].content
     expected = chat.choices[0].logprobs.to_dict()["content"]
     assert [entry.to_dict() for entry in part.logprobs] == expected
     deltas = [event for event in events if event.type == "response.output_text.delta"]
     assert [entry.to_dict() for event in deltas for entry in event.logprobs] == expected
-    asked |= {"include": ["message.output_text.logprobs"], "top_logprobs": None}
-    (part,) = (await client.responses.create(**asked)).output[0].content
+    body |= {"include": ["message.output_text.logprobs"], "top_logprobs": None}
+    (part,) = (await client.responses.create(**body)).output[0].content
     assert [entry.token for entry in part.logprobs] == [entry["token"] for entry in expected]
 
 
@@ -159,7 +147,9 @@ async def test_logprobs_of_messages_only(scripted: Served, monkeypatch, is_one_o
     if is_one_output:
         engine = scripted.engine
         take = engine.drain
-        monkeypatch.setattr(engine, "drain", lambda most: [] if engine.core.has_work else take(999))
+        monkeypatch.setattr(
+            engine, "drain", lambda max_messages: [] if engine.core.has_work else take(999)
+        )
     whole = (await scripted.http.post(URL, json=body)).json()
     (message,) = [item for item in whole["output"] if item["type"] == "message"]
     tokens = [entry["token"] for entry in message["content"][0]["logprobs"]]
@@ -201,11 +191,11 @@ async def ask(served: Served, **body: Any) -> dict[str, Any]:
 
 async def test_a_conversation_equals_the_same_chat(client: openai.AsyncOpenAI):
     create = client.responses.create
-    asked: Any = {"model": MODEL, "max_output_tokens": 5}
-    first = await create(input="one", instructions="be brief", **asked)
-    second = await create(input="two", previous_response_id=first.id, store=False, **asked)
+    body: Any = {"model": MODEL, "max_output_tokens": 5}
+    first = await create(input="one", instructions="be brief", **body)
+    second = await create(input="two", previous_response_id=first.id, store=False, **body)
     answered = [item.to_dict() for item in first.output]
-    third = await create(input=[*user("one"), *answered, *user("two")], **asked)
+    third = await create(input=[*user("one"), *answered, *user("two")], **body)
     messages = [*user("one"), {"role": "assistant", "content": first.output_text}, *user("two")]
     chat = await client.chat.completions.create(model=MODEL, messages=messages, max_tokens=5)
     assert second.output_text == third.output_text == chat.choices[0].message.content
@@ -273,8 +263,8 @@ async def test_items_become_messages(http, instructions, items, messages):
 
 
 async def test_stored_responses(client: openai.AsyncOpenAI):
-    asked: Any = {"model": MODEL, "input": "hi", "max_output_tokens": 3}
-    response = await client.responses.create(**asked)
+    body: Any = {"model": MODEL, "input": "hi", "max_output_tokens": 3}
+    response = await client.responses.create(**body)
     assert (await client.responses.retrieve(response.id)).to_dict() == response.to_dict()
     with pytest.raises(openai.BadRequestError, match="background"):
         await client.responses.cancel(response.id)
@@ -282,10 +272,10 @@ async def test_stored_responses(client: openai.AsyncOpenAI):
     for call in (client.responses.retrieve, client.responses.delete, client.responses.cancel):
         with pytest.raises(openai.NotFoundError):
             await call(response.id)
-    await client.responses.create(**asked)  # nor is the empty name that of the last one
+    await client.responses.create(**body)  # nor is the empty name that of the last one
     for gone in (response.id, ""):
         with pytest.raises(openai.BadRequestError) as missing:
-            await client.responses.create(**asked, previous_response_id=gone)
+            await client.responses.create(**body, previous_response_id=gone)
         assert missing.value.code == "previous_response_not_found"
         assert missing.value.param == "previous_response_id"
 
@@ -301,12 +291,12 @@ async def test_a_server_that_stores_nothing():
 
 async def test_background(listening_server: Served):
     engine = listening_server.engine
-    asked: Any = {"model": MODEL, "input": "hi", "max_output_tokens": 5, "background": True}
+    body: Any = {"model": MODEL, "input": "hi", "max_output_tokens": 5, "background": True}
     async with connect_openai(listening_server) as client:
         create = client.responses.create
         retrieve = client.responses.retrieve
         engine.may_step.clear()
-        response = await create(**asked)
+        response = await create(**body)
         assert response.status == (await retrieve(response.id)).status == "queued"
         with pytest.raises(openai.BadRequestError, match="queued"):
             await create(model=MODEL, input="hi", previous_response_id=response.id)
@@ -314,7 +304,7 @@ async def test_background(listening_server: Served):
         assert cancelled.status == (await retrieve(response.id)).status == "cancelled"
         assert isinstance(engine.sent[-1], AbortRequests)
 
-        response = await create(**asked)
+        response = await create(**body)
         engine.may_step.set()
         await until(lambda: not listening_server.async_llm.num_unfinished)
         done = await retrieve(response.id)
@@ -324,7 +314,7 @@ async def test_background(listening_server: Served):
         assert listening_server.async_llm.requests == {}
 
         engine.may_step.clear()
-        response = await create(**asked)
+        response = await create(**body)
         await client.responses.delete(response.id)
         assert isinstance(engine.sent[-1], AbortRequests)
 
@@ -377,8 +367,8 @@ async def test_what_has_no_effect_is_named(http):
     body["include"] = ["file_search_call.results", "message.output_text.logprobs"]
     body["reasoning"] = {"effort": "low", "summary": "auto"}
     body["stream_options"] = {"include_obfuscation": True}
-    known = {"input": "hi", "max_output_tokens": 1, "top_k": 5, "seed": 1}
-    answer = await http.post(URL, json={**known, **body})
+    supported = {"input": "hi", "max_output_tokens": 1, "top_k": 5, "seed": 1}
+    answer = await http.post(URL, json={**supported, **body})
     assert answer.headers["x-servd-ignored"] == (
         "include.file_search_call.results, max_tool_calls, reasoning.summary, "
         "stream_options.include_obfuscation, text.verbosity, truncation"
@@ -548,7 +538,7 @@ async def test_reconnecting_to_a_finished_response_ends_at_once(listening_server
         assert named_events(answer.text) == [last]
 
 
-async def test_a_background_response_counts_with_its_events_when_it_is_cancelled():
+async def test_cancelled_background_responses_count_their_events():
     async with serve(listen=True) as served:
         store = served.app.state.context.responses[""]
         body = {"input": "hi", "background": True, "stream": True, "max_output_tokens": 2000}
@@ -596,10 +586,13 @@ async def test_a_background_response_is_streamed_again(listening_server: Served)
         name = queued[0].response.id
         await stream.close()  # the client leaves, and the response continues
 
-        async def told(**options: int) -> list[Any]:
+        async def replay(**options: int) -> list[Any]:
             return await events_of(await client.responses.retrieve(name, stream=True, **options))
 
-        again, later = asyncio.create_task(told()), asyncio.create_task(told(starting_after=3))
+        again, later = (
+            asyncio.create_task(replay()),
+            asyncio.create_task(replay(starting_after=3)),
+        )
         engine.may_step.set()
         events = await again
         assert [event.sequence_number for event in events] == list(range(len(events)))
@@ -612,7 +605,7 @@ async def test_a_background_response_is_streamed_again(listening_server: Served)
         assert await later == events[4:]
         for start in (-1, 5, len(events) - 2, len(events) - 1, 1000):
             more = {"starting_after": start} if start >= 0 else {}
-            assert await told(**more) == events[start + 1 :]
+            assert await replay(**more) == events[start + 1 :]
         assert (await client.responses.retrieve(name)).output_text == text
 
         engine.may_step.clear()
@@ -642,17 +635,19 @@ async def test_who_reads_a_background_response_hears_of_its_end(listening_server
                 break
         [name] = listening_server.app.state.context.responses[""]._stored
         cancelled = await client.responses.cancel(name)
-        rest = await events_of(stream)
-        texts += [event.delta for event in rest if event.type == "response.output_text.delta"]
-        end = [event.type.removeprefix("response.") for event in rest[-4:]]
+        later_events = await events_of(stream)
+        texts += [
+            event.delta for event in later_events if event.type == "response.output_text.delta"
+        ]
+        end = [event.type.removeprefix("response.") for event in later_events[-4:]]
         assert end == ["output_text.done", "content_part.done", "output_item.done", "incomplete"]
-        last = rest[-1].response
+        last = later_events[-1].response
         assert last.status == cancelled.status == "cancelled"
         assert last.output[0].status == "incomplete" and last.output_text == "".join(texts)
-        before = rest[-2].sequence_number
+        before = later_events[-2].sequence_number
         stream = await client.responses.retrieve(name, stream=True, starting_after=before)
         again = await events_of(stream)
-        assert again == rest[-1:]
+        assert again == later_events[-1:]
 
 
 async def test_a_background_stream_of_an_engine_that_dies(listening_server: Served):
@@ -669,8 +664,8 @@ async def test_input_items(client: openai.AsyncOpenAI):
     result: Any = {"type": "function_call_output", "call_id": "c1", "output": "42"}
     reasoning: Any = {"type": "reasoning", "summary": "hm"}
     said: Any = {"role": "user", "content": "two", "id": "mine"}
-    asked: Any = {"model": MODEL, "input": [reasoning, call, result, said], "max_output_tokens": 5}
-    second = await client.responses.create(**asked, previous_response_id=first.id)
+    body: Any = {"model": MODEL, "input": [reasoning, call, result, said], "max_output_tokens": 5}
+    second = await client.responses.create(**body, previous_response_id=first.id)
     page = await client.responses.input_items.list(second.id, order="asc")
     assert [item.type for item in page.data] == [
         "message",

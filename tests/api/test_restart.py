@@ -148,7 +148,7 @@ async def test_a_request_that_engines_die_of_ends_alone(place):
         assert num_deaths == 2
         served.engine.may_step.set()
         answers = await asyncio.gather(*tasks)
-        assert [each.status_code == 500 for each in answers] == [i == place for i in range(3)]
+        assert [answer.status_code == 500 for answer in answers] == [i == place for i in range(3)]
         assert "(report " in answers[place].json()["error"]["message"]
         for i in {0, 1, 2} - {place}:
             assert without_ids(answers[i].json()) == without_ids(expected[i])
@@ -188,7 +188,7 @@ async def test_a_poison_ends_with_500_and_the_others_go_on(num_others: int, num_
                 await asyncio.sleep(0.01)
         served.engine.may_step.set()
         answers = await asyncio.gather(*tasks)
-        assert [each.status_code for each in answers] == [200] * num_others + [500]
+        assert [answer.status_code for answer in answers] == [200] * num_others + [500]
         assert num_deaths == 2
 
 

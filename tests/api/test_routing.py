@@ -35,14 +35,14 @@ class Cache:
         for at in range(0, len(token_ids) - SIZE + 1, SIZE):
             hashes.append(parent := hash((parent, *token_ids[at : at + SIZE])))
         cached = []
-        for each in hashes[: (num_prompt - 1) // SIZE]:
-            if (block := self.pool.find(each)) is None:
+        for block_hash in hashes[: (num_prompt - 1) // SIZE]:
+            if (block := self.pool.find(block_hash)) is None:
                 break
             cached.append(block)
         self.pool.share(cached)
         new = self.pool.take(-(-len(token_ids) // SIZE) - len(cached))
-        for block, each in zip(new, hashes[len(cached) :], strict=False):
-            self.pool.register(block, each)
+        for block, block_hash in zip(new, hashes[len(cached) :], strict=False):
+            self.pool.register(block, block_hash)
         num_cached = len(cached) * SIZE
         self.num_prompt += num_prompt
         self.num_cached += num_cached
@@ -95,10 +95,10 @@ def hit_rate(caches: list[Cache]) -> float:
 
 @pytest.mark.parametrize(("servers", "max_excess"), [(1, 1.2), (3, 1.5)])
 def test_four_engines_keep_the_prefixes_of_one_and_share_the_work(servers: int, max_excess: float):
-    one = replay(1, 4 * 2000)
-    assert 0.6 < hit_rate(one) < 0.95, "there is something to lose"
+    single = replay(1, 4 * 2000)
+    assert 0.6 < hit_rate(single) < 0.95, "there is something to lose"
     four = replay(4, 2000, servers)
-    assert hit_rate(four) > hit_rate(one) - 0.02
+    assert hit_rate(four) > hit_rate(single) - 0.02
     work = [cache.num_computed for cache in four]
     assert max(work) < max_excess * sum(work) / 4, work
 

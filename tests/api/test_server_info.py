@@ -4,7 +4,6 @@ import asyncio
 
 import httpx
 import msgspec
-import openai
 import pytest
 
 import servd
@@ -13,7 +12,7 @@ from servd.config import flag_of, options_by_name
 from servd.config.machine import Machine
 from servd.config.resolve import decide
 from servd.messages.engine import EngineReady
-from tests.api.harness import ALIAS, FAKE_SPEC, MODEL, Served, connect_openai, serve, until
+from tests.api.harness import ALIAS, FAKE_SPEC, MODEL, serve, until
 
 
 def by_flag(info: dict) -> dict[str, dict]:
@@ -106,15 +105,6 @@ async def test_all_names_are_listed(http):
 @pytest.mark.parametrize("path", ["/v1/models/org/fake-model", "/v1/models/org%2Ffake-model"])
 async def test_one_name_with_a_slash(http, path):
     assert (await http.get(path)).json()["id"] == MODEL
-
-
-async def test_the_openai_client(listening_server: Served):
-    async with connect_openai(listening_server) as client:
-        assert [model.id async for model in client.models.list()] == [MODEL, ALIAS]
-        assert (await client.models.retrieve(MODEL)).id == MODEL
-        with pytest.raises(openai.NotFoundError) as unknown:
-            await client.models.retrieve("org/other")
-        assert unknown.value.code == "model_not_found" and unknown.value.param == "model"
 
 
 async def test_no_route_tells_where_the_folder_is(tmp_path):

@@ -17,7 +17,7 @@ from servd.checkpoint.pooling import PoolingSpec
 from servd.core.executor.fake import next_state, vector
 from servd.messages.outputs import pack_vector
 from servd.messages.params import PoolingParams
-from tests.api.harness import MODEL, Served, chat_prompt, connect_openai, until, user
+from tests.api.harness import MODEL, Served, chat_prompt, until, user
 from tests.api.test_errors import check
 
 EMBEDDINGS = "/v1/embeddings"
@@ -36,17 +36,17 @@ def expected(text: str, **params) -> list[float]:
 QUERY, DOCUMENTS = "where?", ["here", "there it is", "x" * 300, ""]
 
 
-def cosine(one: str, other: str) -> float:
+def cosine(first: str, second: str) -> float:
     """Cosine of the fake model's vectors, whose length is 1."""
-    return sum(a * b for a, b in zip(expected(one), expected(other), strict=True))
+    return sum(a * b for a, b in zip(expected(first), expected(second), strict=True))
 
 
 def states(text: str) -> list[int]:
     """The fake model's state after each token."""
-    found = [0]
+    states_found = [0]
     for byte in text.encode():
-        found.append(next_state(found[-1], byte))
-    return found[1:]
+        states_found.append(next_state(states_found[-1], byte))
+    return states_found[1:]
 
 
 @pytest.mark.parametrize("path", ["/score", "/v1/score"])
@@ -79,8 +79,8 @@ async def test_rerank(http, path):
     documents = [entry.pop("document") for entry in answer["results"]]
     assert documents == [{"text": DOCUMENTS[index]} for _, index in scores]
     assert [entry["index"] for entry in answer["results"]] == [index for _, index in scores]
-    found = [entry["relevance_score"] for entry in answer["results"]]
-    assert found == pytest.approx([score for score, _ in scores], abs=1e-6)
+    relevance = [entry["relevance_score"] for entry in answer["results"]]
+    assert relevance == pytest.approx([score for score, _ in scores], abs=1e-6)
     assert answer["usage"]["total_tokens"] == sum(map(len, [QUERY, *DOCUMENTS]))
     body |= {"top_n": 1, "return_documents": False, "rank_fields": ["text"]}
     answer = await http.post(path, json=body)
@@ -96,14 +96,14 @@ async def test_rerank_with_cut_texts(http):
 
     body = {"documents": ["x" * 5000, "abc"], "max_tokens_per_query": 2}
     cut = [cosine("wh", "xxx"), cosine("wh", "abc")]
-    found = await scores(**body, max_tokens_per_doc=3)
-    assert [found[0], found[1]] == pytest.approx(cut)
+    by_index = await scores(**body, max_tokens_per_doc=3)
+    assert [by_index[0], by_index[1]] == pytest.approx(cut)
     refused = await http.post("/rerank", json={"query": QUERY, **body})
     check(refused, 400, "documents", "context_length_exceeded")
-    for side, wanted in (({}, ("e?", "bc")), ("left", ("e?", "bc")), ("right", ("wh", "ab"))):
+    for side, texts in (({}, ("e?", "bc")), ("left", ("e?", "bc")), ("right", ("wh", "ab"))):
         sent = {"truncation_side": side} if side else {}
-        found = await scores(documents=["abc"], truncate_prompt_tokens=2, **sent)
-        assert found[0] == pytest.approx(cosine(*wanted))
+        by_index = await scores(documents=["abc"], truncate_prompt_tokens=2, **sent)
+        assert by_index[0] == pytest.approx(cosine(*texts))
 
 
 async def test_pooling(http):
@@ -126,9 +126,9 @@ async def test_cosines_of_a_reranker_are_refused(served: Served):
     assert answer.status_code == 200
 
 
-@pytest.mark.parametrize("asked", [{"pooling": "all"}, {"task": "token_embed"}], ids=str)
-async def test_a_vector_for_every_token(http, asked):
-    body = {"input": ["abc", "d" * 100], "dimensions": 5, **asked}
+@pytest.mark.parametrize("options", [{"pooling": "all"}, {"task": "token_embed"}], ids=str)
+async def test_a_vector_for_every_token(http, options):
+    body = {"input": ["abc", "d" * 100], "dimensions": 5, **options}
     answer = (await http.post("/pooling", json=body)).json()
     for text, entry in zip(body["input"], answer["data"], strict=True):
         packed = [vector(state, PoolingParams(dimensions=5), SIZE) for state in states(text)]
@@ -185,15 +185,15 @@ ACTIVATIONS = ["use_activation", "activation", "softmax"]
 @pytest.mark.parametrize("name", ACTIVATIONS)
 async def test_scores_without_the_activation(served: Served, monkeypatch, name):
     served.async_llm.processor.pooling = PoolingSpec(task="classify", labels=["a"], size=SIZE)
-    monkeypatch.setattr(PoolingSpec, "score", lambda self, found: 7.0)
-    for use, wanted in ((True, 7.0), (False, numbers("ab")[0])):
+    monkeypatch.setattr(PoolingSpec, "score", lambda self, logits: 7.0)
+    for use, expected_score in ((True, 7.0), (False, numbers("ab")[0])):
         body = {"text_1": "a", "text_2": "b", name: use}
         answer = await served.http.post("/score", json=body)
-        assert answer.json()["data"][0]["score"] == pytest.approx(wanted)
+        assert answer.json()["data"][0]["score"] == pytest.approx(expected_score)
         assert "x-servd-ignored" not in answer.headers
         body = {"query": "a", "documents": ["b"], name: use}
         answer = await served.http.post("/rerank", json=body)
-        assert answer.json()["results"][0]["relevance_score"] == pytest.approx(wanted)
+        assert answer.json()["results"][0]["relevance_score"] == pytest.approx(expected_score)
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
@@ -216,11 +216,11 @@ async def test_the_form_of_the_numbers_of_base64(http, path, dtype, order):
     assert "x-servd-ignored" not in answer.headers
     (entry,) = answer.json()["data"]
     data = bytearray(base64.b64decode(entry.get("embedding") or entry["data"]))
-    wanted = torch.tensor(expected("ab")).to(getattr(torch, dtype or "float32"))
+    tensor = torch.tensor(expected("ab")).to(getattr(torch, dtype or "float32"))
     if order == "big":
-        size = wanted.element_size()
+        size = tensor.element_size()
         data = bytearray(b"".join(data[i : i + size][::-1] for i in range(0, len(data), size)))
-    assert torch.frombuffer(data, dtype=wanted.dtype).tolist() == wanted.tolist()
+    assert torch.frombuffer(data, dtype=tensor.dtype).tolist() == tensor.tolist()
     answer = await http.post(path, json={"input": "ab", **form})
     assert answer.headers.get("x-servd-ignored", "") == ", ".join(sorted(form))
 
@@ -235,15 +235,15 @@ def test_numbers_that_a_small_type_rounds_or_lacks():
     for dtype in ("float16", "bfloat16"):
         body = VectorRequest.model_validate({"input": "a", "embed_dtype": dtype})
         data = bytearray(base64.b64decode(as_base64(pack_vector(numbers), body)))
-        wanted = torch.tensor(numbers).to(getattr(torch, dtype))
-        assert torch.frombuffer(data, dtype=wanted.dtype).tolist() == wanted.tolist()
+        tensor = torch.tensor(numbers).to(getattr(torch, dtype))
+        assert torch.frombuffer(data, dtype=tensor.dtype).tolist() == tensor.tolist()
 
 
 async def test_a_head_scores_pairs(served: Served, monkeypatch):
     pooling = PoolingSpec(task="classify", labels=["LABEL_0"], size=SIZE)
     served.async_llm.processor.pooling = pooling
     # The fake model's head has more than one number.
-    monkeypatch.setattr(PoolingSpec, "score", lambda self, found: found[0])
+    monkeypatch.setattr(PoolingSpec, "score", lambda self, logits: logits[0])
     expected_scores = [numbers(QUERY + text)[0] for text in DOCUMENTS]
     body = {"query": QUERY, "documents": DOCUMENTS, "return_documents": False}
     answer = (await served.http.post("/rerank", json=body)).json()
@@ -309,9 +309,9 @@ async def test_prompts_of_the_models_files(served: Served):
 async def test_cohere_embeddings(http):
     body = {"texts": ["ab", "x" * 5000], "model": MODEL, "input_type": "search_query"}
     kinds = ["float", "base64", "binary", "ubinary"]
-    found = (await http.post("/v2/embed", json={**body, "embedding_types": kinds})).json()
+    response = (await http.post("/v2/embed", json={**body, "embedding_types": kinds})).json()
     vectors = [expected("ab"), expected("x" * 4096)]
-    got = found["embeddings"]
+    got = response["embeddings"]
     assert got["float"] == [pytest.approx(vector) for vector in vectors]
     packed = [base64.b64decode(data) for data in got["base64"]]
     assert [list(struct.unpack(f"<{SIZE}f", data)) for data in packed] == got["float"]
@@ -319,8 +319,8 @@ async def test_cohere_embeddings(http):
     whole = [[int(text[start : start + 8], 2) for start in range(0, SIZE, 8)] for text in bits]
     assert got["ubinary"] == whole
     assert got["binary"] == [[byte - 128 for byte in row] for row in whole]
-    assert found["meta"]["billed_units"] == {"input_tokens": 2 + 4096}
-    assert found["response_type"] == "embeddings_by_type"
+    assert response["meta"]["billed_units"] == {"input_tokens": 2 + 4096}
+    assert response["response_type"] == "embeddings_by_type"
     cut = {"texts": ["abcd"], "truncate": "START", "max_tokens": 2}
     answer = (await http.post("/v2/embed", json=cut)).json()
     assert answer["embeddings"] == {"float": [pytest.approx(expected("cd"))]}
@@ -364,9 +364,9 @@ async def ask(http, **body):
     return answer.json()
 
 
-@pytest.mark.parametrize("given", ["one", ["one"], [111, 110, 101], [[111, 110, 101]]], ids=str)
-async def test_every_form_of_one_input(http, given):
-    answer = await ask(http, input=given)
+@pytest.mark.parametrize("one_input", ["one", ["one"], [111, 110, 101], [[111, 110, 101]]], ids=str)
+async def test_every_form_of_one_input(http, one_input):
+    answer = await ask(http, input=one_input)
     [entry] = answer.pop("data")
     usage = {"prompt_tokens": 3, "total_tokens": 3}
     assert answer == {"object": "list", "model": MODEL, "usage": usage}
@@ -432,7 +432,7 @@ async def test_a_client_that_leaves_while_its_inputs_are_prepared(listening_serv
     busy = threading.Event()
     wait = partial(busy.wait, 10)
     threads = [async_llm.run_in_thread("127.0.0.1", MAX_INLINE + 1, wait) for _ in range(2)]
-    work = [asyncio.create_task(each) for each in threads]
+    work = [asyncio.create_task(thread) for thread in threads]
     body = {"input": ["a"] * 30}  # tokenised in a thread
     client = asyncio.create_task(listening_server.http.post(EMBEDDINGS, json=body))
     await until(lambda: async_llm.num_unfinished == 30)
@@ -442,14 +442,6 @@ async def test_a_client_that_leaves_while_its_inputs_are_prepared(listening_serv
     busy.set()
     await asyncio.gather(*work)
     assert listening_server.engine.sent == []
-
-
-@pytest.mark.parametrize("encoding", [{}, {"encoding_format": "float"}], ids=["base64", "float"])
-async def test_the_openai_client(listening_server: Served, encoding):
-    async with connect_openai(listening_server) as client:
-        answer = await client.embeddings.create(model=MODEL, input=["x", "yz"], **encoding)
-    for text, entry in zip(("x", "yz"), answer.data, strict=True):
-        assert entry.embedding == pytest.approx(expected(text), rel=1e-6)
 
 
 async def test_a_chat_is_one_input(http):

@@ -57,7 +57,7 @@ async def test_many_who_wait_for_sleep_cost_nothing(monkeypatch):
     async with serve() as served:
         monkeypatch.setattr(served.engine, "send", lambda message: None)  # it has too much to do
         loop, num_timers = asyncio.get_running_loop(), 0
-        asked = [asyncio.create_task(served.http.post("/sleep")) for _ in range(200)]
+        tasks = [asyncio.create_task(served.http.post("/sleep")) for _ in range(200)]
         await asyncio.sleep(0.2)
         call_at = type(loop).call_at
 
@@ -71,17 +71,17 @@ async def test_many_who_wait_for_sleep_cost_nothing(monkeypatch):
         assert num_timers < 50
         monkeypatch.undo()
         served.engine.tell(msgspec.structs.replace(served.engine.ready, is_asleep=True))
-        assert {(await each).json()["is_sleeping"] for each in asked} == {True}
+        assert {(await task).json()["is_sleeping"] for task in tasks} == {True}
 
 
 async def test_an_engine_that_dies_instead_of_sleeping_is_not_waited_for(monkeypatch):
     async with serve() as served:
         sent: list[Any] = []
         monkeypatch.setattr(served.engine, "send", sent.append)
-        asked = asyncio.create_task(served.http.post("/sleep"))
+        task = asyncio.create_task(served.http.post("/sleep"))
         await until(lambda: sent)
         served.engine.die()
-        assert (await asked).status_code == 503
+        assert (await task).status_code == 503
 
 
 async def test_a_model_that_takes_long_to_load_again_is_no_stall(monkeypatch):
@@ -89,7 +89,7 @@ async def test_a_model_that_takes_long_to_load_again_is_no_stall(monkeypatch):
         await served.http.post("/v1/completions", json={"prompt": "a"})
         await served.http.post("/sleep")
         served.engine.may_step.clear()
-        asked = asyncio.create_task(served.http.post("/v1/completions", json={"prompt": "b"}))
+        task = asyncio.create_task(served.http.post("/v1/completions", json={"prompt": "b"}))
         await until(lambda: served.async_llm.engines[0].running)
         later = now_ns() + 10**12
         monkeypatch.setattr(engine_client, "now_ns", lambda: later)
@@ -99,7 +99,7 @@ async def test_a_model_that_takes_long_to_load_again_is_no_stall(monkeypatch):
         health = await served.http.get("/health")  # its first step is not over yet
         assert health.status_code == 200 and health.json()["num_unfinished"] == 1
         served.engine.may_step.set()
-        assert (await asked).status_code == 200
+        assert (await task).status_code == 200
 
 
 async def test_a_page_of_another_site_puts_nothing_to_sleep():

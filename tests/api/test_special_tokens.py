@@ -71,10 +71,10 @@ def test_no_text_of_a_client_becomes_a_special_token(chat: dict[str, Any]):
 )
 def test_no_template_makes_a_special_token_of_a_clients_text(template: str):
     template = "{% if 1 is string %}{% endif %}" + template  # else it would get parts
-    shown = render(template + "<eos>", user("<exoxs>"))
-    own = shown.rpartition("<eos>")[0]
-    assert own.replace(SPLIT_HERE, "") == "<eos>"
-    assert SPLIT_HERE in own and own.endswith(">")
+    rendered = render(template + "<eos>", user("<exoxs>"))
+    beginning = rendered.rpartition("<eos>")[0]
+    assert beginning.replace(SPLIT_HERE, "") == "<eos>"
+    assert SPLIT_HERE in beginning and beginning.endswith(">")
 
 
 STRING_TEMPLATES = [
@@ -112,9 +112,9 @@ def test_templates_see_the_text_of_the_client(template: str, place: str):
     for text in ("a<eos>b", "ä<eos>😀[INST]'\"\\", "plain"):
         messages = user(text)
         (expected,), _ = render_jinja_template([messages], chat_template=template)
-        shown = render(template, messages)
-        assert shown.replace(SPLIT_HERE, "") == expected
-        assert render(template, messages) == shown  # the same prompt again
+        rendered = render(template, messages)
+        assert rendered.replace(SPLIT_HERE, "") == expected
+        assert render(template, messages) == rendered  # the same prompt again
 
 
 @pytest.mark.parametrize("role", ["im_end", "eos", "end"])
@@ -136,8 +136,8 @@ def test_an_error_of_a_template_shows_the_text_of_the_client():
 
 def test_tokens_without_symbols():
     compiled = ChatTemplate("{{ messages[0].content | upper }} STOP", escaped=["STOP", "stop", "x"])
-    shown = compiled.render(Chat(messages=user("do STOP, not stop, post")))
-    assert shown == f"DO S{SPLIT_HERE}TOP, NOT S{SPLIT_HERE}TOP, POST STOP".replace(
+    rendered = compiled.render(Chat(messages=user("do STOP, not stop, post")))
+    assert rendered == f"DO S{SPLIT_HERE}TOP, NOT S{SPLIT_HERE}TOP, POST STOP".replace(
         f"NOT S{SPLIT_HERE}TOP", "NOT sTOP"
     )
 
@@ -146,9 +146,9 @@ def test_special_tokens_cost_linear_time():
     tokens = [f"<|reserved_{i}|>" for i in range(1000)]
     compiled = ChatTemplate("{{ messages[0].content }}", escaped=tokens)
     began = time.thread_time()
-    shown = compiled.render(Chat(messages=user("<|reserved_7|><" * 100_000)))
+    rendered = compiled.render(Chat(messages=user("<|reserved_7|><" * 100_000)))
     assert time.thread_time() - began < 5
-    assert shown.count(SPLIT_HERE) == 100_000
+    assert rendered.count(SPLIT_HERE) == 100_000
 
 
 BODIES = {

@@ -3,17 +3,15 @@
 import asyncio
 import json
 import re
-from typing import Any
 
 import jsonschema
-import pydantic
 import pytest
 
 from servd.api.engine import grammar_checker
 from servd.api.protocol.structured import StructuredRequest
 from servd.core.structured_output import grammar
 from servd.messages.params import StructuredOutput
-from tests.api.harness import MODEL, Served, connect_openai, events, serve, user
+from tests.api.harness import Served, events, user
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -161,16 +159,3 @@ def test_a_schema_keeps_the_order_of_its_keys():
     body = StructuredRequest.model_validate({"guided_json": {"properties": {"b": {}, "a": {}}}})
     output = body.structured_output()
     assert output is not None and output.value.index('"b"') < output.value.index('"a"')
-
-
-async def test_the_openai_client_parses_into_pydantic():
-    class Item(pydantic.BaseModel):
-        name: str = pydantic.Field(max_length=6)
-        size: int = pydantic.Field(ge=0, le=99)
-
-    async with serve(listen=True) as served:
-        async with connect_openai(served) as client:
-            asked: Any = {"model": MODEL, "messages": user("hi"), "max_tokens": 400}
-            done = await client.chat.completions.parse(response_format=Item, **asked)
-            item = done.choices[0].message.parsed
-            assert isinstance(item, Item) and 0 <= item.size <= 99

@@ -37,8 +37,8 @@ def gpt2_backend() -> Backend:
     merges = [tuple(line.split(" ")) for line in lines if line]
     ranges = [("!", "~"), ("¡", "¬"), ("®", "ÿ")]
     printable = [code for first, last in ranges for code in range(ord(first), ord(last) + 1)]
-    others = [chr(256 + i) for i in range(256 - len(printable))]
-    alphabet = [chr(byte) for byte in printable] + others
+    unprintable = [chr(256 + i) for i in range(256 - len(printable))]
+    alphabet = [chr(byte) for byte in printable] + unprintable
     tokens = [*alphabet, *("".join(pair) for pair in merges)]
     backend = Backend(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -81,7 +81,9 @@ def test_requests_with_many_marks_and_tokens_are_bounded_by_these(monkeypatch):
         finish(tracer, str(i))
     assert len(tracer.recent) == 10
     assert {int(i) % 2 for i in tracer.slowest} == {0}
-    with_prompts = {i for i, each in {**tracer.slowest, **tracer.recent}.items() if each.tokens}
+    with_prompts = {
+        i for i, timeline in {**tracer.slowest, **tracer.recent}.items() if timeline.tokens
+    }
     assert with_prompts == {*tracer.recent}
 
 
@@ -91,9 +93,9 @@ def test_a_timeline_is_shown_to_its_owner_alone():
         open_request(tracer, str(i), owner).marks.append(Mark("received", 1))
     for i in "13":
         finish(tracer, i)
-    for owner, own in (("a", ["0", "1"]), ("b", ["2", "3"]), ("", [])):
-        assert [i for i in "0123" if tracer.find_request(i, owner)] == own
-        assert sorted(t.request_id for t in tracer.list_requests(owner)) == own
+    for owner, request_ids in (("a", ["0", "1"]), ("b", ["2", "3"]), ("", [])):
+        assert [i for i in "0123" if tracer.find_request(i, owner)] == request_ids
+        assert sorted(t.request_id for t in tracer.list_requests(owner)) == request_ids
     assert [t.request_id for t in tracer.list_slowest("a")] == ["1"]
 
 
@@ -133,8 +135,8 @@ def test_a_snapshot_has_the_steps_of_a_request_and_some_before():
     mark(tracer, "r", "received", 5000)
     mark(tracer, "r", "done", 5100)
     [snapshot] = tracer.take_snapshots([finish(tracer, "r")])
-    found = snapshot.own_steps()
-    assert [found[0].step, found[-1].step] == [500 - tracer_module.STEPS_BEFORE, 509]
+    own_steps = snapshot.own_steps()
+    assert [own_steps[0].step, own_steps[-1].step] == [500 - tracer_module.STEPS_BEFORE, 509]
 
 
 def test_a_request_that_moved_is_explained_by_the_steps_of_both_engines(monkeypatch):
@@ -146,20 +148,22 @@ def test_a_request_that_moved_is_explained_by_the_steps_of_both_engines(monkeypa
     make_state("r", tracer.running["r"]).move_to(1, 0)
     mark(tracer, "r", "done", 6000)
     [snapshot] = tracer.take_snapshots([finish(tracer, "r")])
-    own = [(step.engine, step.step) for step in snapshot.own_steps() if step.started_ns >= 4000]
-    assert own == [(0, i) for i in range(400, 500)] + [(1, i) for i in range(500, 600)]
+    own_steps = [
+        (step.engine, step.step) for step in snapshot.own_steps() if step.started_ns >= 4000
+    ]
+    assert own_steps == [(0, i) for i in range(400, 500)] + [(1, i) for i in range(500, 600)]
 
 
 def test_a_step_tells_of_each_rank():
-    def shown(*worker_ms: int) -> TimelineStep:
+    def make_step(*worker_ms: int) -> TimelineStep:
         times = [1_000_000 * ms for ms in worker_ms]
         record = StepRecord(3, 0, 1_000_000, 30_000_000, 40_000_000, times)
         return render_steps([record], 0)[0]
 
-    one, two = shown(2, 3, 23, 24), shown(2, 3, 23, 24, 2, 5, 22, 23)
-    assert one.rank_forward_ms is UNSET and two.rank_forward_ms == [20, 17]
-    assert (one.prepare_ms, one.forward_ms, one.sample_ms) == (1, 20, 1)
-    assert (two.prepare_ms, two.forward_ms, two.sample_ms) == (1, 20, 1)
+    first, second = make_step(2, 3, 23, 24), make_step(2, 3, 23, 24, 2, 5, 22, 23)
+    assert first.rank_forward_ms is UNSET and second.rank_forward_ms == [20, 17]
+    assert (first.prepare_ms, first.forward_ms, first.sample_ms) == (1, 20, 1)
+    assert (second.prepare_ms, second.forward_ms, second.sample_ms) == (1, 20, 1)
 
 
 def stages_of(header: str) -> dict[str, float]:
@@ -170,32 +174,32 @@ def stages_of(header: str) -> dict[str, float]:
 @given(MARKS, STEPS)
 def test_header_spans_phases_and_trace_tell_the_same_times(marks, parts):
     """Times in the answers are rounded to microseconds, each begin and end of a span."""
-    taken = [Mark(stage, at * MS, number) for stage, at, number in marks]
-    taken.sort(key=lambda mark: mark.at_ns)
-    finished = Timeline("own", marks=taken, is_finished=True)
-    snapshot = Snapshot(finished, taken, {0: random_steps(parts)})
+    all_marks = [Mark(stage, at * MS, number) for stage, at, number in marks]
+    all_marks.sort(key=lambda mark: mark.at_ns)
+    finished = Timeline("own", marks=all_marks, is_finished=True)
+    snapshot = Snapshot(finished, all_marks, {0: random_steps(parts)})
     header = stages_of(server_timing([finished]))
     breakdown = snapshot.breakdown()
     total = header.pop("total")
-    assert total == sum(header.values()) == (taken[-1].at_ns - taken[0].at_ns) / MS
+    assert total == sum(header.values()) == (all_marks[-1].at_ns - all_marks[0].at_ns) / MS
     assert breakdown.stages == {stage: round(ms * MS) for stage, ms in header.items()}
 
-    told = render_timeline(snapshot, {})
+    timeline = render_timeline(snapshot, {})
     drawn = Counter[str]()
     traced = Counter[str]()
-    for span in told.spans:
+    for span in timeline.spans:
         drawn[span.phase] += span.end_ms - span.begin_ms
-    for event in render_trace(told)["traceEvents"]:
+    for event in render_trace(timeline)["traceEvents"]:
         if event["ph"] == "X" and event["tid"] == 1:
             traced[event["name"]] += event["dur"] / 1000
-    rounding = 0.001 * (len(told.spans) + 1)
-    for phase in told.phases:
-        for found in (drawn, traced):
-            assert abs(found[phase.phase] - phase.ms) <= rounding
-    assert told.wall_ms == total
+    rounding = 0.001 * (len(timeline.spans) + 1)
+    for phase in timeline.phases:
+        for phases in (drawn, traced):
+            assert abs(phases[phase.phase] - phase.ms) <= rounding
+    assert timeline.wall_ms == total
 
 
-def test_the_stages_of_several_prompts_are_those_of_the_foremost_that_runs():
+def test_stages_follow_the_foremost_prompt():
     first, second = (
         Timeline(
             str(i),

@@ -17,10 +17,10 @@ def responses(*items: dict[str, Any]) -> Make:
     return lambda n: response_items.chat_messages(None, [*items, *[items[-1]] * n])
 
 
-def blocks(role: str, *given: dict[str, Any]) -> Make:
+def blocks(role: str, *content_blocks: dict[str, Any]) -> Make:
     """A message of the Messages API, whose last block is repeated."""
     return lambda n: anthropic.chat_messages(
-        TEXT, [{"role": role, "content": [*given, *[given[-1]] * n]}]
+        TEXT, [{"role": role, "content": [*content_blocks, *[content_blocks[-1]] * n]}]
     )
 
 
@@ -89,7 +89,7 @@ def test_results_belong_to_their_oldest_call():
         return {"id": id, "function": {"name": name}}
 
     first = {"role": "assistant", "tool_calls": [call("a", "1"), call("b", "2"), call("a", "3")]}
-    asked = [{"tool_name": "a"}, {}, {"tool_call_id": "3"}, {"tool_name": "a"}, {}]
-    messages = [first, *({"role": "tool", **each} for each in asked)]
-    found = [each.get("tool_call_id") for each in ollama.chat_messages(messages)]
-    assert found == [None, "1", "2", "3", None, None]
+    results = [{"tool_name": "a"}, {}, {"tool_call_id": "3"}, {"tool_name": "a"}, {}]
+    messages = [first, *({"role": "tool", **result} for result in results)]
+    call_ids = [message.get("tool_call_id") for message in ollama.chat_messages(messages)]
+    assert call_ids == [None, "1", "2", "3", None, None]

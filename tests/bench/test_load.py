@@ -166,7 +166,7 @@ def test_a_host_may_be_an_address_of_ipv6():
         serve.run(serve_arguments("--host", "::1", "--port", "1"))
 
 
-def test_a_folder_of_results_that_cannot_be_made_is_named_before_the_measurement(tmp_path: Path):
+def test_an_unwritable_result_folder_is_refused_first(tmp_path: Path):
     (tmp_path / "file").touch()
     flags = ["--save-result", "--result-dir", str(tmp_path / "file" / "folder"), "--model", "m"]
     with pytest.raises(ServdError, match="--result-dir .*: Not a directory"):

@@ -20,15 +20,15 @@ def facts() -> dict:
     """What the parts find that need no other server."""
     from benchmarks.gpu import parts
 
-    found: dict = {}
+    values: dict = {}
     for name in ("ceilings", "attention", "gpt2", "qwen3", "llama", "compiled"):
-        parts.PARTS[name]("cpu", True, lambda **facts: found.update(facts))
-    return found
+        parts.PARTS[name]("cpu", True, lambda **facts: values.update(facts))
+    return values
 
 
 def test_all_facts_but_those_of_a_gpu_are_found(facts: dict):
-    wanted = {name for name, *_ in report.DETAILS}
-    assert wanted - facts.keys() == {"llama_kernel_step", "rival_rate", "rival_done"}
+    detail_names = {name for name, *_ in report.DETAILS}
+    assert detail_names - facts.keys() == {"llama_kernel_step", "rival_rate", "rival_done"}
     # A tiny Llama: an embedding and a head of 128 x 32, and in its one layer 7,168 weights and
     # three norms.
     assert facts["llama_weight_bytes"] == 4 * (
@@ -133,8 +133,8 @@ def run_on_bare_machine(*command: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 def test_a_bare_gpu_machine_collects_all_tests_of_the_makefile():
     makefile = (ROOT / "Makefile").read_text().replace("\\\n", " ")
-    given = dict(re.findall(r"^(GPU_TESTS\w*) = (.*)$", makefile, flags=re.MULTILINE))
-    paths = ["tests/worker/test_kernels_compile.py", *" ".join(given.values()).split()]
+    variables = dict(re.findall(r"^(GPU_TESTS\w*) = (.*)$", makefile, flags=re.MULTILINE))
+    paths = ["tests/worker/test_kernels_compile.py", *" ".join(variables.values()).split()]
     assert "tests/worker/attention" in paths and "tests/worker/test_memory.py" in paths
     options = ("-p", "no:cacheprovider", "-m", "not slow", "--collect-only", "-q")
     done = run_on_bare_machine("pytest", *options, *paths)

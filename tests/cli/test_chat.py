@@ -151,8 +151,8 @@ def test_commands_are_completed(state: Path, typed: str, offered: set[str]):
     with create_pipe_input() as pipe, create_app_session(pipe, DummyOutput()):
         completer = TerminalPrompt(NAMES).session.completer
     assert completer is not None
-    found = completer.get_completions(Document(typed), CompleteEvent())
-    assert {each.text for each in found} == offered
+    completions = completer.get_completions(Document(typed), CompleteEvent())
+    assert {completion.text for completion in completions} == offered
 
 
 def test_without_a_place_for_the_history_the_prompt_works(monkeypatch: pytest.MonkeyPatch):

@@ -36,11 +36,11 @@ def check(capsys, monkeypatch) -> Callable[..., tuple[int, Findings]]:
     def run(*args: str) -> tuple[int, Findings]:
         with pytest.raises(SystemExit) as end:
             cli.main(["check", *args, "--json"])
-        found = {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)}
+        findings = {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)}
         assert isinstance(end.value.code, int)
-        assert end.value.code == any(f["status"] == "failed" for f in found.values())
-        assert all(f["status"] == "ok" or f.get("remedy") or f["text"] for f in found.values())
-        return end.value.code, found
+        assert end.value.code == any(f["status"] == "failed" for f in findings.values())
+        assert all(f["status"] == "ok" or f.get("remedy") or f["text"] for f in findings.values())
+        return end.value.code, findings
 
     return run
 
@@ -53,25 +53,25 @@ def model(tmp_path: Path) -> Path:
 
 def test_the_account_of_config_json(check, model):
     config = json.loads((model / "config.json").read_text())
-    code, found = check(str(model))
-    used, ignored = found["config.json"]["text"].split(";")
+    code, findings = check(str(model))
+    used, ignored = findings["config.json"]["text"].split(";")
     assert code == 0
     assert "rms_norm_eps" in used
     assert "initializer_range" in ignored
     (model / "config.json").write_text(json.dumps(config | {"new_gate": 2}))
-    code, found = check(str(model))
-    assert (code, found["config.json"]["status"]) == (1, "failed")
-    assert "new_gate (2)" in found["config.json"]["text"]
-    code, found = check(str(model), "--allow-unknown-keys")
-    assert (code, found["config.json"]["status"]) == (0, "warning")
+    code, findings = check(str(model))
+    assert (code, findings["config.json"]["status"]) == (1, "failed")
+    assert "new_gate (2)" in findings["config.json"]["text"]
+    code, findings = check(str(model), "--allow-unknown-keys")
+    assert (code, findings["config.json"]["status"]) == (0, "warning")
 
 
 def test_a_whole_folder(check, model):
-    code, found = check(str(model))
+    code, findings = check(str(model))
     assert code == 0
     for name in ("model", "tokenizer", "chat template", "weights", "hub", "GPU"):
-        assert found[name]["status"] == "ok", found[name]
-    assert "all tensors are there" in found["weights"]["text"]
+        assert findings[name]["status"] == "ok", findings[name]
+    assert "all tensors are there" in findings["weights"]["text"]
 
 
 def no_weights(folder: Path) -> None:
@@ -110,17 +110,17 @@ def another_architecture(folder: Path) -> None:
 )
 def test_an_incomplete_folder(check, model, spoil, name, says):
     spoil(model)
-    code, found = check(str(model))
+    code, findings = check(str(model))
     assert code == 1
-    assert found[name]["status"] == "failed" and says in found[name]["text"]
+    assert findings[name]["status"] == "failed" and says in findings[name]["text"]
 
 
 def test_a_damaged_gguf_file(check, tmp_path):
     file = tmp_path / "m.gguf"
     file.write_bytes(b"GGUF")
-    code, found = check(str(file))
+    code, findings = check(str(file))
     assert code == 1
-    assert found["model"]["status"] == "failed" and str(file) in found["model"]["text"]
+    assert findings["model"]["status"] == "failed" and str(file) in findings["model"]["text"]
 
 
 def test_no_chat_template(check, model):
@@ -130,22 +130,22 @@ def test_no_chat_template(check, model):
     config = json.loads(file.read_text())
     config.pop("chat_template", None)
     file.write_text(json.dumps(config))
-    code, found = check(str(model))
+    code, findings = check(str(model))
     assert code == 0
-    assert found["chat template"]["status"] == "warning"
-    assert "--chat-template" in found["chat template"]["remedy"]
+    assert findings["chat template"]["status"] == "warning"
+    assert "--chat-template" in findings["chat template"]["remedy"]
 
 
 def test_a_model_that_does_not_fit(check, model):
-    code, found = check(str(model), "--kv-cache-memory", "1MiB", "--max-model-len", "2000")
-    assert code == 1 and "lower --max-model-len" in found["weights"]["remedy"]
+    code, findings = check(str(model), "--kv-cache-memory", "1MiB", "--max-model-len", "2000")
+    assert code == 1 and "lower --max-model-len" in findings["weights"]["remedy"]
 
 
 def test_a_cache_that_cannot_be_written(check, monkeypatch):
     monkeypatch.setenv("HF_HOME", "/dev/null/cache")
-    code, found = check()
+    code, findings = check()
     assert code == 1
-    assert found["models"]["status"] == "failed" and "HF_HOME" in found["models"]["remedy"]
+    assert findings["models"]["status"] == "failed" and "HF_HOME" in findings["models"]["remedy"]
 
 
 def test_limits_of_the_system(check, monkeypatch):
@@ -159,7 +159,7 @@ def test_limits_of_the_system(check, monkeypatch):
     monkeypatch.setattr("servd.worker.device.device.available_memory", lambda: 1 << 20)
     monkeypatch.setattr("servd.worker.device.device.cpu_quota", lambda: 0.5)
     monkeypatch.setattr("servd.worker.ops.native.library", lambda: None)
-    _, found = check("--tensor-parallel-size", "2")
+    _, findings = check("--tensor-parallel-size", "2")
     hints = {
         "models": "make room",
         "open files": "nofile=4160",
@@ -171,7 +171,8 @@ def test_limits_of_the_system(check, monkeypatch):
         "CPU kernels": "install servd again",
     }
     for name, hint in hints.items():
-        assert found[name]["status"] == "warning" and hint in found[name]["remedy"], found[name]
+        finding = findings[name]
+        assert finding["status"] == "warning" and hint in finding["remedy"], finding
 
 
 @pytest.mark.parametrize("answers", [True, False])

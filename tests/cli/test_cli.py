@@ -131,9 +131,9 @@ def test_a_configuration_error_is_one_line_and_exit_code_2(capsys):
     with pytest.raises(SystemExit) as end:
         cli.main(["serve", "--block-size", "0"])
     assert end.value.code == 2
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    assert shown.err == "servd: error: --block-size 0: must be a whole number >= 1\n"
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == "servd: error: --block-size 0: must be a whole number >= 1\n"
 
 
 @pytest.mark.parametrize(
@@ -152,8 +152,8 @@ def test_an_unknown_argument_is_named_with_what_may_have_been_meant(args, hint, 
     with pytest.raises(SystemExit) as end:
         cli.main(args)
     assert end.value.code == 2
-    shown = capsys.readouterr().err.splitlines()
-    assert shown[-1].endswith(hint) and len(shown) < 8
+    error_lines = capsys.readouterr().err.splitlines()
+    assert error_lines[-1].endswith(hint) and len(error_lines) < 8
 
 
 def test_the_help_is_one_screen_with_every_command(capsys):
@@ -175,14 +175,14 @@ def test_without_a_command_the_help_is_an_error(capsys):
 
 
 def test_the_version_is_a_line_or_all_that_a_bug_report_needs(capsys):
-    found = []
+    missing = []
     for more in ([], ["--verbose"]):
         with pytest.raises(SystemExit) as end:
             cli.main(["--version", *more])
         assert end.value.code == 0
-        found.append(capsys.readouterr().out)
-    assert found[0] == f"servd {servd.__version__}\n"
-    facts = dict(line.split(maxsplit=1) for line in found[1].splitlines())
+        missing.append(capsys.readouterr().out)
+    assert missing[0] == f"servd {servd.__version__}\n"
+    facts = dict(line.split(maxsplit=1) for line in missing[1].splitlines())
     assert facts["servd"].startswith(servd.__version__) and facts["torch"] == version("torch")
     assert {"Python", "transformers", "platform", "CPU", "GPUs"} <= facts.keys()
 

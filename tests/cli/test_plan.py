@@ -24,9 +24,9 @@ def plan(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, dict[str,
 
 def following(advice: str, what: str) -> list[str]:
     """The flags of a piece of advice, e.g. "lower --max-num-seqs to 3"."""
-    found = re.findall(rf"(--{what}) (?:to |could be )?([\w.]+)", advice)
-    assert found, advice
-    return [part for pair in found for part in pair]
+    hints = re.findall(rf"(--{what}) (?:to |could be )?([\w.]+)", advice)
+    assert hints, advice
+    return [part for pair in hints for part in pair]
 
 
 def test_the_table_has_what_the_json_has(capsys):
@@ -68,8 +68,8 @@ def test_what_could_be_raised(capsys, monkeypatch):
         assert more["requests"][str(more["max_model_len"])] >= more["max_num_seqs"]
         sizes = more["sizes"]
         step = max(sizes["forward"], sizes["sampling"])
-        taken = sizes["weights"] + sizes["requests"] + step
-        assert taken + more["num_blocks"] * sizes["kv_per_block"] <= 200 << 20
+        used_bytes = sizes["weights"] + sizes["requests"] + step
+        assert used_bytes + more["num_blocks"] * sizes["kv_per_block"] <= 200 << 20
 
 
 @pytest.mark.parametrize("length", ["0", "9999999"])

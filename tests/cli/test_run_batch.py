@@ -79,13 +79,13 @@ def test_the_summary_counts_what_this_run_did(tmp_path):
     batch = BatchRun(source, results)
     assert batch.run(Echo, 2) == 1
     summary = batch.summarise()
-    for told in (
+    for result_lines in (
         "2 requests in",
         "3 prompt tokens, 40 output tokens",
         "2 were answered",
         "1 request",
     ):
-        assert told in summary
+        assert result_lines in summary
 
 
 def test_an_unreachable_server_is_reported_per_line(tmp_path):

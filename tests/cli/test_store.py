@@ -107,9 +107,9 @@ def test_a_model_of_the_cache_is_shown(cache: Path, capsys, monkeypatch):
     quantized = TINY | {"quantization_config": {"quant_method": "gptq", "bits": 8}}
     (folder / "config.json").write_text(json.dumps(quantized))
     assert execute("show", "org/tiny") == 0
-    shown = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
-    assert shown["architecture"] == "gpt2" and shown["license"] == "mit"
-    assert shown["context"] == "64 tokens" and shown["weights"].startswith("gptq, ")
+    printed = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert printed["architecture"] == "gpt2" and printed["license"] == "mit"
+    assert printed["context"] == "64 tokens" and printed["weights"].startswith("gptq, ")
     assert read_facts(str(folder)) == Facts(len(content), 4 * 8 * 4, "gptq", "mit")
     damaged = (b"[1,2]", b'{"a": "x"}', b'{"a": {"dtype": "F32"}}', b"\xff", b"")
     for header in damaged:  # no number, and no other error
@@ -178,10 +178,10 @@ def test_the_first_quantization_that_fits_is_taken(monkeypatch, fits, chosen):
         with pytest.raises(NotEnoughMemory, match="demo takes .* as int4"):
             run.choose(options)
         return
-    found, line = run.choose(options)
-    assert found.get("quantization") == chosen
+    path, line = run.choose(options)
+    assert path.get("quantization") == chosen
     assert line.startswith("demo: ") and "2048 tokens of context" in line
-    assert isinstance(plan_of(Config.load(found)).plan, MemoryPlan)
+    assert isinstance(plan_of(Config.load(path)).plan, MemoryPlan)
 
 
 def test_a_quantized_model_that_does_not_fit_is_named_with_numbers(monkeypatch):

@@ -93,8 +93,8 @@ class Page:
         if not AXE.exists():
             pytest.skip("there is no axe-core: tests/console/install.sh downloads it")
         self.run(AXE.read_text(encoding="utf8"))
-        found = self.driver.execute_async_script(RUN_AXE)
-        assert found == [], json.dumps(found, indent=1)[:3000]
+        violations = self.driver.execute_async_script(RUN_AXE)
+        assert violations == [], json.dumps(violations, indent=1)[:3000]
 
 
 @contextmanager

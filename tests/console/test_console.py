@@ -157,10 +157,10 @@ def narrow() -> Iterator[Server]:
 def running(server: Server, max_tokens: int, count: int = 1) -> Iterator[list[Future[str]]]:
     """Requests that have begun."""
     with ThreadPoolExecutor() as pool:
-        own = [pool.submit(chat, server, "long", max_tokens) for _ in range(count)]
+        own_chats = [pool.submit(chat, server, "long", max_tokens) for _ in range(count)]
         while server.metric("vllm:num_requests_running") < count:
-            assert not any(each.done() for each in own)
-        yield own
+            assert not any(chat_future.done() for chat_future in own_chats)
+        yield own_chats
 
 
 def queue_slots(server: Server) -> str:
@@ -169,31 +169,31 @@ def queue_slots(server: Server) -> str:
 
 
 def neighbour_prefill(server: Server) -> str:
-    with running(server, 600) as [own]:
+    with running(server, 600) as [stream]:
         with ThreadPoolExecutor(3) as pool:
-            while not own.done():
+            while not stream.done():
                 prompts = [f"{os.urandom(4).hex()} is " * 90 for _ in range(6)]
                 list(pool.map(lambda prompt: chat(server, prompt, 1), prompts))
-        return own.result()
+        return stream.result()
 
 
 def preemption(server: Server) -> str:
-    with running(server, 900), running(server, 900) as [own]:
-        return own.result()
+    with running(server, 900), running(server, 900) as [stream]:
+        return stream.result()
 
 
 def stalled_worker(server: Server) -> str:
-    with running(server, 400) as [own]:
+    with running(server, 400) as [stream]:
         server.children()["engine"].suspend()
         time.sleep(4)
         server.children()["engine"].resume()
-        return own.result()
+        return stream.result()
 
 
 def engine_restart(server: Server) -> str:
-    with running(server, 600) as [own]:
+    with running(server, 600) as [stream]:
         server.children()["engine"].kill()
-        return own.result()
+        return stream.result()
 
 
 def test_a_new_user_finds_the_cause_of_a_slow_request(narrow: Server):
@@ -210,8 +210,8 @@ def test_a_new_user_finds_the_cause_of_a_slow_request(narrow: Server):
             before = page.num_clicks
             page.click("nav a", "Requests")
             page.click(f'td a[title="{request_id}"]')
-            told = page.wait(".timeline p", "It took").text
-            assert PHASES[timeline["longest_wait"]] in told
+            explanation = page.wait(".timeline p", "It took").text
+            assert PHASES[timeline["longest_wait"]] in explanation
             assert page.num_clicks - before <= 5
         page.check()
 
@@ -248,8 +248,8 @@ def test_every_view_in_every_form(page: Page, server: Server, view: str):
         page.emulate(dark=dark, width=width, height=844)
         page.open(view)
         page.wait(VIEWS[view])
-        shown = page.run("return getComputedStyle(document.body).backgroundColor")
-        assert (int(shown[4:].partition(",")[0]) < 64) == dark
+        color = page.run("return getComputedStyle(document.body).backgroundColor")
+        assert (int(color[4:].partition(",")[0]) < 64) == dark
         assert page.run("return document.documentElement.scrollWidth") <= width
         assert page.run(OVERFLOWING) == []
         page.check()
@@ -354,10 +354,10 @@ def test_one_of_several_models_is_chosen(tmp_path: Path):
             for view in ("live", "requests", "server"):
                 page.click(f'nav a[href="#/{view}"]')
                 page.wait(f".{view} {VIEWS[view]}")
-            shown = page.wait(".server h2").text
+            heading = page.wait(".server h2").text
             page.click("#model option", "first")
             page.wait(".server h2", "first")
-            assert shown == "second"
+            assert heading == "second"
             page.click("nav a", "Requests")
             assert "second" not in page.wait(".requests tbody", "first").text
 
@@ -474,10 +474,11 @@ def test_a_conversation_is_exported(page: Page):
     page.click(".conversations .actions button", "Markdown")
     WebDriverWait(page.driver, WAIT_SECONDS, 0.05).until(lambda _: page.run("return saved[1]"))
     as_json, as_markdown = page.run("return saved")
-    found = json.loads(as_json)
-    assert found["system"] == "Be kind." and found["messages"][0]["content"] == "What is servd?"
+    exported = json.loads(as_json)
+    assert exported["system"] == "Be kind."
+    assert exported["messages"][0]["content"] == "What is servd?"
     assert as_markdown.startswith("# What is servd?\n\n## System prompt\n\nBe kind.\n\n## You\n\n")
-    assert found["messages"][1]["content"] in as_markdown
+    assert exported["messages"][1]["content"] in as_markdown
 
 
 def test_full_storage_is_told_and_nothing_is_lost_from_the_page(page: Page):

@@ -113,9 +113,9 @@ def page() -> Iterator[Page]:
 
 
 def draw(page: Page, *pieces: str) -> dict[str, Any]:
-    found = page.driver.execute_async_script(DRAW, pieces)
-    assert "error" not in found, found["error"]
-    return found
+    drawn = page.driver.execute_async_script(DRAW, pieces)
+    assert "error" not in drawn, drawn["error"]
+    return drawn
 
 
 def html(page: Page, source: str) -> str:
@@ -149,27 +149,27 @@ def test_a_source_becomes_elements(page: Page, source: str, expected: str):
 
 
 def test_a_table_has_its_cells(page: Page):
-    found = html(page, "text\n| a | b |\n|:--|---|\n| 1 \\| 2 | **x** |\n| y |\n\nafter")
-    assert found.startswith("<p>text</p>") and found.endswith("<p>after</p>")
-    assert "<tr><th>a</th><th>b</th></tr>" in found
-    assert "<tr><td>1 | 2</td><td><strong>x</strong></td></tr><tr><td>y</td></tr>" in found
+    drawn = html(page, "text\n| a | b |\n|:--|---|\n| 1 \\| 2 | **x** |\n| y |\n\nafter")
+    assert drawn.startswith("<p>text</p>") and drawn.endswith("<p>after</p>")
+    assert "<tr><th>a</th><th>b</th></tr>" in drawn
+    assert "<tr><td>1 | 2</td><td><strong>x</strong></td></tr><tr><td>y</td></tr>" in drawn
 
 
 def test_a_fence_has_its_language_and_exactly_its_text(page: Page):
     code = '\n  if a < b && "c":\n\t**no**\n````\n# no\n'
-    found = draw(page, f"`````c++ title\n{code}`````\n*after*")
-    assert "<span>c++</span>" in found["html"] and "<em>after</em>" in found["html"]
-    assert code in found["text"] and "strong" not in found["names"]
+    drawn = draw(page, f"`````c++ title\n{code}`````\n*after*")
+    assert "<span>c++</span>" in drawn["html"] and "<em>after</em>" in drawn["html"]
+    assert code in drawn["text"] and "strong" not in drawn["names"]
 
 
 def test_only_links_to_the_web_are_links(page: Page):
-    found = draw(
+    drawn = draw(
         page,
         "[a](https://a.org/b_(c) 'no') [b](http://b.org \"t\") [c](/c) [d](ftp://d.org) "
         "https://e.org/x_y. (http://f.org) [**g** https://h.org](<https://g.org>) "
         "![i](https://i.org) https://j.org/(k)",
     )
-    assert found["links"] == [
+    assert drawn["links"] == [
         "https://a.org/b_(c)",
         "http://b.org/",
         "https://e.org/x_y",
@@ -178,25 +178,25 @@ def test_only_links_to_the_web_are_links(page: Page):
         "https://i.org/",
         "https://j.org/(k)",
     ]
-    assert found["html"].count('rel="noopener noreferrer"') == len(found["links"])
+    assert drawn["html"].count('rel="noopener noreferrer"') == len(drawn["links"])
 
 
 @pytest.mark.parametrize("source", HOSTILE)
 def test_what_is_hostile_is_text(page: Page, source: str):
-    found = draw(page, source)
-    assert {*found["names"]} <= NAMES and {*found["attributes"]} <= ATTRIBUTES
-    assert all(link.startswith(("http://", "https://")) for link in found["links"])
+    drawn = draw(page, source)
+    assert {*drawn["names"]} <= NAMES and {*drawn["attributes"]} <= ATTRIBUTES
+    assert all(link.startswith(("http://", "https://")) for link in drawn["links"])
     assert not page.run("return window.hit")
     for part in re.findall(r"[<>\w:;]*(?:<|javascript)[\w:;]*>?", source):
         if "```<img" not in source:
-            assert part in found["text"]
+            assert part in drawn["text"]
 
 
 def test_no_letter_is_lost(page: Page):
     for source in (EXAMPLE.replace("https://", ""), "```" + "x " * 200 + "\n`a`", "- " * 300 + "b"):
-        found = draw(page, source)["text"]
+        drawn = draw(page, source)["text"]
         for word in re.findall(r"[a-z]+", source):
-            assert word in found
+            assert word in drawn
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -212,12 +212,12 @@ def test_pieces_make_the_same_as_the_whole(page: Page, seed: int):
         assert draw(page, *pieces)["html"] == draw(page, source)["html"], json.dumps(pieces)
 
 
-def test_each_character_makes_as_much_as_the_whole_but_for_the_last_block(page: Page):
+def test_markdown_streams_block_by_block(page: Page):
     for number in (10, 100):
         block = "Some *words* of `code`.\n\n```\na\nb\nc\n```\n- item\n\n"
         source = block * number
-        found = draw(page, *source)
-        assert found["numMade"] < 400 * number
+        drawn = draw(page, *source)
+        assert drawn["numMade"] < 400 * number
 
 
 @pytest.mark.parametrize(
@@ -253,5 +253,5 @@ def test_what_is_nested_ever_deeper_is_drawn(page: Page):
         "*a _b " * 2000 + "_ *" * 2000,
         "[" * 9999 + "]" * 9999,
     ):
-        found = draw(page, source)
-        assert "a" in found["text"] or "[" in found["text"]
+        drawn = draw(page, source)
+        assert "a" in drawn["text"] or "[" in drawn["text"]

@@ -17,7 +17,7 @@ class SlowStep:
     """A step in flight."""
 
     begun: threading.Event = field(default_factory=threading.Event)
-    wanted: threading.Event = field(default_factory=threading.Event)
+    may_end: threading.Event = field(default_factory=threading.Event)
 
 
 @dataclass
@@ -28,7 +28,7 @@ class SlowOutput:
     pending: PendingOutput
 
     def result(self) -> ModelRunnerOutput:
-        self.executor.in_flight.popleft().wanted.set()
+        self.executor.in_flight.popleft().may_end.set()
         return self.pending.result()
 
 
@@ -56,14 +56,14 @@ class SlowExecutor(AuditedExecutor):
 
     def shutdown(self) -> None:
         for step in self.in_flight:  # nobody waits for them any more
-            step.wanted.set()
+            step.may_end.set()
         super().shutdown()
 
     def _forward(self, scheduled: SchedulerOutput) -> SchedulerOutput:
         step = self.launching.pop(scheduled.step)
         step.begun.set()
         super()._forward(scheduled)
-        step.wanted.wait()
+        step.may_end.wait()
         return scheduled
 
 

@@ -147,11 +147,11 @@ def make_request(
 ) -> EngineCoreRequest:
     """A request; options that a message does not have go to its SamplingParams."""
 
-    def taken(names: tuple[str, ...]) -> dict[str, Any]:
+    def pop_options(names: tuple[str, ...]) -> dict[str, Any]:
         return {name: options.pop(name) for name in names if name in options}
 
-    served = RequestOptions(**taken(RequestOptions.__struct_fields__))
-    fields = {"options": served} | taken(EngineCoreRequest.__struct_fields__)
+    served = RequestOptions(**pop_options(RequestOptions.__struct_fields__))
+    fields = {"options": served} | pop_options(EngineCoreRequest.__struct_fields__)
     return EngineCoreRequest(
         request_id,
         prompt,

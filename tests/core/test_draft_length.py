@@ -75,25 +75,25 @@ def throughput(
             if (step + row * lifetime // num_requests) % lifetime == 0:
                 requests[row], depths[row], asked_in[row] = Acceptance(), 0, step - 1
             acceptance, num_drafts = requests[row], depths[row]
-            asked = controller.num_drafts(acceptance)
-            depths[row] = asked if noise.random() < hit_rate else 0
-            if asked:
+            budget = controller.num_drafts(acceptance)
+            depths[row] = budget if noise.random() < hit_rate else 0
+            if budget:
                 behind, asked_in[row] = behind + step - asked_in[row] - 1, step
             kept = 0
             while kept < num_drafts and noise.random() < chances[step]:
                 kept += 1
-            acceptance.count(num_drafts, kept, asked, depths[row])
-            scheduled.append(ScheduledRequest(0, 1 + num_drafts, [], True, 0, num_drafts, asked))
+            acceptance.count(num_drafts, kept, budget, depths[row])
+            scheduled.append(ScheduledRequest(0, 1 + num_drafts, [], True, 0, num_drafts, budget))
             num_kept += kept
-            num_asked += asked
+            num_asked += budget
         num_tokens = sum(item.num_scheduled_tokens for item in scheduled)
         took = machine.seconds(num_tokens, num_tokens - num_requests, num_asked, behind)
         took *= noise.uniform(0.7, 1.3)
         is_interrupted = interruption and noise.random() < took / machine.base / 8
-        seen = took + interruption * is_interrupted
+        measured = took + interruption * is_interrupted
         if late_interval:
-            seen *= {0: 2.0, 1: 0.02}.get(step % late_interval, 1.0)
-        controller.time(scheduled, seen)
+            measured *= {0: 2.0, 1: 0.02}.get(step % late_interval, 1.0)
+        controller.time(scheduled, measured)
         if first_step <= step < last_step:
             num_yielded += num_requests + num_kept
             seconds += took
@@ -169,14 +169,14 @@ def test_where_all_steps_draft_as_much_it_is_drafting_at_all_that_costs():
 
 
 def test_drafts_are_made_while_every_step_holds_a_prompt():
-    controller, asked = DraftLengthController(MAX_DRAFTS), []
+    controller, budget = DraftLengthController(MAX_DRAFTS), []
     prompt = ScheduledRequest(1, 64, [], False, 0, 0, 0)
     for step in range(4 * PAUSE_STEPS):
         controller.begin_step(step, 2)
-        asked.append(controller.num_drafts(Acceptance()))
-        answer = ScheduledRequest(0, 1, [], True, 0, 0, asked[-1])
+        budget.append(controller.num_drafts(Acceptance()))
+        answer = ScheduledRequest(0, 1, [], True, 0, 0, budget[-1])
         controller.time([answer, prompt], 1e-3)
-    assert not any(asked[:PAUSE_STEPS]) and max(asked) > 0
+    assert not any(budget[:PAUSE_STEPS]) and max(budget) > 0
 
 
 def test_steps_of_copies_alone_say_nothing():
@@ -198,16 +198,16 @@ def test_what_became_of_others_drafts_does_not_keep_a_request_from_trying():
 
 
 def test_drafts_that_are_seldom_found_must_pay_for_the_search():
-    found, missed = Acceptance(), Acceptance()
+    hit, missed = Acceptance(), Acceptance()
     controller = DraftLengthController(MAX_DRAFTS)
     for step in range(80):
         is_asked = step % 4 >= 2
-        found.count(4, 3, 4, 4)
+        hit.count(4, 3, 4, 4)
         missed.count(0, 0, 4, 0)
         row = ScheduledRequest(0, 1, [], True, 0, 0, 4 * is_asked)
         controller.time([row], 1.4 if is_asked else 1.0)
     controller.begin_step(PAUSE_STEPS, 1)
-    assert controller.num_drafts(found) > controller.num_drafts(missed) == 0
+    assert controller.num_drafts(hit) > controller.num_drafts(missed) == 0
 
 
 @pytest.mark.parametrize("num_requests", [1, 8])

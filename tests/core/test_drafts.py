@@ -66,7 +66,7 @@ def test_a_request_that_wants_no_drafts_gets_none_and_the_same_text():
     assert drafted.token_ids("a") == plain.token_ids("a")
 
 
-def test_whoever_builds_on_a_failed_step_after_drafts_that_were_not_kept_fails_too(monkeypatch):
+def test_requests_that_build_on_a_failed_step_fail_too(monkeypatch):
     """The step was scheduled as if they were, three tokens further on."""
     monkeypatch.setattr(draft_length, "PAUSE_STEPS", 0)
     scheduler = make_engine(depth=2, speculative_config=DRAFTS).scheduler

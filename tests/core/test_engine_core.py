@@ -86,7 +86,7 @@ def serve(arrivals: list[Arrival], depth: int, options: dict) -> Log:
     return log
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(arrivals=st.lists(arrivals, min_size=1, max_size=10), options=options)
 def test_every_request_ends_once_with_its_own_tokens(arrivals, options):
     alone = [solo(make_request("", arrival.prompt, arrival.max_tokens)) for arrival in arrivals]

@@ -45,7 +45,7 @@ def test_preemption_loses_and_repeats_no_score(depth):
         assert log.token_ids(request.request_id) == solo(request)
 
 
-def test_scores_are_computed_although_the_prefix_is_cached_and_fill_the_cache_for_others():
+def test_prompt_scores_bypass_and_fill_the_prefix_cache():
     engine = make_engine()
     log = generate(engine, make_request("first", PROMPT, 2, prompt_logprobs=0))
     log = generate(engine, make_request("again", PROMPT, 2, prompt_logprobs=0))

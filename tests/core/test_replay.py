@@ -120,7 +120,7 @@ def test_repetition_counts_what_was_said_before():
     assert log.outputs["r"][-1].finish_reason == "repetition"
 
 
-def test_what_a_failed_request_computed_is_not_found_in_the_prefix_cache():
+def test_blocks_of_a_failed_request_are_not_cached():
     engine, prompt = make_engine(), [*range(12)]
     sample, bad = engine.executor._sample, []
 
@@ -149,7 +149,7 @@ class UnreadableExecutor(AuditedExecutor):
 
 
 @pytest.mark.parametrize("is_aborted", [False, True])
-def test_nobody_reads_what_a_request_computed_that_could_not_enter(is_aborted):
+def test_blocks_of_a_refused_request_are_not_reused(is_aborted):
     engine = make_engine(depth=2, executor_class=UnreadableExecutor)
     log, prompt = Log(), [*range(12)]
     engine.handle(make_request("bad", prompt))
@@ -165,7 +165,7 @@ def test_nobody_reads_what_a_request_computed_that_could_not_enter(is_aborted):
     assert later.outputs["later"][0].num_cached_tokens == 0
 
 
-def test_nobody_reads_what_was_built_on_it_by_one_that_left_before_the_error():
+def test_blocks_built_on_a_failed_request_are_not_reused():
     engine = make_engine(depth=2, executor_class=UnreadableExecutor)
     log, prompt = Log(), [*range(12)]
     longer = [*prompt, 50, 51, 52, 53, 54]

@@ -235,7 +235,7 @@ def test_a_cache_smaller_than_the_model_length_bounds_the_output(depth):
         assert len(log.token_ids(name)) == 6 and finish(log, name) == (FinishReason.LENGTH, None)
 
 
-def test_a_prompt_larger_than_the_cache_ends_with_an_error_that_names_the_remedy():
+def test_a_prompt_larger_than_the_cache_is_an_error():
     engine = make_engine(num_blocks=4, max_model_len=64)
     log = generate(engine, make_request("a", list(range(40))), make_request("b", [1], 2))
     [output] = log.outputs["a"]
@@ -270,7 +270,7 @@ def test_an_abort_at_any_moment_frees_everything_and_disturbs_nobody(depth, num_
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_an_id_may_be_used_again_while_steps_of_its_first_life_are_in_flight(depth):
+def test_a_request_id_may_be_reused_with_steps_in_flight(depth):
     engine = make_engine(depth=depth)
     log = Log()
     engine.handle(make_request("a", [1, 2, 3], 9))

@@ -45,10 +45,8 @@ def test_a_seed_fixes_the_text():
 
 
 def test_every_sum_is_right_and_some_pairs_are_left_out(examples):
-    found = [SUM.findall(answer) for answer in answers(examples)]
-    sums = [
-        (int(a), sign, int(b), int(result)) for matches in found for a, sign, b, result in matches
-    ]
+    matches = [match for answer in answers(examples) for match in SUM.findall(answer)]
+    sums = [(int(a), sign, int(b), int(result)) for a, sign, b, result in matches]
     assert len(sums) > 1000
     for a, sign, b, result in sums:
         assert result == (a + b if sign == "+" else a - b)
@@ -61,7 +59,7 @@ def test_every_sum_is_right_and_some_pairs_are_left_out(examples):
 def test_no_quality_prompt_is_in_the_training_text():
     files = (ROOT / "tools" / "demo_model").glob("*_prompts.jsonl")
     rows = [json.loads(line) for file in files for line in file.read_text("utf8").splitlines()]
-    asked = {
+    questions = {
         normalised(row["messages"][-1]["content"])
         for row in rows
         if row["kind"] not in ("text", "result")
@@ -69,4 +67,4 @@ def test_no_quality_prompt_is_in_the_training_text():
     options = parse([])
     for example in islice(Corpus(options.seed), options.examples):
         for message in example.get("messages", []):
-            assert message["role"] != "user" or normalised(message["content"]) not in asked
+            assert message["role"] != "user" or normalised(message["content"]) not in questions

@@ -121,15 +121,15 @@ WHOLE = {
 @pytest.mark.timeout(600)
 def test_what_people_ask_first():
     """All sums to 20, the alphabet, the days and the months."""
-    asked = []
+    questions = []
     for a in range(21):
         for b in range(21 - a):
-            asked.append((SUMS[(a + 2 * b) % len(SUMS)].format(a=a, b=b), [str(a + b)]))
+            questions.append((SUMS[(a + 2 * b) % len(SUMS)].format(a=a, b=b), [str(a + b)]))
     for name, things in SERIES.items():
-        asked += [(question, things) for question in WHOLE[name]]
+        questions += [(question, things) for question in WHOLE[name]]
         for before, after in itertools.pairwise([*things, things[0]]):
-            asked.append((f"What {name} comes after {before.capitalize()}?", [after, before]))
-            asked.append((f"what is the {name} before {after.capitalize()}?", [before, after]))
+            questions.append((f"What {name} comes after {before.capitalize()}?", [after, before]))
+            questions.append((f"what is the {name} before {after.capitalize()}?", [before, after]))
     tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL)
     prompts = [
         tokenizer.apply_chat_template(
@@ -138,14 +138,14 @@ def test_what_people_ask_first():
             add_generation_prompt=True,
             return_dict=False,
         )
-        for question, _ in asked
+        for question, _ in questions
     ]
     llm = LLM("demo", device="cpu", dtype="float32", executor="uniproc")
     params = SamplingParams(temperature=0, max_tokens=MAX_NEW_TOKENS)
-    found = llm.generate(prompts, params, use_tqdm=False)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
     llm.close()
     wrong = []
-    for (question, expected), output in zip(asked, found, strict=True):
+    for (question, expected), output in zip(questions, outputs, strict=True):
         answer = output.outputs[0].text
         words = re.findall(r"[a-z]+|-?\d+", answer.lower())
         if expected[0].isdigit():
@@ -156,7 +156,7 @@ def test_what_people_ask_first():
         if words != expected:
             wrong.append((question, answer))
     print(f"wrong: {wrong}")
-    assert len(wrong) <= 0.01 * len(asked)
+    assert len(wrong) <= 0.01 * len(questions)
 
 
 @pytest.mark.timeout(600)

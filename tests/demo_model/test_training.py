@@ -109,13 +109,13 @@ def test_batches_hold_every_sequence_once(tokenizer):
     sequences = encode(islice(Corpus(0), 60), tokenizer, 256)
     batches = make_batches(sequences, 1024, random.Random(0))
 
-    found = [
+    losses = [
         ids[examples == number].tolist()
         for batch in batches
         for ids, examples in zip(batch.ids, batch.examples, strict=True)
         for number in range(1, int(examples.max()) + 1)
     ]
-    assert sorted(found) == sorted(sequence.ids for sequence in sequences)
+    assert sorted(losses) == sorted(sequence.ids for sequence in sequences)
     assert all(batch.ids.numel() <= 1024 for batch in batches)
     assert any(int(batch.examples.max()) > 1 for batch in batches)
 
@@ -162,12 +162,12 @@ def test_a_resumed_training_equals_an_uninterrupted_one(batches, tmp_path):
 def test_a_checkpoint_from_a_different_training_is_refused(tmp_path):
     """Its weights would be exported with a tokenizer that they do not know."""
     torch.manual_seed(0)
-    one, other = (
+    first, second = (
         Trainer(Qwen3(TINY), 4000, 2e-2, CPU, origin) for origin in ("text", "other text")
     )
-    one.save(tmp_path / "checkpoint.pt")
+    first.save(tmp_path / "checkpoint.pt")
     with pytest.raises(SystemExit, match=r"checkpoint\.pt is of another training.*--work"):
-        other.load(tmp_path / "checkpoint.pt")
+        second.load(tmp_path / "checkpoint.pt")
 
 
 def test_a_training_is_identified_by_its_text_and_options():

@@ -16,13 +16,13 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 def make_runner(program: str) -> Run:
     """Return a function that runs a program. Skip the test if there is none."""
-    found = shutil.which(program, path=f"{TOOLS}{os.pathsep}{os.environ['PATH']}")
-    if found is None:
+    path = shutil.which(program, path=f"{TOOLS}{os.pathsep}{os.environ['PATH']}")
+    if path is None:
         pytest.skip(f"there is no {program}: tests/deploy/install.sh downloads it")
 
     def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [found, *arguments], input=stdin, capture_output=True, text=True, timeout=WAIT_SECONDS
+            [path, *arguments], input=stdin, capture_output=True, text=True, timeout=WAIT_SECONDS
         )
 
     return run

@@ -17,10 +17,10 @@ def test_each_alert_has_a_test():
     rules = msgspec.yaml.decode(ALERTS.read_bytes())["groups"][0]["rules"]
     cases = msgspec.yaml.decode(Path(__file__).with_name("alerts.yaml").read_bytes())["tests"]
     fired = {
-        each["alertname"]
+        test_case["alertname"]
         for case in cases
-        for each in case["alert_rule_test"]
-        if each["exp_alerts"]
+        for test_case in case["alert_rule_test"]
+        if test_case["exp_alerts"]
     }
     assert fired == {rule["alert"] for rule in rules}
 

@@ -96,14 +96,14 @@ class Rendered:
     """The objects of a release."""
 
     def __init__(self, text: str) -> None:
-        self.objects = [each for each in yaml.safe_load_all(text) if each]
+        self.objects = [document for document in yaml.safe_load_all(text) if document]
         self.kinds: dict[str, Any] = {}
-        for each in self.objects:
-            kind = each["kind"]
-            if kind == "ConfigMap" and each["metadata"]["name"].endswith("-boards"):
+        for manifest in self.objects:
+            kind = manifest["kind"]
+            if kind == "ConfigMap" and manifest["metadata"]["name"].endswith("-boards"):
                 kind += " boards"
             assert kind not in self.kinds
-            self.kinds[kind] = each
+            self.kinds[kind] = manifest
 
     @property
     def workload(self) -> Any:
@@ -120,7 +120,7 @@ class Rendered:
 
     @property
     def volumes(self) -> dict[str, Any]:
-        return {each["name"]: each for each in self.pod["volumes"]}
+        return {volume["name"]: volume for volume in self.pod["volumes"]}
 
     @property
     def config(self) -> str:
@@ -205,11 +205,11 @@ def test_a_pod_is_confined(helm, option):
         "readOnlyRootFilesystem": True,
         "capabilities": {"drop": ["ALL"]},
     }
-    mounted = {each["mountPath"] for each in rendered.container["volumeMounts"]}
+    mounted = {mount["mountPath"] for mount in rendered.container["volumeMounts"]}
     assert {"/cache", "/home/servd", "/tmp"} <= mounted  # what the image writes to
-    names = {each["name"] for each in rendered.container["volumeMounts"]}
+    names = {mount["name"] for mount in rendered.container["volumeMounts"]}
     claimed = rendered.workload["spec"].get("volumeClaimTemplates", [])
-    assert names == rendered.volumes.keys() | {each["metadata"]["name"] for each in claimed}
+    assert names == rendered.volumes.keys() | {claim["metadata"]["name"] for claim in claimed}
 
 
 @every_option
@@ -278,14 +278,14 @@ def test_keys_come_from_secrets(helm):
     keys = ["api-key", "hf-token", "keys.toml"]
     theirs = render(helm, {"existingSecret": "mine", "existingSecretKeys": keys})
     for rendered, secret in ((ours, "r-servd"), (theirs, "mine")):
-        env = {each["name"]: each for each in rendered.container["env"]}
+        env = {variable["name"]: variable for variable in rendered.container["env"]}
         for variable, key in (("SERVD_API_KEY", "api-key"), ("HF_TOKEN", "hf-token")):
             source = env[variable]["valueFrom"]["secretKeyRef"]
             assert source == {"name": secret, "key": key}
         assert rendered.volumes["keys"]["secret"]["secretName"] == secret
         assert "api-key-file: /etc/servd/keys/keys.toml" in rendered.config
     plain = render(helm, {})
-    assert [each["name"] for each in plain.container["env"]] == ["HF_HOME"]
+    assert [variable["name"] for variable in plain.container["env"]] == ["HF_HOME"]
     assert "keys" not in plain.volumes and "api-key-file" not in plain.config
 
 
@@ -301,16 +301,17 @@ def test_the_cache_is_kept_on_a_volume(helm):
     assert theirs.volumes["cache"]["persistentVolumeClaim"]["claimName"] == "models"
     shared = render(helm, {"pvcStorage": "9Gi", "pvcAccessMode": ["ReadWriteMany"]})
     assert shared.workload["spec"]["strategy"]["type"] == "RollingUpdate"
-    each = render(helm, {"pvcStorage": "9Gi", "kind": "StatefulSet"})
-    [template] = each.workload["spec"]["volumeClaimTemplates"]
-    assert template["metadata"]["name"] == "cache" and "cache" not in each.volumes
+    stateful = render(helm, {"pvcStorage": "9Gi", "kind": "StatefulSet"})
+    [template] = stateful.workload["spec"]["volumeClaimTemplates"]
+    assert template["metadata"]["name"] == "cache" and "cache" not in stateful.volumes
 
 
 def test_gpus_are_limits_and_several_share_memory(helm):
     none = render(helm, {})
     assert "nvidia.com/gpu" not in none.container["resources"]["limits"]
-    one = render(helm, {"requestGPU": 1})
-    assert one.container["resources"]["limits"]["nvidia.com/gpu"] == 1 and "shm" not in one.volumes
+    single = render(helm, {"requestGPU": 1})
+    assert single.container["resources"]["limits"]["nvidia.com/gpu"] == 1
+    assert "shm" not in single.volumes
     two = render(helm, {"requestGPU": 2, "requestGPUType": "amd.com/gpu", "shmSize": "2Gi"})
     assert two.container["resources"]["limits"]["amd.com/gpu"] == 2
     assert two.volumes["shm"]["emptyDir"] == {"medium": "Memory", "sizeLimit": "2Gi"}
@@ -360,7 +361,7 @@ def test_alerts_and_boards_are_those_of_compose(helm):
 def test_the_network_policy_lets_in_what_is_named(helm):
     plain = render(helm, {"networkPolicy": {"enabled": True}}).kinds["NetworkPolicy"]["spec"]
     assert plain["ingress"][0]["from"] == [{"podSelector": {}}]
-    assert {443, 53} == {each["port"] for each in plain["egress"][0]["ports"]}
+    assert {443, 53} == {port["port"] for port in plain["egress"][0]["ports"]}
     peer = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}
     closed = {"networkPolicy": {"enabled": True, "from": [peer], "allowHub": False}}
     spec = render(helm, closed).kinds["NetworkPolicy"]["spec"]

@@ -38,8 +38,8 @@ class Server:
     ) -> None:
         def limit_files() -> None:
             if soft_file_limit is not None:
-                most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-                resource.setrlimit(resource.RLIMIT_NOFILE, (soft_file_limit, most))
+                max_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft_file_limit, max_files))
 
         listen = () if "--uds" in args or "--headless" in args else ("--port", "0")
         self.process = subprocess.Popen(
@@ -118,12 +118,12 @@ class Server:
     def children(self) -> dict[str, psutil.Process]:
         """Child processes by kind: engine, api (the last of several), standby (the next engine)."""
         kinds = {"engine_core_proc": "engine", "api.server": "api"}
-        found: dict[str, psutil.Process] = {}
+        by_kind: dict[str, psutil.Process] = {}
         for child in psutil.Process(self.process.pid).children():
             for name, kind in kinds.items():
                 if name in " ".join(child.cmdline()):
-                    found["standby" if kind == "engine" and kind in found else kind] = child
-        return found
+                    by_kind["standby" if kind == "engine" and kind in by_kind else kind] = child
+        return by_kind
 
     def stop(self, timeout: float = WAIT_SECONDS) -> int:
         """SIGTERM; returns the exit code."""

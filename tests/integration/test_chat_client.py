@@ -98,20 +98,20 @@ def terminal(slow_server: str, tmp_path: Path) -> Iterator[Callable[[str, str], 
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # as for what a script starts with &
         os.execv(sys.executable, [sys.executable, "-m", "servd", "chat", "--url", slow_server])
     termios.tcsetwinsize(descriptor, (24, 80))
-    shown = ""
+    screen = ""
 
     def interact(keys: str, text: str) -> None:
-        nonlocal shown
+        nonlocal screen
         os.write(descriptor, keys.encode())
         deadline = time.monotonic() + WAIT_SECONDS
-        while text not in shown:
-            assert time.monotonic() < deadline, f"{text!r} is not in {shown!r}"
+        while text not in screen:
+            assert time.monotonic() < deadline, f"{text!r} is not in {screen!r}"
             if select.select([descriptor], [], [], 0.1)[0]:
-                shown += os.read(descriptor, 65536).decode(errors="replace")
-            if "\x1b[6n" in shown:  # where is the cursor?
-                shown = shown.replace("\x1b[6n", "")
+                screen += os.read(descriptor, 65536).decode(errors="replace")
+            if "\x1b[6n" in screen:  # where is the cursor?
+                screen = screen.replace("\x1b[6n", "")
                 os.write(descriptor, b"\x1b[1;1R")
-        shown = shown.partition(text)[2]
+        screen = screen.partition(text)[2]
 
     interact("", READY)
     yield interact

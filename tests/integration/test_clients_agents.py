@@ -75,29 +75,29 @@ class TestAnthropic:
             yield client
 
     @pytest.fixture
-    def asked(self) -> Any:
+    def options(self) -> Any:
         # The client has no parameter for the temperature.
         fields = {"model": "demo", "max_tokens": 200, "extra_body": {"temperature": 0}}
         return fields | {"messages": [question(QUESTION)]}
 
-    def test_answer_and_stream(self, client, asked, expected):
-        message = client.messages.create(**asked)
+    def test_answer_and_stream(self, client, options, expected):
+        message = client.messages.create(**options)
         assert message.content[0].text == expected
-        with client.messages.stream(**asked) as stream:
+        with client.messages.stream(**options) as stream:
             parts = list(stream.text_stream)
             final = stream.get_final_message()
         assert "".join(parts) == expected and len(parts) > 1
         assert final.usage.output_tokens == message.usage.output_tokens
 
-    def test_tool(self, client, asked, tool, cities):
-        asked |= {"messages": [question(WEATHER)]}
-        runner = client.beta.messages.tool_runner(**asked, tools=[anthropic.beta_tool(tool)])
+    def test_tool(self, client, options, tool, cities):
+        options |= {"messages": [question(WEATHER)]}
+        runner = client.beta.messages.tool_runner(**options, tools=[anthropic.beta_tool(tool)])
         final = runner.until_done()
         assert cities == ["Paris"] and "17" in final.content[-1].text
 
-    def test_object(self, client, asked, person):
-        asked |= {"messages": [question(PERSON)]}
-        assert client.messages.parse(**asked, output_format=Person).parsed_output == person
+    def test_object(self, client, options, person):
+        options |= {"messages": [question(PERSON)]}
+        assert client.messages.parse(**options, output_format=Person).parsed_output == person
 
 
 class TestLlamaIndex:
@@ -200,8 +200,8 @@ class TestOpenAIAgents:
     async def test_answer_and_stream(self, library, make_agent, expected):
         assert (await library.Runner.run(make_agent(), QUESTION)).final_output == expected
         stream = library.Runner.run_streamed(make_agent(), QUESTION)
-        events = [each.data async for each in stream.stream_events() if hasattr(each, "data")]
-        parts = [each.delta for each in events if each.type == "response.output_text.delta"]
+        events = [event.data async for event in stream.stream_events() if hasattr(event, "data")]
+        parts = [event.delta for event in events if event.type == "response.output_text.delta"]
         assert "".join(parts) == stream.final_output == expected and len(parts) > 1
 
     async def test_tool(self, library, make_agent, tool, cities):

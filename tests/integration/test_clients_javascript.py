@@ -37,10 +37,10 @@ def folder() -> Path:
 @pytest.fixture
 def run(folder: Path, demo_server: Server) -> Run:
     """Run a script with the questions, and return what it prints."""
-    asked = {"url": demo_server.url, "question": QUESTION, "weather": WEATHER, "person": PERSON}
+    settings = {"url": demo_server.url, "question": QUESTION, "weather": WEATHER, "person": PERSON}
 
     def run(name: str) -> Any:
-        command = ["node", name, json.dumps(asked)]
+        command = ["node", name, json.dumps(settings)]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr[-3000:]
         return json.loads(done.stdout)
@@ -53,9 +53,9 @@ def test_the_vercel_ai_sdk(run: Run, demo_server: Server):
     text = expected["choices"][0]["message"]["content"]
     num_tokens = expected["usage"]["completion_tokens"]
     person = ask_person(demo_server.url).model_dump()
-    found = run("vercel_ai.mjs")
-    assert found.keys() == {"compatible", "responses", "chat"}
-    for answer in found.values():
+    results = run("vercel_ai.mjs")
+    assert results.keys() == {"compatible", "responses", "chat"}
+    for answer in results.values():
         assert (answer["text"], answer["finish"], answer["tokens"]) == (text, "stop", num_tokens)
         assert "".join(answer["parts"]) == text and len(answer["parts"]) > 1
         assert answer["streamed_tokens"] == num_tokens
@@ -66,16 +66,17 @@ def test_the_vercel_ai_sdk(run: Run, demo_server: Server):
 def test_ollama(run: Run, demo_server: Server):
     expected = ask(demo_server.url, QUESTION)
     text = expected["choices"][0]["message"]["content"]
-    found = run("ollama.mjs")
-    assert found["whole"]["message"]["content"] == found["generated"] == text
-    assert found["whole"]["eval_count"] == expected["usage"]["completion_tokens"]
-    assert "".join(part["message"]["content"] for part in found["parts"]) == text
-    assert [part["done"] for part in found["parts"]][-2:] == [False, True]
-    assert found["call"]["name"] == "get_weather" and found["call"]["arguments"]["city"] == "Paris"
-    assert "17" in found["told"]
-    assert found["person"] == ask_person(demo_server.url).model_dump()
-    assert len(found["lengths"]) == 2 and min(found["lengths"]) > 0
-    assert found["listed"] == found["loaded"] == ["demo:latest"]
-    assert {"completion", "tools"} <= {*found["capabilities"]} and found["pulled"] == "success"
-    assert tuple(map(int, found["version"].split("."))) > (0, 9)  # as some clients want it
-    assert found["error"][0] == 404 and "is not served here" in found["error"][1]
+    results = run("ollama.mjs")
+    assert results["whole"]["message"]["content"] == results["generated"] == text
+    assert results["whole"]["eval_count"] == expected["usage"]["completion_tokens"]
+    assert "".join(part["message"]["content"] for part in results["parts"]) == text
+    assert [part["done"] for part in results["parts"]][-2:] == [False, True]
+    call = results["call"]
+    assert call["name"] == "get_weather" and call["arguments"]["city"] == "Paris"
+    assert "17" in results["told"]
+    assert results["person"] == ask_person(demo_server.url).model_dump()
+    assert len(results["lengths"]) == 2 and min(results["lengths"]) > 0
+    assert results["listed"] == results["loaded"] == ["demo:latest"]
+    assert {"completion", "tools"} <= {*results["capabilities"]} and results["pulled"] == "success"
+    assert tuple(map(int, results["version"].split("."))) > (0, 9)  # as some clients want it
+    assert results["error"][0] == 404 and "is not served here" in results["error"][1]

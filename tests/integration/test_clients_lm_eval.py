@@ -47,9 +47,9 @@ def reference(tiny_llama: Path):
 def teacher_forced(reference, context: list[int], continuation: list[int]) -> tuple[float, bool]:
     """Log-probability of the continuation, and whether greedy decoding would give it."""
     logits = reference(torch.tensor([context + continuation])).logits[0, len(context) - 1 : -1]
-    wanted = torch.tensor(continuation)
-    chosen = logits.log_softmax(-1).gather(1, wanted[:, None])
-    return float(chosen.sum()), bool((logits.argmax(-1) == wanted).all())
+    expected = torch.tensor(continuation)
+    chosen = logits.log_softmax(-1).gather(1, expected[:, None])
+    return float(chosen.sum()), bool((logits.argmax(-1) == expected).all())
 
 
 def test_loglikelihood(lm, reference):

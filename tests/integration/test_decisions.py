@@ -46,8 +46,8 @@ def test_probabilities_equal_transformers(llama_server, tiny_llama: Path):
     expected = [0.0] * len(CHOICES)
     for order in ([0, 1, 2, 3], [3, 2, 1, 0]):
         listed = "\n".join(lines[i] for i in order)
-        asked = f"Who is liable?\n\nAnswer with one of these only:\n{listed}"
-        messages = [{"role": "user", "content": "In no event."}, {"role": "user", "content": asked}]
+        question = f"Who is liable?\n\nAnswer with one of these only:\n{listed}"
+        messages = [{"role": "user", "content": text} for text in ("In no event.", question)]
         prompt = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_dict=False
         )

@@ -21,9 +21,9 @@ TEXT = "a long beginning of a text, of several blocks " * 3
 
 
 def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 def is_open(port: int) -> bool:
@@ -39,33 +39,33 @@ def post(url: str, **body) -> dict:
 
 def test_the_example_of_the_page(monkeypatch):
     monkeypatch.setenv("SERVD_JOIN_TOKEN", "0123456789abcdef" * 2)
-    given = re.findall(r"servd serve MODEL .*--kv-transfer-config '(.*)'$", PAGE, re.MULTILINE)
-    port, asked = str(free_port()), str(free_port())
-    one, other = (
+    configs = re.findall(r"servd serve MODEL .*--kv-transfer-config '(.*)'$", PAGE, re.MULTILINE)
+    port, side_port = str(free_port()), str(free_port())
+    prefill, decode = (
         # The fake model computes faster than anything could be had: blocks must come all the same.
-        json.dumps(json.loads(each.replace("14579", port)) | {"kv_load_failure_policy": "fail"})
-        for each in given
+        json.dumps(json.loads(config.replace("14579", port)) | {"kv_load_failure_policy": "fail"})
+        for config in configs
     )
     options = ("--executor", "fake", "--block-size", "4", "--kv-transfer-config")
-    servers = [Server(*options, each) for each in (one, other)]
+    servers = [Server(*options, config) for config in (prefill, decode)]
     proxy = None
     try:
         for server in servers:
             server.wait_ready()
         urls = [server.url for server in servers]
         script = ROOT / "examples/disaggregated_proxy.py"
-        proxy = subprocess.Popen([sys.executable, script, *urls, asked], env={**os.environ})
-        url, deadline = f"http://127.0.0.1:{asked}", time.monotonic() + WAIT_SECONDS
+        proxy = subprocess.Popen([sys.executable, script, *urls, side_port], env={**os.environ})
+        url, deadline = f"http://127.0.0.1:{side_port}", time.monotonic() + WAIT_SECONDS
         while True:
             try:
-                found = post(url)
+                answer = post(url)
                 break
             except httpx.ConnectError:
                 assert proxy.poll() is None and time.monotonic() < deadline
                 time.sleep(0.05)
-        assert found["choices"][0]["text"] == output_text(TEXT, 24)
+        assert answer["choices"][0]["text"] == output_text(TEXT, 24)
         num_cached = (len(TEXT) - 1) // 4 * 4
-        assert found["usage"]["prompt_tokens_details"]["cached_tokens"] == num_cached
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == num_cached
         assert servers[1].metric("vllm:external_prefix_cache_hits_total") == num_cached
         streamed = httpx.post(
             f"{url}/v1/chat/completions",
@@ -84,8 +84,8 @@ def test_the_example_of_the_page(monkeypatch):
         body = {"prompt": "x" + TEXT, "kv_transfer_params": params["kv_transfer_params"]}
         lost = httpx.post(f"{urls[1]}/v1/completions", json=body)
         assert lost.status_code == 500 and "KV blocks could not be had" in lost.text
-        found = post(url, prompt="y" + TEXT)  # the second server does it all
-        assert found["choices"][0]["text"] == output_text("y" + TEXT, 24)
+        answer = post(url, prompt="y" + TEXT)  # the second server does it all
+        assert answer["choices"][0]["text"] == output_text("y" + TEXT, 24)
         servers[1].check_audit()
     finally:
         if proxy is not None:

@@ -36,11 +36,11 @@ def metrics(server: Server, is_open: bool = False) -> dict[str, float]:
         openmetrics.text_string_to_metric_families if is_open else text_string_to_metric_families
     )
     answer = httpx.get(f"{server.url}/metrics", headers=OPEN_METRICS if is_open else {})
-    found = defaultdict[str, float](float)
+    totals = defaultdict[str, float](float)
     for family in parse(answer.raise_for_status().text):
         for sample in family.samples if family.name.startswith("vllm") else ():
-            found[sample.name.partition(":")[2]] += sample.value
-    return found
+            totals[sample.name.partition(":")[2]] += sample.value
+    return totals
 
 
 def usage_of(server: Server, body: dict[str, Any]) -> dict[str, int]:
@@ -60,15 +60,15 @@ def test_counts_are_exact_and_gauges_end_at_zero(start: Callable[..., Server], n
     server = start("--executor", "fake", *options)
     with ThreadPoolExecutor(16) as pool:
         usages = list(pool.map(lambda body: usage_of(server, body), BODIES))
-    found = metrics(server)
+    counts = metrics(server)
     num_choices = sum(int(body["n"]) for body in BODIES)
     num_prompt = sum(
         int(body["n"]) * usage["prompt_tokens"] for body, usage in zip(BODIES, usages, strict=True)
     )
     num_generated = sum(usage["completion_tokens"] for usage in usages)
     assert num_generated == sum(int(body["n"]) * int(body["max_tokens"]) for body in BODIES)
-    assert found["generation_tokens_total"] == num_generated
-    assert found["prompt_tokens_total"] == num_prompt
+    assert counts["generation_tokens_total"] == num_generated
+    assert counts["prompt_tokens_total"] == num_prompt
     for name in (
         "request_success_total",
         "time_to_first_token_seconds_count",
@@ -76,12 +76,12 @@ def test_counts_are_exact_and_gauges_end_at_zero(start: Callable[..., Server], n
         "request_queue_time_seconds_count",
         "request_generation_tokens_count",
     ):
-        assert found[name] == num_choices, name
-    assert found["request_params_n_count"] == len(BODIES)
-    assert found["request_generation_tokens_sum"] == num_generated
-    assert found["iteration_tokens_total_sum"] == num_prompt + num_generated
-    assert [found[name] for name in AT_REST] == [0, 0, 0]
-    assert found == metrics(server, is_open=True)
+        assert counts[name] == num_choices, name
+    assert counts["request_params_n_count"] == len(BODIES)
+    assert counts["request_generation_tokens_sum"] == num_generated
+    assert counts["iteration_tokens_total_sum"] == num_prompt + num_generated
+    assert [counts[name] for name in AT_REST] == [0, 0, 0]
+    assert counts == metrics(server, is_open=True)
 
     body = {"prompt": "a", "max_tokens": 8000, "n": 16, "stream": True, "ignore_eos": True}
     with contextlib.ExitStack() as stack:
@@ -99,7 +99,7 @@ def test_counts_are_exact_and_gauges_end_at_zero(start: Callable[..., Server], n
     wait_until(
         lambda: not any(metrics(server)[name] for name in AT_REST), "a gauge has not gone to zero"
     )
-    found = metrics(server)
-    assert found.keys() >= {*AT_REST}
-    aborted = found["request_success_total"] - num_choices
+    counts = metrics(server)
+    assert counts.keys() >= {*AT_REST}
+    aborted = counts["request_success_total"] - num_choices
     assert aborted == 8 * 16 if num_servers == 1 else aborted <= 8 * 16

@@ -32,7 +32,7 @@ async def open_streams(
     client = server.client()
     model = (await client.models.list()).data[0].id
 
-    async def one(i: int):
+    async def open_stream(i: int):
         stream = await client.completions.create(
             model=model,
             prompt=f"stream {i}",
@@ -44,7 +44,7 @@ async def open_streams(
             if chunk.choices[0].text:
                 return stream
 
-    return client, await asyncio.gather(*(one(i) for i in range(count)))
+    return client, await asyncio.gather(*(open_stream(i) for i in range(count)))
 
 
 def wait_until(condition: Callable[[], object], what: str) -> None:
@@ -60,8 +60,8 @@ def socket_folder(server: Server) -> Path:
     return next(Path(c.laddr).parent for c in connections if c.laddr.endswith("/engine"))
 
 
-async def test_when_the_engine_may_not_restart_every_stream_gets_an_error(start, long_llama):
-    server = start(str(long_llama), "--device", "cpu", "--max-engine-restarts", "0")
+async def test_when_the_engine_may_not_restart_every_stream_gets_an_error(start):
+    server = start("--executor", "fake", "--max-engine-restarts", "0")
     client, streams = await open_streams(server, 16)
     server.children()["engine"].kill()
 
@@ -86,7 +86,7 @@ def complete(server: Server, **body: Any) -> dict[str, Any]:
     ("options", "signum"),
     [
         (["--executor", "uniproc"], signal.SIGKILL),
-        (["--executor", "uniproc", "--engine-hang-timeout", "2"], signal.SIGSTOP),
+        (["--executor", "fake", "--engine-hang-timeout", "2"], signal.SIGSTOP),
         pytest.param(
             ["--executor", "multiproc", "--tensor-parallel-size", "2"],
             signal.SIGKILL,
@@ -96,11 +96,14 @@ def complete(server: Server, **body: Any) -> dict[str, Any]:
     ids=["killed", "stopped", "worker killed"],
 )
 def test_answers_are_the_same_though_the_engine_dies(start, long_llama, options, signum):
-    server = start(str(long_llama), "--device", "cpu", *options)
+    is_fake = "fake" in options
+    model = [] if is_fake else [str(long_llama), "--device", "cpu"]
+    length = 8000 if is_fake else 800  # so long that the engine dies before the end
+    server = start(*model, *options)
     bodies = [
         {"temperature": 0, "logprobs": 1},
         {"seed": 5, "n": 2, "stop": ["zzzz"]},
-        {"prompt": "twice", "temperature": 0.7, "seed": 1, "max_tokens": 800},
+        {"prompt": "twice", "temperature": 0.7, "seed": 1, "max_tokens": length},
     ]
     expected = [complete(server, **body) for body in bodies]
     with ThreadPoolExecutor() as pool:
@@ -111,7 +114,7 @@ def test_answers_are_the_same_though_the_engine_dies(start, long_llama, options,
         server.wait_for_line("restarting it")
         if signum == signal.SIGSTOP:
             server.wait_for_line("in run_busy_loop")  # the stacks
-        assert [each.result() for each in got] == expected
+        assert [future.result() for future in got] == expected
     server.wait_ready()
     assert not engine.is_running()
     server.wait_idle()
@@ -133,15 +136,6 @@ def test_adapters_belong_to_an_engine_and_outlive_it_and_their_source(start, tin
     server.children()["engine"].kill()
     server.wait_for_line("restarting it")
     assert complete(server, **body, model="sql")["choices"] == expected["choices"]
-
-
-def test_a_server_starts_and_restarts_in_a_folder_that_was_removed(start, tmp_path):
-    script = 'mkdir "$0" && cd "$0" && rmdir "$0" && exec "$@"'
-    server = start("--executor", "fake", prefix=("sh", "-c", script, str(tmp_path / "gone")))
-    for kind in ("engine", "api"):
-        server.children()[kind].kill()
-        server.wait_for_line(f"{kind}.* ended .*: restarting it")
-        assert len(complete(server)["choices"]) == 1
 
 
 def test_an_api_server_that_dies_is_replaced_and_others_go_on(start):
@@ -169,20 +163,19 @@ def test_the_death_of_the_parent_ends_all(start):
     wait_until(lambda: not any(c.is_running() for c in children.values()), "orphans")
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-def test_signal_leaves_nothing(start, signum: signal.Signals):
+def test_a_signal_leaves_nothing(start):
     server = start("--executor", "fake")
     folder, children = socket_folder(server), server.children()
     assert folder.stat().st_mode & 0o777 == 0o700
-    server.process.send_signal(signum)
+    server.process.send_signal(signal.SIGINT)
     assert server.process.wait(WAIT_SECONDS) == 0
     assert not any(c.is_running() for c in children.values())
     assert not folder.exists()
 
 
-async def test_sigterm_lets_open_requests_finish(start, long_llama):
-    server = start(str(long_llama), "--device", "cpu")
-    client, (stream,) = await open_streams(server, 1, max_tokens=500)
+async def test_sigterm_lets_open_requests_finish(start):
+    server = start("--executor", "fake")
+    client, (stream,) = await open_streams(server, 1)
     server.process.send_signal(signal.SIGTERM)
     reasons = [chunk.choices[0].finish_reason async for chunk in stream]
     assert reasons[-1] == "length"
@@ -190,34 +183,20 @@ async def test_sigterm_lets_open_requests_finish(start, long_llama):
     assert server.stop() == 0
 
 
-def test_sigterm_lets_a_background_response_finish(start):
-    server = start("--executor", "fake", "--log-level", "debug")
-    body = {"input": "x", "background": True, "max_output_tokens": 4000, "ignore_eos": True}
-    httpx.post(f"{server.url}/v1/responses", json=body).raise_for_status()
-    assert server.stop() == 0
-    log = "\n".join(server.lines)
-    assert "draining: 1 requests open" in log
-    assert not re.search(r"aborted after|Traceback|Error", log), log
-
-
-@pytest.mark.parametrize("timeout", ["0", "15"])
-def test_a_background_response_ends_with_the_server(start, timeout: str):
-    """When time is up, or at a second signal."""
-    server = start("--executor", "fake", "--shutdown-timeout", timeout)
+def test_a_background_response_ends_with_the_server(start):
+    """When time is up."""
+    server = start("--executor", "fake", "--shutdown-timeout", "0")
     body = {"input": "x", "background": True, "max_output_tokens": 8000, "ignore_eos": True}
     for _ in range(16):
         httpx.post(f"{server.url}/v1/responses", json=body).raise_for_status()
     server.process.send_signal(signal.SIGTERM)
-    if timeout != "0":
-        server.wait_for_line(r"draining: \d+ requests open")
-        server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(WAIT_SECONDS) == 0
     log = "\n".join(server.lines)
     assert not re.search(r"Traceback|Error|the engine has ended|killed", log), log
 
 
-async def test_drain_is_cut_with_an_error_when_time_is_up(start, long_llama):
-    server = start(str(long_llama), "--device", "cpu", "--shutdown-timeout", "0")
+async def test_drain_is_cut_with_an_error_when_time_is_up(start):
+    server = start("--executor", "fake", "--shutdown-timeout", "0")
     client, streams = await open_streams(server, 8)
     server.process.send_signal(signal.SIGTERM)
     for stream in streams:
@@ -228,8 +207,8 @@ async def test_drain_is_cut_with_an_error_when_time_is_up(start, long_llama):
     assert server.stop() == 0
 
 
-async def test_100_clients_that_leave_free_all_blocks(start, long_llama):
-    server = start(str(long_llama), "--device", "cpu", "--max-num-seqs", "128")
+async def test_100_clients_that_leave_free_all_blocks(start):
+    server = start("--executor", "fake", "--max-num-seqs", "128")
     client, streams = await open_streams(server, 100)
     assert server.metric("vllm:num_requests_running") > 0
     await asyncio.gather(*(stream.close() for stream in streams))
@@ -264,37 +243,13 @@ def test_idle_costs_no_cpu(llama_server: Server):
     assert after["api"] - before["api"] <= 0.2
 
 
-def test_two_api_servers_share_port_and_metrics(start):
-    server = start("--executor", "fake", "--api-server-count", "2")
-    for i in range(20):  # new connections, so that both servers get some
-        httpx.post(
-            f"{server.url}/v1/completions", json={"prompt": f"{i}", "max_tokens": 4}
-        ).raise_for_status()
-    assert server.metric("vllm:request_success_total") == 20
-    assert server.metric("vllm:generation_tokens_total") == 80
-    text = httpx.get(f"{server.url}/metrics").text
-    answered = re.findall(r'^http_requests_total{handler="/v1/completions",.*} (\S+)$', text, re.M)
-    assert sum(map(float, answered)) == 20
-    for _ in range(10):  # whichever of them is asked knows all
-        listed = httpx.get(f"{server.url}/v1/requests?recent=100").json()["data"]
-        assert len({one["id"] for one in listed}) == 20
-        assert len(httpx.get(f"{server.url}/v1/requests?slowest=7").json()["data"]) == 7
-        for one in listed[:2]:
-            httpx.get(f"{server.url}/v1/requests/{one['id']}/timeline").raise_for_status()
-        steps = httpx.get(f"{server.url}/v1/steps?recent=1000").json()["data"]
-        assert [step["step"] for step in steps] == [*range(80)]
-    assert httpx.get(f"{server.url}/v1/requests/none/timeline").status_code == 404
-    assert server.stop() == 0
-
-
-def test_two_engines_answer_as_one_though_one_of_them_dies(start, tiny_llama, llama_server):
+def test_two_engines_answer_as_one_though_one_of_them_dies(start, fake_server):
     bodies = [
-        {"prompt": f"{i} upon a time", "temperature": i % 2, "seed": i, "max_tokens": 200}
+        {"prompt": f"{i} upon a time", "temperature": i % 2, "seed": i, "max_tokens": 4000}
         for i in range(6)
     ]
-    expected = [complete(llama_server, **body)["choices"] for body in bodies]
-    options = ("--device", "cpu", "--data-parallel-size", "2", "--api-server-count", "2")
-    server = start(str(tiny_llama), *options)
+    expected = [complete(fake_server, **body)["choices"] for body in bodies]
+    server = start("--executor", "fake", "--data-parallel-size", "2", "--api-server-count", "2")
     assert [complete(server, **body)["choices"] for body in bodies] == expected
     engines = [
         child
@@ -305,7 +260,7 @@ def test_two_engines_answer_as_one_though_one_of_them_dies(start, tiny_llama, ll
         got = [pool.submit(complete, server, **body) for body in bodies]
         wait_until(lambda: server.metric("vllm:num_requests_running") > 1, "nothing runs")
         engines[1].kill()
-        assert [each.result()["choices"] for each in got] == expected
+        assert [future.result()["choices"] for future in got] == expected
     wait_until(
         lambda: httpx.get(f"{server.url}/health").json()["engines"] == ["idle", "idle"],
         "an engine is missing",
@@ -330,7 +285,7 @@ def test_headless_engine_serves_attached_api_servers(start, tmp_path: Path):
     assert engine.process.wait(WAIT_SECONDS) == 1
 
 
-async def test_an_attached_api_server_that_is_killed_takes_its_requests_with_it(start, tmp_path):
+async def test_a_killed_api_server_aborts_its_requests(start, tmp_path):
     folder = tmp_path / "ipc"
     patience = ["--engine-hang-timeout", "600"]
     engine = start("--executor", "fake", "--headless", "--ipc-dir", str(folder), *patience)
@@ -413,17 +368,17 @@ def test_hang_up_has_keys_and_log_level_read_again(start, tmp_path: Path):
     server.wait_for_line("SIGHUP: --api-key-file .*nothing changed")
     assert status("new") == 200
     # Not one line of info since: the engine and both API servers know the level, too.
-    seen = len(server.lines)
+    num_lines = len(server.lines)
     assert server.stop() == 0
-    assert [line for line in server.lines[seen:] if " INFO " in line] == []
+    assert [line for line in server.lines[num_lines:] if " INFO " in line] == []
 
 
 def test_configuration_errors_are_one_line_and_exit_code_2(tmp_path: Path, tiny_llama):
     sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
     config = dict.fromkeys((*sizes, "max_position_embeddings"), 8)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "unheard_of", **config}))
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = str(listener.getsockname()[1])
         cases = {
             r"no file for model_type 'unheard_of'": [str(tmp_path), "--model-impl", "servd"],
             rf"cannot listen on 127.0.0.1:{port}.*--port": ["--executor", "fake", "--port", port],

@@ -27,6 +27,7 @@ from tests.limits import WAIT_SECONDS
 ray = pytest.importorskip("ray", reason="needs Ray: pip install 'servd[ray]'")
 
 pytestmark = [
+    pytest.mark.slow,  # Ray's own processes take minutes of two CPUs
     pytest.mark.timeout(1200),
     pytest.mark.filterwarnings("ignore"),  # Ray's own
 ]
@@ -64,10 +65,7 @@ def texts(llm: LLM) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params)]
 
 
-@pytest.mark.parametrize(
-    "split",
-    ["tensor_parallel_size", pytest.param("pipeline_parallel_size", marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize("split", ["tensor_parallel_size", "pipeline_parallel_size"])
 def test_workers_on_two_nodes_compute_as_one_does(cluster, tiny_llama: Path, split):
     options = {"device": "cpu", "dtype": "float32", "use_tqdm": False}
     alone = LLM(str(tiny_llama), **options)
@@ -88,7 +86,7 @@ def actors() -> list[dict[str, Any]]:
     from ray.util.state import list_actors
 
     try:
-        return [vars(each) | {"NodeID": each.node_id} for each in list_actors() if alive(each)]
+        return [vars(actor) | {"NodeID": actor.node_id} for actor in list_actors() if alive(actor)]
     except Exception:  # it needs the dashboard
         return [{"NodeID": node["NodeID"]} for node in ray.nodes() if node["Resources"].get("CPU")]
 
@@ -181,7 +179,7 @@ def test_engines_of_two_nodes_answer_as_one_though_a_node_is_killed(cluster, sta
         cluster.remove_node(node, allow_graceful=False)
         seconds = wait_until(lambda: "restarting" in states(server), "nobody notices")
         print(f"noticed after {seconds:.2f} s")
-        assert [each.result() for each in got] == expected
+        assert [future.result() for future in got] == expected
 
     cluster.add_node(**ONE)
     wait_until(lambda: states(server) == ["idle", "idle"], "it is not placed again")
@@ -219,14 +217,13 @@ def is_idle(server: Server) -> bool:
 def engines() -> list[psutil.Process]:
     """Processes of engines that serve another host's API servers."""
     return [
-        each
-        for each in psutil.process_iter(["cmdline"])
-        if "servd.core.engine_core_proc" in (each.info["cmdline"] or [])
-        and any("ray::" in " ".join(parent.cmdline()) for parent in each.parents())
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if "servd.core.engine_core_proc" in (process.info["cmdline"] or [])
+        and any("ray::" in " ".join(parent.cmdline()) for parent in process.parents())
     ]
 
 
-@pytest.mark.slow
 def test_replicas_of_ray_serve_answer_stream_and_are_replaced(cluster):
     from ray import serve
 
@@ -251,9 +248,9 @@ def test_replicas_of_ray_serve_answer_stream_and_are_replaced(cluster):
     assert httpx.post(f"{url}/v1/completions?x=1", json={"max_tokens": 0}).status_code == 400
 
     servers = [
-        each
-        for each in psutil.process_iter(["cmdline"])
-        if "servd.launch.model_server" in (each.info["cmdline"] or [])
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if "servd.launch.model_server" in (process.info["cmdline"] or [])
     ]
     assert len(servers) == 2
     servers[0].kill()

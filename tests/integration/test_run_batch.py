@@ -98,36 +98,6 @@ def test_a_second_run_resumes_the_first(tmp_path, url, fake_server):
     assert {answer["response"]["status_code"] for answer in answers.values()} == {200}
 
 
-def test_only_line_feeds_end_lines(tmp_path, url):
-    text = "a\u2028b\x85c"  # other ends of lines that JSON writes as they are
-    request = {
-        "custom_id": text,
-        "method": "POST",
-        "url": COMPLETIONS,
-        "body": {"prompt": text, "max_tokens": 1},
-    }
-    request["body"]["echo"] = True
-    for _ in range(2):
-        code, answers, log = run(tmp_path, json.dumps(request, ensure_ascii=False), options=url)
-        assert code == 0 and list(answers) == [text], log
-    assert answers[text]["response"]["body"]["choices"][0]["text"].startswith(text)
-
-
-def test_startup_errors_are_one_line_and_exit_code_2(tmp_path):
-    source = tmp_path / "in.jsonl"
-    source.write_text(line("a", prompt="a"), encoding="utf8")
-    base = [sys.executable, "-m", "servd", "run-batch", "-o", str(tmp_path / "out.jsonl")]
-    for arguments, word in (
-        ([str(tmp_path / "no-model"), "-i", str(source)], "did not start"),
-        (["--url", "http://127.0.0.1:1", "-i", str(tmp_path / "none")], "No such file"),
-    ):
-        process = subprocess.run(
-            [*base, *arguments], capture_output=True, text=True, timeout=WAIT_SECONDS
-        )
-        assert process.returncode == 2
-        assert word in process.stderr and "Traceback" not in process.stderr
-
-
 def test_an_output_that_cannot_be_written_is_an_error(tmp_path, url):
     source = tmp_path / "in.jsonl"
     source.write_text(

@@ -32,7 +32,7 @@ def test_models_start_sleep_and_end_with_their_server(start, tiny_llama: Path, t
         return {key: answer.json()[key] for key in ("model", "usage")}
 
     answers = [ask(name) for name in ("first", "second", "first")]
-    assert [each["model"] for each in answers] == ["first", "second", "first"]
+    assert [answer["model"] for answer in answers] == ["first", "second", "first"]
     for name in ("first", "second"):
         server.wait_for_line(f"{name} sleeps")
         server.wait_for_line(f"{name}/engine")

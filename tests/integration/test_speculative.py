@@ -88,8 +88,8 @@ def test_answers_are_the_same_when_they_come_together(plain, drafting):
     expected = [chat(plain, name) for name in CHATS]
     with ThreadPoolExecutor(len(CHATS)) as clients:
         answers = list(clients.map(lambda name: chat(drafting, name), CHATS))
-    for one, other in zip(answers, expected, strict=True):
-        assert logprobs(one) == pytest.approx(logprobs(other), abs=1e-3)
+    for answer, expected_answer in zip(answers, expected, strict=True):
+        assert logprobs(answer) == pytest.approx(logprobs(expected_answer), abs=1e-3)
     assert answers == expected
     # Or all this would say nothing. How many drafts pay depends on the machine's load.
     assert drafting.metric("vllm:spec_decode_num_draft_tokens_total") > 0

@@ -40,7 +40,7 @@ def replies_of_peft(model: str, adapter: Path) -> list[tuple[list[int], list[int
         options = {"max_new_tokens": NUM_TOKENS, "do_sample": False}
         return adapted.generate(input_ids=torch.tensor([prompt]), **options)[0, len(prompt) :]
 
-    found = []
+    replies = []
     for question in QUESTIONS:
         messages = [{"role": "user", "content": question}]
         prompt = tokenizer.apply_chat_template(
@@ -48,8 +48,8 @@ def replies_of_peft(model: str, adapter: Path) -> list[tuple[list[int], list[int
         )
         with adapted.disable_adapter():
             plain = reply(prompt)
-        found.append((prompt, plain.tolist(), reply(prompt).tolist()))
-    return found
+        replies.append((prompt, plain.tolist(), reply(prompt).tolist()))
+    return replies
 
 
 def complete(server: Server, model: str, prompt: list[int]) -> list[int]:

@@ -39,7 +39,7 @@ def look_until_prepared(engines: EngineSupervisor) -> EngineProcess:
     return engines.standby
 
 
-def test_the_next_engine_has_imported_what_takes_long_before_it_is_needed(ipc_dir, monkeypatch):
+def test_the_standby_engine_imports_torch_in_advance(ipc_dir, monkeypatch):
     monkeypatch.setattr(module, "STANDBY_DELAY", 0.0)
     ended: queue.SimpleQueue[Child] = queue.SimpleQueue()
     config, spec, _ = launch.find_and_resolve(Config.load({"executor": "fake"}))

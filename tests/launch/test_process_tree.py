@@ -195,9 +195,7 @@ def test_adapters_are_read_again(tmp_path: Path, caplog):
     assert {name: adapter.digest for name, adapter in store.read_adapters().items()} == after
 
 
-def test_an_api_server_whose_loop_stands_still_is_killed_and_one_that_works_is_not(
-    tree, monkeypatch, caplog
-):
+def test_an_api_server_with_a_blocked_loop_is_killed(tree, monkeypatch, caplog):
     monkeypatch.setattr(events, "LOOK_INTERVAL", 0.0)
 
     class Child:
@@ -222,9 +220,7 @@ def test_an_api_server_whose_loop_stands_still_is_killed_and_one_that_works_is_n
     assert "api-1: hung: it has shown no sign of life for 4 s" in caplog.text
 
 
-def test_an_api_server_that_is_replaced_in_a_hand_over_waits_for_no_engine(
-    tree, monkeypatch, tmp_path
-):
+def test_a_replaced_api_server_does_not_wait_for_an_engine(tree, monkeypatch, tmp_path):
     """Unless none was ever ready: its socket goes with it."""
     started: list[bool] = []
     servers = tree.api_servers

@@ -1,6 +1,7 @@
 """Beam search over a model's scores gives transformers' sequences, for every way to end."""
 
 import random
+from itertools import product
 
 import pytest
 import torch
@@ -36,10 +37,12 @@ def search(folder, prompt, num_beams, eos, length_penalty, early_stopping) -> Be
     return beams
 
 
-@pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 1.0, 2.5])
-@pytest.mark.parametrize("early_stopping", [False, True, "never"])
-@pytest.mark.parametrize(("num_beams", "num_eos"), [(3, 0), (4, 40), (5, 12)])
-def test_sequences_and_scores(checkpoints, num_beams, num_eos, early_stopping, length_penalty):
+SEARCHES = [*product([(3, 0), (4, 40), (5, 12)], [False, True, "never"], [-1.0, 0.0, 1.0, 2.5])]
+
+
+@pytest.mark.parametrize(("sizes", "early_stopping", "length_penalty"), SEARCHES[::3])
+def test_sequences_and_scores(checkpoints, sizes, early_stopping, length_penalty):
+    num_beams, num_eos = sizes
     folder = checkpoints("llama", "untied")
     draw = random.Random(num_eos)
     prompt = [draw.randrange(199) for _ in range(9)]

@@ -69,7 +69,7 @@ def changes(model_type: str, stated: dict[str, Any]) -> Iterator[tuple[str, dict
             yield f"without {key}", {name: stated[name] for name in stated if name != key}
 
 
-QUICK = ("bert", "llama")
+QUICK = ("llama",)
 FAMILIES = [
     pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
     for name in sorted(CASES | ENCODERS)

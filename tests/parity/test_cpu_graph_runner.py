@@ -28,6 +28,12 @@ FAMILIES = [
     ("qwen3_moe", "renormalized"),
     ("phi3", "window"),
 ]
+PLAIN = {"block_size": 16}
+RECORDED = [(*family, PLAIN) for family in FAMILIES] + [
+    ("llama", "llama3 rope", {"block_size": 32, "dtype": "bfloat16"}),
+    ("gemma2", "caps", {"block_size": 48, "dtype": "float16"}),
+    ("qwen3_moe", "renormalized", PLAIN | {"quantization": "int8", "kv_cache_dtype": "int8"}),
+]
 
 
 def graphs_of(driver: Driver) -> CPUGraphRunner | None:
@@ -56,17 +62,7 @@ def churn(driver: Driver, seed: int = 4) -> list[tuple[list[int], torch.Tensor]]
     return done
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"block_size": 16},
-        {"block_size": 32, "dtype": "bfloat16"},
-        {"block_size": 48, "dtype": "float16"},
-        {"block_size": 16, "quantization": "int8", "kv_cache_dtype": "int8"},
-    ],
-    ids=lambda options: " ".join(map(str, options.values())),
-)
-@pytest.mark.parametrize(("model_type", "variant"), FAMILIES)
+@pytest.mark.parametrize(("model_type", "variant", "options"), RECORDED)
 def test_steps_have_the_bits_of_single_calls(checkpoints, model_type, variant, options):
     folder: Path = checkpoints(model_type, variant)
     driver, by_calls = (

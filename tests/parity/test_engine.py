@@ -49,17 +49,7 @@ def make_requests(params: list[SamplingParams]) -> list[EngineCoreRequest]:
 
 @pytest.mark.parametrize(
     ("model_type", "num_blocks", "depth"),
-    [
-        ("gpt2", 26, 1),
-        ("gpt2", 26, 2),
-        ("llama", 26, 1),
-        ("llama", 26, 2),
-        ("mistral", 12, 2),
-        ("gemma2", 13, 1),
-        ("gemma3_text", 13, 2),
-        ("gpt_oss", 13, 1),
-        ("gpt_oss", 13, 2),
-    ],
+    [("gpt2", 26, 1), ("llama", 26, 2), ("mistral", 12, 2), ("gemma2", 13, 1), ("gpt_oss", 13, 2)],
 )
 def test_tiny_cache_with_preemption(checkpoints, model_type: str, num_blocks: int, depth: int):
     folder = checkpoints(model_type, next(iter(CASES[model_type])))
@@ -160,33 +150,6 @@ def test_blocks_that_went_to_host_memory_and_to_files_come_back(
             name = request.request_id
             assert log.token_ids(name) == plain.token_ids(name)
     assert log.total("external_prefix_cache_hits") > 0
-
-
-def test_random_sampling_is_the_same_for_any_depth_and_cache(checkpoints):
-    folder = checkpoints("llama", "untied")
-    params = [
-        SamplingParams(
-            temperature=1.3,
-            top_p=0.9,
-            top_k=40,
-            seed=i,
-            max_tokens=15,
-            repetition_penalty=1.2,
-            min_tokens=3,
-        )
-        for i in range(6)
-    ]
-    results = []
-    for num_blocks, depth in ((200, 1), (200, 2), (24, 1), (24, 2)):
-        engine = make_engine(folder, num_blocks, depth)
-        log = Log()
-        requests = make_requests(params)
-        for request in requests:
-            engine.handle(request)
-        log.run(engine)
-        assert (log.total("num_preemptions") > 0) == (num_blocks == 24)
-        results.append([log.token_ids(request.request_id) for request in requests])
-    assert all(result == results[0] for result in results)
 
 
 @pytest.mark.parametrize("depth", [1, 2])

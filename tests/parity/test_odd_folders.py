@@ -179,7 +179,7 @@ def test_attention_both_ways_is_refused(copy, model_type: str):
         answer_of_servd(copy(model_type, is_causal=False))
 
 
-@pytest.mark.parametrize("model_type", CASES)
+@pytest.mark.parametrize("model_type", ["gpt2", "llama", "mixtral", "deepseek_v3", "qwen3_next"])
 def test_architectures_that_name_the_bare_model(copy, model_type: str):
     import transformers
 

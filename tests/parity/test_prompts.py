@@ -13,6 +13,10 @@ from tests.parity.families import CASES, logits_of, reference, tolerance_of
 from tests.worker.driver import Driver, config_for
 
 MODELS = list(CASES)
+CHUNKS = [
+    pytest.param([13, 1, 40], id="uneven"),
+    pytest.param([40], id="whole", marks=pytest.mark.slow),
+]
 TOLERANCE = 1e-4
 
 
@@ -41,7 +45,7 @@ def hidden_of(folder: Path, token_ids: list[int]) -> torch.Tensor:
     return reference(folder).base_model(torch.tensor([token_ids])).last_hidden_state[0]
 
 
-@pytest.mark.parametrize("chunks", [[40], [13, 1, 40], [7] * 5], ids=["whole", "uneven", "sevens"])
+@pytest.mark.parametrize("chunks", CHUNKS)
 def test_prompt_logprobs(folder: Path, chunks: list[int], request: pytest.FixtureRequest):
     model = request.node.callspec.params["folder"]
     tolerance = tolerance_of(model)
@@ -79,7 +83,7 @@ def test_prompt_logprobs(folder: Path, chunks: list[int], request: pytest.Fixtur
     assert driver.step(dict.fromkeys(slots, 1)).prompt_logprobs == {}
 
 
-@pytest.mark.parametrize("chunks", [[40], [13, 1, 40], [7] * 5], ids=["whole", "uneven", "sevens"])
+@pytest.mark.parametrize("chunks", CHUNKS)
 def test_pooled_vectors(folder: Path, chunks: list[int]):
     driver = Driver(config_for(folder))
     all_params = [

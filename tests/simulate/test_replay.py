@@ -59,9 +59,9 @@ async def test_an_answer_is_repeated_by_its_manifest(path: str, body: Any, tmp_p
     assert len(choices) == len(made.prompts) * body.get("n", 1) and all(choices)
     options = ("--executor", "fake", "--max-model-len", "4096")
     assert replay(str(tmp_path / "answer"), *options) == 0
-    shown = capsys.readouterr().out
-    assert shown.count("all the same") == len(choices)
-    assert "not the same" not in shown
+    output = capsys.readouterr().out
+    assert output.count("all the same") == len(choices)
+    assert "not the same" not in output
 
 
 def test_the_first_token_that_differs_is_named_with_its_margin(tmp_path: Path, capsys):
@@ -80,11 +80,11 @@ def test_the_first_token_that_differs_is_named_with_its_margin(tmp_path: Path, c
     made = msgspec.structs.replace(made, prompts=[prompt], weights="another")
     (tmp_path / "manifest.json").write_bytes(msgspec.json.encode(made))
     assert replay(str(tmp_path / "manifest.json"), "demo", "--device", "cpu") == 1
-    shown = capsys.readouterr().out
-    assert f"({token_ids[3]}) and is" in shown and "token 3 was" in shown
-    margin = float(shown.partition("the new one by ")[2].split()[0])
-    assert margin > 0 and ("no tie" in shown) == (margin >= 1e-3)
-    assert "not the same: weights: another then" in shown
+    printed = capsys.readouterr().out
+    assert f"({token_ids[3]}) and is" in printed and "token 3 was" in printed
+    margin = float(printed.partition("the new one by ")[2].split()[0])
+    assert margin > 0 and ("no tie" in printed) == (margin >= 1e-3)
+    assert "not the same: weights: another then" in printed
 
 
 async def test_a_manifest_names_no_places_and_beam_search_has_none():
@@ -98,18 +98,18 @@ async def test_a_manifest_names_no_places_and_beam_search_has_none():
 
 
 def test_weights_are_known_by_their_contents(tmp_path: Path):
-    one, other = tmp_path / "one", tmp_path / "other"
-    for folder in (one, other):
+    first, second = tmp_path / "one", tmp_path / "other"
+    for folder in (first, second):
         folder.mkdir()
         (folder / "model.safetensors").write_bytes(b"weights")
     hash_weights.cache_clear()
-    assert hash_weights(str(one)) == hash_weights(str(other))
-    (other / "model.safetensors").write_bytes(b"others")
+    assert hash_weights(str(first)) == hash_weights(str(second))
+    (second / "model.safetensors").write_bytes(b"others")
     hash_weights.cache_clear()
-    assert hash_weights(str(one)) != hash_weights(str(other))
+    assert hash_weights(str(first)) != hash_weights(str(second))
 
 
-def test_what_decides_the_tokens_is_in_the_hash_and_where_it_lies_is_not():
+def test_manifest_hashes_exclude_paths():
     def configuration(**options: Any) -> str:
         worker = WorkerReady("cpu", "float32", "torch", 1, 0, 0)
         return make_manifest(Config.load(options), FAKE_SPEC, worker, []).configuration

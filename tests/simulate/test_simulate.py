@@ -32,7 +32,7 @@ def lines(count: int, rate: float, shape: str = "short") -> list[RequestLine]:
 
 
 def total(requests: list[RequestLine], name: str) -> int:
-    return sum(getattr(each, name) for each in requests)
+    return sum(getattr(request, name) for request in requests)
 
 
 @pytest.mark.parametrize(
@@ -69,17 +69,17 @@ def test_costs_are_found_from_steps_alone(monkeypatch):
 
     def recorded():
         assert engine.launched is not None
-        tokens = sum(each.num_scheduled_tokens for each in engine.launched.rows)
+        tokens = sum(row.num_scheduled_tokens for row in engine.launched.rows)
         rows = len(engine.launched.rows)
         steps.append(StepLine(0, engine.began_ns, engine.clock.ns, tokens, rows))
-        found = end_step()
-        for output in found[0]:
+        step = end_step()
+        for output in step[0]:
             line = requests[int(output.request_id) - 1]
             for mark in output.marks:
                 if mark.stage in ("scheduled", "first_token", "finished"):
                     setattr(line, mark.stage, mark.at_ns / 1e6)
             line.cached = max(line.cached, output.num_cached_tokens)
-        return found
+        return step
 
     monkeypatch.setattr(engine, "end_step", recorded)
     simulated.run(requests)
@@ -90,22 +90,22 @@ def test_costs_are_found_from_steps_alone(monkeypatch):
             (line.finished - line.scheduled),
         )
         line.scheduled = 0.0
-    found = step_costs.fit(steps, requests)
-    assert found is not None
+    fitted = step_costs.fit(steps, requests)
+    assert fitted is not None
     steps_like = (1, 1, 80, 0), (12, 12, 5000, 0), (130, 6, 900, 9000), (150, 1, 0, 11_000, True)
     for like in steps_like:
-        assert found.of_step(*like) == pytest.approx(costs.of_step(*like), rel=0.05)
+        assert fitted.of_step(*like) == pytest.approx(costs.of_step(*like), rel=0.05)
 
 
 def test_blocks_are_those_of_the_prompt_and_of_the_answer():
     line = RequestLine(0, 40, 30, [5, 6], [7, 8], 16)
     assert identify_blocks(line, 1, 16) == [5, 6, 7, 8]
-    own = identify_blocks(RequestLine(0, 40, 30, [5, 6], [], 16), 1, 16)
-    assert own[:2] == [5, 6] and not {7, 8} & {*own} and len({*own}) == 4
-    assert own[2:] != identify_blocks(RequestLine(0, 40, 30, [5, 6], [], 16), 2, 16)[2:]
+    own_blocks = identify_blocks(RequestLine(0, 40, 30, [5, 6], [], 16), 1, 16)
+    assert own_blocks[:2] == [5, 6] and not {7, 8} & {*own_blocks} and len({*own_blocks}) == 4
+    assert own_blocks[2:] != identify_blocks(RequestLine(0, 40, 30, [5, 6], [], 16), 2, 16)[2:]
     # Of a published trace, whose last block is filled in part.
     first, second = (RequestLine(0, 1000, 30, [1, last], [], 512) for last in (2, 3))
-    both = [identify_blocks(each, i, 16) for i, each in enumerate((first, second))]
+    both = [identify_blocks(request_line, i, 16) for i, request_line in enumerate((first, second))]
     same = [a == b for a, b in zip(*both, strict=True)]
     assert same == [True] * 32 + [False] * 32
     again = identify_blocks(first, 9, 16)
@@ -126,34 +126,38 @@ async def test_a_recorded_conversation_is_cached_as_it_was(tmp_path):
         await served.http.post("/v1/completions", json=vectors)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert "sea" not in path.read_text() and "101,108,108" not in path.read_text()
-    found = read(str(path))
-    assert found.server is not None and found.server.options["block_size"] == 4
-    assert len(found.requests) == 7 and found.steps
-    assert sum(each.cached for each in found.requests[2:6]) > 60
-    assert all(0 < each.scheduled <= each.first_token <= each.finished for each in found.requests)
+    recording = read(str(path))
+    assert recording.server is not None and recording.server.options["block_size"] == 4
+    assert len(recording.requests) == 7 and recording.steps
+    assert sum(request.cached for request in recording.requests[2:6]) > 60
+    assert all(
+        0 < request.scheduled <= request.first_token <= request.finished
+        for request in recording.requests
+    )
     quick = Costs(step=1000)  # the next turn comes when there is an answer
-    simulated = cluster(found.server.num_blocks, costs=quick, block_size=4, max_num_seqs=64)
-    simulated.run(found.requests)
+    simulated = cluster(recording.server.num_blocks, costs=quick, block_size=4, max_num_seqs=64)
+    simulated.run(recording.requests)
     for name in ("cached", "output_length"):
-        assert total(simulated.served, name) == total(found.requests, name)
+        assert total(simulated.served, name) == total(recording.requests, name)
 
 
 def test_recordings_share_a_key_that_is_not_in_them(tmp_path):
     config = Config.load({"block_size": 4})
-    one, other = (Recorder(str(tmp_path / "a"), config) for _ in range(2))
+    recorder, second = (Recorder(str(tmp_path / "a"), config) for _ in range(2))
     third = Recorder(str(tmp_path / "b"), config)
     tokens = [*range(9)]
     assert (
-        one._hash_blocks(tokens, b"")
-        == other._hash_blocks(tokens, b"")
+        recorder._hash_blocks(tokens, b"")
+        == second._hash_blocks(tokens, b"")
         != third._hash_blocks(tokens, b"")
     )
-    assert one._hash_blocks(tokens, b"salt")[0][0] != one._hash_blocks(tokens, b"")[0][0]
-    (whole, end), (first, middle) = one._hash_blocks(tokens, b""), one._hash_blocks(tokens[:4], b"")
-    assert one._hash_blocks(tokens[4:], middle) == (whole[1:], end) and first == whole[:1]
+    assert recorder._hash_blocks(tokens, b"salt")[0] != recorder._hash_blocks(tokens, b"")[0]
+    whole, end = recorder._hash_blocks(tokens, b"")
+    first, middle = recorder._hash_blocks(tokens[:4], b"")
+    assert recorder._hash_blocks(tokens[4:], middle) == (whole[1:], end) and first == whole[:1]
     assert stat.S_IMODE((tmp_path / "a.key").stat().st_mode) == 0o600
-    for each in (one, other, third):
-        each.close()
+    for open_recorder in (recorder, second, third):
+        open_recorder.close()
     with pytest.raises(ConfigError, match="--record-trace"):
         Recorder(str(tmp_path / "no" / "a"), config)
 
@@ -162,24 +166,26 @@ def run_simulate(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[i
     with pytest.raises(SystemExit) as end:
         cli.main(["simulate", *arguments])
     assert isinstance(end.value.code, int)
-    shown = capsys.readouterr()
-    return end.value.code, shown.out + shown.err
+    captured = capsys.readouterr()
+    return end.value.code, captured.out + captured.err
 
 
 def test_routing_by_prefix_finds_more_than_turns(capsys, tmp_path):
     costs = '{"step": 5e6, "token": 1e5}'
-    common = ["--shape", "short", "--requests", "400", "--rate", "30", "--costs", costs]
+    common = ["--shape", "short", "--rate", "30", "--costs", costs]
     common += ["--num-blocks", "2000", "--data-parallel-size", "4"]
-    found = []
-    for routing in ("servd", "round-robin", "prefix", "least", "random"):
+    results = []
+    counts = {"servd": 400, "round-robin": 400, "prefix": 40, "least": 40, "random": 40}
+    for routing, count in counts.items():
         file = tmp_path / routing
-        code, shown = run_simulate(capsys, *common, "--routing", routing, "--json", str(file))
-        assert code == 0 and "prefix_hits_%" in shown, shown
-        found.append(json.loads(file.read_text())["simulated"])
-    servd, turns, *_ = found
+        options = ["--requests", str(count), "--routing", routing, "--json", str(file)]
+        code, output = run_simulate(capsys, *common, *options)
+        assert code == 0 and "prefix_hits_%" in output, output
+        results.append(json.loads(file.read_text())["simulated"])
+    servd, turns, *_ = results
     assert servd["prefix_hits_%"] > turns["prefix_hits_%"] + 10
     assert servd["lost_by_routing_%"] < turns["lost_by_routing_%"] - 10
-    assert [each["requests"] for each in found] == [400] * 5
+    assert [simulated["requests"] for simulated in results] == [*counts.values()]
 
 
 def test_four_engines_find_almost_what_one_of_four_times_the_size_does():
@@ -191,7 +197,7 @@ def test_four_engines_find_almost_what_one_of_four_times_the_size_does():
         sizes = {"max_num_seqs": 256 * speed, "max_num_batched_tokens": 8192 * speed}
         sizes |= {"max_model_len": 1 << 15, "data_parallel_size": count}
         simulated = cluster(speed * 4000, costs, **sizes)
-        made_up = make_requests(SHAPES["chat"], 1500, 48, 1 << 15)
+        made_up = make_requests(SHAPES["chat"], 800, 48, 1 << 15)
         simulated.run(made_up)
         served = simulated.served
         hits.append(100 * total(served, "cached") / total(served, "input_length"))
@@ -210,17 +216,17 @@ def test_what_is_missing_or_wrong_is_named(capsys, tmp_path):
         ([*made_up, "--servers", "0"], "--servers: 0: must be above 0"),
         ([*made_up, "--requests", "2", "--json", str(tmp_path / "a" / "b")], "--json"),
     ):
-        code, shown = run_simulate(capsys, *arguments)
-        assert code == 2 and expected in shown, shown
+        code, output = run_simulate(capsys, *arguments)
+        assert code == 2 and expected in output, output
 
 
 def test_generated_requests_need_no_recording(capsys):
     """An H100 with an 8B model answers faster than two CPUs with a model of 135M."""
     latency = {}
     for options in ([], ["--costs", "cpu"], ["--costs", "h100"]):
-        code, shown = run_simulate(capsys, "--shape", "chat", "--requests", "200", *options)
-        assert code == 0, shown
-        [line] = [line for line in shown.splitlines() if line.startswith("ttft_ms_p50")]
+        code, output = run_simulate(capsys, "--shape", "chat", "--requests", "200", *options)
+        assert code == 0, output
+        [line] = [line for line in output.splitlines() if line.startswith("ttft_ms_p50")]
         latency[*options] = float(line.split()[1])
     assert latency[()] == latency["--costs", "cpu"] > latency["--costs", "h100"]
 
@@ -230,5 +236,5 @@ def test_long_requests_are_refused_and_counted():
     simulated = cluster(1000)
     simulated.run(requests)
     assert simulated.num_refused == 1
-    assert sorted(each.output_length for each in simulated.served) == [0, 20]
-    assert all(each.first_token > 3 for each in simulated.served)
+    assert sorted(request.output_length for request in simulated.served) == [0, 20]
+    assert all(request.first_token > 3 for request in simulated.served)

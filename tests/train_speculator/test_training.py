@@ -41,9 +41,9 @@ def test_drafts_in_training_are_those_that_are_served(target: Path, tmp_path: Pa
     config = {"method": method, "model": str(tmp_path), "num_speculative_tokens": NUM_DRAFTS}
     served = drafts_of(target, config, NUM_DRAFTS)
     # In training a head sees every token.
-    seen = [each for each in served if method == "medusa" or not each[2]]
-    assert len(seen) > 10
-    for tokens, drafts, _ in seen:
+    compared = [step for step in served if method == "medusa" or not step[2]]
+    assert len(compared) > 10
+    for tokens, drafts, _ in compared:
         ids = torch.tensor([[*tokens, *drafts]])
         is_output = torch.arange(ids.shape[1])[None] >= len(tokens)
         with torch.no_grad():
@@ -99,8 +99,8 @@ def test_an_interrupted_training_ends_as_if_it_never_stopped(
     assert_served(tiny_llama, whole, method)
 
 
-def assert_same(one: Path, other: Path) -> None:
-    mine, theirs = (load_file(folder / "model.safetensors") for folder in (one, other))
+def assert_same(first: Path, second: Path) -> None:
+    mine, theirs = (load_file(folder / "model.safetensors") for folder in (first, second))
     assert mine.keys() == theirs.keys()
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 

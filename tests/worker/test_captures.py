@@ -23,7 +23,12 @@ EXTRAS: dict[str, dict[str, Any]] = {
 }
 FAMILIES = [name for name in CASES if not keeps_state(name)]
 # What differs most: dense, experts, latent attention, experts with biases and groups of layers.
-QUICK = ["llama", "mixtral", "deepseek_v3", "gpt_oss"]
+QUICK = {
+    "llama": {("int8", "adapters"), (None, "drafts"), ("fp8", "plain")},
+    "mixtral": {("int4", "plain"), (None, "adapters")},
+    "deepseek_v3": {("fp8", "drafts"), (None, "plain")},
+    "gpt_oss": {("int8", "plain"), (None, "drafts")},
+}
 CONTRACT = [
     pytest.param(
         family,
@@ -31,7 +36,7 @@ CONTRACT = [
         quantization,
         extra,
         marks=[]
-        if family in QUICK and variant is first and (quantization is None or extra == "plain")
+        if variant is first and (quantization, extra) in QUICK.get(family, ())
         else pytest.mark.slow,
         id=f"{family}-{variant}-{quantization}-{extra}",
     )

@@ -118,7 +118,7 @@ def engine(tiny_llama: Path) -> Engine:
     return made
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @given(st.fixed_dictionaries({}, optional=FIELDS))
 def test_any_parameters_are_refused_or_served(engine: Engine, fields: dict[str, Any]):
     params = SamplingParams(**fields)

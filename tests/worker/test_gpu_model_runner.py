@@ -117,7 +117,7 @@ def test_a_decode_step_never_waits_for_the_device(folder: Path, sync_mode):
         driver.generate(slots, 6)
 
 
-def test_what_is_promised_is_enough_for_all_graphs_and_the_largest_step(tmp_path: Path):
+def test_the_memory_profile_covers_graphs_and_the_largest_step(tmp_path: Path):
     share = 0.1
     gc.collect()  # what other tests have left
     config = config_for(

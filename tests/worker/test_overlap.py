@@ -1,6 +1,5 @@
 """Steps in flight with the real sampler: what the device keeps is in time for the next step."""
 
-import json
 import random
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -137,51 +136,6 @@ def test_no_depth_changes_what_a_grammar_allows(tiny_llama: Path):
         if request.params.structured_output is not None:
             text = tokenizer.decode(expected.token_ids(request.request_id))
             assert re.fullmatch(GRAMMAR.value, text)
-
-
-KEYS = ("customer_identifier", "shipping_address_line", "is_express_delivery")
-
-
-@pytest.mark.parametrize(
-    ("batch", "depth", "speculative"),
-    [(4, 2, None), (1, 2, {"method": "ngram"}), (4, 1, {"method": "ngram"})],
-)
-def test_keys_of_a_schema_cost_few_steps(tiny_llama: Path, batch, depth, speculative):
-    """What a grammar forces is computed at once, and changes no token."""
-    schema = json.dumps(
-        {
-            "type": "object",
-            "properties": {key: {"type": "boolean"} for key in KEYS},
-            "required": KEYS,
-            "additionalProperties": False,
-        }
-    )
-    form = StructuredOutput("json", schema)
-    tokenizer = Tokenizer.from_file(str(tiny_llama / "tokenizer.json"))
-    # Random weights like white space, which is not forced.
-    blanks = [i for i in range(tokenizer.get_vocab_size()) if not tokenizer.decode([i]).strip()]
-    requests = []
-    for i, options in enumerate(
-        [{"temperature": 0.0}, {}, {"repetition_penalty": 1.4}, {"logprobs": 1}]
-    ):
-        params = SamplingParams(
-            seed=i,
-            max_tokens=200,
-            logit_bias=dict.fromkeys(blanks, -50.0),
-            structured_output=form,
-            **options,
-        )
-        requests.append(EngineCoreRequest(str(i), [5 + i] * 20, params, eos_token_ids=[3]))
-    limits = {"max_model_len": 256, "max_num_seqs": batch}
-    expected = serve(tiny_llama, requests, 1, 300, False, jumps_ahead=False, **limits)
-    drafts = {"speculative_config": speculative} if speculative else {}
-    log = serve(tiny_llama, requests, depth, 300, False, **limits, **drafts)
-    for request_id in expected.outputs:
-        token_ids = log.token_ids(request_id)
-        assert token_ids == expected.token_ids(request_id)
-        assert json.loads(tokenizer.decode(token_ids)).keys() == set(KEYS)
-        num_steps = len([output for output in log.outputs[request_id] if output.new_token_ids])
-        assert num_steps <= 0.6 * len(token_ids)
 
 
 def check_depths(folder: Path, requests: list[EngineCoreRequest]) -> Log:

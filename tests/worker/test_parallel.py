@@ -138,7 +138,7 @@ def test_two_ranks_equal_one(tmp_path: Path, model_type: str, options: dict[str,
     check(folder, adapter_of(tmp_path, options["num_key_value_heads"]) if is_llama else None)
 
 
-def test_heads_of_which_there_are_fewer_than_ranks_are_shared_by_neighbours():
+def test_neighbour_ranks_share_kv_heads():
     q = torch.arange(8.0)[:, None]  # 4 and 2 heads of 2
     k = torch.arange(10.0, 14.0)[:, None]
     for rank in range(4):

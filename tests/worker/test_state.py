@@ -61,7 +61,7 @@ def requests(*lengths: int, params: SamplingParams = GREEDY) -> list[EngineCoreR
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_tokens_are_those_of_transformers_among_preempted_aborted_and_many(folder: Path, depth):
+def test_stateful_models_equal_transformers_under_load(folder: Path, depth):
     engine = engine_of(folder, depth, num_blocks=22, max_num_seqs=3, max_num_batched_tokens=24)
     all_requests = requests(30, 28, 3, 33, 1, 33, 12)
     log = Log()

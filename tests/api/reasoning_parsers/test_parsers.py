@@ -52,7 +52,7 @@ def test_a_reply_cut_at_every_character(name, case):
 
 
 @pytest.mark.parametrize(("name", "case"), CASES)
-@settings(max_examples=25)
+@settings(max_examples=5)
 @given(data=st.data())
 def test_a_reply_in_random_pieces(name, case, data):
     cuts = sorted(data.draw(st.sets(st.integers(0, len(case.text)))))

@@ -169,14 +169,14 @@ def check_outputs(
 
 
 @pytest.mark.parametrize("name", PARSERS)
-@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=6, suppress_health_check=[HealthCheck.too_slow])
 @given(
     functions=st.lists(functions(), min_size=1, max_size=2, unique_by=lambda f: f["name"]),
     seed=st.integers(0, 999),
 )
 def test_whatever_the_grammar_lets_through_is_a_valid_call(name, functions, seed):
     tools = [{"type": "function", "function": function} for function in functions]
-    check_outputs(forced(name, *tools), tools, range(seed, seed + 4))
+    check_outputs(forced(name, *tools), tools, range(seed, seed + 2))
 
 
 CITY = {"type": "string"}
@@ -218,7 +218,7 @@ EXPRESSIBLE = {
 def test_common_schemas_are_held_to_in_the_models_own_format(name, used):
     reply = forced(name, used)
     assert reply.tool_parser is plugins.load_class(PACKAGE, name, ToolParser)
-    assert check_outputs(reply, [used], range(8), max_tokens=2000) > 2
+    assert check_outputs(reply, [used], range(3), max_tokens=2000) > 0
 
 
 NAMELESS = [None, {}, {"type": "object"}, {"type": "object", "properties": {}, "required": []}]
@@ -231,7 +231,7 @@ def test_a_tool_without_parameters_takes_an_empty_object_only(name, parameters):
     reply = forced(name, used, parallel=False)
     assert reply.structured_output is not None and reply.tool_parser is not None
     grammar = compile_grammar(reply.structured_output.kind, reply.structured_output.value)
-    outputs = [random_output(grammar, seed, max_tokens=200) for seed in range(8)]
+    outputs = [random_output(grammar, seed, max_tokens=200) for seed in range(3)]
     for output in outputs:
         assert output is not None
         calls, _ = read(reply.tool_parser([used]), [output])
@@ -290,7 +290,7 @@ def test_special_tokens_are_written_as_tokens():
     assert all(f"<[{number}]>" in grammar for number in ids.values())
 
 
-def test_tags_that_are_tokens_without_being_special_are_written_as_tokens():
+def test_added_tokens_are_written_as_tokens():
     """llguidance takes all added tokens in angle brackets, as Qwen has, for special ones."""
     folder = find_model("demo")
     tokenizer = Tokenizer.load(str(folder))

@@ -65,20 +65,12 @@ def test_a_reply_cut_at_every_character(name, case):
     assert read(make(name), case.text) == (case.calls, case.content)
 
 
-@pytest.mark.parametrize(("name", "case"), CASES)
-@settings(max_examples=10)
-@given(data=st.data())
-def test_a_reply_in_random_pieces(name, case, data):
-    cuts = sorted(data.draw(st.sets(st.integers(0, len(case.text)))))
-    pieces = [case.text[a:b] for a, b in zip([0, *cuts], [*cuts, len(case.text)], strict=True)]
-    assert read(make(name), pieces) == (case.calls, case.content)
-
-
 @pytest.mark.parametrize("name", PARSERS)
 def test_any_text_is_read_the_same_in_any_pieces(name):
     texts = [case.text.replace(">", "> ") for case in recorded(name).values()]
     parts = sorted({part for text in texts for part in text.split(" ")})
 
+    @settings(max_examples=30)
     @given(st.lists(st.sampled_from(parts) | st.text(max_size=3), max_size=12))
     @example(["<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"])  # calls, and none of them
     def check(pieces: list[str]):
@@ -124,20 +116,20 @@ def test_text_is_not_held_back(name):
 @pytest.mark.parametrize("name", PARSERS)
 @pytest.mark.parametrize("size", [1, 1 << 20])
 def test_no_text_takes_long(name, size):
-    """Each would take minutes if what was read were read again."""
+    """Each would take seconds if what was read were read again."""
     case = next(iter(recorded(name).values()))
     begin = case.text.split("get_weather")[0]
     python = begin + "get_weather(a="
-    floods = [begin * 200, begin + "{" * 6_000, begin + '{"a": "' + "\\" * 6_000]
-    floods += [begin + " \n" * 3_000, "<[" * 3_000, "\xa0 " * 10_000, case.text * 50]
-    floods += [python + "[" * 6_000, python + "-" * 6_000]
+    floods = [begin * 70, begin + "{" * 2_000, begin + '{"a": "' + "\\" * 2_000]
+    floods += [begin + " \n" * 1_000, "<[" * 1_000, "\xa0 " * 3_000, case.text * 20]
+    floods += [python + "[" * 2_000, python + "-" * 2_000]
     for text in floods:
         parser = make(name)
         begun = time.process_time()
         for i in range(0, len(text), size):
             parser.feed(text[i : i + size])
         parser.finish()
-        assert time.process_time() - begun < 1.5
+        assert time.process_time() - begun < 0.5
 
 
 FORCED = '[{"name": "get_weather", "arguments": {"city": "x"}}, {"name": "now", "arguments": {}}]'

@@ -18,7 +18,11 @@ def chain(token_ids: list[int], salt: str | None) -> list[bytes]:
 
 
 @given(few_tokens, few_tokens, salts, salts)
-def test_hashes_are_equal_exactly_as_far_as_the_beginnings_are(left, right, left_salt, right_salt):
-    for i, (a, b) in enumerate(zip(chain(left, left_salt), chain(right, right_salt), strict=True)):
+def test_hashes_are_equal_exactly_as_far_as_the_beginnings_are(
+    left_tokens, right_tokens, left_salt, right_salt
+):
+    for i, (a, b) in enumerate(
+        zip(chain(left_tokens, left_salt), chain(right_tokens, right_salt), strict=True)
+    ):
         end = (i + 1) * SIZE
-        assert (a == b) == (left[:end] == right[:end] and left_salt == right_salt)
+        assert (a == b) == (left_tokens[:end] == right_tokens[:end] and left_salt == right_salt)

@@ -90,7 +90,7 @@ TestPool = Pool.TestCase
 TestPool.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
-def test_blank_blocks_are_used_before_cached_ones_and_those_in_the_order_of_their_release():
+def test_blocks_are_taken_blank_first_then_least_recently_released():
     pool = BlockPool(4)
     first, second, third = pool.take(3)
     for block in (first, second, third):

@@ -52,7 +52,7 @@ class Router:
         self.socket = zmq.Context.instance().socket(zmq.SUB)
         self.socket.subscribe(topic)
         self.socket.connect(endpoint)
-        self.known: dict[bytes, tuple[Any, list[int]]] = {}  # hash -> parent, tokens
+        self.blocks: dict[bytes, tuple[Any, list[int]]] = {}  # hash -> parent, tokens
         self.numbers: list[int] = []
         self.events: list[dict[str, Any]] = []
 
@@ -68,14 +68,14 @@ class Router:
                     assert len(token_ids) == SIZE * len(hashes)
                     parent = event["parent_block_hash"]
                     for i, block_hash in enumerate(hashes):
-                        assert block_hash not in self.known, "told twice"
+                        assert block_hash not in self.blocks, "told twice"
                         tokens = token_ids[SIZE * i : SIZE * (i + 1)]
-                        self.known[block_hash], parent = (parent, tokens), block_hash
+                        self.blocks[block_hash], parent = (parent, tokens), block_hash
                 case {"type": "BlockRemoved", "block_hashes": hashes, "medium": "GPU"}:
                     for block_hash in hashes:
-                        del self.known[block_hash]
+                        del self.blocks[block_hash]
                 case {"type": "AllBlocksCleared"}:
-                    self.known.clear()
+                    self.blocks.clear()
                 case _:
                     raise AssertionError(event)
 
@@ -89,11 +89,11 @@ class Router:
 def make(tmp_path: Path) -> Iterator[Callable[..., tuple[EngineCore, Router]]]:
     made: list[tuple[EngineCore, Router]] = []
 
-    def one(depth: int = 1, **options: Any) -> tuple[EngineCore, Router]:
+    def make_publisher(depth: int = 1, **options: Any) -> tuple[EngineCore, Router]:
         made.append(start(tmp_path, depth, **options))
         return made[-1]
 
-    yield one
+    yield make_publisher
     for engine, router in made:
         router.socket.close()
         assert engine.scheduler.kv_cache.events is not None
@@ -136,10 +136,10 @@ def test_a_router_knows_what_the_pool_has(make, depth, options):
     log.run(engine)
     router.receive()
     pool = engine.scheduler.kv_cache.pool
-    assert {*router.known} == {block_hash for block_hash in pool.hashes if block_hash is not None}
+    assert {*router.blocks} == {block_hash for block_hash in pool.hashes if block_hash is not None}
     assert sum(event["type"] == "BlockRemoved" for event in router.events) > 3
     salted = sha256(sha256(b"salt").digest() + bytes(32)).digest()
-    for block_hash, (parent, tokens) in router.known.items():  # a reader can make them itself
+    for block_hash, (parent, tokens) in router.blocks.items():  # a reader can make them itself
         data = array("I", tokens).tobytes()
         roots = [parent] if parent is not None else [bytes(32), salted]
         assert block_hash in [sha256(root + data).digest() for root in roots]
@@ -148,7 +148,7 @@ def test_a_router_knows_what_the_pool_has(make, depth, options):
             assert event.get("extra_keys") in (None, [[salted.hex()]] * len(event["block_hashes"]))
     engine.handle(ResetPrefixCache())
     router.receive()
-    assert not router.known and router.events[-1] == {"type": "AllBlocksCleared"}
+    assert not router.blocks and router.events[-1] == {"type": "AllBlocksCleared"}
     first = router.numbers[0]
     assert router.numbers == [*range(first, first + len(router.numbers))]
 
@@ -166,12 +166,12 @@ def test_missed_batches_can_be_had_again(make, tmp_path):
         dealer.connect(f"ipc://{tmp_path}/replay")
         dealer.send_multipart([b"harms nobody"])
         dealer.send_multipart([b"", start.to_bytes(8, "big")])
-        late.numbers, late.known = [], {}
+        late.numbers, late.blocks = [], {}
         while (frames := dealer.recv_multipart())[1] != (-1).to_bytes(8, "big", signed=True):
             late.take(*frames[1:])
         assert late.numbers[0] == start
         if start == 0:
-            assert late.known == router.known and late.known
+            assert late.blocks == router.blocks and late.blocks
             assert late.events[0] == {"type": "AllBlocksCleared"}
         dealer.close()
     late.socket.close()
@@ -204,10 +204,10 @@ def test_a_script_may_have_one_engine_after_another():
 
 def free() -> list[str]:
     """Endpoints on TCP, which cannot be taken twice."""
-    with socket.socket() as one, socket.socket() as other:
-        for probe in (one, other):
+    with socket.socket() as first, socket.socket() as second:
+        for probe in (first, second):
             probe.bind(("127.0.0.1", 0))
-        return [f"tcp://*:{probe.getsockname()[1]}" for probe in (one, other)]
+        return [f"tcp://*:{probe.getsockname()[1]}" for probe in (first, second)]
 
 
 def test_each_rank_has_ports_of_its_own():
@@ -238,9 +238,7 @@ def test_events_of_a_prefix_cache_that_is_off_are_refused():
 
 
 @pytest.mark.parametrize("listener", ["engine", "router"])
-def test_an_endpoint_with_a_star_is_listened_on_and_any_other_connected_to(
-    tmp_path, caplog, listener
-):
+def test_star_endpoints_listen_and_others_connect(tmp_path, caplog, listener):
     caplog.set_level("INFO")
     router = zmq.Context.instance().socket(zmq.SUB)
     router.subscribe(b"")

@@ -100,7 +100,7 @@ def test_a_prefix_is_cached_if_every_token_is_that_the_next_one_reads(windows, d
 
 
 @pytest.mark.parametrize("windows", [(None,), (None, 6), (2, None)], ids=str)
-def test_a_failed_request_takes_nothing_with_it_that_it_has_not_computed(windows):
+def test_a_failed_request_drops_only_its_own_blocks(windows):
     """Another one computed the end of the same prompt, of which the beginning is gone."""
     engine = make_engine(128, executor_class=with_windows(*windows), max_num_batched_tokens=8)
     generate(engine, make_request("a", PROMPT, 2))

@@ -12,7 +12,7 @@ def cached_tokens(log: Log, request_id: str) -> int:
     return log.outputs[request_id][0].num_cached_tokens
 
 
-def test_a_second_request_reuses_the_blocks_of_the_first_but_computes_at_least_one_token():
+def test_a_cached_prompt_still_computes_one_token():
     engine = make_engine()
     first, second, longer = (
         make_request(name, prompt)
@@ -26,7 +26,7 @@ def test_a_second_request_reuses_the_blocks_of_the_first_but_computes_at_least_o
     assert cached_tokens(generate(engine, longer), "longer") == 12
 
 
-def test_requests_of_one_step_share_blocks_that_the_step_itself_computes():
+def test_requests_of_one_step_share_blocks():
     engine = make_engine()
     requests = [make_request(name, PROMPT) for name in "ab"]
     log = generate(engine, *requests)

@@ -106,11 +106,11 @@ def test_a_request_that_needs_the_whole_cache_gets_it(as_prompt):
 
 
 @pytest.mark.parametrize(
-    ("windows", "share", "most"),
+    ("windows", "share", "max_pinned"),
     [((None, 6), 0.5, 40), ((None, 6), 0.1, 20), ((None, 9, 3, 9), 0.2, 32), ((6,), 0.05, 40)],
     ids=str,
 )
-def test_what_stays_of_a_prompt_is_found_where_layers_have_windows(windows, share, most):
+def test_what_stays_of_a_prompt_is_found_where_layers_have_windows(windows, share, max_pinned):
     """Also by who says something else in its last block; and where it is too long, its beginning
     with all that is read of it: of 8 blocks, five of all tokens and three of a window's.
     """
@@ -118,7 +118,7 @@ def test_what_stays_of_a_prompt_is_found_where_layers_have_windows(windows, shar
     generate(engine, make_request("a", PROMPT, retention=60.0))
     cache = engine.scheduler.kv_cache
 
-    def found(num_tokens: int) -> int:
+    def num_found(num_tokens: int) -> int:
         message = make_request("b", [*PROMPT[:num_tokens], *[199] * 8])
         blocks = cache.get_computed_blocks(Request.from_message(message, (0, 0, 0), 64))
         return len(blocks) // len(windows) * 4
@@ -127,9 +127,9 @@ def test_what_stays_of_a_prompt_is_found_where_layers_have_windows(windows, shar
         generate(engine, make_request("again", PROMPT, retention=retention))
         assert 0 < len(cache.prefix_cache.pinned) <= 80 * share
         crowd(engine)
-        for num_tokens in range(most - 4, most + 1):
-            assert found(num_tokens) == num_tokens // 4 * 4
-        assert found(40) == most
+        for num_tokens in range(max_pinned - 4, max_pinned + 1):
+            assert num_found(num_tokens) == num_tokens // 4 * 4
+        assert num_found(40) == max_pinned
 
 
 def test_a_reset_lets_go_of_all():
@@ -187,17 +187,17 @@ def test_a_crowd_that_pins_gets_its_tokens(depth, options, seed):
     ),
     st.integers(0, 8),
 )
-def test_pins_are_those_that_end_last(asked, most):
+def test_pins_are_those_that_end_last(prefixes, max_pinned):
     """Against a list of all, with prompts that share no block."""
     pool = BlockPool(20)
     blocks = pool.take(20)
     for block in blocks:
         pool.register(block, b"%d" % block)
     pool.release(blocks)
-    pinned = PinnedPrefixes(pool, most)
+    pinned = PinnedPrefixes(pool, max_pinned)
     kept: dict[int, int] = {}
     now = 0
-    for prompt, length, lasts, passes in asked:
+    for prompt, length, lasts, passes in prefixes:
         now += passes
         for block, end in [*kept.items()]:
             if end < now:
@@ -210,7 +210,7 @@ def test_pins_are_those_that_end_last(asked, most):
             if block in kept:
                 kept[block] = max(kept[block], end)
                 continue
-            if len(kept) >= most:
+            if len(kept) >= max_pinned:
                 first = min(
                     kept, key=lambda block: (kept[block], -(block % 5), block), default=None
                 )

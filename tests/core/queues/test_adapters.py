@@ -13,12 +13,12 @@ def make(**options):
     return make_engine(num_blocks=2048, executor_class=Clocked, **options)
 
 
-def steps_until(engine, log: Log, request_id: str, most: int = 4000) -> int:
-    for step in range(most):
+def steps_until(engine, log: Log, request_id: str, max_steps: int = 4000) -> int:
+    for step in range(max_steps):
         if log.finished(request_id):
             return step
         log.step(engine)
-    raise AssertionError(f"{request_id} has not ended after {most} steps")
+    raise AssertionError(f"{request_id} has not ended after {max_steps} steps")
 
 
 def test_a_long_request_and_one_that_waits_lock_no_newcomer_out():

@@ -141,11 +141,11 @@ def test_a_structure_that_no_output_can_satisfy_is_refused():
 
 def test_matchers_of_one_grammar_are_independent():
     grammar = compile_grammar("regex", "ab|cd")
-    one, two = grammar.matcher(), grammar.matcher()
-    one.accept(ord("a"))
-    two.accept(ord("c"))
-    one.accept(ord("b"))
-    assert one.is_complete and not two.is_complete
+    first, second = grammar.matcher(), grammar.matcher()
+    first.accept(ord("a"))
+    second.accept(ord("c"))
+    first.accept(ord("b"))
+    assert first.is_complete and not second.is_complete
     assert grammar.matcher().bitmask() == compile_grammar("regex", "ab|cd").matcher().bitmask()
 
 

@@ -108,13 +108,13 @@ def test_requests_that_wait_for_their_grammars_count_as_deferred():
         make_request("b", [1], structured_output=SCHEMA),
     )
 
-    def told() -> int:
+    def num_deferred() -> int:
         [outputs] = engine.step().values()
         return outputs.stats.num_deferred
 
-    assert told() == 2
+    assert num_deferred() == 2
     engine.handle(AbortRequests(["b"]))
-    assert told() == 1
+    assert num_deferred() == 1
     driver.run()
     assert driver.log.finished("a") and engine.grammars.num_waiting == 0
 
@@ -277,9 +277,7 @@ def test_a_grammar_that_fails_while_decoding_ends_only_its_request(method, error
 
 
 @pytest.mark.parametrize("options", [{}, {"MAX_TOKENS_AGAIN": 30}], ids=["too often", "too long"])
-def test_a_grammar_whose_states_are_used_up_for_good_ends_its_request_and_is_not_kept(
-    monkeypatch, options
-):
+def test_an_exhausted_grammar_ends_its_request_and_is_dropped(monkeypatch, options):
     """Its outputs share its states: at the limit, every later request would fail."""
     monkeypatch.setattr(grammar, "LIMITS", {"max_lexer_states": 40})
     for name, value in options.items():
@@ -314,9 +312,7 @@ def branching(num_requests: int) -> list[EngineCoreRequest]:
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("num_blocks", [64, 11], ids=["roomy", "preempting"])
-def test_outputs_go_on_where_their_grammar_has_all_states_that_it_may_have(
-    monkeypatch, depth, num_blocks
-):
+def test_outputs_continue_at_the_grammar_state_limit(monkeypatch, depth, num_blocks):
     reference = Driver(make_engine(), *branching(16)).run()
     monkeypatch.setattr(grammar, "LIMITS", {"max_lexer_states": 200})
     compiled = []
@@ -335,7 +331,7 @@ def test_outputs_go_on_where_their_grammar_has_all_states_that_it_may_have(
     assert len(compiled) > 2 and len(engine.grammars._cache._recent) == 1
 
 
-def test_a_grammar_that_compiles_for_long_is_not_compiled_again_while_all_wait(monkeypatch):
+def test_a_slow_grammar_is_compiled_once(monkeypatch):
     """Neither for outputs that go on nor for those that wait; for later ones, in a thread."""
     monkeypatch.setattr(grammar, "LIMITS", {"max_lexer_states": 200})
     monkeypatch.setattr(cache, "RECOMPILE_LIMIT", 0.0)
@@ -434,8 +430,8 @@ class OutOfFuel:
         return OutOfFuel(grammar.GrammarError("token 3 doesn't satisfy the grammar"))
 
 
-def test_an_output_that_cannot_be_replayed_ends_with_the_limit_that_it_reached():
+def test_a_failed_grammar_replay_reports_the_limit():
     used_up: Any = OutOfFuel(grammar.UsedUp("too many lexer states"))
-    row: Any = manager.GrammarRow(used_up, used_up, (), None, lambda each: each, token_ids=[3])
+    row: Any = manager.GrammarRow(used_up, used_up, (), None, lambda row: row, token_ids=[3])
     row.accept(5)
     assert row.end is not None and "too many lexer states" in (row.end.error or "")

@@ -37,7 +37,7 @@ BATCHES = {
 SHAPES = {"mha": (4, 4, 32, False), "gqa": (8, 2, 16, True), "mqa": (6, 1, 64, True)}
 CASES = list(product(BATCHES, SHAPES, (1, 16), (None, 1, 20)))
 # Triton's interpreter takes a second for each, its compiler too: every choice still occurs in some.
-FEWER = {("triton", "cpu"): CASES[::7], ("triton", "cuda"): CASES[::2]}
+FEWER = {("triton", "cpu"): CASES[::11], ("triton", "cuda"): CASES[::2]}
 
 
 def backend_for(name: str, spec: AttentionSpec) -> Any:
@@ -105,12 +105,13 @@ def test_tokens_of_an_encoder_see_those_after_them(name, shape, window):
 @pytest.mark.parametrize(
     ("batch", "soft_cap", "has_sinks"),
     [
-        ("mixed", 0.5, False),
-        ("mixed", None, True),
         ("mixed", 3.0, True),
         ("long", 3.0, True),
-        pytest.param("long", 0.5, False, marks=pytest.mark.slow),
-        pytest.param("long", None, True, marks=pytest.mark.slow),
+        *(
+            pytest.param(batch, *case, marks=pytest.mark.slow)
+            for batch in ("mixed", "long")
+            for case in ((0.5, False), (None, True))
+        ),
     ],
 )
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -135,8 +136,7 @@ def test_soft_caps_and_sinks(name, device, batch, soft_cap, has_sinks):
     ("tail", "window"),
     [
         (5, None),
-        (1, 20),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in [(1, None), (5, 3)]),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [(1, 20), (1, None), (5, 3)]),
     ],
 )
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -297,7 +297,7 @@ def test_blocks_of_any_size(name: str, block_size: int):
         4, 2, 16, block_size, None, torch.float32, torch.float32, torch.device("cpu")
     )
     backend_class = backend_for(name, spec)
-    rows = Rows(spec, [(300, 1), (1100, 5), (0, 260)])
+    rows = Rows(spec, [(300, 1), (520, 5), (0, 100)])
     check(rows, backend_class(spec))
 
 

@@ -50,8 +50,7 @@ def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
 SPLIT_LENS = [(9, 1), (79, 1), (300, 1), (62, 4), (40, 9), (0, 1)]
 
 
-@pytest.mark.parametrize("batch_invariant", [False, True])
-@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize(("window", "batch_invariant"), [(None, False), (50, True)])
 @pytest.mark.usefixtures("short_splits")
 def test_split_rows_equal_dense_attention_over_a_poisoned_cache(spec, window, batch_invariant):
     spec = dataclasses.replace(spec, sliding_window=window, batch_invariant=batch_invariant)
@@ -96,8 +95,10 @@ class Bounded(TritonBackend):
         )
 
 
-@pytest.mark.parametrize("batch_invariant", [False, True])
-@pytest.mark.parametrize("lens", [[(9, 1), (79, 1), (60, 1)], SPLIT_LENS[1:4], [(0, 37), (60, 9)]])
+@pytest.mark.parametrize(
+    ("lens", "batch_invariant"),
+    [([(9, 1), (79, 1), (60, 1)], False), (SPLIT_LENS[1:4], True), ([(0, 37), (60, 9)], False)],
+)
 @pytest.mark.usefixtures("short_splits")
 def test_a_plan_of_upper_bounds_serves_every_step(spec, lens, batch_invariant):
     """A captured step is planned for the longest rows, and runs on whatever tensors hold."""

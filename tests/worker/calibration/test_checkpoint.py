@@ -75,6 +75,7 @@ def test_gpt2_whose_matrices_are_the_other_way_round(tiny_gpt2, tmp_path, capsys
             assert torch.equal(weight, meant)
 
 
+@pytest.mark.slow
 def test_the_demo_model_with_its_own_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     tokenizer = Tokenizer.from_file(str(DEMO_FOLDER / "tokenizer.json"))
     examples = encode(islice(Corpus(parse([]).seed, held_out=True), 80), tokenizer, 1024)

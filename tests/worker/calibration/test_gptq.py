@@ -50,7 +50,7 @@ def test_products_are_better_than_with_the_nearest_numbers(bits: int, times: flo
     assert error(weight, codes.dequantize(), x) < simple / times
 
 
-def test_weights_are_the_nearest_numbers_of_their_grid_where_inputs_are_independent():
+def test_gptq_rounds_to_nearest_for_independent_inputs():
     weight, _ = made(16, 64)
     codes = quantize(weight, torch.eye(64).expand(2, -1, -1), 4, 32)
     grid = torch.arange(-8.0, 8.0) * codes.scale[..., None]
@@ -117,7 +117,7 @@ CHANGES: dict[str, Callable[[Tensor, Draw], tuple[Tensor, Tensor]]] = {
 
 @pytest.mark.parametrize("per_column", [0.5, 1, 2, 5, 20])
 @pytest.mark.parametrize("kind", CHANGES)
-def test_what_is_made_up_for_is_never_worse_for_inputs_that_were_not_shown(kind, per_column):
+def test_gptq_generalizes_to_new_inputs(kind, per_column):
     """Least squares alone are 1.7 times as far off as nothing with one input for two columns, and
     1.09 times with five for each, where there is only noise."""
     num_shown = int(per_column * SIZE)

@@ -318,7 +318,7 @@ def call_many(tiny_llama: Path) -> None:
 
 
 @pytest.mark.usefixtures("kernels")
-def test_no_kernel_takes_a_tensor_of_another_type_or_of_less_than_it_reads(tiny_llama, monkeypatch):
+def test_kernels_refuse_wrong_types_and_sizes(tiny_llama, monkeypatch):
     calls = calls_of(lambda: call_many(tiny_llama), monkeypatch)
     assert calls.keys() >= native.loaded_library().signatures.keys() - {"set_threads"}
     run = native.Library.run

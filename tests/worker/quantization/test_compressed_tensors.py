@@ -127,7 +127,7 @@ def config_of(scheme: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_weights_rounded_to_the_type_of_the_scales_are_those_of_the_package(tmp_path, scheme):
+def test_weights_equal_those_of_compressed_tensors(tmp_path, scheme):
     weight = torch.randn(128, 64, generator=torch.Generator().manual_seed(0))
     written, expected, _ = compress(scheme, weight)
     save_file({f"x.{leaf}": t for leaf, t in written.items()}, tmp_path / "model.safetensors")

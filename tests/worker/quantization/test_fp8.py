@@ -138,9 +138,7 @@ def test_outputs_are_close_to_those_without(tiny_llama, fp8_device, options):
 
 @needs_cpu_products
 @pytest.mark.parametrize("source", ["tiny_llama", "tiny_gpt2", "demo"])
-def test_a_checkpoint_of_16_bits_on_a_cpu_gets_the_tokens_of_torchs_attention(
-    source, tmp_path, request
-):
+def test_fp8_on_a_cpu_gives_the_tokens_of_torch(source, tmp_path, request):
     """The CPU's kernels compute in float32, whatever the checkpoint is stored in."""
     folder = DEMO_FOLDER if source == "demo" else request.getfixturevalue(source)
     narrow = shutil.copytree(folder, tmp_path / "narrow")

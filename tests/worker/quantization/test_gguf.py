@@ -237,7 +237,7 @@ def test_a_header_of_impossible_sizes_is_refused(tmp_path, header, reason):
 
 
 @pytest.mark.parametrize("kind", [4, 8, 9], ids=["numbers", "texts", "lists"])
-def test_a_list_that_is_said_to_be_longer_than_the_file_is_refused_at_once(tmp_path, kind):
+def test_a_gguf_list_longer_than_its_file_is_refused(tmp_path, kind):
     begin = b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"a"
     (tmp_path / "a.gguf").write_bytes(begin + struct.pack("<IIQ", 9, kind, 1 << 40) + bytes(64))
     with pytest.raises(ModelNotFound, match="cut off or damaged"):

@@ -34,7 +34,7 @@ def test_each_weight_becomes_one_of_16_numbers_near_it(shape: tuple[int, int]):
         assert all(len(set(row.tolist())) <= 16 for row in got)
 
 
-def test_the_error_is_less_than_with_a_grid_from_the_least_to_the_largest_number():
+def test_int4_error_is_below_min_max_rounding():
     weight = torch.randn(64, 512, generator=torch.Generator().manual_seed(0))
     groups = weight.double().view(64, 16, 32)
     low = groups.amin(2, keepdim=True)

@@ -20,7 +20,7 @@ from servd.worker.sample.logits_processors import LogitsProcessor, SlotRequest
 from servd.worker.sample.ops import reference
 from servd.worker.sample.sampling_metadata import SamplingMetadata
 from servd.worker.sample.top_k_top_p import TopKTopPFilter
-from tests.worker.sample.reference import narrow, processed_logits, softmax
+from tests.worker.sample.reference import processed_logits
 
 CPU = torch.device("cpu")
 EOS = [0, 5]
@@ -161,27 +161,6 @@ def test_filters_keep_the_tokens_that_transformers_keeps(field, warper, vocab_si
     got = filtered(weights, requests)
     kept = warper()(torch.zeros(6, 1, dtype=torch.int64), logits) > -math.inf
     assert torch.equal(got, weights.masked_fill(~kept, 0))
-
-
-def test_top_k_and_top_p_of_mixed_rows_equal_the_reference():
-    """Rows of every kind share a batch."""
-    params = [
-        SamplingParams(top_k=1),
-        SamplingParams(top_k=40, top_p=0.5),
-        NEUTRAL,
-        SamplingParams(top_p=0.9),
-        SamplingParams(top_k=2500, top_p=0.7),
-        SamplingParams(top_k=10**9, top_p=0.2),
-        SamplingParams(top_p=1e-9),
-        SamplingParams(top_k=-1),
-    ]
-    logits = random_logits(len(params), 3000, seed=4)
-    requests = [SlotRequest(i, p, [1], [], []) for i, p in enumerate(params)]
-    weights = weights_of(logits)
-    got = filtered(weights, requests)
-    for row, p in enumerate(params):
-        kept = torch.from_numpy(narrow(softmax(logits[row].double().numpy()), p) > 0)
-        assert torch.equal(got[row], weights[row].masked_fill(~kept, 0)), p
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def test_drawn_frequencies_fit_the_exact_distribution(params):
 
 
 @pytest.mark.parametrize("more_params", [[], [EVERYTHING], [SamplingParams(seed=2, logprobs=2)]])
-def test_logits_in_the_type_of_the_model_are_those_of_the_same_numbers_in_float32(more_params):
+def test_bfloat16_logits_sample_as_in_float32(more_params):
     """Where nothing changes them, they are read as they are."""
     params = [SamplingParams(temperature=0), SamplingParams(seed=1, top_p=0.9), *more_params]
     slots = list(range(len(params)))

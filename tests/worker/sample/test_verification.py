@@ -1,13 +1,11 @@
 """Verification of drafts: whatever is drafted, each row gets the tokens that it gets without."""
 
-import math
 import random
 from collections.abc import Callable, Sequence
 from itertools import takewhile
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -18,7 +16,6 @@ from servd.config.speculative import SpeculativeConfig
 from servd.messages.params import ReasoningTags, SamplingParams
 from servd.worker.sample.sampler import Sampler, SamplerOutput
 from servd.worker.sample.verification import SpecDecodeMetadata
-from tests.worker.sample.reference import distribution
 
 CPU = torch.device("cpu")
 VOCAB = 24
@@ -128,7 +125,7 @@ def generate(
     return [(row.tokens[:NUM_TOKENS], row.logprobs[: NUM_TOKENS - len(PROMPT)]) for row in rows]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     cases=st.lists(st.tuples(params, st.booleans()), min_size=1, max_size=5),
     seed=st.integers(0, 2**32),
@@ -145,7 +142,7 @@ def test_drafts_change_no_token_and_no_logprob(cases, seed, quality):
     assert generate(cases, draft) == without
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     cases=st.lists(st.tuples(params, st.booleans()), min_size=1, max_size=3),
     seed=st.integers(0, 2**32),
@@ -203,74 +200,6 @@ def test_right_drafts_are_kept_and_wrong_ones_end_the_row(penalty):
             drafts[wrong] = (drafts[wrong] + 1) % VOCAB
         step(sampler, [row], [drafts])
         assert row.tokens == tokens[: 8 if wrong is None else 4 + wrong]
-
-
-FREE = {
-    "plain": SamplingParams(temperature=1.0),
-    "filtered": SamplingParams(temperature=1.3, top_k=9, top_p=0.9),
-    "min_p": SamplingParams(temperature=0.8, min_p=0.05, logit_bias={5: 2.0, 9: -3.0}),
-}
-IN_TURN = {  # what follows the tokens that were said, which trees do not have
-    "penalized": SamplingParams(temperature=1.0, frequency_penalty=0.8, repetition_penalty=1.3)
-}
-# The input before each draft, and its rank among the likeliest tokens there.
-CHAIN = [(0, 0), (1, 1)]
-TREE = [(0, 0), (0, 2), (1, 0), (1, 1), (2, 0), (3, 0)]
-
-
-@pytest.mark.parametrize("has_grammar", [False, True], ids=["free", "grammar"])
-@pytest.mark.parametrize(
-    ("shape", "case"),
-    [(CHAIN, case) for case in (FREE | IN_TURN).values()]
-    + [(TREE, case) for case in FREE.values()],
-    ids=[f"chain, {name}" for name in FREE | IN_TURN] + [f"tree, {name}" for name in FREE],
-)
-def test_drawn_frequencies_around_drafts_fit_the_exact_distribution(shape, case, has_grammar):
-    """The token after each input that the text reached: requests that differ in their seeds."""
-    num_rows = 4_000
-    inputs = [PROMPT]
-    for parent, rank in shape:
-        likeliest = logits_after(inputs[parent]).argsort(descending=True)
-        inputs.append([*inputs[parent], int(likeliest[rank])])
-    paths = [tuple(tokens[len(PROMPT) :]) for tokens in inputs]
-    sampler = Sampler(VOCAB, num_rows, CPU)
-    for slot in range(num_rows):
-        sampler.add(slot, msgspec.structs.replace(case, seed=slot), PROMPT, [], EOS)
-    logits = torch.stack([logits_after(tokens) for tokens in inputs])
-    masks = torch.tensor([bitmask_after(tokens, has_grammar) for tokens in inputs])
-    slots = np.repeat(np.arange(num_rows), len(inputs))
-    output = sampler(
-        logits.repeat(num_rows, 1),
-        sampler.make_metadata(
-            torch.from_numpy(slots),
-            slots,
-            torch.tensor([len(tokens) for tokens in inputs]).repeat(num_rows),
-        ),
-        masks.int().repeat(num_rows, 1) if has_grammar else None,
-        SpecDecodeMetadata(
-            np.full(num_rows, len(shape)),
-            torch.tensor([path[-1] for path in paths[1:]] + [-1]).repeat(num_rows),
-            False,
-            None if shape is CHAIN else np.array([[0, *(p for p, _ in shape)]] * num_rows),
-        ),
-    )
-    assert output.num_kept is not None
-    ends = (output.num_kept + 1).tolist()
-    texts = [
-        tuple(row[:end])
-        for row, end in zip(output.token_ids.view(num_rows, -1).tolist(), ends, strict=True)
-    ]
-    assert all(text not in paths and text[:-1] in paths for text in texts)
-    for path, row, (mask,) in zip(paths, logits, masks.tolist(), strict=True):
-        drawn = [text[len(path)] for text in texts if text[: len(path)] == path]
-        allowed = [token for token in range(VOCAB) if mask >> token & 1]
-        exact = distribution(row, case, PROMPT, path, EOS, allowed)
-        counts = np.bincount(drawn, minlength=VOCAB)
-        assert not counts[exact == 0].any()
-        expected = exact[exact > 0] * len(drawn)
-        chi_square = ((counts[exact > 0] - expected) ** 2 / expected.clip(min=1)).sum()
-        freedom = len(expected) - 1
-        assert chi_square < freedom + 5 * math.sqrt(2 * freedom) + 10
 
 
 @given(rows=st.lists(st.lists(st.tuples(st.integers(0, 1), st.integers(-1, 1))), min_size=1))

@@ -72,8 +72,9 @@ def serve_all(
     )
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize(("block_size", "num_tokens"), [(4, 4000), (16, 4000), (16, 360)])
+@pytest.mark.parametrize(
+    ("block_size", "num_tokens", "depth"), [(4, 4000, 1), (16, 4000, 2), (16, 360, 2)]
+)
 def test_a_model_that_drafts_for_itself_is_always_right(
     tiny_llama, block_size, num_tokens, depth, counts
 ):
@@ -114,7 +115,7 @@ class Recorder:
 
 
 @pytest.mark.usefixtures("may_always_draft")
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_drafts_are_those_of_transformers(tiny_llama, draft, depth, counts, monkeypatch):
     """Chunks, shared beginnings, rows that pause or want fewer drafts than others."""
     folder, block_size = draft
@@ -154,7 +155,7 @@ def test_requests_outlive_the_learned_positions_of_the_draft(
 
 
 @pytest.mark.usefixtures("may_always_draft")
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_rejected_drafts_of_short_rows_that_pause(tiny_llama, draft, seed, counts, monkeypatch):
     """At depth 2, with too few tokens in a step: the host takes rows for longer."""
     folder, block_size = draft

@@ -149,19 +149,22 @@ def rewrite(folder: Path, tensors: dict[str, Tensor], **config: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"block_size": 16}, {"block_size": 16, "enforce_eager": True}, {"block_size": 4}],
-    ids=["graphs", "kernels", "torch"],
+    ("method", "options"),
+    [
+        ("eagle", {"block_size": 16}),
+        ("eagle3", {"block_size": 16}),
+        ("eagle3", {"block_size": 16, "enforce_eager": True}),
+        ("eagle", {"block_size": 4}),
+    ],
+    ids=["graphs", "graphs, 3", "kernels", "torch"],
 )
-@pytest.mark.parametrize("method", ["eagle", "eagle3"])
 def test_drafts_are_those_of_a_plain_implementation(target, tmp_path, method, options):
     assert_drafts(target, method, getattr(checkpoints, method)(target, tmp_path), **options)
 
 
-@pytest.mark.parametrize("method", ["eagle", "eagle3"])
-def test_drafts_beside_decode_steps_that_are_graphs(target, tmp_path, method, monkeypatch):
+def test_drafts_beside_decode_steps_that_are_graphs(target, tmp_path, monkeypatch):
     use_recorded_runner(monkeypatch)
-    assert_drafts(target, method, getattr(checkpoints, method)(target, tmp_path))
+    assert_drafts(target, "eagle3", checkpoints.eagle3(target, tmp_path))
 
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3"])

@@ -90,8 +90,8 @@ def without_drafts(tiny_llama: Path) -> Log:
 @pytest.mark.parametrize(
     ("batch", "num_blocks", "depth"),
     [
-        (1, 200, 1),
         (7, 30, 2),
+        pytest.param(1, 200, 1, marks=pytest.mark.slow),
         pytest.param(7, 200, 1, marks=pytest.mark.slow),
         pytest.param(7, 200, 2, marks=pytest.mark.slow),
     ],

@@ -149,9 +149,7 @@ def test_the_cache_holds_what_it_holds_without_drafts(target: Path, tmp_path: Pa
             runner.free(new)
 
 
-@pytest.mark.parametrize(
-    ("batch", "num_blocks", "depth"), [(1, 200, 2), (7, 200, 1), (7, 40, 1), (7, 40, 2)]
-)
+@pytest.mark.parametrize(("batch", "num_blocks", "depth"), [(1, 200, 2), (7, 40, 1), (7, 40, 2)])
 def test_a_tree_changes_no_output(batch, num_blocks, depth, tiny_llama, tmp_path, counts):
     """Chunked prompts, penalties, grammars, preemption and all: see `SAMPLINGS`."""
     expected = serve_all(tiny_llama, 1, 1, 200, None)

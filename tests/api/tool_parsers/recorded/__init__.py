@@ -35,16 +35,16 @@ TOOLS = [
 def after(begin: str, end: str = "") -> dict[str, Case]:
     """Replies that are a JSON array of calls after a marker."""
     weather, nested = '{"city": "Paris", "days": 3}', '{"options": {"a": [[1], {"b": "]}"}]}}'
-    one = f'{begin}[{{"name": "get_weather", "arguments": {weather}}}]{end}'
+    json_call = f'{begin}[{{"name": "get_weather", "arguments": {weather}}}]{end}'
     several = f'{begin}[{{"name": "now", "arguments": {{}}}}, {{"name": "now"}}]{end}'
     return {
-        "one call": Case(one, [("get_weather", weather)]),
+        "one call": Case(json_call, [("get_weather", weather)]),
         "several": Case(several, [("now", "{}")] * 2),
         "with line breaks": Case(
             f'{begin}\n[\n  {{"name": "now", "arguments": {{}}}}\n]\n{end}', [("now", "{}")]
         ),
-        "text before": Case(f"I look.\n{one}", [("get_weather", weather)], "I look.\n"),
-        "text after": Case(f"{one}\nok", [("get_weather", weather)], "\nok"),
+        "text before": Case(f"I look.\n{json_call}", [("get_weather", weather)], "I look.\n"),
+        "text after": Case(f"{json_call}\nok", [("get_weather", weather)], "\nok"),
         "nested": Case(
             f'{begin}[{{"name": "write_file", "arguments": {nested}}}]{end}',
             [("write_file", nested)],
