@@ -106,6 +106,29 @@ async def test_the_whole_answer(http):
     assert answer["usage"] == used | {"prompt_tokens_details": {"cached_tokens": 0}}
 
 
+@pytest.mark.parametrize("as_ids", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_several_prompts_with_several_choices(http, as_ids, stream):
+    texts = ["one", "two", "three"]
+    prompt = [list(text.encode()) for text in texts] if as_ids else texts
+    body = {"prompt": prompt, "n": 2, "max_tokens": 5, "echo": True}
+    got = [""] * 6
+    if stream:
+        answer = await http.post(COMPLETIONS, json={**body, "stream": True})
+        finished = []
+        for chunk in events(answer.text):
+            (choice,) = chunk["choices"]
+            got[choice["index"]] += choice["text"]
+            finished += [choice["index"]] if choice["finish_reason"] else []
+        assert sorted(finished) == list(range(6))
+    else:
+        answer = await ask(http, **body)
+        assert [choice["index"] for choice in answer["choices"]] == list(range(6))
+        got = [choice["text"] for choice in answer["choices"]]
+        assert answer["usage"]["prompt_tokens"] == 11 and answer["usage"]["completion_tokens"] == 30
+    assert got == [text + output_text(text, 5) for text in texts for _ in range(2)]
+
+
 def score(token_ids):
     return [TokenLogprobs([i, ord("x")], [-1.0, -2.0], 1) for i in token_ids]
 

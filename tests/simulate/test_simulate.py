@@ -197,7 +197,7 @@ def test_four_engines_find_almost_what_one_of_four_times_the_size_does():
         sizes = {"max_num_seqs": 256 * speed, "max_num_batched_tokens": 8192 * speed}
         sizes |= {"max_model_len": 1 << 15, "data_parallel_size": count}
         simulated = cluster(speed * 4000, costs, **sizes)
-        made_up = make_requests(SHAPES["chat"], 800, 48, 1 << 15)
+        made_up = make_requests(SHAPES["chat"], 1500, 48, 1 << 15)
         simulated.run(made_up)
         served = simulated.served
         hits.append(100 * total(served, "cached") / total(served, "input_length"))
