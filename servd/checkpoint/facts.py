@@ -9,16 +9,10 @@ import msgspec
 from servd.base.errors import ModelNotFound
 from servd.checkpoint import gguf, quantization_config, weight_files
 
-MAX_HEADER = 100_000_000  # bytes, as the safetensors library has it
 PAGE_HEAD = 4096  # bytes of a README.md, which begins with its tags on the hub
 LICENSE = re.compile(rb"^license: *['\"]?([\w.+-]+)", re.MULTILINE)
 # Tensors that quantization adds.
 ADDED = re.compile(r"(scales?|scale_inv|zeros|zero_point|g_idx|absmax|quant_map|shape)$")
-
-
-class Tensor(msgspec.Struct):  # an entry of a safetensors header
-    dtype: str
-    shape: list[int]
 
 
 class Facts(msgspec.Struct, frozen=True):
@@ -61,14 +55,10 @@ def read_facts(path: str) -> Facts:
     count = 0
     try:
         for weights in weight_files.find_weight_files(folder):
-            with weights.open("rb") as file:
-                size = int.from_bytes(file.read(8), "little")
-                header = file.read(size) if size <= MAX_HEADER else b""
-            for name, entry in msgspec.json.decode(header, type=dict[str, msgspec.Raw]).items():
-                if name != "__metadata__" and not ADDED.search(name):
-                    tensor = msgspec.json.decode(entry, type=Tensor)
+            for name, tensor in weight_files.read_header(weights).items():
+                if not ADDED.search(name):
                     count += prod(tensor.shape) * packed.get(tensor.dtype, 1)
-    except (ModelNotFound, msgspec.MsgspecError):  # only its config is there, or a file is damaged
+    except ModelNotFound:  # only its config is there, or a file is damaged
         count = 0
     license_tag = LICENSE.search(read_page(folder))
     license = license_tag[1].decode(errors="replace") if license_tag else ""

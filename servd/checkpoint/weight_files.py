@@ -2,12 +2,43 @@
 
 from pathlib import Path
 
+import msgspec
+
 from servd.base.errors import ModelNotFound
 from servd.checkpoint import gguf
 from servd.checkpoint.config_json import read_json
 
+MAX_HEADER = 100_000_000  # bytes, as the safetensors library has it
 # Mistral's own format, adapters and variants beside a checkpoint.
 OTHER_WEIGHTS = ["consolidated*.safetensors", "adapter_*.safetensors", "model.?*.safetensors"]
+
+
+class Tensor(msgspec.Struct):
+    """An entry of a safetensors header."""
+
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
+
+
+def read_header(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file by name, without their data. Raises ModelNotFound if
+    it is no safetensors file, or is incomplete.
+    """
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = file.read(size) if size <= MAX_HEADER else b""
+    try:
+        entries = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
+        entries.pop("__metadata__", None)
+        tensors = {name: msgspec.json.decode(raw, type=Tensor) for name, raw in entries.items()}
+    except msgspec.MsgspecError:
+        raise ModelNotFound(f"{path} is not a safetensors file, or is incomplete") from None
+    end = max((tensor.data_offsets[1] for tensor in tensors.values()), default=0)
+    expected = 8 + size + end
+    if (num_bytes := path.stat().st_size) != expected:
+        raise ModelNotFound(f"{path} has {num_bytes} bytes, and its header says {expected}")
+    return tensors
 
 
 def index_of(folder: Path, suffix: str = ".safetensors") -> Path:

@@ -159,10 +159,14 @@ class InprocClient(EngineCoreClient):
         if call.method == "sleep":
             self._sleep()
             return []
+        self._end_steps()
+        if call.method == "update_weights":
+            spec = self.engine.check_update(str(call.args[0]))
+            self._wake_up()
+            return self.engine.update_weights(spec)
         self._wake_up()
         if call.method == "wake_up":
             return []
-        self._end_steps()
         return self.engine.collective_rpc(call.method, call.args)
 
     def _sleep(self) -> None:
@@ -292,8 +296,7 @@ class SyncMPClient(MPClient):
         self.send(call)
         while not isinstance(message := self._wait_for_message(), CollectiveRpcResult):
             pass
-        if message.error:
-            raise InvalidRequest(message.error, param="args")
+        message.check()
         return message.results
 
     def get_output(self) -> tuple[list[EngineCoreOutput], SchedulerStats | None]:

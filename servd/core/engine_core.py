@@ -5,17 +5,15 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 
-import msgspec
-
-from servd.base.errors import ConfigError, EngineError, InvalidRequest
+from servd.base.errors import EngineError, InvalidRequest
 from servd.base.tracing import Clock, StepRecord, now_ns
-from servd.checkpoint.model_spec import ModelSpec, read_spec
-from servd.checkpoint.weight_files import find_weight_files
+from servd.checkpoint.model_spec import ModelSpec
 from servd.config import Config
 from servd.config.kv_layout import KVLayout
 from servd.core.executor import Executor, PendingOutput, start_executor
 from servd.core.kv_cache.connector import KVConnector
 from servd.core.kv_cache.manager import KVCacheManager
+from servd.core.replacement import find_replacement
 from servd.core.request import OutputEnd
 from servd.core.scheduler.micro_batches import MicroBatches
 from servd.core.scheduler.scheduler import Scheduler
@@ -68,6 +66,7 @@ class EngineCore:
         )
         self.config = config
         self.spec = spec
+        self.first_spec = spec  # of the command line; `spec` has the folder of the last update
         self.connect(executor, worker)
         self.grammars = GrammarManager(config, spec)
         self.depth = config.num_steps_in_flight
@@ -97,44 +96,42 @@ class EngineCore:
         self.connect(executor, worker)
 
     def collective_rpc(self, method: RpcMethod, args: Sequence[str | int]) -> list[str | None]:
-        """Call a method of every worker between two steps; return the results by rank. With
-        `update_weights`, no request may be unfinished. Raises InvalidRequest, before anything
-        changes, if the checkpoint does not fit; EngineError if it cannot be loaded.
+        """Call a method of every worker between two steps; return the results by rank. Raises the
+        errors of `check_update` and `update_weights`.
         """
-        spec = self._spec_of(str(args[0])) if method == "update_weights" else self.spec
+        if method == "update_weights":
+            return self.update_weights(self.check_update(str(args[0])))
         while self.in_flight:
             self._collect_outputs()
-        if method != "update_weights":
-            return self.executor.collective_rpc(method, args)
+        return self.executor.collective_rpc(method, args)
+
+    def check_update(self, folder: str) -> ModelSpec:
+        """Return the spec with the checkpoint in `folder`. Raises InvalidRequest if a request is
+        unfinished, or if the checkpoint cannot replace the weights.
+        """
+        if num_unfinished := len(self.scheduler.requests) + self.grammars.num_waiting:
+            raise InvalidRequest(
+                f"{num_unfinished} requests are unfinished: retry when all have finished"
+            )
+        return find_replacement(folder, self.first_spec, self.config.model)
+
+    def update_weights(self, spec: ModelSpec) -> list[str | None]:
+        """Load a checkpoint that `check_update` returned. Raises EngineError if the workers fail:
+        they have no model any more.
+        """
+        while self.in_flight:
+            self._collect_outputs()
         self.scheduler.forget_workers()
         self.grammars.forget_rows()
         try:
-            results = self.executor.collective_rpc(method, args)
-        except ConfigError as error:  # the workers have no model any more
-            raise EngineError(f"cannot load the weights of {spec.folder}: {error}") from error
+            results = self.executor.collective_rpc("update_weights", [spec.folder])
+        except Exception as error:
+            reason = str(error).strip().rpartition("\n")[2]  # of a traceback, the last line
+            raise EngineError(f"cannot load the weights of {spec.folder}: {reason}") from error
         self.spec = spec
         self.config = self.config.replace(model=spec.folder)  # what `wake_up` loads
         self.connect(self.executor, self.worker)
         return results
-
-    def _spec_of(self, folder: str) -> ModelSpec:
-        """Return the spec with another checkpoint of the same model. Raises InvalidRequest."""
-        try:
-            other = read_spec(folder, self.config.model.hf_overrides)
-            find_weight_files(folder, self.config.model.load_format)
-        except ConfigError as error:
-            raise InvalidRequest(str(error), param="args") from None
-        ignored = {"_name_or_path", "transformers_version"}
-        keys = (self.spec.config.keys() | other.config.keys()) - ignored
-        for key in sorted(keys):
-            ours, theirs = (spec.config.get(key) for spec in (self.spec, other))
-            if ours != theirs:
-                raise InvalidRequest(
-                    f"{folder}/config.json has {key} {theirs!r:.50}, and the model that is served "
-                    f"{ours!r:.50}: to serve another architecture, restart servd",
-                    param="args",
-                )
-        return msgspec.structs.replace(self.spec, folder=folder)
 
     def connect(self, executor: Executor, worker: WorkerReady) -> None:
         """Use `executor` from now on: the first one, or a replacement after `sleep`."""

@@ -9,7 +9,6 @@ import signal
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
@@ -109,7 +108,7 @@ class EngineCoreProc:
         self.executor: Executor | None = None
         self.engine: EngineCore  # `load` sets it, and `ready`
         self.ready: EngineReady  # as last sent
-        self.idle_calls: deque[CollectiveRpc] = deque()  # to make once there is nothing to do
+        self.sleep_calls: list[CollectiveRpc] = []  # wait until there is nothing to do
         self.was_asleep = start.was_asleep  # before a restart: sleeps again when it is first idle
         self.heartbeat = Heartbeat(start.heartbeat)
         self.pace = Pace()
@@ -232,8 +231,9 @@ class EngineCoreProc:
     def _next_input(self) -> Input:
         """Wait for a message and return it. Meanwhile prepare structured outputs, then sleep."""
         grammars = self.engine.grammars
-        while self.idle_calls and not self.engine.has_work and not grammars.num_waiting:
-            self._call_workers(self.idle_calls.popleft())
+        if self.sleep_calls and not self.engine.has_work and not grammars.num_waiting:
+            self.sleep()
+            self._answer_sleep_calls()
         sleep_after = IDLE if self.was_asleep else self.start.config.server.sleep_idle_seconds
         chores = [(IDLE, grammars.warm_up)]
         if sleep_after is not None:
@@ -252,11 +252,14 @@ class EngineCoreProc:
             case Audit(client):
                 for report in audit(message, self.engine):
                     self.output_queue.put((client, report))
-            case CollectiveRpc(method="sleep" | "update_weights"):
-                self.idle_calls.append(message)
+            case CollectiveRpc(method="sleep"):
+                self.sleep_calls.append(message)
             case CollectiveRpc():
                 self._call_workers(message)
             case ClientGone(client):
+                for call in self.sleep_calls:
+                    if call.client == client:
+                        call.number = 0  # nobody waits for the answer
                 self.engine.handle(abort_all_of(client, self.engine))
             case _:
                 self.engine.handle(message)
@@ -275,27 +278,53 @@ class EngineCoreProc:
         """Call a method of all workers, and answer."""
         answer = CollectiveRpcResult([])
         match call.method:
-            case "sleep":
-                self.sleep()
             case "wake_up":
-                for other in [other for other in self.idle_calls if other.method == "sleep"]:
-                    self.idle_calls.remove(other)
-                    self._answer(other, CollectiveRpcResult([]))
+                self._answer_sleep_calls()
                 self.wake_up()
+            case "update_weights":
+                try:
+                    answer.results = self._update_weights(call)
+                except InvalidRequest as error:
+                    answer.error = str(error)
+                except EngineError as error:
+                    answer.error = f"{error}; the engine restarts with its first weights"
+                    answer.has_failed = True
+                    self._answer(call, answer)
+                    raise
             case method:
                 self.wake_up()
                 self.heartbeat.pause()  # it may take as long as a start
-                if method == "update_weights":
-                    self._report_asleep(True)  # requests wait until the model is loaded
-                try:
-                    answer.results = self.engine.collective_rpc(method, call.args)
-                except InvalidRequest as error:
-                    answer.error = str(error)
-        if call.method == "update_weights":
-            gc.unfreeze()  # the last model
-            self._keep_executor(self.engine.executor)
-            self._report_asleep(False)
+                answer.results = self.engine.collective_rpc(method, call.args)
         self._answer(call, answer)
+
+    def _update_weights(self, call: CollectiveRpc) -> list[str | None]:
+        """Load other weights. Raises InvalidRequest, before anything changes, if there are requests
+        or the weights do not fit; EngineError if the engine has no weights any more.
+        """
+        while self.engine.has_work and not self.engine.scheduler.requests:
+            self._process_engine_step()  # the ends of finished requests
+        self.heartbeat.pause()  # it may take as long as a start
+        spec = self.engine.check_update(str(call.args[0]))
+        if call.only_checks:
+            return []
+        self.wake_up()
+        num_updates = self.ready.num_updates + 1
+        self.ready = msgspec.structs.replace(
+            self.ready, folder=spec.folder, num_updates=num_updates
+        )
+        self._report_asleep(True)  # requests wait until the model is loaded
+        self.heartbeat.sleep(False)  # if this fails, the next engine is awake
+        results = self.engine.update_weights(spec)
+        gc.unfreeze()  # the last model
+        self._keep_executor(self.engine.executor)
+        logger.info("update %d: the weights are those of %s", num_updates, spec.folder)
+        self._report_asleep(False)
+        return results
+
+    def _answer_sleep_calls(self) -> None:
+        for call in self.sleep_calls:
+            self._answer(call, CollectiveRpcResult([]))
+        self.sleep_calls = []
 
     def _answer(self, call: CollectiveRpc, answer: CollectiveRpcResult) -> None:
         if call.number:

@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from servd.base.bounds import TokenId
+from servd.base.errors import EngineError, InvalidRequest
 from servd.base.tracing import Mark, StepRecord
 from servd.messages.adapter import Adapter
 from servd.messages.params import PoolingParams, SamplingParams
@@ -128,13 +129,14 @@ RpcMethod = Literal["update_weights", "start_profile", "stop_profile", "sleep", 
 
 class CollectiveRpc(Message, tag=True):
     """Call a method of all workers. `sleep` frees weights and KV cache, `wake_up` loads the model
-    again. Engines call `sleep` and `update_weights` once they are idle; a request wakes them.
+    again. Engines sleep once they are idle, and refuse `update_weights` unless they are.
     """
 
     method: RpcMethod
     args: list[str | int] = []
     client: int = 0
     number: int = 0  # of this client's calls; 0: without an answer
+    only_checks: bool = False  # of `update_weights`: answer whether the engine would refuse it
 
 
 class Audit(Message, tag=True):
@@ -188,7 +190,9 @@ class WorkerReady(Message, tag=True):
 
 
 class EngineReady(Message, tag=True):
-    """The engine can serve requests. Sent again when the engine falls asleep or wakes."""
+    """The engine can serve requests. Sent again when the engine falls asleep or wakes, and before
+    and after `update_weights`.
+    """
 
     worker: WorkerReady
     max_model_len: int
@@ -197,6 +201,8 @@ class EngineReady(Message, tag=True):
     generation: int = 0
     is_asleep: bool = False  # the next request waits until the model is loaded again
     kv_stores: list[KVStoreStats] = []  # storages of the KV connector
+    num_updates: int = 0  # of the weights, since the engine's start
+    folder: str = ""  # of the weights, after an update
 
 
 class EngineAudit(Message, tag=True):
@@ -217,6 +223,14 @@ class CollectiveRpcResult(Message, tag=True):
     number: int = 0  # as in CollectiveRpc
     error: str = ""  # why nothing was called
     generation: int = 0
+    has_failed: bool = False  # with `error`: the engine ends
+
+    def check(self) -> None:
+        """Raise InvalidRequest or EngineError with `error`, if there is one."""
+        if self.has_failed:
+            raise EngineError(self.error)
+        if self.error:
+            raise InvalidRequest(self.error, param="args")
 
 
 class TokenLogprobs(Message):

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from servd.base.errors import EngineError
 from servd.base.private_dir import private_dir
 from servd.checkpoint.model_spec import FAKE_SPEC
 from servd.config import Config
@@ -243,12 +244,72 @@ def test_an_engine_sleeps_when_nothing_is_left_and_a_request_wakes_it(running: A
     running.input_queue.put(ask())
     running.input_queue.put(CollectiveRpc("sleep", number=1))  # while it runs
     running.input_queue.put(CollectiveRpc("wake_up", number=2))  # withdraws it
-    running.input_queue.put(CollectiveRpc("update_weights", ["/nowhere"], number=3))
-    running.input_queue.put(CollectiveRpc("stop_profile", number=4))
-    answers = [next_of(running, CollectiveRpcResult) for _ in range(4)]
+    running.input_queue.put(CollectiveRpc("stop_profile", number=3))
+    answers = [next_of(running, CollectiveRpcResult) for _ in range(3)]
     answers.sort(key=lambda answer: answer.number)
-    assert [answer.results for answer in answers] == [[], [], [], [None]]
-    assert "/nowhere" in answers[2].error and not running.engine.is_asleep
+    assert [answer.results for answer in answers] == [[], [], [None]]
+    assert not running.engine.is_asleep
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_who_is_gone_gets_no_answer_and_the_engine_sleeps(running: Any):
+    assert not next_of(running, EngineReady).is_asleep
+    running.input_queue.put(make_request("a", [1], max_tokens=200, ignore_eos=True))
+    running.input_queue.put(CollectiveRpc("sleep", client=3, number=1))  # while it runs
+    running.input_queue.put(ClientGone(3))
+    running.input_queue.put(CollectiveRpc("sleep", number=2))
+    assert len(output_of(running)) == 200
+    assert next_of(running, EngineReady).is_asleep
+    assert next_of(running, CollectiveRpcResult).number == 2
+
+
+def update(proc: EngineCoreProc, number: int, **fields: Any) -> CollectiveRpcResult:
+    proc.input_queue.put(CollectiveRpc("update_weights", ["b"], number=number, **fields))
+    return next_of(proc, CollectiveRpcResult)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_refused_update_changes_nothing(running: Any, monkeypatch):
+    assert not next_of(running, EngineReady).is_asleep
+    engine = running.engine
+    running.input_queue.put(make_request("a", [1], max_tokens=200, ignore_eos=True))
+    assert "1 requests are unfinished" in update(running, 1).error
+    assert len(output_of(running)) == 200
+    monkeypatch.setattr(engine.scheduler, "forget_workers", None)
+    ready = running.ready
+    assert "no files" in update(running, 2).error
+    monkeypatch.undo()
+    running.input_queue.put(CollectiveRpc("sleep", number=3))
+    assert next_of(running, EngineReady).is_asleep
+    assert next_of(running, CollectiveRpcResult).number == 3
+    assert "no files" in update(running, 4).error
+    monkeypatch.setattr(engine, "check_update", lambda folder: engine.spec)
+    assert not update(running, 5, only_checks=True).error
+    assert engine.is_asleep and running.output_queue.empty()
+    assert msgspec.structs.replace(running.ready, is_asleep=False) == ready
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_update_is_reported_and_its_failure_states_why(running: Any, monkeypatch):
+    assert not next_of(running, EngineReady).is_asleep
+    engine = running.engine
+    spec = msgspec.structs.replace(engine.spec, folder="/models/b")
+    monkeypatch.setattr(engine, "check_update", lambda folder: spec)
+    running.input_queue.put(CollectiveRpc("update_weights", ["b"], number=1))
+    reports = [next_of(running, EngineReady) for _ in range(2)]
+    assert [report.is_asleep for report in reports] == [True, False]
+    assert [(report.folder, report.num_updates) for report in reports] == [("/models/b", 1)] * 2
+    assert next_of(running, CollectiveRpcResult).results == [None]
+
+    def fail(method: str, args: list[str]) -> None:
+        assert not running.heartbeat.is_asleep  # else the next engine would soon sleep
+        raise RuntimeError("Traceback\n  line 1\nOSError: cut off")
+
+    monkeypatch.setattr(engine.executor, "collective_rpc", fail)
+    answer = update(running, 2)
+    assert "/models/b: OSError: cut off; the engine restarts" in answer.error
+    with pytest.raises(EngineError, match="cut off"):
+        answer.check()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -21,7 +21,7 @@ from servd.api.observability.tracer import Tracer
 from servd.api.request.latency import request_of
 from servd.api.request.observer import Observer
 from servd.api.request.request_state import RequestState, find_choice
-from servd.base.errors import EngineDeadError, EngineError, InvalidRequest
+from servd.base.errors import EngineDeadError, EngineError
 from servd.base.tracing import Mark, now_ns
 from servd.config import Config
 from servd.core.client import AsyncMPClient
@@ -180,11 +180,10 @@ class EngineClient:
 
     async def collective_rpc(self, call: CollectiveRpc) -> list[str | None]:
         """Call a method of the engine's workers; return their results by rank. Raises
-        InvalidRequest if the engine refuses it.
+        InvalidRequest if the engine refuses it, or EngineError if it ends.
         """
         result: CollectiveRpcResult = await self.ask(call)
-        if result.error:
-            raise InvalidRequest(result.error, param="args")
+        result.check()
         return result.results
 
     def _fail_answers(self) -> None:
