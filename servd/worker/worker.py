@@ -34,6 +34,8 @@ from servd.worker.runner.reference_check import ReferenceCheck
 
 log = logging.getLogger("servd.worker")
 
+MAX_PROFILED_STEPS = 1000
+
 
 class Worker:
     """A device with its share of the model. Start with `load_model`, then `allocate_kv_cache`; run
@@ -129,6 +131,8 @@ class Worker:
 
     def execute_model(self, scheduled: SchedulerOutput) -> None:
         """Launch a step's forward pass. Raises RuntimeError if the last step was not sampled."""
+        if self.profiler is not None:
+            self._count_profiled_step()
         self.steps.execute_model(scheduled)
 
     def sample_tokens(self, bitmask: GrammarOutput | None = None) -> AsyncOutput:
@@ -151,21 +155,30 @@ class Worker:
         """Load another checkpoint of the same architecture, in place of this one. The KV cache is
         empty afterwards, and as large as before.
         """
+        memory = self.num_blocks * self.runner.bytes_per_block
+        config = self.runner.config.replace(kv_cache_memory=memory)
         self.release()
         self.progress = lambda phase, fraction: None  # it is no start
         spec = msgspec.structs.replace(self.runner.spec, folder=folder)
-        self.runner = type(self.runner)(self.runner.config, spec, self.device, self.parallel)
+        self.runner = type(self.runner)(config, spec, self.device, self.parallel)
         self.load_model(plans_memory=False)
         self.allocate_kv_cache(self.num_blocks)
 
     def start_profile(self) -> None:
-        """Record the operations of torch, until `stop_profile`."""
+        """Record the operations of torch, until `stop_profile` or for MAX_PROFILED_STEPS."""
         if self.profiler is None:
+            self.num_profiled_steps = 0
             device = "cuda" if self.device.type == "cuda" else None
             # torch.profiler would first import the compiler, for seconds.
             self.profiler = self.profiling.enter_context(
                 profile(use_device=device, use_kineto=True)
             )
+
+    def _count_profiled_step(self) -> None:
+        if self.num_profiled_steps == MAX_PROFILED_STEPS:
+            self.profiling.close()
+            log.info("the profile has %d steps and ends: call stop_profile", MAX_PROFILED_STEPS)
+        self.num_profiled_steps += 1
 
     def stop_profile(self) -> str | None:
         """Write what was recorded as a Chrome trace; return its path. None: nothing was."""
