@@ -20,6 +20,7 @@ from servd.api.responses.response_store import ResponseStores
 from servd.base.errors import NotFound, UnknownModel
 from servd.config import Config
 from servd.messages.adapter import Adapter
+from servd.messages.engine import EngineReady
 
 
 class Context(msgspec.Struct, frozen=True):
@@ -27,7 +28,7 @@ class Context(msgspec.Struct, frozen=True):
     async_llm: AsyncLLM
     root: str  # the model's name on the hub, or the served name of a local folder
     started_at: float  # Unix time
-    fingerprint: str  # system_fingerprint of all answers
+    fingerprint: str  # `system_fingerprint` before any update of the weights
     keep_alive: float  # seconds
     reasons: Mapping[str, str]  # why options on "auto" have their value
     keys: ApiKeys
@@ -36,6 +37,13 @@ class Context(msgspec.Struct, frozen=True):
     peers: PeerServers
     ignored_fields: IgnoredFields
     adapters: Adapters | None  # None without --enable-lora
+
+    @property
+    def system_fingerprint(self) -> str:
+        """The `system_fingerprint` of an answer that begins now."""
+        ready = self.async_llm.status
+        num_updates = ready.num_updates if isinstance(ready, EngineReady) else 0
+        return f"{self.fingerprint}-{num_updates}" if num_updates else self.fingerprint
 
     @property
     def shown_names(self) -> list[str]:

@@ -66,10 +66,15 @@ class RunManifest(msgspec.Struct):
 
 
 def make_manifest(
-    config: Config, spec: ModelSpec, worker: WorkerReady, prompts: list[RepeatablePrompt]
+    config: Config,
+    spec: ModelSpec,
+    worker: WorkerReady,
+    prompts: list[RepeatablePrompt],
+    num_updates: int = 0,
 ) -> RunManifest:
-    """Return the manifest of a run. The first call in a process hashes all weights, which takes
-    about a second per gigabyte, or no time if the hub's cache has the hashes.
+    """Return the manifest of a run with the weights in the folder of `spec`. The first call in a
+    process, and after an update, hashes all weights, which takes about a second per gigabyte, or no
+    time if the hub's cache has the hashes.
     """
     model = msgspec.structs.replace(config.model, **dict.fromkeys(PLACES))
     shape = msgspec.structs.replace(spec, folder="")
@@ -78,7 +83,7 @@ def make_manifest(
     weights = ""
     if spec.folder:
         with _hashing:  # other threads wait, and find the hash cached
-            weights = hash_weights(spec.folder)
+            weights = hash_weights(spec.folder, num_updates)
     device = (worker.device, worker.dtype, worker.attention_backend)
     return RunManifest(find_versions(), configuration, weights, *device, prompts)
 
@@ -88,6 +93,7 @@ class ManifestRecorder:
 
     def __init__(self, context: Context, prompts: Sequence[RequestOutput]) -> None:
         self.context = context
+        self.ready: EngineReady | None = None  # the engine when it sent the last output
         self.prompts = [
             RepeatablePrompt(
                 prompt.prompt_token_ids, prompt.params, 0, [[] for _ in range(prompt.params.n)]
@@ -101,6 +107,9 @@ class ManifestRecorder:
         """Yield the same outputs."""
         async with aclosing(outputs):
             async for output in outputs:
+                if output.timeline is not None:
+                    status = self.context.async_llm.engines[output.timeline.rank].status
+                    self.ready = status if isinstance(status, EngineReady) else None
                 prompt = self.prompts[output.index]
                 for delta in output.outputs:
                     prompt.token_ids[delta.index] += delta.token_ids
@@ -124,12 +133,14 @@ class ManifestRecorder:
         return body[:-1] + b"," + manifest[1:]
 
     async def make(self) -> RunManifest:
-        async_llm = self.context.async_llm
-        ready = async_llm.status
-        if not isinstance(ready, EngineReady):  # the engine died after the last token
+        ready = self.ready
+        if ready is None:  # the engine died after the last token
             raise EngineDeadError("the engine has ended")
+        spec = self.context.async_llm.spec
+        if ready.num_updates:
+            spec = msgspec.structs.replace(spec, folder=ready.folder)
         return await asyncio.to_thread(
-            make_manifest, self.context.config, async_llm.spec, ready.worker, self.prompts
+            make_manifest, self.context.config, spec, ready.worker, self.prompts, ready.num_updates
         )
 
 
@@ -145,8 +156,10 @@ def find_versions() -> dict[str, str]:
 
 
 @lru_cache(maxsize=1)
-def hash_weights(folder: str) -> str:
-    """Return a hash of the names and contents of a checkpoint's weight files."""
+def hash_weights(folder: str, num_updates: int = 0) -> str:
+    """Return a hash of the names and contents of a checkpoint's weight files. They are read again
+    if `num_updates` differs.
+    """
     lines: list[str] = []
     for file in sorted(Path(folder).glob("*.safetensors")):
         name = file.resolve().name  # in the hub's cache: the SHA-256 of the content

@@ -73,7 +73,7 @@ class OpenAIServing:
             config=self.config,
             tokenizer=self.processor.tokenizer,
             options=options,
-            fingerprint=self.context.fingerprint,
+            fingerprint=self.context.system_fingerprint,
             max_model_len=self.processor.max_model_len,
             can_reason=self.processor.model_format.reasoning_parser is not None,
             count_parser=self.count_parser,
