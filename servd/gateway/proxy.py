@@ -216,6 +216,8 @@ class Gateway:
         """
         body = await request.body()
         model_fields = read_fields(request, body)
+        if model_fields.model is None and request.scope["path"] == "/collective_rpc":
+            raise InvalidRequest("state the model: add ?model=NAME", param="model")
         server = await self.servers.find(model_fields.model)
         if not needs_weights and server.runs:
             visit = self.servers.visiting(server)

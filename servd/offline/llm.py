@@ -252,13 +252,15 @@ class LLM:
         """Call a method of all workers, and return their results by rank.
 
         Args:
-            method: `update_weights` loads another checkpoint of the same architecture;
+            method: `update_weights` loads another checkpoint of the same architecture, from a
+                folder beside the model's own;
                 `start_profile` and `stop_profile` record a trace of torch, whose path is the
                 result; `sleep` frees weights and KV cache; `wake_up` loads the model again.
             args: of `update_weights`, the folder; of `sleep`, the level.
 
         Raises:
-            InvalidRequest: there is no such method, or its arguments are wrong.
+            InvalidRequest: there is no such method, or its arguments are wrong; nothing changes.
+            EngineError: the checkpoint could not be loaded, and the engine cannot be used any more.
         """
         return self.engine.collective_rpc(method, args)
 

@@ -325,6 +325,15 @@ async def test_sleep_is_shown_and_asking_for_it_loads_nothing(tmp_path: Path):
         assert "vllm:engine_sleep_state{" in text
 
 
+async def test_no_call_of_workers_reaches_a_model_that_it_does_not_name(tmp_path: Path):
+    async with gateway(tmp_path, "one") as (http, _servers):
+        call = {"method": "start_profile"}
+        answer = await http.post("/collective_rpc", json=call)
+        assert answer.status_code == 400 and "add ?model=NAME" in answer.text
+        answer = await http.post("/collective_rpc?model=one", json=call)
+        assert answer.json() == {"results": [None]}
+
+
 async def test_the_folder_is_read_again(tmp_path: Path):
     async with gateway(tmp_path, "one", "gone") as (http, servers):
 

@@ -16,7 +16,7 @@ class CollectiveRpcRequest(RequestBody):
     method: Text
     """`update_weights`, `start_profile`, `stop_profile`, `sleep` or `wake_up`."""
     args: Annotated[list[Text | int], Field(max_length=1)] = []
-    """Of `update_weights`: the folder of a checkpoint, on the host of the engine."""
+    """Of `update_weights`: a folder beside the model's, on the host of the engine."""
     kwargs: Annotated[dict[str, Any], Field(max_length=0)] = {}
     """Empty: arguments have no names."""
 
