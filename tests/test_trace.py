@@ -50,7 +50,8 @@ def test_every_phase_has_its_functions_with_their_places(capsys, options, runner
         assert f"def {name.rpartition('.')[2]}(" in head.replace("[T]", "")
 
 
-def test_a_page_has_all_calls_and_nothing_from_elsewhere(capsys, tmp_path):
+def test_a_page_has_all_calls_and_nothing_from_elsewhere(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("SERVD_API_KEY", "a-key-for-another-server")
     file = tmp_path / "trace.html"
     with pytest.raises(SystemExit, match="0"):
         main(["trace", "<b>Hi</b>", "--executor", "fake", "--html", str(file)])

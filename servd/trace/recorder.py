@@ -154,7 +154,8 @@ class Recorder:
             for entry in [*stack]:  # a server's main function does not return
                 if entry.began_ns:
                     entry.node.took_ns += now - entry.began_ns
-        module = sys.orig_argv[sys.orig_argv.index("-m") + 1]
+        arguments = sys.orig_argv
+        module = arguments[arguments.index("-m") + 1] if "-m" in arguments else arguments[-1]
         threads = [stack[0].node.call() for stack in self.stacks]
         process = Process(f"{module}, process {os.getpid()}", threads)
         path = self.folder / f"writing.{os.getpid()}"
