@@ -39,7 +39,8 @@ FAST = --ignore=tests/core/structured_output tests/core $(filter-out $(SLOW),$(w
 
 .DEFAULT_GOAL := help
 .PHONY: help install serve test test-unit test-oldest test-slow test-console test-sanitizers test-gpu check format \
-	format-check lint typecheck architecture lock docs site bench bench-cpu bench-observability bench-gpu soak docker sbom audit wheel clean
+	format-check lint typecheck architecture lock docs site bench bench-cpu bench-observability bench-gpu \
+	soak docker sbom audit wheel clean
 
 help: ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)

@@ -9,7 +9,7 @@ import pytest
 import servd
 from servd.cli import main
 from servd.trace.phases import divide
-from servd.trace.recorder import Call, Process
+from servd.trace.recorder import FunctionCall, Process
 
 PACKAGE = Path(servd.__file__).parent
 LINE = re.compile(r"[│├└─ ]*[├└]─ (\S+)(?: \(see .+\))? +[\d.]+ ms(?: x\d+)? +(\S+):(\d+)")
@@ -50,7 +50,8 @@ def test_every_phase_has_its_functions_with_their_places(capsys, options, runner
         assert f"def {name.rpartition('.')[2]}(" in head.replace("[T]", "")
 
 
-def test_a_page_has_all_calls_and_nothing_from_elsewhere(capsys, tmp_path):
+def test_a_page_has_all_calls_and_nothing_from_elsewhere(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("SERVD_API_KEY", "a-key-for-another-server")
     file = tmp_path / "trace.html"
     with pytest.raises(SystemExit, match="0"):
         main(["trace", "<b>Hi</b>", "--executor", "fake", "--html", str(file)])
@@ -86,7 +87,9 @@ def test_a_call_that_begins_another_phase_is_shown_without_its_calls():
     http = call("api/http/middleware.py", "RequestContext.__call__", 9, generate)
     earlier = call("api/http/middleware.py", "RequestContext.__call__", 7, is_request=False)
     start = call("api/server.py", "main", 30, earlier, http, is_request=False)
-    phases = {phase.name: phase for phase in divide([Process("api", [Call("", calls=[start])])])}
+    phases = {
+        phase.name: phase for phase in divide([Process("api", [FunctionCall("", calls=[start])])])
+    }
     [(process, request)] = phases["request"].calls
     assert process == "api" and request.took_ns == 9 and request.own_ns == 4
     assert [(inner.phase, inner.calls) for inner in request.calls] == [("generate", [])]
@@ -97,4 +100,4 @@ def test_a_call_that_begins_another_phase_is_shown_without_its_calls():
 
 
 def call(file, name, took_ns, *calls, is_request=True):
-    return Call(name, file, 1, is_request, took_ns=took_ns, calls=[*calls])
+    return FunctionCall(name, file, 1, is_request, took_ns=took_ns, calls=[*calls])

@@ -52,7 +52,7 @@ class Context(msgspec.Struct, frozen=True):
         return [name for name in names if not os.path.isabs(name)] or names[:1]
 
     async def find_model(self, name: str | None) -> tuple[str, Adapter | None]:
-        """Return the model name for the response, and the adapter if `asked` names an adapter.
+        """Return the model name for the response, and the adapter if `name` is that of an adapter.
         Raise UnknownModel, or an error of `Adapters.load`.
         """
         names = self.config.model.served_model_name

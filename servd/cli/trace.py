@@ -18,6 +18,7 @@ from servd.terminal.server_process import own_server
 from servd.trace import phases, recorder, rendering
 
 ACCESS = ("api_key", "api_key_file")  # nobody else reaches the server
+NO_KEYS = {"SERVD_API_KEY": "", "VLLM_API_KEY": ""}  # of the environment
 WARM_UP = "What is new takes longer."
 TIMEOUT = 60.0  # seconds in which a process answers
 
@@ -54,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
 def record(options: dict[str, Any], arguments: argparse.Namespace, folder: Path) -> str:
     """Run a server whose processes record their calls into `folder`. Return its answer."""
     paths = [recorder.SITE, *filter(None, [os.environ.get("PYTHONPATH")])]
-    env = {recorder.FOLDER: str(folder), "PYTHONPATH": os.pathsep.join(paths)}
+    env = {recorder.FOLDER: str(folder), "PYTHONPATH": os.pathsep.join(paths), **NO_KEYS}
     print("starting a server, which is slow while it is recorded", file=sys.stderr)
     with own_server(options, env) as connect:
         client = connect()

@@ -28,8 +28,8 @@ def running(
     command: Sequence[str], client: Client, timeout: float, env: Mapping[str, str] = {}
 ) -> Iterator[float]:
     """Run a server, with `env` added to its environment, until the block ends; yield the seconds
-    until it was ready. Raises ServdError if
-    the command exits, or `client` finds no ready server within `timeout` seconds.
+    until it was ready. Raises ServdError if the command exits, or `client` finds no ready server
+    within `timeout` seconds.
     """
     started = time.perf_counter()
     # Its own session, so that all processes of the command can be stopped with it.

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from servd.trace.recorder import Call, Process
+from servd.trace.recorder import FunctionCall, Process
 
 PHASES = tomllib.loads(Path(__file__).with_name("phases.toml").read_text(encoding="utf8"))
 
@@ -16,7 +16,7 @@ class Phase(msgspec.Struct):
 
     name: str
     text: str  # a sentence
-    calls: list[tuple[str, Call]]  # process and call
+    calls: list[tuple[str, FunctionCall]]  # process and call
 
 
 def divide(processes: Sequence[Process]) -> list[Phase]:
@@ -41,7 +41,9 @@ def divide(processes: Sequence[Process]) -> list[Phase]:
     return phases
 
 
-def _find(caller: Call, functions: Sequence[str], is_request: bool) -> Iterator[Call]:
+def _find(
+    caller: FunctionCall, functions: Sequence[str], is_request: bool
+) -> Iterator[FunctionCall]:
     """Yield the calls of these functions, without calls inside them."""
     for call in caller.calls:
         if call.is_request == is_request and _place(call) in functions:
@@ -50,9 +52,9 @@ def _find(caller: Call, functions: Sequence[str], is_request: bool) -> Iterator[
             yield from _find(call, functions, is_request)
 
 
-def _cut(call: Call, name: str, phase_of: dict[str, str], is_request: bool) -> Call:
+def _cut(call: FunctionCall, name: str, phase_of: dict[str, str], is_request: bool) -> FunctionCall:
     """Return a call without those of the other part, and without the calls of other phases."""
-    calls: list[Call] = []
+    calls: list[FunctionCall] = []
     for inner in call.calls:
         if inner.is_request != is_request:
             continue
@@ -64,5 +66,5 @@ def _cut(call: Call, name: str, phase_of: dict[str, str], is_request: bool) -> C
     return msgspec.structs.replace(call, calls=calls)
 
 
-def _place(call: Call) -> str:
+def _place(call: FunctionCall) -> str:
     return f"{call.file}:{call.name}"

@@ -1,6 +1,6 @@
-"""Recorder: records the calls of servd's functions in a process, as a tree with times.
+"""CallRecorder: records the calls of servd's functions in a process, as a tree with times.
 
-`servd trace` puts the folder `site` on PYTHONPATH, so that Python starts a Recorder in every
+`servd trace` puts the folder `site` on PYTHONPATH, so that Python starts a CallRecorder in every
 process of the server. Recording makes Python slower: times are for comparison with each other.
 """
 
@@ -30,7 +30,7 @@ REQUEST = "request"  # the start is over
 END = "end"  # write the tree
 
 
-class Call(msgspec.Struct):
+class FunctionCall(msgspec.Struct):
     """All calls of a function by the same caller, or all calls of a thread."""
 
     name: str  # qualified
@@ -40,7 +40,7 @@ class Call(msgspec.Struct):
     began_ns: int = 0  # of the first call, on the monotonic clock
     took_ns: int = 0  # of all calls, while they did not wait for the event loop
     count: int = 0  # 0: unknown, because the function is resumed
-    calls: list[Call] = []
+    calls: list[FunctionCall] = []
     phase: str = ""  # another phase, which has the calls
 
     @property
@@ -54,11 +54,11 @@ class Call(msgspec.Struct):
 
 class Process(msgspec.Struct):
     name: str
-    threads: list[Call]
+    threads: list[FunctionCall]
 
 
 class Node:
-    """A Call while it is recorded."""
+    """A FunctionCall while it is recorded."""
 
     __slots__ = ("began_ns", "code", "count", "is_request", "nodes", "took_ns")
 
@@ -70,17 +70,19 @@ class Node:
         self.count = 0
         self.nodes: dict[tuple[CodeType, bool], Node] = {}
 
-    def call(self) -> Call:
-        """Return the Call, with the calls in it."""
+    def call(self) -> FunctionCall:
+        """Return the FunctionCall, with the calls in it."""
         calls = [node.call() for node in [*self.nodes.values()]]
         if self.code is None:
-            return Call("thread", calls=calls)
+            return FunctionCall("thread", calls=calls)
         code = self.code
         file = code.co_filename.removeprefix(PACKAGE)
         name = code.co_qualname.replace(".<locals>", "")
         line = code.co_firstlineno
         count = 0 if code.co_flags & RESUMED else self.count
-        return Call(name, file, line, self.is_request, self.began_ns, self.took_ns, count, calls)
+        return FunctionCall(
+            name, file, line, self.is_request, self.began_ns, self.took_ns, count, calls
+        )
 
 
 class Entry(NamedTuple):
@@ -91,7 +93,7 @@ class Entry(NamedTuple):
     began_ns: int  # 0: of a recursive call, whose time the outer call has
 
 
-class Recorder:
+class CallRecorder:
     """Records the calls of all threads of this process."""
 
     def __init__(self) -> None:
@@ -154,7 +156,8 @@ class Recorder:
             for entry in [*stack]:  # a server's main function does not return
                 if entry.began_ns:
                     entry.node.took_ns += now - entry.began_ns
-        module = sys.orig_argv[sys.orig_argv.index("-m") + 1]
+        arguments = sys.orig_argv
+        module = arguments[arguments.index("-m") + 1] if "-m" in arguments else arguments[-1]
         threads = [stack[0].node.call() for stack in self.stacks]
         process = Process(f"{module}, process {os.getpid()}", threads)
         path = self.folder / f"writing.{os.getpid()}"

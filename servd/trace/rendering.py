@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from servd.trace.phases import Phase
-from servd.trace.recorder import Call
+from servd.trace.recorder import FunctionCall
 
 MIN_SHARE = (
     0.01  # of a phase's function: shorter calls are counted in the text, and closed in the page
@@ -29,7 +29,7 @@ def draw_text(phases: Sequence[Phase]) -> Iterator[str]:
         yield ""
 
 
-def _draw_calls(calls: Sequence[Call], whole_ns: int, prefix: str) -> Iterator[str]:
+def _draw_calls(calls: Sequence[FunctionCall], whole_ns: int, prefix: str) -> Iterator[str]:
     long_calls = [call for call in calls if call.took_ns >= MIN_SHARE * whole_ns]
     num_short = len(calls) - len(long_calls)
     for index, call in enumerate(long_calls):
@@ -56,7 +56,7 @@ def draw_page(title: str, phases: Sequence[Phase]) -> str:
     return "\n".join([*parts, "</html>\n"])
 
 
-def _page_call(call: Call, whole_ns: int) -> str:
+def _page_call(call: FunctionCall, whole_ns: int) -> str:
     share = call.took_ns / (whole_ns or 1)
     times = f" x{call.count}" if call.count > 1 else ""
     phase = f" (see {html.escape(call.phase)})" if call.phase else ""

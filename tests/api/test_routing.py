@@ -2,7 +2,8 @@
 
 import heapq
 import random
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 
 import pytest
 
@@ -178,6 +179,66 @@ def test_equal_prompts_are_balanced_and_nothing_is_pending_when_they_end():
         routed.end()
         routed.end()
     assert balancer.pending == pytest.approx([0] * 4)
+
+
+def route_all(prompts: Iterable[list[int]], num_open: int, servers: int = 1) -> list[int]:
+    """Return the tokens that each of four engines was sent, with `num_open` open requests."""
+    balancers = [LoadBalancer(4, SIZE, servers) for _ in range(servers)]
+    rng = random.Random(5)
+    running: deque[Routed] = deque()
+    work = [0] * 4
+    for prompt in prompts:
+        routed = rng.choice(balancers).route(request(prompt), range(4))
+        work[routed.rank] += routed.prompt + routed.output
+        routed.end_prompt()
+        running.append(routed)
+        if len(running) > num_open:
+            running.popleft().end()
+    return work
+
+
+@pytest.mark.parametrize(
+    ("num_shared", "num_requests", "num_open"),
+    [(2000, 200, 200), (2000, 1000, 32), (8000, 500, 240), (20_000, 512, 512), (20_000, 3000, 64)],
+)
+def test_prompts_with_a_long_common_prefix_use_all_engines(
+    num_shared: int, num_requests: int, num_open: int
+):
+    shared = [*range(num_shared)]
+    prompts = ([*shared, *[number] * 20] for number in range(num_requests))
+    work = route_all(prompts, num_open)
+    assert max(work) < 1.3 * sum(work) / 4, work
+
+
+@pytest.mark.parametrize(
+    ("num_shared", "num_unique", "num_requests", "num_open"),
+    [
+        (16, 8000, 600, 8),
+        (16, 8000, 600, 64),
+        (400, 600, 600, 8),
+        (400, 100, 600, 64),
+        (8000, 100, 3000, 64),
+    ],
+)
+def test_several_servers_spread_prompts_that_begin_alike(
+    num_shared: int, num_unique: int, num_requests: int, num_open: int
+):
+    shared = [*range(num_shared)]
+    prompts = ([*shared, *[number] * num_unique] for number in range(num_requests))
+    work = route_all(prompts, num_open, servers=4)
+    assert max(work) < 1.3 * sum(work) / 4, work
+
+
+def test_engine_that_was_out_of_service_need_not_catch_up():
+    balancer = LoadBalancer(3, SIZE)
+    for number in range(100):
+        balancer.route(request([number] * 500), [0, 1]).end()
+    ranks = []
+    for number in range(100, 190):
+        routed = balancer.route(request([number] * 500), range(3))
+        routed.end()
+        ranks.append(routed.rank)
+    assert all(26 <= ranks.count(rank) <= 34 for rank in range(3)), ranks
 
 
 def test_short_prompts_take_turns_when_nothing_is_pending():

@@ -1,5 +1,6 @@
 """LoadBalancer: sends a prompt to the engine of --data-parallel-size with the lowest cost: the
-tokens that the engine would compute, plus a part of the tokens that are pending there.
+tokens that the engine would compute, plus a part of the tokens that are pending there, plus its
+recent tokens beyond a fair share, so that prompts with a long common prefix use all engines.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ FINE_BLOCKS = 256
 COARSE = 16
 # Below 1: computing a prefix twice costs others time and cache space, too; waiting does not.
 WAIT_WEIGHT = 1 / 3
-EXPECTED_OUTPUT = 128  # tokens, if max_tokens is not below
+EXPECTED_OUTPUT = 256  # tokens, if max_tokens is not below
+MAX_RECENT = 1 << 20  # tokens sent to all engines; beyond, all counts are halved
+SLACK = 1.05  # multiple of its fair share that an engine may receive at no cost
+SPREAD = 8192  # tokens beyond, for one of several servers: its counts vary more by chance
 
 
 @dataclass(slots=True)
@@ -46,16 +50,17 @@ class Routed:
 
 class LoadBalancer:
     """The load balancer of one API server. It knows the prefixes and tokens that this server sent
-    to each engine. Of other servers it assumes that they send as much, and that half of a prompt
-    is cached at its home, an engine that all servers derive from the first block. Evictions are not
-    recorded: the engine computes a lost block again for the next prompt. `block_size` is 0 without
-    a prefix cache.
+    to each engine. Of other servers it assumes that they send as much, and that a prompt is cached
+    at its home, an engine that all servers derive from it. Evictions are not recorded: the engine
+    computes a lost block again for the next prompt. `block_size` is 0 without a prefix cache.
     """
 
     def __init__(self, num_engines: int, block_size: int, num_servers: int = 1) -> None:
         self.block_size = block_size
         self.num_servers = num_servers
+        self.spread = SPREAD if num_servers > 1 else 0
         self.pending = [0] * num_engines  # tokens
+        self.recent = [0.0] * num_engines  # tokens
         self.prefixes: list[dict[int, None]] = [{} for _ in range(num_engines)]  # in order of use
         self.num_routed = 0
 
@@ -72,29 +77,31 @@ class LoadBalancer:
         """Choose an engine among `ranks`, and add the request to its pending tokens."""
         hashes = self.hash_prefixes(request)
         num_tokens = len(request.prompt_token_ids)
+        output = 0
+        if isinstance(params := request.params, SamplingParams):
+            max_tokens = min(EXPECTED_OUTPUT, params.max_tokens or EXPECTED_OUTPUT)
+            output = params.n * max_tokens
         self.num_routed += 1
-
-        home = None
-        if self.num_servers > 1 and hashes:
-            home = hashes[self.block_size] % len(self.pending)
+        home = self._find_home(hashes) if self.num_servers > 1 else None
+        self._forgive_absence(ranks)
+        mean = (sum(self.recent) + num_tokens + output) / len(self.recent)
+        limit = SLACK * mean + self.spread
 
         def cost(rank: int) -> tuple[float, int]:
-            cached = self.count_cached(rank, hashes)
-            if rank == home:
-                cached = max(cached, num_tokens // 2)
+            cached = num_tokens if rank == home else self.count_cached(rank, hashes)
             waiting = WAIT_WEIGHT * self.num_servers * self.pending[rank]
+            excess = max(self.recent[rank] + num_tokens - cached + output - limit, 0.0)
             turn = (rank - self.num_routed) % len(self.pending)
-            return waiting - cached, turn
+            return waiting + excess - cached, turn
 
         rank = request.options.rank
         if rank is None:
             rank = min(ranks, key=cost)
         num_new = num_tokens - self.count_cached(rank, hashes)
-        output = 0
-        if isinstance(params := request.params, SamplingParams):
-            max_tokens = min(EXPECTED_OUTPUT, params.max_tokens or EXPECTED_OUTPUT)
-            output = params.n * max_tokens
         self.pending[rank] += num_new + output
+        self.recent[rank] += num_new + output
+        if sum(self.recent) > MAX_RECENT:
+            self.recent = [num_sent / 2 for num_sent in self.recent]
         self._add_prefixes(rank, hashes)
         return Routed(self.pending, rank, num_new, output)
 
@@ -126,6 +133,22 @@ class LoadBalancer:
                 break
             cached = num_tokens
         return cached
+
+    def _find_home(self, hashes: dict[int, int]) -> int | None:
+        """Return the engine where other servers probably sent earlier turns. It depends on the
+        first block that is not everywhere, because many conversations share the blocks before.
+        """
+        for prefix in hashes.values():
+            if any(prefix not in prefixes for prefixes in self.prefixes):
+                return prefix % len(self.prefixes)
+        return None
+
+    def _forgive_absence(self, ranks: Sequence[int]) -> None:
+        """Set the tokens of engines outside `ranks` to the mean, so that they need not catch up."""
+        mean = sum(self.recent[rank] for rank in ranks) / len(ranks)
+        for rank in range(len(self.recent)):
+            if rank not in ranks:
+                self.recent[rank] = mean
 
     def _add_prefixes(self, rank: int, hashes: dict[int, int]) -> None:
         prefixes = self.prefixes[rank]

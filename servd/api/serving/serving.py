@@ -183,7 +183,11 @@ class OpenAIServing:
         with renamed(self.field_names):
             async with aclosing(outputs):
                 async for output in outputs:
-                    if frames := await self.make_frames(formatter, output):
+                    if formatter.num_logprobs_each:
+                        frames = await self.make_frames(formatter, output)
+                    else:
+                        frames = formatter.frames(output)
+                    if frames:
                         yield frames
             if frame := formatter.last_frame():
                 yield frame
@@ -196,8 +200,8 @@ class OpenAIServing:
         return await self.async_llm.run_in_thread(formatter.owner, formatter.size, make_body)
 
     async def make_frames(self, formatter: ResponseFormatter, output: RequestOutput) -> bytes:
-        """Return the frames of an output, made in a thread if it is large: of what arrived while
-        the client did not read.
+        """Return the frames of an output with log-probabilities, made in a thread if it is large:
+        of what arrived while the client did not read.
         """
         size = formatter.num_logprobs_each * sum(len(o.token_ids) for o in output.outputs)
         if size <= MAX_INLINE:

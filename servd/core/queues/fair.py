@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from itertools import count
 from typing import Any
 
 from servd.base.tracing import Clock, now_ns
@@ -23,7 +24,8 @@ SLOT_COST = 2.0  # cost of a slot per step, in prompt tokens
 MAX_IDLE_OWNERS = 1024  # idle owners whose counters are kept
 
 
-# Priority, counter when pushed, slots / weight, arrival and owner of the owner's first request.
+# Priority of the owner's first request, counter when pushed, slots / weight, number of the push:
+# a newcomer goes before an equal owner that was just served.
 Turn = tuple[int, float, float, int, "OwnerState"]
 
 
@@ -53,6 +55,7 @@ class FairQueue(FcfsQueue):
 
     def __init__(self, long_prompt: int, max_adapters: int = 1, clock: Clock = now_ns) -> None:
         super().__init__(long_prompt, max_adapters, clock)
+        self._pushes = count()
         self._owners: dict[tuple[int, str], OwnerState] = {}
         self._max_owners = MAX_IDLE_OWNERS
         # By class and whether prompts are long. Turns that were replaced are dropped later.
@@ -194,9 +197,9 @@ class FairQueue(FcfsQueue):
     def _push_turn(self, owner: OwnerState, is_long: bool) -> None:
         """Put the first waiting request of an owner into the heap of its class."""
         request = owner.waiting[is_long][0]
-        priority_class, priority, arrival = request.order
+        priority_class, priority, _ = request.order
         share = owner.num_running / owner.weight
-        turn = (priority, owner.counter(self._step), share, arrival, owner)
+        turn = (priority, owner.counter(self._step), share, next(self._pushes), owner)
         owner.turns[is_long] = turn
         heappush(self._heaps[priority_class, is_long], turn)
 

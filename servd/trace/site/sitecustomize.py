@@ -5,4 +5,4 @@ import os
 from servd.trace import recorder
 
 if recorder.FOLDER in os.environ:
-    recorder.Recorder().start()
+    recorder.CallRecorder().start()
