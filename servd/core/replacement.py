@@ -35,7 +35,8 @@ def find_replacement(folder: str, spec: ModelSpec, model: ModelConfig) -> ModelS
                 f"served {spec.config.get(key)!r:.50}: to serve another architecture, restart servd"
             )
     for name in sorted(present.keys() | tensors.keys()):
-        new, old = tensors.get(name, "absent"), present.get(name, "absent")
+        new = tensors.get(name, "absent")
+        old = present.get(name, "absent")
         if new != old:
             raise _refuse(
                 f"in {path}, the tensor {name:.200} is {new}, and in the model that is served {old}"
