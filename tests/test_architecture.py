@@ -458,9 +458,9 @@ def test_classes_of_models_are_at_most_two_deep():
 # that nobody reads (110). What files of models say, which is used or refused by name: the account
 # (230), weights, heads and rotations (245), tokenizers and GGUF (280), adapters and vectors (220).
 # The shape and the names of the system, whose files and classes came first (1,440): what they make
-# superfluous is to be deleted in the same issue, until 56,000 are left. `servd trace` (404; it was
-# 267 in tools/).
-MAX_LINES = 64_167
+# superfluous is to be deleted in the same issue, until 56,000 are left. `servd trace` (410; it was
+# 267 in tools/) and collective_rpc with its checks of new weights (520).
+MAX_LINES = 64_407
 
 
 def test_the_package_stays_small():
