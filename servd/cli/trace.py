@@ -26,7 +26,8 @@ TIMEOUT = 60.0  # seconds in which a process answers
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", metavar="PROMPT", help="a message to the model")
     help = "longest answer [%(default)s]"
-    parser.add_argument("--max-tokens", type=int, default=8, metavar="N", help=help)
+    count = engine_flags.positive(int)
+    parser.add_argument("--max-tokens", type=count, default=8, metavar="N", help=help)
     parser.add_argument("--html", metavar="FILE", default=None, help="write a page with all calls")
     engine_flags.add_options(parser)
 
@@ -34,6 +35,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     options = engine_flags.load_options(arguments)
     Config.load(options)  # a wrong option is named before anything is started
+    if arguments.html and not Path(arguments.html).absolute().parent.is_dir():
+        raise ServdError(f"--html {arguments.html}: there is no such folder")
     options = {name: value for name, value in options.items() if name not in ACCESS}
     folder = private_dir()
     try:
@@ -59,16 +62,17 @@ def record(options: dict[str, Any], arguments: argparse.Namespace, folder: Path)
     print("starting a server, which is slow while it is recorded", file=sys.stderr)
     with own_server(options, env) as connect:
         client = connect()
-        ask(client, WARM_UP, 2)
+        model = client.first_model()
+        ask(client, model, WARM_UP, 2)
         wait_for(folder, recorder.REQUEST)
-        answer = ask(client, arguments.prompt, arguments.max_tokens)
+        answer = ask(client, model, arguments.prompt, arguments.max_tokens)
         wait_for(folder, recorder.END)
     return answer
 
 
-def ask(client: Client, prompt: str, max_tokens: int) -> str:
+def ask(client: Client, model: str, prompt: str, max_tokens: int) -> str:
     messages = [{"role": "user", "content": prompt}]
-    body = {"model": client.first_model(), "messages": messages, "max_tokens": max_tokens}
+    body = {"model": model, "messages": messages, "max_tokens": max_tokens}
     chunks = client.stream("/v1/chat/completions", body)
     choices = [choice for chunk in chunks for choice in chunk["choices"]]
     return "".join(choice["delta"].get("content") or "" for choice in choices)

@@ -75,14 +75,14 @@ def make_rpc(method: str, args: Sequence[Any]) -> CollectiveRpc:
     """Return the message of a call. Raises InvalidRequest if there is no such RpcMethod, or if it
     has other arguments.
     """
-    match method, [*args]:
+    match method, [*args] if isinstance(args, list | tuple) else [args]:
         case ("update_weights", [str()]) | ("sleep", [] | [1 | 2]):
             return CollectiveRpc(method, [*args])
         case ("start_profile" | "stop_profile" | "wake_up", []):
             return CollectiveRpc(method)
     if method not in get_args(RpcMethod):
         methods = ", ".join(sorted(get_args(RpcMethod)))
-        raise InvalidRequest(f"there is no method {method[:64]!r}, only: {methods}", param="method")
+        raise InvalidRequest(f"there is no method {method!r:.66}, only: {methods}", param="method")
     takes = {"update_weights": "one argument, a folder", "sleep": "one argument, the level 1 or 2"}
     raise InvalidRequest(f"{method} has {takes.get(method, 'no arguments')}", param="args")
 

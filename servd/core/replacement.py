@@ -24,6 +24,9 @@ def find_replacement(folder: str, spec: ModelSpec, model: ModelConfig) -> ModelS
         present = _read_tensors(spec.folder, model.load_format)
         if not (path := _resolve_sibling(folder, spec.folder)):
             raise _refuse("update_weights reads only folders beside the model's own folder")
+        for file in Path(path).glob("*"):  # to open a named pipe would block
+            if not file.is_file() and not file.is_dir():
+                raise _refuse(f"{file} is no regular file")
         config = read_spec(path, model.hf_overrides).config
         tensors = _read_tensors(path, model.load_format)
     except (ConfigError, OSError) as error:

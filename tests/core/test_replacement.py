@@ -1,6 +1,7 @@
 """Which checkpoints `update_weights` accepts."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,14 @@ def test_a_checkpoint_beside_the_model_is_accepted(tmp_path: Path, spec: ModelSp
         assert find(folder, spec).folder == str(second)
     (second / "config.json").write_text(json.dumps(CONFIG | {"hidden_act": "gelu"}))
     with pytest.raises(InvalidRequest, match="second/config.json has hidden_act 'gelu'"):
+        find(second, spec)
+
+
+def test_a_named_pipe_is_not_opened(tmp_path: Path, spec: ModelSpec):
+    second = checkpoint(tmp_path / "models" / "second")
+    (second / "config.json").unlink()
+    os.mkfifo(second / "config.json")
+    with pytest.raises(InvalidRequest, match="config.json is no regular file"):
         find(second, spec)
 
 
