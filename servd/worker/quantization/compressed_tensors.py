@@ -32,6 +32,7 @@ FORMATS = (
     "dense",
 )
 UNUSED = ("input_scale", "input_zero_point")  # scales of activations
+REPEATED_GROUP = re.compile(r"\)[*+{]")  # in a pattern: to match a name may take years
 
 
 def read(files: list[Path], config: dict[str, Any], device: torch.device) -> NamedTensors:
@@ -50,6 +51,9 @@ def read(files: list[Path], config: dict[str, Any], device: torch.device) -> Nam
     if (config.get("transform_config") or {}).get("config_groups"):
         raise UnsupportedModel("transforms of compressed-tensors (rotations) are not supported")
     with_weights = [group for group in stated[2:] if group.get("weights")]
+    for target in (target for group in with_weights for target in group.get("targets", ())):
+        if REPEATED_GROUP.search(target):
+            raise UnsupportedModel(f"target {target!r:.80} repeats a group: name layers in full")
     return read_modules(files, partial(_weight, with_weights, device))
 
 
@@ -103,6 +107,8 @@ def _packed(scheme: dict[str, Any], device: torch.device, name: str, module: Mod
     zeros = None
     if "weight_zero_point" in module:
         [packed] = take(name, module, device, "weight_zero_point")
+        if len(packed) != -(-num_rows * bits // 32):
+            raise UnsupportedModel(f"layer {name} has zero points that are not packed")
         zeros = unpack(packed.t(), bits)[:, :num_rows].t()
     weight = affine(
         name,
