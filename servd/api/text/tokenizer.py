@@ -16,7 +16,12 @@ import tokenizers
 
 from servd.base.errors import InvalidRequest, ModelNotFound
 from servd.checkpoint.model_spec import ModelSpec
-from servd.checkpoint.tokenizer_files import find_tokenizer, read_tokenizer_config, tokenizer_folder
+from servd.checkpoint.tokenizer_files import (
+    find_tokenizer,
+    read_backend,
+    read_tokenizer_config,
+    tokenizer_folder,
+)
 from servd.config import Config
 
 MAX_HELD_CHARS = 4096  # encoded in about a millisecond
@@ -67,10 +72,7 @@ class Tokenizer:
         if the tokenizer is missing or broken.
         """
         file = find_tokenizer(folder, trust_remote_code)
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # the Rust library raises bare Exception
-            raise ModelNotFound(f"{file} cannot be read: {error}") from None
+        backend = read_backend(file)
         config = read_tokenizer_config(Path(folder))
         if file.parent != Path(folder):  # what a conversion made of the folder's tokens
             config |= read_tokenizer_config(file.parent)
