@@ -159,7 +159,7 @@ def as_folder(path: Path) -> Path:
     stats = [(file, file.stat()) for file in files]
     state = "".join(f"{file} {stat.st_mtime_ns} {stat.st_size} " for file, stat in stats)
     # Raise the last number when what is made changes.
-    return make_cached_folder("gguf", f"{state}6", partial(make_folder, files))
+    return make_cached_folder("gguf", f"{state}7", partial(make_folder, files))
 
 
 def make_folder(files: Sequence[Path], folder: Path) -> None:
@@ -294,7 +294,7 @@ def _find_ends(values: dict[str, Any], architecture: dict[str, Any]) -> list[int
         if token_id is not None and not 0 <= token_id < len(tokens):
             raise ValueError(f"{name}_token_id is {token_id}, of {len(tokens)} tokens")
     ids = {token: token_id for token_id, token in enumerate(tokens)}
-    ends += [ids.get(token) for token in architecture["ends"]]
+    ends += [ids.get(token) for token in architecture.get("ends", TABLE["ends"])]
     return [*dict.fromkeys(token_id for token_id in ends if token_id is not None)]
 
 
