@@ -4,13 +4,13 @@ import logging
 import math
 import re
 import stat
-import subprocess
-import sys
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import regex
 
 from servd.base.errors import ConfigError
 from servd.checkpoint.account import account_for, without_nulls
@@ -59,13 +59,6 @@ def layer_of(module: str) -> str | None:
     return match and match[0]
 
 
-# Compares patterns in another process: it may take any time, and hold up all threads meanwhile.
-MATCH = """import json, re, sys
-patterns, modules = json.load(sys.stdin)
-patterns = [*enumerate(map(re.compile, patterns))]
-print(json.dumps({m: i for m in modules for i, p in reversed(patterns) if p.fullmatch(m)}))"""
-
-
 def _is_finite(data: bytes, dtype: str) -> bool:
     """Return whether all numbers, little-endian, are finite."""
     if dtype == "F16":
@@ -91,7 +84,7 @@ class AdapterFiles:
         try:
             self._read_modules()
         except (
-            re.error,
+            regex.error,
             ArithmeticError,
             AttributeError,
             LookupError,
@@ -196,19 +189,20 @@ class AdapterFiles:
 
     def _match(self, key: str, patterns: list[str], modules: Iterable[str]) -> dict[str, int]:
         """Return the number of the first pattern that matches a module's whole name, by module."""
-        if not patterns:
-            return {}
-        command = [sys.executable, "-ISc", MATCH]
-        stdin = msgspec.json.encode((patterns, [*modules]))
-        try:
-            done = subprocess.run(
-                command, input=stdin, capture_output=True, timeout=PATTERN_SECONDS
-            )
-        except subprocess.TimeoutExpired:
-            raise self._error(f"{key} takes too long to compare: name modules in full") from None
-        if done.returncode:
-            raise ValueError(f"{key} {patterns[0][:80]!r}")
-        return msgspec.json.decode(done.stdout)
+        deadline = time.monotonic() + PATTERN_SECONDS
+        first: dict[str, int] = {}
+        for number, pattern in enumerate(patterns):
+            for module in modules:
+                seconds = max(deadline - time.monotonic(), 0)
+                try:
+                    is_match = regex.fullmatch(pattern, module, timeout=seconds, concurrent=True)
+                except TimeoutError:
+                    raise self._error(
+                        f"{key} takes too long to compare: name modules in full"
+                    ) from None
+                if is_match:
+                    first.setdefault(module, number)
+        return first
 
     def check(self, max_rank: int, layers: Mapping[str, Shape]) -> None:
         """Check that the adapter fits a model with these `layers`: (inputs, outputs) by names from

@@ -239,6 +239,22 @@ def test_the_scheme_of_a_layer_is_that_of_its_most_exact_target(tiny_llama, tmp_
         assert torch.equal(got, meant[name]), name
 
 
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("re:(", "missing"),
+        (r"re:(?:\w|\w\w|\.|.)+_proj.", "timed out"),
+        ("re:" + "(" * 9999, "recursion"),
+    ],
+    ids=lambda text: text[:9],
+)
+def test_a_target_that_cannot_be_compared_is_refused(tiny_llama, tmp_path, target, words):
+    groups = {"a": {"targets": [target], "weights": SCHEMES[ROWS][1]}}
+    write(tiny_llama, tmp_path, config_of(ROWS) | {"config_groups": groups}, partial(make, ROWS))
+    with pytest.raises(UnsupportedModel, match=words):
+        read(tmp_path)
+
+
 @pytest.mark.parametrize("shard_dim", [0, 1])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_ranks_take_slices(tiny_llama: Path, tmp_path: Path, scheme: str, shard_dim: int):
