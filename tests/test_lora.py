@@ -67,12 +67,13 @@ def test_what_is_not_a_plain_sum_is_refused_by_name(tmp_path, monkeypatch, confi
     ("shapes", "words"),
     [
         ({f"{Q_PROJ}.lora_A.weight": (4, 8)}, "without the other factor"),
+        ({"model.layers.0.q_proj.lora_A.weight": (4, 8)}, "not of a linear layer"),  # PEFT drops it
         ({f"{Q_PROJ}.lora_embedding_A": (4, 8)}, "not of a linear layer"),
         ({f"{Q_PROJ}.lora_magnitude_vector": (4, 8)}, "not of a linear layer"),
         ({f"base_model.model.{'a' * 300_000}.lora_A.weight": (4, 8)}, "not of a linear layer"),
         (
             {
-                f"{tower}.layers.0.q.lora_{half}.weight": (4, 4)
+                f"base_model.model.{tower}.layers.0.q.lora_{half}.weight": (4, 4)
                 for tower in ("model", "language_model.model")
                 for half in "AB"
             },

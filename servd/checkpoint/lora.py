@@ -21,7 +21,7 @@ Shape = tuple[int, int]
 CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
 ALL_LINEAR = "all-linear"  # as target_modules
-TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
+TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight")
 LAYER = re.compile(r"\w+\.\d+\..+")
 # What PEFT writes before the layers of a language model, in models of its own and as a part of
 # multimodal models: names of transformers' modules. Layers of other parts have equal names.
