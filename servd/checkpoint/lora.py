@@ -167,7 +167,7 @@ class AdapterFiles:
         numbers = self.config.get("layers_to_transform")
         numbers = [numbers] if isinstance(numbers, int) else numbers
         if numbers and not isinstance(stated, str):
-            if not all(isinstance(number, int) for number in numbers):
+            if not all(type(number) is int for number in numbers):
                 raise self._error(f"layers_to_transform {numbers} are not numbers of layers")
             patterns = self.config.get("layers_pattern") or []
             patterns = [patterns] if isinstance(patterns, str) else patterns
