@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import regex
 
 from servd.base.errors import ConfigError
 from servd.checkpoint.account import account_for, without_nulls
@@ -83,14 +82,7 @@ class AdapterFiles:
         self.places: dict[str, tuple[int, int]] = {}  # first byte and size of each tensor's data
         try:
             self._read_modules()
-        except (
-            regex.error,
-            ArithmeticError,
-            AttributeError,
-            LookupError,
-            TypeError,
-            ValueError,
-        ) as error:
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise self._error(f"{CONFIG} or {TENSORS} cannot be read: {error!r}") from None
 
     @property
@@ -189,6 +181,8 @@ class AdapterFiles:
 
     def _match(self, key: str, patterns: list[str], modules: Iterable[str]) -> dict[str, int]:
         """Return the number of the first pattern that matches a module's whole name, by module."""
+        import regex  # 7 ms, which servd --help and adapters without patterns do without
+
         deadline = time.monotonic() + PATTERN_SECONDS
         first: dict[str, int] = {}
         for number, pattern in enumerate(patterns):
@@ -200,6 +194,8 @@ class AdapterFiles:
                     raise self._error(
                         f"{key} takes too long to compare: name modules in full"
                     ) from None
+                except regex.error as error:
+                    raise ValueError(f"{key} {pattern!r:.80}: {error}") from None
                 if is_match:
                     first.setdefault(module, number)
         return first
