@@ -368,6 +368,7 @@ def test_the_modules_are_those_of_peft(tmp_path: Path, caplog, config):
         ({"target_modules": None}, "target_modules"),
         ({"target_modules": "("}, "cannot be read"),
         ({"target_modules": r"(?:\w|\w\w|\.|.)+q_proj."}, "target_modules takes too long"),
+        ({"target_modules": "(" * 9999}, "cannot be read"),
         ({"target_modules": 3}, "cannot be read"),
         ({"target_modules": ["q_proj"], "layers_to_transform": "1"}, "layers_to_transform"),
         ({"layers_to_transform": [1], "target_modules": ["q_proj"], "layers_pattern": "("}, "pat"),
@@ -375,7 +376,7 @@ def test_the_modules_are_those_of_peft(tmp_path: Path, caplog, config):
         ({"velora_config": {"x": 1}}, "velora_config"),
         ({"lora_scale": 3}, "lora_scale"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:60],
 )
 def test_keys_that_servd_does_not_understand_are_refused(tmp_path, monkeypatch, config, words: str):
     monkeypatch.setattr("servd.checkpoint.lora.PATTERN_SECONDS", 0.5)

@@ -194,7 +194,7 @@ class AdapterFiles:
                     raise self._error(
                         f"{key} takes too long to compare: name modules in full"
                     ) from None
-                except regex.error as error:
+                except (regex.error, RecursionError) as error:
                     raise ValueError(f"{key} {pattern!r:.80}: {error}") from None
                 if is_match:
                     first.setdefault(module, number)
