@@ -151,8 +151,10 @@ def test_tokens_are_those_of_transformers(tmp_path: Path, file: str, layout: str
 
 
 @pytest.mark.parametrize("legacy", [True, False])
-def test_layouts_that_transformers_writes(tmp_path: Path, file: str, legacy: bool):
-    made = AutoTokenizer.from_pretrained(write(tmp_path / "model", file, {CONFIG: {}}))
+@pytest.mark.parametrize("name", ["PreTrainedTokenizerFast", "GPT2Tokenizer"])
+def test_layouts_that_transformers_writes(tmp_path: Path, file: str, legacy: bool, name: str):
+    config = {"tokenizer_class": name, "bos_token": "<end>", "unk_token": "<end>"}
+    made = AutoTokenizer.from_pretrained(write(tmp_path / "model", file, {CONFIG: config}))
     made.add_tokens(["<y>"])
     made.add_special_tokens({"eos_token": "<x>", "additional_special_tokens": ["<z>"]})
     made.add_special_tokens({"pad_token": AddedToken("[PAD]", lstrip=True)})
@@ -268,4 +270,10 @@ def test_keys_of_berts_class_are_not_contrary(tmp_path: Path, key: str, leaf: st
 @pytest.mark.parametrize("key", ["fix_mistral_regex", "do_split_on_punc", "vocab_shift"])
 def test_keys_that_could_change_tokens_are_unknown(tmp_path: Path, file: str, key: str):
     folder = write(tmp_path / "model", file, {CONFIG: {key: True}})
+    assert [list(account.unknown) for account in tokenizer_accounts(folder)] == [[key]]
+
+
+@pytest.mark.parametrize("key", ["legacy", "added_tokens_decoder", "lstrip"])
+def test_a_map_of_special_tokens_has_nothing_else(tmp_path: Path, file: str, key: str):
+    folder = write(tmp_path / "model", file, {SPECIAL: {key: True}})
     assert [list(account.unknown) for account in tokenizer_accounts(folder)] == [[key]]

@@ -102,9 +102,10 @@ def tokenizer_accounts(folder: Path | str) -> Iterator[Account]:
     folder = Path(folder)
     table = "tokenizer.json" if (folder / "tokenizer.json").exists() else "tokenizer.slow"
     config = _read(folder / CONFIG)
-    for name, values in ((CONFIG, config), (SPECIAL, _read(folder / SPECIAL))):
-        if values:
-            yield account_for(name, values, "tokenizer", table)
+    if config:
+        yield account_for(CONFIG, config, "tokenizer", table)
+    if special := _read(folder / SPECIAL):
+        yield account_for(SPECIAL, special, "special_tokens_map")
     if table == "tokenizer.json" and config.get("tokenizer_class") not in GENERIC_CLASSES:
         head = _head(folder / "tokenizer.json")
         contrary: dict[str, Any] = {}

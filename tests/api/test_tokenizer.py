@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from servd.api.text.tokenizer import Tokenizer
 from servd.base.errors import InvalidRequest, ModelNotFound
@@ -159,6 +159,23 @@ def test_special_tokens():
 def test_token_string_of_a_part_of_a_character():
     assert BYTES.token_string(0xC3) == "\ufffd"
     assert LLAMA2.token_bytes(LLAMA2.encode("€", add_special_tokens=False)[-1]) == "€".encode()[-1:]
+
+
+@pytest.mark.parametrize("length", [60, 6000])
+def test_a_pattern_that_explodes_ends_the_text_alone(length: int):
+    backend = Backend(models.BPE(vocab={"a": 0, "b": 1}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
+    tokenizer = Tokenizer(backend, {}, "")
+    with pytest.raises(InvalidRequest, match="retry-limit"):
+        tokenizer.encode("a" * length + "!")
+    assert tokenizer.encode("ab") == [0, 1]
+
+
+def test_a_text_without_tokens_is_the_clients_error():
+    vocabulary = [("a", -1.0), (" ", -1.0)]
+    tokenizer = Tokenizer(Backend(models.Unigram(vocabulary, unk_id=None)), {}, "")
+    with pytest.raises(InvalidRequest, match="unk"):
+        tokenizer.encode("b")
 
 
 def test_lone_surrogate_is_the_clients_error():

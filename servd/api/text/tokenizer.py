@@ -160,7 +160,8 @@ class Tokenizer:
         """Return the token ids of `text`, which may contain special tokens. Do not use
         `add_special_tokens` for rendered chat templates, which contain BOS and the like.
 
-        Raises InvalidRequest: `text` contains a lone surrogate, so it is not Unicode text.
+        Raises InvalidRequest: `text` contains a lone surrogate, so it is not Unicode text, or the
+        tokenizer has no tokens for it, or a pattern of its takes too many steps.
         """
         try:
             # `encode` holds the interpreter's lock, which would block all other requests.
@@ -172,6 +173,10 @@ class Tokenizer:
             raise InvalidRequest(
                 "the text holds a lone surrogate (U+D800 to U+DFFF): not valid Unicode"
             ) from None
+        except (SystemExit, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # the Rust library raises bare Exception, or panics
+            raise InvalidRequest(f"the model's tokenizer fails on the text: {error}") from None
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Return the text of a complete sequence. Bytes that are not UTF-8 become U+FFFD."""

@@ -3,11 +3,11 @@
 Activations are not rounded to 8 bits, which is faster on other devices but less exact.
 """
 
-import re
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import regex
 import torch
 
 from servd.base.errors import UnsupportedModel
@@ -32,7 +32,7 @@ FORMATS = (
     "dense",
 )
 UNUSED = ("input_scale", "input_zero_point")  # scales of activations
-REPEATED_GROUP = re.compile(r"\)[*+{]")  # in a pattern: to match a name may take years
+PATTERN_SECONDS = 1.0  # for a pattern and a layer
 
 
 def read(files: list[Path], config: dict[str, Any], device: torch.device) -> NamedTensors:
@@ -51,9 +51,6 @@ def read(files: list[Path], config: dict[str, Any], device: torch.device) -> Nam
     if (config.get("transform_config") or {}).get("config_groups"):
         raise UnsupportedModel("transforms of compressed-tensors (rotations) are not supported")
     with_weights = [group for group in stated[2:] if group.get("weights")]
-    for target in (target for group in with_weights for target in group.get("targets", ())):
-        if REPEATED_GROUP.search(target):
-            raise UnsupportedModel(f"target {target!r:.80} repeats a group: name layers in full")
     return read_modules(files, partial(_weight, with_weights, device))
 
 
@@ -62,11 +59,18 @@ def _scheme_of(groups: list[dict[str, Any]], name: str) -> dict[str, Any]:
     with its class, else of the first group. It is needed only where tensors do not show it.
     """
     schemes = {target: group["weights"] for group in groups for target in group.get("targets", ())}
-    patterns = [x for x in sorted(schemes) if x.startswith("re:") and re.match(x[3:], name)]
+    patterns = [x for x in sorted(schemes) if x.startswith("re:") and _is_match(x[3:], name)]
     for target in (name, *patterns, "Linear"):
         if target in schemes:
             return schemes[target]
     return groups[0]["weights"] if groups else {}
+
+
+def _is_match(pattern: str, name: str) -> bool:
+    try:
+        return regex.match(pattern, name, timeout=PATTERN_SECONDS) is not None
+    except (regex.error, TimeoutError) as error:
+        raise UnsupportedModel(f"target {f're:{pattern}'!r:.80}: {error}") from None
 
 
 def _weight(
