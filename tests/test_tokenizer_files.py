@@ -229,7 +229,9 @@ def test_keys_that_the_class_of_the_tokenizer_reads_are_not_contrary(
 @pytest.mark.parametrize("stated", [None, True, False])
 @pytest.mark.parametrize("scheme", ["first", "always", "never"])
 def test_a_space_before_texts_that_the_class_adds_is_not_contrary(tmp_path, scheme: str, stated):
-    backend = Backend(models.BPE({"<unk>": 0, "a": 1, "\u2581a": 2, "\u2581": 3}, [("\u2581", "a")]))
+    backend = Backend(
+        models.BPE({"<unk>": 0, "a": 1, "\u2581a": 2, "\u2581": 3}, [("\u2581", "a")])
+    )
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
     config = {"tokenizer_class": "LlamaTokenizer", "add_prefix_space": stated}
     folder = write(tmp_path / "model", backend.to_str(), {CONFIG: config})

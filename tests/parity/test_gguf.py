@@ -220,7 +220,7 @@ def test_sampling_parameters_are_the_files(written, monkeypatch):
 
 @pytest.mark.parametrize("case", ["llama", "qwen3", "gemma2", "phi3", "gpt2", "gpt-oss"])
 def test_answers_end_at_the_tokens_of_llama_cpp(written, monkeypatch, case: str):
-    """Its list is the same for all architectures. gpt-oss has <|end|> between parts of an answer."""
+    """The list is one for all architectures, but gpt-oss has <|end|> inside of answers."""
     _, file = written(case)
     texts = ["<|im_end|>", "<|endoftext|>", "</s>", "<|end|>", "<end_of_turn>", "<|file_sep|>"]
     change(monkeypatch, "tokenizer.ggml.tokens", ["a", *texts, "<|im_start|>"])

@@ -17,6 +17,7 @@ import tokenizers
 from servd.base.errors import InvalidRequest, ModelNotFound
 from servd.checkpoint.model_spec import ModelSpec
 from servd.checkpoint.tokenizer_files import (
+    NAMED,
     find_tokenizer,
     read_backend,
     read_tokenizer_config,
@@ -262,15 +263,7 @@ _BYTE_OF_CHAR = _byte_of_char()
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
     """Return `bos_token` and so on as text. The file has strings or objects with `content`."""
     tokens: dict[str, str] = {}
-    for name in (
-        "bos_token",
-        "eos_token",
-        "unk_token",
-        "pad_token",
-        "sep_token",
-        "cls_token",
-        "mask_token",
-    ):
+    for name in NAMED:
         token = config.get(name)
         text = token.get("content") if isinstance(token, dict) else token
         if isinstance(text, str):
