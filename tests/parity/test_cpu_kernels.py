@@ -87,7 +87,7 @@ def test_a_request_gets_the_same_bits_alone_and_among_31_others(
         pytest.skip("torch's products differ in the last bits with the number of rows")
     folder = checkpoints(model_type, next(iter(CASES[model_type])))
     options = {"block_size": 16, "max_num_seqs": 32, "dtype": dtype}
-    lengths = [random.Random(3).randrange(1, 60) for _ in range(32)]
+    lengths = random.Random(3).choices(range(1, 60), k=32)
 
     together = Driver(config_for(folder, **options))
     slots = [together.add(prompt) for prompt in prompts(*lengths)]
