@@ -153,6 +153,11 @@ def test_windows_in_some_layers_of_mistral(copy, types: list[str]):
     check_equal(copy("mistral", layer_types=types))
 
 
+@pytest.mark.parametrize("is_used", [None, True, False])
+def test_windows_of_smollm3_are_those_of_its_layer_types(copy, is_used: bool | None):
+    check_equal(copy("smollm3", use_sliding_window=is_used))
+
+
 @pytest.mark.parametrize("model_type", ["mistral", "gemma2", "gemma3_text", "gpt_oss", "smollm3"])
 @pytest.mark.parametrize("types", [["full_attention"], ["full_attention"] * 2 + ["wide"], "full"])
 def test_layer_types_that_are_none(copy, model_type: str, types: Any):

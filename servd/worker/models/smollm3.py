@@ -27,11 +27,10 @@ class SmolLM3Attention(LlamaAttention):
 
     @staticmethod
     def options(config: dict[str, Any], layer: int) -> dict[str, Any]:
-        is_windowed = not has_positions(config, layer)
-        if config.get("layer_types"):
+        is_windowed = config.get("use_sliding_window") and not has_positions(config, layer)
+        if config.get("layer_types"):  # transformers masks by them alone
             is_windowed = is_sliding(config, layer, 1)
-        is_used = config.get("use_sliding_window") and is_windowed
-        return {"sliding_window": config.get("sliding_window") if is_used else None}
+        return {"sliding_window": config.get("sliding_window") if is_windowed else None}
 
     def forward(self, x: Tensor, rotation: Rotation | None, ctx: ForwardContext) -> Tensor:
         return super().forward(x, rotation if self.has_positions else None, ctx)
