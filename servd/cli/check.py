@@ -174,7 +174,9 @@ def check_model(config: Config) -> Iterator[Finding]:
             yield show_account(account, "warning" if is_allowed else "failed")
         name = "tokenizer"
         tokenizer = Tokenizer.of_model(config, spec)
-        yield Finding(name, "ok", f"{spec.vocab_size} tokens")
+        sizes = f"{tokenizer.vocab_size} tokens, and {spec.vocab_size} of the model"
+        is_within = tokenizer.vocab_size <= spec.vocab_size
+        yield judge(is_within, name, sizes, "texts with the others are refused: use the model's")
         if pooling.read(spec).is_causal:  # an encoder has no chats
             name = "chat template"
             has_one = not ChatTemplate.load(tokenizer, config.server.chat_template).is_default

@@ -74,6 +74,13 @@ def test_a_whole_folder(check, model):
     assert "all tensors are there" in findings["weights"]["text"]
 
 
+def test_a_tokenizer_with_more_tokens_than_the_model(check, model):
+    (model / "added_tokens.json").write_text(json.dumps({"<x>": 4000}))
+    code, findings = check(str(model))
+    assert (code, findings["tokenizer"]["status"]) == (0, "warning")
+    assert findings["tokenizer"]["text"] == "4001 tokens, and 4000 of the model"
+
+
 def no_weights(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
 
