@@ -73,8 +73,7 @@ def read_spec(folder: Path | str, overrides: dict[str, Any] | None = None) -> Mo
     """
     folder = Path(folder)
     config = override(read_config(folder), overrides or {})
-    generation_file = folder / "generation_config.json"
-    generation = read_json(generation_file) if generation_file.exists() else {}
+    generation = read_json(folder / "generation_config.json", {})
 
     def wrong(why: str) -> UnsupportedModel:
         return UnsupportedModel(f"{folder}/config.json: {why}")

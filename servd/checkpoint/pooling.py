@@ -2,7 +2,6 @@
 the folders that it names, prompts, labels. Needs no torch, as every process reads it.
 """
 
-import json
 import math
 import re
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ import msgspec
 
 from servd.base.errors import InvalidRequest, ModelNotFound, UnsupportedModel
 from servd.checkpoint.account import Account, account_for, without_nulls
+from servd.checkpoint.config_json import read_json, read_json_list
 from servd.checkpoint.facts import read_page
 from servd.checkpoint.model_spec import ModelSpec
 from servd.checkpoint.weight_files import leads_out
@@ -219,7 +219,7 @@ def read(spec: ModelSpec) -> PoolingSpec:
         )
     dense = [place for kind, place in modules if kind == "Dense"]
     for place in dense:
-        config = _load(place / "config.json")
+        config = _part_config(place)
         sizes = config.get("in_features"), config.get("out_features")
         if sizes[0] != fields["size"] or type(sizes[1]) is not int:
             raise UnsupportedModel(
@@ -245,12 +245,12 @@ def accounts(spec: ModelSpec) -> Iterator[Account]:
         (folder / TEXTS, "config_sentence_transformers"),
     ):
         if file.exists():
-            yield account_for(file.name, without_nulls(_load(file)), table)
+            yield account_for(file.name, without_nulls(read_json(file)), table)
     if (folder / MODULES).exists():
-        entries = _load(folder / MODULES)
+        entries = read_json_list(folder / MODULES)
         for (kind, place), entry in zip(_modules(folder), entries, strict=True):
             yield account_for(f"modules.json: {kind}", entry, "modules")
-            if place != folder and (config := _load(place / "config.json", {})):
+            if place != folder and (config := read_json(place / "config.json", {})):
                 name = f"{place.name}/config.json"
                 yield account_for(name, without_nulls(config), kind.lower())
 
@@ -260,7 +260,7 @@ def _modules(folder: Path) -> list[tuple[str, Path]]:
     another package has its full name; one without a package is sentence-transformers'.
     """
     try:
-        modules = msgspec.convert(_load(folder / MODULES), list[_Module])
+        modules = msgspec.convert(read_json_list(folder / MODULES), list[_Module])
     except msgspec.ValidationError as error:
         raise UnsupportedModel(f"{folder}/modules.json: {error}") from None
     for module in modules:
@@ -278,9 +278,9 @@ def _is_reranker(folder: Path) -> bool:
 
 def _of_logits(spec: ModelSpec, folder: Path, place: Path) -> PoolingSpec:
     """Return the spec of a decoder whose next-token logits score a document (Qwen3-Reranker)."""
-    stated = _load(place / "config.json")
+    stated = _part_config(place)
     texts = _texts(spec, folder)
-    chosen = _load(folder / TEXTS, {}).get("activation_fn")
+    chosen = read_json(folder / TEXTS, {}).get("activation_fn")
     labels = {"num_labels": 1} | (
         {"sentence_transformers": {"activation_fn": chosen}} if chosen else {}
     )
@@ -317,20 +317,11 @@ def _sigmoid(x: float) -> float:
     return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
 
 
-def _load(path: Path, default: Any = None) -> Any:
-    try:
-        value = json.loads(path.read_text(encoding="utf8"))
-    except FileNotFoundError:
-        if default is not None:
-            return default
-        raise ModelNotFound(f"{path} is missing, but modules.json lists it") from None
-    except OSError as error:
-        raise ModelNotFound(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise ModelNotFound(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(value, list if path.name == MODULES else dict):
-        raise ModelNotFound(f"{path} holds a JSON {type(value).__name__}")
-    return value
+def _part_config(place: Path) -> dict[str, Any]:
+    """Return config.json of a module that needs one."""
+    if not (file := place / "config.json").exists():
+        raise ModelNotFound(f"{file} is missing, but modules.json lists its folder")
+    return read_json(file)
 
 
 def _limits_file(folder: Path) -> Path:
@@ -339,7 +330,7 @@ def _limits_file(folder: Path) -> Path:
 
 
 def _mode(folder: Path) -> Mode:
-    config = _load(folder / "config.json")
+    config = _part_config(folder)
     modes = config.get("pooling_mode") or [
         name.removeprefix("pooling_mode_")
         for name, is_on in config.items()
@@ -376,14 +367,14 @@ def _labels(config: dict[str, Any]) -> dict[str, Any]:
 
 def _texts(spec: ModelSpec, folder: Path) -> dict[str, Any]:
     """Return the fields for tokenizing texts: length, prompts and the default prompt."""
-    limits = _load(_limits_file(folder), {})
-    texts = _load(folder / TEXTS, {})
+    limits = read_json(_limits_file(folder), {})
+    texts = read_json(folder / TEXTS, {})
     if limits.get("do_lower_case"):
         raise UnsupportedModel(
             f"{_limits_file(folder)}: do_lower_case is not supported, only a tokenizer that does it"
         )
     positions = num_positions(spec)
-    tokenizer = _load(folder / "tokenizer_config.json", {})  # states it in newer files
+    tokenizer = read_json(folder / "tokenizer_config.json", {})  # states it in newer files
     limit = limits.get("max_seq_length") or tokenizer.get("model_max_length") or positions
     if type(limit) not in (int, float) or not limit >= 1:
         raise UnsupportedModel(f"{_limits_file(folder)}: max_seq_length {limit!r} is no length")

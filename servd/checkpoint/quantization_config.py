@@ -19,12 +19,11 @@ def quantization_of(folder: Path | str) -> dict[str, Any] | None:
     """
     folder = Path(folder)
     stated: dict[str, Any] = {}
-    if (file := folder / "config.json").exists():
-        config = read_json(file)
-        text = config.get(TEXT)
-        for part in (config, text if isinstance(text, dict) else {}):
-            for key in ("quantization_config", "compression_config"):
-                stated = stated or part.get(key) or {}
+    config = read_json(folder / "config.json", {})
+    text = config.get(TEXT)
+    for part in (config, text if isinstance(text, dict) else {}):
+        for key in ("quantization_config", "compression_config"):
+            stated = stated or part.get(key) or {}
     if not isinstance(stated, dict):
         raise UnsupportedModel(f"{folder}/config.json: {stated!r:.50} is no quantization_config")
     for name, method in QUANTIZATION_FILES.items():

@@ -73,12 +73,12 @@ def read_tokenizer_config(folder: Path) -> dict[str, Any]:
     """Return tokenizer_config.json and special_tokens_map.json, which wins, but is not read beside
     added_tokens_decoder.
     """
-    config = _read(folder / CONFIG)
+    config = read_json(folder / CONFIG, {})
     if config.get(EXTRA[1]) and not config.get(EXTRA[0]):
         config[EXTRA[0]] = config.pop(EXTRA[1])
     if "added_tokens_decoder" in config:
         return config
-    special = _read(folder / SPECIAL)
+    special = read_json(folder / SPECIAL, {})
     stated = config.get(EXTRA[0]) or []
     if isinstance(stated, list) and isinstance(extra := special.get(EXTRA[0]), list):
         special[EXTRA[0]] = stated + [token for token in extra if token not in stated]
@@ -89,8 +89,8 @@ def tokenizer_accounts(folder: Path | str) -> Iterator[Account]:
     """Yield the accounts of the files that state a tokenizer's tokens."""
     folder = Path(folder)
     table = "tokenizer.json" if (folder / "tokenizer.json").exists() else "tokenizer.slow"
-    config = _read(folder / CONFIG)
-    for name, values in ((CONFIG, config), (SPECIAL, _read(folder / SPECIAL))):
+    config = read_json(folder / CONFIG, {})
+    for name, values in ((CONFIG, config), (SPECIAL, read_json(folder / SPECIAL, {}))):
         if values:
             yield account_for(name, values, "tokenizer", table)
     if table == "tokenizer.json" and config.get("tokenizer_class") not in GENERIC_CLASSES:
@@ -102,10 +102,6 @@ def tokenizer_accounts(folder: Path | str) -> Iterator[Account]:
                 contrary[key] = config[key]
         if contrary:
             yield Account(f"{CONFIG}, contrary to tokenizer.json,", unknown=contrary)
-
-
-def _read(file: Path) -> dict[str, Any]:
-    return read_json(file) if file.exists() else {}
 
 
 def _head(file: Path) -> str:
@@ -148,7 +144,7 @@ def _tokens_to_add(file: Path) -> list[AddedToken]:
         specials = {token.content for token in (*special_tokens.values(), *extra)}
         stated = {
             number: AddedToken(token, special=token in specials, normalized=token not in specials)
-            for token, number in _read(file.with_name(ADDED)).items()
+            for token, number in read_json(file.with_name(ADDED), {}).items()
         }
         stated |= present
     tokens = [stated[number] for number in sorted(stated)]

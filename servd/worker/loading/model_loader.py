@@ -255,8 +255,7 @@ def _log_choice(files: list[Path]) -> None:
 def _checkpoint(files: list[Path], weight: Tensor) -> NamedTensors:
     """Yield the checkpoint's tensors by its format's reader. `weight`: on the model's device."""
     tensors = _quantized(files, weight)
-    folder = files[0].parent
-    config = read_json(folder / "config.json") if (folder / "config.json").exists() else {}
+    config = read_json(files[0].parent / "config.json", {})
     return _of_text(tensors, not weight.is_meta) if is_part(config) else tensors
 
 
