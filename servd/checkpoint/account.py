@@ -19,18 +19,6 @@ log = logging.getLogger("servd.checkpoint")
 
 FLAG = "--allow-unknown-keys"
 MAX_NAMED = 16  # keys in an error message
-SEVERAL_TYPES = ("eos_token_id",)  # a number or a list
-# Keys with a default for which null means none, or the value that follows from other keys.
-NULLABLE = (
-    "attn_logit_softcapping",
-    "eos_token_id",
-    "final_logit_softcapping",
-    "head_dim",
-    "n_group",
-    "num_key_value_heads",
-    "sliding_window",
-    "topk_group",
-)
 MAX_SHOWN = 40  # characters of a value
 MAX_FLOAT = sys.float_info.max
 
@@ -42,6 +30,8 @@ class AccountTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     only: dict[str, list[Any]] = {}  # key -> the values, of it or of its items, that servd computes
     without_effect: dict[str, list[str]] = {}  # reason -> keys
     defaults: dict[str, Any] = {}  # of transformers, for keys that a file leaves out
+    nullable: list[str] = []  # keys with a default for which null means none
+    untyped: list[str] = []  # keys with a default whose values may be of another type
 
 
 @cache  # read where it is needed: it takes 10 ms, and most processes get a complete ModelSpec
@@ -111,22 +101,21 @@ def with_defaults(config: dict[str, Any]) -> dict[str, Any]:
     """Return config.json with transformers' defaults for keys that it leaves out. Raises
     UnsupportedModel if a value has another type than its default.
     """
-    defaults = read_tables().get(f"config.{config.get('model_type')}", AccountTable()).defaults
+    tables = read_tables()
+    rules = tables["config"]
+    defaults = tables.get(f"config.{config.get('model_type')}", AccountTable()).defaults
     for key, default in defaults.items():
         value = config.get(key, default)
-        if not _is_like(value, default, key):
+        is_none = value is None and (type(default) is bool or key in rules.nullable)
+        if not (is_none or key in rules.untyped or _is_like(value, default)):
             raise UnsupportedModel(
                 f"config.json: {key} is {value!r:.{MAX_SHOWN}}, expected a value like {default!r}"
             )
     return defaults | config
 
 
-def _is_like(value: Any, default: Any, key: str) -> bool:
-    """Return whether a key's value has the type of its default; a null counts as false."""
-    if value is None:
-        return default is False or default is True or key in NULLABLE
-    if key in SEVERAL_TYPES:
-        return True
+def _is_like(value: Any, default: Any) -> bool:
+    """Return whether a value has the type of another; floats may be whole numbers."""
     if type(default) in (int, float):
         return type(value) in (int, float) and -MAX_FLOAT <= value <= MAX_FLOAT
     return type(value) is type(default)

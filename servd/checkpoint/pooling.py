@@ -284,7 +284,7 @@ def _of_logits(spec: ModelSpec, folder: Path, place: Path) -> PoolingSpec:
     labels = {"num_labels": 1} | (
         {"sentence_transformers": {"activation_fn": chosen}} if chosen else {}
     )
-    ids = [stated.get("true_token_id"), stated.get("false_token_id")]
+    ids: list[Any] = [stated.get("true_token_id"), stated.get("false_token_id")]
     ids = ids if ids[1] is not None else ids[:1]
     if not all(type(token) is int and 0 <= token < spec.vocab_size for token in ids):
         raise UnsupportedModel(
