@@ -156,10 +156,8 @@ def as_folder(path: Path) -> Path:
     """
     files = [*name_parts(path)]
     check_files(files)
-    stats = [(file, file.stat()) for file in files]
-    state = "".join(f"{file} {stat.st_mtime_ns} {stat.st_size} " for file, stat in stats)
-    # Raise the last number when what is made changes.
-    return make_cached_folder("gguf", f"{state}6", partial(make_folder, files))
+    # Raise the number when what is made changes.
+    return make_cached_folder("gguf", files, "7", partial(make_folder, files))
 
 
 def make_folder(files: Sequence[Path], folder: Path) -> None:

@@ -209,11 +209,9 @@ def _convert_tokenizer(folder: Path, trust_remote_code: bool) -> Path:
     return _make_file(folder, convert, f"{version('transformers')} {trust_remote_code}")
 
 
-def _make_file(folder: Path, make: Callable[[Path], None], state: str = "") -> Path:
+def _make_file(folder: Path, make: Callable[[Path], None], version: str = "") -> Path:
     """Return a tokenizer.json that `make` writes to a folder in a cache of all servers, until one
     of the files that it may be made from changes.
     """
     files = sorted({file for pattern in INPUTS for file in folder.glob(pattern)})
-    stats = [(file.name, file.stat()) for file in files]
-    state += "".join(f" {name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in stats)
-    return make_cached_folder("tokenizers", f"{folder.resolve()} {state}", make) / "tokenizer.json"
+    return make_cached_folder("tokenizers", files, version, make) / "tokenizer.json"
