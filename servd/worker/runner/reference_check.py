@@ -140,7 +140,6 @@ class ReferenceCheck:
         self, run_step: Callable[[SchedulerOutput], ModelRunnerOutput]
     ) -> list[np.ndarray]:
         runner = self.runner
-        params = _params(self.files)
         new = []
         scheduled = []
         block = 0
@@ -149,26 +148,19 @@ class ReferenceCheck:
             end = block - (-len(ids) // size) * len(runner.kv_windows)
             blocks = list(range(block, end))
             block = end
-            row = params if not self.files.has_token_types else _pair(params, ids)
-            new.append(NewRequest(slot, ids, len(ids), 0, [], row, []))
+            params = _params(self.files, ids)
+            new.append(NewRequest(slot, ids, len(ids), 0, [], params, []))
             scheduled.append(ScheduledRequest(slot, len(ids), blocks, True, 0))
         pooled = run_step(SchedulerOutput(0, scheduled, new, [])).pooled
         run_step(SchedulerOutput(0, [], [], [*range(len(new))]))
         return [np.frombuffer(pooled[row], np.float32) for row in range(len(new))]
 
 
-def _params(files: PoolingSpec) -> PoolingParams:
-    if files.task == "classify":
-        return files.complete(PoolingParams(task="classify", normalize=False))
-    return files.complete(PoolingParams())
-
-
-def _pair(params: PoolingParams, ids: list[int]) -> PoolingParams:
-    if params.task != "classify":
-        return params
-    return PoolingParams(
-        pooling=params.pooling, normalize=False, task="classify", second_text=len(ids) // 2
-    )
+def _params(files: PoolingSpec, ids: list[int]) -> PoolingParams:
+    if files.task != "classify":
+        return files.complete(PoolingParams())
+    second_text = len(ids) // 2 if files.has_token_types else 0
+    return files.complete(PoolingParams(task="classify", normalize=False, second_text=second_text))
 
 
 def _cached(spec: ModelSpec, load_format: str, length: int) -> Path:
@@ -198,10 +190,10 @@ def reference(folder: str, limit: int) -> list[list[float]]:
     files = pooling.read(spec)
     is_head = files.task == "classify"
     kind: Any = transformers.AutoModel
-    if is_head:
-        kind = transformers.AutoModelForSequenceClassification
     if files.score_tokens:
         kind = transformers.AutoModelForCausalLM
+    elif is_head:
+        kind = transformers.AutoModelForSequenceClassification
     options: dict[str, Any] = {"dtype": "auto", "attn_implementation": "eager"}
     if read_json(Path(folder) / "config.json").get("model_type") == remote_code_configs.GTE:
         options["config"] = transformers.CONFIG_MAPPING["gte"].from_dict(spec.config)
