@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from servd.base import plugins
 from servd.base.errors import InvalidRequest, ModelNotFound, UnsupportedModel
 from servd.checkpoint.account import Account, account_for, without_nulls
 from servd.checkpoint.config_json import read_json, read_json_list
@@ -18,7 +19,8 @@ from servd.checkpoint.model_spec import ModelSpec
 from servd.checkpoint.weight_files import leads_out
 from servd.messages.params import PoolingParams
 
-# The values of model_type that servd has files for.
+MODELS = "servd.worker.models"
+# Those that are encoders, by model_type.
 ENCODERS = frozenset({"bert", "gte", "modernbert", "roberta", "xlm-roberta"})
 # A bit that workers set in the token ids of the second of two texts.
 SECOND_TEXT = 1 << 30
@@ -180,9 +182,10 @@ def first_position(spec: ModelSpec) -> int:
     return padding + 1
 
 
-def is_encoder_as_decoder(spec: ModelSpec) -> bool:
-    """Return whether the model is a decoder whose type is an encoder's. servd lacks such models."""
-    return spec.model_type in ENCODERS and not is_encoder(spec)
+def has_file(spec: ModelSpec) -> bool:
+    """Return whether servd has a file for the model: for encoder types, it has only encoders."""
+    is_decoder = spec.model_type in ENCODERS and not is_encoder(spec)
+    return not is_decoder and spec.model_type.replace("-", "_") in plugins.names(MODELS)
 
 
 def read(spec: ModelSpec) -> PoolingSpec:

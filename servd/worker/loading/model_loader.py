@@ -20,7 +20,7 @@ from servd.checkpoint import pooling
 from servd.checkpoint.config_json import read_json
 from servd.checkpoint.model_spec import ModelSpec
 from servd.checkpoint.multimodal_config import is_part, text_name
-from servd.checkpoint.pooling import is_encoder, is_encoder_as_decoder
+from servd.checkpoint.pooling import MODELS, is_encoder
 from servd.checkpoint.quantization_config import (
     quant_method_of,
     quantization_of,
@@ -43,7 +43,6 @@ from servd.worker.quantization._files import read_tensors
 
 log = logging.getLogger("servd.worker")
 
-MODELS = "servd.worker.models"
 QUANTIZATIONS = "servd.worker.quantization"
 DUMMY_STD = 0.02
 IN_LAYER = re.compile(r"\.(\d+)\.(.+)")
@@ -80,9 +79,8 @@ def build_model(
     head = find_head(spec, load_format)
     if head == "its own":
         spec = replace(spec, config=spec.config | {"tie_word_embeddings": False})
-    is_native = spec.model_type.replace("-", "_") in plugins.names(MODELS)
-    is_native = is_native and not is_encoder_as_decoder(spec)
-    if implementation == "transformers" or (implementation == "auto" and not is_native):
+    is_native = implementation == "servd" or (implementation == "auto" and pooling.has_file(spec))
+    if not is_native:
         from servd.worker.models._transformers import TransformersForCausalLM
 
         model_class: Any = TransformersForCausalLM
@@ -99,8 +97,7 @@ def build_model(
                 cut(model, parallel, spec.num_layers)
             return model
     except UnsupportedModel as error:
-        is_other = model_class.__name__ == "TransformersForCausalLM"
-        if is_other or is_encoder(spec) or parallel.size * parallel.num_stages > 1:
+        if not is_native or is_encoder(spec) or parallel.size * parallel.num_stages > 1:
             raise
         raise UnsupportedModel(f"{error}: try --model-impl transformers") from None
     except BAD_VALUES as error:
