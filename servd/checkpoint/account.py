@@ -3,13 +3,12 @@ not understand, which could change answers and are refused by name. account.toml
 """
 
 import logging
-import sys
 import tomllib
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import msgspec
 
@@ -20,7 +19,7 @@ log = logging.getLogger("servd.checkpoint")
 FLAG = "--allow-unknown-keys"
 MAX_NAMED = 16  # keys in an error message
 MAX_SHOWN = 40  # characters of a value
-MAX_FLOAT = sys.float_info.max
+MAX_NUMBER = 1e100
 
 
 class AccountTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -107,18 +106,21 @@ def with_defaults(config: dict[str, Any]) -> dict[str, Any]:
     for key, default in defaults.items():
         value = config.get(key, default)
         is_none = value is None and (type(default) is bool or key in rules.nullable)
-        if not (is_none or key in rules.untyped or _is_like(value, default)):
+        if not (is_none or key in rules.untyped or is_like(value, default)):
             raise UnsupportedModel(
                 f"config.json: {key} is {value!r:.{MAX_SHOWN}}, expected a value like {default!r}"
             )
     return defaults | config
 
 
-def _is_like(value: Any, default: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[float]:
+    """Return whether a value is a number with which servd can compute."""
+    return type(value) in (int, float) and abs(value) < MAX_NUMBER  # which NaN is not
+
+
+def is_like(value: Any, other: Any) -> bool:
     """Return whether a value has the type of another; floats may be whole numbers."""
-    if type(default) in (int, float):
-        return type(value) in (int, float) and -MAX_FLOAT <= value <= MAX_FLOAT
-    return type(value) is type(default)
+    return type(value) is type(other) if not is_number(other) else is_number(value)
 
 
 def _reason(tables: list[AccountTable], key: str, value: Any) -> str | None:

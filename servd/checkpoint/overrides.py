@@ -4,9 +4,10 @@ import difflib
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from servd.base.errors import ConfigError
+from servd.checkpoint.account import is_like, is_number, read_tables
 
 FLAG = "--hf-overrides"
 TEXT = "text_config"  # the part of a model that reads images too which servd runs
@@ -33,7 +34,6 @@ _DATA = tomllib.loads(Path(__file__).with_name("overrides.toml").read_text(encod
 ROPE_KEYS = {*_DATA["rope"], *ROTATION, *(key for keys in ROPE_TYPES.values() for key in keys)}
 NUMBERS = ROPE_KEYS - {*_DATA["no_numbers"]}
 OPTIONAL = {*ROPE, *_DATA["optional"]}
-MAX_NUMBER = 1e100
 OF_FILES = {
     "quantization_config": "options cannot change the format of the weights",
     "compression_config": "options cannot change the format of the weights",
@@ -172,10 +172,9 @@ def _check_key(key: str, names: Iterable[str], why: str) -> None:
 
 def _check_type(key: str, value: Any, before: Any) -> None:
     """Check that a value has the type of `before`: the text "false" would count as true."""
-    are_numbers = is_number(value) and is_number(before)
-    if value is None or before is None or are_numbers or type(value) is type(before):
+    if value is None or before is None or is_like(value, before):
         return
-    if key == "eos_token_id":  # an id or a list
+    if key in read_tables()["config"].untyped:
         return
     raise ConfigError(f"{FLAG} {key}: {value!r:.50} has another type than {before!r:.50}")
 
@@ -185,7 +184,3 @@ def _object(changes: Mapping[str, Any], key: str) -> dict[str, Any] | None:
     if value is not None and not isinstance(value, dict):
         raise ConfigError(f"{FLAG} {key}: {value!r:.50} must be a JSON object")
     return value
-
-
-def is_number(value: Any) -> TypeGuard[float]:
-    return type(value) in (int, float) and abs(value) < MAX_NUMBER  # which NaN is not

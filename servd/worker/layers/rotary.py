@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from servd.base.errors import UnsupportedModel
+from servd.checkpoint.account import is_number
 from servd.checkpoint.model_spec import ModelSpec
-from servd.checkpoint.overrides import NUMBERS, ROPE, ROPE_TYPES, is_number, rope_of
+from servd.checkpoint.overrides import NUMBERS, ROPE, ROPE_TYPES, rope_of
 from servd.worker import ops
 from servd.worker.ops.reference import Rotation
 
