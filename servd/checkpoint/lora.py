@@ -38,12 +38,12 @@ SIZES = {"F32": 4, "BF16": 2, "F16": 2}  # bytes of a number
 # The last bytes of infinite numbers and NaN, whose exponent has all bits set.
 WIDE = re.compile(rb"(?=[\x80-\xff][\x7f\xff])")
 NARROW = re.compile(rb"[\x7c-\x7f\xfc-\xff]")
-# Parts of names that models have, where adapters have no linear layer to change.
+# Names that models have, where adapters have no linear layer to change.
 NO_LINEAR = {
-    ".experts.": "is of experts, each of which computes a few of the tokens",
-    ".kv_b_proj": "is applied head by head, to queries and to what attention yields",
-    ".gate": "chooses the experts of a token",
-    ".conv1d": "is a convolution",
+    r"\.experts(\.|$)": "is of experts, each of which computes a few of the tokens",
+    r"\.kv_b_proj$": "is applied head by head, to queries and to what attention yields",
+    r"\.gate$": "chooses the experts of a token",
+    r"\.conv1d$": "is a convolution",
 }
 HINT = "train it without, or merge it into the model and serve that"
 
@@ -214,8 +214,8 @@ class AdapterFiles:
             raise self._error(f"rank {self.rank}, at most {max_rank}: raise --max-lora-rank")
         for module, (a, b, _) in self.modules.items() if layers else ():
             if module not in layers:
-                for part, what in NO_LINEAR.items():
-                    if part in f"{module}." if part[-1] == "." else module.endswith(part):
+                for name, what in NO_LINEAR.items():
+                    if re.search(name, module):
                         raise self._error(f"{module} {what}: adapters cannot change it; {HINT}")
                 raise self._error(f"the model has no linear layer {module}")
             inputs = self.tensors[a].shape[1]
