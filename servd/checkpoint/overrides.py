@@ -116,13 +116,10 @@ def _scaled(config: dict[str, Any], scaling: dict[str, Any] | None) -> dict[str,
     written = config.get(place) or {}
     before = rope_of(config)
     is_layered = any(isinstance(layer, dict) for layer in written.values())
-    other_layers: dict[str, Any] = {}
     if scaling and is_layered and any(isinstance(layer, dict) for layer in scaling.values()):
-        each_of = {key: _object(scaling, key) or {} for key in scaling}
-        other_layers = {
-            key: written.get(key, {}) | layer for key, layer in each_of.items() if key != FULL
-        }
-        scaling = each_of.get(FULL, {})
+        layers = {key: _object(scaling, key) or {} for key in scaling}
+        written = written | {key: written.get(key, {}) | layers[key] for key in layers}
+        scaling = layers.get(FULL, {})
     kept = {key: before[key] for key in ROTATION if key in before}
     kind = "default" if scaling is None else kind_of(scaling, kind_of(before))
     is_same = kind == kind_of(before)
@@ -142,7 +139,7 @@ def _scaled(config: dict[str, Any], scaling: dict[str, Any] | None) -> dict[str,
             lengths[LENGTH] = int(length * rope["factor"] / share)
     if config.get(FIRST_LENGTH) and kind in WITH_FIRST_LENGTH:
         lengths[FIRST_LENGTH] = rope[FIRST_LENGTH]
-    return lengths | {place: {**written, **other_layers, FULL: rope} if is_layered else rope}
+    return lengths | {place: written | {FULL: rope} if is_layered else rope}
 
 
 def _check_rope(scaling: Mapping[str, Any], rope: Mapping[str, Any]) -> None:

@@ -374,17 +374,12 @@ def quant_method_maker(
     x_dtype = torch.int8 if is_rounded else torch.float32
     if not quantization or quantization.replace("-", "_") == method:
         return MakeQuantMethod(partial(_pack, dtype), x_dtype)
-    try:
-        quantize = plugins.load(QUANTIZATIONS, quantization, "quantize")
-    except AttributeError:
+    if (quantize := plugins.load(QUANTIZATIONS, quantization, "quantize", None)) is None:
         raise ConfigError(
             f"--quantization {quantization}: only for checkpoints in that format, and this one "
             "is not; docs/how-to/quantization.md lists formats for other checkpoints"
-        ) from None
-    try:
-        table = plugins.load(QUANTIZATIONS, quantization, "quantize_table")
-    except AttributeError:
-        table = quantize
+        )
+    table = plugins.load(QUANTIZATIONS, quantization, "quantize_table", quantize)
     if is_rounded and "x_dtype" in signature(quantize).parameters:
         quantize, table = (partial(make, x_dtype=x_dtype) for make in (quantize, table))
     if imatrix is None:
