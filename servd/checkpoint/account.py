@@ -30,6 +30,7 @@ class AccountTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     without_effect: dict[str, list[str]] = {}  # reason -> keys
     defaults: dict[str, Any] = {}  # of transformers, for keys that a file leaves out
     nullable: list[str] = []  # keys with a default for which null means none
+    aliases: dict[str, list[str]] = {}  # key -> its names in other families, which count after it
     untyped: list[str] = []  # keys with a default whose values may be of another type
 
 

@@ -17,29 +17,14 @@ FIRST_LENGTH = "original_max_position_embeddings"
 ROPE = ("rope_scaling", "rope_parameters")
 FULL = "full_attention"  # the layers that scaling is for, where windows have rotations of their own
 
-# rope_type -> keys that it needs.
-ROPE_TYPES: dict[str, tuple[str, ...]] = {
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "yarn": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", FIRST_LENGTH),
-    "longrope": ("short_factor", "long_factor", FIRST_LENGTH),
-    "default": (),
-}
-# Types that a length beside the rotation is for, where it comes before the one inside.
-WITH_FIRST_LENGTH = ("llama3", "longrope", "yarn")
-# What of a rotation is not its scaling: another type leaves it as it is.
-ROTATION = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
 _DATA = tomllib.loads(Path(__file__).with_name("overrides.toml").read_text(encoding="utf8"))
+ROPE_TYPES: dict[str, list[str]] = _DATA["types"]
+WITH_FIRST_LENGTH: list[str] = _DATA["with_first_length"]
+ROTATION: list[str] = _DATA["rotation"]
+OF_FILES: dict[str, str] = _DATA["of_files"]
 ROPE_KEYS = {*_DATA["rope"], *ROTATION, *(key for keys in ROPE_TYPES.values() for key in keys)}
 NUMBERS = ROPE_KEYS - {*_DATA["no_numbers"]}
 OPTIONAL = {*ROPE, *_DATA["optional"]}
-OF_FILES = {
-    "quantization_config": "options cannot change the format of the weights",
-    "compression_config": "options cannot change the format of the weights",
-    "dtype": "use --dtype",
-    "torch_dtype": "use --dtype",
-}
 
 
 def override(config: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
