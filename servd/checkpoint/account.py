@@ -114,6 +114,16 @@ def with_defaults(config: dict[str, Any]) -> dict[str, Any]:
     return defaults | config
 
 
+def object_in(values: Mapping[str, Any], key: str, place: str = "config.json: ") -> Any:
+    """Return the JSON object under a key; None if there is none. Raises UnsupportedModel for values
+    of other types. `place`: begins the message.
+    """
+    value = values.get(key)
+    if value is not None and not isinstance(value, dict):
+        raise UnsupportedModel(f"{place}{key}: {value!r:.{MAX_SHOWN}} must be a JSON object")
+    return value
+
+
 def is_number(value: Any) -> TypeGuard[float]:
     """Return whether a value is a number with which servd can compute."""
     return type(value) in (int, float) and abs(value) < MAX_NUMBER  # which NaN is not

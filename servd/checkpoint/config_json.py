@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from servd.base.errors import ModelNotFound
-from servd.checkpoint.account import with_defaults
+from servd.checkpoint.account import object_in, with_defaults
 from servd.checkpoint.multimodal_config import text_part
 from servd.checkpoint.overrides import extend_positions
 from servd.checkpoint.remote_code_configs import upgrade_old_keys
@@ -46,8 +46,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Return config.json of a text model, or of the text part of a multimodal model."""
     config = read_json(folder / "config.json")
     # Draft heads in *speculators* format keep a decoder's keys in transformer_layer_config.
-    layer = config.get("transformer_layer_config")
-    config = (layer if isinstance(layer, dict) else {}) | config
+    config = (object_in(config, "transformer_layer_config") or {}) | config
     config = upgrade_old_keys(config)
     config = with_defaults(text_part(config))
     return extend_positions(config)

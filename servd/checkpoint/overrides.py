@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from servd.base.errors import ConfigError
-from servd.checkpoint.account import is_like, is_number, read_tables
+from servd.checkpoint.account import is_like, is_number, object_in, read_tables
 
 FLAG = "--hf-overrides"
+PLACE = f"{FLAG} "  # of a key in errors
 TEXT = "text_config"  # the part of a model that reads images too which servd runs
 LENGTH = "max_position_embeddings"
 FIRST_LENGTH = "original_max_position_embeddings"
@@ -35,7 +36,7 @@ def override(config: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, An
     `config`. Raises ConfigError if the model does not have a key, a value is invalid, or a
     scaling of rotary positions is incomplete.
     """
-    changes = {**changes, **(_object(changes, TEXT) or {})}
+    changes = {**changes, **(object_in(changes, TEXT, PLACE) or {})}
     changes.pop(TEXT, None)
     for key, value in changes.items():
         if key in OF_FILES:
@@ -47,7 +48,7 @@ def override(config: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, An
         for key, value in changes.items()
         if key not in ROPE
     }
-    parts = [_object(changes, key) for key in ROPE if key in changes]
+    parts = [object_in(changes, key, PLACE) for key in ROPE if key in changes]
     for key in ("rope_theta", FIRST_LENGTH):
         if key in changes and (parts or key in rope_of(config)):
             parts.insert(0, {key: changes[key]})
@@ -102,7 +103,7 @@ def _scaled(config: dict[str, Any], scaling: dict[str, Any] | None) -> dict[str,
     before = rope_of(config)
     is_layered = any(isinstance(layer, dict) for layer in written.values())
     if scaling and is_layered and any(isinstance(layer, dict) for layer in scaling.values()):
-        layers = {key: _object(scaling, key) or {} for key in scaling}
+        layers = {key: object_in(scaling, key, PLACE) or {} for key in scaling}
         written = written | {key: written.get(key, {}) | layers[key] for key in layers}
         scaling = layers.get(FULL, {})
     kept = {key: before[key] for key in ROTATION if key in before}
@@ -159,10 +160,3 @@ def _check_type(key: str, value: Any, before: Any) -> None:
     if key in read_tables()["config"].untyped:
         return
     raise ConfigError(f"{FLAG} {key}: {value!r:.50} has another type than {before!r:.50}")
-
-
-def _object(changes: Mapping[str, Any], key: str) -> dict[str, Any] | None:
-    value = changes.get(key)
-    if value is not None and not isinstance(value, dict):
-        raise ConfigError(f"{FLAG} {key}: {value!r:.50} must be a JSON object")
-    return value

@@ -12,7 +12,7 @@ import msgspec
 
 from servd.base import plugins
 from servd.base.errors import InvalidRequest, ModelNotFound, UnsupportedModel
-from servd.checkpoint.account import Account, account_for, without_nulls
+from servd.checkpoint.account import Account, account_for, object_in, without_nulls
 from servd.checkpoint.config_json import read_json, read_json_list
 from servd.checkpoint.facts import read_page
 from servd.checkpoint.model_spec import ModelSpec
@@ -307,9 +307,7 @@ def num_labels(config: dict[str, Any]) -> int:
     """Return the number of outputs of a classification head, counted like transformers. Raises
     UnsupportedModel if config.json states none.
     """
-    names = config.get("id2label") or {}
-    if not isinstance(names, dict):
-        raise UnsupportedModel(f"config.json: id2label {names!r:.40} is no table of labels")
+    names = object_in(config, "id2label") or {}
     count = config.get("num_labels") or len(names) or 2
     if type(count) is not int or not 0 < count <= MAX_LABELS:
         raise UnsupportedModel(f"config.json: num_labels {count!r:.40} is no number of labels")
@@ -354,9 +352,7 @@ def _mode(folder: Path) -> Mode:
 def _labels(config: dict[str, Any]) -> dict[str, Any]:
     names = config.get("id2label") or {}
     count = num_labels(config)
-    chosen = config.get("sentence_transformers") or {}
-    if not isinstance(chosen, dict):
-        raise UnsupportedModel(f"config.json: sentence_transformers {chosen!r:.40} is no table")
+    chosen = object_in(config, "sentence_transformers") or {}
     path = chosen.get("activation_fn") or config.get("sbert_ce_default_activation_function")
     name = str(path or "Sigmoid").rpartition(".")[2]
     if name not in ("Sigmoid", "Identity"):
