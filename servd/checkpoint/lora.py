@@ -99,8 +99,11 @@ class AdapterFiles:
     def __init__(self, folder: str | Path, label: str | None = None) -> None:
         self.folder = Path(folder)
         self.label = label or str(folder)  # in errors
-        self.config = self._read_config()
-        self.tensors = self._read_header()
+        try:
+            self.config = self._read_config()
+            self.tensors = self._read_header()
+        except OSError as error:
+            raise self._error(f"{Path(error.filename).name}: {error.strerror}") from None
         self.modules: dict[str, tuple[str, str, float]] = {}
         self._read_modules()
 
@@ -248,8 +251,6 @@ class AdapterFiles:
             stated = msgspec.json.decode((self.folder / CONFIG).read_bytes(), type=dict[str, Any])
             keys = without_nulls(stated)
             config = msgspec.convert(keys, _Config)
-        except OSError as error:
-            raise self._error(f"{CONFIG}: {error.strerror}") from None
         except (ValueError, RecursionError) as error:
             raise self._error(f"{CONFIG} cannot be read: {error}") from None
         if config.peft_type not in ("LORA", "lora"):
@@ -268,17 +269,12 @@ class AdapterFiles:
         self._size(TENSORS)
         try:
             return read_header(path)
-        except OSError as error:
-            raise self._error(f"{TENSORS}: {error.strerror}") from None
         except ModelNotFound as error:
             raise self._error(f"{TENSORS} cannot be read: {error}") from None
 
     def _size(self, name: str) -> int:
         """Return a regular file's size. Raises ConfigError for other files, which could block."""
-        try:
-            status = (self.folder / name).stat()
-        except OSError as error:
-            raise self._error(f"{name}: {error.strerror}") from None
+        status = (self.folder / name).stat()
         if not stat.S_ISREG(status.st_mode):
             raise self._error(f"{name} is no file")
         return status.st_size
