@@ -193,23 +193,26 @@ def read(spec: ModelSpec) -> PoolingSpec:
     another file names is missing or broken; UnsupportedModel if servd lacks a feature.
     """
     sees_all = is_encoder(spec)
-    config = spec.config
     fields: dict[str, Any] = {"is_causal": not sees_all, "size": spec.hidden_size}
     folder = Path(spec.folder)
     if spec.architecture.endswith("ForSequenceClassification"):
-        pooling = config.get("classifier_pooling", "cls") if sees_all else "last"
-        return PoolingSpec(
-            task="classify", pooling=pooling, **fields, **_labels(config), **_texts(spec, folder)
-        )
-    if not spec.folder or not (folder / MODULES).exists():
-        if not sees_all:
-            return PoolingSpec(**fields, has_scores=not _is_reranker(folder))
-        fields |= {"pooling": "mean", "normalize": False}
-        return PoolingSpec(task="embed", **fields, **_texts(spec, folder))
+        pooling = spec.config.get("classifier_pooling", "cls") if sees_all else "last"
+        fields |= {"task": "classify", "pooling": pooling} | _labels(spec.config)
+    elif spec.folder and (folder / MODULES).exists():
+        fields |= _read_modules(spec, folder)
+    elif sees_all:
+        fields |= {"task": "embed", "pooling": "mean", "normalize": False}
+    else:
+        return PoolingSpec(**fields, has_scores=not _is_reranker(folder))
+    return PoolingSpec(**fields, **_texts(spec, folder))
+
+
+def _read_modules(spec: ModelSpec, folder: Path) -> dict[str, Any]:
+    """Return the fields that the modules of sentence-transformers state."""
     modules = _modules(folder)
     order = " ".join(kind for kind, _ in modules)
-    if order == "Transformer LogitScore" and not sees_all:
-        return _of_logits(spec, folder, modules[1][1])
+    if order == "Transformer LogitScore" and not is_encoder(spec):
+        return _read_logit_score(spec, folder, modules[1][1])
     if not ORDER.fullmatch(order):
         raise UnsupportedModel(
             f"{folder}/modules.json: servd does not run {order or 'no modules'}, only Transformer, "
@@ -221,23 +224,23 @@ def read(spec: ModelSpec) -> PoolingSpec:
             f"{folder}/modules.json: the model is in {modules[0][1]}: serve that"
         )
     dense = [place for kind, place in modules if kind == "Dense"]
+    size = spec.hidden_size
     for place in dense:
         config = _part_config(place)
         sizes = config.get("in_features"), config.get("out_features")
-        if sizes[0] != fields["size"] or type(sizes[1]) is not int:
+        if sizes[0] != size or type(sizes[1]) is not int:
             raise UnsupportedModel(
                 f"{place}/config.json: in_features {sizes[0]!r} and out_features {sizes[1]!r} do "
-                f"not fit vectors of {fields['size']} numbers"
+                f"not fit vectors of {size} numbers"
             )
-        fields["size"] = sizes[1]
-    return PoolingSpec(
-        task="embed",
-        pooling=_mode(modules[1][1]),
-        normalize=modules[-1][0] == "Normalize",
-        dense=[str(place) for place in dense],
-        **fields,
-        **_texts(spec, folder),
-    )
+        size = sizes[1]
+    return {
+        "task": "embed",
+        "pooling": _mode(modules[1][1]),
+        "normalize": modules[-1][0] == "Normalize",
+        "dense": [str(place) for place in dense],
+        "size": size,
+    }
 
 
 def accounts(spec: ModelSpec) -> Iterator[Account]:
@@ -279,28 +282,19 @@ def _is_reranker(folder: Path) -> bool:
     return "rerank" in name.lower() or b"pipeline_tag: text-ranking" in read_page(folder)
 
 
-def _of_logits(spec: ModelSpec, folder: Path, place: Path) -> PoolingSpec:
-    """Return the spec of a decoder whose next-token logits score a document (Qwen3-Reranker)."""
+def _read_logit_score(spec: ModelSpec, folder: Path, place: Path) -> dict[str, Any]:
+    """Return the fields of a decoder whose next-token logits score a document (Qwen3-Reranker)."""
     stated = _part_config(place)
-    texts = _texts(spec, folder)
-    chosen = read_json(folder / TEXTS, {}).get("activation_fn")
-    labels = {"num_labels": 1} | (
-        {"sentence_transformers": {"activation_fn": chosen}} if chosen else {}
-    )
     ids: list[Any] = [stated.get("true_token_id"), stated.get("false_token_id")]
     ids = ids if ids[1] is not None else ids[:1]
     if not all(type(token) is int and 0 <= token < spec.vocab_size for token in ids):
         raise UnsupportedModel(
             f"{place}/config.json: tokens {ids} are not in the vocabulary of {spec.vocab_size}"
         )
-    return PoolingSpec(
-        task="classify",
-        size=spec.hidden_size,
-        normalize=False,
-        score_tokens=ids,
-        **_labels(spec.config | labels),
-        **texts,
-    )
+    config = spec.config | {"num_labels": 1}
+    if chosen := read_json(folder / TEXTS, {}).get("activation_fn"):
+        config["sentence_transformers"] = {"activation_fn": chosen}
+    return {"task": "classify", "normalize": False, "score_tokens": ids} | _labels(config)
 
 
 def num_labels(config: dict[str, Any]) -> int:
@@ -341,7 +335,7 @@ def _mode(folder: Path) -> Mode:
     modes = [str(mode) for mode in (modes if isinstance(modes, list) else [modes])]
     if len(modes) != 1 or modes[0] not in MODES:
         raise UnsupportedModel(
-            f"{folder}/config.json: pooling by {' and '.join(modes) or 'nothing'} is not "
+            f"{folder}/config.json: pooling by {' and '.join(modes)} is not "
             "supported, only by one of cls, mean and lasttoken"
         )
     if not config.get("include_prompt", True):

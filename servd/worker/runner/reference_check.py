@@ -67,25 +67,24 @@ class ReferenceCheck:
         spec = runner.spec
         config = runner.config
         self.process: subprocess.Popen[bytes] | None = None
+        self.cached: Path | None = None  # the reference's file; None: nothing is compared
         self.files = pooling.read(spec)
         longest = min(max(LENGTHS), runner.max_model_len)
         limit = min(config.scheduler.max_num_batched_tokens or 0, len(LENGTHS) * longest)
         self.prompts = prompts(spec, limit)
-        is_wanted = config.model.check_vectors and config.model.load_format != "dummy"
-        self.is_on = (
-            is_wanted
-            and self.files.task != "generate"
-            and runner.max_num_seqs >= len(LENGTHS)
-            and quantization_of(spec.folder) is None
-            and not config.model.hf_overrides  # the reference would not have the overrides
-        )
-        self.cached = (
-            _cached(spec, config.model.load_format, len(self.prompts[-1])) if self.is_on else Path()
-        )
-        if self.is_on and runner.parallel.rank == 0 and not self.cached.exists():
-            module = "servd.worker.runner.reference_check"
-            command = [sys.executable, "-m", module, spec.folder, str(limit)]
-            command.append(str(self.cached))
+        if (
+            not config.model.check_vectors
+            or config.model.load_format == "dummy"
+            or self.files.task == "generate"
+            or runner.max_num_seqs < len(LENGTHS)
+            or quantization_of(spec.folder) is not None
+            or config.model.hf_overrides  # the reference would not have the overrides
+        ):
+            return
+        self.cached = _cached(spec, config.model.load_format, len(self.prompts[-1]))
+        if runner.parallel.rank == 0 and not self.cached.exists():
+            command = [sys.executable, "-m", "servd.worker.runner.reference_check"]
+            command += [spec.folder, str(limit), str(self.cached)]
             self.process = subprocess.Popen(
                 command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
             )
@@ -94,7 +93,7 @@ class ReferenceCheck:
         """Compare vectors; call this when steps can run. Raises UnsupportedModel if the model's
         vectors differ from the reference.
         """
-        if not self.is_on:
+        if self.cached is None:
             return
         vectors = self._compute(run_step)
         if self.runner.parallel.rank != 0:
