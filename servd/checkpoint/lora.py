@@ -103,7 +103,7 @@ class AdapterFiles:
             self.config = self._read_config()
             self.tensors = self._read_header()
         except OSError as error:
-            raise self._error(f"{Path(error.filename).name}: {error.strerror}") from None
+            raise self._error(str(error)) from None
         self.modules: dict[str, tuple[str, str, float]] = {}
         self._read_modules()
 
