@@ -3,6 +3,7 @@
 import logging
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Set
 from functools import partial
 from inspect import signature
@@ -258,18 +259,16 @@ def _checkpoint(files: list[Path], weight: Tensor) -> NamedTensors:
 
 def _of_text(tensors: NamedTensors, is_told: bool) -> NamedTensors:
     """Yield the language model's tensors of a multimodal checkpoint, under text-only names."""
-    num_others = 0
-    skipped = set[str]()
+    skipped = Counter[str]()
     for name, tensor in tensors:
         if (renamed := text_name(name)) is not None:
             yield renamed, tensor
             continue
-        num_others += 1
-        skipped.add(name.removeprefix("model.").partition(".")[0])
+        skipped[name.removeprefix("model.").partition(".")[0]] += 1
     if is_told:
         log.info(
             "skipping %d tensors of %s: servd reads text only",
-            num_others,
+            skipped.total(),
             ", ".join(sorted(skipped)) or "nothing",
         )
 
