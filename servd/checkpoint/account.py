@@ -114,7 +114,9 @@ def with_defaults(config: dict[str, Any]) -> dict[str, Any]:
     return defaults | config
 
 
-def object_in(values: Mapping[str, Any], key: str, place: str = "config.json: ") -> Any:
+def object_in(
+    values: Mapping[str, Any], key: str, place: str = "config.json: "
+) -> dict[str, Any] | None:
     """Return the JSON object under a key; None if there is none. Raises UnsupportedModel for values
     of other types. `place`: begins the message.
     """
@@ -131,7 +133,9 @@ def is_number(value: Any) -> TypeGuard[float]:
 
 def is_like(value: Any, other: Any) -> bool:
     """Return whether a value has the type of another; floats may be whole numbers."""
-    return type(value) is type(other) if not is_number(other) else is_number(value)
+    if is_number(other):
+        return is_number(value)
+    return type(value) is type(other)
 
 
 def _reason(tables: list[AccountTable], key: str, value: Any) -> str | None:

@@ -83,7 +83,7 @@ def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the rotary parameters of layers without a window, as transformers reads them from
     both forms of config.json.
     """
-    rope = next((object_in(config, key) for key in ROPE if config.get(key)), {})
+    rope = next(filter(None, (object_in(config, key) for key in ROPE)), {})
     if any(isinstance(value, dict) for value in rope.values()):
         return rope.get(FULL) or {}
     if config.get(FIRST_LENGTH) is not None and kind_of(rope) in WITH_FIRST_LENGTH:

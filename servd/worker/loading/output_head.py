@@ -60,8 +60,8 @@ def _find_head(state: tuple[tuple[Path, int], ...], is_tied: bool) -> Head:
         return "as stated"
     if not tables:
         return "as embedding"
-    first, *others = [*heads.values(), *tables]
-    if all(x.dtype == first.dtype and torch.equal(x, first) for x in others):
+    first, *more_tensors = [*heads.values(), *tables]
+    if all(x.dtype == first.dtype and torch.equal(x, first) for x in more_tensors):
         return "as stated"
     log.warning(
         "config.json ties the output head to the embedding, but the checkpoint has %s with other "
