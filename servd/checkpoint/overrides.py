@@ -43,8 +43,9 @@ def override(config: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, An
             raise ConfigError(f"{FLAG} {key}: {OF_FILES[key]}")
         _check_key(key, {*config, *OPTIONAL}, "config.json has none, and no model reads it")
         _check_type(key, value, config.get(key))
+    objects = [key for key, value in config.items() if isinstance(value, dict)]
     changed = config | {
-        key: config[key] | value if isinstance(value, dict) and config.get(key) else value
+        key: config[key] | value if isinstance(value, dict) and key in objects else value
         for key, value in changes.items()
         if key not in ROPE
     }
