@@ -206,11 +206,9 @@ def _check_finite(tensor: Tensor | Quantized) -> None:
 def _check_complete(folder: str, weights: dict[str, Weight]) -> None:
     missing = [name for name, weight in weights.items() if weight.missing]
     if missing:
-        text = ", ".join(missing[:MAX_NAMED])
-        if len(missing) > MAX_NAMED:
-            text += ", ..."
+        names = ", ".join(missing[:MAX_NAMED])
         raise ModelNotFound(
-            f"{folder} lacks the weights of {len(missing)} parameters of the model: {text}"
+            f"{folder} lacks the weights of {len(missing)} parameters of the model: {names}"
         )
 
 
