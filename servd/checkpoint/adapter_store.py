@@ -25,7 +25,6 @@ from servd.messages.adapter import Adapter
 
 KEEP_SECONDS = 3600  # that the files of a replaced adapter stay, for requests that have it
 MAX_ON_DEMAND = 64  # adapters loaded by requests; the least recently used one goes
-PIECE = 1 << 20
 
 
 class AdapterStore:
@@ -150,11 +149,9 @@ class AdapterStore:
         copy.mkdir(mode=0o700)
         digest = hashlib.sha256()
         for name in (CONFIG, TENSORS):
-            with (source / name).open("rb") as file, (copy / name).open("wb") as to:
-                while piece := file.read(PIECE):
-                    digest.update(piece)
-                    to.write(piece)
-            digest.update(str((copy / name).stat().st_size).encode())
+            shutil.copyfile(source / name, copy / name)
+            with (copy / name).open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
         return digest.hexdigest()
 
     def _write(self, adapters: Mapping[str, Adapter]) -> None:

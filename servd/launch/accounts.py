@@ -6,7 +6,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from servd.checkpoint import generation_config, gguf, pooling, quantization_config
-from servd.checkpoint.account import Account, account_for
+from servd.checkpoint.account import Account, account_for, object_in
 from servd.checkpoint.model_spec import ModelSpec
 from servd.checkpoint.overrides import ROPE
 from servd.checkpoint.tokenizer_files import tokenizer_accounts, tokenizer_folder
@@ -37,8 +37,7 @@ def accounts_of(config: Config, spec: ModelSpec) -> Iterator[Account]:
 def _rotations(config: Mapping[str, Any]) -> Iterator[Account]:
     """Yield the accounts of rotations, which may differ from one type of layers to the next."""
     for key in ROPE:
-        stated = config.get(key)
-        if not isinstance(stated, dict):
+        if not (stated := object_in(config, key)):
             continue
         parts = {name: part for name, part in stated.items() if isinstance(part, dict)}
         for name, part in (parts or {"": stated}).items():
