@@ -42,9 +42,10 @@ def read_tables() -> dict[str, AccountTable]:
 
 
 class Account(msgspec.Struct, frozen=True):
-    """What servd makes of the keys of a file."""
+    """What servd makes of the keys of a file, or the files of a folder."""
 
     file: str
+    entries: str = "keys"
     used: list[str] = []
     without_effect: dict[str, str] = {}  # key -> reason
     unknown: dict[str, Any] = {}  # key -> value
@@ -89,7 +90,8 @@ def check(accounts: Iterable[Account], allow_unknown_keys: bool = False) -> None
     for account in accounts:
         if not account.unknown:
             continue
-        refusal = f"{account.file} has keys that servd does not understand: {account.in_words}"
+        what = f"{account.entries} that servd does not understand"
+        refusal = f"{account.file} has {what}: {account.in_words}"
         if not allow_unknown_keys:
             raise UnsupportedModel(
                 f"{refusal}. They could change the model's answers: {account.advice}"

@@ -29,7 +29,7 @@ def resolve_computation(config: Config, spec: ModelSpec) -> dict[str, Decision]:
     """Choose the dtype, the model implementation and the number of steps in flight."""
     if spec.dtype not in ("float32", "bfloat16", "float16"):
         raise UnsupportedModel(
-            f"checkpoints of type {spec.dtype} are not supported, only float32, bfloat16, float16"
+            f"config.json: dtype {spec.dtype} is not supported, only float32, bfloat16, float16"
         )
     decided: dict[str, Decision] = {}
     on_cuda = config.parallel.device == "cuda"

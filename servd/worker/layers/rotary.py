@@ -98,8 +98,8 @@ def frequencies(
             return _longrope(inv_freq, rope, spec)
         case other:
             raise UnsupportedModel(
-                f"rope_type {other!r} is not supported; there are: default, dynamic, linear, "
-                "llama3, longrope, yarn"
+                f"config.json: rope_type {other!r} is not supported; there are: default, "
+                "dynamic, linear, llama3, longrope, yarn"
             )
 
 

@@ -123,8 +123,8 @@ def _class_of(spec: ModelSpec) -> Any:
         if name.startswith(family) and name in classes:
             return classes[name]
     raise UnsupportedModel(
-        f"{MODELS.replace('.', '/')}/{spec.model_type}.py has no {spec.architecture!r}, "
-        "which config.json names as architectures"
+        f"config.json: architectures names {spec.architecture!r}; of model_type "
+        f"{spec.model_type!r}, servd runs {' and '.join(x.__name__ for x in classes.values())}"
     )
 
 
@@ -165,14 +165,15 @@ def load_weights(
     done = 0
     total = sum(file.stat().st_size for file in files)
     names = set[str]()
+    num_quantized = 0
     plain: list[str] = []  # matrices of layers that the importance matrix lacks
     convert = getattr(model, "convert", iter)  # maps tensors to the model's names
     for name, tensor in convert(_checkpoint(files, next(iter(weights.values())))):
         try:
             renamed = rename(name)
-            if isinstance(tensor, Quantized) or not _load_kv_scale(
-                model, attentions, renamed, tensor
-            ):
+            is_quantized = isinstance(tensor, Quantized)
+            num_quantized += is_quantized
+            if is_quantized or not _load_kv_scale(model, attentions, renamed, tensor):
                 target, part = _target(model, weights, renamed)
                 if target is not None:
                     _check_finite(tensor)
@@ -191,6 +192,9 @@ def load_weights(
     if make.importance:
         _check_importance(make.importance.keys(), names, plain)
     _check_complete(folder, weights)
+    method = quant_method_of(folder, None)
+    if method not in (None, "gguf") and not num_quantized:
+        log.warning("the checkpoint states quantization by %s, but no layer is quantized", method)
 
 
 def _check_finite(tensor: Tensor | Quantized) -> None:
@@ -338,7 +342,8 @@ def _target(
     if name == HEAD:  # tied, and equal to the embedding
         return None, None
     raise UnsupportedModel(
-        f"the checkpoint has a tensor {name!r} that servd's {type(model).__name__} does not use"
+        f"the checkpoint has a tensor {name!r} that servd's {type(model).__name__} does not use: "
+        "a size such as num_hidden_layers in config.json is wrong, or it is of another model"
     )
 
 
