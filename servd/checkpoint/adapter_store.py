@@ -20,6 +20,7 @@ from typing import Literal
 import msgspec
 
 from servd.base.errors import ConfigError
+from servd.checkpoint import account
 from servd.checkpoint.lora import CONFIG, TENSORS, AdapterFiles, Shape
 from servd.messages.adapter import Adapter
 
@@ -32,15 +33,16 @@ class AdapterStore:
     Changes need a lock, and are visible to all processes at once.
     """
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, allow_unknown_keys: bool = False) -> None:
         self.folder = Path(folder)
+        self.allow_unknown_keys = allow_unknown_keys
         self._table = self.folder / "adapters.json"
         # As last read, and the inode and time of it; one attribute, as threads share it.
         self._last: tuple[tuple[int, int], dict[str, Adapter]] | None = None
 
     @classmethod
-    def beside(cls, ipc_dir: str) -> AdapterStore:
-        return cls(Path(ipc_dir, "adapters"))
+    def beside(cls, ipc_dir: str, allow_unknown_keys: bool = False) -> AdapterStore:
+        return cls(Path(ipc_dir, "adapters"), allow_unknown_keys)
 
     def read_adapters(self) -> dict[str, Adapter]:
         """Return all adapters by name. The table is read again only if it has changed."""
@@ -85,9 +87,12 @@ class AdapterStore:
                     raise ConfigError(refusal.read_text("utf8", "surrogateescape"))
             copy = self.folder / f"loading-{os.getpid()}"
             try:
-                AdapterFiles(source).check(max_rank, layers)  # or any size would be copied
+                allows = self.allow_unknown_keys
+                files = AdapterFiles(source, source, allows)
+                files.check(max_rank, layers)  # or any size would be copied
+                account.check([files.account], allows)
                 digest = self._copy(Path(source), copy)
-                files = AdapterFiles(copy, source)
+                files = AdapterFiles(copy, source, allows)
                 files.check(max_rank, layers)
                 files.check_values()
                 folder = self.folder / digest

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from servd.base.errors import ConfigError, ModelNotFound
+from servd.checkpoint import account
 from servd.checkpoint.account import account_for, without_nulls
 from servd.checkpoint.weight_files import Tensor, read_header
 
@@ -88,11 +90,13 @@ class AdapterFiles:
     if a file is missing or broken, or if servd does not support the adapter.
     """
 
-    def __init__(self, folder: str | Path, label: str | None = None) -> None:
+    def __init__(
+        self, folder: str | Path, label: str | None = None, allow_unknown_keys: bool = False
+    ) -> None:
         self.folder = Path(folder)
         self.label = label or str(folder)  # in errors
         try:
-            self.config = self._read_config()
+            self.config = self._read_config(allow_unknown_keys)
             self.tensors = self._read_header()
         except OSError as error:
             raise self._error(str(error)) from None
@@ -241,7 +245,7 @@ class AdapterFiles:
     def _error(self, why: str) -> ConfigError:
         return ConfigError(f"the adapter {self.label}: {why}")
 
-    def _read_config(self) -> _Config:
+    def _read_config(self, allow_unknown_keys: bool) -> _Config:
         if (size := self._size(CONFIG)) > MAX_CONFIG:
             raise self._error(f"{CONFIG} has {size} bytes, the most is {MAX_CONFIG}")
         try:
@@ -252,11 +256,11 @@ class AdapterFiles:
             raise self._error(f"{CONFIG} cannot be read: {error}") from None
         if config.peft_type not in ("LORA", "lora"):
             raise self._error(f"it is of type {config.peft_type}, only LORA is supported")
-        if (account := account_for(CONFIG, keys, "adapter")).unknown:
-            raise self._error(
-                f"{CONFIG}: servd does not support {account.in_words}: remove what does not change "
-                f"answers, or {HINT}"
-            )
+        keys_account = account_for(f"the adapter {self.label}: {CONFIG}", keys, "adapter")
+        remedy = f"remove what does not change answers, or {HINT}"
+        self.account = replace(keys_account, remedy=remedy)
+        if not allow_unknown_keys:
+            account.check([self.account])
         return config
 
     def _read_header(self) -> dict[str, Tensor]:

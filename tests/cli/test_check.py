@@ -15,6 +15,7 @@ from servd import cli
 from servd.checkpoint.hub import DEMO_FOLDER
 from servd.cli.check import check_hub
 from servd.config import Config
+from tests.adapters import write_adapter
 
 Findings = dict[str, dict[str, str]]
 
@@ -72,6 +73,15 @@ def test_a_whole_folder(check, model):
     for name in ("model", "tokenizer", "chat template", "weights", "hub", "GPU"):
         assert findings[name]["status"] == "ok", findings[name]
     assert "all tensors are there" in findings["weights"]["text"]
+
+
+def test_the_account_of_an_adapter(check, model, tmp_path):
+    adapter = write_adapter(tmp_path / "a", new_gate=2)
+    options = (str(model), "--enable-lora", "--lora-modules", f"a={adapter}")
+    findings = check(*options)[1]
+    [status] = [f["status"] for f in findings.values() if "new_gate (2)" in f["text"]]
+    assert status == "failed"
+    assert "No such file" in check(*options[:-1], f"a={tmp_path}/none")[1]["a"]["text"]
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model(check, model):
