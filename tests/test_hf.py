@@ -1,6 +1,7 @@
 """Model files: config.json of both families, weight files, errors with a hint."""
 
 import json
+import os
 
 import msgspec
 import pytest
@@ -187,6 +188,14 @@ def test_weights_in_another_format_get_a_remedy(tmp_path):
 @pytest.mark.parametrize("find", [find_model, download_weights])
 def test_a_local_folder_is_the_model(tmp_path, find):
     assert find(str(tmp_path)) == tmp_path.resolve()
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "1_Pooling/config.json"])
+def test_a_named_pipe_in_a_folder_is_not_opened(tmp_path, name):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ModelNotFound, match=f"{name} is no regular file"):
+        find_model(str(tmp_path))
 
 
 @pytest.mark.parametrize("model", ["./nothing", "/nothing/at/all", "~/nothing", "a/b/c"])

@@ -226,6 +226,31 @@ def test_keys_that_the_class_of_the_tokenizer_reads_are_not_contrary(
     assert unknown <= {key}
 
 
+@pytest.mark.parametrize("stated", [None, True, False])
+@pytest.mark.parametrize("scheme", ["first", "always", "never"])
+def test_a_space_before_texts_that_the_class_adds_is_not_contrary(tmp_path, scheme: str, stated):
+    backend = Backend(
+        models.BPE({"<unk>": 0, "a": 1, "\u2581a": 2, "\u2581": 3}, [("\u2581", "a")])
+    )
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    config = {"tokenizer_class": "LlamaTokenizer", "add_prefix_space": stated}
+    folder = write(tmp_path / "model", backend.to_str(), {CONFIG: config})
+    reference = AutoTokenizer.from_pretrained(folder).encode("a", add_special_tokens=False)
+    is_equal = Tokenizer.load(str(folder)).encode("a", add_special_tokens=False) == reference
+    is_refused = any(account.unknown for account in tokenizer_accounts(folder))
+    assert is_refused is (stated is (scheme == "never"))
+    assert is_equal or is_refused or stated is None
+
+
+@pytest.mark.parametrize("tokens", [{}, {"pad_token": "[PAD]"}])
+def test_a_file_at_which_the_library_panics_is_refused(tmp_path: Path, file: str, tokens):
+    broken = json.loads(file)
+    broken["model"]["continuing_subword_prefix"] = "##"
+    folder = write(tmp_path / "model", json.dumps(broken), {CONFIG: tokens})
+    with pytest.raises(ModelNotFound, match=r"tokenizer\.json cannot be read"):
+        Tokenizer.load(str(folder))
+
+
 @pytest.mark.parametrize(
     ("key", "leaf", "is_refused"),
     [

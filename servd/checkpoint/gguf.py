@@ -292,7 +292,7 @@ def _find_ends(values: dict[str, Any], architecture: dict[str, Any]) -> list[int
         if token_id is not None and not 0 <= token_id < len(tokens):
             raise ValueError(f"{name}_token_id is {token_id}, of {len(tokens)} tokens")
     ids = {token: token_id for token_id, token in enumerate(tokens)}
-    ends += [ids.get(token) for token in architecture["ends"]]
+    ends += [ids.get(token) for token in architecture.get("ends", TABLE["ends"])]
     return [*dict.fromkeys(token_id for token_id in ends if token_id is not None)]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from servd.base.errors import ModelNotFound, ServdError
 from servd.checkpoint import gguf
-from servd.checkpoint.weight_files import OTHER_WEIGHTS, find_weight_files
+from servd.checkpoint.weight_files import OTHER_WEIGHTS, check_regular, find_weight_files
 
 DEMO_MODEL = "demo"  # the default MODEL
 DEMO_FOLDER = Path(__file__).parents[1] / "demo_model"
@@ -31,7 +31,10 @@ def local_folder(model: str) -> Path | None:
         return DEMO_FOLDER
     if (file := gguf.find_file(model)) is not None:
         return gguf.as_folder(file)
-    return Path(model).resolve() if os.path.isdir(model) else None
+    if not os.path.isdir(model):
+        return None
+    check_regular(Path(model))
+    return Path(model).resolve()
 
 
 def find_model(model: str, revision: str | None = None, download_dir: str | None = None) -> Path:

@@ -12,6 +12,7 @@ _DATA = tomllib.loads(Path(__file__).with_name("multimodal.toml").read_text(enco
 CLASSES: dict[str, str] = _DATA["classes"]  # model_type of the part -> class of servd's model
 SAME: dict[str, str] = _DATA["same"]
 DEFAULTS: dict[str, dict[str, Any]] = _DATA["defaults"]
+UNREAD: dict[str, list[str]] = _DATA["unread"]
 FLAT = ("qwen2_vl", "qwen2_5_vl")  # as Qwen published them: text keys at the top level
 # Keys of the whole model that hold for its text.
 OF_WHOLE = ("tie_word_embeddings", "dtype", "torch_dtype", "eos_token_id")
@@ -32,9 +33,12 @@ def text_part(config: dict[str, Any]) -> dict[str, Any]:
     inner = config.get(TEXT) or {key: config[key] for key in config if key != "vision_config"}
     model_type = str(inner.get("model_type") or config.get("model_type"))
     defaults = DEFAULTS.get(model_type, {})
+    unread = UNREAD.get(model_type, [])
     model_type = SAME.get(model_type, model_type)
     stated = {
-        key: value for key, value in inner.items() if value is not None or key not in defaults
+        key: value
+        for key, value in inner.items()
+        if key not in unread and (value is not None or key not in defaults)
     }
     of_whole = {key: config[key] for key in OF_WHOLE if config.get(key) is not None}
     text = defaults | stated | of_whole | {"model_type": model_type}

@@ -26,7 +26,7 @@ from servd.checkpoint.hub import find_model
 from servd.checkpoint.model_spec import ModelSpec
 
 if TYPE_CHECKING:
-    from tokenizers import AddedToken
+    from tokenizers import AddedToken, Tokenizer
 
 CONFIG = "tokenizer_config.json"
 SPECIAL = "special_tokens_map.json"
@@ -69,6 +69,18 @@ def find_tokenizer(folder: str, trust_remote_code: bool = False) -> Path:
     return _make_file(file.parent, partial(_add_tokens, file, tokens)) if tokens else file
 
 
+def read_backend(file: Path) -> Tokenizer:
+    """Return the tokenizer of a tokenizer.json. Raises ModelNotFound if the file is broken."""
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_file(str(file))
+    except BaseException as error:  # the Rust library raises bare Exception, and panics
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
+        raise ModelNotFound(f"{file} cannot be read: {error}") from None
+
+
 def read_tokenizer_config(folder: Path) -> dict[str, Any]:
     """Return tokenizer_config.json and special_tokens_map.json, which wins, but is not read beside
     added_tokens_decoder.
@@ -103,6 +115,9 @@ def tokenizer_accounts(folder: Path | str) -> Iterator[Account]:
             made = re.search(rf'"{leaf}":\s*(\w+)', text)
             if made and config.get(key) is not None and made[1] != json.dumps(config[key]):
                 contrary[key] = config[key]
+        scheme = re.search(r'"prepend_scheme":\s*"(\w+)"', text)
+        if scheme and config.get("add_prefix_space") is (scheme[1] == "never"):
+            contrary["add_prefix_space"] = config["add_prefix_space"]
         if contrary:
             yield Account(f"{CONFIG}, contrary to tokenizer.json,", unknown=contrary)
 
@@ -175,12 +190,7 @@ def _as_tokens(values: Iterable[Any]) -> list[AddedToken]:
 
 
 def _add_tokens(file: Path, tokens: list[AddedToken], made: Path) -> None:
-    from tokenizers import Tokenizer
-
-    try:
-        backend = Tokenizer.from_file(str(file))
-    except Exception as error:  # the Rust library raises bare Exception
-        raise ModelNotFound(f"{file} cannot be read: {error}") from None
+    backend = read_backend(file)
     backend.add_tokens(tokens)
     made.mkdir()
     backend.save(str(made / file.name), pretty=False)

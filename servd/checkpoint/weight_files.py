@@ -46,6 +46,13 @@ def read_header(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
+def check_regular(folder: Path) -> None:
+    """Raise ModelNotFound for a pipe or a device among a model's files: to read it would block."""
+    for file in (*folder.glob("*"), *folder.glob("*/*")):
+        if file.is_fifo() or file.is_char_device():
+            raise ModelNotFound(f"{file} is no regular file")
+
+
 def index_of(folder: Path, suffix: str = ".safetensors") -> Path:
     """Return the place of the index of a folder's weight files."""
     return folder / f"{'pytorch_model' if suffix == '.bin' else 'model'}{suffix}.index.json"

@@ -7,7 +7,7 @@ import msgspec
 
 from servd.base.errors import ConfigError, InvalidRequest
 from servd.checkpoint.model_spec import ModelSpec, read_spec
-from servd.checkpoint.weight_files import find_weight_files, read_header
+from servd.checkpoint.weight_files import check_regular, find_weight_files, read_header
 from servd.config.model import ModelConfig
 
 IGNORED_KEYS = {"_name_or_path", "transformers_version"}  # of config.json
@@ -24,9 +24,7 @@ def find_replacement(folder: str, spec: ModelSpec, model: ModelConfig) -> ModelS
         present = _read_tensors(spec.folder, model.load_format)
         if not (path := _resolve_sibling(folder, spec.folder)):
             raise _refuse("update_weights reads only folders beside the model's own folder")
-        for file in Path(path).glob("*"):  # to open a named pipe would block
-            if not file.is_file() and not file.is_dir():
-                raise _refuse(f"{file} is no regular file")
+        check_regular(Path(path))
         config = read_spec(path, model.hf_overrides).config
         tensors = _read_tensors(path, model.load_format)
     except (ConfigError, OSError) as error:

@@ -218,6 +218,16 @@ def test_sampling_parameters_are_the_files(written, monkeypatch):
     assert generation_config.read_generation_defaults(spec, "auto") == expected
 
 
+@pytest.mark.parametrize("case", ["llama", "qwen3", "gemma2", "phi3", "gpt2", "gpt-oss"])
+def test_answers_end_at_the_tokens_of_llama_cpp(written, monkeypatch, case: str):
+    """The list is one for all architectures, but gpt-oss has <|end|> inside of answers."""
+    _, file = written(case)
+    texts = ["<|im_end|>", "<|endoftext|>", "</s>", "<|end|>", "<end_of_turn>", "<|file_sep|>"]
+    change(monkeypatch, "tokenizer.ggml.tokens", ["a", *texts, "<|im_start|>"])
+    ends = model_spec.read_spec(hub.find_model(str(file))).eos_token_ids
+    assert sorted(ends) == ([2] if case == "gpt-oss" else [1, 2, 3, 4, 5, 6])
+
+
 @pytest.mark.parametrize("name", ["eos", "eot", "eom", "bos", "unknown"])
 def test_ids_beyond_the_tokens_are_refused_by_name(written, monkeypatch, name: str):
     _, file = written("llama")

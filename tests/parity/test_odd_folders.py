@@ -160,6 +160,14 @@ def test_layer_types_that_are_none(copy, model_type: str, types: Any):
         answer_of_servd(copy(model_type, layer_types=types))
 
 
+@pytest.mark.parametrize(
+    ("model_type", "variant"), [("deepseek_v2", "groups, short queries"), ("deepseek_v3", "")]
+)
+def test_more_experts_of_a_token_than_its_groups_have(copy, model_type: str, variant: str):
+    with pytest.raises(ConfigError, match="3 experts of a token, and 2 in its groups"):
+        answer_of_servd(copy(model_type, variant, num_experts_per_tok=3, topk_group=1))
+
+
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "qwen3_moe", "llama", "phi3"])
 def test_layer_types_that_are_not_read_are_refused(copy, model_type: str):
     types = ["full_attention", "sliding_attention", "full_attention"]

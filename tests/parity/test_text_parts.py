@@ -142,6 +142,20 @@ def test_other_tensors_are_of_known_parts_or_refused(tmp_path: Path, name: str, 
         check(tmp_path, model)
 
 
+@pytest.mark.parametrize("change", [{"norm_topk_prob": False}, {"num_experts_per_tok": None}])
+def test_keys_of_experts_that_differ_from_those_of_the_text_model(tmp_path: Path, change):
+    import transformers
+
+    whole_model("qwen3_vl_moe").save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    text = config["text_config"] | change
+    config["text_config"] = {key: value for key, value in text.items() if value is not None}
+    file.write_text(json.dumps(config))
+    model = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32)
+    check(tmp_path, model.eval())
+
+
 def test_as_qwen_published_version_2(tmp_path: Path):
     """Keys and weights of text beside the whole model's, and the rotation's older name."""
     model = whole_model("qwen2_5_vl")

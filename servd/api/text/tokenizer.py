@@ -17,7 +17,13 @@ import tokenizers
 
 from servd.base.errors import InvalidRequest, ModelNotFound
 from servd.checkpoint.model_spec import ModelSpec
-from servd.checkpoint.tokenizer_files import find_tokenizer, read_tokenizer_config, tokenizer_folder
+from servd.checkpoint.tokenizer_files import (
+    NAMED,
+    find_tokenizer,
+    read_backend,
+    read_tokenizer_config,
+    tokenizer_folder,
+)
 from servd.config import Config
 
 log = logging.getLogger("servd.api")
@@ -77,10 +83,7 @@ class Tokenizer:
         if the tokenizer is missing or broken.
         """
         file = find_tokenizer(folder, trust_remote_code)
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # the Rust library raises bare Exception
-            raise ModelNotFound(f"{file} cannot be read: {error}") from None
+        backend = read_backend(file)
         config = read_tokenizer_config(Path(folder))
         if file.parent != Path(folder):  # what a conversion made of the folder's tokens
             config |= read_tokenizer_config(file.parent)
@@ -270,15 +273,7 @@ _BYTE_OF_CHAR = _byte_of_char()
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
     """Return `bos_token` and so on as text. The file has strings or objects with `content`."""
     tokens: dict[str, str] = {}
-    for name in (
-        "bos_token",
-        "eos_token",
-        "unk_token",
-        "pad_token",
-        "sep_token",
-        "cls_token",
-        "mask_token",
-    ):
+    for name in NAMED:
         token = config.get(name)
         text = token.get("content") if isinstance(token, dict) else token
         if isinstance(text, str):

@@ -189,6 +189,9 @@ class DeepseekMoE(SparseMoE):
             raise UnsupportedModel(
                 f"{num_experts} experts in n_group {self.num_groups}, topk_group {self.num_chosen}"
             )
+        eligible = num_experts // self.num_groups * self.num_chosen
+        if score is not None and top_k > eligible:
+            raise UnsupportedModel(f"{top_k} experts of a token, and {eligible} in its groups")
         self.factor = config.get("routed_scaling_factor", 1.0)
         shared = config | {"intermediate_size": size * config["n_shared_experts"]}
         self.shared_experts = LlamaMLP(replace(spec, config=shared), parallel)

@@ -100,11 +100,11 @@ def take(name: str, module: Module, device: torch.device, *leaves: str) -> list[
 
 def unpack(words: Tensor, bits: int) -> Tensor:
     """Return uint8 codes of 2, 4 or 8 bits from int32 [rows, words], a word's lowest bits first."""
-    if words.is_floating_point():
-        raise TypeError(f"words of {str(words.dtype)[6:]}, expected integers")
+    if words.dtype not in (torch.int32, torch.uint32):
+        raise TypeError(f"words of {str(words.dtype)[6:]}, expected int32")
     if words.is_meta:  # torch would import sympy to compute the shape
         return torch.empty(len(words), words.shape[1] * (32 // bits), dtype=torch.uint8)
-    data = words.to(torch.int32).contiguous().view(torch.uint8)
+    data = words.contiguous().view(torch.uint8)
     fields = [data >> shift & (1 << bits) - 1 for shift in range(0, 8, bits)]
     return torch.stack(fields, dim=-1).flatten(-2)
 

@@ -111,6 +111,8 @@ def _packed(scheme: dict[str, Any], device: torch.device, name: str, module: Mod
     zeros = None
     if "weight_zero_point" in module:
         [packed] = take(name, module, device, "weight_zero_point")
+        if len(packed) != -(-num_rows * bits // 32):
+            raise UnsupportedModel(f"layer {name} has zero points that are not packed")
         zeros = unpack(packed.t(), bits)[:, :num_rows].t()
     weight = affine(
         name,

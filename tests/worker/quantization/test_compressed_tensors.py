@@ -262,6 +262,8 @@ def test_ranks_take_slices(tiny_llama: Path, tmp_path: Path, scheme: str, shard_
     check_slices(tmp_path, shard_dim)
 
 
+# [out, groups]; packed, a word has those of 8 rows.
+UNPACKED = torch.zeros(128, 1, dtype=torch.int32)
 NOT_A_NUMBER = torch.full((128, 64), float("nan")).to(torch.float8_e4m3fn)
 UP = "layer model.layers.0.mlp.up_proj has "
 
@@ -277,6 +279,8 @@ UP = "layer model.layers.0.mlp.up_proj has "
         ("w8a8", {}, {"weight_scale": torch.ones(7, 1)}, UP + r"scales \[7, 1\] for a matrix of"),
         ("w4a16", {"transform_config": [1]}, {}, "quantization_config cannot be read"),
         ("w4a16", {}, {"weight_packed": torch.ones(128, 8)}, "up_proj cannot be read: words of fl"),
+        ("w4a16 asymmetric", {}, {"weight_zero_point": UNPACKED}, UP + "zero points that are not"),
+        ("w4a16 asymmetric", {}, {"weight_zero_point": UNPACKED.char()}, UP + "zero points that"),
         ("w4a16", {}, {"weight_scale": torch.ones(128, 0)}, "up_proj cannot be read: .*zero"),
         ("w4a16", {}, {"weight_scale": torch.full((128, 2), torch.nan)}, UP + "a scale that is no"),
         ("w8a8", {}, {"weight": torch.ones(128, 64)}, UP + "a weight_scale and weights of float32"),
