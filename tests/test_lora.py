@@ -1,6 +1,7 @@
 """Adapters as files: what is read, what is refused in which words, and the store."""
 
 import json
+import logging
 import os
 import threading
 from pathlib import Path
@@ -48,7 +49,9 @@ def test_factors_follow_patterns(tmp_path: Path, config, scale: float):
         ({"init_lora_weights": "pissa_niter_4"}, "pissa"),
         ({"r": 8}, "has rank 8"),
         ({"rank_pattern": {"(": 3}}, "cannot be read"),
-        ({"lora_alpha": "much"}, "cannot be read"),
+        ({"lora_alpha": "much"}, r"cannot be read: .*\$\.lora_alpha"),
+        ({"exclude_modules": 3}, r"cannot be read: .*\$\.exclude_modules"),
+        ({"use_rslora": "no"}, r"cannot be read: .*\$\.use_rslora"),
         ({"rank_pattern": [1]}, "cannot be read"),
         ({"rank_pattern": {r"(?:\w|\w\w|\.|.)+q_proj.": 4}}, "rank_pattern takes too long"),
         ({"alpha_pattern": {r"(?:\w|\w\w|\.|.)+j(?<!j)": 4}}, "alpha_pattern takes too long"),
@@ -383,6 +386,15 @@ def test_keys_that_servd_does_not_understand_are_refused(tmp_path, monkeypatch, 
     write_adapter(tmp_path, **config)
     with pytest.raises(ConfigError, match=words):
         AdapterFiles(tmp_path)
+
+
+def test_a_key_that_servd_does_not_understand_may_be_allowed(tmp_path: Path, caplog):
+    adapter = write_adapter(tmp_path / "a", new_gate=2)
+    with pytest.raises(ConfigError, match="new_gate"):
+        AdapterStore(tmp_path / "strict").load("a", str(adapter), 64, {})
+    with caplog.at_level(logging.WARNING, logger="servd.checkpoint"):
+        AdapterStore(tmp_path / "store", allow_unknown_keys=True).load("a", str(adapter), 64, {})
+    assert ["new_gate (2)" in record.getMessage() for record in caplog.records] == [True]
 
 
 def test_every_key_that_peft_writes_is_understood(tmp_path: Path):

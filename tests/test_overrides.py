@@ -133,6 +133,12 @@ def test_wrong_keys_are_named(changes: dict[str, object], message: str):
         override(QWEN3, changes)
 
 
+def test_an_object_in_place_of_a_number_is_refused(tmp_path: Path):
+    folder = write(tmp_path, QWEN3 | {"eos_token_id": 2})
+    with pytest.raises(ConfigError, match="eos_token_id"):
+        read_spec(folder, {"eos_token_id": {"a": 1}})
+
+
 def test_learned_positions_cannot_be_scaled():
     with pytest.raises(ConfigError, match="no rotary positions"):
         override({"model_type": "gpt2", "n_positions": 1024}, {"rope_scaling": YARN})

@@ -289,3 +289,17 @@ def test_values_of_other_types_are_refused_in_a_sentence(tmp_path, name, value):
     write(tmp_path, **{name: value})
     with pytest.raises((ModelNotFound, UnsupportedModel)):
         read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "architecture", "expected"),
+    [
+        ("xlm-roberta", "XLMRobertaModel", True),
+        ("bert", "BertForSequenceClassification", True),
+        ("bert", "BertLMHeadModel", False),
+        ("llama", "LlamaForCausalLM", True),
+        ("mamba", "MambaForCausalLM", False),
+    ],
+)
+def test_models_that_servd_has_a_file_for(tmp_path, model_type, architecture, expected):
+    assert pooling.has_file(make_spec(tmp_path, model_type, architecture)) is expected

@@ -286,7 +286,9 @@ async def serve(start: StartAPIServer, reloads: SimpleQueue[Config]) -> int:
     for engine, generation in zip(async_llm.engines, start.generations, strict=True):
         engine.metrics.observe_restarts(generation)
     async_llm.start()
-    store = AdapterStore.beside(start.ipc_dir) if config.lora.enable_lora else None
+    store: AdapterStore | None = None
+    if config.lora.enable_lora:
+        store = AdapterStore.beside(start.ipc_dir, config.model.allow_unknown_keys)
     spans = span_exporter(config.observability)
     app = build_app(config, async_llm, reasons=start.reasons, store=store, spans=spans)
     work = [asyncio.create_task(coroutine) for coroutine in background(app.state.context)]

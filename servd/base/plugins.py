@@ -34,12 +34,13 @@ def check(option: str, package: str, name: str, *other_names: str) -> None:
         raise ConfigError(f"{option} {name!r} is unknown; there are: {', '.join(there_are)}")
 
 
-def load(package: str, name: str, attribute: str) -> Any:
+def load(package: str, name: str, attribute: str, *default: Any) -> Any:
     """Return `attribute` of the module `name` in `package`, or what a `name` like
     "package.module:Attribute" refers to, so that code outside servd needs no entry point.
 
-    Raises ConfigError, which lists the existing files, if the file is missing. An error during the
-    plugin's own import is raised unchanged.
+    Raises ConfigError, which lists the existing files, if the file is missing; AttributeError if
+    the file lacks the attribute and there is no default. An error during the plugin's own import is
+    raised unchanged.
     """
     if ":" in name:
         module, _, attribute = name.partition(":")
@@ -56,7 +57,8 @@ def load(package: str, name: str, attribute: str) -> Any:
             raise ConfigError(f"{name}: module {module} has no {attribute!r}; check its spelling")
         return getattr(plugin_module, attribute)
     check(package.rpartition(".")[2], package, name)
-    return getattr(importlib.import_module(f"{package}.{name.replace('-', '_')}"), attribute)
+    module = importlib.import_module(f"{package}.{name.replace('-', '_')}")
+    return getattr(module, attribute, *default)
 
 
 def load_class(package: str, name: str, base: type) -> Any:

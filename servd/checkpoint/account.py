@@ -3,13 +3,12 @@ not understand, which could change answers and are refused by name. account.toml
 """
 
 import logging
-import sys
 import tomllib
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import msgspec
 
@@ -19,20 +18,8 @@ log = logging.getLogger("servd.checkpoint")
 
 FLAG = "--allow-unknown-keys"
 MAX_NAMED = 16  # keys in an error message
-SEVERAL_TYPES = ("eos_token_id",)  # a number or a list
-# Keys with a default for which null means none, or the value that follows from other keys.
-NULLABLE = (
-    "attn_logit_softcapping",
-    "eos_token_id",
-    "final_logit_softcapping",
-    "head_dim",
-    "n_group",
-    "num_key_value_heads",
-    "sliding_window",
-    "topk_group",
-)
 MAX_SHOWN = 40  # characters of a value
-MAX_FLOAT = sys.float_info.max
+MAX_NUMBER = 1e100
 
 
 class AccountTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -42,6 +29,9 @@ class AccountTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     only: dict[str, list[Any]] = {}  # key -> the values, of it or of its items, that servd computes
     without_effect: dict[str, list[str]] = {}  # reason -> keys
     defaults: dict[str, Any] = {}  # of transformers, for keys that a file leaves out
+    nullable: list[str] = []  # keys with a default for which null means none
+    aliases: dict[str, list[str]] = {}  # key -> its names in other families, which count after it
+    untyped: list[str] = []  # keys with a default whose values may be of another type
 
 
 @cache  # read where it is needed: it takes 10 ms, and most processes get a complete ModelSpec
@@ -52,9 +42,10 @@ def read_tables() -> dict[str, AccountTable]:
 
 
 class Account(msgspec.Struct, frozen=True):
-    """What servd makes of the keys of a file."""
+    """What servd makes of the keys of a file, or the files of a folder."""
 
     file: str
+    entries: str = "keys"
     used: list[str] = []
     without_effect: dict[str, str] = {}  # key -> reason
     unknown: dict[str, Any] = {}  # key -> value
@@ -99,7 +90,8 @@ def check(accounts: Iterable[Account], allow_unknown_keys: bool = False) -> None
     for account in accounts:
         if not account.unknown:
             continue
-        refusal = f"{account.file} has keys that servd does not understand: {account.in_words}"
+        what = f"{account.entries} that servd does not understand"
+        refusal = f"{account.file} has {what}: {account.in_words}"
         if not allow_unknown_keys:
             raise UnsupportedModel(
                 f"{refusal}. They could change the model's answers: {account.advice}"
@@ -111,25 +103,41 @@ def with_defaults(config: dict[str, Any]) -> dict[str, Any]:
     """Return config.json with transformers' defaults for keys that it leaves out. Raises
     UnsupportedModel if a value has another type than its default.
     """
-    defaults = read_tables().get(f"config.{config.get('model_type')}", AccountTable()).defaults
+    tables = read_tables()
+    rules = tables["config"]
+    defaults = tables.get(f"config.{config.get('model_type')}", AccountTable()).defaults
     for key, default in defaults.items():
         value = config.get(key, default)
-        if not _is_like(value, default, key):
+        is_none = value is None and (type(default) is bool or key in rules.nullable)
+        if not (is_none or key in rules.untyped or is_like(value, default)):
             raise UnsupportedModel(
                 f"config.json: {key} is {value!r:.{MAX_SHOWN}}, expected a value like {default!r}"
             )
     return defaults | config
 
 
-def _is_like(value: Any, default: Any, key: str) -> bool:
-    """Return whether a key's value has the type of its default; a null counts as false."""
-    if value is None:
-        return default is False or default is True or key in NULLABLE
-    if key in SEVERAL_TYPES:
-        return True
-    if type(default) in (int, float):
-        return type(value) in (int, float) and -MAX_FLOAT <= value <= MAX_FLOAT
-    return type(value) is type(default)
+def object_in(
+    values: Mapping[str, Any], key: str, place: str = "config.json: "
+) -> dict[str, Any] | None:
+    """Return the JSON object under a key; None if there is none. Raises UnsupportedModel for values
+    of other types. `place`: begins the message.
+    """
+    value = values.get(key)
+    if value is not None and not isinstance(value, dict):
+        raise UnsupportedModel(f"{place}{key}: {value!r:.{MAX_SHOWN}} must be a JSON object")
+    return value
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """Return whether a value is a number with which servd can compute."""
+    return type(value) in (int, float) and abs(value) < MAX_NUMBER  # which NaN is not
+
+
+def is_like(value: Any, other: Any) -> bool:
+    """Return whether a value has the type of another; floats may be whole numbers."""
+    if is_number(other):
+        return is_number(value)
+    return type(value) is type(other)
 
 
 def _reason(tables: list[AccountTable], key: str, value: Any) -> str | None:

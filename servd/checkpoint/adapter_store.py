@@ -20,12 +20,12 @@ from typing import Literal
 import msgspec
 
 from servd.base.errors import ConfigError
+from servd.checkpoint import account
 from servd.checkpoint.lora import CONFIG, TENSORS, AdapterFiles, Shape
 from servd.messages.adapter import Adapter
 
 KEEP_SECONDS = 3600  # that the files of a replaced adapter stay, for requests that have it
 MAX_ON_DEMAND = 64  # adapters loaded by requests; the least recently used one goes
-PIECE = 1 << 20
 
 
 class AdapterStore:
@@ -33,15 +33,16 @@ class AdapterStore:
     Changes need a lock, and are visible to all processes at once.
     """
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, allow_unknown_keys: bool = False) -> None:
         self.folder = Path(folder)
+        self.allow_unknown_keys = allow_unknown_keys
         self._table = self.folder / "adapters.json"
         # As last read, and the inode and time of it; one attribute, as threads share it.
         self._last: tuple[tuple[int, int], dict[str, Adapter]] | None = None
 
     @classmethod
-    def beside(cls, ipc_dir: str) -> AdapterStore:
-        return cls(Path(ipc_dir, "adapters"))
+    def beside(cls, ipc_dir: str, allow_unknown_keys: bool = False) -> AdapterStore:
+        return cls(Path(ipc_dir, "adapters"), allow_unknown_keys)
 
     def read_adapters(self) -> dict[str, Adapter]:
         """Return all adapters by name. The table is read again only if it has changed."""
@@ -86,9 +87,12 @@ class AdapterStore:
                     raise ConfigError(refusal.read_text("utf8", "surrogateescape"))
             copy = self.folder / f"loading-{os.getpid()}"
             try:
-                AdapterFiles(source).check(max_rank, layers)  # or any size would be copied
+                allows = self.allow_unknown_keys
+                files = AdapterFiles(source, source, allows)
+                files.check(max_rank, layers)  # or any size would be copied
+                account.check([files.account], allows)
                 digest = self._copy(Path(source), copy)
-                files = AdapterFiles(copy, source)
+                files = AdapterFiles(copy, source, allows)
                 files.check(max_rank, layers)
                 files.check_values()
                 folder = self.folder / digest
@@ -150,11 +154,9 @@ class AdapterStore:
         copy.mkdir(mode=0o700)
         digest = hashlib.sha256()
         for name in (CONFIG, TENSORS):
-            with (source / name).open("rb") as file, (copy / name).open("wb") as to:
-                while piece := file.read(PIECE):
-                    digest.update(piece)
-                    to.write(piece)
-            digest.update(str((copy / name).stat().st_size).encode())
+            shutil.copyfile(source / name, copy / name)
+            with (copy / name).open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
         return digest.hexdigest()
 
     def _write(self, adapters: Mapping[str, Adapter]) -> None:

@@ -3,16 +3,20 @@
 import hashlib
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from servd.base.errors import ConfigError
 
 
-def make_cached_folder(kind: str, key: str, make: Callable[[Path], None]) -> Path:
-    """Return the cached folder for `kind` and `key`. If it is missing, call `make` with a path.
-    Raise ConfigError if the cache cannot be used.
+def make_cached_folder(
+    kind: str, files: Iterable[Path], version: str, make: Callable[[Path], None]
+) -> Path:
+    """Return the cached folder that was made from `files` as they are. If it is missing, call
+    `make` with a path. Raise ConfigError if the cache cannot be used. `version`: of what is made.
     """
+    stats = [(file.absolute(), file.stat()) for file in files]
+    key = "".join(f"{path} {stat.st_size} {stat.st_mtime_ns} " for path, stat in stats) + version
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     cache = Path(home, "servd", kind)
     target = cache / hashlib.sha256(key.encode()).hexdigest()[:24]

@@ -25,7 +25,7 @@ class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     max_new_tokens: Annotated[int, Meta(ge=1, le=MAX_SIZE)] | None = None
 
 
-class _Generation(GenerationDefaults, frozen=True, kw_only=True):
+class _Generation(GenerationDefaults, frozen=True, kw_only=True, forbid_unknown_fields=False):
     do_sample: bool | None = None
 
 
@@ -53,9 +53,8 @@ def read_generation_defaults(
     request could have.
     """
     generation = _read_generation(spec, source)
-    settings = {key: generation[key] for key in _Generation.__struct_fields__ if key in generation}
     try:
-        stated = msgspec.convert(settings, _Generation)
+        stated = msgspec.convert(generation, _Generation)
     except (msgspec.ValidationError, UnicodeEncodeError) as error:
         raise ConfigError(
             f"generation_config.json: {error}: correct it, or use --generation-config vllm"

@@ -18,6 +18,7 @@ from servd.base import compat
 from servd.base.errors import ModelNotFound, UnsupportedModel
 from servd.checkpoint.account import Account, account_for
 from servd.checkpoint.cached_folder import make_cached_folder
+from servd.checkpoint.model_spec import MAX_SIZE
 from servd.checkpoint.overrides import FIRST_LENGTH
 
 if TYPE_CHECKING:
@@ -35,7 +36,6 @@ ARCHITECTURES: dict[str, dict[str, Any]] = TABLE["architectures"]
 # Exceptions that a damaged file raises in gguf, or its values in the code that uses them.
 NO_VALUE = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError)
 DAMAGED = (*NO_VALUE, RecursionError, struct.error)
-MAX_SIZE = 2**31 - 1
 FLOATS = ("F32", "F16", "BF16")  # types of tensors that are not in blocks
 MAX_LENGTH = 1 << 21  # values in a list: each takes up to 200 bytes in memory
 HEADER_STEP = 2 << 20  # bytes of a header that are downloaded first
@@ -156,10 +156,8 @@ def as_folder(path: Path) -> Path:
     """
     files = [*name_parts(path)]
     check_files(files)
-    stats = [(file, file.stat()) for file in files]
-    state = "".join(f"{file} {stat.st_mtime_ns} {stat.st_size} " for file, stat in stats)
-    # Raise the last number when what is made changes.
-    return make_cached_folder("gguf", f"{state}7", partial(make_folder, files))
+    # Raise the number when what is made changes.
+    return make_cached_folder("gguf", files, "7", partial(make_folder, files))
 
 
 def make_folder(files: Sequence[Path], folder: Path) -> None:

@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
-from servd.base.errors import ConfigError
+from servd.base.errors import ConfigError, ModelNotFound
+from servd.checkpoint import account
 from servd.checkpoint.account import account_for, without_nulls
+from servd.checkpoint.weight_files import Tensor, read_header
 
 log = logging.getLogger("servd.checkpoint")
 
@@ -28,9 +31,7 @@ LANGUAGE_MODEL = re.compile(
     r"(?:(?:_orig_mod|module|model|transformer|language_model|text_model|thinker|decoder|"
     r"backbone|biogpt|gpt_neox|rwkv)\.)*(\w+\.\d+\..+)"
 )
-# bytes
-MAX_CONFIG = 1 << 20
-MAX_HEADER = 1 << 24
+MAX_CONFIG = 1 << 20  # bytes
 MAX_NAME = 256  # characters of a tensor's name
 PATTERN_SECONDS = 2.0  # for the patterns of a key and all modules
 MAX_SHOWN = 3  # names of modules in the log
@@ -38,16 +39,29 @@ SIZES = {"F32": 4, "BF16": 2, "F16": 2}  # bytes of a number
 # The last bytes of infinite numbers and NaN, whose exponent has all bits set.
 WIDE = re.compile(rb"(?=[\x80-\xff][\x7f\xff])")
 NARROW = re.compile(rb"[\x7c-\x7f\xfc-\xff]")
-# Ways to begin a training that change the weights of the model, too.
-CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-# Parts of names that models have, where adapters have no linear layer to change.
+# Names that models have, where adapters have no linear layer to change.
 NO_LINEAR = {
-    ".experts.": "is of experts, each of which computes a few of the tokens",
-    ".kv_b_proj": "is applied head by head, to queries and to what attention yields",
-    ".gate": "chooses the experts of a token",
-    ".conv1d": "is a convolution",
+    r"\.experts(\.|$)": "is of experts, each of which computes a few of the tokens",
+    r"\.kv_b_proj$": "is applied head by head, to queries and to what attention yields",
+    r"\.gate$": "chooses the experts of a token",
+    r"\.conv1d$": "is a convolution",
 }
 HINT = "train it without, or merge it into the model and serve that"
+
+
+class _Config(msgspec.Struct, frozen=True):
+    """The keys of adapter_config.json that servd reads, with PEFT's defaults."""
+
+    target_modules: str | list[str] | None = None
+    peft_type: str = "LORA"
+    exclude_modules: str | list[str] = []
+    layers_to_transform: int | list[int] = []
+    layers_pattern: str | list[str] = []
+    r: int = 8
+    rank_pattern: dict[str, int] = {}
+    lora_alpha: float = 8
+    alpha_pattern: dict[str, float] = {}
+    use_rslora: bool = False
 
 
 def layer_of(module: str) -> str | None:
@@ -66,50 +80,51 @@ def _is_finite(data: bytes, dtype: str) -> bool:
     return all(match.start() % size != size - 2 for match in WIDE.finditer(data))
 
 
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
 class AdapterFiles:
     """The files that PEFT wrote into a folder, without the weights. `modules` maps a name from
     `layer_of` to the names of its two tensors and the factor of their product. Raises ConfigError
     if a file is missing or broken, or if servd does not support the adapter.
     """
 
-    def __init__(self, folder: str | Path, label: str | None = None) -> None:
+    def __init__(
+        self, folder: str | Path, label: str | None = None, allow_unknown_keys: bool = False
+    ) -> None:
         self.folder = Path(folder)
         self.label = label or str(folder)  # in errors
-        self.config = self._read_config()
-        self.modules: dict[str, tuple[str, str, float]] = {}
-        self.shapes: dict[str, Shape] = {}  # by name of the tensor
-        self.dtypes: dict[str, str] = {}
-        self.places: dict[str, tuple[int, int]] = {}  # first byte and size of each tensor's data
         try:
-            self._read_modules()
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            raise self._error(f"{CONFIG} or {TENSORS} cannot be read: {error!r}") from None
+            self.config = self._read_config(allow_unknown_keys)
+            self.tensors = self._read_header()
+        except OSError as error:
+            raise self._error(str(error)) from None
+        self.modules: dict[str, tuple[str, str, float]] = {}
+        self._read_modules()
 
     @property
     def rank(self) -> int:
         """The largest rank of the modules."""
-        return max(self.shapes[a][0] for a, _, _ in self.modules.values())
+        return max(self.tensors[a].shape[0] for a, _, _ in self.modules.values())
 
     def _read_pairs(self) -> dict[str, dict[str, str]]:
         """Return the names of each module's tensors, by A and B."""
         pairs: dict[str, dict[str, str]] = {}
-        for tensor, info in self._read_header().items():
-            if len(tensor) > MAX_NAME or (match := TENSOR.fullmatch(tensor)) is None:
-                raise self._error(f"tensor {tensor[:80]} is not of a linear layer: {HINT}")
-            pairs.setdefault(match[1], {})[match[2]] = tensor
-            shape = info["shape"]
-            if info["dtype"] not in SIZES or len(shape) != 2 or min(shape) < 1:
-                raise self._error(f"tensor {tensor} is {info['dtype']} {shape}, expected a matrix")
-            self.shapes[tensor] = shape[0], shape[1]
-            begin, end = info["data_offsets"]
-            num_bytes = shape[0] * shape[1] * SIZES[info["dtype"]]
-            if begin < 0 or end - begin != num_bytes:
+        for name, tensor in self.tensors.items():
+            if len(name) > MAX_NAME or (match := TENSOR.fullmatch(name)) is None:
+                raise self._error(f"tensor {name[:80]} is not of a linear layer: {HINT}")
+            pairs.setdefault(match[1], {})[match[2]] = name
+            shape = tensor.shape
+            if tensor.dtype not in SIZES or len(shape) != 2 or min(shape) < 1:
+                raise self._error(f"tensor {name} is {tensor.dtype} {shape}, expected a matrix")
+            begin, end = tensor.data_offsets
+            num_bytes = math.prod(shape) * SIZES[tensor.dtype]
+            if end - begin != num_bytes:
                 raise self._error(
-                    f"tensor {tensor} is at bytes {begin} to {end}, but {info['dtype']} {shape} "
+                    f"tensor {name} is at bytes {begin} to {end}, but {tensor.dtype} {shape} "
                     f"has {num_bytes} bytes: save the adapter again"
                 )
-            self.places[tensor] = begin, num_bytes
-            self.dtypes[tensor] = info["dtype"]
         return pairs
 
     def _read_modules(self) -> None:
@@ -122,8 +137,9 @@ class AdapterFiles:
                 "another key of %s excludes: %s",
                 *(self.label, len(ignored), CONFIG, names),
             )
-        ranks = self._numbers("rank_pattern", "r", pairs)
-        alphas = self._numbers("alpha_pattern", "lora_alpha", pairs)
+        config = self.config
+        ranks = self._numbers("rank_pattern", config.rank_pattern, config.r, pairs)
+        alphas = self._numbers("alpha_pattern", config.alpha_pattern, config.lora_alpha, pairs)
         for module, names in pairs.items():
             if module not in targets:
                 continue
@@ -136,44 +152,38 @@ class AdapterFiles:
             layer = part[1]
             if layer in self.modules:
                 raise self._error(f"two modules are called {layer}")
-            a = names["A"]
-            b = names["B"]
-            rank = self.shapes[a][0]
-            expected = ranks[module]
-            if rank != self.shapes[b][1] or rank != expected:
-                shapes = f"{[*self.shapes[a]]} and {[*self.shapes[b]]}"
-                raise self._error(f"{module} has {shapes}, but {CONFIG} has rank {expected}")
-            divisor = math.sqrt(rank) if self.config.get("use_rslora") else rank
-            self.modules[layer] = a, b, alphas[module] / divisor
+            shape_a = self.tensors[names["A"]].shape
+            shape_b = self.tensors[names["B"]].shape
+            rank = ranks[module]
+            if not shape_a[0] == shape_b[1] == rank:
+                shapes = f"{shape_a} and {shape_b}"
+                raise self._error(f"{module} has {shapes}, but {CONFIG} has rank {rank}")
+            divisor = math.sqrt(rank) if config.use_rslora else rank
+            self.modules[layer] = names["A"], names["B"], alphas[module] / divisor
         if not self.modules:
             raise self._error(f"{TENSORS} holds no tensors for the target_modules")
 
-    def _targets(self, modules: Mapping[str, Any]) -> set[str]:
+    def _targets(self, modules: Iterable[str]) -> set[str]:
         """Return those of the modules that PEFT changes, by the keys of adapter_config.json."""
-        excluded = self._matching("exclude_modules", modules)
+        config = self.config
         targets = {*modules}
-        if (stated := self.config.get("target_modules")) is None:
+        if (stated := config.target_modules) is None:
             raise self._error(f"{CONFIG} has no target_modules: name the modules it changes")
         if not (isinstance(stated, str) and stated.lower() == ALL_LINEAR):
-            targets = self._matching("target_modules", modules)
-        numbers = self.config.get("layers_to_transform")
-        numbers = [numbers] if isinstance(numbers, int) else numbers
+            targets = self._matching("target_modules", stated, modules)
+        numbers = _as_list(config.layers_to_transform)
         if numbers and not isinstance(stated, str):
-            if not all(type(number) is int for number in numbers):
-                raise self._error(f"layers_to_transform {numbers} are not numbers of layers")
-            patterns = self.config.get("layers_pattern") or []
-            patterns = [patterns] if isinstance(patterns, str) else patterns
+            patterns = _as_list(config.layers_pattern or [])
             if not all(re.fullmatch(r"\w+", pattern) for pattern in patterns):
                 raise self._error(f"layers_pattern {patterns} are not plain names")
             forms = [rf"(?:^|.*?\.){pattern}\." for pattern in patterns] or [r".*?\.[^.]*\."]
             form = re.compile(rf"(?:{'|'.join(forms)})(\d+)\.")
             matches = {module: form.match(module) for module in targets}
             targets = {key for key, match in matches.items() if match and int(match[1]) in numbers}
-        return targets - excluded
+        return targets - self._matching("exclude_modules", config.exclude_modules, modules)
 
-    def _matching(self, key: str, modules: Iterable[str]) -> set[str]:
+    def _matching(self, key: str, stated: str | list[str], modules: Iterable[str]) -> set[str]:
         """Return the modules that a pattern, or a list of the ends of names, stands for."""
-        stated = self.config.get(key) or []
         if isinstance(stated, str):
             return {*self._match(key, [stated], modules)}
         endings = tuple(f".{name}" for name in stated)
@@ -195,7 +205,7 @@ class AdapterFiles:
                         f"{key} takes too long to compare: name modules in full"
                     ) from None
                 except (regex.error, RecursionError) as error:
-                    raise ValueError(f"{key} {pattern!r:.80}: {error}") from None
+                    raise self._error(f"{key} cannot be read: {pattern!r:.80}: {error}") from None
                 if is_match:
                     first.setdefault(module, number)
         return first
@@ -208,12 +218,12 @@ class AdapterFiles:
             raise self._error(f"rank {self.rank}, at most {max_rank}: raise --max-lora-rank")
         for module, (a, b, _) in self.modules.items() if layers else ():
             if module not in layers:
-                for part, what in NO_LINEAR.items():
-                    if part in f"{module}." if part[-1] == "." else module.endswith(part):
+                for name, what in NO_LINEAR.items():
+                    if re.search(name, module):
                         raise self._error(f"{module} {what}: adapters cannot change it; {HINT}")
                 raise self._error(f"the model has no linear layer {module}")
-            inputs = self.shapes[a][1]
-            outputs = self.shapes[b][0]
+            inputs = self.tensors[a].shape[1]
+            outputs = self.tensors[b].shape[0]
             if (inputs, outputs) != (*layers[module],):
                 raise self._error(
                     f"{module} has {inputs} inputs and {outputs} outputs, but the model's layer "
@@ -226,75 +236,58 @@ class AdapterFiles:
         path = self.folder / TENSORS
         with path.open("rb") as file:
             start = 8 + int.from_bytes(file.read(8), "little")
-            for tensor, (begin, num_bytes) in self.places.items():
+            for name, tensor in self.tensors.items():
+                begin, end = tensor.data_offsets
                 file.seek(start + begin)
-                dtype = self.dtypes[tensor]
-                if not _is_finite(file.read(num_bytes), dtype):
-                    raise self._error(f"tensor {tensor} has values that are NaN or infinite")
+                if not _is_finite(file.read(end - begin), tensor.dtype):
+                    raise self._error(f"tensor {name} has values that are NaN or infinite")
 
     def _error(self, why: str) -> ConfigError:
         return ConfigError(f"the adapter {self.label}: {why}")
 
-    def _read_config(self) -> dict[str, Any]:
+    def _read_config(self, allow_unknown_keys: bool) -> _Config:
         if (size := self._size(CONFIG)) > MAX_CONFIG:
             raise self._error(f"{CONFIG} has {size} bytes, the most is {MAX_CONFIG}")
         try:
-            config = msgspec.json.decode((self.folder / CONFIG).read_bytes(), type=dict[str, Any])
-        except OSError as error:
-            raise self._error(f"{CONFIG}: {error.strerror}") from None
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise self._error(f"{CONFIG}: {error}") from None
-        if (kind := config.get("peft_type", "LORA")) not in ("LORA", "lora"):
-            raise self._error(f"it is of type {kind}, only LORA is supported")
-        init = config.get("init_lora_weights")
-        if isinstance(init, str) and init.lower().startswith(CHANGES_BASE):
-            raise self._error(f"init_lora_weights {init!r} changes the model, too: {HINT}")
-        if (account := account_for(CONFIG, without_nulls(config), "adapter")).unknown:
-            raise self._error(
-                f"{CONFIG}: servd does not support {account.in_words}: remove what does not change "
-                f"answers, or {HINT}"
-            )
+            stated = msgspec.json.decode((self.folder / CONFIG).read_bytes(), type=dict[str, Any])
+            keys = without_nulls(stated)
+            config = msgspec.convert(keys, _Config)
+        except (ValueError, RecursionError) as error:
+            raise self._error(f"{CONFIG} cannot be read: {error}") from None
+        if config.peft_type not in ("LORA", "lora"):
+            raise self._error(f"it is of type {config.peft_type}, only LORA is supported")
+        keys_account = account_for(f"the adapter {self.label}: {CONFIG}", keys, "adapter")
+        remedy = f"remove what does not change answers, or {HINT}"
+        self.account = replace(keys_account, remedy=remedy)
+        if not allow_unknown_keys:
+            account.check([self.account])
         return config
 
-    def _read_header(self) -> dict[str, dict[str, Any]]:
+    def _read_header(self) -> dict[str, Tensor]:
         path = self.folder / TENSORS
         if not path.exists() and (self.folder / "adapter_model.bin").exists():
             raise self._error("adapter_model.bin can run any code: save it as safetensors")
-        file_size = self._size(TENSORS)
+        self._size(TENSORS)
         try:
-            with path.open("rb") as file:
-                size = int.from_bytes(file.read(8), "little")
-                if size > min(MAX_HEADER, file_size):
-                    raise self._error(f"{TENSORS} is cut off, or is another kind of file")
-                header = msgspec.json.decode(file.read(size), type=dict[str, dict[str, Any]])
-        except OSError as error:
-            raise self._error(f"{TENSORS}: {error.strerror}") from None
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            raise self._error(f"{TENSORS} is not a safetensors file") from None
-        header.pop("__metadata__", None)
-        end = max((about.get("data_offsets", [0, 0])[1] for about in header.values()), default=0)
-        if 8 + size + end != file_size:
-            raise self._error(f"{TENSORS} is cut off, or is another kind of file")
-        return header
+            return read_header(path)
+        except ModelNotFound as error:
+            raise self._error(f"{TENSORS} cannot be read: {error}") from None
 
     def _size(self, name: str) -> int:
         """Return a regular file's size. Raises ConfigError for other files, which could block."""
-        try:
-            status = (self.folder / name).stat()
-        except OSError as error:
-            raise self._error(f"{name}: {error.strerror}") from None
+        status = (self.folder / name).stat()
         if not stat.S_ISREG(status.st_mode):
             raise self._error(f"{name} is no file")
         return status.st_size
 
-    def _numbers(self, pattern: str, key: str, modules: Iterable[str]) -> dict[str, float]:
-        """Return each module's number: of the first entry of `pattern` that matches the end of its
-        name, or of `key`.
+    def _numbers(
+        self, key: str, patterns: Mapping[str, float], default: float, modules: Iterable[str]
+    ) -> dict[str, float]:
+        """Return each module's number: of the first pattern that matches the end of its name, or
+        else the default.
         """
-        patterns: dict[str, float] = self.config.get(pattern) or {}
-        first = self._match(pattern, [rf"(.*\.)?({ending})" for ending in patterns], modules)
-        default = self.config.get(key)
-        numbers = [*patterns.values(), 8 if default is None else default]  # 8: of PEFT
+        first = self._match(key, [rf"(.*\.)?({ending})" for ending in patterns], modules)
+        numbers = [*patterns.values(), default]
         return {module: numbers[first.get(module, -1)] for module in modules}
 
 

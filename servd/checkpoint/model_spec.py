@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from servd.base.errors import UnsupportedModel
+from servd.checkpoint.account import read_tables
 from servd.checkpoint.config_json import read_config, read_json
 from servd.checkpoint.overrides import override
 
@@ -73,54 +74,45 @@ def read_spec(folder: Path | str, overrides: dict[str, Any] | None = None) -> Mo
     """
     folder = Path(folder)
     config = override(read_config(folder), overrides or {})
-    generation_file = folder / "generation_config.json"
-    generation = read_json(generation_file) if generation_file.exists() else {}
+    aliases = read_tables()["config"].aliases
+    generation = read_json(folder / "generation_config.json", {})
 
     def wrong(why: str) -> UnsupportedModel:
         return UnsupportedModel(f"{folder}/config.json: {why}")
 
-    def first(*names: str, default: Any = None) -> Any:
-        for name in names:
-            if config.get(name) is not None:
-                return config[name]
-        if default is None:
-            why = NO_ATTENTION if names[0] == "num_attention_heads" else ""
+    def find(name: str, default: Any = None) -> Any:
+        names = [name, *aliases.get(name, [])]
+        value = next((config[key] for key in names if config.get(key) is not None), default)
+        if value is None:
+            why = NO_ATTENTION if name == "num_attention_heads" else ""
             raise wrong(
                 f"it has none of: {', '.join(names)}; {why}"
                 "docs/reference/models.md lists what servd runs"
             )
-        return default
-
-    def size(*names: str, default: int | None = None) -> int:
-        value = first(*names, default=default)
-        if type(value) is not int or not 0 < value <= MAX_SIZE:
-            raise wrong(f"{names[0]} {value!r:.50} is not a size")
         return value
 
-    # GPT-2 has n_embd, n_layer, n_head, n_positions instead of hidden_size and so on.
-    num_heads = size(
-        "num_attention_heads",
-        "n_head",
-        "n_heads",
-        "num_heads",
-        "attention_heads",
-        "decoder_attention_heads",
-    )
-    hidden_size = size("hidden_size", "n_embd", "d_model", "embed_dim", "dim")
-    model_type = first("model_type")
+    def size(name: str, default: int | None = None) -> int:
+        value = find(name, default)
+        if type(value) is not int or not 0 < value <= MAX_SIZE:
+            raise wrong(f"{name} {value!r:.50} is not a size")
+        return value
+
+    num_heads = size("num_attention_heads")
+    hidden_size = size("hidden_size")
+    model_type = find("model_type")
     if not isinstance(model_type, str):
         raise wrong(f"model_type {model_type!r:.50} is no name")
-    architectures = first("architectures", default=[""])
+    architectures = find("architectures", [""])
     if not isinstance(architectures, list) or not all(isinstance(a, str) for a in architectures):
         raise wrong("architectures must be a list of names")
     vocab_size = size("vocab_size")
     eos = generation.get("eos_token_id", config.get("eos_token_id"))
-    head_dim = size("head_dim", default=hidden_size // num_heads or 1)
+    head_dim = size("head_dim", hidden_size // num_heads or 1)
     # Multi-head latent attention has sizes of its own.
     is_divided = not (config.get("head_dim") or config.get("kv_lora_rank"))
     if is_divided and hidden_size % num_heads:
         raise wrong(f"hidden_size {hidden_size} is no multiple of {num_heads} heads")
-    num_layers = size("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
+    num_layers = size("num_hidden_layers")
     types = config.get("layer_types")
     if types is not None and not (isinstance(types, list) and len(types) == num_layers):
         raise wrong(f"layer_types {types!r:.50} is no list of {num_layers} types")
@@ -132,12 +124,10 @@ def read_spec(folder: Path | str, overrides: dict[str, Any] | None = None) -> Mo
         hidden_size=hidden_size,
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=size("num_key_value_heads", default=num_heads),
+        num_kv_heads=size("num_key_value_heads", num_heads),
         head_dim=head_dim,
-        max_position_embeddings=size(
-            "max_position_embeddings", "n_positions", "max_seq_len", "seq_length"
-        ),
-        dtype=first("dtype", "torch_dtype", default="float32"),
+        max_position_embeddings=size("max_position_embeddings"),
+        dtype=find("dtype", "float32"),
         eos_token_ids=_read_eos(folder, eos, vocab_size),
         config=config,
         generation=generation,

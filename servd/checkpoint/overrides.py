@@ -4,11 +4,13 @@ import difflib
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from servd.base.errors import ConfigError
+from servd.checkpoint.account import is_like, is_number, object_in, read_tables
 
 FLAG = "--hf-overrides"
+PLACE = f"{FLAG} "  # of a key in errors
 TEXT = "text_config"  # the part of a model that reads images too which servd runs
 LENGTH = "max_position_embeddings"
 FIRST_LENGTH = "original_max_position_embeddings"
@@ -16,30 +18,14 @@ FIRST_LENGTH = "original_max_position_embeddings"
 ROPE = ("rope_scaling", "rope_parameters")
 FULL = "full_attention"  # the layers that scaling is for, where windows have rotations of their own
 
-# rope_type -> keys that it needs.
-ROPE_TYPES: dict[str, tuple[str, ...]] = {
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "yarn": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", FIRST_LENGTH),
-    "longrope": ("short_factor", "long_factor", FIRST_LENGTH),
-    "default": (),
-}
-# Types that a length beside the rotation is for, where it comes before the one inside.
-WITH_FIRST_LENGTH = ("llama3", "longrope", "yarn")
-# What of a rotation is not its scaling: another type leaves it as it is.
-ROTATION = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
 _DATA = tomllib.loads(Path(__file__).with_name("overrides.toml").read_text(encoding="utf8"))
+ROPE_TYPES: dict[str, list[str]] = _DATA["types"]
+WITH_FIRST_LENGTH: list[str] = _DATA["with_first_length"]
+ROTATION: list[str] = _DATA["rotation"]
+OF_FILES: dict[str, str] = _DATA["of_files"]
 ROPE_KEYS = {*_DATA["rope"], *ROTATION, *(key for keys in ROPE_TYPES.values() for key in keys)}
 NUMBERS = ROPE_KEYS - {*_DATA["no_numbers"]}
 OPTIONAL = {*ROPE, *_DATA["optional"]}
-MAX_NUMBER = 1e100
-OF_FILES = {
-    "quantization_config": "options cannot change the format of the weights",
-    "compression_config": "options cannot change the format of the weights",
-    "dtype": "use --dtype",
-    "torch_dtype": "use --dtype",
-}
 
 
 def override(config: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -50,19 +36,20 @@ def override(config: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, An
     `config`. Raises ConfigError if the model does not have a key, a value is invalid, or a
     scaling of rotary positions is incomplete.
     """
-    changes = {**changes, **(_object(changes, TEXT) or {})}
+    changes = {**changes, **(object_in(changes, TEXT, PLACE) or {})}
     changes.pop(TEXT, None)
     for key, value in changes.items():
         if key in OF_FILES:
             raise ConfigError(f"{FLAG} {key}: {OF_FILES[key]}")
         _check_key(key, {*config, *OPTIONAL}, "config.json has none, and no model reads it")
         _check_type(key, value, config.get(key))
+    objects = [key for key, value in config.items() if isinstance(value, dict)]
     changed = config | {
-        key: config[key] | value if isinstance(value, dict) and config.get(key) else value
+        key: config[key] | value if isinstance(value, dict) and key in objects else value
         for key, value in changes.items()
         if key not in ROPE
     }
-    parts = [_object(changes, key) for key in ROPE if key in changes]
+    parts = [object_in(changes, key, PLACE) for key in ROPE if key in changes]
     for key in ("rope_theta", FIRST_LENGTH):
         if key in changes and (parts or key in rope_of(config)):
             parts.insert(0, {key: changes[key]})
@@ -97,8 +84,7 @@ def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the rotary parameters of layers without a window, as transformers reads them from
     both forms of config.json.
     """
-    rope = next((config[key] for key in ROPE if config.get(key)), {})
-    rope = rope if isinstance(rope, dict) else {}
+    rope = next(filter(None, (object_in(config, key) for key in ROPE)), {})
     if any(isinstance(value, dict) for value in rope.values()):
         return rope.get(FULL) or {}
     if config.get(FIRST_LENGTH) is not None and kind_of(rope) in WITH_FIRST_LENGTH:
@@ -116,13 +102,10 @@ def _scaled(config: dict[str, Any], scaling: dict[str, Any] | None) -> dict[str,
     written = config.get(place) or {}
     before = rope_of(config)
     is_layered = any(isinstance(layer, dict) for layer in written.values())
-    other_layers: dict[str, Any] = {}
     if scaling and is_layered and any(isinstance(layer, dict) for layer in scaling.values()):
-        each_of = {key: _object(scaling, key) or {} for key in scaling}
-        other_layers = {
-            key: written.get(key, {}) | layer for key, layer in each_of.items() if key != FULL
-        }
-        scaling = each_of.get(FULL, {})
+        layers = {key: object_in(scaling, key, PLACE) or {} for key in scaling}
+        written = written | {key: written.get(key, {}) | layers[key] for key in layers}
+        scaling = layers.get(FULL, {})
     kept = {key: before[key] for key in ROTATION if key in before}
     kind = "default" if scaling is None else kind_of(scaling, kind_of(before))
     is_same = kind == kind_of(before)
@@ -142,7 +125,7 @@ def _scaled(config: dict[str, Any], scaling: dict[str, Any] | None) -> dict[str,
             lengths[LENGTH] = int(length * rope["factor"] / share)
     if config.get(FIRST_LENGTH) and kind in WITH_FIRST_LENGTH:
         lengths[FIRST_LENGTH] = rope[FIRST_LENGTH]
-    return lengths | {place: {**written, **other_layers, FULL: rope} if is_layered else rope}
+    return lengths | {place: written | {FULL: rope} if is_layered else rope}
 
 
 def _check_rope(scaling: Mapping[str, Any], rope: Mapping[str, Any]) -> None:
@@ -172,20 +155,8 @@ def _check_key(key: str, names: Iterable[str], why: str) -> None:
 
 def _check_type(key: str, value: Any, before: Any) -> None:
     """Check that a value has the type of `before`: the text "false" would count as true."""
-    are_numbers = is_number(value) and is_number(before)
-    if value is None or before is None or are_numbers or type(value) is type(before):
+    if value is None or before is None or is_like(value, before):
         return
-    if key == "eos_token_id":  # an id or a list
+    if key in read_tables()["config"].untyped:
         return
     raise ConfigError(f"{FLAG} {key}: {value!r:.50} has another type than {before!r:.50}")
-
-
-def _object(changes: Mapping[str, Any], key: str) -> dict[str, Any] | None:
-    value = changes.get(key)
-    if value is not None and not isinstance(value, dict):
-        raise ConfigError(f"{FLAG} {key}: {value!r:.50} must be a JSON object")
-    return value
-
-
-def is_number(value: Any) -> TypeGuard[float]:
-    return type(value) in (int, float) and abs(value) < MAX_NUMBER  # which NaN is not

@@ -2,7 +2,6 @@
 the folders that it names, prompts, labels. Needs no torch, as every process reads it.
 """
 
-import json
 import math
 import re
 from collections.abc import Iterator
@@ -11,14 +10,17 @@ from typing import Any, Literal
 
 import msgspec
 
+from servd.base import plugins
 from servd.base.errors import InvalidRequest, ModelNotFound, UnsupportedModel
-from servd.checkpoint.account import Account, account_for, without_nulls
+from servd.checkpoint.account import Account, account_for, object_in, without_nulls
+from servd.checkpoint.config_json import read_json, read_json_list
 from servd.checkpoint.facts import read_page
 from servd.checkpoint.model_spec import ModelSpec
 from servd.checkpoint.weight_files import leads_out
 from servd.messages.params import PoolingParams
 
-# The values of model_type that servd has files for.
+MODELS = "servd.worker.models"
+# Those that are encoders, by model_type.
 ENCODERS = frozenset({"bert", "gte", "modernbert", "roberta", "xlm-roberta"})
 # A bit that workers set in the token ids of the second of two texts.
 SECOND_TEXT = 1 << 30
@@ -180,9 +182,10 @@ def first_position(spec: ModelSpec) -> int:
     return padding + 1
 
 
-def is_encoder_as_decoder(spec: ModelSpec) -> bool:
-    """Return whether the model is a decoder whose type is an encoder's. servd lacks such models."""
-    return spec.model_type in ENCODERS and not is_encoder(spec)
+def has_file(spec: ModelSpec) -> bool:
+    """Return whether servd has a file for the model: for encoder types, it has only encoders."""
+    is_decoder = spec.model_type in ENCODERS and not is_encoder(spec)
+    return not is_decoder and spec.model_type.replace("-", "_") in plugins.names(MODELS)
 
 
 def read(spec: ModelSpec) -> PoolingSpec:
@@ -190,23 +193,26 @@ def read(spec: ModelSpec) -> PoolingSpec:
     another file names is missing or broken; UnsupportedModel if servd lacks a feature.
     """
     sees_all = is_encoder(spec)
-    config = spec.config
     fields: dict[str, Any] = {"is_causal": not sees_all, "size": spec.hidden_size}
     folder = Path(spec.folder)
     if spec.architecture.endswith("ForSequenceClassification"):
-        pooling = config.get("classifier_pooling", "cls") if sees_all else "last"
-        return PoolingSpec(
-            task="classify", pooling=pooling, **fields, **_labels(config), **_texts(spec, folder)
-        )
-    if not spec.folder or not (folder / MODULES).exists():
-        if not sees_all:
-            return PoolingSpec(**fields, has_scores=not _is_reranker(folder))
-        fields |= {"pooling": "mean", "normalize": False}
-        return PoolingSpec(task="embed", **fields, **_texts(spec, folder))
+        pooling = spec.config.get("classifier_pooling", "cls") if sees_all else "last"
+        fields |= {"task": "classify", "pooling": pooling} | _labels(spec.config)
+    elif spec.folder and (folder / MODULES).exists():
+        fields |= _read_modules(spec, folder)
+    elif sees_all:
+        fields |= {"task": "embed", "pooling": "mean", "normalize": False}
+    else:
+        return PoolingSpec(**fields, has_scores=not _is_reranker(folder))
+    return PoolingSpec(**fields, **_texts(spec, folder))
+
+
+def _read_modules(spec: ModelSpec, folder: Path) -> dict[str, Any]:
+    """Return the fields that the modules of sentence-transformers state."""
     modules = _modules(folder)
     order = " ".join(kind for kind, _ in modules)
-    if order == "Transformer LogitScore" and not sees_all:
-        return _of_logits(spec, folder, modules[1][1])
+    if order == "Transformer LogitScore" and not is_encoder(spec):
+        return _read_logit_score(spec, folder, modules[1][1])
     if not ORDER.fullmatch(order):
         raise UnsupportedModel(
             f"{folder}/modules.json: servd does not run {order or 'no modules'}, only Transformer, "
@@ -218,23 +224,23 @@ def read(spec: ModelSpec) -> PoolingSpec:
             f"{folder}/modules.json: the model is in {modules[0][1]}: serve that"
         )
     dense = [place for kind, place in modules if kind == "Dense"]
+    size = spec.hidden_size
     for place in dense:
-        config = _load(place / "config.json")
+        config = _part_config(place)
         sizes = config.get("in_features"), config.get("out_features")
-        if sizes[0] != fields["size"] or type(sizes[1]) is not int:
+        if sizes[0] != size or type(sizes[1]) is not int:
             raise UnsupportedModel(
                 f"{place}/config.json: in_features {sizes[0]!r} and out_features {sizes[1]!r} do "
-                f"not fit vectors of {fields['size']} numbers"
+                f"not fit vectors of {size} numbers"
             )
-        fields["size"] = sizes[1]
-    return PoolingSpec(
-        task="embed",
-        pooling=_mode(modules[1][1]),
-        normalize=modules[-1][0] == "Normalize",
-        dense=[str(place) for place in dense],
-        **fields,
-        **_texts(spec, folder),
-    )
+        size = sizes[1]
+    return {
+        "task": "embed",
+        "pooling": _mode(modules[1][1]),
+        "normalize": modules[-1][0] == "Normalize",
+        "dense": [str(place) for place in dense],
+        "size": size,
+    }
 
 
 def accounts(spec: ModelSpec) -> Iterator[Account]:
@@ -245,12 +251,12 @@ def accounts(spec: ModelSpec) -> Iterator[Account]:
         (folder / TEXTS, "config_sentence_transformers"),
     ):
         if file.exists():
-            yield account_for(file.name, without_nulls(_load(file)), table)
+            yield account_for(file.name, without_nulls(read_json(file)), table)
     if (folder / MODULES).exists():
-        entries = _load(folder / MODULES)
+        entries = read_json_list(folder / MODULES)
         for (kind, place), entry in zip(_modules(folder), entries, strict=True):
             yield account_for(f"modules.json: {kind}", entry, "modules")
-            if place != folder and (config := _load(place / "config.json", {})):
+            if place != folder and (config := read_json(place / "config.json", {})):
                 name = f"{place.name}/config.json"
                 yield account_for(name, without_nulls(config), kind.lower())
 
@@ -260,7 +266,7 @@ def _modules(folder: Path) -> list[tuple[str, Path]]:
     another package has its full name; one without a package is sentence-transformers'.
     """
     try:
-        modules = msgspec.convert(_load(folder / MODULES), list[_Module])
+        modules = msgspec.convert(read_json_list(folder / MODULES), list[_Module])
     except msgspec.ValidationError as error:
         raise UnsupportedModel(f"{folder}/modules.json: {error}") from None
     for module in modules:
@@ -276,37 +282,26 @@ def _is_reranker(folder: Path) -> bool:
     return "rerank" in name.lower() or b"pipeline_tag: text-ranking" in read_page(folder)
 
 
-def _of_logits(spec: ModelSpec, folder: Path, place: Path) -> PoolingSpec:
-    """Return the spec of a decoder whose next-token logits score a document (Qwen3-Reranker)."""
-    stated = _load(place / "config.json")
-    texts = _texts(spec, folder)
-    chosen = _load(folder / TEXTS, {}).get("activation_fn")
-    labels = {"num_labels": 1} | (
-        {"sentence_transformers": {"activation_fn": chosen}} if chosen else {}
-    )
-    ids = [stated.get("true_token_id"), stated.get("false_token_id")]
+def _read_logit_score(spec: ModelSpec, folder: Path, place: Path) -> dict[str, Any]:
+    """Return the fields of a decoder whose next-token logits score a document (Qwen3-Reranker)."""
+    stated = _part_config(place)
+    ids: list[Any] = [stated.get("true_token_id"), stated.get("false_token_id")]
     ids = ids if ids[1] is not None else ids[:1]
     if not all(type(token) is int and 0 <= token < spec.vocab_size for token in ids):
         raise UnsupportedModel(
             f"{place}/config.json: tokens {ids} are not in the vocabulary of {spec.vocab_size}"
         )
-    return PoolingSpec(
-        task="classify",
-        size=spec.hidden_size,
-        normalize=False,
-        score_tokens=ids,
-        **_labels(spec.config | labels),
-        **texts,
-    )
+    config = spec.config | {"num_labels": 1}
+    if chosen := read_json(folder / TEXTS, {}).get("activation_fn"):
+        config["sentence_transformers"] = {"activation_fn": chosen}
+    return {"task": "classify", "normalize": False, "score_tokens": ids} | _labels(config)
 
 
 def num_labels(config: dict[str, Any]) -> int:
     """Return the number of outputs of a classification head, counted like transformers. Raises
     UnsupportedModel if config.json states none.
     """
-    names = config.get("id2label") or {}
-    if not isinstance(names, dict):
-        raise UnsupportedModel(f"config.json: id2label {names!r:.40} is no table of labels")
+    names = object_in(config, "id2label") or {}
     count = config.get("num_labels") or len(names) or 2
     if type(count) is not int or not 0 < count <= MAX_LABELS:
         raise UnsupportedModel(f"config.json: num_labels {count!r:.40} is no number of labels")
@@ -317,20 +312,11 @@ def _sigmoid(x: float) -> float:
     return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
 
 
-def _load(path: Path, default: Any = None) -> Any:
-    try:
-        value = json.loads(path.read_text(encoding="utf8"))
-    except FileNotFoundError:
-        if default is not None:
-            return default
-        raise ModelNotFound(f"{path} is missing, but modules.json lists it") from None
-    except OSError as error:
-        raise ModelNotFound(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise ModelNotFound(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(value, list if path.name == MODULES else dict):
-        raise ModelNotFound(f"{path} holds a JSON {type(value).__name__}")
-    return value
+def _part_config(place: Path) -> dict[str, Any]:
+    """Return config.json of a module that needs one."""
+    if not (file := place / "config.json").exists():
+        raise ModelNotFound(f"{file} is missing, but modules.json lists its folder")
+    return read_json(file)
 
 
 def _limits_file(folder: Path) -> Path:
@@ -339,7 +325,7 @@ def _limits_file(folder: Path) -> Path:
 
 
 def _mode(folder: Path) -> Mode:
-    config = _load(folder / "config.json")
+    config = _part_config(folder)
     modes = config.get("pooling_mode") or [
         name.removeprefix("pooling_mode_")
         for name, is_on in config.items()
@@ -349,7 +335,7 @@ def _mode(folder: Path) -> Mode:
     modes = [str(mode) for mode in (modes if isinstance(modes, list) else [modes])]
     if len(modes) != 1 or modes[0] not in MODES:
         raise UnsupportedModel(
-            f"{folder}/config.json: pooling by {' and '.join(modes) or 'nothing'} is not "
+            f"{folder}/config.json: pooling by {' and '.join(modes)} is not "
             "supported, only by one of cls, mean and lasttoken"
         )
     if not config.get("include_prompt", True):
@@ -360,9 +346,7 @@ def _mode(folder: Path) -> Mode:
 def _labels(config: dict[str, Any]) -> dict[str, Any]:
     names = config.get("id2label") or {}
     count = num_labels(config)
-    chosen = config.get("sentence_transformers") or {}
-    if not isinstance(chosen, dict):
-        raise UnsupportedModel(f"config.json: sentence_transformers {chosen!r:.40} is no table")
+    chosen = object_in(config, "sentence_transformers") or {}
     path = chosen.get("activation_fn") or config.get("sbert_ce_default_activation_function")
     name = str(path or "Sigmoid").rpartition(".")[2]
     if name not in ("Sigmoid", "Identity"):
@@ -376,14 +360,14 @@ def _labels(config: dict[str, Any]) -> dict[str, Any]:
 
 def _texts(spec: ModelSpec, folder: Path) -> dict[str, Any]:
     """Return the fields for tokenizing texts: length, prompts and the default prompt."""
-    limits = _load(_limits_file(folder), {})
-    texts = _load(folder / TEXTS, {})
+    limits = read_json(_limits_file(folder), {})
+    texts = read_json(folder / TEXTS, {})
     if limits.get("do_lower_case"):
         raise UnsupportedModel(
             f"{_limits_file(folder)}: do_lower_case is not supported, only a tokenizer that does it"
         )
     positions = num_positions(spec)
-    tokenizer = _load(folder / "tokenizer_config.json", {})  # states it in newer files
+    tokenizer = read_json(folder / "tokenizer_config.json", {})  # states it in newer files
     limit = limits.get("max_seq_length") or tokenizer.get("model_max_length") or positions
     if type(limit) not in (int, float) or not limit >= 1:
         raise UnsupportedModel(f"{_limits_file(folder)}: max_seq_length {limit!r} is no length")

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from servd.base.errors import ConfigError, UnsupportedModel
-from servd.checkpoint.account import Account, account_for, read_tables, without_nulls
+from servd.checkpoint.account import Account, account_for, object_in, read_tables, without_nulls
 from servd.checkpoint.config_json import read_json
 from servd.checkpoint.multimodal_config import TEXT
 
@@ -19,14 +19,10 @@ def quantization_of(folder: Path | str) -> dict[str, Any] | None:
     """
     folder = Path(folder)
     stated: dict[str, Any] = {}
-    if (file := folder / "config.json").exists():
-        config = read_json(file)
-        text = config.get(TEXT)
-        for part in (config, text if isinstance(text, dict) else {}):
-            for key in ("quantization_config", "compression_config"):
-                stated = stated or part.get(key) or {}
-    if not isinstance(stated, dict):
-        raise UnsupportedModel(f"{folder}/config.json: {stated!r:.50} is no quantization_config")
+    config = read_json(folder / "config.json", {})
+    for part in (config, object_in(config, TEXT) or {}):
+        for key in ("quantization_config", "compression_config"):
+            stated = stated or object_in(part, key) or {}
     for name, method in QUANTIZATION_FILES.items():
         if stated.get("quant_method", method) != method or not (folder / name).exists():
             continue
@@ -52,14 +48,12 @@ def quantization_accounts(folder: Path | str) -> Iterator[Account]:
         return
     name = "quantization_config"
     yield account_for(name, without_nulls(stated), "quantization", table)
-    groups = stated.get("config_groups")
-    for key, group in groups.items() if isinstance(groups, dict) else ():
-        if isinstance(group, dict):
-            yield account_for(f"{name}: {key}", without_nulls(group), f"{table}.group")
-            weights = group.get("weights") or {}
-            if not isinstance(weights, dict):
-                raise UnsupportedModel(f"{name}: {key}.weights {weights!r:.50} is no object")
-            yield account_for(f"{name}: {key}.weights", without_nulls(weights), f"{table}.weights")
+    groups = object_in(stated, "config_groups", f"{name}.") or {}
+    for key in groups:
+        group = object_in(groups, key, f"{name}: ") or {}
+        yield account_for(f"{name}: {key}", without_nulls(group), f"{table}.group")
+        weights = object_in(group, "weights", f"{name}: {key}.") or {}
+        yield account_for(f"{name}: {key}.weights", without_nulls(weights), f"{table}.weights")
 
 
 def quant_method_of(folder: str, quantization: str | None) -> str | None:

@@ -8,12 +8,14 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from servd.base.errors import ModelNotFound
 from servd.checkpoint import gguf, gguf_tokenizer
@@ -42,8 +44,6 @@ AGREED = {
     "strip_accents": "strip_accents",
     "tokenize_chinese_chars": "handle_chinese_chars",
 }
-MODEL = '"model":'  # the key of tokenizer.json
-PIECE = 1 << 20  # characters of a file that are read at once
 INPUTS = ("*.json", "*.model", "*.txt", "*.tiktoken", "*.py")
 
 
@@ -85,12 +85,12 @@ def read_tokenizer_config(folder: Path) -> dict[str, Any]:
     """Return tokenizer_config.json and special_tokens_map.json, which wins, but is not read beside
     added_tokens_decoder.
     """
-    config = _read(folder / CONFIG)
+    config = read_json(folder / CONFIG, {})
     if config.get(EXTRA[1]) and not config.get(EXTRA[0]):
         config[EXTRA[0]] = config.pop(EXTRA[1])
     if "added_tokens_decoder" in config:
         return config
-    special = _read(folder / SPECIAL)
+    special = read_json(folder / SPECIAL, {})
     stated = config.get(EXTRA[0]) or []
     if isinstance(stated, list) and isinstance(extra := special.get(EXTRA[0]), list):
         special[EXTRA[0]] = stated + [token for token in extra if token not in stated]
@@ -101,36 +101,33 @@ def tokenizer_accounts(folder: Path | str) -> Iterator[Account]:
     """Yield the accounts of the files that state a tokenizer's tokens."""
     folder = Path(folder)
     table = "tokenizer.json" if (folder / "tokenizer.json").exists() else "tokenizer.slow"
-    config = _read(folder / CONFIG)
+    config = read_json(folder / CONFIG, {})
     if config:
         yield account_for(CONFIG, config, "tokenizer", table)
-    if special := _read(folder / SPECIAL):
+    if special := read_json(folder / SPECIAL, {}):
         yield account_for(SPECIAL, special, "special_tokens_map")
     if table == "tokenizer.json" and config.get("tokenizer_class") not in GENERIC_CLASSES:
-        head = _head(folder / "tokenizer.json")
+        parts = _read_parts(folder / "tokenizer.json")
+        parts.pop("model", None)
+        text = str(b"".join(parts.values()), "utf8")
         contrary: dict[str, Any] = {}
         for key, leaf in AGREED.items():
-            made = re.search(rf'"{leaf}":\s*(\w+)', head)
+            made = re.search(rf'"{leaf}":\s*(\w+)', text)
             if made and config.get(key) is not None and made[1] != json.dumps(config[key]):
                 contrary[key] = config[key]
-        scheme = re.search(r'"prepend_scheme":\s*"(\w+)"', head)
+        scheme = re.search(r'"prepend_scheme":\s*"(\w+)"', text)
         if scheme and config.get("add_prefix_space") is (scheme[1] == "never"):
             contrary["add_prefix_space"] = config["add_prefix_space"]
         if contrary:
             yield Account(f"{CONFIG}, contrary to tokenizer.json,", unknown=contrary)
 
 
-def _read(file: Path) -> dict[str, Any]:
-    return read_json(file) if file.exists() else {}
-
-
-def _head(file: Path) -> str:
-    """Return what tokenizer.json has before its vocabulary, which is most of it."""
-    text = ""
-    with file.open(encoding="utf8") as stream:
-        while MODEL not in text and (piece := stream.read(PIECE)):
-            text += piece
-    return text.partition(MODEL)[0]
+def _read_parts(file: Path) -> dict[str, msgspec.Raw]:
+    """Return the parts of tokenizer.json undecoded, as most of it is a vocabulary."""
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=dict[str, msgspec.Raw])
+    except (ValueError, RecursionError) as error:
+        raise ModelNotFound(f"{file} cannot be read: {error}") from None
 
 
 def _tokens_to_add(file: Path) -> list[AddedToken]:
@@ -141,7 +138,6 @@ def _tokens_to_add(file: Path) -> list[AddedToken]:
     for key in NAMED:
         if not isinstance(config.get(key), (str, dict, NoneType)):
             raise TypeError(f"{key} {config[key]!r:.40} is no token")
-    special_tokens = {key: token for key in NAMED if (token := _as_token(config.get(key)))}
     extra = config.get(EXTRA[0], config.get(EXTRA[1])) or []
     if not isinstance(extra, (list, dict)):
         raise TypeError(f"{EXTRA[0]} {extra!r:.40} is no list of tokens")
@@ -151,46 +147,46 @@ def _tokens_to_add(file: Path) -> list[AddedToken]:
         extra = []
     if not any(more_tokens):
         more_tokens = [*(config.get("model_specific_special_tokens") or {}).values()]
-    for token in filter(None, map(_as_token, more_tokens)):
-        special_tokens.setdefault(token.content, token)
-    extra = [*filter(None, map(_as_token, extra))]
+    special_tokens = _as_tokens([*map(config.get, NAMED), *more_tokens])
+    extra = _as_tokens(extra)
 
-    _, is_there, tail = _head(file).partition('"added_tokens"')
-    listed = json.JSONDecoder().raw_decode(tail.lstrip(": \n"))[0] if is_there else []
+    listed = msgspec.json.decode(_read_parts(file).get("added_tokens", b"[]"))
     present = {token.pop("id"): AddedToken(**token) for token in listed}
+    same = {repr(token) for token in present.values()}  # before they are flagged below
     if (decoder := config.get("added_tokens_decoder")) is not None:
         stated = {int(number): AddedToken(**token) for number, token in decoder.items()}
     else:
-        specials = {token.content for token in (*special_tokens.values(), *extra)}
+        specials = {token.content for token in (*special_tokens, *extra)}
         stated = {
             number: AddedToken(token, special=token in specials, normalized=token not in specials)
-            for token, number in _read(file.with_name(ADDED)).items()
+            for token, number in read_json(file.with_name(ADDED), {}).items()
         }
         stated |= present
     tokens = [stated[number] for number in sorted(stated)]
     texts = {token.content for token in (*present.values(), *tokens)}
-    for token in (*special_tokens.values(), *extra):
+    for token in (*special_tokens, *extra):
         if token.content not in texts:
             texts.add(token.content)
             tokens.append(token)
-    names = {token.content for token in special_tokens.values()}
+    names = {token.content for token in special_tokens}
     for token in tokens:
         token.special = token.special or token.content in names
-    same = {repr(token) for token in (AddedToken(**token) for token in listed)}
     return [token for token in tokens if repr(token) not in same]
 
 
-def _as_token(value: Any) -> AddedToken | None:
-    """Return a special token from a text or from flags; None if it is neither."""
+def _as_tokens(values: Iterable[Any]) -> list[AddedToken]:
+    """Return special tokens from texts and flags, without values that are neither."""
     from tokenizers import AddedToken
 
-    if isinstance(value, str):
-        return AddedToken(value, special=True)
-    if not isinstance(value, dict):
-        return None
-    token = AddedToken(**{key: value[key] for key in value if key != "__type"})
-    token.special = True
-    return token
+    tokens: list[AddedToken] = []
+    for value in values:
+        if isinstance(value, str):
+            tokens.append(AddedToken(value, special=True))
+        elif isinstance(value, dict):
+            token = AddedToken(**{key: value[key] for key in value if key != "__type"})
+            token.special = True
+            tokens.append(token)
+    return tokens
 
 
 def _add_tokens(file: Path, tokens: list[AddedToken], made: Path) -> None:
@@ -224,11 +220,9 @@ def _convert_tokenizer(folder: Path, trust_remote_code: bool) -> Path:
     return _make_file(folder, convert, f"{version('transformers')} {trust_remote_code}")
 
 
-def _make_file(folder: Path, make: Callable[[Path], None], state: str = "") -> Path:
+def _make_file(folder: Path, make: Callable[[Path], None], version: str = "") -> Path:
     """Return a tokenizer.json that `make` writes to a folder in a cache of all servers, until one
     of the files that it may be made from changes.
     """
     files = sorted({file for pattern in INPUTS for file in folder.glob(pattern)})
-    stats = [(file.name, file.stat()) for file in files]
-    state += "".join(f" {name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in stats)
-    return make_cached_folder("tokenizers", f"{folder.resolve()} {state}", make) / "tokenizer.json"
+    return make_cached_folder("tokenizers", files, version, make) / "tokenizer.json"

@@ -1,8 +1,10 @@
 """Lists the weight files of a checkpoint."""
 
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from servd.base.errors import ModelNotFound
 from servd.checkpoint import gguf
@@ -13,12 +15,15 @@ MAX_HEADER = 100_000_000  # bytes, as the safetensors library has it
 OTHER_WEIGHTS = ["consolidated*.safetensors", "adapter_*.safetensors", "model.?*.safetensors"]
 
 
+Offset = Annotated[int, Meta(ge=0)]
+
+
 class Tensor(msgspec.Struct):
     """An entry of a safetensors header."""
 
     dtype: str
     shape: list[int]
-    data_offsets: tuple[int, int]
+    data_offsets: tuple[Offset, Offset]
 
 
 def read_header(path: Path) -> dict[str, Tensor]:
@@ -32,7 +37,7 @@ def read_header(path: Path) -> dict[str, Tensor]:
         entries = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
         entries.pop("__metadata__", None)
         tensors = {name: msgspec.json.decode(raw, type=Tensor) for name, raw in entries.items()}
-    except msgspec.MsgspecError:
+    except (ValueError, RecursionError):
         raise ModelNotFound(f"{path} is not a safetensors file, or is incomplete") from None
     end = max((tensor.data_offsets[1] for tensor in tensors.values()), default=0)
     expected = 8 + size + end
@@ -57,7 +62,7 @@ def read_index(index: Path) -> dict[str, str]:
     """Return the file of each tensor by the index of weight files; {} if there is no index. Raises
     ModelNotFound if it is broken.
     """
-    places = read_json(index).get("weight_map", {}) if index.exists() else {}
+    places = read_json(index, {}).get("weight_map", {})
     if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
         raise ModelNotFound(f"{index}: weight_map does not map tensors to files")
     if outside := [name for name in {*places.values()} if leads_out(name)]:

@@ -25,6 +25,7 @@ from servd.base.sizes import format_bytes
 from servd.checkpoint import pooling, weight_files
 from servd.checkpoint.account import Account
 from servd.checkpoint.hub import DEMO_MODEL, local_folder
+from servd.checkpoint.lora import AdapterFiles, parse_module
 from servd.checkpoint.model_spec import ModelSpec
 from servd.config import Config
 from servd.config.machine import look_at_machine
@@ -172,9 +173,16 @@ def check_model(config: Config) -> Iterator[Finding]:
         yield Finding(name, "ok", f"{config.model.model}: {spec.model_type}, {layers}")
         for account in accounts_of(config, spec):
             yield show_account(account, "warning" if is_allowed else "failed")
+        for entry in config.lora.lora_modules:
+            name, folder = parse_module(entry)
+            files = AdapterFiles(folder, allow_unknown_keys=True)
+            files.check(config.lora.max_lora_rank, {})
+            yield show_account(files.account, "warning" if is_allowed else "failed")
         name = "tokenizer"
         tokenizer = Tokenizer.of_model(config, spec)
-        yield Finding(name, "ok", f"{spec.vocab_size} tokens")
+        sizes = f"{tokenizer.vocab_size} tokens, and {spec.vocab_size} of the model"
+        is_within = tokenizer.vocab_size <= spec.vocab_size
+        yield judge(is_within, name, sizes, "texts with the others are refused: use the model's")
         if pooling.read(spec).is_causal:  # an encoder has no chats
             name = "chat template"
             has_one = not ChatTemplate.load(tokenizer, config.server.chat_template).is_default

@@ -11,7 +11,7 @@ import msgspec
 
 from servd.base import log, plugins
 from servd.base.errors import ConfigError, UnsupportedModel
-from servd.checkpoint import account, config_json, generation_config, hub, model_spec
+from servd.checkpoint import account, config_json, generation_config, hub, model_spec, pooling
 from servd.checkpoint.model_spec import FAKE_SPEC, ModelSpec
 from servd.config import Config
 from servd.config.data_parallel import Decision
@@ -129,11 +129,10 @@ def find_and_resolve(config: Config) -> tuple[Config, ModelSpec, dict[str, Decis
             return find_and_resolve(drafted)
         _refuse_head(model.model, folder)
         spec = model_spec.read_spec(folder, model.hf_overrides)
-    natives = plugins.names("servd.worker.models")
-    if config.model.model_impl == "servd" and spec.model_type not in natives:
+    if config.model.model_impl == "servd" and not pooling.has_file(spec):
         raise UnsupportedModel(
             f"--model-impl servd: servd has no file for model_type {spec.model_type!r}, only for "
-            f"{', '.join(natives)}; leave the option out"
+            f"{', '.join(plugins.names(pooling.MODELS))}; leave the option out"
         )
     if executor.needs_weights:
         config = find_draft(config)

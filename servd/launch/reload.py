@@ -30,11 +30,11 @@ def load_adapters(config: Config, entries: Sequence[str], ipc_dir: str) -> Confi
     Unload adapters that were removed from the option. Return the options with the copies. Raise
     ConfigError, and change nothing, if an adapter is not valid.
     """
-    store = AdapterStore.beside(ipc_dir)
+    store = AdapterStore.beside(ipc_dir, config.model.allow_unknown_keys)
     max_rank = config.lora.max_lora_rank
     sources = dict(map(parse_module, entries))
     for source in sources.values():
-        AdapterFiles(source).check(max_rank, {})
+        AdapterFiles(source, source, store.allow_unknown_keys).check(max_rank, {})
     loaded = [store.load(name, source, max_rank, {}) for name, source in sources.items()]
     for name in dict(map(parse_module, config.lora.lora_modules)).keys() - sources.keys():
         store.unload(name)

@@ -62,7 +62,9 @@ class LLMEngine:
         name = config.model.served_model_name[0]
         self.metrics = OfflineMetrics(name, self.engine_core.max_model_len)
         self.lora = config.lora
-        self.adapters = AdapterStore(private_dir()) if config.lora.enable_lora else None
+        self.adapters: AdapterStore | None = None
+        if config.lora.enable_lora:
+            self.adapters = AdapterStore(private_dir(), config.model.allow_unknown_keys)
         # Scripts rarely call `close`, so it also runs at exit.
         self._close = weakref.finalize(
             self, _close, self.processor.grammars, self.engine_core, self.adapters

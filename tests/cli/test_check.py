@@ -15,6 +15,7 @@ from servd import cli
 from servd.checkpoint.hub import DEMO_FOLDER
 from servd.cli.check import check_hub
 from servd.config import Config
+from tests.adapters import write_adapter
 
 Findings = dict[str, dict[str, str]]
 
@@ -72,6 +73,22 @@ def test_a_whole_folder(check, model):
     for name in ("model", "tokenizer", "chat template", "weights", "hub", "GPU"):
         assert findings[name]["status"] == "ok", findings[name]
     assert "all tensors are there" in findings["weights"]["text"]
+
+
+def test_the_account_of_an_adapter(check, model, tmp_path):
+    adapter = write_adapter(tmp_path / "a", new_gate=2)
+    options = (str(model), "--enable-lora", "--lora-modules", f"a={adapter}")
+    findings = check(*options)[1]
+    [status] = [f["status"] for f in findings.values() if "new_gate (2)" in f["text"]]
+    assert status == "failed"
+    assert "No such file" in check(*options[:-1], f"a={tmp_path}/none")[1]["a"]["text"]
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model(check, model):
+    (model / "added_tokens.json").write_text(json.dumps({"<x>": 4000}))
+    code, findings = check(str(model))
+    assert (code, findings["tokenizer"]["status"]) == (0, "warning")
+    assert findings["tokenizer"]["text"] == "4001 tokens, and 4000 of the model"
 
 
 def no_weights(folder: Path) -> None:

@@ -266,6 +266,19 @@ def test_an_encoder_without_a_file_is_called_one(tmp_path: Path, model_type: str
         answer_of_servd(tmp_path)
 
 
+@pytest.mark.parametrize("method", ["gptq", "awq", "fp8", "compressed-tensors"])
+def test_quantization_that_is_stated_of_plain_weights(copy, caplog, method: str):
+    folder = copy("llama")
+    expected = answer_of_servd(folder)
+    config = json.loads((folder / "config.json").read_text())
+    stated = {"quant_method": method, "bits": 4, "group_size": 32}
+    stated = stated if method in ("gptq", "awq") else {"quant_method": method}
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": stated}))
+    with caplog.at_level(logging.WARNING, logger="servd.worker"):
+        assert torch.equal(answer_of_servd(folder), expected)
+    assert any("no layer is quantized" in record.getMessage() for record in caplog.records)
+
+
 # ---- output heads ----
 
 TIED = {"tie_word_embeddings": True}
@@ -319,6 +332,14 @@ def test_a_tied_model_that_stores_its_head_only(copy, model_type: str):
     tensors["lm_head.weight"] = tensors.pop(name)
     save_file(tensors, folder / WHOLE, {"format": "pt"})
     check_equal(folder)
+
+
+def test_an_adapter_beside_the_weights_is_refused(copy):
+    """transformers applies it, where PEFT is installed."""
+    folder = copy("llama")
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
+    with pytest.raises(ConfigError, match=r"adapter_config\.json .*--lora-modules"):
+        answer_of_servd(folder)
 
 
 @pytest.mark.parametrize("is_only", [False, True])

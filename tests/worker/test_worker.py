@@ -147,7 +147,7 @@ def test_the_context_is_shortened_to_the_cache_unless_asked_for(llama, caplog):
         ),
         (
             {"architectures": ["LlamaForSequenceClassification"]},
-            "has no 'LlamaForSequenceClassification'",
+            "architectures names 'LlamaForSequenceClassification'; .*servd runs LlamaForCausalLM",
         ),
         ({"hidden_act": "swish9"}, "activation 'swish9' is not supported; there are: gelu"),
         ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "rope_type 'longrope'"),

@@ -68,7 +68,8 @@ class Adapters:
         ready = self.async_llm.status
         layers = ready.worker.adaptable if isinstance(ready, EngineReady) else {}
         try:
-            AdapterFiles(at).check(self.config.max_lora_rank, layers)
+            files = AdapterFiles(at, allow_unknown_keys=self.store.allow_unknown_keys)
+            files.check(self.config.max_lora_rank, layers)
         except ConfigError:
             return False
         return True

@@ -6,6 +6,7 @@ text, logprobs and complete text agree, whatever the tokenizer's decoder does.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
@@ -24,6 +25,8 @@ from servd.checkpoint.tokenizer_files import (
     tokenizer_folder,
 )
 from servd.config import Config
+
+log = logging.getLogger("servd.api")
 
 MAX_HELD_CHARS = 4096  # encoded in about a millisecond
 MAX_WORD_CHARS = 256
@@ -65,7 +68,14 @@ class Tokenizer:
         """Return the tokenizer: --tokenizer, the model's own, or bytes for the fake model."""
         model = config.model
         folder = tokenizer_folder(spec, model.tokenizer, model.download_dir)
-        return cls.load(folder, model.trust_remote_code) if folder else cls.bytes()
+        tokenizer = cls.load(folder, model.trust_remote_code) if folder else cls.bytes()
+        if tokenizer.vocab_size > spec.vocab_size:
+            log.warning(
+                "the tokenizer has %d tokens, the model %d: texts with the others are refused; is "
+                "it another model's?",
+                *(tokenizer.vocab_size, spec.vocab_size),
+            )
+        return tokenizer
 
     @classmethod
     def load(cls, folder: str, trust_remote_code: bool = False) -> Tokenizer:

@@ -3,12 +3,11 @@
 import os
 from pathlib import Path
 
-from servd.base import plugins
 from servd.base.errors import ConfigError, UnsupportedModel
 from servd.checkpoint import quantization_config
 from servd.checkpoint.hub import DEMO_MODEL
 from servd.checkpoint.model_spec import ModelSpec
-from servd.checkpoint.pooling import is_encoder_as_decoder
+from servd.checkpoint.pooling import has_file
 from servd.config import Config
 from servd.config.data_parallel import Decision
 from servd.config.machine import Machine
@@ -30,7 +29,7 @@ def resolve_computation(config: Config, spec: ModelSpec) -> dict[str, Decision]:
     """Choose the dtype, the model implementation and the number of steps in flight."""
     if spec.dtype not in ("float32", "bfloat16", "float16"):
         raise UnsupportedModel(
-            f"checkpoints of type {spec.dtype} are not supported, only float32, bfloat16, float16"
+            f"config.json: dtype {spec.dtype} is not supported, only float32, bfloat16, float16"
         )
     decided: dict[str, Decision] = {}
     on_cuda = config.parallel.device == "cuda"
@@ -39,9 +38,8 @@ def resolve_computation(config: Config, spec: ModelSpec) -> dict[str, Decision]:
         why = "what the checkpoint has" if on_cuda else "a CPU computes in float32"
         decided["dtype"] = Decision(spec.dtype if on_cuda else "float32", why)
     if config.model.model_impl == "auto":
-        has_file = model_type.replace("-", "_") in plugins.names("servd.worker.models")
         choice = Decision("transformers", f"servd has no file for {model_type}")
-        if has_file and not is_encoder_as_decoder(spec):
+        if has_file(spec):
             choice = Decision("servd", f"servd has a file for {model_type}")
         decided["model_impl"] = choice
     if config.scheduler.async_scheduling is None:

@@ -15,7 +15,8 @@ class Activation(nn.Module):
         super().__init__()
         if name not in ACTIVATIONS:
             raise UnsupportedModel(
-                f"activation {name!r} is not supported; there are: {', '.join(sorted(ACTIVATIONS))}"
+                f"config.json: activation {name!r} is not supported; there are: "
+                f"{', '.join(sorted(ACTIVATIONS))}"
             )
         self.name = name
         self.ops = ops.for_device(torch.get_default_device())

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from servd.base.errors import UnsupportedModel
+from servd.checkpoint.account import is_number, object_in
 from servd.checkpoint.model_spec import ModelSpec
-from servd.checkpoint.overrides import NUMBERS, ROPE, ROPE_TYPES, is_number, rope_of
+from servd.checkpoint.overrides import NUMBERS, ROPE, ROPE_TYPES, rope_of
 from servd.worker import ops
 from servd.worker.ops.reference import Rotation
 
@@ -47,9 +48,7 @@ def rope_parameters(spec: ModelSpec) -> dict[str, Any]:
     """
     config = spec.config
     for place in ROPE:
-        stated = config.get(place) or {}
-        if not isinstance(stated, dict):
-            raise UnsupportedModel(f"config.json: {place} {stated!r:.50} is no object")
+        stated = object_in(config, place) or {}
         if any(isinstance(value, dict) for value in stated.values()):
             raise UnsupportedModel(f"{place} that differs from layer to layer is not supported")
     rope = dict(rope_of(config))
@@ -99,8 +98,8 @@ def frequencies(
             return _longrope(inv_freq, rope, spec)
         case other:
             raise UnsupportedModel(
-                f"rope_type {other!r} is not supported; there are: default, dynamic, linear, "
-                "llama3, longrope, yarn"
+                f"config.json: rope_type {other!r} is not supported; there are: default, "
+                "dynamic, linear, llama3, longrope, yarn"
             )
 
 

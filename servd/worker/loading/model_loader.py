@@ -3,6 +3,7 @@
 import logging
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Set
 from functools import partial
 from inspect import signature
@@ -20,7 +21,7 @@ from servd.checkpoint import pooling
 from servd.checkpoint.config_json import read_json
 from servd.checkpoint.model_spec import ModelSpec
 from servd.checkpoint.multimodal_config import is_part, text_name
-from servd.checkpoint.pooling import is_encoder, is_encoder_as_decoder
+from servd.checkpoint.pooling import MODELS, is_encoder
 from servd.checkpoint.quantization_config import (
     quant_method_of,
     quantization_of,
@@ -43,7 +44,6 @@ from servd.worker.quantization._files import read_tensors
 
 log = logging.getLogger("servd.worker")
 
-MODELS = "servd.worker.models"
 QUANTIZATIONS = "servd.worker.quantization"
 DUMMY_STD = 0.02
 IN_LAYER = re.compile(r"\.(\d+)\.(.+)")
@@ -80,9 +80,8 @@ def build_model(
     head = find_head(spec, load_format)
     if head == "its own":
         spec = replace(spec, config=spec.config | {"tie_word_embeddings": False})
-    is_native = spec.model_type.replace("-", "_") in plugins.names(MODELS)
-    is_native = is_native and not is_encoder_as_decoder(spec)
-    if implementation == "transformers" or (implementation == "auto" and not is_native):
+    is_native = implementation == "servd" or (implementation == "auto" and pooling.has_file(spec))
+    if not is_native:
         from servd.worker.models._transformers import TransformersForCausalLM
 
         model_class: Any = TransformersForCausalLM
@@ -99,8 +98,7 @@ def build_model(
                 cut(model, parallel, spec.num_layers)
             return model
     except UnsupportedModel as error:
-        is_other = model_class.__name__ == "TransformersForCausalLM"
-        if is_other or is_encoder(spec) or parallel.size * parallel.num_stages > 1:
+        if not is_native or is_encoder(spec) or parallel.size * parallel.num_stages > 1:
             raise
         raise UnsupportedModel(f"{error}: try --model-impl transformers") from None
     except BAD_VALUES as error:
@@ -125,8 +123,8 @@ def _class_of(spec: ModelSpec) -> Any:
         if name.startswith(family) and name in classes:
             return classes[name]
     raise UnsupportedModel(
-        f"{MODELS.replace('.', '/')}/{spec.model_type}.py has no {spec.architecture!r}, "
-        "which config.json names as architectures"
+        f"config.json: architectures names {spec.architecture!r}; of model_type "
+        f"{spec.model_type!r}, servd runs {' and '.join(x.__name__ for x in classes.values())}"
     )
 
 
@@ -167,14 +165,15 @@ def load_weights(
     done = 0
     total = sum(file.stat().st_size for file in files)
     names = set[str]()
+    num_quantized = 0
     plain: list[str] = []  # matrices of layers that the importance matrix lacks
     convert = getattr(model, "convert", iter)  # maps tensors to the model's names
     for name, tensor in convert(_checkpoint(files, next(iter(weights.values())))):
         try:
             renamed = rename(name)
-            if isinstance(tensor, Quantized) or not _load_kv_scale(
-                model, attentions, renamed, tensor
-            ):
+            is_quantized = isinstance(tensor, Quantized)
+            num_quantized += is_quantized
+            if is_quantized or not _load_kv_scale(model, attentions, renamed, tensor):
                 target, part = _target(model, weights, renamed)
                 if target is not None:
                     _check_finite(tensor)
@@ -193,6 +192,9 @@ def load_weights(
     if make.importance:
         _check_importance(make.importance.keys(), names, plain)
     _check_complete(folder, weights)
+    method = quant_method_of(folder, None)
+    if method not in (None, "gguf") and not num_quantized:
+        log.warning("the checkpoint states quantization by %s, but no layer is quantized", method)
 
 
 def _check_finite(tensor: Tensor | Quantized) -> None:
@@ -208,11 +210,9 @@ def _check_finite(tensor: Tensor | Quantized) -> None:
 def _check_complete(folder: str, weights: dict[str, Weight]) -> None:
     missing = [name for name, weight in weights.items() if weight.missing]
     if missing:
-        text = ", ".join(missing[:MAX_NAMED])
-        if len(missing) > MAX_NAMED:
-            text += ", ..."
+        names = ", ".join(missing[:MAX_NAMED])
         raise ModelNotFound(
-            f"{folder} lacks the weights of {len(missing)} parameters of the model: {text}"
+            f"{folder} lacks the weights of {len(missing)} parameters of the model: {names}"
         )
 
 
@@ -255,25 +255,22 @@ def _log_choice(files: list[Path]) -> None:
 def _checkpoint(files: list[Path], weight: Tensor) -> NamedTensors:
     """Yield the checkpoint's tensors by its format's reader. `weight`: on the model's device."""
     tensors = _quantized(files, weight)
-    folder = files[0].parent
-    config = read_json(folder / "config.json") if (folder / "config.json").exists() else {}
+    config = read_json(files[0].parent / "config.json", {})
     return _of_text(tensors, not weight.is_meta) if is_part(config) else tensors
 
 
 def _of_text(tensors: NamedTensors, is_told: bool) -> NamedTensors:
     """Yield the language model's tensors of a multimodal checkpoint, under text-only names."""
-    num_others = 0
-    skipped = set[str]()
+    skipped = Counter[str]()
     for name, tensor in tensors:
         if (renamed := text_name(name)) is not None:
             yield renamed, tensor
             continue
-        num_others += 1
-        skipped.add(name.removeprefix("model.").partition(".")[0])
+        skipped[name.removeprefix("model.").partition(".")[0]] += 1
     if is_told:
         log.info(
             "skipping %d tensors of %s: servd reads text only",
-            num_others,
+            skipped.total(),
             ", ".join(sorted(skipped)) or "nothing",
         )
 
@@ -282,15 +279,15 @@ def _quantized(files: list[Path], weight: Tensor) -> NamedTensors:
     stated = quantization_of(files[0].parent)
     if stated is None:
         return read_tensors(files)
-    method = str(stated.get("quant_method"))
-    try:
-        plugins.check("quant_method", QUANTIZATIONS, method.replace(":", " "))  # loads no code
-        read = plugins.load(QUANTIZATIONS, method, "read")
-    except (AttributeError, ConfigError):
+    method = str(stated.get("quant_method")).replace("-", "_")
+    read = None
+    if method in plugins.names(QUANTIZATIONS):  # or a name could load any code
+        read = plugins.load(QUANTIZATIONS, method, "read", None)
+    if read is None:
         raise UnsupportedModel(
             f"{files[0].parent}: checkpoints of quant_method {method!r} are not supported: "
             "docs/how-to/quantization.md lists the supported ones"
-        ) from None
+        )
     # In a dry run, sizes are all that is wanted.
     device = torch.device("meta") if weight.is_meta else weight.device
     try:
@@ -345,7 +342,8 @@ def _target(
     if name == HEAD:  # tied, and equal to the embedding
         return None, None
     raise UnsupportedModel(
-        f"the checkpoint has a tensor {name!r} that servd's {type(model).__name__} does not use"
+        f"the checkpoint has a tensor {name!r} that servd's {type(model).__name__} does not use: "
+        "a size such as num_hidden_layers in config.json is wrong, or it is of another model"
     )
 
 
@@ -378,17 +376,12 @@ def quant_method_maker(
     x_dtype = torch.int8 if is_rounded else torch.float32
     if not quantization or quantization.replace("-", "_") == method:
         return MakeQuantMethod(partial(_pack, dtype), x_dtype)
-    try:
-        quantize = plugins.load(QUANTIZATIONS, quantization, "quantize")
-    except AttributeError:
+    if (quantize := plugins.load(QUANTIZATIONS, quantization, "quantize", None)) is None:
         raise ConfigError(
             f"--quantization {quantization}: only for checkpoints in that format, and this one "
             "is not; docs/how-to/quantization.md lists formats for other checkpoints"
-        ) from None
-    try:
-        table = plugins.load(QUANTIZATIONS, quantization, "quantize_table")
-    except AttributeError:
-        table = quantize
+        )
+    table = plugins.load(QUANTIZATIONS, quantization, "quantize_table", quantize)
     if is_rounded and "x_dtype" in signature(quantize).parameters:
         quantize, table = (partial(make, x_dtype=x_dtype) for make in (quantize, table))
     if imatrix is None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from servd.base.errors import ModelNotFound
 from servd.checkpoint.model_spec import ModelSpec
@@ -56,21 +56,19 @@ def _find_head(state: tuple[tuple[Path, int], ...], is_tied: bool) -> Head:
     tables = [tensor for name, tensor in ends.items() if name not in heads]
     if not is_tied:
         return "as stated" if heads else "missing"
-    if not heads or (tables and _are_equal([*heads.values(), *tables])):
+    if not heads:
         return "as stated"
     if not tables:
         return "as embedding"
+    first, *more_tensors = [*heads.values(), *tables]
+    if all(x.dtype == first.dtype and torch.equal(x, first) for x in more_tensors):
+        return "as stated"
     log.warning(
         "config.json ties the output head to the embedding, but the checkpoint has %s with other "
         "values: servd uses it, as transformers does. Remove it if that is wrong",
         next(iter(heads)),
     )
     return "its own"
-
-
-def _are_equal(tensors: list[Tensor]) -> bool:
-    first = tensors[0]
-    return all(x.dtype == first.dtype and torch.equal(x, first) for x in tensors[1:])
 
 
 def use_as_embedding(model: nn.Module) -> None:

@@ -36,7 +36,8 @@ def check_modules(config: LoRAConfig, model: Model) -> None:
     for entry in config.lora_modules:
         name, folder = parse_module(entry)
         if Path(folder).exists():  # the files may be gone since the start
-            AdapterFiles(folder, name).check(config.max_lora_rank, layers)
+            files = AdapterFiles(folder, name, allow_unknown_keys=True)  # checked when copied
+            files.check(config.max_lora_rank, layers)
 
 
 class AdapterSlots:
@@ -149,7 +150,7 @@ class AdapterSlots:
 
     def _read(self, adapter: Adapter) -> Loaded:
         try:
-            files = AdapterFiles(adapter.folder, adapter.name)
+            files = AdapterFiles(adapter.folder, adapter.name, allow_unknown_keys=True)
             files.check(self.config.max_lora_rank, self.layers)
             loaded: list[tuple[AdaptedMatrix, int, Tensor, Tensor]] = []
             with safe_open(files.folder / TENSORS, framework="pt") as file:

@@ -2,7 +2,6 @@
 
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -20,33 +19,29 @@ MAX_PICKLE = 1 << 26  # bytes of the pickled metadata of a .bin file
 def read_tensors(
     files: list[Path], is_wanted: Callable[[str], object] = bool
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and mapped tensors, unconverted. Raises ModelNotFound if a file is broken."""
+    """Yield names and mapped tensors of files in a folder, unconverted, without those that the
+    folder's index maps to other files. Raises ModelNotFound if a file is broken.
+    """
+    index = index_of(files[0].parent, files[0].suffix)
+    is_whole = files[0].name == index.name.removesuffix(".index.json")
+    places = {} if is_whole else read_index(index)
+
+    def choose(path: Path, names: Iterable[str]) -> Iterator[str]:
+        here = (name for name in names if places.get(name, path.name) == path.name)
+        return filter(is_wanted, here)
+
     for path in files:
         try:
             if path.suffix == ".bin":
                 tensors = _unpickle(path)
-                names = filter(is_wanted, names_in(path, tensors))
-                yield from ((name, tensors[name]) for name in names)
+                for name in choose(path, tensors):
+                    yield name, tensors[name]
                 continue
             with safe_open(path, framework="pt") as file:
-                for name in filter(is_wanted, names_in(path, file.keys())):
+                for name in choose(path, file.keys()):
                     yield name, file.get_tensor(name)
         except (OSError, SafetensorError) as error:
             raise ModelNotFound(f"{path} cannot be read: {error}") from None
-
-
-def names_in(path: Path, names: Iterable[str]) -> list[str]:
-    """Return the names of a file's tensors without those that an index maps to other files."""
-    index = index_of(path.parent, path.suffix)
-    if path.name == index.name.removesuffix(".index.json") or not index.exists():
-        return [*names]
-    places = _places(index, index.stat().st_mtime_ns)
-    return [name for name in names if places.get(name, path.name) == path.name]
-
-
-@lru_cache(maxsize=1)  # shards are read one after another
-def _places(index: Path, modified: int) -> dict[str, str]:
-    return read_index(index)
 
 
 def _unpickle(path: Path) -> dict[str, Tensor]:

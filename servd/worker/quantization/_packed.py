@@ -1,17 +1,15 @@
 """Parts of formats in safetensors files: modules of several tensors, packed codes, zero points."""
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from servd.base.errors import ModelNotFound, UnsupportedModel
+from servd.base.errors import UnsupportedModel
 from servd.worker.layers.quantized import NamedTensors, Quantized
-from servd.worker.quantization._files import names_in
+from servd.worker.quantization._files import read_tensors
 
 Module = dict[str, Tensor]
 """Tensors of a module by their last name: "qweight", "scales", "weight.absmax"."""
@@ -27,27 +25,20 @@ def read_modules(
     module's weight; None: the module has no such weight. A module's parts may be in several files.
     Raises ModelNotFound for broken files; UnsupportedModel if a module is no matrix of this format.
     """
-    modules: dict[str, dict[str, Any]] = {}
-    with ExitStack() as stack:
-        for path in files:
-            try:
-                file = stack.enter_context(safe_open(path, framework="pt"))
-            except (OSError, SafetensorError) as error:
-                raise ModelNotFound(f"{path} cannot be read: {error}") from None
-            for name in names_in(path, file.keys()):
-                module, is_of_weight, leaf = name.partition(".weight.")
-                if is_of_weight:
-                    leaf = f"weight.{leaf}"
-                else:
-                    module, _, leaf = name.rpartition(".")
-                modules.setdefault(module, {})[leaf] = file
-        for name, leaves in modules.items():
-            prefix = f"{name}." if name else ""
-            module = {leaf: file.get_tensor(prefix + leaf) for leaf, file in leaves.items()}
-            if (weight := _decoded(name, module, decode)) is not None:
-                yield f"{prefix}weight", weight
-            for leaf, tensor in module.items():
-                yield prefix + leaf, tensor
+    modules: dict[str, Module] = {}
+    for name, tensor in read_tensors(files):
+        module, is_of_weight, leaf = name.partition(".weight.")
+        if is_of_weight:
+            leaf = f"weight.{leaf}"
+        else:
+            module, _, leaf = name.rpartition(".")
+        modules.setdefault(module, {})[leaf] = tensor
+    for name, module in modules.items():
+        prefix = f"{name}." if name else ""
+        if (weight := _decoded(name, module, decode)) is not None:
+            yield f"{prefix}weight", weight
+        for leaf, tensor in module.items():
+            yield prefix + leaf, tensor
 
 
 def _decoded(

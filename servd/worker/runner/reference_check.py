@@ -67,25 +67,24 @@ class ReferenceCheck:
         spec = runner.spec
         config = runner.config
         self.process: subprocess.Popen[bytes] | None = None
+        self.cached: Path | None = None  # the reference's file; None: nothing is compared
         self.files = pooling.read(spec)
         longest = min(max(LENGTHS), runner.max_model_len)
         limit = min(config.scheduler.max_num_batched_tokens or 0, len(LENGTHS) * longest)
         self.prompts = prompts(spec, limit)
-        is_wanted = config.model.check_vectors and config.model.load_format != "dummy"
-        self.is_on = (
-            is_wanted
-            and self.files.task != "generate"
-            and runner.max_num_seqs >= len(LENGTHS)
-            and quantization_of(spec.folder) is None
-            and not config.model.hf_overrides  # the reference would not have the overrides
-        )
-        self.cached = (
-            _cached(spec, config.model.load_format, len(self.prompts[-1])) if self.is_on else Path()
-        )
-        if self.is_on and runner.parallel.rank == 0 and not self.cached.exists():
-            module = "servd.worker.runner.reference_check"
-            command = [sys.executable, "-m", module, spec.folder, str(limit)]
-            command.append(str(self.cached))
+        if (
+            not config.model.check_vectors
+            or config.model.load_format == "dummy"
+            or self.files.task == "generate"
+            or runner.max_num_seqs < len(LENGTHS)
+            or quantization_of(spec.folder) is not None
+            or config.model.hf_overrides  # the reference would not have the overrides
+        ):
+            return
+        self.cached = _cached(spec, config.model.load_format, len(self.prompts[-1]))
+        if runner.parallel.rank == 0 and not self.cached.exists():
+            command = [sys.executable, "-m", "servd.worker.runner.reference_check"]
+            command += [spec.folder, str(limit), str(self.cached)]
             self.process = subprocess.Popen(
                 command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
             )
@@ -94,7 +93,7 @@ class ReferenceCheck:
         """Compare vectors; call this when steps can run. Raises UnsupportedModel if the model's
         vectors differ from the reference.
         """
-        if not self.is_on:
+        if self.cached is None:
             return
         vectors = self._compute(run_step)
         if self.runner.parallel.rank != 0:
@@ -140,7 +139,6 @@ class ReferenceCheck:
         self, run_step: Callable[[SchedulerOutput], ModelRunnerOutput]
     ) -> list[np.ndarray]:
         runner = self.runner
-        params = _params(self.files)
         new = []
         scheduled = []
         block = 0
@@ -149,26 +147,19 @@ class ReferenceCheck:
             end = block - (-len(ids) // size) * len(runner.kv_windows)
             blocks = list(range(block, end))
             block = end
-            row = params if not self.files.has_token_types else _pair(params, ids)
-            new.append(NewRequest(slot, ids, len(ids), 0, [], row, []))
+            params = _params(self.files, ids)
+            new.append(NewRequest(slot, ids, len(ids), 0, [], params, []))
             scheduled.append(ScheduledRequest(slot, len(ids), blocks, True, 0))
         pooled = run_step(SchedulerOutput(0, scheduled, new, [])).pooled
         run_step(SchedulerOutput(0, [], [], [*range(len(new))]))
         return [np.frombuffer(pooled[row], np.float32) for row in range(len(new))]
 
 
-def _params(files: PoolingSpec) -> PoolingParams:
-    if files.task == "classify":
-        return files.complete(PoolingParams(task="classify", normalize=False))
-    return files.complete(PoolingParams())
-
-
-def _pair(params: PoolingParams, ids: list[int]) -> PoolingParams:
-    if params.task != "classify":
-        return params
-    return PoolingParams(
-        pooling=params.pooling, normalize=False, task="classify", second_text=len(ids) // 2
-    )
+def _params(files: PoolingSpec, ids: list[int]) -> PoolingParams:
+    if files.task != "classify":
+        return files.complete(PoolingParams())
+    second_text = len(ids) // 2 if files.has_token_types else 0
+    return files.complete(PoolingParams(task="classify", normalize=False, second_text=second_text))
 
 
 def _cached(spec: ModelSpec, load_format: str, length: int) -> Path:
@@ -198,10 +189,10 @@ def reference(folder: str, limit: int) -> list[list[float]]:
     files = pooling.read(spec)
     is_head = files.task == "classify"
     kind: Any = transformers.AutoModel
-    if is_head:
-        kind = transformers.AutoModelForSequenceClassification
     if files.score_tokens:
         kind = transformers.AutoModelForCausalLM
+    elif is_head:
+        kind = transformers.AutoModelForSequenceClassification
     options: dict[str, Any] = {"dtype": "auto", "attn_implementation": "eager"}
     if read_json(Path(folder) / "config.json").get("model_type") == remote_code_configs.GTE:
         options["config"] = transformers.CONFIG_MAPPING["gte"].from_dict(spec.config)
