@@ -142,11 +142,19 @@ def test_other_tensors_are_of_known_parts_or_refused(tmp_path: Path, name: str, 
         check(tmp_path, model)
 
 
-@pytest.mark.parametrize("change", [{"norm_topk_prob": False}, {"num_experts_per_tok": None}])
-def test_keys_of_experts_that_differ_from_those_of_the_text_model(tmp_path: Path, change):
+@pytest.mark.parametrize(
+    ("model_type", "change"),
+    [
+        ("qwen3_vl_moe", {"norm_topk_prob": False}),
+        ("qwen3_vl_moe", {"num_experts_per_tok": None}),
+        ("qwen3_vl_moe", {"rope_parameters": None}),
+        ("qwen3_vl", {"rope_parameters": None}),
+    ],
+)
+def test_keys_that_differ_from_those_of_the_text_model(tmp_path: Path, model_type: str, change):
     import transformers
 
-    whole_model("qwen3_vl_moe").save_pretrained(tmp_path)
+    whole_model(model_type).save_pretrained(tmp_path)
     file = tmp_path / "config.json"
     config = json.loads(file.read_text())
     text = config["text_config"] | change
