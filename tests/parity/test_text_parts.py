@@ -149,6 +149,8 @@ def test_other_tensors_are_of_known_parts_or_refused(tmp_path: Path, name: str, 
         ("qwen3_vl_moe", {"num_experts_per_tok": None}),
         ("qwen3_vl_moe", {"rope_parameters": None}),
         ("qwen3_vl", {"rope_parameters": None}),
+        ("qwen2_vl", {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]}}),
+        ("qwen2_5_vl", {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]}}),
     ],
 )
 def test_keys_that_differ_from_those_of_the_text_model(tmp_path: Path, model_type: str, change):
