@@ -143,6 +143,12 @@ def test_a_number_of_a_rotation_that_is_none(copy, place: str, value: Any):
         answer_of_servd(copy("llama", rope_parameters=rope))
 
 
+@pytest.mark.parametrize("model_type", ["deepseek_v2", "deepseek_v3"])
+def test_a_head_of_deepseek_that_is_not_what_is_rotated(copy, model_type: str):
+    with pytest.raises(ConfigError, match="head_dim 2 is not"):
+        answer_of_servd(copy(model_type, head_dim=2))
+
+
 # ---- layers and classes ----
 
 

@@ -67,6 +67,8 @@ class DeepseekV2Attention(nn.Module):
         (_, latent) = self.latent_sizes
         if rope % 2:
             raise UnsupportedModel(f"qk_rope_head_dim {rope} is odd: positions turn pairs")
+        if (stated := config.get("head_dim")) not in (None, rope):
+            raise UnsupportedModel(f"head_dim {stated} is not the qk_rope_head_dim {rope}")
         value = config["v_head_dim"]
         self.num_heads = num_heads
         self.parallel = parallel
