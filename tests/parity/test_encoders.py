@@ -62,6 +62,18 @@ def test_hidden_states(tmp_path: Path, model_type: str, variant: str, backend: s
         torch.testing.assert_close(got.view(expected.shape), expected, atol=TOLERANCE, rtol=0)
 
 
+def test_norms_as_tensorflow_named_them(tmp_path: Path):
+    folder = make_checkpoint(tmp_path, "bert", next(iter(ENCODERS["bert"].values())), "AutoModel")
+    params = PoolingParams(pooling="all", normalize=False)
+    expected = run(folder, params)
+    tensors = load_file(folder / "model.safetensors")
+    for old, new in (("LayerNorm.weight", "LayerNorm.gamma"), ("LayerNorm.bias", "LayerNorm.beta")):
+        tensors = {name.replace(old, new): tensor for name, tensor in tensors.items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    for got, meant in zip(run(folder, params), expected, strict=True):
+        assert torch.equal(got, meant)
+
+
 @pytest.mark.parametrize(("model_type", "variant"), ALL)
 @torch.inference_mode()
 def test_classification_heads(tmp_path: Path, model_type: str, variant: str):

@@ -17,6 +17,8 @@ from servd.worker.layers.rotary import Rotation
 
 # Parts of names in the checkpoint -> parts of names here.
 NAMES = {
+    "LayerNorm.gamma": "LayerNorm.weight",  # checkpoints from TensorFlow
+    "LayerNorm.beta": "LayerNorm.bias",
     "bert.": "",
     "roberta.": "",
     "encoder.layer.": "layers.",
@@ -26,8 +28,6 @@ NAMES = {
     "intermediate.dense": "up",
     "output.dense": "down",
     "output.LayerNorm": "mlp_norm",
-    "LayerNorm.gamma": "LayerNorm.weight",  # checkpoints from TensorFlow
-    "LayerNorm.beta": "LayerNorm.bias",
 }
 UNUSED = ("cls.", "lm_head.")  # heads that predict masked tokens
 
