@@ -195,7 +195,8 @@ def make_folder(files: Sequence[Path], folder: Path) -> None:
             METADATA: json.dumps({key: _shorten(value) for key, value in values.items()}),
         }
     except DAMAGED as error:
-        raise ModelNotFound(f"{path}: its metadata is incomplete or wrong: {error!r}") from None
+        reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        raise ModelNotFound(f"{path}: its metadata is incomplete or wrong: {reason}") from None
     folder.mkdir()
     for name, content in contents.items():
         (folder / name).write_text(content, encoding="utf8")
