@@ -2,6 +2,7 @@
 
 import json
 import os
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -14,7 +15,7 @@ from servd.checkpoint.generation_config import (
 )
 from servd.checkpoint.hub import download_weights, find_model
 from servd.checkpoint.model_spec import FAKE_SPEC, read_spec
-from servd.checkpoint.weight_files import find_weight_files
+from servd.checkpoint.weight_files import check_regular, find_weight_files
 
 # config.json of the hub's `gpt2`, without the keys that nobody reads.
 GPT2 = {
@@ -196,6 +197,20 @@ def test_a_named_pipe_in_a_folder_is_not_opened(tmp_path, name):
     os.mkfifo(tmp_path / name)
     with pytest.raises(ModelNotFound, match=f"{name} is no regular file"):
         find_model(str(tmp_path))
+
+
+def test_files_that_cannot_be_looked_at_do_not_matter(tmp_path, monkeypatch):
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "other").touch()  # such as a link into a folder of another user
+    look = Path.stat
+
+    def stat(path, **options):
+        if path.name == "other":
+            raise PermissionError(13, "Permission denied", str(path))
+        return look(path, **options)
+
+    monkeypatch.setattr(Path, "stat", stat)
+    check_regular(tmp_path)
 
 
 @pytest.mark.parametrize("model", ["./nothing", "/nothing/at/all", "~/nothing", "a/b/c"])

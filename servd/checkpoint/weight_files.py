@@ -1,5 +1,7 @@
 """Lists the weight files of a checkpoint."""
 
+import stat
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -49,8 +51,9 @@ def read_header(path: Path) -> dict[str, Tensor]:
 def check_regular(folder: Path) -> None:
     """Raise ModelNotFound for a pipe or a device among a model's files: to read it would block."""
     for file in (*folder.glob("*"), *folder.glob("*/*")):
-        if file.is_fifo() or file.is_char_device():
-            raise ModelNotFound(f"{file} is no regular file")
+        with suppress(OSError):  # what is missing or closed blocks nobody
+            if stat.S_IFMT(file.stat().st_mode) in (stat.S_IFIFO, stat.S_IFCHR):
+                raise ModelNotFound(f"{file} is no regular file")
 
 
 def index_of(folder: Path, suffix: str = ".safetensors") -> Path:
