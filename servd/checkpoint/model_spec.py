@@ -35,7 +35,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: list[int]
     # config.json, or its text part; model files read their own keys from it.
     config: dict[str, Any]
-    generation: dict[str, Any] = {}  # see `_read_generation`
+    generation: dict[str, Any] = {}  # generation_config.json, or its keys in config.json
 
     @property
     def keeps_state(self) -> bool:
@@ -75,7 +75,7 @@ def read_spec(folder: Path | str, overrides: dict[str, Any] | None = None) -> Mo
     folder = Path(folder)
     config = override(read_config(folder), overrides or {})
     aliases = read_tables()["config"].aliases
-    generation = _read_generation(folder / "generation_config.json", config)
+    generation = read_json(folder / "generation_config.json", _generation_in(config))
 
     def wrong(why: str) -> UnsupportedModel:
         return UnsupportedModel(f"{folder}/config.json: {why}")
@@ -134,12 +134,8 @@ def read_spec(folder: Path | str, overrides: dict[str, Any] | None = None) -> Mo
     )
 
 
-def _read_generation(file: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """Return generation_config.json as it is, or else its keys in config.json, as older models have
-    them, like transformers.
-    """
-    if file.exists():
-        return read_json(file)
+def _generation_in(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of generation_config.json that older models have in config.json."""
     table = read_tables()["generation"]
     keys = config.keys() & {*table.used, *table.only} - {"eos_token_id"}
     return {key: config[key] for key in keys if config[key] != table.defaults.get(key)}

@@ -16,7 +16,6 @@ MAX_HEADER = 100_000_000  # bytes, as the safetensors library has it
 # Mistral's own format, adapters and variants beside a checkpoint.
 OTHER_WEIGHTS = ["consolidated*.safetensors", "adapter_*.safetensors", "model.?*.safetensors"]
 
-
 Offset = Annotated[int, Meta(ge=0)]
 
 
