@@ -109,8 +109,7 @@ def read_spec(folder: Path | str, overrides: dict[str, Any] | None = None) -> Mo
     eos = generation.get("eos_token_id", config.get("eos_token_id"))
     head_dim = size("head_dim", hidden_size // num_heads or 1)
     # Multi-head latent attention has sizes of its own.
-    is_divided = not (config.get("head_dim") or config.get("kv_lora_rank"))
-    if is_divided and hidden_size % num_heads:
+    if hidden_size % num_heads and not (config.get("head_dim") or config.get("kv_lora_rank")):
         raise wrong(f"hidden_size {hidden_size} is no multiple of {num_heads} heads")
     num_layers = size("num_hidden_layers")
     types = config.get("layer_types")

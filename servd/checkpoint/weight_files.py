@@ -1,6 +1,5 @@
 """Lists the weight files of a checkpoint."""
 
-import stat
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
@@ -40,8 +39,7 @@ def read_header(path: Path) -> dict[str, Tensor]:
         tensors = {name: msgspec.json.decode(raw, type=Tensor) for name, raw in entries.items()}
     except (ValueError, RecursionError):
         raise ModelNotFound(f"{path} is not a safetensors file, or is incomplete") from None
-    end = max((tensor.data_offsets[1] for tensor in tensors.values()), default=0)
-    expected = 8 + size + end
+    expected = 8 + size + max((tensor.data_offsets[1] for tensor in tensors.values()), default=0)
     if (num_bytes := path.stat().st_size) != expected:
         raise ModelNotFound(f"{path} has {num_bytes} bytes, and its header says {expected}")
     return tensors
@@ -51,7 +49,7 @@ def check_regular(folder: Path) -> None:
     """Raise ModelNotFound for a pipe or a device among a model's files: to read it would block."""
     for file in (*folder.glob("*"), *folder.glob("*/*")):
         with suppress(OSError):  # what is missing or closed blocks nobody
-            if stat.S_IFMT(file.stat().st_mode) in (stat.S_IFIFO, stat.S_IFCHR):
+            if file.is_fifo() or file.is_char_device():
                 raise ModelNotFound(f"{file} is no regular file")
 
 

@@ -157,11 +157,10 @@ def load_weights(
     """
     weights: dict[str, Weight] = dict(model.named_parameters())
     attentions = {name: m for name, m in model.named_modules() if isinstance(m, Attention)}
-    is_on_cuda = any(weight.is_cuda for weight in weights.values())
-    copy = Staging() if is_on_cuda else Tensor.copy_
+    first = next(iter(weights.values()))
+    copy = Staging() if first.is_cuda else Tensor.copy_
     files = find_weight_files(folder, load_format)
     _check(files)
-    first = next(iter(weights.values()))
     if not first.is_meta:  # a dry run comes before the load
         _log_choice(files)
     done = 0
