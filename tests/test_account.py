@@ -69,14 +69,15 @@ def test_keys_without_effect_pass(folder: Path, keys: dict[str, Any]):
 
 
 # Keys of published files that servd does not use: DeepSeek-R1-0528-Qwen3-8B, Gemma 2, Llama 2,
-# Pixtral, Qwen3-Coder, Qwen3.5, SmolLM3, SmolVLM, Snowflake Arctic, files of AutoRound and
-# GPTQModel.
+# Pixtral, Qwen2.5-7B-Instruct-1M, Qwen3-Coder, Qwen3.5, SmolLM3, SmolVLM, Snowflake Arctic, files
+# of AutoRound and GPTQModel.
 PUBLISHED: dict[str, dict[str, Any]] = {
     "config config.bert": {"eos_token_ids": 0, "is_decoder": False, "matryoshka_dimensions": [256]},
     "config config.gemma2": {"sliding_window_size": 4096},
     "config config.llama": {"do_sample": True, "is_decoder": True, "max_length": 4096}
     | {"neftune_noise_alpha": 0.0, "pixel_shuffle_factor": 4, "qk_layer_norms": False},
     "config config.mistral": {"is_composition": True},
+    "config config.qwen2": {"dual_chunk_attention_config": {"chunk_size": 262144}},
     "config config.qwen3_5_text": {"mlp_only_layers": [], "mtp_num_hidden_layers": 1},
     "config config.qwen3_moe": {
         "qkv_bias": False,

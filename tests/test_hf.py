@@ -2,9 +2,11 @@
 
 import json
 import os
+from pathlib import Path
 
 import msgspec
 import pytest
+from transformers import GenerationConfig
 
 from servd.base.errors import ConfigError, ModelNotFound, UnsupportedModel
 from servd.checkpoint.generation_config import (
@@ -14,7 +16,7 @@ from servd.checkpoint.generation_config import (
 )
 from servd.checkpoint.hub import download_weights, find_model
 from servd.checkpoint.model_spec import FAKE_SPEC, read_spec
-from servd.checkpoint.weight_files import find_weight_files
+from servd.checkpoint.weight_files import check_regular, find_weight_files
 
 # config.json of the hub's `gpt2`, without the keys that nobody reads.
 GPT2 = {
@@ -198,6 +200,20 @@ def test_a_named_pipe_in_a_folder_is_not_opened(tmp_path, name):
         find_model(str(tmp_path))
 
 
+def test_files_that_cannot_be_looked_at_do_not_matter(tmp_path, monkeypatch):
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "other").touch()  # such as a link into a folder of another user
+    look = Path.stat
+
+    def stat(path, **options):
+        if path.name == "other":
+            raise PermissionError(13, "Permission denied", str(path))
+        return look(path, **options)
+
+    monkeypatch.setattr(Path, "stat", stat)
+    check_regular(tmp_path)
+
+
 @pytest.mark.parametrize("model", ["./nothing", "/nothing/at/all", "~/nothing", "a/b/c"])
 @pytest.mark.parametrize("find", [find_model, download_weights])
 def test_a_path_is_never_looked_up_on_the_hub(model, find):
@@ -227,6 +243,32 @@ def test_generation_defaults_by_source(tmp_path):
         read_generation_defaults(spec, str(other))
     write(other, "generation_config.json", {"top_p": 0.5})
     assert read_generation_defaults(spec, str(other)) == {"top_p": 0.5}
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"do_sample": True, "temperature": 0.5, "top_p": 0.9, "min_p": 0.1},
+        {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3, "bad_words_ids": [[5]]},
+        {"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0},
+        {"max_new_tokens": 5, "top_k": 7, "eos_token_id": 3},
+    ],
+)
+def test_generation_defaults_in_config_json_count_without_the_other_file(tmp_path, keys):
+    write(tmp_path, "config.json", GPT2 | keys)
+    # As `from_pretrained` of a model reads it.
+    reference = GenerationConfig.from_pretrained(tmp_path, config_file_name="config.json")
+    usual = {"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0}
+    expected = {
+        key: value
+        for key in keys
+        if (value := getattr(reference, key)) is not None and value != usual.get(key)
+    }
+    spec = read_spec(tmp_path)
+    expected = {"eos_token_id": GPT2["eos_token_id"]} | expected
+    assert spec.generation | {"eos_token_id": spec.eos_token_ids[0]} == expected
+    write(tmp_path, "generation_config.json", {"top_k": 3})
+    assert read_spec(tmp_path).generation == {"top_k": 3}
 
 
 @pytest.mark.parametrize("where", ["config.json", "generation_config.json"])

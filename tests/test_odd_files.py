@@ -71,6 +71,9 @@ def test_part_that_is_no_object(folder: Path, key: str) -> None:
     change(folder / "config.json", **{key: [1]})
     with pytest.raises(ConfigError, match=key):
         start(folder)
+    change(folder / "config.json", model_type="qwen2_5_vl", vision_config={})
+    with pytest.raises(ConfigError, match=key):
+        start(folder)
 
 
 @pytest.mark.parametrize(

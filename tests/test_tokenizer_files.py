@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 
 from servd.api.text.tokenizer import Tokenizer
 from servd.base.errors import ModelNotFound
+from servd.checkpoint import tokenizer_files
 from servd.checkpoint.tokenizer_files import find_tokenizer, tokenizer_accounts
 
 CONFIG = "tokenizer_config.json"
@@ -190,6 +191,18 @@ def test_a_made_file_is_made_again_when_an_input_changes(tmp_path: Path, file: s
         (folder / name).write_text(content or file.replace("<think>", "<thunk>"))
     assert find_tokenizer(str(folder)) != made
     check(folder)
+
+
+def test_a_made_file_is_made_again_when_other_tokens_are_read(
+    tmp_path: Path, file: str, monkeypatch
+):
+    write(tmp_path, file, {ADDED: {"<x>": 302}})
+    made = find_tokenizer(str(tmp_path))
+    (tmp_path / "gone.json").symlink_to("nowhere")  # is no input
+    assert find_tokenizer(str(tmp_path)) == made
+    tokens = [AddedToken("<z>", special=True)]  # as another version of servd reads them
+    monkeypatch.setattr(tokenizer_files, "_tokens_to_add", lambda _: tokens)
+    assert "<z>" in find_tokenizer(str(tmp_path)).read_text(encoding="utf8")
 
 
 @pytest.mark.parametrize(

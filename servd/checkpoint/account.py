@@ -135,9 +135,7 @@ def is_number(value: Any) -> TypeGuard[float]:
 
 def is_like(value: Any, other: Any) -> bool:
     """Return whether a value has the type of another; floats may be whole numbers."""
-    if is_number(other):
-        return is_number(value)
-    return type(value) is type(other)
+    return is_number(value) if is_number(other) else type(value) is type(other)
 
 
 def _reason(tables: list[AccountTable], key: str, value: Any) -> str | None:

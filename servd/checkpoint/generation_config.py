@@ -42,7 +42,8 @@ def _read_generation(spec: ModelSpec, source: str) -> dict[str, Any]:
 def generation_accounts(spec: ModelSpec, source: str) -> Iterator[Account]:
     """Yield the account of generation_config.json; `source`: `--generation-config`."""
     if generation := _read_generation(spec, source):
-        yield account_for("generation_config.json", without_nulls(generation), "generation")
+        file = "generation_config.json or config.json"
+        yield account_for(file, without_nulls(generation), "generation")
 
 
 def read_generation_defaults(

@@ -35,7 +35,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: list[int]
     # config.json, or its text part; model files read their own keys from it.
     config: dict[str, Any]
-    generation: dict[str, Any] = {}  # generation_config.json as it is
+    generation: dict[str, Any] = {}  # generation_config.json, or its keys in config.json
 
     @property
     def keeps_state(self) -> bool:
@@ -75,7 +75,7 @@ def read_spec(folder: Path | str, overrides: dict[str, Any] | None = None) -> Mo
     folder = Path(folder)
     config = override(read_config(folder), overrides or {})
     aliases = read_tables()["config"].aliases
-    generation = read_json(folder / "generation_config.json", {})
+    generation = read_json(folder / "generation_config.json", _generation_in(config))
 
     def wrong(why: str) -> UnsupportedModel:
         return UnsupportedModel(f"{folder}/config.json: {why}")
@@ -109,8 +109,7 @@ def read_spec(folder: Path | str, overrides: dict[str, Any] | None = None) -> Mo
     eos = generation.get("eos_token_id", config.get("eos_token_id"))
     head_dim = size("head_dim", hidden_size // num_heads or 1)
     # Multi-head latent attention has sizes of its own.
-    is_divided = not (config.get("head_dim") or config.get("kv_lora_rank"))
-    if is_divided and hidden_size % num_heads:
+    if hidden_size % num_heads and not (config.get("head_dim") or config.get("kv_lora_rank")):
         raise wrong(f"hidden_size {hidden_size} is no multiple of {num_heads} heads")
     num_layers = size("num_hidden_layers")
     types = config.get("layer_types")
@@ -132,6 +131,13 @@ def read_spec(folder: Path | str, overrides: dict[str, Any] | None = None) -> Mo
         config=config,
         generation=generation,
     )
+
+
+def _generation_in(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of generation_config.json that older models have in config.json."""
+    table = read_tables()["generation"]
+    keys = config.keys() & {*table.used, *table.only} - {"eos_token_id"}
+    return {key: config[key] for key in keys if config[key] != table.defaults.get(key)}
 
 
 def _read_eos(folder: Path, eos: Any, vocab_size: int) -> list[int]:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from servd.checkpoint.account import object_in
+
 TEXT = "text_config"
 _DATA = tomllib.loads(Path(__file__).with_name("multimodal.toml").read_text(encoding="utf8"))
 CLASSES: dict[str, str] = _DATA["classes"]  # model_type of the part -> class of servd's model
@@ -30,7 +32,7 @@ def text_part(config: dict[str, Any]) -> dict[str, Any]:
     """Return config.json of the language model alone. A text model's config.json is unchanged."""
     if not is_part(config):
         return config
-    inner = config.get(TEXT) or {key: config[key] for key in config if key != "vision_config"}
+    inner = object_in(config, TEXT) or {k: v for k, v in config.items() if k != "vision_config"}
     model_type = str(inner.get("model_type") or config.get("model_type"))
     defaults = DEFAULTS.get(model_type, {})
     unread = UNREAD.get(model_type, [])

@@ -155,8 +155,6 @@ def _check_key(key: str, names: Iterable[str], why: str) -> None:
 
 def _check_type(key: str, value: Any, before: Any) -> None:
     """Check that a value has the type of `before`: the text "false" would count as true."""
-    if value is None or before is None or is_like(value, before):
-        return
-    if key in read_tables()["config"].untyped:
-        return
-    raise ConfigError(f"{FLAG} {key}: {value!r:.50} has another type than {before!r:.50}")
+    is_free = value is None or before is None or key in read_tables()["config"].untyped
+    if not (is_free or is_like(value, before)):
+        raise ConfigError(f"{FLAG} {key}: {value!r:.50} has another type than {before!r:.50}")

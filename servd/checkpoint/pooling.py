@@ -47,8 +47,6 @@ PURPOSES = {
     "search_query": ("search_query", "query"),
     "search_document": ("search_document", "document", "passage", "corpus"),
 }
-
-
 PACKAGE = re.compile(r"^sentence_transformers\.(.*\.)?")
 ORDER = re.compile("Transformer Pooling( Dense)*( Normalize)?")
 MODULES = "modules.json"
@@ -257,8 +255,7 @@ def accounts(spec: ModelSpec) -> Iterator[Account]:
         for (kind, place), entry in zip(_modules(folder), entries, strict=True):
             yield account_for(f"modules.json: {kind}", entry, "modules")
             if place != folder and (config := read_json(place / "config.json", {})):
-                name = f"{place.name}/config.json"
-                yield account_for(name, without_nulls(config), kind.lower())
+                yield account_for(f"{place.name}/config.json", without_nulls(config), kind.lower())
 
 
 def _modules(folder: Path) -> list[tuple[str, Path]]:

@@ -2,7 +2,9 @@
 servd never runs such code.
 """
 
-from typing import Any, TypeGuard
+from typing import Any
+
+from servd.checkpoint.account import is_number
 
 GTE = "new"  # Alibaba's name for it
 
@@ -22,17 +24,12 @@ def _rotation(config: dict[str, Any]) -> dict[str, Any]:
     rope = config.get("rope_scaling")
     if not isinstance(rope, dict) or rope.get("type") != "ntk" or rope.get("mixed_b") is not None:
         return {}
-    theta, heads, size = (
-        config.get(key) for key in ("rope_theta", "num_attention_heads", "hidden_size")
-    )
-    factor = rope.get("factor")
-    if not (_is_size(theta) and _is_size(heads) and _is_size(size) and _is_size(factor)):
+    keys = ("rope_theta", "num_attention_heads", "hidden_size")
+    numbers = [*map(config.get, keys), rope.get("factor")]
+    if not all(is_number(number) and number > 0 for number in numbers):
         return {}  # which is refused where they are read
+    (theta, heads, size, factor) = numbers
     return {
         "rope_theta": theta * factor,
         "rope_scaling": {"rope_type": "linear", "factor": factor ** (2 * heads / size)},
     }
-
-
-def _is_size(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and value > 0

@@ -66,7 +66,8 @@ def find_tokenizer(folder: str, trust_remote_code: bool = False) -> Path:
         tokens = _tokens_to_add(file)
     except (TypeError, ValueError, AttributeError, LookupError, RecursionError) as error:
         raise ModelNotFound(f"{folder}: its added tokens cannot be read: {error}") from None
-    return _make_file(file.parent, partial(_add_tokens, file, tokens)) if tokens else file
+    add = partial(_add_tokens, file, tokens)
+    return _make_file(file.parent, add, repr(tokens)) if tokens else file
 
 
 def read_backend(file: Path) -> Tokenizer:
@@ -220,9 +221,9 @@ def _convert_tokenizer(folder: Path, trust_remote_code: bool) -> Path:
     return _make_file(folder, convert, f"{version('transformers')} {trust_remote_code}")
 
 
-def _make_file(folder: Path, make: Callable[[Path], None], version: str = "") -> Path:
+def _make_file(folder: Path, make: Callable[[Path], None], version: str) -> Path:
     """Return a tokenizer.json that `make` writes to a folder in a cache of all servers, until one
     of the files that it may be made from changes.
     """
-    files = sorted({file for pattern in INPUTS for file in folder.glob(pattern)})
+    files = sorted({x for pattern in INPUTS for x in folder.glob(pattern) if x.exists()})
     return make_cached_folder("tokenizers", files, version, make) / "tokenizer.json"

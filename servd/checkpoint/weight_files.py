@@ -1,5 +1,6 @@
 """Lists the weight files of a checkpoint."""
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +14,6 @@ from servd.checkpoint.config_json import read_json
 MAX_HEADER = 100_000_000  # bytes, as the safetensors library has it
 # Mistral's own format, adapters and variants beside a checkpoint.
 OTHER_WEIGHTS = ["consolidated*.safetensors", "adapter_*.safetensors", "model.?*.safetensors"]
-
 
 Offset = Annotated[int, Meta(ge=0)]
 
@@ -39,8 +39,7 @@ def read_header(path: Path) -> dict[str, Tensor]:
         tensors = {name: msgspec.json.decode(raw, type=Tensor) for name, raw in entries.items()}
     except (ValueError, RecursionError):
         raise ModelNotFound(f"{path} is not a safetensors file, or is incomplete") from None
-    end = max((tensor.data_offsets[1] for tensor in tensors.values()), default=0)
-    expected = 8 + size + end
+    expected = 8 + size + max((tensor.data_offsets[1] for tensor in tensors.values()), default=0)
     if (num_bytes := path.stat().st_size) != expected:
         raise ModelNotFound(f"{path} has {num_bytes} bytes, and its header says {expected}")
     return tensors
@@ -49,8 +48,9 @@ def read_header(path: Path) -> dict[str, Tensor]:
 def check_regular(folder: Path) -> None:
     """Raise ModelNotFound for a pipe or a device among a model's files: to read it would block."""
     for file in (*folder.glob("*"), *folder.glob("*/*")):
-        if file.is_fifo() or file.is_char_device():
-            raise ModelNotFound(f"{file} is no regular file")
+        with suppress(OSError):  # what is missing or closed blocks nobody
+            if file.is_fifo() or file.is_char_device():
+                raise ModelNotFound(f"{file} is no regular file")
 
 
 def index_of(folder: Path, suffix: str = ".safetensors") -> Path:

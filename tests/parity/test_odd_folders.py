@@ -111,6 +111,10 @@ PLACES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"original_max_position_embeddings": 128, "max_position_embeddings": 512},
     ),
     "qwen3_next": ("qwen3_next", {"rope_scaling": YARN | {"partial_rotary_factor": 0.5}} | FIRST),
+    "qwen3_next, a small base": (
+        "qwen3_next",
+        {"rope_parameters": YARN | FIRST | {"partial_rotary_factor": 0.5, "rope_theta": 1.5}},
+    ),
 }
 
 

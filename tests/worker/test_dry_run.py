@@ -18,7 +18,7 @@ from servd.worker.runner import dry_run
 from servd.worker.runner.cpu_model_runner import CPUModelRunner
 from servd.worker.worker import Worker
 from tests.parity.families import CASES, make_checkpoint
-from tests.worker.driver import config_for
+from tests.worker.driver import Driver, config_for
 from tests.worker.spec_decode import checkpoints
 
 FAMILIES = [(family, variant, {}) for family, variants in CASES.items() for variant in variants]
@@ -111,6 +111,22 @@ class Meter:
 
     def held(self) -> int:
         return 0
+
+
+def test_what_is_odd_about_files_is_said_by_the_load_alone(tmp_path: Path, caplog):
+    folder = make_checkpoint(tmp_path / "m", "llama", CASES["llama"]["untied"])
+    (folder / "other.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    text = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(
+        '{"quantization_config": {"quant_method": "fp8"},' + text[1:]
+    )
+    config = config_for(folder)
+    with caplog.at_level(logging.INFO, logger="servd.worker"):
+        dry_run.plan(config, read_spec(folder))
+        Driver(config)
+    said = [record.getMessage() for record in caplog.records]
+    for words in ("no layer is quantized", "weight files are read"):
+        assert sum(words in message for message in said) == 1
 
 
 @pytest.mark.parametrize("utilization", [0.5, 0.15])

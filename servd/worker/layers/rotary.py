@@ -141,7 +141,7 @@ def _yarn(inv_freq: Tensor, rope: dict[str, Any], spec: ModelSpec) -> tuple[Tens
         first = math.floor(first)
         last = math.ceil(last)
     first = max(first, 0)
-    last = min(last, spec.head_dim - 1)
+    last = min(last, 2 * num_pairs - 1)
     if first == last:
         last += 0.001
     interpolated = ((torch.arange(num_pairs, dtype=torch.float32) - first) / (last - first)).clamp(

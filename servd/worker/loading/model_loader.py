@@ -157,18 +157,19 @@ def load_weights(
     """
     weights: dict[str, Weight] = dict(model.named_parameters())
     attentions = {name: m for name, m in model.named_modules() if isinstance(m, Attention)}
-    is_on_cuda = any(weight.is_cuda for weight in weights.values())
-    copy = Staging() if is_on_cuda else Tensor.copy_
+    first = next(iter(weights.values()))
+    copy = Staging() if first.is_cuda else Tensor.copy_
     files = find_weight_files(folder, load_format)
     _check(files)
-    _log_choice(files)
+    if not first.is_meta:  # a dry run comes before the load
+        _log_choice(files)
     done = 0
     total = sum(file.stat().st_size for file in files)
     names = set[str]()
     num_quantized = 0
     plain: list[str] = []  # matrices of layers that the importance matrix lacks
     convert = getattr(model, "convert", iter)  # maps tensors to the model's names
-    for name, tensor in convert(_checkpoint(files, next(iter(weights.values())))):
+    for name, tensor in convert(_checkpoint(files, first)):
         try:
             renamed = rename(name)
             is_quantized = isinstance(tensor, Quantized)
@@ -193,7 +194,7 @@ def load_weights(
         _check_importance(make.importance.keys(), names, plain)
     _check_complete(folder, weights)
     method = quant_method_of(folder, None)
-    if method not in (None, "gguf") and not num_quantized:
+    if method not in (None, "gguf") and not (num_quantized or first.is_meta):
         log.warning("the checkpoint states quantization by %s, but no layer is quantized", method)
 
 
