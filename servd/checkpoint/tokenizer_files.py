@@ -44,6 +44,7 @@ AGREED = {
     "strip_accents": "strip_accents",
     "tokenize_chinese_chars": "handle_chinese_chars",
 }
+MAX_HEAD = 1 << 22  # bytes before the vocabulary of tokenizer.json
 INPUTS = ("*.json", "*.model", "*.txt", "*.tiktoken", "*.py")
 
 
@@ -108,15 +109,14 @@ def tokenizer_accounts(folder: Path | str) -> Iterator[Account]:
     if special := read_json(folder / SPECIAL, {}):
         yield account_for(SPECIAL, special, "special_tokens_map")
     if table == "tokenizer.json" and config.get("tokenizer_class") not in GENERIC_CLASSES:
-        parts = _read_parts(folder / "tokenizer.json")
-        parts.pop("model", None)
-        text = str(b"".join(parts.values()), "utf8")
+        with (folder / "tokenizer.json").open("rb") as file:
+            head = file.read(MAX_HEAD).partition(b'"model":')[0].decode("utf8", "replace")
         contrary: dict[str, Any] = {}
         for key, leaf in AGREED.items():
-            made = re.search(rf'"{leaf}":\s*(\w+)', text)
+            made = re.search(rf'"{leaf}":\s*(\w+)', head)
             if made and config.get(key) is not None and made[1] != json.dumps(config[key]):
                 contrary[key] = config[key]
-        scheme = re.search(r'"prepend_scheme":\s*"(\w+)"', text)
+        scheme = re.search(r'"prepend_scheme":\s*"(\w+)"', head)
         if scheme and config.get("add_prefix_space") is (scheme[1] == "never"):
             contrary["add_prefix_space"] = config["add_prefix_space"]
         if contrary:
