@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import os
 import time
@@ -71,8 +72,9 @@ EXPOSED_HEADERS = [
 ]
 
 # Path of llama-server -> what servd has in its place.
+MAX_PATH = 200  # characters of a path that are compared and shown
 LLAMA_SERVER_PATHS = {
-    "/completion": "/v1/completions, with `max_tokens` for `n_predict`",
+    "/completion": "/v1/completions",
     "/infill": "/v1/completions with `suffix`",
     "/apply-template": "/v1/chat/completions/render",
     "/embedding": "/v1/embeddings",
@@ -196,7 +198,7 @@ def cross_origin(access: AccessConfig) -> Middleware:
 async def answer_error(request: Request, error: Exception) -> Response:
     """Return the response to an error of the router or of a route, in OpenAI's form."""
     method = request.method
-    path = request.scope["path"][:200]
+    path = request.scope["path"][:MAX_PATH]
     if isinstance(error, HTTPException) and error.status_code == 404:  # the router's
         error = NotFound(f"there is no route {method} {path}{_what_was_meant(request)}")
     elif isinstance(error, HTTPException) and error.status_code == 405:
@@ -226,7 +228,8 @@ def _what_was_meant(request: Request) -> str:
         return f": servd has {meant}"
     if f"/v1{path}" in paths:
         return f": it is /v1{path}; the base URL of OpenAI's clients ends with /v1"
-    return ""
+    alike = difflib.get_close_matches(path[:MAX_PATH], paths, 1, cutoff=0.9)
+    return f": did you mean {alike[0]}?" if alike else ""
 
 
 def _fingerprint(config: Config) -> str:

@@ -220,6 +220,18 @@ async def test_sampling_fields_reach_the_engine(served: Served):
         assert (request.options, request.eos_token_ids) == (sent.options, [])
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_names_of_llama_server_are_read(served: Served, path: str):
+    prompt = {"messages": user("hi")} if "chat" in path else {"prompt": "hi"}
+    body = prompt | {"model": MODEL, "n_predict": 3, "repeat_penalty": 1.3}
+    answer = await served.http.post(path, json=body)
+    assert answer.json()["usage"]["completion_tokens"] == 3
+    (sent,) = requests_sent(served.engine)
+    assert sent.params.repetition_penalty == 1.3
+    refused = await served.http.post(path, json=body | {"n_predict": -1})
+    assert refused.status_code == 400 and "must be at least" in refused.text
+
+
 async def test_requests_and_options_win_over_the_generation_config():
     generation = {"temperature": 0.25, "top_k": 9, "top_p": 0.5}
     spec = msgspec.structs.replace(FAKE_SPEC, generation=generation)

@@ -659,6 +659,15 @@ async def test_options_name_the_methods_of_the_matched_route_alone(http, path, m
         assert (answer.status_code, answer.headers["allow"]) == (405, methods)
 
 
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [("/v1/chat/completion", "/v1/chat/completions"), ("/v1/embedings", "/v1/embeddings")],
+)
+async def test_a_typo_in_a_path_names_the_route(http, path: str, meant: str):
+    assert check(await http.post(path), 404).endswith(f"did you mean {meant}?")
+    assert not check(await http.post("/v1/" + "x" * 9000), 404).endswith("?")
+
+
 @pytest.mark.parametrize("path", ["/v1/responses/compact", "/v1/responses/compact/cancel"])
 async def test_the_name_of_a_route_that_servd_lacks_is_no_response(http, path):
     for method in ("OPTIONS", "POST", "GET", "DELETE"):

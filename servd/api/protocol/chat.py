@@ -6,11 +6,12 @@ from typing import Annotated, Any, Literal, NotRequired, cast
 
 import msgspec
 from msgspec import UNSET, UnsetType
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
 from servd.api.protocol.generation import (
+    LIMIT_ALIAS,
     GenerationRequest,
     KVTransferAnswer,
     PromptLogprobs,
@@ -232,7 +233,10 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
 
     messages: Messages
     """The conversation."""
-    max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX), Whole] | None = None
+    max_tokens: Annotated[
+        Annotated[int, Field(ge=1, le=INT32_MAX), Whole] | None,
+        Field(validation_alias=AliasChoices("max_tokens", LIMIT_ALIAS)),
+    ] = None
     """Former name of `max_completion_tokens`."""
     max_completion_tokens: Annotated[int, Field(ge=1, le=INT32_MAX), Whole] | None = None
     """Maximum number of output tokens. Default: up to the end of the context."""

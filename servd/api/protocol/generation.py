@@ -48,6 +48,7 @@ WITH_BEAMS = {
 }
 IDLE_WITH_BEAMS = ("temperature", "top_p", "top_k", "min_p", "seed", "speculative")
 ONLY_WITH_BEAMS = ("early_stopping", "length_penalty")
+LIMIT_ALIAS = "n_predict"  # llama-server's
 BUDGET_ALIASES = ("thinking_budget_tokens", "reasoning_budget_tokens")  # llama-server's
 MAX_RETENTION = 86400.0  # seconds
 DEFAULTS = msgspec.structs.asdict(SamplingParams())
@@ -154,11 +155,17 @@ class GenerationRequest(StructuredRequest):
     """Lower the logit of each token that is in the output."""
     frequency_penalty: Annotated[float, BoundsOf("frequency_penalty")] | None = None
     """Lower a token's logit for each time it is in the output."""
-    repetition_penalty: Annotated[float, BoundsOf("repetition_penalty")] | None = None
+    repetition_penalty: Annotated[
+        Annotated[float, BoundsOf("repetition_penalty")] | None,
+        Field(validation_alias=AliasChoices("repetition_penalty", "repeat_penalty")),
+    ] = None
     """Scale the logits of tokens in the prompt or the output. Above 1 makes them less likely."""
     seed: Annotated[Int, BoundsOf("seed")] | None = None
     """Requests with the same seed and parameters return the same text, whatever the load."""
-    max_tokens: Annotated[Int, BoundsOf("max_tokens")] | None = None
+    max_tokens: Annotated[
+        Annotated[Int, BoundsOf("max_tokens")] | None,
+        Field(validation_alias=AliasChoices("max_tokens", LIMIT_ALIAS)),
+    ] = None
     """Maximum number of output tokens."""
     min_tokens: Annotated[Int, BoundsOf("min_tokens")] | None = None
     """Minimum number of output tokens."""
