@@ -157,7 +157,7 @@ def as_folder(path: Path) -> Path:
     files = [*name_parts(path)]
     check_files(files)
     # Raise the number when what is made changes.
-    return make_cached_folder("gguf", files, "7", partial(make_folder, files))
+    return make_cached_folder("gguf", files, "8", partial(make_folder, files))
 
 
 def make_folder(files: Sequence[Path], folder: Path) -> None:
@@ -190,7 +190,8 @@ def make_folder(files: Sequence[Path], folder: Path) -> None:
             "config.json": json.dumps(config, allow_nan=False),
             "tokenizer_config.json": json.dumps(make_tokenizer_config(values)),
             "generation_config.json": json.dumps(
-                {key: values[name] for key, name in TABLE["sampling"].items() if name in values}
+                TABLE["default_sampling"]
+                | {key: values[name] for key, name in TABLE["sampling"].items() if name in values}
             ),
             METADATA: json.dumps({key: _shorten(value) for key, value in values.items()}),
         }

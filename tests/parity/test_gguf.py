@@ -210,11 +210,16 @@ def test_metadata_without_effect_is_known(written, monkeypatch):
 
 
 def test_sampling_parameters_are_the_files(written, monkeypatch):
+    """Those that the file has not are llama.cpp's: --temp, --top-k, --top-p, --min-p."""
     _, file = written("llama")
+    spec = model_spec.read_spec(hub.find_model(str(file)))
+    usual = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
+    assert generation_config.read_generation_defaults(spec, "auto") == usual
+    assert generation_config.read_generation_defaults(spec, "vllm") == {}
     values = {"temp": 0.6, "top_k": 20, "penalty_repeat": 1.1}
     change_all(monkeypatch, {f"general.sampling.{key}": value for key, value in values.items()})
     spec = model_spec.read_spec(hub.find_model(str(file)))
-    expected = {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1}
+    expected = usual | {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1}
     assert generation_config.read_generation_defaults(spec, "auto") == expected
 
 
