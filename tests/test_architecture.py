@@ -459,8 +459,9 @@ def test_classes_of_models_are_at_most_two_deep():
 # (230), weights, heads and rotations (259), tokenizers and GGUF (285), adapters and vectors (220).
 # The shape and the names of the system, whose files and classes came first (1,440): what they make
 # superfluous is to be deleted in the same issue, until 56,000 are left. `servd trace` (410; it was
-# 267 in tools/) and collective_rpc with its checks of new weights (520).
-MAX_LINES = 64_392
+# 267 in tools/) and collective_rpc with its checks of new weights (520). Sampling parameters that
+# hold, listed and shown, and a limit of answers in chats (50).
+MAX_LINES = 64_443
 
 
 def test_the_package_stays_small():

@@ -14,6 +14,8 @@ class ModelCard(msgspec.Struct, tag_field="object", tag="model"):
     max_model_len: int  # prompt plus output, in tokens
     owned_by: str = "servd"
     parent: str | None = None
+    # Sampling parameters of requests that state none; OpenRouter's name.
+    default_parameters: dict[str, int | float] = {}
     permission: list[Any] = []  # an old field of OpenAI's that some clients require
 
 
