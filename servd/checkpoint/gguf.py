@@ -49,15 +49,9 @@ def open_file(
 ) -> tuple[GGUFReader, dict[str, Any]]:
     """Map a file; return its reader and its metadata, in which lists of texts are empty without
     `has_texts`. In mode "c", tensors can be written to, as torch wants; Linux refuses that for
-    files larger than memory. Raises ModelNotFound if the file is missing, not GGUF, or damaged;
-    UnsupportedModel if the package `gguf` is not installed.
+    files larger than memory. Raises ModelNotFound if the file is missing, not GGUF, or damaged.
     """
-    try:
-        reader_class = compat.make_gguf_reader(MAX_LENGTH, MAX_HEADER, has_texts)
-    except ImportError:
-        raise UnsupportedModel(
-            f'{path}: reading GGUF needs the package gguf: pip install "servd[gguf]"'
-        ) from None
+    reader_class = compat.make_gguf_reader(MAX_LENGTH, MAX_HEADER, has_texts)
     try:
         reader = reader_class(path, mode)
         return reader, {name: field.contents() for name, field in reader.fields.items()}

@@ -4,22 +4,21 @@ import os
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 
-gguf = pytest.importorskip("gguf")
-
-from servd.base.errors import ModelNotFound, UnsupportedModel  # noqa: E402
-from servd.checkpoint import config_json, generation_config, hub, model_spec, weight_files  # noqa: E402
-from servd.checkpoint import gguf as servd_gguf  # noqa: E402
-from servd.checkpoint.gguf import ARCHITECTURES, gguf_accounts  # noqa: E402
-from servd.worker.quantization import gguf as worker_gguf  # noqa: E402
-from tests import gguf_files  # noqa: E402
-from tests.gguf_files import Quant, write_model  # noqa: E402
-from tests.parity import families  # noqa: E402
-from tests.parity.families import make_checkpoint, reference  # noqa: E402
-from tests.parity.test_models import NUM_OUTPUTS, check, prompts  # noqa: E402
-from tests.worker.driver import Driver, config_for  # noqa: E402
+from servd.base.errors import ModelNotFound, UnsupportedModel
+from servd.checkpoint import config_json, generation_config, hub, model_spec, weight_files
+from servd.checkpoint import gguf as servd_gguf
+from servd.checkpoint.gguf import ARCHITECTURES, gguf_accounts
+from servd.worker.quantization import gguf as worker_gguf
+from tests import gguf_files
+from tests.gguf_files import Quant, write_model
+from tests.parity import families
+from tests.parity.families import make_checkpoint, reference
+from tests.parity.test_models import NUM_OUTPUTS, check, prompts
+from tests.worker.driver import Driver, config_for
 
 ORIGINAL_OPEN = servd_gguf.open_file
 LLAMA = families.LLAMA | {"head_dim": 16, "hidden_size": 64, "num_attention_heads": 4}
