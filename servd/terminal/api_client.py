@@ -136,14 +136,11 @@ class Client:
                 f"no server answers at {self.url} ({error}); start one with `servd serve`"
             ) from None
         try:
-            error = json.loads(answer)["error"]
-            message = error["message"]  # the server's own words
-            is_too_long = error.get("code") == ContextTooLong.default_code
+            message = json.loads(answer)["error"]["message"]  # the server's own words
         except (ValueError, KeyError, TypeError):
             message = f"{reply.status_code} {reply.reason_phrase}"
-            is_too_long = False
         hint = "; give a key with --api-key or $SERVD_API_KEY" if reply.status_code == 401 else ""
-        kind = ContextTooLong if is_too_long else ServdError
+        kind = ContextTooLong if b"context_length_exceeded" in answer else ServdError
         raise kind(f"{self.url}{path}: {message}{hint}")
 
     def get(self, path: str) -> Any:

@@ -14,8 +14,7 @@ class ModelCard(msgspec.Struct, tag_field="object", tag="model"):
     max_model_len: int  # prompt plus output, in tokens
     owned_by: str = "servd"
     parent: str | None = None
-    # Sampling parameters of requests that state none; OpenRouter's name.
-    default_parameters: dict[str, int | float] = {}
+    default_parameters: dict[str, int | float] = {}  # of sampling; OpenRouter's name
     permission: list[Any] = []  # an old field of OpenAI's that some clients require
 
 
