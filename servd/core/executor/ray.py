@@ -4,9 +4,11 @@ Ray chooses the hosts, starts an actor in each bundle, gives it the keys of serv
 reports actors that exit. Messages use servd's own channel.
 """
 
+import fcntl
 import importlib
 import os
 import socket
+import struct
 import threading
 import time
 from collections.abc import Sequence
@@ -26,6 +28,9 @@ from servd.ipc.hub import Hub, HubReceiver, HubSender
 from servd.ipc.start_messages import StartWorker
 from servd.messages.engine import FromWorker, WorkerReady
 
+# Name the interface over which gloo and NCCL connect workers.
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+SIOCGIFADDR = 0x8915  # netdevice(7): the IPv4 address of an interface
 PLACEMENT_TIMEOUT = 60.0  # seconds in which bundles become free, or nodes are added
 
 
@@ -75,6 +80,21 @@ def clock_offset(ray: Any, actor: Any) -> int:
     return offset if abs(offset) > after - before else 0
 
 
+def interface_of(address: str) -> str | None:
+    """Return the name of this host's network interface with an IPv4 address; None: there is none,
+    or it is an IPv6 address.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                reply = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))
+            except OSError:  # an interface without an IPv4 address
+                continue
+            if socket.inet_ntoa(reply[20:24]) == address:
+                return name
+    return None
+
+
 class WorkerActor:
     """The actor of a bundle: runs a worker process on the host that Ray chose."""
 
@@ -98,6 +118,9 @@ class WorkerActor:
             hub.download_weights(model.model, model.revision, model.download_dir, model.load_format)
         num_threads = max((os.cpu_count() or 1) // num_here, 1)
         env = {"OMP_NUM_THREADS": str(num_threads), CLOCK_OFFSET: str(offset)}  # Ray's is 1
+        # Without a name, gloo takes the interface that this host's name resolves to: on Debian, lo.
+        if interface := interface_of(library().util.get_node_ip_address()):
+            env |= {name: os.environ.get(name, interface) for name in INTERFACE_VARIABLES}
         module = MultiProcExecutor.worker_module
         return Child(f"worker-{start.rank}", module, start, env=env).process.wait()
 

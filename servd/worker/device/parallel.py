@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,7 +12,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from servd.base.errors import ConfigError
+
 log = logging.getLogger("servd.worker")
+
+
+def _address_of_name() -> str:
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError as error:
+        return f"without an address ({error})"
 
 
 @dataclass(frozen=True)
@@ -38,7 +48,7 @@ class Parallel:
         has_whole_experts: bool = False,
     ) -> Parallel:
         """Join the other workers at `init_method` ("tcp://127.0.0.1:29500") as number `rank` of all
-        workers. Block until all have joined.
+        workers. Block until all have joined. Raises ConfigError if they cannot be reached.
         """
         stage = rank // size
         group = None
@@ -46,7 +56,16 @@ class Parallel:
         if total > 1:
             assert init_method is not None, "several ranks need an address to meet at"
             backend = "nccl" if device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=total)
+            try:
+                dist.init_process_group(
+                    backend, init_method=init_method, rank=rank, world_size=total
+                )
+            except RuntimeError as error:
+                raise ConfigError(
+                    f"rank {rank} of {total} cannot join the others at {init_method}: {error}. "
+                    f"This host's name is {_address_of_name()}: if {backend} takes that interface, "
+                    f"and it is the wrong one, set {backend.upper()}_SOCKET_IFNAME"
+                ) from None
             log.info("rank %d of %d connected over %s", rank, total, backend)
             if size < total:  # every rank takes part in making every group
                 groups = [dist.new_group(range(i, i + size)) for i in range(0, total, size)]
