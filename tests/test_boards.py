@@ -123,6 +123,15 @@ def test_compose_starts_the_monitoring():
         assert f'"uid": "{source["uid"]}"' in board.read_text()
 
 
+def test_compose_lets_nobody_in_from_outside_unless_asked():
+    services = read(DOCKER / "compose.yaml")["services"]
+    ports = [
+        port for name in services if name != "caddy" for port in services[name].get("ports", [])
+    ]
+    assert len(ports) == 3
+    assert all(port.startswith(("${BIND:-127.0.0.1}:", "127.0.0.1:")) for port in ports)
+
+
 def test_compose_puts_caddy_in_front():
     """Caddy's file leads to a name that the server has, and knows the domain."""
     compose = read(DOCKER / "compose.yaml")

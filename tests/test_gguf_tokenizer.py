@@ -9,12 +9,10 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-gguf = pytest.importorskip("gguf")
-
-from servd.api.text.tokenizer import Tokenizer  # noqa: E402
-from servd.checkpoint import gguf_tokenizer, hub  # noqa: E402
-from servd.checkpoint.gguf import TABLE  # noqa: E402
-from tests.gguf_files import write_model  # noqa: E402
+from servd.api.text.tokenizer import Tokenizer
+from servd.checkpoint import gguf_tokenizer, hub
+from servd.checkpoint.gguf import TABLE
+from tests.gguf_files import write_model
 
 WORDS = (
     "the tokenizer of a file reads words and  spaces, the words of a file are read and then they "

@@ -71,14 +71,14 @@ class LoopLag:
     worst: float = 0.0  # seconds, since the last warning
     next_warning: float = 0.0
 
-    def sample(self) -> None:
-        """Record the lag, and warn if it is long. The server calls this every TICK seconds."""
+    def sample(self, is_starting: bool = False) -> None:
+        """Record the lag, every TICK seconds. Warn if it is long, unless the server is starting."""
         now = time.monotonic()
         lag = max(now - self.last - TICK, 0.0)
         self.last = now
         self.metrics.observe_lag(lag)
         self.metrics.counters["servd:dropped_log_lines"].inc(log.take_dropped())
-        self.worst = max(self.worst, lag)
+        self.worst = 0.0 if is_starting else max(self.worst, lag)
         if self.worst >= LONG_LAG and now >= self.next_warning:
             logger.warning("the event loop was blocked for %.2f s", self.worst)
             self.worst = 0.0
@@ -135,7 +135,7 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Do the periodic work, every TICK seconds. Return True to make uvicorn stop the server."""
-        self.lag.sample()
+        self.lag.sample(is_starting=not self.has_announced)
         self.heartbeat.beat()
         self.heartbeat.get_ready()
         while not self.reloads.empty():

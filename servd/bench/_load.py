@@ -1,47 +1,20 @@
 """Load generator for OpenAI-compatible servers: sends completions, records when chunks arrive."""
 
 import asyncio
-import itertools
 import json
 import random
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 from tqdm import tqdm
 
 from servd.bench._data import BenchPrompt
+from servd.bench._report import Record
 from servd.config.keys import clean_key
-
-
-@dataclass
-class Record:
-    """The record of one request. Times are seconds of the client's monotonic clock."""
-
-    num_prompt_tokens: int = 0
-    num_output_tokens: int = 0
-    started: float = 0.0
-    chunks: list[float] = field(default_factory=list)  # arrival of every chunk with text
-    ended: float = 0.0
-    error: str | None = None
-
-    @property
-    def ttft(self) -> float:
-        return self.chunks[0] - self.started
-
-    @property
-    def tpot(self) -> float | None:
-        """The time per output token after the first; None with a single token."""
-        if self.num_output_tokens < 2:
-            return None
-        return (self.chunks[-1] - self.chunks[0]) / (self.num_output_tokens - 1)
-
-    @property
-    def itl(self) -> list[float]:
-        return [after - before for before, after in itertools.pairwise(self.chunks)]
 
 
 @dataclass(frozen=True)

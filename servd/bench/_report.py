@@ -1,13 +1,14 @@
 """The figures of a measurement: times of requests, printed and as JSON."""
 
 import argparse
+import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from servd.base.errors import ServdError
-from servd.bench._load import Record
 from servd.terminal.output import format_row, write_json
 
 PERCENTILES = (50, 90, 99)
@@ -24,6 +25,33 @@ NAMES = {
 }
 SPREADS = {"ttft": "ttft_ms", "tpot": "tpot_ms", "itl": "itl_ms", "e2el": "request_ms"}
 COLUMNS = {"mean": "mean", "median": "p50", "p90": "p90", "p99": "p99"}
+
+
+@dataclass
+class Record:
+    """The record of one request. Times are seconds of the client's monotonic clock."""
+
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    started: float = 0.0
+    chunks: list[float] = field(default_factory=list)  # arrival of every chunk with text
+    ended: float = 0.0
+    error: str | None = None
+
+    @property
+    def ttft(self) -> float:
+        return self.chunks[0] - self.started
+
+    @property
+    def tpot(self) -> float | None:
+        """The time per output token after the first; None with a single token."""
+        if self.num_output_tokens < 2:
+            return None
+        return (self.chunks[-1] - self.chunks[0]) / (self.num_output_tokens - 1)
+
+    @property
+    def itl(self) -> list[float]:
+        return [after - before for before, after in itertools.pairwise(self.chunks)]
 
 
 def summarise(records: Sequence[Record], seconds: float) -> dict[str, Any]:

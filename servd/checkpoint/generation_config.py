@@ -11,7 +11,10 @@ from servd.base.errors import ConfigError, ModelNotFound
 from servd.checkpoint.account import Account, account_for, without_nulls
 from servd.checkpoint.config_json import read_json
 from servd.checkpoint.model_spec import MAX_SIZE, ModelSpec
-from servd.messages.params import MinP, RepetitionPenalty, Temperature, TopK, TopP
+from servd.messages.params import MinP, RepetitionPenalty, SamplingParams, Temperature, TopK, TopP
+
+PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+LISTED = ("temperature", "top_p", "top_k", "min_p", *PENALTIES, "max_tokens")
 
 
 class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -68,3 +71,9 @@ def read_generation_defaults(
     if "max_new_tokens" in defaults:
         defaults["max_tokens"] = defaults.pop("max_new_tokens")
     return defaults
+
+
+def list_parameters(defaults: dict[str, Any]) -> dict[str, int | float]:
+    """Return what holds for requests without sampling parameters. `defaults`: those above."""
+    params = SamplingParams(**dict[str, Any](max_tokens=None) | defaults)
+    return without_nulls({name: getattr(params, name) for name in LISTED})

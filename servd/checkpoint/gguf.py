@@ -49,15 +49,9 @@ def open_file(
 ) -> tuple[GGUFReader, dict[str, Any]]:
     """Map a file; return its reader and its metadata, in which lists of texts are empty without
     `has_texts`. In mode "c", tensors can be written to, as torch wants; Linux refuses that for
-    files larger than memory. Raises ModelNotFound if the file is missing, not GGUF, or damaged;
-    UnsupportedModel if the package `gguf` is not installed.
+    files larger than memory. Raises ModelNotFound if the file is missing, not GGUF, or damaged.
     """
-    try:
-        reader_class = compat.make_gguf_reader(MAX_LENGTH, MAX_HEADER, has_texts)
-    except ImportError:
-        raise UnsupportedModel(
-            f'{path}: reading GGUF needs the package gguf: pip install "servd[gguf]"'
-        ) from None
+    reader_class = compat.make_gguf_reader(MAX_LENGTH, MAX_HEADER, has_texts)
     try:
         reader = reader_class(path, mode)
         return reader, {name: field.contents() for name, field in reader.fields.items()}
@@ -157,7 +151,7 @@ def as_folder(path: Path) -> Path:
     files = [*name_parts(path)]
     check_files(files)
     # Raise the number when what is made changes.
-    return make_cached_folder("gguf", files, "7", partial(make_folder, files))
+    return make_cached_folder("gguf", files, "8", partial(make_folder, files))
 
 
 def make_folder(files: Sequence[Path], folder: Path) -> None:
@@ -190,7 +184,8 @@ def make_folder(files: Sequence[Path], folder: Path) -> None:
             "config.json": json.dumps(config, allow_nan=False),
             "tokenizer_config.json": json.dumps(make_tokenizer_config(values)),
             "generation_config.json": json.dumps(
-                {key: values[name] for key, name in TABLE["sampling"].items() if name in values}
+                TABLE["default_sampling"]
+                | {key: values[name] for key, name in TABLE["sampling"].items() if name in values}
             ),
             METADATA: json.dumps({key: _shorten(value) for key, value in values.items()}),
         }

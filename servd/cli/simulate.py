@@ -87,6 +87,8 @@ def run(arguments: argparse.Namespace) -> int:
         requests = choose_requests(arguments, recording)
         name = "changed" if server is not None else "simulated"
         columns[name] = simulate(server or cluster.UNKNOWN_SERVER, requests, step_costs, options)
+    name, figures = [*columns.items()][-1]
+    print(f"{name}: {report.verdict(figures)}\n")
     print_table(columns)
     if arguments.json is not None:
         write_json("--json", arguments.json, {**columns, "costs": step_costs})

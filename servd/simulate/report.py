@@ -7,6 +7,7 @@ from servd.simulate.cluster import ClusterSim
 from servd.simulate.traces import RequestLine
 
 PERCENTILES = (50, 90, 99)
+SATURATED = 95.0  # percent of the time that engines are busy, from which on requests queue up
 
 
 def summarise(requests: Sequence[RequestLine]) -> dict[str, float]:
@@ -59,6 +60,17 @@ def summarise_simulation(sim: ClusterSim) -> dict[str, float]:
             if num_before * 100 >= p * sim.gaps.total():
                 figures.setdefault(f"itl_ms_p{p}", exp(place / 100) / 1e6)
     return figures
+
+
+def verdict(figures: dict[str, float]) -> str:
+    """Return a sentence about what `summarise_simulation` returned."""
+    is_full = figures["busy_%"] >= SATURATED or figures["refused"]
+    half, most = (figures.get(f"ttft_ms_{name}", 0.0) for name in ("p50", "p99"))
+    return (
+        f"{'saturated' if is_full else 'keeping up'}: engines busy {figures['busy_%']:.0f} % of "
+        f"the time, {figures['refused']} requests refused, half of the first tokens within "
+        f"{half:.0f} ms, 99 % within {most:.0f} ms"
+    )
 
 
 def _spread(name: str, milliseconds: Iterable[float]) -> dict[str, float]:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import httpx
 from httpx import HTTPError
 
-from servd.base.errors import ServdError
+from servd.base.errors import ContextTooLong, ServdError
 from servd.config.keys import clean_key
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -54,7 +54,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--max-tokens",
         type=int,
         metavar="N",
-        help="longest answer in tokens; default: the server's",
+        help="longest answer in tokens; default: the server's, and of `chat` 4096",
     )
     parser.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same text")
 
@@ -140,7 +140,8 @@ class Client:
         except (ValueError, KeyError, TypeError):
             message = f"{reply.status_code} {reply.reason_phrase}"
         hint = "; give a key with --api-key or $SERVD_API_KEY" if reply.status_code == 401 else ""
-        raise ServdError(f"{self.url}{path}: {message}{hint}")
+        kind = ContextTooLong if b"context_length_exceeded" in answer else ServdError
+        raise kind(f"{self.url}{path}: {message}{hint}")
 
     def get(self, path: str) -> Any:
         """Return the JSON of a response. Raises like `open`."""

@@ -1,24 +1,28 @@
 """Conversation: a chat with a server, its slash commands, its settings and its files."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
 from servd.base import log
-from servd.base.errors import ServdError
+from servd.base.errors import ContextTooLong, ServdError
 from servd.terminal.api_client import Client
 from servd.terminal.output import HELP, suggest, write_file, write_json
 
+CHATS = "/v1/chat/completions"
 COMMANDS: dict[str, str] = HELP["chat"]  # with their arguments, and what they do
 NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty")
+NUMBERS += ("repetition_penalty",)
 COUNTS = ("max_tokens", "seed", "top_k")
 NAMES = [*dict.fromkeys(usage.split()[0] for usage in COMMANDS)]
 SWITCHES = {"on": True, "off": False}
 SETTINGS = [*NUMBERS, *COUNTS, "system", "think"]
+MAX_TOKENS = 4096  # of an answer, or half of the context: a small model may not find an end
 
 Show = Callable[[str, bool], None]
 """Shows a piece of an answer, and whether it is reasoning."""
@@ -59,6 +63,17 @@ class Conversation:
         self.options = options
         self.reset(system)
 
+    @cached_property
+    def defaults(self) -> dict[str, Any]:
+        """The longest answer, and the model's sampling parameters if the server lists them."""
+        model = self.options["model"]
+        try:
+            card = next(c for c in self.client.get("/v1/models")["data"] if c["id"] == model)
+            max_tokens = min(MAX_TOKENS, card["max_model_len"] // 2)
+            return {"max_tokens": max_tokens} | card.get("default_parameters", {})
+        except (ServdError, LookupError, ValueError, TypeError, StopIteration):
+            return {"max_tokens": MAX_TOKENS}  # another kind of server
+
     def reset(self, system: str | None) -> None:
         self.system = system
         self.messages = [{"role": "system", "content": system}] if system else []
@@ -96,14 +111,16 @@ class Conversation:
         """Get and show the next message of a conversation. Ctrl-C keeps the text so far."""
         started = time.monotonic()
         content = ""
-        body = {"messages": messages, "stream_options": {"include_usage": True}}
         usage: dict[str, Any] = {}
+        ending = ""
         with self.open_answer() if self.open_answer else nullcontext(write) as show:
             try:
-                for chunk in self.client.stream("/v1/chat/completions", body | self.options):
+                for chunk in self.stream(messages):
                     usage = chunk.get("usage") or usage
                     for choice in chunk["choices"]:
                         delta = choice["delta"]
+                        if choice.get("finish_reason") == "length":
+                            ending = ", cut off: see /set max_tokens"
                         if reasoning := delta.get("reasoning") or delta.get("reasoning_content"):
                             show(reasoning, True)
                         if text := delta.get("content"):
@@ -115,15 +132,28 @@ class Conversation:
                 print()
             elif usage:
                 rate = usage["completion_tokens"] / (time.monotonic() - started)
-                show(f"({usage['completion_tokens']} tokens, {rate:.1f} tok/s)", True)
+                show(f"({usage['completion_tokens']} tokens, {rate:.1f} tok/s{ending})", True)
         self.messages = [*messages, {"role": "assistant", "content": content}]
+
+    def stream(self, messages: list[dict[str, str]]) -> Iterator[dict[str, Any]]:
+        """Yield the chunks of an answer."""
+        body = {"messages": messages, "stream_options": {"include_usage": True}} | self.options
+        limit = {"max_tokens": self.defaults["max_tokens"]}
+        try:
+            yield from self.client.stream(CHATS, limit | body)
+        except ContextTooLong:
+            if "max_tokens" in body:
+                raise
+            yield from self.client.stream(CHATS, body)  # to the end of the context: it is near
 
     def set(self, argument: str) -> None:
         """Change a setting, or print all."""
         name, _, value = argument.partition(" ")
         if not name:
-            settings = dict.fromkeys(SETTINGS, "as the server has it") | self.options
-            print("\n".join(f"{key} = {value}" for key, value in settings.items()))
+            chosen = self.options | ({"system": self.system} if self.system else {})
+            settings = dict.fromkeys(SETTINGS, "as the server has it") | self.defaults
+            for key, value in (settings | {"seed": "random", "system": "none"} | chosen).items():
+                print(f"{key} = {value}{'' if key in chosen else ' (default)'}")
         elif name not in SETTINGS:
             raise ServdError(f"/set {name}: unknown; {suggest(name, SETTINGS)}")
         elif name == "system":  # as `reset`, with the conversation

@@ -32,7 +32,7 @@ from servd.gateway.pool import ModelServers
 from servd.gateway.proxy import create_gateway
 from servd.gateway.request import MAX_KEEP_ALIVE, seconds_of
 from servd.gateway.server import check, link_models, reload
-from tests import fake_hub
+from tests import fake_hub, gguf_files
 from tests.api.harness import Served, events, listening, serve, until
 from tests.limits import WAIT_SECONDS
 
@@ -1036,7 +1036,6 @@ async def test_a_client_downloads_one_gguf_file_of_several(
 ):
     from transformers import LlamaForCausalLM
 
-    gguf_files = pytest.importorskip("tests.gguf_files")
     files = tmp_path / "files"
     files.mkdir()
     model = LlamaForCausalLM.from_pretrained(tiny_llama)

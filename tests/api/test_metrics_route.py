@@ -136,13 +136,17 @@ def test_event_loop_lag_is_measured_and_logged_occasionally(monkeypatch, caplog)
     lag = LoopLag(metrics)
     now = 1000.0
     monkeypatch.setattr("servd.api.server.time.monotonic", lambda: now)
-    for late in (0.0, 0.0, 0.001, 0.5, 0.3, 0.0):  # the first has no tick before it
+    lag.sample(is_starting=True)
+    now += TICK + 2.0
+    lag.sample(is_starting=True)
+    assert not caplog.records
+    for late in (0.0, 0.001, 0.5, 0.3, 0.0):
         now += TICK + late
         lag.sample()
     metrics.render()
     labels = {"model_name": "m", "engine": "0"}
     lags = metrics.registry.get_sample_value("servd:event_loop_lag_seconds_sum", labels)
-    assert lags == pytest.approx(0.801)
+    assert lags == pytest.approx(2.801)
     [record] = caplog.records
     assert "0.50 s" in record.message
     now += LAG_WARNING_INTERVAL

@@ -12,7 +12,7 @@ from servd.config import flag_of, options_by_name
 from servd.config.machine import Machine
 from servd.config.resolve import decide
 from servd.messages.engine import EngineReady
-from tests.api.harness import ALIAS, FAKE_SPEC, MODEL, serve, until
+from tests.api.harness import ALIAS, FAKE_SPEC, MODEL, requests_sent, serve, until
 
 
 def by_flag(info: dict) -> dict[str, dict]:
@@ -98,8 +98,27 @@ async def test_all_names_are_listed(http):
     assert [card["id"] for card in answer["data"]] == [MODEL, ALIAS]
     card = answer["data"][0]
     names = "id object created owned_by root parent max_model_len permission"
+    names += " default_parameters"
     assert set(card) == {*names.split()}
     assert (card["object"], card["max_model_len"]) == ("model", 4096)
+
+
+async def test_the_sampling_parameters_of_requests_that_state_none_are_listed():
+    spec = msgspec.structs.replace(FAKE_SPEC, generation={"temperature": 0.5, "top_k": 9})
+    async with serve(spec=spec, override_generation_config='{"max_new_tokens": 3}') as served:
+        card = (await served.http.get(f"/v1/models/{MODEL}")).json()
+        listed = card["default_parameters"]
+        assert (await served.http.get("/v1/models")).json()["data"][0] == card
+        props = (await served.http.get("/props")).json()
+        assert props["default_generation_settings"]["params"] == listed
+        body = {"messages": [{"role": "user", "content": "a"}]}
+        assert (await served.http.post("/v1/chat/completions", json=body)).status_code == 200
+        (request,) = requests_sent(served.engine)
+        assert {name: getattr(request.params, name) for name in listed} == listed
+        assert listed == {
+            **{"temperature": 0.5, "top_p": 1, "top_k": 9, "min_p": 0, "max_tokens": 3},
+            **{"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0},
+        }
 
 
 @pytest.mark.parametrize("path", ["/v1/models/org/fake-model", "/v1/models/org%2Ffake-model"])

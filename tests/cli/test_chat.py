@@ -15,7 +15,7 @@ from prompt_toolkit.output import DummyOutput
 from rich.console import Console
 from rich.live import Live
 
-from servd.base.errors import ServdError
+from servd.base.errors import ContextTooLong, ServdError
 from servd.terminal.api_client import Client
 from servd.terminal.conversation import NAMES, Conversation
 from servd.terminal.markdown import AnswerView, find_open_block
@@ -28,10 +28,18 @@ class EchoClient(Client):
     def __init__(self) -> None:
         super().__init__("http://127.0.0.1:1")
         self.bodies: list[dict[str, Any]] = []
+        self.card: dict[str, Any] = {"id": "m"}
+        self.room = 10_000  # tokens
+
+    def get(self, path: str) -> Any:
+        assert path == "/v1/models"
+        return {"data": [{"id": "other"}, self.card]}
 
     def stream(self, path: str, body: dict[str, Any]):
         if body.get("temperature", 0) > 2:
             raise ServdError("temperature is too high")
+        if body.get("max_tokens", 0) > self.room:
+            raise ContextTooLong("too long")
         self.bodies.append(json.loads(json.dumps(body)))
         yield {"choices": [{"delta": {"content": f"answer to {len(body['messages'])}"}}]}
 
@@ -65,6 +73,41 @@ def test_settings_are_parameters_of_the_next_request(chat: Conversation, client:
             chat.obey(line)
     with pytest.raises(ServdError, match="did you mean temperature"):
         chat.obey("/set temprature 1")
+
+
+def test_all_settings_are_shown_with_the_numbers_that_hold(
+    chat: Conversation, client: EchoClient, capsys
+):
+    numbers = {"temperature": 0.8, "top_k": 40, "presence_penalty": 0.0}
+    client.card |= {"max_model_len": 2048, "default_parameters": numbers}
+    chat.obey("/set temperature 0.5")
+    chat.obey("/set")
+    lines = capsys.readouterr().out.splitlines()
+    assert {"temperature = 0.5", "top_k = 40 (default)", "max_tokens = 1024 (default)"} < {*lines}
+    assert {"presence_penalty = 0.0 (default)", "seed = random (default)"} < {*lines}
+    assert "system = be brief" in lines
+
+
+@pytest.mark.parametrize(
+    ("card", "longest"),
+    [
+        ({"max_model_len": 2048}, 1024),
+        ({"max_model_len": 40960}, 4096),
+        ({"max_model_len": None}, 4096),
+        ({"max_model_len": 2048, "default_parameters": {"max_tokens": 7}}, 7),
+        ({"id": "another server's"}, 4096),
+    ],
+)
+def test_an_answer_has_a_limit(chat: Conversation, client: EchoClient, card: Any, longest: int):
+    client.card |= card
+    chat.ask("one")
+    assert client.bodies[-1]["max_tokens"] == longest
+    client.room = 5  # the conversation is long
+    chat.ask("two")
+    assert "max_tokens" not in client.bodies[-1] and roles(chat) == "suaua"
+    chat.obey("/set max_tokens 9")
+    with pytest.raises(ContextTooLong):
+        chat.ask("three")
 
 
 def test_a_failed_message_is_not_part_of_the_conversation(chat: Conversation):

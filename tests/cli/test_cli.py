@@ -16,6 +16,7 @@ from servd.config import AccessConfig, Config, choices, options_by_name
 from servd.config.flag_aliases import ALIASES, HINTS, IGNORED, VALUE_ALIASES
 from servd.config.keys import read_keys
 from servd.terminal import engine_flags
+from tests.limits import WAIT_SECONDS
 
 
 def load(*args: str) -> Config:
@@ -154,6 +155,14 @@ def test_an_unknown_argument_is_named_with_what_may_have_been_meant(args, hint, 
     assert end.value.code == 2
     error_lines = capsys.readouterr().err.splitlines()
     assert error_lines[-1].endswith(hint) and len(error_lines) < 8
+
+
+def test_measures_of_the_engine_need_no_client():
+    """In a process of its own: here the modules may be imported already."""
+    code = "import sys; sys.modules['aiohttp'] = None; import servd.bench.{}"
+    for name in ("latency", "throughput", "spec"):
+        command = [sys.executable, "-c", code.format(name)]
+        subprocess.run(command, check=True, timeout=WAIT_SECONDS)
 
 
 def test_the_help_is_one_screen_with_every_command(capsys):

@@ -10,6 +10,7 @@ import pytest
 from servd import cli
 from servd.base.sizes import parse_bytes
 from servd.checkpoint import hub
+from servd.checkpoint.facts import read_facts
 from servd.checkpoint.hub import DEMO_FOLDER
 
 SMALL = ["--max-model-len", "1024", "--max-num-seqs", "4"]
@@ -38,6 +39,15 @@ def test_the_table_has_what_the_json_has(capsys):
         cli.main(["plan", "demo", *SMALL, "--lengths", "100"])
     rows = capsys.readouterr().out.split("\n")
     assert any(row.split() == ["100", str(blocks // 7)] for row in rows)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_type_of_weights_is_the_one_in_memory(capsys, dtype):
+    """Kernels of the CPU keep 16 bits, and compute in 32."""
+    _, facts = plan(capsys, "demo", *SMALL, "--device", "cpu", "--dtype", dtype)
+    num_parameters = read_facts(str(DEMO_FOLDER)).num_parameters
+    size = {"float32": 4, "bfloat16": 2}[facts["dtype"]]
+    assert facts["sizes"]["weights"] == pytest.approx(size * num_parameters, rel=0.1)
 
 
 def test_a_cache_for_fewer_than_all_requests(capsys):

@@ -76,6 +76,17 @@ def test_an_answer_streams_with_its_probabilities_and_where_its_time_went(page: 
     page.check()
 
 
+def test_settings_show_the_numbers_that_hold(page: Page):
+    page.open()
+    field = page.wait(".settings [name=max_tokens]")
+    longest = read_spec(DEMO_FOLDER).max_position_embeddings // 2
+    assert field.get_property("placeholder") == str(longest)
+    assert page.wait(".settings [name=min_p]").get_property("placeholder") == "0"
+    page.ask("What is servd?")
+    page.click("footer button", "curl")
+    assert f'"max_tokens": {longest}' in page.wait("dialog.code pre").text
+
+
 def begin_a_long_answer(page: Page) -> WebElement:
     """Ask for a long answer, and return the field of its JSON schema once the answer begins."""
     page.open()

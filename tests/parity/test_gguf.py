@@ -4,22 +4,21 @@ import os
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 
-gguf = pytest.importorskip("gguf")
-
-from servd.base.errors import ModelNotFound, UnsupportedModel  # noqa: E402
-from servd.checkpoint import config_json, generation_config, hub, model_spec, weight_files  # noqa: E402
-from servd.checkpoint import gguf as servd_gguf  # noqa: E402
-from servd.checkpoint.gguf import ARCHITECTURES, gguf_accounts  # noqa: E402
-from servd.worker.quantization import gguf as worker_gguf  # noqa: E402
-from tests import gguf_files  # noqa: E402
-from tests.gguf_files import Quant, write_model  # noqa: E402
-from tests.parity import families  # noqa: E402
-from tests.parity.families import make_checkpoint, reference  # noqa: E402
-from tests.parity.test_models import NUM_OUTPUTS, check, prompts  # noqa: E402
-from tests.worker.driver import Driver, config_for  # noqa: E402
+from servd.base.errors import ModelNotFound, UnsupportedModel
+from servd.checkpoint import config_json, generation_config, hub, model_spec, weight_files
+from servd.checkpoint import gguf as servd_gguf
+from servd.checkpoint.gguf import ARCHITECTURES, gguf_accounts
+from servd.worker.quantization import gguf as worker_gguf
+from tests import gguf_files
+from tests.gguf_files import Quant, write_model
+from tests.parity import families
+from tests.parity.families import make_checkpoint, reference
+from tests.parity.test_models import NUM_OUTPUTS, check, prompts
+from tests.worker.driver import Driver, config_for
 
 ORIGINAL_OPEN = servd_gguf.open_file
 LLAMA = families.LLAMA | {"head_dim": 16, "hidden_size": 64, "num_attention_heads": 4}
@@ -210,11 +209,16 @@ def test_metadata_without_effect_is_known(written, monkeypatch):
 
 
 def test_sampling_parameters_are_the_files(written, monkeypatch):
+    """Those that the file has not are llama.cpp's: --temp, --top-k, --top-p, --min-p."""
     _, file = written("llama")
+    spec = model_spec.read_spec(hub.find_model(str(file)))
+    usual = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
+    assert generation_config.read_generation_defaults(spec, "auto") == usual
+    assert generation_config.read_generation_defaults(spec, "vllm") == {}
     values = {"temp": 0.6, "top_k": 20, "penalty_repeat": 1.1}
     change_all(monkeypatch, {f"general.sampling.{key}": value for key, value in values.items()})
     spec = model_spec.read_spec(hub.find_model(str(file)))
-    expected = {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1}
+    expected = usual | {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1}
     assert generation_config.read_generation_defaults(spec, "auto") == expected
 
 

@@ -182,6 +182,8 @@ def test_routing_by_prefix_finds_more_than_turns(capsys, tmp_path):
         code, output = run_simulate(capsys, *common, *options)
         assert code == 0 and "prefix_hits_%" in output, output
         results.append(json.loads(file.read_text())["simulated"])
+        busy = f"simulated: keeping up: engines busy {results[-1]['busy_%']:.0f} % of the time"
+        assert output.startswith(busy), output
     servd, turns, *_ = results
     assert servd["prefix_hits_%"] > turns["prefix_hits_%"] + 10
     assert servd["lost_by_routing_%"] < turns["lost_by_routing_%"] - 10

@@ -12,7 +12,8 @@ export const choose = (name) => (model = name);
 /** What the server says is wrong. */
 async function failure(response) {
   const reply = await response.json().catch(() => null);
-  return new Error(reply?.error?.message ?? `The server answered ${response.status}.`);
+  const error = new Error(reply?.error?.message ?? `The server answered ${response.status}.`);
+  return Object.assign(error, { code: reply?.error?.code });
 }
 
 /** A whole URL, for people to copy. */

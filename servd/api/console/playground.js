@@ -40,7 +40,8 @@ export default function playground(root) {
   async function begin() {
     try {
       const { data } = await json("v1/models");
-      form = settingsForm(chosenModel() ? [chosenModel()] : data.map((model) => model.id));
+      const names = chosenModel() ? [chosenModel()] : data.map((model) => model.id);
+      form = settingsForm(names, data.find((model) => model.id === names[0]));
       settings.append(form);
       showConversation();
     } catch (error) {
@@ -192,9 +193,11 @@ export default function playground(root) {
     log.setAttribute("aria-busy", "true");
     try {
       turn.body = requestBody(form, messages);
-      for await (const event of events("v1/chat/completions", turn.body, running.signal)) {
-        turn.add(event);
-      }
+      await receive(turn).catch((error) => {
+        if (error.code !== "context_length_exceeded" || form.elements.max_tokens.value) throw error;
+        delete turn.body.max_tokens; // to the end of the context: it is near
+        return receive(turn);
+      });
     } catch (error) {
       if (error.name === "AbortError") turn.finish = "stopped by you";
       else turn.root.append(problem(error));
@@ -208,6 +211,12 @@ export default function playground(root) {
     keep();
     follow();
     input.focus();
+  }
+
+  async function receive(turn) {
+    for await (const event of events("v1/chat/completions", turn.body, running.signal)) {
+      turn.add(event);
+    }
   }
 
   function close(turn, index, results) {

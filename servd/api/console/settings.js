@@ -5,10 +5,12 @@ const NUMBERS = [
   ["temperature", "Temperature", "0 always takes the likeliest token; more is more varied.", 0.1],
   ["top_p", "Top-p", "Only the likeliest tokens that reach this probability together.", 0.05],
   ["top_k", "Top-k", "Only this many of the likeliest tokens.", 1],
+  ["min_p", "Min-p", "Only tokens with this share of the likeliest token's probability.", 0.05],
   ["max_tokens", "Longest answer", "In tokens.", 1],
   ["frequency_penalty", "Frequency penalty", "Above 0: fewer repetitions.", 0.1],
   ["seed", "Seed", "The same seed gives the same answer.", 1, "random"],
 ];
+const MAX_TOKENS = 4096; // of an answer, or half of the context: a small model may not find an end
 const TOOLS = [{ type: "function", function: {
   name: "get_weather", description: "The weather in a city.",
   parameters: { type: "object", properties: { city: { type: "string" } }, required: ["city"] },
@@ -17,10 +19,13 @@ const SCHEMA = { type: "object", required: ["name", "age"], properties: {
   name: { type: "string" }, age: { type: "integer", minimum: 0, maximum: 150 },
 } };
 
-/** The form; `names` are those of the model. */
-export function settingsForm(names) {
-  const number = ([name, label, hint, step, placeholder = "auto"]) => h("label.number", {},
-    h("span", {}, label), h("input", { name, type: "number", step, placeholder }),
+/** The form; `names` are those of the model, and `card` is its entry in v1/models. */
+export function settingsForm(names, card) {
+  const half = Math.floor(card?.max_model_len / 2) || MAX_TOKENS; // a model may be asleep
+  const defaults = { max_tokens: Math.min(MAX_TOKENS, half), ...card?.default_parameters };
+  const number = ([name, label, hint, step, empty = "auto"]) => h("label.number", {},
+    h("span", {}, label),
+    h("input", { name, type: "number", step, placeholder: defaults[name] ?? empty }),
     h("small.hint", {}, hint));
   const document = (name, label, hint, example) => {
     const text = h("textarea", { name, rows: 6, spellcheck: "false", "aria-label": label });
@@ -56,6 +61,7 @@ export function requestBody(form, messages) {
     stream: true,
     stream_options: { include_usage: true },
   };
+  fields.max_tokens ||= form.elements.max_tokens.placeholder;
   for (const [name] of NUMBERS) if (fields[name] !== "") body[name] = Number(fields[name]);
   if (fields.stop) body.stop = fields.stop;
   if (fields.logprobs) Object.assign(body, { logprobs: true, top_logprobs: 5 });

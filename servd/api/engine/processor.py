@@ -84,6 +84,7 @@ class Processor:
         self.default_params = generation_config.read_generation_defaults(
             spec, model.generation_config, model.override_generation_config
         )
+        self.listed_params = generation_config.list_parameters(self.default_params)
         self.default_max_tokens: int | None = self.default_params.pop("max_tokens", None)
         eos = dict.fromkeys((*spec.eos_token_ids, tokenizer.eos_token_id))
         # A token that a file of the tokenizer adds may have no row in the model.

@@ -21,7 +21,7 @@ from servd.api.protocol.tools import (
     own_and_hosted,
 )
 from servd.api.protocol.translation import TranslatedRequest
-from servd.api.protocol.validation import OpenObject, Schema, Whole
+from servd.api.protocol.validation import FewKeys, OpenObject, Schema, Whole
 from servd.base.bounds import INT32_MAX
 from servd.base.errors import InvalidRequest
 
@@ -253,7 +253,7 @@ class MessagesRequest(CountTokensRequest):
     top_p: TopP | None = None
     top_k: TopK | None = None
 
-    metadata: dict[str, Any] | None = None  # for the client's own records
+    metadata: Annotated[dict[str, Any] | None, FewKeys] = None  # for the client's own records
     service_tier: str | None = None  # as in a chat
 
     def chat_fields(self) -> dict[str, Any]:

@@ -14,6 +14,7 @@ class ModelCard(msgspec.Struct, tag_field="object", tag="model"):
     max_model_len: int  # prompt plus output, in tokens
     owned_by: str = "servd"
     parent: str | None = None
+    default_parameters: dict[str, int | float] = {}  # of sampling; OpenRouter's name
     permission: list[Any] = []  # an old field of OpenAI's that some clients require
 
 

@@ -33,10 +33,12 @@ async def retrieve_model(request: Request, name: PathPart) -> Response:
 
 
 def _card(context: Context, name: str, adapter: Adapter | None = None) -> ModelCard:
+    processor = context.async_llm.processor
     return ModelCard(
         id=name,
         created=adapter.created if adapter else int(context.started_at),
         root=adapter.name if adapter else context.root,
-        max_model_len=context.async_llm.processor.max_model_len,
+        max_model_len=processor.max_model_len,
         parent=context.config.model.served_model_name[0] if adapter else None,
+        default_parameters=processor.listed_params,
     )

@@ -102,9 +102,13 @@ def plan(config: Config, spec: ModelSpec) -> MemoryPlan:
         num_blocks = runner.count_blocks(room)
     except NotEnoughMemory as error:
         shortage = str(error)
+    dtype = runner.dtype
+    if not on_cuda and native.library() is not None:
+        # Packed matrices keep the checkpoint's type if it is narrower.
+        dtype = min(dtype, getattr(torch, spec.dtype), key=lambda kind: kind.itemsize)
     return MemoryPlan(
         device=name_of(runner.device),
-        dtype=str(runner.dtype).removeprefix("torch."),
+        dtype=str(dtype).removeprefix("torch."),
         sizes=sizes,
         free=free,
         num_blocks=num_blocks,

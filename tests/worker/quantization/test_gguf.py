@@ -3,7 +3,6 @@
 import os
 import shutil
 import struct
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -248,13 +247,6 @@ def test_a_gguf_list_longer_than_its_file_is_refused(tmp_path, kind):
 def test_an_expert_that_is_unknown_keeps_its_name():
     assert rename("blk.0.ffn_up.1.weight", "llama") != rename("blk.0.ffn_up.2.weight", "llama")
     assert rename("blk.0.foo.1.weight", "llama") == "model.layers.0.blk.0.foo.1.weight"
-
-
-def test_the_package_gguf_is_named_where_it_is_missing(tiny_llama, tmp_path, monkeypatch):
-    path = write_gguf(tmp_path / "a.gguf", tiny_llama)
-    monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(UnsupportedModel, match=r"servd\[gguf\]"):
-        hub.find_model(str(path))
 
 
 @pytest.mark.parametrize("share", [0.001, 0.02, 0.5, 0.999])

@@ -1,5 +1,7 @@
 """GET /props and GET /slots, with llama-server's names."""
 
+from typing import Any
+
 import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -15,7 +17,7 @@ router = APIRouter(route_class=Route)
 class Props(msgspec.Struct):
     """The model's names, chat template, context length and slots."""
 
-    default_generation_settings: dict[str, int]  # n_ctx
+    default_generation_settings: dict[str, Any]  # n_ctx, params
     total_slots: int
     model_alias: str
     model_path: str
@@ -40,7 +42,7 @@ async def props(request: Request) -> Response:
     context = context_of(request)
     processor = context.async_llm.processor
     answer = Props(
-        {"n_ctx": context.async_llm.processor.max_model_len},
+        {"n_ctx": processor.max_model_len, "params": processor.listed_params},
         len(_slots(request)),
         context.config.model.served_model_name[0],
         context.root,
