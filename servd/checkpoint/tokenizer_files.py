@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from importlib.metadata import version
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from servd.base.errors import ModelNotFound
+from servd.base.python_command import python_command
 from servd.checkpoint import gguf, gguf_tokenizer
 from servd.checkpoint.account import Account, account_for
 from servd.checkpoint.cached_folder import make_cached_folder
@@ -208,7 +208,7 @@ def _convert_tokenizer(folder: Path, trust_remote_code: bool) -> Path:
 
     def convert(made: Path) -> None:
         module = "servd.worker.loading.convert_tokenizer"
-        command = [sys.executable, "-m", module, str(folder), str(made)]
+        command = python_command(module, str(folder), str(made))
         if trust_remote_code:
             command.append("--trust-remote-code")
         done = subprocess.run(command, capture_output=True, text=True, check=False)

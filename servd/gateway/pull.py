@@ -3,13 +3,13 @@
 import asyncio
 import os
 import shutil
-import sys
 from collections.abc import AsyncGenerator, Container
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from servd.base.errors import InvalidRequest, Unavailable
+from servd.base.python_command import python_command
 from servd.base.sizes import format_bytes
 from servd.checkpoint import hub
 from servd.gateway.models import HUB
@@ -30,9 +30,8 @@ async def pull(model: str, folder: Path) -> AsyncGenerator[dict[str, Any]]:
             f"{model} needs {format_bytes(missing)}, and --models-dir has {format_bytes(free)} free"
         )
     yield {"status": "pulling manifest"}
-    command = [sys.executable, "-m", "servd", "pull", "--cache", str(folder), "--", model]
     process = await asyncio.create_subprocess_exec(
-        *command,
+        *python_command("servd", "pull", "--cache", str(folder), "--", model),
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.PIPE,
         env={**os.environ, "HF_HUB_DISABLE_PROGRESS_BARS": "1"},

@@ -21,6 +21,7 @@ from typing import TypeVar
 import msgspec
 
 from servd.base.log import flush
+from servd.base.python_command import python_command, working_folder
 from servd.config import Config
 
 T = TypeVar("T")
@@ -56,17 +57,12 @@ class Child:
         args: Sequence[str] = (),
     ) -> None:
         self.name = name
-        # Unless the parent itself runs out of the current folder (`python -m servd` in a checkout),
-        # keep that folder out of the child's path (-P): a stray random.py of the user must not be
-        # imported.
-        folder = working_folder()
-        safe = [] if sys.path[0] in ("", folder) else ["-P"]
         self.process = subprocess.Popen(
-            [sys.executable, *safe, "-m", module, *args],
+            python_command(module, *args),
             stdin=subprocess.PIPE,
             pass_fds=pass_fds,
             process_group=0,
-            cwd=folder,
+            cwd=working_folder(),
             env={**DEFAULT_ENV, **os.environ, **(env or {})},
         )
         assert self.process.stdin is not None
@@ -155,14 +151,6 @@ class Child:
         if self.process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):  # it never read its start message
                 self.process.stdin.close()
-
-
-def working_folder() -> str:
-    """Return the working folder, or `/` if it was removed, as deployments do."""
-    try:
-        return os.getcwd()
-    except OSError:
-        return "/"
 
 
 def _read_stat(pid: int) -> list[str]:

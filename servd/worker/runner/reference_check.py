@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 import servd
 from servd.base.errors import UnsupportedModel
+from servd.base.python_command import python_command
 from servd.checkpoint import pooling, remote_code_configs
 from servd.checkpoint.config_json import read_json
 from servd.checkpoint.model_spec import ModelSpec, read_spec
@@ -83,8 +84,8 @@ class ReferenceCheck:
             return
         self.cached = _cached(spec, config.model.load_format, len(self.prompts[-1]))
         if runner.parallel.rank == 0 and not self.cached.exists():
-            command = [sys.executable, "-m", "servd.worker.runner.reference_check"]
-            command += [spec.folder, str(limit), str(self.cached)]
+            module = "servd.worker.runner.reference_check"
+            command = python_command(module, spec.folder, str(limit), str(self.cached))
             self.process = subprocess.Popen(
                 command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
             )
