@@ -9,6 +9,7 @@ from servd.base import log
 from servd.base.errors import ServdError
 from servd.terminal import api_client
 from servd.terminal.conversation import NAMES, SETTINGS, Conversation
+from servd.terminal.waiting import keep_keys
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -21,6 +22,7 @@ def run(arguments: argparse.Namespace) -> int:
     return talk(client, options, arguments.system)
 
 
+@keep_keys()
 def talk(client: api_client.Client, options: dict[str, Any], system: str | None) -> int:
     """Chat until the input ends. `options`: the model, and parameters of requests. Raises
     ServdError if input or output is no terminal: a script looks at the exit code.
@@ -36,7 +38,8 @@ def talk(client: api_client.Client, options: dict[str, Any], system: str | None)
 
         conversation.open_answer = show_markdown
         read = TerminalPrompt([*NAMES, *(f"/set {name}" for name in SETTINGS)]).read
-        print(f"{log.escape(str(options['model']))} at {client.url}; /help lists the commands")
+        name = str(options["model"]) + (f" at {client.url}" if client.url else "")
+        print(f"{log.escape(name)}; /help lists the commands, Ctrl-D leaves")
     while (text := read()) is not None:
         try:
             if text.startswith("/"):

@@ -13,6 +13,7 @@ from servd.config import Config
 from servd.terminal import engine_flags
 from servd.terminal.api_client import DEFAULT_URL, Client
 from servd.terminal.server_process import key_of, own_server
+from servd.terminal.waiting import keep_keys, spinner
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -23,6 +24,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     engine_flags.add_options(parser)
 
 
+@keep_keys()
 def run(arguments: argparse.Namespace) -> int:
     """Chat with a running server that has the model, else with a server of its own."""
     options = engine_flags.load_options(arguments)
@@ -35,9 +37,10 @@ def run(arguments: argparse.Namespace) -> int:
     for model in names & {options.get("model"), full_name(options.get("model") or "")}:
         client.http.timeout = None
         return chat.talk(client, {"model": model}, arguments.system)
-    options, choice = choose(options)
+    with spinner("looking at the model and the memory"):
+        options, choice = choose(options)
     print(choice, file=sys.stderr)
-    with own_server({"log_level": "warning", **options}) as connect:
+    with own_server(options) as connect:
         client = connect()
         return chat.talk(client, {"model": client.first_model()}, arguments.system)
 

@@ -4,6 +4,7 @@ import argparse
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,12 +54,12 @@ def run(arguments: argparse.Namespace) -> int:
     # Before a server is started in vain.
     work = BatchRun(Path(arguments.source), Path(arguments.results), tier)
     if arguments.url is not None:
-        connect = partial(Client, arguments.url, key_of(options))
-        num_failed = work.run(connect, arguments.concurrency)
+        server = nullcontext(partial(Client, arguments.url, key_of(options)))
     else:
-        with own_server(options) as connect:
-            num_failed = work.run(connect, arguments.concurrency)
-    print(work.summarise(), file=sys.stderr)
+        server = own_server(options)
+    with server as connect:
+        num_failed = work.run(connect, arguments.concurrency)
+        print(work.summarise(), file=sys.stderr)
     return int(num_failed > 0)
 
 

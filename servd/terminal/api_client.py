@@ -79,7 +79,7 @@ class Client:
     def __init__(self, url: str, api_key: str | None = None, uds: str | None = None) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
         auth = {"authorization": f"Bearer {clean_key(api_key)}"} if api_key else {}
-        base = self.url if "://" in self.url else f"http://{self.url}"
+        base = self.url if "://" in self.url else f"http://{self.url or 'localhost'}"
         self.uds = uds
         tls = ssl.create_default_context()  # reads $SSL_CERT_FILE
         try:
@@ -132,9 +132,8 @@ class Client:
                     return
                 answer = reply.read()
         except HTTPError as error:
-            raise ServdError(
-                f"no server answers at {self.url} ({error}); start one with `servd serve`"
-            ) from None
+            hint = f" at {self.url}; start one with `servd serve`" if self.url else ""
+            raise ServdError(f"no server answers{hint} ({error})") from None
         try:
             message = json.loads(answer)["error"]["message"]  # the server's own words
         except (ValueError, KeyError, TypeError):

@@ -44,9 +44,11 @@ def show_markdown() -> Iterator[Show]:
     with Live(refresh_per_second=8, transient=True) as live:
         answer = AnswerView(live)
         try:
+            live.console.file.write("\x1b[?2004h")  # lines pasted meanwhile are one message, too
             yield answer.add
         finally:
             answer.finish(len(answer.text))
+            live.console.file.write("\x1b[?2004l")
 
 
 class AnswerView:

@@ -9,17 +9,24 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from servd.base.errors import ServdError
-from servd.base.private_dir import private_dir
+from servd.base.private_dir import find_base, private_dir
+from servd.base.python_command import python_command
+from servd.checkpoint import hub
+from servd.config import Config
 from servd.terminal.api_client import Client
+from servd.terminal.waiting import describe_start, spinner
 
 POLL_INTERVAL = 0.05  # seconds
 STOP_TIMEOUT = 20.0  # seconds
+MAX_LINES = 10  # of a log in an error
 Connect = Callable[[], Client]
 
 
@@ -29,44 +36,48 @@ def running(
 ) -> Iterator[float]:
     """Run a server, with `env` added to its environment, until the block ends; yield the seconds
     until it was ready. Raises ServdError if the command exits, or `client` finds no ready server
-    within `timeout` seconds.
+    within `timeout` seconds. The server's stderr is a file, which is kept after a ServdError.
     """
     started = time.perf_counter()
+    log = tempfile.NamedTemporaryFile(prefix="servd-log-", dir=find_base(), delete=False)
     # Its own session, so that all processes of the command can be stopped with it.
     process = subprocess.Popen(
-        command, start_new_session=True, stdout=subprocess.DEVNULL, env=os.environ | env
+        command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=log, env=os.environ | env
     )
     try:
-        while not client.is_healthy():
-            if process.poll() is not None:
-                code = process.returncode
-                raise ServdError(
-                    f"the server did not start: {shlex.join(command)} ended with code {code}"
-                )
-            if time.perf_counter() - started > timeout:
-                raise ServdError(f"{shlex.join(command)} was not ready within {timeout:.0f} s")
-            time.sleep(POLL_INTERVAL)
-        yield time.perf_counter() - started
+        with log, spinner("starting a server") as status:
+            while process.poll() is None and not client.is_healthy():
+                if time.perf_counter() - started > timeout:
+                    raise ServdError(f"{shlex.join(command)} was not ready within {timeout:.0f} s")
+                status.update(describe_start(log.name))
+                time.sleep(POLL_INTERVAL)
+        if process.poll() is None:
+            yield time.perf_counter() - started
+        if process.poll() is not None:
+            raise ServdError(f"{shlex.join(command)} ended with code {process.returncode}")
+    except ServdError as error:
+        text = Path(log.name).read_text(encoding="utf8", errors="replace")
+        lines = [line for line in text.splitlines() if " INFO " not in line][-MAX_LINES:]
+        raise ServdError("\n".join([f"{error}; its log is {log.name}", *lines])) from None
     finally:
-        _stop(process)
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        process.send_signal(signal.SIGTERM)
-    try:
-        process.wait(STOP_TIMEOUT)
-    except subprocess.TimeoutExpired:
-        with contextlib.suppress(ProcessLookupError):
+        process.terminate()
+        try:
+            process.wait(STOP_TIMEOUT)
+        except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+            process.wait()
+        if not isinstance(sys.exception(), ServdError):
+            os.unlink(log.name)
 
 
 @contextlib.contextmanager
 def own_server(options: dict[str, Any], env: Mapping[str, str] = {}) -> Iterator[Connect]:
     """Run `servd serve` with these options of Config on a private socket until the block ends.
-    Raises ServdError if the server exits before it is ready; its log explains why.
+    Raises ServdError like `running`, and if the weights cannot be downloaded.
     """
+    model = Config.load(options).model
+    if model.model is not None and model.load_format != "dummy":  # here the hub shows its progress
+        hub.download_weights(model.model, model.revision, model.download_dir, model.load_format)
     folder = private_dir()
     config = folder / "config.json"
     uds = folder / "http"
@@ -74,8 +85,8 @@ def own_server(options: dict[str, Any], env: Mapping[str, str] = {}) -> Iterator
     for signum in (signal.SIGTERM, signal.SIGHUP):  # or the server would outlive this process
         if signal.getsignal(signum) is not signal.SIG_IGN:
             signal.signal(signum, lambda signum, _: sys.exit(128 + signum))
-    command = [sys.executable, "-m", "servd", "serve", "--config", str(config)]
-    connect = partial(Client, "http://localhost", key_of(options), str(uds))
+    command = python_command("servd", "serve", "--config", str(config))
+    connect = partial(Client, "", key_of(options), str(uds))
     try:
         with running(command, connect(), timeout=math.inf, env=env):
             yield connect

@@ -12,7 +12,7 @@ import termios
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import repeat
 from pathlib import Path
@@ -89,18 +89,23 @@ def slow_server() -> Iterator[str]:
     server.server_close()
 
 
-@pytest.fixture
-def terminal(slow_server: str, tmp_path: Path) -> Iterator[Callable[[str, str], None]]:
-    """A chat in a terminal: types keys, and waits until a text is shown."""
+Terminal = Callable[[str, str], str]
+"""Types keys, and waits until a text is shown. Returns what was shown before it."""
+
+
+@contextmanager
+def open_terminal(folder: Path, *args: str) -> Iterator[Terminal]:
+    """A command of servd in a terminal, which reads a prompt at its end."""
     pid, descriptor = pty.fork()
     if pid == 0:
-        os.environ |= {"XDG_STATE_HOME": str(tmp_path), "TERM": "xterm"}
+        os.environ |= {"XDG_STATE_HOME": str(folder), "TERM": "xterm"}
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # as for what a script starts with &
-        os.execv(sys.executable, [sys.executable, "-m", "servd", "chat", "--url", slow_server])
+        os.chdir(folder)
+        os.execv(sys.executable, [sys.executable, "-P", "-m", "servd", *args])
     termios.tcsetwinsize(descriptor, (24, 80))
     screen = ""
 
-    def interact(keys: str, text: str) -> None:
+    def interact(keys: str, text: str) -> str:
         nonlocal screen
         os.write(descriptor, keys.encode())
         deadline = time.monotonic() + WAIT_SECONDS
@@ -111,21 +116,68 @@ def terminal(slow_server: str, tmp_path: Path) -> Iterator[Callable[[str, str], 
             if "\x1b[6n" in screen:  # where is the cursor?
                 screen = screen.replace("\x1b[6n", "")
                 os.write(descriptor, b"\x1b[1;1R")
-        screen = screen.partition(text)[2]
+        before, _, screen = screen.partition(text)
+        return before
 
-    interact("", READY)
-    yield interact
-    os.write(descriptor, b"\x04")  # leaves
-    with suppress(OSError):  # the terminal is gone
-        while os.read(descriptor, 65536):
-            pass
-    os.close(descriptor)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    try:
+        yield interact
+        os.write(descriptor, b"\x03\x15\x04")  # leaves, also an answer or a line of a failed test
+        with suppress(OSError):  # the terminal is gone
+            while select.select([descriptor], [], [], WAIT_SECONDS)[0]:
+                os.read(descriptor, 65536)
+    finally:
+        os.close(descriptor)  # ends what has not left
+        status = os.waitpid(pid, 0)[1]
+    assert os.waitstatus_to_exitcode(status) == 0
 
 
-def test_a_terminal_chat_takes_pasted_lines_stops_and_continues(
-    terminal: Callable[[str, str], None], tmp_path: Path
-):
+@pytest.fixture
+def terminal(slow_server: str, tmp_path: Path) -> Iterator[Terminal]:
+    with open_terminal(tmp_path, "chat", "--url", slow_server) as terminal:
+        terminal("", READY)
+        yield terminal
+
+
+def saved_messages(terminal: Terminal, folder: Path) -> list[str]:
+    """What the user has said, by the chat's own file."""
+    terminal(f"/save {folder}/chat.json\r", "messages")
+    messages = json.loads((folder / "chat.json").read_text())["messages"]
+    return [message["content"] for message in messages if message["role"] == "user"]
+
+
+def test_keys_typed_during_an_answer_appear_in_the_next_prompt(terminal: Terminal, tmp_path: Path):
+    terminal("/set max_tokens 60\r", READY)
+    terminal("hello\r", "word")
+    shown = terminal("typed\x7f ahead", "(60 tokens")
+    assert "ahead" not in shown
+    terminal("", "type ahead")
+    terminal("\r", "word")
+    terminal("at a stop" + CTRL_C, "[stopped]")
+    terminal("", "at a stop")
+    terminal("\r", "word")
+    terminal("\x1b[200~pasted\nlines\x1b[201~\rand sent\r", "(60 tokens")
+    for _ in range(2):
+        terminal("", "(60 tokens")
+    terminal("", READY)
+    said = ["hello", "type ahead", "at a stop", "pasted\nlines", "and sent"]
+    assert saved_messages(terminal, tmp_path) == said
+
+
+def test_run_shows_what_the_start_does_and_no_log(tmp_path: Path):
+    (tmp_path / "servd").mkdir()  # as in the folder that holds a clone
+    (tmp_path / "servd" / "__init__.py").write_text("raise SystemExit('hidden')")
+    options = ("--max-model-len", "256", "--url", "http://127.0.0.1:1")
+    with open_terminal(tmp_path, "run", "demo", *options) as terminal:
+        terminal("", "looking at the model")
+        start = terminal("typed early", "demo; /help lists the commands, Ctrl-D leaves")
+        assert "importing" in start
+        assert not any(text in start for text in ("INFO", "http:", "typed"))
+        terminal("", "typed early")
+        terminal("\r", " tok/s)")
+        assert saved_messages(terminal, tmp_path) == ["typed early"]
+
+
+def test_a_terminal_chat_takes_pasted_lines_stops_and_continues(terminal: Terminal, tmp_path: Path):
     terminal("/set max_tokens 12\r", READY)
     terminal("\x1b[200~hello\nthere\x1b[201~\r", "(12 tokens")
     terminal("", READY)
