@@ -87,6 +87,10 @@ class ServerConfig(Section, frozen=True):
     """Seconds without a heartbeat after which servd kills and restarts an engine. One step may take
     this plus five times its expected duration.
     """
+    engine_heartbeat_timeout: Annotated[float, Meta(ge=1, le=3600)] = 3.0
+    """Seconds without a heartbeat after which an engine or worker on another host counts as lost,
+    and its requests continue elsewhere.
+    """
     sleep_idle_seconds: Seconds | None = None
     """Seconds without a request after which servd frees weights and KV cache. The next request
     loads the model again. Default: never.

@@ -28,7 +28,7 @@ from servd.core.structured_output.manager import Compiled
 from servd.ipc.channels import Inbox, Outbox, UnreadableMessage
 from servd.ipc.child import Child, read_start
 from servd.ipc.heartbeat import BEAT_INTERVAL, Heartbeat
-from servd.ipc.hub import HubClient, HubInbox, HubOutbox
+from servd.ipc.hub import HubClient, HubInbox, HubOutbox, end_process
 from servd.ipc.start_messages import StartEngine
 from servd.messages.engine import (
     AbortRequests,
@@ -116,7 +116,7 @@ class EngineCoreProc:
         # Of the output thread: by client.
         self.outboxes: dict[int, Outbox | HubClient] = {}
         # On another host than the API servers; the output thread uses it.
-        self.hub_outbox = None if start.uplink is None else HubOutbox(start.uplink)
+        self.hub_outbox = None if start.uplink is None else HubOutbox(start.uplink, end_process)
 
     # ---- the process ----
 
@@ -381,7 +381,7 @@ class EngineCoreProc:
         """Move messages from the socket to the queue, in the input thread."""
         inbox: Inbox[ToEngine] | HubInbox[ToEngine]
         if self.start.uplink is not None:
-            inbox = HubInbox(self.start.uplink, ToEngine)
+            inbox = HubInbox(self.start.uplink, ToEngine, end_process)
         else:
             address = engine_address(self.start.ipc_dir, self.start.generation)
             inbox = Inbox(address, ToEngine)

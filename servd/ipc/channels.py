@@ -13,7 +13,7 @@ import stat
 import struct
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -33,6 +33,7 @@ CONNECT_TIMEOUT = 1000  # milliseconds, to an existing inbox
 MAX_FRAME = 1 << 18
 CURVE_OVERHEAD = 256  # bytes of a frame, at most
 HANDSHAKE_TIMEOUT = 5000
+LINK_TIMEOUT = 10.0  # seconds without a heartbeat until a connection counts as broken
 MAX_CONNECTIONS = 256  # of a Listener, also unauthenticated connections; more are closed
 
 _encoder = msgspec.msgpack.Encoder()
@@ -181,11 +182,22 @@ def tcp_address(host: str, port: int) -> str:
 class Link(Generic[T]):
     """A connection to the Listener at a TCP address, which may start later. Receives messages of
     the union `kind`. Sending never blocks. Belongs to one thread.
+
+    Calls `on_closed` in another thread when a connection breaks, also after `timeout` seconds
+    without a message or heartbeat. The argument is the sender of `drain`. ZMQ's own thread sends
+    heartbeats, which neither the GIL nor a long step delays.
     """
 
     kind_of_socket: int = zmq.DEALER
 
-    def __init__(self, to: str, kind: Any, keys: CurveKeys) -> None:
+    def __init__(
+        self,
+        to: str,
+        kind: Any,
+        keys: CurveKeys,
+        timeout: float = LINK_TIMEOUT,
+        on_closed: Callable[[bytes], None] = lambda peer: None,
+    ) -> None:
         self.decoder = msgspec.msgpack.Decoder(kind)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket = self._context.socket(self.kind_of_socket)
@@ -193,19 +205,42 @@ class Link(Generic[T]):
         self.socket.setsockopt(zmq.IPV6, 1)
         self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME + CURVE_OVERHEAD)
         self.socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_TIMEOUT)
-        # A connection to a lost host closes late: heartbeats detect the loss.
-        self.socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
-        self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
+        # A connection to a lost host closes late: heartbeats detect the loss. They need room in the
+        # kernel's buffer: TCP_MAXRT detects the loss while the buffer is full.
+        milliseconds = int(timeout * 1000)
+        interval = milliseconds // 6
+        self.socket.setsockopt(zmq.HEARTBEAT_IVL, interval)
+        self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, milliseconds - interval)
+        self.socket.setsockopt(zmq.TCP_MAXRT, milliseconds)
+        self.on_closed = on_closed
+        self.descriptors: dict[bytes, int] = {}  # of a Listener's connections, by sender
         self._open(to, keys)
 
     def _open(self, to: str, keys: CurveKeys) -> None:
         self.socket.curve_serverkey = keys.listener.public
         self.socket.curve_publickey, self.socket.curve_secretkey = keys.joiner
+        events = self._open_monitor(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        threading.Thread(target=self._watch, args=[events], daemon=True).start()
         try:
             self.socket.connect(to)
         except zmq.ZMQError as error:
             self.close()
             raise ConfigError(f"{to}: {error}") from None
+
+    def _open_monitor(self, kinds: int) -> zmq.Socket[bytes]:
+        self.socket.monitor("inproc://events", kinds)
+        events = self._context.socket(zmq.PAIR)
+        events.connect("inproc://events")
+        return events
+
+    def _watch(self, events: zmq.Socket[bytes]) -> None:
+        """Report that the connection, once it is complete, breaks. Runs in a thread."""
+        with events, suppress(zmq.ContextTerminated):
+            while _next_event(events)[0] != zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                pass
+            while _next_event(events)[0] != zmq.EVENT_DISCONNECTED:
+                pass
+            self.on_closed(b"")
 
     def send(self, message: msgspec.Struct) -> None:
         """Queue one message; order is kept."""
@@ -216,11 +251,14 @@ class Link(Generic[T]):
         messages: list[tuple[bytes, T | None]] = []
         with suppress(zmq.Again):
             while True:
-                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+                frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
                 message = None
-                peer = frames.pop(0) if self.kind_of_socket == zmq.ROUTER else b""
+                peer = b""
+                if self.kind_of_socket == zmq.ROUTER:
+                    peer = frames[0].bytes
+                    self.descriptors.setdefault(peer, frames.pop(0).get(zmq.SRCFD))
                 with suppress(ValueError, RecursionError):
-                    message = self.decoder.decode(b"".join(frames))
+                    message = self.decoder.decode(b"".join(frame.buffer for frame in frames))
                 messages.append((peer, message))
         return messages
 
@@ -240,9 +278,7 @@ class Listener(Link[T]):
     def _open(self, to: str, keys: CurveKeys) -> None:
         guard = self._context.socket(zmq.REP)
         guard.bind("inproc://zeromq.zap.01")  # authenticates every connection: ZMQ RFC 27 (ZAP)
-        self.socket.monitor("inproc://events", zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
-        events = self._context.socket(zmq.PAIR)
-        events.connect("inproc://events")
+        events = self._open_monitor(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self.socket.setsockopt(zmq.ZAP_DOMAIN, b"servd")
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.socket.curve_server = 1
@@ -265,18 +301,27 @@ class Listener(Link[T]):
         with guard, events, suppress(zmq.ContextTerminated):
             while True:
                 ready = dict(poller.poll())
-                if events in ready:
-                    event, descriptor = struct.unpack("=Hi", events.recv_multipart()[0])
-                    if event == zmq.EVENT_ACCEPTED:
-                        connections.add(descriptor)
-                        if len(connections) > MAX_CONNECTIONS:
-                            self._hang_up(descriptor)
-                    connections -= {descriptor} if event == zmq.EVENT_DISCONNECTED else set()
+                # Events first: a connection to let in may have the descriptor of a broken one.
+                while events.poll(0):
+                    event, descriptor = _next_event(events)
+                    if event == zmq.EVENT_DISCONNECTED:
+                        connections.discard(descriptor)
+                        self._close(descriptor)
+                        continue
+                    connections.add(descriptor)
+                    if len(connections) > MAX_CONNECTIONS:
+                        self._hang_up(descriptor)
                 if guard in ready:
                     version, number, _, _, _, mechanism, *credentials = guard.recv_multipart()
                     is_known = mechanism == b"CURVE" and credentials == [key]
                     status = b"200" if is_known else b"400"
                     guard.send_multipart([version, number, status, b"", b"", b""])
+
+    def _close(self, descriptor: int) -> None:
+        for peer, theirs in [*self.descriptors.items()]:
+            if theirs == descriptor:
+                del self.descriptors[peer]
+                self.on_closed(peer)
 
     def _hang_up(self, descriptor: int) -> None:
         """Close the newest connection, unless its descriptor has been reused meanwhile."""
@@ -295,6 +340,12 @@ class Listener(Link[T]):
         except zmq.ZMQError:
             return False
         return True
+
+
+def _next_event(events: zmq.Socket[bytes]) -> tuple[int, int]:
+    """Wait for an event of a monitor; return its kind and value, which may be a descriptor."""
+    kind, value = struct.unpack("=Hi", events.recv_multipart()[0])
+    return kind, value
 
 
 def _frames_of(message: msgspec.Struct | msgspec.Raw) -> list[memoryview]:

@@ -15,6 +15,7 @@ from servd.config import Config
 from servd.messages.engine import Message
 
 ENGINE_IS_DEAD = 3  # exit code of an API server whose engine reported its end
+HUB_IS_LOST = 4  # exit code of a process on another host whose connection to the Hub broke
 
 
 class Uplink(msgspec.Struct, frozen=True):
@@ -23,6 +24,7 @@ class Uplink(msgspec.Struct, frozen=True):
     at: str  # address of the hub
     token: str  # of this hub alone; both ends derive their keys from the token
     name: str  # of the process, unique among the hub's processes
+    timeout: float  # seconds, --engine-heartbeat-timeout
 
 
 class StartEngine(msgspec.Struct):

@@ -22,14 +22,15 @@ TICK = 0.1  # seconds between looks for engines and API servers that have come o
 
 class Bridge(threading.Thread):
     """A thread that owns the sockets. Its methods are thread-safe. Before it ends with an error, it
-    calls `on_failure`. Engines on other hosts connect to `host`.
+    calls `on_failure`. Engines on other hosts connect to `host`, and are lost after
+    `timeout` seconds of silence.
     """
 
-    def __init__(self, host: str, on_failure: Callable[[Exception], None]) -> None:
+    def __init__(self, host: str, timeout: float, on_failure: Callable[[Exception], None]) -> None:
         super().__init__(name="bridge", daemon=True)
         self.on_failure = on_failure
-        self.hub = Hub(host, self.lose)
-        # By an engine's local address: the thread calls this when the engine's connection breaks.
+        self.hub = Hub(host, timeout, self.lose)
+        # By an engine's local address: called in any thread when the engine's connection breaks.
         self.on_lost: dict[str, Callable[[], None]] = {}
         # An engine's local address, and whether to open (True) or close it.
         self.changes: SimpleQueue[tuple[str, bool]] = SimpleQueue()

@@ -76,7 +76,7 @@ def launch_core_engines(
             from servd.launch.ray_engine import RayEngineSupervisor, start_bridge
 
             if bridge is None:
-                bridge = start_bridge(on_failure)
+                bridge = start_bridge(config, on_failure)
             engine = RayEngineSupervisor(
                 config, spec, folder, on_exit, place, notify, bridge=bridge
             )

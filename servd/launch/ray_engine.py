@@ -20,7 +20,7 @@ from servd.config import Config
 from servd.core.client import EngineProcess, engine_address, identity
 from servd.core.executor.ray import clock_offset, connect, find_spec, library, resource_of
 from servd.ipc.child import Child
-from servd.ipc.start_messages import Uplink
+from servd.ipc.start_messages import HUB_IS_LOST, Uplink
 from servd.launch.bridge import Bridge
 from servd.launch.engine_supervisor import LOOK_INTERVAL, EngineSupervisor
 
@@ -28,6 +28,7 @@ log = logging.getLogger("servd.launch")
 
 WARN_INTERVAL = 30.0  # seconds between warnings that Ray has no host yet
 CONFIG_ERROR = 2  # exit code
+LOOK_TIMEOUT = 1.0  # seconds in which the actor of a host that can be reached answers
 LOST = -9  # exit code of an engine whose actor or host is gone
 
 
@@ -60,6 +61,10 @@ class EngineActor:
         """Return the monotonic clock of this host in nanoseconds."""
         return time.monotonic_ns()
 
+    def host(self) -> str:
+        """Return the address of this host."""
+        return library().util.get_node_ip_address()
+
     def look(self) -> tuple[bool, bool]:
         """Return whether the engine is ready, and whether it is asleep."""
         return self.state
@@ -90,6 +95,8 @@ class EngineActor:
             time.sleep(LOOK_INTERVAL)
             engine.look()
             self.state = heartbeat.is_ready, heartbeat.is_asleep
+        if engine.child.exit_code == HUB_IS_LOST:
+            os._exit(HUB_IS_LOST)  # nobody may hear a report: this frees the host for other actors
         ended = Ended(
             engine.child.exit_code, heartbeat.is_ready, engine.reason, heartbeat.computing()
         )
@@ -106,6 +113,8 @@ class RayEngine(EngineProcess):
         self.heartbeat = self  # the supervisor reads its fields here
         self.is_ready = False
         self.is_asleep = False
+        self.is_silent = False  # the engine's connection is broken
+        self.timeout = config.server.engine_heartbeat_timeout
         count = float(config.parallel.num_workers)
         kind = resource_of(config)
         options = {"num_cpus": count if kind == "CPU" else 0.0}
@@ -125,22 +134,33 @@ class RayEngine(EngineProcess):
                 lines = str(getattr(error, "cause", None) or error).split("\n")
                 why = f"{type(error).__name__}: {lines[0]}"
                 self.ended = Ended(was_ready=self.is_ready, reason=f"{self.name} is lost: {why}")
-            self.ray.kill(self.actor)  # otherwise, the actor keeps its resources
             callback(self)
+            self.ray.kill(self.actor)  # otherwise, the actor keeps its resources
 
         threading.Thread(target=watch, name=f"watch-{self.name}", daemon=True).start()
 
     def _run(self) -> bytes:
         ray = self.ray
-        here = self.actor.now_ns.remote()
+        here = self.actor.host.remote()
         while not ray.wait([here], timeout=WARN_INTERVAL)[0]:
             free = ray.available_resources()
             log.warning(
                 "%s waits for Ray: it needs %s, and %s are free", self.name, self.needs, free
             )
+        self.name = f"{self.name} on {ray.get(here)}"
         run = self.actor.run.remote(self.message, clock_offset(ray, self.actor))
+        look = self.actor.look.remote()
+        looked_at = time.monotonic()
         while not ray.wait([run], timeout=LOOK_INTERVAL)[0]:
-            self.is_ready, self.is_asleep = ray.get(self.actor.look.remote())
+            if ray.wait([look], timeout=0)[0]:
+                self.is_ready, self.is_asleep = ray.get(look)
+                look = self.actor.look.remote()
+                looked_at = time.monotonic()
+            elif self.is_silent and time.monotonic() > looked_at + LOOK_TIMEOUT:
+                # Ray itself takes a minute to notice that a host is silent.
+                raise ConnectionError(
+                    f"no heartbeat for {self.timeout:g} s (--engine-heartbeat-timeout)"
+                )
         return ray.get(run)
 
     def computing(self) -> list[str]:
@@ -182,13 +202,18 @@ class RayEngineSupervisor(EngineSupervisor):
             data_parallel_size_local=-(-self.config.parallel.data_parallel_size // num_nodes),
             max_engine_restarts=0,
         )
-        uplink = self.bridge.open(address, self.terminate)
+        uplink = self.bridge.open(address, self.lose)
         start = StartElsewhere(
             config, uplink, identity(self.config, self.spec), self.number, self.was_asleep
         )
         self.reason = ""
         self.child = RayEngine(self.name, self.config, start)
         self.child.on_exit(self.on_exit)
+
+    def lose(self) -> None:
+        """Expect the engine's end, because its connection is broken."""
+        assert isinstance(self.child, RayEngine)
+        self.child.is_silent = True
 
     def look(self) -> None:
         """Do nothing: the actor monitors its engine."""
@@ -202,9 +227,10 @@ class RayEngineSupervisor(EngineSupervisor):
         return super().replace()
 
 
-def start_bridge(on_failure: Callable[[Exception], None]) -> Bridge:
+def start_bridge(config: Config, on_failure: Callable[[Exception], None]) -> Bridge:
     """Return the bridge of this process to Ray. Raise ConfigError without a cluster."""
     ray = connect("--data-parallel-backend ray")
-    bridge = Bridge(ray.util.get_node_ip_address(), on_failure)
+    timeout = config.server.engine_heartbeat_timeout
+    bridge = Bridge(ray.util.get_node_ip_address(), timeout, on_failure)
     bridge.start()
     return bridge

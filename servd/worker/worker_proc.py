@@ -15,7 +15,7 @@ from servd.base import log
 from servd.base.errors import ConfigError
 from servd.ipc.channels import Inbox, Outbox
 from servd.ipc.child import import_ahead, read_start
-from servd.ipc.hub import HubClient, HubInbox, HubOutbox
+from servd.ipc.hub import HubClient, HubInbox, HubOutbox, end_process
 from servd.ipc.start_messages import StartWorker
 from servd.messages import engine as messages
 
@@ -40,7 +40,7 @@ class WorkerProc:
         """Handle messages until Shutdown or a failure; return the exit code."""
         inbox: Inbox[messages.ToWorker] | HubInbox[messages.ToWorker]
         if self.start.uplink is not None:
-            inbox = HubInbox(self.start.uplink, messages.ToWorker)
+            inbox = HubInbox(self.start.uplink, messages.ToWorker, end_process)
         else:
             inbox = Inbox(self.start.inbox, messages.ToWorker)
         sender = threading.Thread(target=self.send_answers, name="answers")
@@ -104,7 +104,7 @@ class WorkerProc:
             shared = Outbox(self.start.outbox)
             outbox = shared
         else:
-            shared = HubOutbox(self.start.uplink)
+            shared = HubOutbox(self.start.uplink, end_process)
             outbox = HubClient(shared, self.start.outbox)
         try:
             while (answer := self.answers.get()) is not None:

@@ -15,7 +15,7 @@ from tests.limits import WAIT_SECONDS
 @pytest.fixture
 def bridge():
     errors: list[Exception] = []
-    bridge = Bridge("127.0.0.1", errors.append)
+    bridge = Bridge("127.0.0.1", 3.0, errors.append)
     bridge.start()
     yield bridge
     bridge.close()

@@ -146,6 +146,7 @@ class RayExecutor(MultiProcExecutor):
         self.inbox.close()
         self.hub = Hub(
             self.ray.util.get_node_ip_address(),
+            self.config.server.engine_heartbeat_timeout,
             lambda name: self.lose(f"the connection to {name} broke"),
         )
         self.inbox = HubReceiver(self.hub, FromWorker)
