@@ -132,8 +132,8 @@ class RayEngine(EngineProcess):
                 self.ended = msgspec.msgpack.decode(self._run(), type=Ended)
             except Exception as error:  # the actor is gone, or its host
                 lines = str(getattr(error, "cause", None) or error).split("\n")
-                why = f"{type(error).__name__}: {lines[0]}"
-                self.ended = Ended(was_ready=self.is_ready, reason=f"{self.name} is lost: {why}")
+                reason = f"{self.name} is lost: {lines[0]}"
+                self.ended = Ended(was_ready=self.is_ready, reason=reason)
             callback(self)
             self.ray.kill(self.actor)  # otherwise, the actor keeps its resources
 
