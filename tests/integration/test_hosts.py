@@ -74,7 +74,7 @@ def cluster() -> Iterator[Cluster]:
     cluster = Cluster()
     try:
         try:
-            hosts("up", 3)
+            hosts("up", 4)
         except subprocess.CalledProcessError as error:
             pytest.skip(f"network namespaces are not allowed here: {error.stderr}")
         for number in (1, 2, 3):
@@ -82,19 +82,22 @@ def cluster() -> Iterator[Cluster]:
         yield cluster
     finally:
         hosts("down")
+        # A closed connection to a cut host keeps a network for minutes: remove its cable at once.
+        for number in (1, 2, 3, 4):
+            subprocess.run(["ip", "link", "delete", f"sv{number}"], stderr=subprocess.DEVNULL)
         for process in cluster.processes:
             process.kill()
             process.wait()
 
 
 @pytest.fixture
-def server(cluster: Cluster, tmp_path: Path, monkeypatch) -> Iterator[Server]:
+def server(cluster: Cluster, request, tmp_path: Path, monkeypatch) -> Iterator[Server]:
     monkeypatch.setenv("RAY_ADDRESS", f"{HEAD}:6379")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    options = ["--data-parallel-backend", "ray", "--data-parallel-size", "2", "--device", "cpu"]
     # The socket is a file, so that the test needs no network of its own.
-    options += ["--uds", str(tmp_path / "http")]
+    options = ["--device", "cpu", "--uds", str(tmp_path / "http"), *request.param]
     server = Server("demo", *options, prefix=[str(SCRIPT), "run", "1"])
+    server.wait_for_line("listening on")
     yield server
     server.process.kill()
     server.stop()
@@ -111,10 +114,10 @@ class Answer(NamedTuple):
     silence: float  # the longest, in seconds
 
 
-def stream(server: Server, number: int) -> Answer:
+def stream(server: Server, number: int, max_tokens: int = 1900) -> Answer:
     body = {
         "prompt": f"{number} upon a time",
-        "max_tokens": 1900,
+        "max_tokens": max_tokens,
         "ignore_eos": True,
         "temperature": number % 2,
         "seed": number,
@@ -138,8 +141,10 @@ def states(server: Server) -> list[str]:
         return http.get("/health").json().get("engines", [])
 
 
+@pytest.mark.parametrize(
+    "server", [["--data-parallel-backend", "ray", "--data-parallel-size", "2"]], indirect=True
+)
 def test_streams_of_a_host_whose_network_is_cut_continue_elsewhere_in_time(cluster, server):
-    server.wait_for_line("listening on")
     wait_until(lambda: states(server) == ["idle", "idle"], "the engines are not placed")
     assert len(engines()) == 2
     numbers = range(8)
@@ -165,4 +170,26 @@ def test_streams_of_a_host_whose_network_is_cut_continue_elsewhere_in_time(clust
     print(f"used again after {seconds:.1f} s")
     again = stream(server, 0)
     assert again.text == undisturbed[0].text
+    assert server.stop() == 0
+
+
+@pytest.mark.parametrize(
+    "server", [["--executor", "ray", "--tensor-parallel-size", "2"]], indirect=True
+)
+def test_a_group_of_workers_that_loses_a_host_continues_with_a_node_that_is_added(cluster, server):
+    server.wait_ready()
+    with ThreadPoolExecutor(2) as pool:
+        undisturbed = [*pool.map(lambda number: stream(server, number, 400), (0, 1))]
+        futures = [pool.submit(stream, server, number, 400) for number in (0, 1)]
+        time.sleep(1)
+        assert not any(future.done() for future in futures)
+        hosts("cut", 3)
+        cut_at = time.monotonic()
+        server.wait_for_line("connection to worker-. broke or was silent")
+        print(f"noticed after {time.monotonic() - cut_at:.2f} s")
+        assert time.monotonic() - cut_at < MAX_SILENCE + SLACK
+        cluster.add_node(4)
+        answers = [future.result() for future in futures]
+    print("longest silences, in seconds:", [round(answer.silence, 2) for answer in answers])
+    assert [answer.text for answer in answers] == [answer.text for answer in undisturbed]
     assert server.stop() == 0

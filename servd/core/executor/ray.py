@@ -147,7 +147,7 @@ class RayExecutor(MultiProcExecutor):
         self.hub = Hub(
             self.ray.util.get_node_ip_address(),
             self.config.server.engine_heartbeat_timeout,
-            lambda name: self.lose(f"the connection to {name} broke"),
+            lambda name: self.lose(f"the connection to {name} broke or was silent"),
         )
         self.inbox = HubReceiver(self.hub, FromWorker)
         return super().start()
