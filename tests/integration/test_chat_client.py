@@ -148,8 +148,8 @@ def saved_messages(terminal: Terminal, folder: Path) -> list[str]:
 def test_keys_typed_during_an_answer_appear_in_the_next_prompt(terminal: Terminal, tmp_path: Path):
     terminal("/set max_tokens 60\r", READY)
     terminal("hello\r", "word")
-    shown = terminal("typed\x7f ahead", "(60 tokens")
-    assert "ahead" not in shown
+    screen = terminal("typed\x7f ahead", "(60 tokens")
+    assert "ahead" not in screen
     terminal("", "type ahead")
     terminal("\r", "word")
     terminal("at a stop" + CTRL_C, "[stopped]")
@@ -159,8 +159,8 @@ def test_keys_typed_during_an_answer_appear_in_the_next_prompt(terminal: Termina
     for _ in range(2):
         terminal("", "(60 tokens")
     terminal("", READY)
-    said = ["hello", "type ahead", "at a stop", "pasted\nlines", "and sent"]
-    assert saved_messages(terminal, tmp_path) == said
+    expected = ["hello", "type ahead", "at a stop", "pasted\nlines", "and sent"]
+    assert saved_messages(terminal, tmp_path) == expected
 
 
 def test_run_shows_what_the_start_does_and_no_log(tmp_path: Path):
