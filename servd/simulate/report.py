@@ -65,11 +65,11 @@ def summarise_simulation(sim: ClusterSim) -> dict[str, float]:
 def verdict(figures: dict[str, float]) -> str:
     """Return a sentence about what `summarise_simulation` returned."""
     is_full = figures["busy_%"] >= SATURATED or figures["refused"]
-    half, most = (figures.get(f"ttft_ms_{name}", 0.0) for name in ("p50", "p99"))
+    half, p99 = (figures.get(f"ttft_ms_{name}", 0.0) for name in ("p50", "p99"))
     return (
         f"{'saturated' if is_full else 'keeping up'}: engines busy {figures['busy_%']:.0f} % of "
         f"the time, {figures['refused']} requests refused, half of the first tokens within "
-        f"{half:.0f} ms, 99 % within {most:.0f} ms"
+        f"{half:.0f} ms, 99 % within {p99:.0f} ms"
     )
 
 
