@@ -162,7 +162,7 @@ def test_every_run_of_serve_sends_the_same_prompts():
 
 
 def test_a_host_may_be_an_address_of_ipv6():
-    with pytest.raises(ServdError, match=r"http://\[::1\]:1 "):
+    with pytest.raises(ServdError, match=r"at http://\[::1\]:1; "):
         serve.run(serve_arguments("--host", "::1", "--port", "1"))
 
 
