@@ -14,7 +14,7 @@ import msgspec
 import pytest
 import zmq
 
-from servd.ipc.channels import UnreadableMessage
+from servd.ipc.channels import CurveKeys, Link, Listener, UnreadableMessage, tcp_address
 from servd.ipc.hub import Hub, HubInbox, HubOutbox, HubReceiver, HubSender
 from servd.ipc.start_messages import Uplink
 from servd.messages.engine import AbortRequests, EngineGone, FromEngine, ResetPrefixCache, ToEngine
@@ -254,3 +254,26 @@ def test_both_ends_of_a_silent_connection_notice_and_what_comes_late_is_ignored(
     assert [message for message in arrived if message] == [EngineGone("from another")]
     for channel in (inbox, outbox, welcome, cable):
         channel.close()
+
+
+def test_a_link_connects_again_to_each_new_listener():
+    keys = CurveKeys("secret")
+    broken: list[bytes] = []
+    listener: Listener[AbortRequests] = Listener(tcp_address("127.0.0.1", 0), AbortRequests, keys)
+    at = listener.at
+    link: Link[AbortRequests] = Link(at, AbortRequests, keys, on_closed=broken.append)
+    for number in range(3):
+        deadline = time.monotonic() + WAIT_SECONDS
+        link.send(AbortRequests([str(number)]))
+        arrived: list[AbortRequests | None] = []
+        while not arrived and time.monotonic() < deadline:
+            arrived += [message for _, message in listener.drain()]
+            time.sleep(0.01)
+        assert arrived == [AbortRequests([str(number)])]
+        listener.close()
+        while len(broken) <= number and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert len(broken) == number + 1
+        listener = Listener(at, AbortRequests, keys)
+    link.close()
+    listener.close()

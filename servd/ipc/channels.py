@@ -234,13 +234,16 @@ class Link(Generic[T]):
         return events
 
     def _watch(self, events: zmq.Socket[bytes]) -> None:
-        """Report that the connection, once it is complete, breaks. Runs in a thread."""
+        """Report each break of the connection, once it was complete, until `close`. Runs in a
+        thread: ZMQ's own would block at an event that nobody reads.
+        """
+        is_complete = False
         with events, suppress(zmq.ContextTerminated):
-            while _next_event(events)[0] != zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                pass
-            while _next_event(events)[0] != zmq.EVENT_DISCONNECTED:
-                pass
-            self.on_closed(b"")
+            while True:
+                was_complete = is_complete
+                is_complete = _next_event(events)[0] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+                if was_complete and not is_complete:
+                    self.on_closed(b"")
 
     def send(self, message: msgspec.Struct) -> None:
         """Queue one message; order is kept."""

@@ -43,8 +43,9 @@ ToHub = Hello | Forward
 
 class Hub:
     """The listening end, at the address of this host that other hosts can reach. Belongs to one
-    thread. Calls `on_lost`, in any thread, with the name of a process whose connection broke or
-    was silent for `timeout` seconds.
+    thread, but the Listener's thread reads `names`, which `forget` therefore replaces. Calls
+    `on_lost`, in any thread, with the name of a process whose connection broke or was silent for
+    `timeout` seconds.
     """
 
     def __init__(self, host: str, timeout: float, on_lost: Callable[[str], None]) -> None:

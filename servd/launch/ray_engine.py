@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 
@@ -202,7 +203,7 @@ class RayEngineSupervisor(EngineSupervisor):
             data_parallel_size_local=-(-self.config.parallel.data_parallel_size // num_nodes),
             max_engine_restarts=0,
         )
-        uplink = self.bridge.open(address, self.lose)
+        uplink = self.bridge.open(address, partial(self.lose, self.number))
         start = StartElsewhere(
             config, uplink, identity(self.config, self.spec), self.number, self.was_asleep
         )
@@ -210,10 +211,10 @@ class RayEngineSupervisor(EngineSupervisor):
         self.child = RayEngine(self.name, self.config, start)
         self.child.on_exit(self.on_exit)
 
-    def lose(self) -> None:
-        """Expect the engine's end, because its connection is broken."""
-        assert isinstance(self.child, RayEngine)
-        self.child.is_silent = True
+    def lose(self, number: int) -> None:
+        """Expect the end of the engine of this number, because its connection is broken."""
+        if number == self.number and isinstance(self.child, RayEngine):
+            self.child.is_silent = True
 
     def look(self) -> None:
         """Do nothing: the actor monitors its engine."""

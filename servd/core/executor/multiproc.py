@@ -152,13 +152,17 @@ class MultiProcExecutor(executor.Executor):
             return
         self.is_stopping = True
         self._send(Shutdown())
-        for worker in self.workers:
-            worker.wait(STOP_TIMEOUT)
-            worker.stop(STOP_TIMEOUT)
+        self.wait_for_workers()
         for outbox in self.outboxes:
             outbox.close()
         self.inbox.close()
         shutil.rmtree(self.folder, ignore_errors=True)
+
+    def wait_for_workers(self) -> None:
+        """Wait until the workers have ended, and kill those that take longer."""
+        for worker in self.workers:
+            worker.wait(STOP_TIMEOUT)
+            worker.stop(STOP_TIMEOUT)
 
     def _send(self, message: ToWorker) -> None:
         encoded = msgspec.Raw(msgspec.msgpack.encode(message))  # once for all of them

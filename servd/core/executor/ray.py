@@ -21,7 +21,7 @@ from servd.base.tracing import CLOCK_OFFSET
 from servd.checkpoint import hub, model_spec
 from servd.checkpoint.model_spec import FAKE_SPEC, ModelSpec
 from servd.config import Config
-from servd.core.executor.multiproc import MultiProcExecutor
+from servd.core.executor.multiproc import STOP_TIMEOUT, MultiProcExecutor
 from servd.ipc.channels import tcp_address
 from servd.ipc.child import Child
 from servd.ipc.hub import Hub, HubReceiver, HubSender
@@ -130,6 +130,7 @@ class RayExecutor(MultiProcExecutor):
 
     group: Any = None
     actors: Sequence[Any] = ()
+    runs: Sequence[Any] = ()  # of the actors
 
     @classmethod
     def prepare(cls, standby: list[Child], num_workers: int, niceness: int = 0) -> None:
@@ -168,6 +169,7 @@ class RayExecutor(MultiProcExecutor):
             num_here = self.hosts.count(self.hosts[rank])
             offset = clock_offset(self.ray, actor)
             runs.append(actor.run.remote(msgspec.msgpack.encode(start), num_here, offset))
+        self.runs = runs
         threading.Thread(target=self._watch, args=[runs], name="ray", daemon=True).start()
 
     def open_outbox(self, rank: int) -> HubSender:
@@ -206,6 +208,11 @@ class RayExecutor(MultiProcExecutor):
         except Exception as error:
             why = f"a worker of Ray is gone: {error}"
         self.lose(why)
+
+    def wait_for_workers(self) -> None:
+        # Before the hub is closed, which to workers is the loss of their server.
+        if self.runs:
+            self.ray.wait([*self.runs], num_returns=len(self.runs), timeout=STOP_TIMEOUT)
 
     def shutdown(self) -> None:
         super().shutdown()
