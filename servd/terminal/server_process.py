@@ -8,7 +8,6 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,15 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from servd.base.errors import ServdError
-from servd.base.private_dir import find_base, private_dir
+from servd.base.private_dir import private_dir
 from servd.base.python_command import python_command
 from servd.checkpoint import hub
 from servd.config import Config
 from servd.terminal.api_client import Client
-from servd.terminal.waiting import describe_start, spinner
+from servd.terminal.waiting import describe_start, exit_on_signals, spinner
 
 POLL_INTERVAL = 0.05  # seconds
 STOP_TIMEOUT = 20.0  # seconds
+END_TIMEOUT = 0.5  # seconds that a server that has failed may live on
 MAX_LINES = 10  # of a log in an error
 Connect = Callable[[], Client]
 
@@ -36,26 +36,40 @@ def running(
 ) -> Iterator[float]:
     """Run a server, with `env` added to its environment, until the block ends; yield the seconds
     until it was ready. Raises ServdError if the command exits, or `client` finds no ready server
-    within `timeout` seconds. The server's stderr is a file, which is kept after a ServdError.
+    within `timeout` seconds. The server's stderr is a file, which is kept if the server fails.
     """
     started = time.perf_counter()
-    log = tempfile.NamedTemporaryFile(prefix="servd-log-", dir=find_base(), delete=False)
-    # Its own session, so that all processes of the command can be stopped with it.
-    process = subprocess.Popen(
-        command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=log, env=os.environ | env
-    )
+    with tempfile.NamedTemporaryFile(prefix="servd-log-", delete=False) as log:
+        try:
+            # Its own session, so that all processes of the command can be stopped with it.
+            process = subprocess.Popen(
+                command,
+                start_new_session=True,
+                stdout=subprocess.DEVNULL,
+                stderr=log,
+                env=os.environ | env,
+            )
+        except OSError:
+            os.unlink(log.name)
+            raise
+    is_ready = False
+    has_failed = False
     try:
-        with log, spinner("starting a server") as status:
+        with spinner("starting a server") as status:
             while process.poll() is None and not client.is_healthy():
                 if time.perf_counter() - started > timeout:
                     raise ServdError(f"{shlex.join(command)} was not ready within {timeout:.0f} s")
                 status.update(describe_start(log.name))
                 time.sleep(POLL_INTERVAL)
         if process.poll() is None:
+            is_ready = True
             yield time.perf_counter() - started
         if process.poll() is not None:
             raise ServdError(f"{shlex.join(command)} ended with code {process.returncode}")
     except ServdError as error:
+        if is_ready and not _ends(process):  # an error of the block
+            raise
+        has_failed = True
         text = Path(log.name).read_text(encoding="utf8", errors="replace")
         lines = [line for line in text.splitlines() if " INFO " not in line][-MAX_LINES:]
         raise ServdError("\n".join([f"{error}; its log is {log.name}", *lines])) from None
@@ -66,8 +80,17 @@ def running(
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        if not isinstance(sys.exception(), ServdError):
+        if not has_failed:
             os.unlink(log.name)
+
+
+def _ends(process: subprocess.Popen[bytes]) -> bool:
+    """Return whether a process has ended, or does so while clients notice it."""
+    try:
+        process.wait(END_TIMEOUT)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
 
 
 @contextlib.contextmanager
@@ -82,9 +105,7 @@ def own_server(options: dict[str, Any], env: Mapping[str, str] = {}) -> Iterator
     config = folder / "config.json"
     uds = folder / "http"
     config.write_text(json.dumps({**options, "uds": str(uds)}), encoding="utf8")
-    for signum in (signal.SIGTERM, signal.SIGHUP):  # or the server would outlive this process
-        if signal.getsignal(signum) is not signal.SIG_IGN:
-            signal.signal(signum, lambda signum, _: sys.exit(128 + signum))
+    exit_on_signals()  # or the server would outlive this process
     command = python_command("servd", "serve", "--config", str(config))
     connect = partial(Client, "", key_of(options), str(uds))
     try:

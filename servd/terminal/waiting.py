@@ -1,6 +1,7 @@
 """While a user waits in a terminal: a spinner, and the keys that are typed."""
 
 import re
+import signal
 import sys
 import termios
 import tty
@@ -27,12 +28,20 @@ def describe_start(log: str) -> Text:
     return Text(escape(["starting a server", *phases][-1]))
 
 
+def exit_on_signals() -> None:
+    """Make SIGTERM and SIGHUP end the process by SystemExit, which leaves nothing open."""
+    for signum in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(signum) is not signal.SIG_IGN:
+            signal.signal(signum, lambda signum, _: sys.exit(128 + signum))
+
+
 @contextmanager
 def keep_keys() -> Iterator[None]:
     """In a terminal, keep what is typed for the next prompt, also at Ctrl-C, without an echo."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         yield
         return
+    exit_on_signals()
     before = termios.tcgetattr(sys.stdin)
     quiet = termios.tcgetattr(sys.stdin)
     quiet[tty.LFLAG] = quiet[tty.LFLAG] & ~(termios.ICANON | termios.ECHO) | termios.NOFLSH

@@ -23,6 +23,7 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # this process keeps its handlers
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # short enough for sockets
         monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
+        monkeypatch.setattr(tempfile, "tempdir", folder)
         yield Path(folder)
 
 
@@ -52,6 +53,12 @@ def test_a_log_without_an_error_is_removed(folder: Path, capfd: pytest.CaptureFi
         assert "ready" in log.read_text()
     assert [*folder.iterdir()] == []
     assert "".join(capfd.readouterr()) == ""
+
+
+def test_an_error_of_the_client_is_not_the_servers(folder: Path):
+    with pytest.raises(ServdError, match="^my own$"), own_server({"executor": "fake"}):
+        raise ServdError("my own")
+    assert [*folder.iterdir()] == []
 
 
 def test_a_server_that_ends_early_is_an_error(folder: Path):
