@@ -463,8 +463,8 @@ def test_classes_of_models_are_at_most_two_deep():
 # several hosts: the interface of workers (42), names of llama-server and typos of paths (14),
 # sampling parameters that hold, a limit of answers in chats, a verdict of simulations (60), what a
 # user of a terminal sees and types while a server starts or answers, and that server's log (70),
-# heartbeats between hosts (114).
-MAX_LINES = 64_692
+# heartbeats between hosts (114), ends that a review asked for (48).
+MAX_LINES = 64_740
 
 
 def test_the_package_stays_small():

@@ -71,8 +71,8 @@ EXPOSED_HEADERS = [
     "x-should-retry",
 ]
 
-# Path of llama-server -> what servd has in its place.
 MAX_PATH = 200  # characters of a path that are compared and shown
+# Path of llama-server -> what servd has in its place.
 LLAMA_SERVER_PATHS = {
     "/completion": "/v1/completions",
     "/infill": "/v1/completions with `suffix`",

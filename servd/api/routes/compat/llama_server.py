@@ -12,6 +12,7 @@ from servd.api.context import context_of, json_response
 from servd.api.http.route import Route
 
 router = APIRouter(route_class=Route)
+NAMES = {"max_tokens": "n_predict", "repetition_penalty": "repeat_penalty"}
 
 
 class Props(msgspec.Struct):
@@ -41,8 +42,9 @@ async def props(request: Request) -> Response:
     """Return the model's names, template, context and slots."""
     context = context_of(request)
     processor = context.async_llm.processor
+    params = {NAMES.get(name, name): x for name, x in processor.listed_params.items()}
     answer = Props(
-        {"n_ctx": processor.max_model_len, "params": processor.listed_params},
+        {"n_ctx": processor.max_model_len, "params": params},
         len(_slots(request)),
         context.config.model.served_model_name[0],
         context.root,
