@@ -35,7 +35,7 @@ from servd.messages.engine import (
     WorkerReady,
 )
 
-LAST_WORDS = 0.1  # seconds in which the report of a worker that has ended may still arrive
+LAST_WORDS = 0.5  # seconds in which the report of a worker that has ended may still arrive
 POLL_INTERVAL = 0.1  # seconds between looks at the workers while their message is awaited
 STOP_TIMEOUT = 1.0  # seconds from Shutdown to SIGTERM, and from there to SIGKILL
 
