@@ -116,8 +116,10 @@ class Outbox:
     nothing listens there after CONNECT_TIMEOUT.
     """
 
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()  # of all outboxes, for `deliver`
+
     def __init__(self, to: str, must_exist: bool = False) -> None:
-        self.socket = zmq.Context.instance().socket(zmq.PUSH)
+        self.socket = self.context.socket(zmq.PUSH)
         self.socket.setsockopt(zmq.IMMEDIATE, must_exist)  # nothing is queued for a dead process
         self.socket.setsockopt(zmq.LINGER, 500)  # milliseconds to deliver the last messages
         self.socket.setsockopt(zmq.SNDHWM, 0)
@@ -140,6 +142,14 @@ class Outbox:
     def close(self) -> None:
         """Close the socket. Queued messages are sent for at most half a second."""
         self.socket.close()
+
+
+def deliver() -> None:
+    """Wait until the messages of closed outboxes are sent, at most as long as they take to give up.
+    A process whose last message matters calls this before it ends, which loses what is queued. All
+    outboxes must be closed, and none can be opened later.
+    """
+    Outbox.context.term()
 
 
 class KeyPair(NamedTuple):
