@@ -34,6 +34,7 @@ class Weightless(TorchFunctionMode):
 
     # On meta tensors, torch's versions import a thousand modules. The results are the same.
     same: ClassVar[dict[Any, Callable[..., Tensor]]] = {
+        torch.empty_like: lambda x: torch.empty(x.shape, dtype=x.dtype),
         torch.zeros_like: lambda x: torch.empty(x.shape, dtype=x.dtype),
         torch.cat: lambda parts: torch.empty(
             sum(map(len, parts)), *parts[0].shape[1:], dtype=parts[0].dtype

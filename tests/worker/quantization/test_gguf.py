@@ -3,6 +3,8 @@
 import os
 import shutil
 import struct
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +71,15 @@ def test_tokens_equal_those_of_transformers_on_the_dequantised_weights(tiny_llam
         slot = driver.add(prompt)
         driver.generate([slot], 12)
         assert driver.free(slot)[: len(prompt) + 12] == greedy(reference, prompt, 12)
+
+
+def test_a_plan_does_not_import_what_torch_compiles_with(tiny_llama, tmp_path):
+    """It takes half a second, for which every start would wait."""
+    file = write_gguf(tmp_path / "tiny.Q4_1.gguf", tiny_llama)
+    command = [sys.executable, "-X", "importtime", "-m", "servd", "plan", str(file)]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    modules = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
+    assert "torch" in modules and "sympy" not in modules
 
 
 @pytest.mark.parametrize(
