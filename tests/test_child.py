@@ -39,6 +39,22 @@ def test_a_child_that_is_stopped_holds_up_nobody_who_posts_to_it():
     child.stop(60)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux shows how long threads wait")
+def test_the_waits_of_threads_for_a_cpu_are_read():
+    code = "import os; os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])\nwhile True: pass"
+    rivals = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(2)]
+    child = Child("busy", "servd.ipc.child", None)
+    child.stop(WAIT_SECONDS)
+    assert child.cpu_waits() == {}
+    child.process = rivals[0]
+    deadline = time.monotonic() + WAIT_SECONDS
+    while max(child.cpu_waits().values()) < 0.1:
+        assert time.monotonic() < deadline
+    for rival in rivals:
+        rival.kill()
+        rival.wait()
+
+
 def test_a_child_without_options_ends_with_its_parent():
     code = """
 from servd.ipc.child import read_start

@@ -47,6 +47,30 @@ def test_a_step_is_hung_only_beyond_its_own_limit():
     assert not any(looks(watch, 100)), "an idle engine takes no steps"
 
 
+def test_the_time_that_a_thread_waits_for_a_cpu_does_not_count():
+    """Engines under load were restarted, as a thread waited for a CPU while it held the GIL."""
+    heartbeat = Heartbeat()
+    waits = {"main": 7.0, "beat": 1.0}
+    watch = Watchdog(heartbeat, interval=0.5, timeout=5.0, cpu_waits=waits.copy)
+    heartbeat.get_ready()
+    heartbeat.beat()
+    for _ in range(100):
+        assert watch.look() is None
+        waits["main"] += 0.5
+    assert looks(watch, 13)[-1] == "it has shown no sign of life for 56 s"
+    heartbeat.beat()
+    heartbeat.work(5.0)
+    for _ in range(100):
+        assert watch.look() is None
+        heartbeat.beat()
+        waits["main"] += 0.5
+    waits["new thread"] = 1000.0
+    for _ in range(13):
+        heartbeat.beat()
+        reason = watch.look()
+    assert reason == "a step has taken 56 s, more than 5 s"
+
+
 def test_a_stopped_process_is_hung():
     """Even while it loads, and long before a missing beat would tell."""
     is_stopped = False

@@ -123,6 +123,17 @@ class Child:
             pids += _descendants(self.process.pid)
         return any(_read_stat(pid)[:1] == ["T"] for pid in pids)
 
+    def cpu_waits(self) -> dict[str, float]:
+        """Return how many seconds the threads of the child and its descendants have waited for a
+        CPU, by path in /proc. Empty on other systems than Linux.
+        """
+        waits: dict[str, float] = {}
+        for pid in [self.process.pid, *_descendants(self.process.pid)]:
+            for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+                with contextlib.suppress(OSError):  # it has ended meanwhile
+                    waits[str(path)] = int(path.read_text().split()[1]) / 1e9
+        return waits
+
     def wait(self, timeout: float) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout)

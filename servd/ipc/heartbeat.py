@@ -4,7 +4,7 @@ import mmap
 import os
 from collections import deque
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 # numbers of 8 bytes
 BEAT = 0
@@ -18,6 +18,7 @@ STEPS_IN_FLIGHT = 2
 BEAT_INTERVAL = 0.5  # seconds
 STOPPED_TIMEOUT = 0.6  # seconds that a process may be stopped by a signal
 LOADING_TIMEOUT = 600.0  # seconds that an import from a slow disk may block all threads
+QUIET_READINGS = 5  # without a change, after which waits for a CPU count
 
 
 class Heartbeat:
@@ -80,6 +81,37 @@ def make_file() -> int:
 
 
 @dataclass(eq=False)
+class Silence:
+    """How long a number of the heartbeat has not changed.
+
+    On a busy machine, a thread that holds the GIL may wait for a CPU, and all others for it. So the
+    longest wait of a thread does not count.
+    """
+
+    interval: float
+    cpu_waits: Callable[[], dict[str, float]]  # see Child
+    readings: int = 0
+    first_waits: dict[str, float] = field(default_factory=dict)
+
+    def read(self, has_changed: bool) -> None:
+        self.readings = 0 if has_changed else self.readings + 1
+        if self.readings == QUIET_READINGS:
+            self.first_waits = self.cpu_waits()
+
+    def exceeds(self, limit: float) -> bool:
+        seconds = self.seconds
+        if seconds <= limit:
+            return False
+        now = self.cpu_waits()
+        waits = [now[thread] - wait for thread, wait in self.first_waits.items() if thread in now]
+        return seconds - max(waits, default=0.0) > limit
+
+    @property
+    def seconds(self) -> float:
+        return self.readings * self.interval
+
+
+@dataclass(eq=False)
 class Watchdog:
     """Detects a hung process by reading its heartbeat at equal intervals.
 
@@ -90,12 +122,13 @@ class Watchdog:
     interval: float  # seconds between readings
     timeout: float  # seconds without a beat that are allowed
     is_stopped: Callable[[], bool] = lambda: False  # by a signal, whatever it should do
+    cpu_waits: Callable[[], dict[str, float]] = dict
 
     def __post_init__(self) -> None:
         self.last_reading = (0.0, 0.0)
-        # Readings, in a row, with this finding; readings of a process that is ready.
-        self.without_beat = 0
-        self.without_step = 0
+        self.without_beat = Silence(self.interval, self.cpu_waits)
+        self.without_step = Silence(self.interval, self.cpu_waits)
+        # Readings, in a row, of a stopped process; readings of a process that is ready.
         self.stopped = 0
         self.ready = 0
 
@@ -110,8 +143,8 @@ class Watchdog:
         beat = numbers[BEAT]
         step = numbers[STEP]
         limit = numbers[LIMIT]
-        self.without_beat = self.without_beat + 1 if beat == self.last_reading[0] else 0
-        self.without_step = self.without_step + 1 if step == self.last_reading[1] and limit else 0
+        self.without_beat.read(beat != self.last_reading[0])
+        self.without_step.read(step != self.last_reading[1] or not limit)
         self.last_reading = beat, step
         if self.heartbeat.is_ready:
             self.ready += 1
@@ -119,8 +152,8 @@ class Watchdog:
         if self.stopped * self.interval >= STOPPED_TIMEOUT:
             return "a signal has stopped it (SIGSTOP)"
         timeout = self.timeout if self.ready else max(self.timeout, LOADING_TIMEOUT)
-        if (seconds := self.without_beat * self.interval) > timeout:
-            return f"it has shown no sign of life for {seconds:.0f} s"
-        if (seconds := self.without_step * self.interval) > limit > 0:
-            return f"a step has taken {seconds:.0f} s, more than {limit:.0f} s"
+        if self.without_beat.exceeds(timeout):
+            return f"it has shown no sign of life for {self.without_beat.seconds:.0f} s"
+        if limit > 0 and self.without_step.exceeds(limit):
+            return f"a step has taken {self.without_step.seconds:.0f} s, more than {limit:.0f} s"
         return None

@@ -101,7 +101,9 @@ class APIServerProcessManager:
         child = Child(name, API_MODULE, start, descriptors, env)
         os.close(heartbeat)
         self.clients[name] = client
-        self.watches[name] = Watchdog(heart, LOOK_INTERVAL, API_HANG_TIMEOUT, child.is_stopped)
+        self.watches[name] = Watchdog(
+            heart, LOOK_INTERVAL, API_HANG_TIMEOUT, child.is_stopped, child.cpu_waits
+        )
         child.on_exit(self.on_exit)
         return child
 

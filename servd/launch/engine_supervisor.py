@@ -133,7 +133,9 @@ class EngineSupervisor:
         timeout = self.config.server.engine_hang_timeout
         has_workers = self.config.parallel.num_workers > 1
         is_stopped = partial(self.child.is_stopped, has_workers)
-        self.watch = Watchdog(self.child.heartbeat, LOOK_INTERVAL, timeout, is_stopped)
+        self.watch = Watchdog(
+            self.child.heartbeat, LOOK_INTERVAL, timeout, is_stopped, self.child.cpu_waits
+        )
         self.reason = ""
         self.child.on_exit(self.on_exit)
 
