@@ -194,6 +194,17 @@ def test_install_sh_refuses_a_python_that_is_too_old(python, tmp_path):
     assert not (tmp_path / "servd").exists()
 
 
+def test_install_sh_asks_no_registry_for_servd(tmp_path):
+    """The name belongs to another project there."""
+    script = shutil.copy(ROOT / "install.sh", tmp_path)
+    prefix = tmp_path / "environment"
+    command = ["sh", script, "--prefix", str(prefix)]
+    offline = {**os.environ, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": ""}
+    result = subprocess.run(command, env=offline, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 1 and "--from" in result.stderr
+    assert not prefix.exists()
+
+
 def test_install_sh_writes_the_unit_that_the_page_shows():
     page = (ROOT / "docs/how-to/systemd.md").read_text()
     units = re.findall(r"^```text\n(\[Unit\].*?)^```", page, re.DOTALL | re.MULTILINE)
