@@ -16,8 +16,11 @@ import pytest
 from packaging.requirements import Requirement
 
 from servd.api.console import FOLDER, files
+from servd.base import compat as base_compat
+from servd.worker import compat as worker_compat
 from servd.worker.ops import native
 from tests.limits import WAIT_SECONDS
+from tools import versions
 from tools.release_notes import find_notes
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -53,6 +56,18 @@ def test_a_lock_has_every_dependency_within_its_bounds(lock, extras):
     for requirement in map(Requirement, requirements):
         if requirement.name != "torch":
             assert pins[requirement.name] in requirement.specifier, requirement
+
+
+def test_the_tested_versions_are_allowed():
+    newest = versions.read_newest()
+    requirements = {requirement.name: requirement for requirement in versions.read_requirements()}
+    assert newest.keys() == requirements.keys()
+    assert all(newest[name] in requirement.specifier for name, requirement in requirements.items())
+    for library in ("gguf", "prometheus_client", "torch", "transformers"):
+        tested = {**base_compat.TESTED, **worker_compat.TESTED}[library]
+        requirement = requirements[library.replace("_", "-")]
+        newest_minor = newest[requirement.name].rpartition(".")[0]
+        assert tested == f"{versions.oldest(requirement)}-{newest_minor}"
 
 
 @pytest.mark.parametrize("image", ["cpu", "cuda"])
