@@ -38,8 +38,8 @@ SLOW = tests/test_docs.py tests/test_llm.py tests/test_messages.py
 FAST = --ignore=tests/core/structured_output tests/core $(filter-out $(SLOW),$(wildcard tests/test_*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-unit test-oldest test-slow test-console test-sanitizers test-gpu check format \
-	format-check lint typecheck architecture lock docs site bench bench-cpu bench-observability bench-gpu \
+.PHONY: help install serve test test-unit test-oldest test-newest test-slow test-console test-sanitizers test-gpu check \
+	format format-check lint typecheck architecture lock docs site bench bench-cpu bench-observability bench-gpu \
 	soak docker sbom audit wheel clean
 
 help: ## Show this help
@@ -71,6 +71,21 @@ $(OLDEST)/.installed: pyproject.toml requirements/dev.txt $(VENV)/.kernels
 	$(OLDEST)/bin/uv pip compile -q --resolution lowest-direct --no-emit-package torch --no-emit-package triton \
 		-p $(OLDEST)/bin/python pyproject.toml | grep -vE '^(cuda|nvidia)' >$(OLDEST)/requirements.txt
 	$(OLDEST)/bin/python -m pip install --no-deps -r $(OLDEST)/requirements.txt
+	@touch $@
+
+# The newest dependencies that fit together, beyond the bounds of pyproject.toml too. With NEWEST_TORCH=torch==2.14.1,
+# that torch. Tools for tests stay as locked.
+NEWEST = build/newest
+NEWEST_TORCH = torch
+test-newest: $(NEWEST)/.installed ## Run the tests without servers with the newest dependencies
+	$(NEWEST)/bin/python -m pip install --upgrade --upgrade-strategy eager --retries 1 \
+		--extra-index-url $(CPU_TORCH_INDEX) $(NEWEST_TORCH) $$($(NEWEST)/bin/python -m tools.versions)
+	PYTHONPATH=$(CURDIR) $(NEWEST)/bin/python -m pytest --ignore=tests/integration --ignore=tests/test_docs.py $(ARGS)
+	$(if $(ARGS),,$(NEWEST)/bin/python -m tools.versions --record)
+
+$(NEWEST)/.installed: requirements/dev.txt $(VENV)/.kernels
+	$(PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/python -m pip $(LOCKED) -r requirements/dev.txt
 	@touch $@
 
 test-slow: $(VENV)/.clients ## Run the tests of full models, large clients, the console, the site and deployment

@@ -10,9 +10,9 @@ usage() {
 Usage: sh install.sh [OPTION]...
 
 Installs servd into a virtual environment of its own, and links the command `servd`. Without an NVIDIA GPU, the build
-of torch for CPUs is installed, which is smaller by gigabytes. In a checkout of servd, the checkout is installed.
+of torch for CPUs is installed, which is smaller by gigabytes.
 
-  --from PACKAGE   what to install: a wheel, a folder, or a requirement as for pip (default: servd)
+  --from PACKAGE   what to install: a wheel or a folder (default: the checkout with this script)
   --prefix FOLDER  the environment's folder (default: ~/.local/share/servd, or /opt/servd as root)
   --bin FOLDER     where `servd` is linked (default: ~/.local/bin, or /usr/local/bin as root)
   --python PYTHON  Python 3.11 or later (default: the newest that is found)
@@ -107,14 +107,12 @@ find_python() {
     fail "servd needs Python 3.11 or later. Install it, or name it with --python."
 }
 
-# The folder of this script, if that is a checkout; else the package's name.
+# The folder of this script. In the public registry, another project has the name servd.
 find_package() {
     folder=$(cd "$(dirname "$0")" && pwd)
-    if grep -q '^name = "servd"' "$folder/pyproject.toml" 2>/dev/null; then
-        echo "$folder"
-    else
-        echo servd
-    fi
+    grep -q '^name = "servd"' "$folder/pyproject.toml" 2>/dev/null ||
+        fail "$folder is not a checkout of servd. Name a wheel: --from servd-VERSION.whl"
+    echo "$folder"
 }
 
 install_service() {

@@ -102,6 +102,7 @@ def test_compose_starts_the_monitoring():
     """Files, names of services and of the data source, and ports fit together."""
     compose = read(DOCKER / "compose.yaml")
     services, configs = compose["services"], compose["configs"]
+    assert services["grafana"]["depends_on"] == ["prometheus"]  # `up cuda grafana` starts both
     for name in ("prometheus", "grafana"):
         assert services[name]["profiles"] == ["monitoring"]
         for config in services[name]["configs"]:

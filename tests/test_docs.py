@@ -93,6 +93,12 @@ def test_compose_builds_the_images_that_exist():
             assert (ROOT / "docker" / build["context"] / build["dockerfile"]).exists()
 
 
+def test_compose_publishes_on_this_machine_alone():
+    compose = msgspec.yaml.decode((ROOT / "docker/compose.yaml").read_bytes())
+    ports = [port for service in compose["services"].values() for port in service.get("ports", [])]
+    assert ports and all(re.match(r"(\$\{\w+:-)?127\.0\.0\.1\}?:", port) for port in ports)
+
+
 # ---- examples ----
 
 SHOWN = {"text", "mermaid", "jinja"}  # not run; the template is compared above

@@ -16,8 +16,11 @@ import pytest
 from packaging.requirements import Requirement
 
 from servd.api.console import FOLDER, files
+from servd.base import compat as base_compat
+from servd.worker import compat as worker_compat
 from servd.worker.ops import native
 from tests.limits import WAIT_SECONDS
+from tools import versions
 from tools.release_notes import find_notes
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -53,6 +56,18 @@ def test_a_lock_has_every_dependency_within_its_bounds(lock, extras):
     for requirement in map(Requirement, requirements):
         if requirement.name != "torch":
             assert pins[requirement.name] in requirement.specifier, requirement
+
+
+def test_the_tested_versions_are_allowed():
+    newest = versions.read_newest()
+    requirements = {requirement.name: requirement for requirement in versions.read_requirements()}
+    assert newest.keys() == requirements.keys()
+    assert all(newest[name] in requirement.specifier for name, requirement in requirements.items())
+    for library in ("gguf", "prometheus_client", "torch", "transformers"):
+        tested = {**base_compat.TESTED, **worker_compat.TESTED}[library]
+        requirement = requirements[library.replace("_", "-")]
+        newest_minor = newest[requirement.name].rpartition(".")[0]
+        assert tested == f"{versions.oldest(requirement)}-{newest_minor}"
 
 
 @pytest.mark.parametrize("image", ["cpu", "cuda"])
@@ -192,6 +207,17 @@ def test_install_sh_refuses_a_python_that_is_too_old(python, tmp_path):
     result = install_sh("--python", python, "--prefix", str(tmp_path / "servd"))
     assert result.returncode == 1 and "3.11" in result.stderr
     assert not (tmp_path / "servd").exists()
+
+
+def test_install_sh_asks_no_registry_for_servd(tmp_path):
+    """The name belongs to another project there."""
+    script = shutil.copy(ROOT / "install.sh", tmp_path)
+    prefix = tmp_path / "environment"
+    command = ["sh", script, "--prefix", str(prefix)]
+    offline = {**os.environ, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": ""}
+    result = subprocess.run(command, env=offline, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 1 and "--from" in result.stderr
+    assert not prefix.exists()
 
 
 def test_install_sh_writes_the_unit_that_the_page_shows():

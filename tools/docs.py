@@ -3,7 +3,8 @@ compare.
 
 Options from servd/config/, routes, errors and metrics from the code that has them, the table of
 fields in http.md from the requests, that of monitoring.md from docker/alerts.yaml, limits from the
-constants; speed.svg from a table of benchmarks/peers.md, docker/grafana/boards from boards.py.
+constants, versions.md from pyproject.toml; speed.svg from a table of benchmarks/peers.md,
+docker/grafana/boards from boards.py.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from servd.base.bounds import INT32_MAX, INT64_MAX
 from servd.config import Config, choices, descriptions, title_of
 from servd.config._section import plain
 from servd.messages.params import SamplingParams
-from tools import boards, limits, reference, speed
+from tools import boards, limits, reference, speed, versions
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -185,6 +186,7 @@ def pages() -> dict[Path, str]:
         DOCS / "reference/routes.md": reference.routes_page(),
         DOCS / "reference/errors.md": reference.errors_page(),
         DOCS / "reference/metrics.md": reference.metrics_page(),
+        DOCS / "reference/versions.md": versions.page(),
         DOCS / "images/speed.svg": speed.draw(),
         **{ROOT / "docker/grafana/boards" / name: text for name, text in boards.boards().items()},
     }

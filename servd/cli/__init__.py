@@ -173,9 +173,7 @@ class Command(CommandParser):
         try:
             module = importlib.import_module(self.module)
         except ModuleNotFoundError as error:
-            raise ConfigError(
-                f"{self.prog} needs {error.name}: pip install 'servd[bench]'"
-            ) from None
+            raise ConfigError(f"{self.prog} needs a package: pip install {error.name}") from None
         module.add_options(self)
         if args and args[0]:  # `--max_model_len`, as vLLM takes it, too
             args = ([with_dashes(word) for word in args[0]], *args[1:])

@@ -26,7 +26,7 @@ class ObservabilityConfig(Section, frozen=True):
     """Maximum characters and token ids per line of --enable-log-requests. Default: no limit."""
     otlp_traces_endpoint: str | None = None
     """OpenTelemetry collector (HTTP) for a trace of each request, such as
-    http://localhost:4318/v1/traces. Needs the extra servd[otel].
+    http://localhost:4318/v1/traces. Needs opentelemetry-exporter-otlp-proto-http.
     """
     record_trace: str | None = None
     """File for times, lengths and shared prefixes of requests, and for engine steps, as JSON lines

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# The oldest and newest versions that tests run with; `make test-oldest` has the oldest.
-TESTED = {"torch": "2.11-2.13", "transformers": "5.17-5.24"}
+# The oldest and newest versions that tests run with, by `make test-oldest` and `test-newest`.
+TESTED = {"torch": "2.11-2.14", "transformers": "5.17-5.24"}
 
 # ---- torch ----
 

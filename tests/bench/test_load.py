@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-aiohttp = pytest.importorskip("aiohttp", reason="servd[bench] is not installed")
+aiohttp = pytest.importorskip("aiohttp", reason="aiohttp is not installed")
 from aiohttp import web  # noqa: E402
 
 from servd.base.errors import ServdError  # noqa: E402

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-pytest.importorskip("aiohttp", reason="servd[bench] is not installed")
+pytest.importorskip("aiohttp", reason="aiohttp is not installed")
 
 from servd.base import plugins
 

@@ -19,7 +19,7 @@ from tests.integration.conftest import Server
 from tests.integration.test_ray import engines, wait_until
 from tests.limits import WAIT_SECONDS
 
-pytest.importorskip("ray", reason="needs Ray: pip install 'servd[ray]'")
+pytest.importorskip("ray", reason="needs Ray: pip install 'ray[serve]'")
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -24,7 +24,7 @@ from tests.fake_tokens import expected_tokens
 from tests.integration.conftest import Server
 from tests.limits import WAIT_SECONDS
 
-ray = pytest.importorskip("ray", reason="needs Ray: pip install 'servd[ray]'")
+ray = pytest.importorskip("ray", reason="needs Ray: pip install 'ray[serve]'")
 
 pytestmark = [
     pytest.mark.slow,  # Ray's own processes take minutes of two CPUs

@@ -28,5 +28,5 @@ def check_observability(config: Config) -> None:
         importlib.metadata.version(OTLP_EXPORTER)
     except importlib.metadata.PackageNotFoundError as error:
         raise ConfigError(
-            f"--otlp-traces-endpoint needs {OTLP_EXPORTER}: pip install 'servd[otel]'"
+            f"--otlp-traces-endpoint needs a package: pip install {OTLP_EXPORTER}"
         ) from error

@@ -39,7 +39,7 @@ def library(name: str = "ray") -> Any:
     try:
         return importlib.import_module(name)
     except ImportError:
-        raise ConfigError("--executor ray needs Ray: pip install 'servd[ray]'") from None
+        raise ConfigError("--executor ray needs Ray: pip install 'ray[serve]'") from None
 
 
 def connect(option: str) -> Any:
