@@ -97,5 +97,4 @@ def find_margin(llm: LLM, token_ids: list[int], first: int, second: int) -> floa
     [output] = llm.generate([token_ids], params, use_tqdm=False)
     logprobs = output.outputs[0].logprobs
     assert logprobs is not None
-    by_id = dict(zip(logprobs[0].token_ids, logprobs[0].logprobs, strict=True))
-    return by_id[first] - by_id[second]
+    return logprobs[0][first].logprob - logprobs[0][second].logprob
