@@ -291,9 +291,10 @@ class LLM:
         finished: dict[str, RequestOutput] = {}
         show = self.use_tqdm if use_tqdm is None else use_tqdm
         try:
-            for *request, adapter in zip(ids, prompts, params_of_prompts, adapters, strict=True):
+            requests = zip(ids, prompts, params_of_prompts, adapters, strict=True)
+            for request_id, prompt, p, adapter in requests:
                 options = {"add_special_tokens": add_special_tokens, "lora_request": adapter}
-                self.engine.add_request(*request, **options)
+                self.engine.add_request(request_id, prompt, p, **options)
             hide = None if show else True  # None: hidden unless stderr is a terminal
             with tqdm(total=len(ids), desc="prompts", disable=hide, dynamic_ncols=True) as bar:
                 started = time.perf_counter()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import msgspec
 from tqdm import tqdm
@@ -56,7 +57,7 @@ class LLMEngine:
         self.output_processor = OutputProcessor(tokenizer)
         self.requests: dict[str, RequestState] = {}
         self.outputs: dict[str, RequestOutput] = {}
-        with LoadingBar(use_tqdm) as progress:
+        with loading_bar(use_tqdm) as progress:
             self.engine_core = EngineCoreClient.make_client(
                 config, spec, progress, multiprocess_mode=separate_process
             )
@@ -234,15 +235,15 @@ def _close(
         adapters.clear()
 
 
-class LoadingBar(tqdm):
-    """A bar of the executor's progress, used for one phase after another."""
+@contextmanager
+def loading_bar(enabled: bool) -> Iterator[Callable[[str, float], None]]:
+    """Yield a function that shows a fraction (0 to 1) of one phase after another, in a bar."""
+    form = "{desc} {percentage:3.0f}% |{bar:30}| {elapsed}"
+    disable = None if enabled else True  # None: hidden unless stderr is a terminal
+    with tqdm(total=100, disable=disable, leave=False, bar_format=form) as bar:
 
-    def __init__(self, enabled: bool) -> None:
-        disable = None if enabled else True
-        form = "{desc} {percentage:3.0f}% |{bar:30}| {elapsed}"
-        super().__init__(total=100, disable=disable, leave=False, bar_format=form)
+        def show(phase: str, fraction: float) -> None:
+            bar.set_description_str(phase, refresh=False)
+            bar.update(100 * fraction - bar.n)
 
-    def __call__(self, phase: str, fraction: float) -> None:
-        """Show `fraction` (0 to 1) of `phase`."""
-        self.set_description_str(phase, refresh=False)
-        self.update(100 * fraction - self.n)
+        yield show
