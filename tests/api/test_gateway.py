@@ -137,20 +137,20 @@ async def test_default_parameters_are_those_of_each_model(tmp_path: Path):
     numbers = '{"top_p": 0.75, "max_new_tokens": 9}'
     lora = {"enable_lora": True, "lora_modules": [f"short={adapter(tmp_path / 'a', 'one')}"]}
     folder = tmp_path / "models"
-    stated = {"one": '{"temperature": 0.5, "top_k": 9}', "broken": '{"temperature": "warm"}'}
+    generations = {"one": '{"temperature": 0.5, "top_k": 9}', "broken": '{"temperature": "warm"}'}
     async with gateway(folder, "two", override_generation_config=numbers, **lora) as (http, _):
-        for name, generation in stated.items():
+        for name, generation in generations.items():
             make(folder / name)
             (folder / name / "generation_config.json").write_text(generation)
         listed = (await http.get("/v1/models")).json()["data"]
         cards = {card["id"]: card["default_parameters"] for card in listed}
         shutil.copy(DEMO_TOKENIZER, folder / "one")
-        shown = (await http.post("/api/show", json={"model": "one"})).json()["parameters"]
-    own = {"temperature": 0.5, "top_k": 9, "top_p": 0.75, "max_tokens": 9}
-    assert cards["one"].items() >= own.items() and cards["short"] == cards["one"]
+        lines = (await http.post("/api/show", json={"model": "one"})).json()["parameters"]
+    expected = {"temperature": 0.5, "top_k": 9, "top_p": 0.75, "max_tokens": 9}
+    assert cards["one"].items() >= expected.items() and cards["short"] == cards["one"]
     assert cards["two"] == cards["one"] | {"temperature": 1.0, "top_k": 0}
     assert cards["broken"] == {}
-    assert {"temperature 0.5", "num_predict 9"} <= {*shown.splitlines()}
+    assert {"temperature 0.5", "num_predict 9"} <= {*lines.splitlines()}
 
 
 async def test_each_request_goes_to_the_model_it_names(tmp_path: Path):

@@ -142,12 +142,14 @@ def test_zero_logprobs_are_the_sampled_token_alone(script):
 
 
 def test_the_rest_of_the_outputs(script):
-    outputs, choices = script["outputs"], script["choices"]
+    outputs = script["outputs"]
+    choices = script["choices"]
     assert [output.prompt for output in outputs] == script["prompts"]
     assert [choice.index for choice in script["alone"].outputs] == [0, 1]
     assert {(choice.finish_reason, choice.stop_reason) for choice in choices} == {("length", None)}
     assert all(output.finished for output in outputs)
-    whole, stopped = script["whole"].outputs[0].text, script["stopped"]
+    whole = script["whole"].outputs[0].text
+    stopped = script["stopped"]
     assert stopped.finish_reason == "stop" and stopped.stop_reason == whole[5:9]
     assert stopped.text == whole[: whole.index(whole[5:9])]
     assert script["again"].num_cached_tokens > 0 and outputs[0].num_cached_tokens == 0
