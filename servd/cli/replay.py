@@ -20,9 +20,7 @@ TIE = 1e-3  # nats: less than this between two tokens is decided by rounding
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the manifest, and the options of `servd serve` that the server had."""
     parser.usage = "%(prog)s FILE [MODEL] [OPTION ...]"
-    parser.add_argument(
-        "manifest", metavar="FILE", help="an answer with `run_manifest`, or that alone"
-    )
+    parser.add_argument("manifest", metavar="FILE", help="a run manifest, or an answer with one")
     engine_flags.add_options(parser)
 
 
