@@ -281,13 +281,13 @@ def test_beam_search(make_llm):
     outputs = llm.beam_search(prompts, BeamSearchParams(beam_width=3, max_tokens=4))
     for prompt, output in zip(["Once upon a time", "there was"], outputs, strict=True):
         greedy = expected_tokens(list(prompt.encode()), 4, llm.engine.processor.spec.vocab_size)
-        best = output.sequences[0]
-        assert best.tokens == [*prompt.encode(), *greedy] and best.text.startswith(prompt)
-        assert len({tuple(beam.tokens) for beam in output.sequences}) == 3
-        assert {len(beam.tokens) for beam in output.sequences} == {len(prompt) + 4}
+        assert output.prompt == prompt and output.finished
+        assert output.outputs[0].token_ids == greedy
+        assert len({tuple(beam.token_ids) for beam in output.outputs}) == 3
+        assert {len(beam.token_ids) for beam in output.outputs} == {4}
     for early in (True, "never"):
         params = BeamSearchParams(beam_width=2, max_tokens=3, early_stopping=early)
-        assert len(llm.beam_search("a", params)[0].sequences) == 2
+        assert len(llm.beam_search("a", params)[0].outputs) == 2
     for wrong, sentence in {
         "beam_width": "at least 1, got 0",
         "max_tokens": "at least 1, got 0",

@@ -82,17 +82,3 @@ class PoolingRequestOutput(msgspec.Struct):
     prompt_token_ids: list[int]
     num_cached_tokens: int
     finished: bool = True
-
-
-class BeamSearchSequence(msgspec.Struct):
-    """A prompt with one of its continuations."""
-
-    tokens: list[int]
-    text: str
-    cum_logprob: float  # of the continuation
-
-
-class BeamSearchOutput(msgspec.Struct):
-    """The most probable continuations of a prompt."""
-
-    sequences: list[BeamSearchSequence]  # best first

@@ -15,13 +15,7 @@ from servd.base.bounds import check_bounds
 from servd.base.errors import EngineError, InvalidRequest
 from servd.config import Config
 from servd.messages.adapter import LoRARequest
-from servd.messages.outputs import (
-    BeamSearchOutput,
-    BeamSearchSequence,
-    PoolingOutput,
-    PoolingRequestOutput,
-    unpack_vector,
-)
+from servd.messages.outputs import PoolingOutput, PoolingRequestOutput, unpack_vector
 from servd.messages.params import CLASSIFY, BeamSearchParams, PoolingParams, SamplingParams
 from servd.offline.llm_engine import LLMEngine, Params, TextOrIds
 from servd.offline.metrics import Metric
@@ -181,8 +175,8 @@ class LLM:
         params: BeamSearchParams,
         *,
         lora_request: LoRARequest | None = None,
-    ) -> list[BeamSearchOutput]:
-        """Return the most probable continuations of each prompt, best first.
+    ) -> list[RequestOutput]:
+        """Return the most probable continuations of each prompt, in its `outputs`, best first.
 
         Raises:
             InvalidRequest: a prompt or parameter is not valid. Nothing has been computed.
@@ -210,17 +204,16 @@ class LLM:
         except BaseException:
             self.engine.abort_request([*self.engine.requests])
             raise
-        decode = self.engine.processor.tokenizer.decode
-        outputs: list[BeamSearchOutput] = []
-        for search in searches:
-            prompt = search.request.prompt_token_ids
-            beams = [(prompt + beam.token_ids, beam.logprob) for beam in search.finished]
-            sequences = [
-                BeamSearchSequence(tokens, decode(tokens, skip_special_tokens=False), logprob)
-                for tokens, logprob in beams
-            ]
-            outputs.append(BeamSearchOutput(sequences))
-        return outputs
+        tokenizer = self.engine.processor.tokenizer
+        return [
+            RequestOutput(
+                request_id=search.request.request_id,
+                prompt=search.inputs.prompt,
+                prompt_token_ids=search.request.prompt_token_ids,
+                outputs=search.answers(tokenizer),
+            )
+            for search in searches
+        ]
 
     def _advance(self, searches: Sequence[BeamSearch]) -> None:
         """Extend every beam of every search by one token."""

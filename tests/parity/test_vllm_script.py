@@ -59,12 +59,6 @@ answers = llm.chat([conversation, conversation], greedy, use_tqdm=False)
 
 vectors = [output.outputs.embedding for output in llm.embed(prompts)]
 similarity = llm.score(prompts[0], prompts[1])[0].outputs.score
-
-from vllm import BeamSearchParams
-
-beams = llm.beam_search(
-    [{"prompt": prompts[0]}], BeamSearchParams(beam_width=3, max_tokens=4, ignore_eos=True)
-)[0].sequences
 """
 
 
@@ -166,17 +160,3 @@ def test_embeddings_and_scores(script):
     first, second = map(torch.tensor, script["vectors"])
     cosine = torch.nn.functional.cosine_similarity(first, second, dim=0).item()
     assert script["similarity"] == pytest.approx(cosine, abs=1e-5)
-
-
-def test_beams(script, tiny_llama):
-    beams = script["beams"]
-    prompt = script["outputs"][0].prompt_token_ids
-    assert len(beams) == 3
-    for beam in beams:
-        exact = exact_logprobs(tiny_llama, beam.tokens)
-        at = range(len(prompt) - 1, len(beam.tokens) - 1)
-        total = sum(exact[i, beam.tokens[i + 1]].item() for i in at)
-        assert beam.tokens[: len(prompt)] == prompt and len(at) == 4
-        assert beam.cum_logprob == pytest.approx(total, abs=1e-3)
-        assert script["prompts"][0] in beam.text
-    assert beams == sorted(beams, key=lambda beam: -beam.cum_logprob)
