@@ -6,6 +6,7 @@ from servd.messages.adapter import LoRARequest
 from servd.messages.params import BeamSearchParams, PoolingParams, SamplingParams
 
 if TYPE_CHECKING:
+    from servd.api.request.request_output import RequestOutput
     from servd.offline.llm import LLM
     from servd.offline.llm_engine import LLMEngine
 
@@ -16,6 +17,7 @@ __all__ = [
     "LLMEngine",
     "LoRARequest",
     "PoolingParams",
+    "RequestOutput",
     "SamplingParams",
     "__version__",
 ]
@@ -24,7 +26,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     # LLM pulls in the tokenizer; an engine process that only wants a message type must not pay for
     # it.
-    if name in ("LLM", "LLMEngine"):
+    if name in ("LLM", "LLMEngine", "RequestOutput"):
         import servd.offline.llm
 
         return getattr(servd.offline.llm, name)

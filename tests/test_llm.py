@@ -49,18 +49,19 @@ def make_llm():
 def test_embed(separate_process, make_llm):
     llm = make_llm(separate_process=separate_process)
     texts = [f"text {i} " * (1 + i) for i in range(20)]
-    assert llm.embed(texts) == [expected(text, PoolingParams()) for text in texts]
+    vectors = [output.outputs.embedding for output in llm.embed(texts)]
+    assert vectors == [expected(text, PoolingParams()) for text in texts]
     params = [PoolingParams(dimensions=4), PoolingParams(pooling="mean", normalize=False)]
-    assert llm.embed(["a", [98, 99]], params) == [
-        expected("a", params[0]),
-        expected("bc", params[1]),
-    ]
+    first, second = llm.embed(["a", [98, 99]], params)
+    assert first.outputs.embedding == expected("a", params[0])
+    assert second.outputs.embedding == expected("bc", params[1])
+    assert second.prompt_token_ids == [98, 99] and second.finished
     with pytest.raises(InvalidRequest, match="dimensions"):
         llm.embed("a", PoolingParams(dimensions=17))
     (output,) = llm.generate("a", SamplingParams(max_tokens=0, prompt_logprobs=0))
-    assert output.outputs[0].text == "" and output.outputs[0].prompt_logprobs is None
+    assert output.outputs[0].text == "" and output.prompt_logprobs == [None]
     (output,) = llm.generate("abc", SamplingParams(max_tokens=2, prompt_logprobs=0))
-    assert [position.token_ids[0] for position in output.outputs[0].prompt_logprobs] == [98, 99]
+    assert [list(position) for position in output.prompt_logprobs[1:]] == [[98], [99]]
 
 
 @pytest.mark.parametrize("separate_process", [False, True])
@@ -218,11 +219,12 @@ def test_scores_are_cosines_where_the_model_has_no_head(make_llm):
         vectors = (expected(text, PoolingParams()) for text in (first, second))
         return sum(a * b for a, b in zip(*vectors, strict=True))
 
-    assert llm.score("a", ["b", "cc"]) == pytest.approx([cosine("a", "b"), cosine("a", "cc")])
+    def scores(*texts: str | list[str]) -> list[float]:
+        return [output.outputs.score for output in llm.score(*texts)]
+
+    assert scores("a", ["b", "cc"]) == pytest.approx([cosine("a", "b"), cosine("a", "cc")])
     assert next(llm.request_ids) == 3  # the one text is computed once
-    assert llm.score(["a", "b"], ["cc", "d"]) == pytest.approx(
-        [cosine("a", "cc"), cosine("b", "d")]
-    )
+    assert scores(["a", "b"], ["cc", "d"]) == pytest.approx([cosine("a", "cc"), cosine("b", "d")])
     with pytest.raises(InvalidRequest, match="2 texts do not pair with 3"):
         llm.score(["a", "b"], ["c", "d", "e"])
     with pytest.raises(InvalidRequest, match="no classification head"):
@@ -235,7 +237,8 @@ def test_classes_and_scores_of_a_head(make_llm):
     processor.pooling = PoolingSpec(task="classify", labels=["x", "y", "z"], size=16)
     numbers = expected("ab", CLASSIFY)
     whole = sum(map(math.exp, numbers))
-    assert llm.classify(["ab"])[0] == pytest.approx([math.exp(n) / whole for n in numbers])
+    probs = llm.classify(["ab"])[0].outputs.probs
+    assert probs == pytest.approx([math.exp(n) / whole for n in numbers])
     with pytest.raises(InvalidRequest, match="3 classes, and cannot score pairs"):
         llm.score("a", "b")
 

@@ -17,16 +17,16 @@ def test_deltas_add_up_to_the_whole(parts, with_logprobs):
     whole = CompletionOutput()
     for text, token_ids in parts:
         logprobs = [TokenLogprobs([t], [-1.0], 1) for t in token_ids] if with_logprobs else None
-        whole.add(CompletionOutput(text=text, token_ids=token_ids, logprobs=logprobs))
+        whole.add(CompletionOutput(text=text, token_ids=token_ids, positions=logprobs))
     assert whole.finish_reason is None
     whole.add(CompletionOutput(finish_reason=FinishReason.STOP, stop_reason="x"))
     assert whole.text == "".join(text for text, _ in parts)
     assert whole.token_ids == [t for _, token_ids in parts for t in token_ids]
     if with_logprobs:
-        assert [entry.token_ids[0] for entry in whole.logprobs or []] == whole.token_ids
+        assert [entry.token_ids[0] for entry in whole.positions or []] == whole.token_ids
         assert whole.cumulative_logprob == -len(whole.token_ids)
     else:
-        assert whole.logprobs is None and whole.cumulative_logprob is None
+        assert whole.positions is None and whole.cumulative_logprob is None
     assert (whole.finish_reason, whole.stop_reason) == (FinishReason.STOP, "x")
 
 

@@ -4,12 +4,13 @@ compare.
 Options from servd/config/, routes, errors and metrics from the code that has them, the table of
 fields in http.md from the requests, that of monitoring.md from docker/alerts.yaml, limits from the
 constants, versions.md from pyproject.toml; speed.svg from a table of benchmarks/peers.md,
-docker/grafana/boards from boards.py.
+docker/grafana/boards from boards.py, and the options in the schema of the Helm chart's values.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import sys
 import typing
@@ -21,11 +22,13 @@ from servd.api.protocol.generation import GenerationRequest
 from servd.base.bounds import INT32_MAX, INT64_MAX
 from servd.config import Config, choices, descriptions, title_of
 from servd.config._section import plain
+from servd.config.flag_aliases import ALIASES, IGNORED
 from servd.messages.params import SamplingParams
 from tools import boards, limits, reference, speed, versions
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
+CHART_SCHEMA = ROOT / "docker/helm/servd/values.schema.json"
 
 FIELDS_START = "<!-- Generated from servd/api/protocol by `make docs`; changes here are lost. -->"
 ALERTS_START = reference.NOTICE.format(source="docker/alerts.yaml")
@@ -165,6 +168,23 @@ def bounds_of(name: str) -> str:
     return ""
 
 
+def chart_schema() -> str:
+    """The schema of the chart's values, with servd's options in `servdConfig`: each may have dashes
+    or underscores, and the names of other servers work, too.
+    """
+    schema = json.loads(CHART_SCHEMA.read_text(encoding="utf8"))
+    sections = [section.type for section in msgspec.structs.fields(Config)]
+    names = {option.name for section in sections for option in msgspec.structs.fields(section)}
+    names |= ALIASES.keys() | {name.removesuffix("=") for name in IGNORED}
+    schema["properties"]["servdConfig"] = {
+        "type": "object",
+        "$comment": "Generated from servd/config/ by `make docs`; changes here are lost.",
+        "patternProperties": {f"^{name.replace('_', '[-_]')}$": {} for name in sorted(names)},
+        "additionalProperties": False,
+    }
+    return json.dumps(schema, indent=1) + "\n"
+
+
 def fill_in(page: str, start: str, table: str) -> str:
     """Return a written page of docs/ with its generated table."""
     text = (DOCS / page).read_text(encoding="utf8")
@@ -188,6 +208,7 @@ def pages() -> dict[Path, str]:
         DOCS / "reference/metrics.md": reference.metrics_page(),
         DOCS / "reference/versions.md": versions.page(),
         DOCS / "images/speed.svg": speed.draw(),
+        CHART_SCHEMA: chart_schema(),
         **{ROOT / "docker/grafana/boards" / name: text for name, text in boards.boards().items()},
     }
 

@@ -23,8 +23,9 @@ def run(arguments: argparse.Namespace) -> int:
     for model in models.values():
         fits = "" if model.facts.num_bytes < 0.9 * memory else "does not fit into memory"
         size = format_bytes(model.facts.num_bytes)
+        length = model.spec.max_position_embeddings
         name = log.escape(model.name)
-        print(f"{name:<44}{size:>10}{model.max_model_len:>9} tokens  {fits}".rstrip())
+        print(f"{name:<44}{size:>10}{length:>9} tokens  {fits}".rstrip())
     if not models:
         print(f"no models in {log.escape(str(folder))}; `servd pull MODEL` downloads one")
     return 0

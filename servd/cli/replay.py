@@ -20,7 +20,7 @@ TIE = 1e-3  # nats: less than this between two tokens is decided by rounding
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the manifest, and the options of `servd serve` that the server had."""
     parser.usage = "%(prog)s FILE [MODEL] [OPTION ...]"
-    parser.add_argument("manifest", metavar="FILE", help="an answer with `receipt`, or that alone")
+    parser.add_argument("manifest", metavar="FILE", help="a run manifest, or an answer with one")
     engine_flags.add_options(parser)
 
 
@@ -53,10 +53,10 @@ def read_manifest(path: str) -> RunManifest:
     """
     try:
         text = Path(path).read_text(encoding="utf8")
-        if "\n: receipt " in text:
-            text = text.rpartition("\n: receipt ")[2].partition("\n")[0]
+        if "\n: run_manifest " in text:
+            text = text.rpartition("\n: run_manifest ")[2].partition("\n")[0]
         manifest: Any = msgspec.json.decode(text)
-        manifest = msgspec.convert(manifest.get("receipt", manifest), RunManifest)
+        manifest = msgspec.convert(manifest.get("run_manifest", manifest), RunManifest)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
     except (msgspec.MsgspecError, AttributeError, UnicodeDecodeError, RecursionError) as error:
@@ -97,5 +97,4 @@ def find_margin(llm: LLM, token_ids: list[int], first: int, second: int) -> floa
     [output] = llm.generate([token_ids], params, use_tqdm=False)
     logprobs = output.outputs[0].logprobs
     assert logprobs is not None
-    by_id = dict(zip(logprobs[0].token_ids, logprobs[0].logprobs, strict=True))
-    return by_id[first] - by_id[second]
+    return logprobs[0][first].logprob - logprobs[0][second].logprob

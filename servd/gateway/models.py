@@ -24,7 +24,7 @@ HUB = "models--"  # prefix of a model's folder in the Hugging Face cache
 class GatewayModel(msgspec.Struct, frozen=True):
     name: str
     path: Path  # the argument of `servd serve`: a folder or a GGUF file
-    max_model_len: int
+    spec: model_spec.ModelSpec
     facts: Facts  # about its weights
     created: int  # when its config or GGUF file was written
 
@@ -109,8 +109,8 @@ def _read(name: str, entry: Path) -> GatewayModel | None:
     folder = hub.local_folder(str(path)) if path.suffix == ".gguf" else path
     assert folder is not None
     written = path if path.is_file() else path / "config.json"
-    length = model_spec.read_spec(folder).max_position_embeddings
-    return GatewayModel(name, path, length, read_facts(str(folder)), int(written.stat().st_mtime))
+    spec = model_spec.read_spec(folder)
+    return GatewayModel(name, path, spec, read_facts(str(folder)), int(written.stat().st_mtime))
 
 
 def _models_in(folder: Path) -> Iterator[tuple[str, Path]]:

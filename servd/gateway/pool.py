@@ -14,7 +14,8 @@ import msgspec
 
 from servd.api.protocol.models import ModelCard, ModelList
 from servd.base import log
-from servd.base.errors import Unavailable, UnknownModel
+from servd.base.errors import ConfigError, Unavailable, UnknownModel
+from servd.checkpoint import generation_config
 from servd.checkpoint.lora import parse_module
 from servd.checkpoint.short_names import full_name
 from servd.config import Config
@@ -89,6 +90,16 @@ class ModelServers:
                 server.model = model
         self.servers = servers
 
+    def default_parameters(self, model: GatewayModel) -> dict[str, int | float]:
+        """Return what holds for requests without sampling parameters; {} if a file is invalid."""
+        options = self.config.model
+        with contextlib.suppress(ConfigError):
+            defaults = generation_config.read_generation_defaults(
+                model.spec, options.generation_config, options.override_generation_config
+            )
+            return generation_config.list_parameters(defaults)
+        return {}
+
     @property
     def there(self) -> list[ModelServer]:
         return [server for server in self.servers.values() if server.model.is_there]
@@ -135,8 +146,9 @@ class ModelServers:
         for adapter in adapters_in(self.config.lora).values():
             if (server := stopped.get(adapter.owner([s.name for s in there]) or "")) is not None:
                 name = adapter.name
-                length = server.model.max_model_len
+                length = server.model.spec.max_position_embeddings
                 card = ModelCard(name, adapter.created, name, length, parent=server.name)
+                card.default_parameters = self.default_parameters(server.model)
                 cards.append(card)
         return cards
 

@@ -124,7 +124,7 @@ class Gateway:
 
     async def list_models(self, request: Request) -> Response:
         await self.servers.scan()
-        cards = [*map(_card, self.servers.there), *await self.servers.adapters()]
+        cards = [*map(self._card, self.servers.there), *await self.servers.adapters()]
         return json_response({"object": "list", "data": cards})
 
     async def list_ollama_models(self, request: Request) -> Response:
@@ -134,7 +134,7 @@ class Gateway:
 
     async def list_loaded_ollama_models(self, request: Request) -> Response:
         models = [server.model for server in self.servers.there if server.has_weights]
-        cards = [ollama.loaded(_ollama(model), model.max_model_len) for model in models]
+        cards = [ollama.loaded(_ollama(m), m.spec.max_position_embeddings) for m in models]
         return json_response({"models": cards})
 
     async def show_ollama_model(self, request: Request) -> Response:
@@ -146,7 +146,8 @@ class Gateway:
             description = await asyncio.to_thread(describe_folder, folder, model.name)
         except ConfigError as error:
             raise NotFound(str(error)) from None
-        return json_response(ollama.completed(description, _ollama(model)))
+        parameters = self.servers.default_parameters(model)
+        return json_response(ollama.completed(description, _ollama(model), parameters))
 
     async def pull_ollama_model(self, request: Request) -> Response:
         """Download a model, if --models-pull allows it. The response is Ollama's lines."""
@@ -192,12 +193,19 @@ class Gateway:
                 await self.servers.find(model)
         yield {"status": "success"}
 
+    def _card(self, server: ModelServer) -> Card:
+        model = server.model
+        length = model.spec.max_position_embeddings
+        card = Card(model.name, model.created, model.name, length, state=server.state)
+        card.default_parameters = self.servers.default_parameters(model)
+        return card
+
     async def retrieve_model(self, request: Request) -> Response:
         """Return the card of one model or adapter."""
         name = request.path_params["name"]
         server = await self.servers.find(name)
         adapters = [] if server.name == name else await self.servers.adapters()
-        return json_response(next((a for a in adapters if a.id == name), _card(server)))
+        return json_response(next((a for a in adapters if a.id == name), self._card(server)))
 
     async def sleep(self, request: Request) -> Response:
         """Put a model to sleep. `pass_on` would load the model first."""
@@ -344,11 +352,6 @@ def _line(document: dict[str, Any]) -> bytes:
 def _ollama(model: GatewayModel) -> dict[str, Any]:
     form = "gguf" if model.path.suffix == ".gguf" else "safetensors"
     return ollama.described(model.name, model.created, model.facts, form)
-
-
-def _card(server: ModelServer) -> Card:
-    model = server.model
-    return Card(model.name, model.created, model.name, model.max_model_len, state=server.state)
 
 
 def create_gateway(config: Config, servers: ModelServers, keys: ApiKeys) -> FastAPI:

@@ -15,7 +15,7 @@ from servd.base.bounds import check_bounds
 from servd.base.errors import EngineError, InvalidRequest
 from servd.config import Config
 from servd.messages.adapter import LoRARequest
-from servd.messages.outputs import unpack_vector
+from servd.messages.outputs import PoolingOutput, PoolingRequestOutput, unpack_vector
 from servd.messages.params import CLASSIFY, BeamSearchParams, PoolingParams, SamplingParams
 from servd.offline.llm_engine import LLMEngine, Params, TextOrIds
 from servd.offline.metrics import Metric
@@ -74,8 +74,7 @@ class LLM:
             InvalidRequest: a prompt, parameter or adapter is not valid. Nothing has been computed.
             EngineError: a request failed in the engine. The other requests are aborted.
         """
-        requests = [(prompt, True) for prompt in listed(prompts)]
-        return self._run(requests, sampling_params, use_tqdm, lora_request)
+        return self._run(listed(prompts), sampling_params, use_tqdm, lora_request)
 
     def chat(
         self,
@@ -89,20 +88,17 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one or more conversations. Return one output for each conversation, in order.
 
-        Args:
+        Args: those of `generate`, and
             messages: OpenAI-style messages.
-            sampling_params: for all conversations, or a list with one for each conversation.
             tools: the tools to show to the model, in OpenAI's form.
-            use_tqdm: overrides the setting of this LLM.
-            lora_request: an adapter for all conversations, or a list with one for each.
             template_options: further fields of `Chat`, e.g. `add_generation_prompt`.
         """
         conversations = [messages] if messages and isinstance(messages[0], dict) else messages
         render = self.engine.processor.chat_template.render
         # The template writes its own beginning-of-sequence token.
         options = {"tool_options": ToolOptions(tools) if tools else None, **template_options}
-        prompts = [(render(Chat(messages=c, **options)), False) for c in conversations]  # type: ignore[arg-type]
-        return self._run(prompts, sampling_params, use_tqdm, lora_request)
+        prompts = [render(Chat(messages=c, **options)) for c in conversations]  # type: ignore[arg-type]
+        return self._run(prompts, sampling_params, use_tqdm, lora_request, add_special_tokens=False)
 
     def embed(
         self,
@@ -111,16 +107,15 @@ class LLM:
         *,
         use_tqdm: bool | None = None,
         lora_request: LoRARequests = None,
-    ) -> list[list[float]]:
+    ) -> list[PoolingRequestOutput]:
         """Return an embedding vector for each prompt, in order. Prompts as in `generate`.
 
         Raises:
             InvalidRequest: a prompt or parameter is not valid. Nothing has been computed.
         """
-        requests = [(prompt, True) for prompt in listed(prompts)]
         params = pooling_params or PoolingParams()
-        outputs = self._run(requests, params, use_tqdm, lora_request)
-        return [_vector(output) for output in outputs]
+        outputs = self._run(listed(prompts), params, use_tqdm, lora_request)
+        return [_pooled(output, embedding=_vector(output)) for output in outputs]
 
     def classify(
         self,
@@ -128,7 +123,7 @@ class LLM:
         *,
         use_tqdm: bool | None = None,
         lora_request: LoRARequests = None,
-    ) -> list[list[float]]:
+    ) -> list[PoolingRequestOutput]:
         """Return the label probabilities of the model's classification head for each prompt, in
         order. `llm.engine.processor.pooling.labels` has the names of the labels.
 
@@ -136,9 +131,9 @@ class LLM:
             InvalidRequest: a prompt is not valid, or the model has no classification head. Nothing
                 has been computed.
         """
-        requests = [(prompt, True) for prompt in listed(prompts)]
-        outputs = self._run(requests, CLASSIFY, use_tqdm, lora_request)
-        return [self.engine.processor.pooling.probabilities(_vector(output)) for output in outputs]
+        outputs = self._run(listed(prompts), CLASSIFY, use_tqdm, lora_request)
+        probabilities = self.engine.processor.pooling.probabilities
+        return [_pooled(output, probs=probabilities(_vector(output))) for output in outputs]
 
     def score(
         self,
@@ -147,7 +142,7 @@ class LLM:
         *,
         use_tqdm: bool | None = None,
         lora_request: LoRARequests = None,
-    ) -> list[float]:
+    ) -> list[PoolingRequestOutput]:
         """Return similarities of one text with each other text, or of texts pair by pair: scores of
         the model's head or, if the model has no head, cosine similarities of embeddings.
 
@@ -163,18 +158,16 @@ class LLM:
         pooling.check_scores()
         if pooling.task == "classify":
             shared = times * [SharedText(text) for text in firsts]
-            pairs = [(Pair(*texts), True) for texts in zip(shared, seconds, strict=True)]
+            pairs = [Pair(*texts) for texts in zip(shared, seconds, strict=True)]
             outputs = self._run(pairs, CLASSIFY, use_tqdm, lora_request)
-            return [pooling.score(_vector(output)) for output in outputs]
-        vectors = self.embed(
-            [*firsts, *seconds],
-            PoolingParams(normalize=True),
-            use_tqdm=use_tqdm,
-            lora_request=lora_request,
-        )
-        ones = times * vectors[: len(firsts)]
-        twos = vectors[len(firsts) :]
-        return [sum(map(operator.mul, *vectors)) for vectors in zip(ones, twos, strict=True)]
+            return [_pooled(output, score=pooling.score(_vector(output))) for output in outputs]
+        params = PoolingParams(normalize=True)
+        outputs = self._run([*firsts, *seconds], params, use_tqdm, lora_request)
+        ones = times * [_vector(output) for output in outputs[: len(firsts)]]
+        return [
+            _pooled(output, score=sum(map(operator.mul, vector, _vector(output))))
+            for vector, output in zip(ones, outputs[len(firsts) :], strict=True)
+        ]
 
     def beam_search(
         self,
@@ -229,8 +222,8 @@ class LLM:
             self.engine.send(inputs, is_part=True)
         done = {output.request_id: output.outputs[0] for output in self._finished()}
         for search, step in zip(searches, steps, strict=True):
-            logprobs = [done[inputs.request.request_id].logprobs or [] for inputs in step]
-            search.advance([position for (position,) in logprobs])
+            positions = [done[inputs.request.request_id].positions or [] for inputs in step]
+            search.advance([position for (position,) in positions])
 
     def get_metrics(self) -> list[Metric]:
         """Return the engine's metrics, with the names of /metrics and the classes of vLLM."""
@@ -270,10 +263,11 @@ class LLM:
 
     def _run(
         self,
-        prompts: Sequence[tuple[TextOrIds | Pair, bool]],
+        prompts: Sequence[TextOrIds | Pair],
         params: Params | Sequence[Params] | None,
         use_tqdm: bool | None,
         lora_request: LoRARequests,
+        add_special_tokens: bool = True,
     ) -> list[RequestOutput]:
         if params is None:
             processor = self.engine.processor
@@ -282,20 +276,17 @@ class LLM:
         params_of_prompts = [params] * len(prompts) if isinstance(params, Params) else list(params)
         if len(params_of_prompts) != len(prompts):
             raise InvalidRequest(f"{len(prompts)} prompts but {len(params_of_prompts)} parameters")
-        if lora_request is None or isinstance(lora_request, LoRARequest):
-            adapters = [lora_request] * len(prompts)
-        else:
-            adapters = list(lora_request)
+        is_list = isinstance(lora_request, Sequence)
+        adapters = lora_request if is_list else [lora_request] * len(prompts)
         if len(adapters) != len(prompts):
             raise InvalidRequest(f"{len(prompts)} prompts but {len(adapters)} lora_requests")
         ids = [str(next(self.request_ids)) for _ in prompts]
         finished: dict[str, RequestOutput] = {}
         show = self.use_tqdm if use_tqdm is None else use_tqdm
         try:
-            for request_id, (prompt, special), p, adapter in zip(
-                ids, prompts, params_of_prompts, adapters, strict=True
-            ):
-                options = {"add_special_tokens": special, "lora_request": adapter}
+            requests = zip(ids, prompts, params_of_prompts, adapters, strict=True)
+            for request_id, prompt, p, adapter in requests:
+                options = {"add_special_tokens": add_special_tokens, "lora_request": adapter}
                 self.engine.add_request(request_id, prompt, p, **options)
             hide = None if show else True  # None: hidden unless stderr is a terminal
             with tqdm(total=len(ids), desc="prompts", disable=hide, dynamic_ncols=True) as bar:
@@ -321,6 +312,12 @@ class LLM:
                         raise EngineError(choice.error)
                 if output.finished:
                     yield output
+
+
+def _pooled(output: RequestOutput, **result: Any) -> PoolingRequestOutput:
+    prompt = output.prompt_token_ids
+    pooled = PoolingOutput(**result)
+    return PoolingRequestOutput(output.request_id, pooled, prompt, output.num_cached_tokens)
 
 
 def _vector(output: RequestOutput) -> list[float]:

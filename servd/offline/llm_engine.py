@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
+import msgspec
 from tqdm import tqdm
 
 from servd import launch
@@ -14,6 +16,7 @@ from servd.api.engine.processor import Processor
 from servd.api.request.request_output import RequestOutput
 from servd.api.request.request_state import ProcessedInputs, RequestState, find_choice
 from servd.api.request.timeline import Timeline
+from servd.api.serving.logprobs import TokenTexts, by_token
 from servd.api.text.prompt import Pair, Prompt
 from servd.api.text.tokenizer import Tokenizer
 from servd.base.errors import ConfigError, InvalidRequest
@@ -54,7 +57,7 @@ class LLMEngine:
         self.output_processor = OutputProcessor(tokenizer)
         self.requests: dict[str, RequestState] = {}
         self.outputs: dict[str, RequestOutput] = {}
-        with LoadingBar(use_tqdm) as progress:
+        with loading_bar(use_tqdm) as progress:
             self.engine_core = EngineCoreClient.make_client(
                 config, spec, progress, multiprocess_mode=separate_process
             )
@@ -101,6 +104,11 @@ class LLMEngine:
     ) -> ProcessedInputs:
         """Validate a request, without queueing it."""
         options = RequestOptions(adapter=adapter and self._load(adapter))
+        if isinstance(params, SamplingParams):  # vLLM takes None for a default, and one stop text
+            values = {k: v for k, v in msgspec.structs.asdict(params).items() if v is not None}
+            if isinstance(values.get("stop"), str):
+                values["stop"] = [values["stop"]]
+            params = SamplingParams(**{"max_tokens": None, **values})
         return self.processor.process_inputs(request_id, prompt, params, options)
 
     def send(self, inputs: ProcessedInputs, is_part: bool = False) -> None:
@@ -116,6 +124,7 @@ class LLMEngine:
             prompt=inputs.prompt,
             prompt_token_ids=request.prompt_token_ids,
             outputs=[CompletionOutput(index=i) for i in range(inputs.params.n)],
+            prompt_logprobs=None if inputs.params.prompt_logprobs is None else [None],
         )
         self.engine_core.send(request)
 
@@ -155,6 +164,9 @@ class LLMEngine:
             if delta.finish_reason is not None and step.finish_reason is None:
                 self.engine_core.send(AbortRequests([step.request_id]))  # a stop string ended it
             output = self.outputs[state.request_id]
+            if delta.positions or delta.prompt_positions:
+                self._add_logprobs(output, delta, state.params)
+            output.num_cached_tokens = max(output.num_cached_tokens, delta.num_cached_tokens)
             output.outputs[delta.index].add(delta)
             progressed[state.request_id] = output
             self.metrics.observe(state, delta)
@@ -162,6 +174,23 @@ class LLMEngine:
             if output.finished:
                 del self.requests[request_id], self.outputs[request_id]
         return list(progressed.values())
+
+    def _add_logprobs(
+        self, output: RequestOutput, delta: CompletionOutput, params: SamplingParams
+    ) -> None:
+        """Add a delta's log-probabilities by token."""
+        choice = output.outputs[delta.index]
+        texts = TokenTexts(self.processor.tokenizer)
+        if delta.prompt_positions:
+            texts.append(output.prompt_token_ids[0])
+            entries = by_token(delta.prompt_positions, params.prompt_logprobs or 0, texts)
+            output.prompt_logprobs = [None, *entries]
+        if delta.positions:
+            texts.pending = b""
+            for token_id in choice.token_ids[-3:]:  # a character has up to four tokens
+                texts.append(token_id)
+            choice.logprobs = choice.logprobs or []
+            choice.logprobs += by_token(delta.positions, params.logprobs or 0, texts)
 
     def abort_request(self, request_ids: Sequence[str]) -> None:
         """Abort requests; ignore unknown ids."""
@@ -209,24 +238,15 @@ def _close(
         adapters.clear()
 
 
-class LoadingBar:
-    """A tqdm bar of the executor's progress, used for one phase after another."""
+@contextmanager
+def loading_bar(enabled: bool) -> Iterator[Callable[[str, float], None]]:
+    """Yield a function that shows a fraction (0 to 1) of one phase after another, in a bar."""
+    form = "{desc} {percentage:3.0f}% |{bar:30}| {elapsed}"
+    disable = None if enabled else True  # None: hidden unless stderr is a terminal
+    with tqdm(total=100, disable=disable, leave=False, bar_format=form) as bar:
 
-    def __init__(self, enabled: bool) -> None:
-        self.bar = tqdm(
-            total=100,
-            disable=None if enabled else True,
-            leave=False,
-            bar_format="{desc} {percentage:3.0f}% |{bar:30}| {elapsed}",
-        )
+        def show(phase: str, fraction: float) -> None:
+            bar.set_description_str(phase, refresh=False)
+            bar.update(100 * fraction - bar.n)
 
-    def __call__(self, phase: str, fraction: float) -> None:
-        """Show `fraction` (0 to 1) of `phase`."""
-        self.bar.set_description_str(phase, refresh=False)
-        self.bar.update(100 * fraction - self.bar.n)
-
-    def __enter__(self) -> LoadingBar:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.bar.close()
+        yield show

@@ -190,7 +190,7 @@ HEADERS = [
     ("content-type", "text/plain"),
     ("content-type", "application/json; charset=utf-7"),
     ("accept", "\xff"),
-    ("x-servd-receipt", "2"),
+    ("x-servd-run-manifest", "2"),
     ("authorization", "Bearer \xff"),
     ("content-encoding", "gzip"),
     ("x-servd-model", "\xe9"),

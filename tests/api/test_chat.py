@@ -228,6 +228,12 @@ async def test_names_of_llama_server_are_read(served: Served, path: str):
     assert answer.json()["usage"]["completion_tokens"] == 3
     (sent,) = requests_sent(served.engine)
     assert sent.params.repetition_penalty == 1.3
+    nulls = dict.fromkeys(("max_tokens", "repetition_penalty", "thinking_token_budget"))
+    answer = await served.http.post(path, json=nulls | body)
+    assert answer.json()["usage"]["completion_tokens"] == 3  # null is no value that could win
+    assert "n_predict" not in answer.headers.get("x-servd-ignored", "")
+    (_, sent) = requests_sent(served.engine)
+    assert sent.params.repetition_penalty == 1.3
     refused = await served.http.post(path, json=body | {"n_predict": -1})
     assert refused.status_code == 400 and "must be at least" in refused.text
 

@@ -124,9 +124,9 @@ async def test_answers_state_the_weights_that_computed_them(tmp_path: Path):
             served.engine.tell(ready)
             await until(lambda ready=ready: served.async_llm.status == ready)
             reply = await served.http.post(
-                "/v1/completions", json=body, headers={"X-Servd-Receipt": "1"}
+                "/v1/completions", json=body, headers={"X-Servd-Run-Manifest": "1"}
             )
-            hashes.append(reply.json()["receipt"]["weights"])
+            hashes.append(reply.json()["run_manifest"]["weights"])
             fingerprints.append(reply.json()["system_fingerprint"])
     assert hashes[0] == "" and len({*hashes}) == 3
     assert fingerprints == [fingerprints[0] + end for end in ("", "-1", "-2")]

@@ -207,7 +207,7 @@ def test_a_stop_string_ends_the_request_and_aborts_it_in_the_engine():
     delta, stopped = deltas_of(running, out("NDxyz", logprobs=logprobs))
     assert (delta.text, delta.finish_reason, delta.stop_reason) == ("", FinishReason.STOP, "END")
     assert delta.token_ids == list(b"ND")
-    assert delta.logprobs is not None and len(delta.logprobs) == 2
+    assert delta.positions is not None and len(delta.positions) == 2
     assert stopped == ["r"]
     assert not [*running.process([out("late")])]
     assert running.requests["r"].open_engine_ids() == []

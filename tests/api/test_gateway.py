@@ -20,6 +20,7 @@ import ollama
 import psutil
 import pytest
 
+import servd
 from servd.api.keys import ApiKeys
 from servd.base import log
 from servd.base.errors import ConfigError, InvalidRequest, ModelNotFound
@@ -47,6 +48,7 @@ CONFIG = {
     "max_position_embeddings": 4096,
 }
 COMPLETIONS = "/v1/completions"
+DEMO_TOKENIZER = Path(servd.__file__).parent / "demo_model" / "tokenizer.json"
 BODY = {"prompt": "a", "max_tokens": 3, "ignore_eos": True}
 
 
@@ -129,6 +131,26 @@ async def gateway(
         client = httpx.AsyncClient(base_url=url, timeout=WAIT_SECONDS)
         http = await stack.enter_async_context(client)
         yield http, servers
+
+
+async def test_default_parameters_are_those_of_each_model(tmp_path: Path):
+    numbers = '{"top_p": 0.75, "max_new_tokens": 9}'
+    lora = {"enable_lora": True, "lora_modules": [f"short={adapter(tmp_path / 'a', 'one')}"]}
+    folder = tmp_path / "models"
+    generations = {"one": '{"temperature": 0.5, "top_k": 9}', "broken": '{"temperature": "warm"}'}
+    async with gateway(folder, "two", override_generation_config=numbers, **lora) as (http, _):
+        for name, generation in generations.items():
+            make(folder / name)
+            (folder / name / "generation_config.json").write_text(generation)
+        listed = (await http.get("/v1/models")).json()["data"]
+        cards = {card["id"]: card["default_parameters"] for card in listed}
+        shutil.copy(DEMO_TOKENIZER, folder / "one")
+        lines = (await http.post("/api/show", json={"model": "one"})).json()["parameters"]
+    expected = {"temperature": 0.5, "top_k": 9, "top_p": 0.75, "max_tokens": 9}
+    assert cards["one"].items() >= expected.items() and cards["short"] == cards["one"]
+    assert cards["two"] == cards["one"] | {"temperature": 1.0, "top_k": 0}
+    assert cards["broken"] == {}
+    assert {"temperature 0.5", "num_predict 9"} <= {*lines.splitlines()}
 
 
 async def test_each_request_goes_to_the_model_it_names(tmp_path: Path):

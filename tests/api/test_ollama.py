@@ -186,7 +186,7 @@ async def test_calls_of_another_form_are_refused(listening_server: Served, calls
 
 
 async def test_a_stream_is_lines_of_json_alone(listening_server: Served):
-    headers = {"x-servd-receipt": "1"}  # asks for a comment in streams of events
+    headers = {"x-servd-run-manifest": "1"}  # asks for a comment in streams of events
     answer = await listening_server.http.post(
         "/api/chat", json={"messages": user("hi"), "options": {"num_predict": 3}}, headers=headers
     )

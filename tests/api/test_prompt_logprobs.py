@@ -234,7 +234,7 @@ async def test_what_a_slow_reader_leaves_is_bounded():
     for _ in range(MAX_LOGPROBS_HELD // 2000):
         row = [TokenLogprobs(list(range(20)), [-1.0] * 20, 1) for _ in range(100)]
         for index in range(12):  # the consumer takes 8 of them
-            delta = CompletionOutput(index=index, token_ids=[1] * 100, logprobs=row[:])
+            delta = CompletionOutput(index=index, token_ids=[1] * 100, positions=row[:])
             collector.put(0, delta)
         if collector._failure is not None:
             break
@@ -242,8 +242,8 @@ async def test_what_a_slow_reader_leaves_is_bounded():
             [*await collector.get()]
     assert collector._failure is None and collector._num_logprobs == 0
     for _ in range(MAX_LOGPROBS_HELD // 2000 + 1):
-        collector.put(0, CompletionOutput(index=0, token_ids=[1] * 100, logprobs=row[:]))
+        collector.put(0, CompletionOutput(index=0, token_ids=[1] * 100, positions=row[:]))
     [(_, delta)] = await collector.get()
-    assert len(delta.logprobs or ()) * 20 == MAX_LOGPROBS_HELD
+    assert len(delta.positions or ()) * 20 == MAX_LOGPROBS_HELD
     with pytest.raises(InvalidRequest, match="read the stream faster"):
         await collector.get()

@@ -114,6 +114,11 @@ async def test_the_sampling_parameters_of_requests_that_state_none_are_listed():
         assert params["n_predict"] == listed["max_tokens"]
         assert params["repeat_penalty"] == listed["repetition_penalty"]
         assert params["temperature"] == listed["temperature"]
+        text = (await served.http.post("/api/show", json={"model": MODEL})).json()["parameters"]
+        lines = dict(line.split() for line in text.splitlines())
+        assert lines["num_predict"] == "3" and lines["temperature"] == "0.5"
+        assert float(lines["repeat_penalty"]) == listed["repetition_penalty"]
+        assert len(lines) == len(listed)
         body = {"messages": [{"role": "user", "content": "a"}]}
         assert (await served.http.post("/v1/chat/completions", json=body)).status_code == 200
         (request,) = requests_sent(served.engine)

@@ -29,9 +29,11 @@ def perplexity(sequences, **options: str) -> float:
     llm.close()
     losses = []
     for sequence, output in zip(sequences, outputs, strict=True):
-        positions = output.outputs[0].prompt_logprobs or []
-        for counted, position in zip(sequence.counted[1:], positions, strict=True):
-            losses += [-position.logprobs[0]] if counted else []
+        for counted, token_id, position in zip(
+            sequence.counted, sequence.ids, output.prompt_logprobs, strict=True
+        ):
+            if counted and position is not None:
+                losses.append(-position[token_id].logprob)
     return exp(sum(losses) / len(losses))
 
 

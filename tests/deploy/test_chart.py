@@ -10,6 +10,7 @@ import pytest
 import yaml
 from referencing import Registry, Resource
 
+from servd.base.errors import ConfigError
 from servd.config import Config
 from servd.terminal.engine_flags import read_config_file
 from tests.deploy.conftest import TOOLS, Run
@@ -378,6 +379,7 @@ def test_the_network_policy_lets_in_what_is_named(helm):
         ({"pvcStorage": "9Gi", "replicaCount": 2}, "ReadWriteMany"),
         ({"pvcStorage": "9Gi", "keda": {"enabled": True}}, "ReadWriteMany"),
         ({"ingress": {"enabled": True}}, "ingress.host is needed"),
+        ({"servdConfig": {"max-num-seq": 8}}, "max-num-seq"),
         (
             {"apiKeyFile": "x", "serviceMonitor": {"enabled": True}},
             "serviceMonitor.authorizationSecret",
@@ -395,6 +397,20 @@ def test_the_defaults_fit_the_schema_of_values():
     schema = json.loads((CHART / "values.schema.json").read_text())
     jsonschema.Draft202012Validator(schema).validate(values)
     assert schema["properties"].keys() - {"global"} == values.keys()
+
+
+def test_typos_in_the_options_of_servd_are_refused():
+    """Without helm. servd itself takes each of the other names."""
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    validator = jsonschema.Draft202012Validator(schema)
+    fine = {"max-num-seqs": 8, "max_model_len": "8k", "swap-space": 4, "disable-log-stats": True}
+    validator.validate({"servdConfig": fine})
+    Config.load({"model": "demo", **{name.replace("-", "_"): fine[name] for name in fine}})
+    for typo in ("max-num-seq", "Max-Num-Seqs", "max-num-seqs ", "no-console"):
+        (error,) = validator.iter_errors({"servdConfig": {typo: 8}})
+        assert [*error.path] == ["servdConfig"] and f"'{typo}'" in error.message
+        with pytest.raises(ConfigError, match="unknown option"):
+            Config.load({"model": "demo", typo.replace("-", "_"): 8})
 
 
 def test_the_version_is_that_of_servd():

@@ -180,7 +180,8 @@ def test_embeddings_are_made_as_the_files_say(tmp_path: Path):
 
     with closing(LLM(**options_for(folder))) as llm:
         for size in (20, 8):
-            got = torch.tensor(llm.embed(TEXTS, PoolingParams(dimensions=size)))
+            outputs = llm.embed(TEXTS, PoolingParams(dimensions=size))
+            got = torch.tensor([output.outputs.embedding for output in outputs])
             expected = torch.stack([embedding(text, size) for text in TEXTS])
             torch.testing.assert_close(got, expected, atol=TOLERANCE, rtol=0)
 
@@ -196,7 +197,8 @@ def test_pairs_are_scored_with_their_token_types(tmp_path: Path):
     params = PoolingParams(task="classify", normalize=False)
     with closing(LLM(**options_for(folder))) as llm:
         got = llm.embed([Pair(SharedText(TEXTS[0]), text) for text in TEXTS], params)  # type: ignore[list-item]
-    for text, (score,) in zip(TEXTS, got, strict=True):
+    for text, output in zip(TEXTS, got, strict=True):
+        (score,) = output.outputs.embedding
         encoding = tokenizer.encode(TEXTS[0], text)
         assert 1 in encoding.type_ids
         ids = torch.tensor([encoding.ids])

@@ -68,13 +68,16 @@ def test_embeddings_of_the_last_token(tmp_path: Path):
 
     with closing(LLM(**options_for(tmp_path))) as llm:
         for size in (48, 12):
-            got = torch.tensor(llm.embed(TEXTS, PoolingParams(dimensions=size)))
+            outputs = llm.embed(TEXTS, PoolingParams(dimensions=size))
+            got = torch.tensor([output.outputs.embedding for output in outputs])
             expected = torch.stack([vector(text, size) for text in TEXTS])
             torch.testing.assert_close(got, expected, atol=TOLERANCE, rtol=0)
         prompt = llm.engine.processor.pooling.prompt("query")
         (got,) = llm.embed(prompt + TEXTS[0])
     expected = vector("judge query : " + TEXTS[0], 48)
-    torch.testing.assert_close(torch.tensor(got), expected, atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(
+        torch.tensor(got.outputs.embedding), expected, atol=TOLERANCE, rtol=0
+    )
 
 
 def make_reranker(folder: Path, template: str | None = TEMPLATE, **score: Any) -> Any:
@@ -98,15 +101,16 @@ def test_scores_are_those_of_the_next_token(tmp_path: Path, false_token: int | N
         with pytest.raises(InvalidRequest, match="use /score or /rerank"):
             llm.embed(TEXTS, SCORE)
     cut = (" ".join(TEXTS[0].split()[:2]), " ".join(TEXTS[1].split()[:3]))
+    scores = [output.outputs.embedding for output in got]
     for (score,), (first, second) in zip(
-        got, [*((TEXTS[0], text) for text in TEXTS), cut], strict=True
+        scores, [*((TEXTS[0], text) for text in TEXTS), cut], strict=True
     ):
         text = f"[CLS] judge cats : {first} [SEP] {second} [CLS]"
         ids = tokenizer.encode(text, add_special_tokens=False).ids
         logits = model(torch.tensor([ids])).logits[0, -1]
         expected = logits[7] - (logits[false_token] if false_token is not None else 0)
         assert score == pytest.approx(expected.item(), abs=1e-4)
-    assert len({score for (score,) in got}) == 4
+    assert len({score for (score,) in scores}) == 4
 
 
 def test_scores_are_checked_before_they_are_served(tmp_path: Path, monkeypatch):

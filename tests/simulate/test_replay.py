@@ -1,4 +1,4 @@
-"""Run manifests: `X-Servd-Receipt: 1` states what made an answer, and `servd replay` repeats it."""
+"""`X-Servd-Run-Manifest: 1` states what made an answer, and `servd replay` repeats it."""
 
 import hashlib
 import json
@@ -29,7 +29,7 @@ from servd.offline.llm import LLM
 from tests.api.harness import MODEL, serve, user
 from tests.limits import WAIT_SECONDS
 
-HEADERS = {"X-Servd-Receipt": "1"}
+HEADERS = {"X-Servd-Run-Manifest": "1"}
 CHAT = {"messages": user("hi"), "max_tokens": 8, "n": 2, "temperature": 0.7}
 
 
@@ -52,7 +52,7 @@ async def test_an_answer_is_repeated_by_its_manifest(path: str, body: Any, tmp_p
     async with serve() as served:
         answer = await served.http.post(path, json=body, headers=HEADERS)
         plain = await served.http.post(path, json=body)
-    assert "receipt" not in plain.text
+    assert "run_manifest" not in plain.text
     (tmp_path / "answer").write_text(answer.text)
     made = command.read_manifest(str(tmp_path / "answer"))
     choices = [ids for prompt in made.prompts for ids in prompt.token_ids]
@@ -92,9 +92,9 @@ async def test_a_manifest_names_no_places_and_beam_search_has_none():
         answer = await served.http.post("/v1/chat/completions", json=CHAT, headers=HEADERS)
         beam = CHAT | {"use_beam_search": True}
         refused = await served.http.post("/v1/chat/completions", json=beam, headers=HEADERS)
-    made = json.dumps(answer.json()["receipt"])
+    made = json.dumps(answer.json()["run_manifest"])
     assert MODEL not in made and "/" not in made
-    assert refused.status_code == 400 and "X-Servd-Receipt" in refused.text
+    assert refused.status_code == 400 and "X-Servd-Run-Manifest" in refused.text
 
 
 def test_weights_are_known_by_their_contents(tmp_path: Path):
@@ -120,7 +120,7 @@ def test_manifest_hashes_exclude_paths():
 
 
 @pytest.mark.parametrize(
-    "text", [b"", b"[]", b"{}", b'{"receipt": 1}', b"\xff\xfe", b"[" * 100_000]
+    "text", [b"", b"[]", b"{}", b'{"run_manifest": 1}', b"\xff\xfe", b"[" * 100_000]
 )
 def test_what_is_no_manifest_is_refused(text: bytes, tmp_path: Path):
     (tmp_path / "x").write_bytes(text)

@@ -90,8 +90,8 @@ class BeamSearch:
         async with aclosing(parts):
             async for part in parts:
                 for output in part.outputs:
-                    assert output.logprobs is not None
-                    logprobs[part.index] = output.logprobs[0]
+                    assert output.positions is not None
+                    logprobs[part.index] = output.positions[0]
                     if self.length == 0:
                         self.num_cached_tokens = output.num_cached_tokens
         return [logprobs[index] for index in range(len(requests))]

@@ -27,6 +27,7 @@ from servd.api.protocol.validation import (
 from servd.base.bounds import INT32_MAX
 from servd.base.errors import InvalidRequest
 from servd.messages.engine import RequestOptions
+from servd.messages.outputs import Logprob
 from servd.messages.params import (
     MAX_BEAMS,
     MAX_STOP,
@@ -366,16 +367,8 @@ class GenerationRequest(StructuredRequest):
 SHARED_PARAMS = GenerationRequest.model_fields.keys() & DEFAULTS.keys()
 
 
-class PromptLogprob(msgspec.Struct):
-    """The log-probability of a token at a position of the prompt."""
-
-    logprob: float
-    rank: int | None  # in the vocabulary, from 1
-    decoded_token: str
-
-
 # By token id; null for the prompt's first token.
-PromptLogprobs = list[dict[int, PromptLogprob] | None]
+PromptLogprobs = list[dict[int, Logprob] | None]
 
 
 class PromptTokensDetails(msgspec.Struct):

@@ -201,7 +201,13 @@ def parse(kind: type[Body], data: bytes, max_values: int = MAX_VALUES) -> Body:
             f"the body has more than {max_values} JSON values: send less in one request"
         )
     try:
-        return kind.model_validate_json(data)
+        body = kind.model_validate_json(data)
+        # Null under one name of a field may hide the value under another.
+        if body.model_extra and None in [getattr(body, name) for name in body.model_fields_set]:
+            fields = pydantic_core.from_json(data).items()
+            kept = {name: value for name, value in fields if value is not None}
+            body = kind.model_validate_json(pydantic_core.to_json(kept))
+        return body
     except ValidationError as error:
         raise _explain(error, data) from None
 

@@ -70,12 +70,12 @@ class Choice(msgspec.Struct, gc=False):
             stop_reason=last.stop_reason,
             num_cached_tokens=first.num_cached_tokens,
             error=last.error,
-            prompt_logprobs=first.prompt_logprobs,
+            prompt_positions=first.prompt_logprobs,
             pooled=last.pooled,
             drafts=[(step.num_drafts, step.num_accepted) for step in steps if step.num_drafts],
         )
         if first.logprobs is not None:
-            delta.logprobs = [position for step in steps for position in step.logprobs or ()]
+            delta.positions = [position for step in steps for position in step.logprobs or ()]
         ended_by_token = last.finish_reason is FinishReason.STOP and not last.ended_by_grammar
         hides_last = ended_by_token and not shows_stop_token
         num_before = detokenizer.num_tokens
@@ -86,7 +86,7 @@ class Choice(msgspec.Struct, gc=False):
         if detokenizer.stop_reason is not None:
             num_tokens = detokenizer.num_tokens - num_before
             delta.token_ids = token_ids[:num_tokens]
-            delta.logprobs = delta.logprobs and delta.logprobs[:num_tokens]
+            delta.positions = delta.positions and delta.positions[:num_tokens]
             delta.finish_reason = FinishReason.STOP
             delta.stop_reason = detokenizer.stop_reason
         self.finish_reason = delta.finish_reason

@@ -43,7 +43,7 @@ class RequestOutputCollector:
         """
         if self._failure is not None:  # the failure is raised once no deltas wait
             return
-        if delta.logprobs:
+        if delta.positions:
             self._num_logprobs += _num_logprobs(delta)
             if self._num_logprobs > MAX_LOGPROBS_HELD:
                 error = f"{MAX_LOGPROBS_HELD:,} log-probabilities wait for the client, more do not"
@@ -99,4 +99,4 @@ class RequestOutputCollector:
 
 
 def _num_logprobs(delta: CompletionOutput) -> int:
-    return sum(len(position.token_ids) for position in delta.logprobs or ())
+    return sum(len(position.token_ids) for position in delta.positions or ())

@@ -4,7 +4,7 @@ import msgspec
 
 from servd.api.output.output_parser import ExpectedOutput
 from servd.api.request.timeline import Timeline
-from servd.messages.outputs import CompletionOutput
+from servd.messages.outputs import CompletionOutput, Logprob
 from servd.messages.params import SamplingParams
 
 
@@ -19,6 +19,8 @@ class RequestOutput(msgspec.Struct, kw_only=True, repr_omit_defaults=True):
     prompt: str | None  # None if the prompt was given as token ids
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # of `LLM`: None, then by token
+    num_cached_tokens: int = 0  # of `LLM`: prompt tokens that came from the prefix cache
     index: int = 0
     params: SamplingParams = SamplingParams()
     expected: ExpectedOutput = ExpectedOutput()

@@ -83,7 +83,7 @@ class ChatFormatter(ChoiceFormatter):
             choice = ChunkChoice(
                 output.index,
                 delta,
-                logprobs=self.token_texts[output.index].chat_logprobs(output.logprobs),
+                logprobs=self.token_texts[output.index].chat_logprobs(output.positions),
                 finish_reason=output.finish_reason and self._finish_reason(output),
                 stop_reason=output.stop_reason,
                 token_ids=output.token_ids if self.body.return_token_ids else UNSET,
@@ -105,7 +105,7 @@ class ChatFormatter(ChoiceFormatter):
                 ChatCompletionResponseChoice(
                     choice.index,
                     _message(self._delta(choice), self.body.echoed),
-                    self.token_texts[choice.index].chat_logprobs(choice.logprobs),
+                    self.token_texts[choice.index].chat_logprobs(choice.positions),
                     self._finish_reason(choice),
                     choice.stop_reason,
                     token_ids=choice.token_ids if self.body.return_token_ids else UNSET,

@@ -70,7 +70,7 @@ class CompletionFormatter(ChoiceFormatter):
     def response(self) -> CompletionResponse:
         choices = self.choices
         for choice in choices:  # only the first of n scores the prompt
-            choice.prompt_logprobs = choices[choice.index - choice.index % self.n].prompt_logprobs
+            choice.prompt_positions = choices[choice.index - choice.index % self.n].prompt_positions
         answers = [self._choice(choice, is_first=True) for choice in choices]
         prompt_logprobs = [self.prompt_logprobs(first) for first in choices[:: self.n]]
         for answer in answers:
@@ -113,11 +113,10 @@ class CompletionFormatter(ChoiceFormatter):
             return None
         texts = self.token_texts[output.index]
         if not self.echo:
-            return (
-                texts.completion_logprobs(output.logprobs) if output.logprobs is not None else None
-            )
-        scores = output.prompt_logprobs or []
+            positions = output.positions
+            return None if positions is None else texts.completion_logprobs(positions)
+        scores = output.prompt_positions or []
         result = texts.echo_logprobs(
             self.prompt_text(prompt), prompt.prompt_token_ids, scores, self.num_logprobs
         )
-        return texts.completion_logprobs(output.logprobs or [], result)
+        return texts.completion_logprobs(output.positions or [], result)

@@ -207,8 +207,8 @@ class OptionScorer:
     ) -> None:
         async with self._may_run:
             output = await self._next_token(prompt_token_ids + branch.path, token_ids)
-        assert output.logprobs is not None
-        [position] = output.logprobs
+        assert output.positions is not None
+        [position] = output.positions
         branch.logprobs.update(zip(position.token_ids, position.logprobs, strict=True))
         self.num_output_tokens += 1
         if not branch.path:

@@ -21,7 +21,6 @@ from servd.api.protocol.errors import ErrorReply
 from servd.api.protocol.generation import (
     GenerationRequest,
     KVTransferAnswer,
-    PromptLogprob,
     PromptLogprobs,
     PromptTokensDetails,
     ResponseMetrics,
@@ -31,7 +30,7 @@ from servd.api.protocol.generation import (
 )
 from servd.api.request.output_collector import MAX_LOGPROBS_HELD
 from servd.api.request.request_output import RequestOutput
-from servd.api.serving.logprobs import MIN_LOGPROB, TokenTexts, encoded
+from servd.api.serving.logprobs import MIN_LOGPROB, TokenTexts, by_token, encoded
 from servd.api.text.tokenizer import Tokenizer
 from servd.base.errors import InvalidRequest
 from servd.config import Config
@@ -333,7 +332,7 @@ class ChoiceFormatter(ResponseFormatter):
 
     def has_news(self, output: CompletionOutput) -> bool:
         """Return whether an output has anything to stream. Its text may still be held back."""
-        asked_for_tokens = output.logprobs or self.body.return_token_ids or self.continuous_usage
+        asked_for_tokens = output.positions or self.body.return_token_ids or self.continuous_usage
         return bool(output.text or output.finish_reason or (output.token_ids and asked_for_tokens))
 
     def prompt_text(self, prompt: RequestOutput) -> str:
@@ -349,19 +348,8 @@ class ChoiceFormatter(ResponseFormatter):
         texts = TokenTexts(self.info.tokenizer)
         for token_id in self.prompts[output.index // self.n].prompt_token_ids[:1]:
             texts.append(token_id)
-        entries: PromptLogprobs = [None]
-        for position in output.prompt_logprobs or []:
-            likely = zip(position.token_ids[: 1 + k], position.logprobs, strict=False)
-            ranked = {
-                i: PromptLogprob(max(logprob, MIN_LOGPROB), None, texts.name(i))
-                for i, logprob in likely
-            }
-            for rank, i in enumerate(position.token_ids[1 : 1 + k], 1):
-                ranked[i].rank = rank
-            ranked[position.token_ids[0]].rank = position.rank
-            entries.append(encoded(ranked))
-            texts.append(position.token_ids[0])
-        return entries
+        entries = by_token(output.prompt_positions or (), k, texts, 1 + k, MIN_LOGPROB)
+        return [None, *map(encoded, entries)]
 
 
 def _rates(num_tokens: int, ms: float) -> tuple[float, float]:

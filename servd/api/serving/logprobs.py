@@ -4,6 +4,8 @@ A token's log-probabilities are encoded as JSON at once: 70 bytes a candidate in
 """
 
 import codecs
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar, cast
 
@@ -13,6 +15,7 @@ from servd.api.protocol.chat import ChoiceLogprobs, TokenLogprob, TopLogprob
 from servd.api.protocol.completions import CompletionLogprobs
 from servd.api.text.tokenizer import Tokenizer
 from servd.messages.engine import TokenLogprobs
+from servd.messages.outputs import Logprob
 
 MIN_LOGPROB = -9999.0  # JSON has no minus infinity
 
@@ -135,3 +138,26 @@ class TokenTexts:
         ):
             top.setdefault(self.name(other_id), max(logprob, MIN_LOGPROB))
         result.top_logprobs.append(encoded(top))
+
+
+def by_token(
+    positions: Iterable[TokenLogprobs],
+    k: int,
+    texts: TokenTexts,
+    limit: int | None = None,
+    minimum: float = -math.inf,
+) -> Iterator[dict[int, Logprob]]:
+    """Yield the next tokens' log-probabilities in vLLM's format: the first `limit` of each position
+    by token id, and `k` of them with ranks. Lower numbers become `minimum`.
+    """
+    for position in positions:
+        sampled, *likely = position.token_ids[:limit]
+        entries = {
+            i: Logprob(max(logprob, minimum), None, texts.name(i))
+            for i, logprob in zip([sampled, *likely], position.logprobs, strict=False)
+        }
+        for rank, i in enumerate(likely[:k], 1):
+            entries[i].rank = rank
+        entries[sampled].rank = position.rank
+        texts.append(sampled)
+        yield entries

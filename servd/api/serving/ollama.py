@@ -171,7 +171,7 @@ class OllamaFormatter(EventFormatter):
         self.num_sent = 0  # of them
 
     def events_of(self, delta: CompletionOutput) -> Iterator[Event]:
-        if logprobs := self.token_texts.chat_logprobs(delta.logprobs):
+        if logprobs := self.token_texts.chat_logprobs(delta.positions):
             self.logprobs += logprobs.content
         return super().events_of(delta)
 

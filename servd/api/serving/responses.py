@@ -286,7 +286,7 @@ class ResponsesFormatter(EventFormatter):
         yield self._event("response.in_progress", response=self.body_so_far)
 
     def events_of(self, delta: CompletionOutput) -> Iterator[Event]:
-        self.logprobs += delta.logprobs or ()
+        self.logprobs += delta.positions or ()
         yield from super().events_of(delta)
 
     def change(self, delta: Delta) -> Iterator[Event]:

@@ -125,11 +125,11 @@ class ManifestRecorder:
         async with aclosing(frames):
             async for frame in frames:
                 yield frame
-        yield b": receipt " + msgspec.json.encode(await self.make()) + b"\n\n"
+        yield b": run_manifest " + msgspec.json.encode(await self.make()) + b"\n\n"
 
     async def append_key(self, body: bytes) -> bytes:
         """Return the JSON object `body` with the manifest as its last key."""
-        manifest = msgspec.json.encode({"receipt": await self.make()})
+        manifest = msgspec.json.encode({"run_manifest": await self.make()})
         return body[:-1] + b"," + manifest[1:]
 
     async def make(self) -> RunManifest:

@@ -145,10 +145,10 @@ class OpenAIServing:
         engine, if the client disconnects.
         """
         call = call_of(request)
-        wants_manifest = request.headers.get("x-servd-receipt") == "1"
+        wants_manifest = request.headers.get("x-servd-run-manifest") == "1"
         wants_manifest = wants_manifest and formatter.may_have_manifest
         if wants_manifest and formatter.body.use_beam_search:
-            raise InvalidRequest("beam search has no run manifest: leave out X-Servd-Receipt")
+            raise InvalidRequest("beam search has no run manifest: leave out X-Servd-Run-Manifest")
         try:
             async with while_connected(request.receive):
                 formatter.begin([await anext(outputs) for _ in range(formatter.num_prompts)])

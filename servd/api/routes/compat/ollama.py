@@ -25,6 +25,7 @@ from servd.checkpoint.quantization_config import quant_method_of
 router = APIRouter(route_class=Route)
 
 VERSION = "0.12.0"  # of Ollama: some clients refuse older ones
+NAMES = {"max_tokens": "num_predict", "repetition_penalty": "repeat_penalty"}
 FOREVER = "9999-12-31T00:00:00Z"
 
 
@@ -83,7 +84,7 @@ async def show_ollama_model(
     model, *_ = await asyncio.to_thread(models_of, context)
     processor = context.async_llm.processor
     details = await asyncio.to_thread(describe_model, processor, context.root)
-    return json_response(completed(details, model))
+    return json_response(completed(details, model, processor.listed_params))
 
 
 @router.get("/api/version", response_model=dict[str, str])
@@ -113,10 +114,15 @@ def models_of(context: Context) -> list[dict[str, Any]]:
     return [described(name, written, facts, form, spec.model_type, level) for name in names]
 
 
-def completed(description: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]:
-    """Return the body of /api/show, from a model's description and its entry of `described`."""
+def completed(
+    description: dict[str, Any], model: dict[str, Any], parameters: dict[str, int | float]
+) -> dict[str, Any]:
+    """Return the body of /api/show, from a model's description, its entry of `described` and its
+    `default_parameters`.
+    """
     details = model["details"] | description["details"]
-    same = {"modelfile": "", "parameters": "", "modified_at": model["modified_at"]}
+    lines = [f"{NAMES.get(name, name)} {number}" for name, number in parameters.items()]
+    same = {"modelfile": "", "parameters": "\n".join(lines), "modified_at": model["modified_at"]}
     return description | same | {"details": details}
 
 
