@@ -9,8 +9,14 @@ from servd.checkpoint.model_spec import ModelSpec
 from servd.worker.device.parallel import Parallel
 from servd.worker.layers.experts import Router
 from servd.worker.layers.weight import Weight
-from servd.worker.models.deepseek_v2 import DeepseekMoE, DeepseekV2ForCausalLM, is_dense
-from servd.worker.models.llama import LlamaMLP
+from servd.worker.models.deepseek_v2 import (
+    DeepseekMoE,
+    DeepseekRotary,
+    DeepseekV2Attention,
+    convert_latent,
+    is_dense,
+)
+from servd.worker.models.llama import LlamaForCausalLM, LlamaMLP
 
 BIAS = "e_score_correction_bias"
 
@@ -22,7 +28,11 @@ def biased_score(gate: Router, x: Tensor, num_groups: int) -> tuple[Tensor, Tens
     return weights, scores, scores.unflatten(1, (num_groups, -1)).topk(2).values.sum(dim=2)
 
 
-class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
+class DeepseekV3ForCausalLM(LlamaForCausalLM):
+    attention_class = DeepseekV2Attention
+    rotary_class = DeepseekRotary
+    convert = convert_latent
+
     @classmethod
     def make_mlp(cls, spec: ModelSpec, layer: int, parallel: Parallel) -> nn.Module:
         if is_dense(spec, layer):
