@@ -203,7 +203,7 @@ def parse(kind: type[Body], data: bytes, max_values: int = MAX_VALUES) -> Body:
     try:
         body = kind.model_validate_json(data)
         # Null under one name of a field may hide the value under another.
-        if body.model_extra and None in [getattr(body, name) for name in body.model_fields_set]:
+        if body.model_extra and b"null" in data:
             fields = pydantic_core.from_json(data).items()
             kept = {name: value for name, value in fields if value is not None}
             body = kind.model_validate_json(pydantic_core.to_json(kept))
