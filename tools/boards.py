@@ -12,14 +12,16 @@ WIDTH = 12
 HEIGHT = 8
 STAGES = ("queue", "prefill", "decode")
 DRAFTS = "vllm:spec_decode_num"
+ENDED = "vllm:request_success_total"
+OF_ABORTED = '{model_name=~"$model_name", finished_reason="abort"}'
 
 # Title of a panel, its unit, and its queries: legend -> expression.
 Panel = tuple[str, str, dict[str, str]]
 
 
-def rate(metric: str, by: str = "") -> str:
+def rate(metric: str, by: str = "", of: str = OF) -> str:
     """Per second, over all engines or `by` a label."""
-    return f"sum{f' by ({by})' if by else ''} (rate({metric}{OF}[$__rate_interval]))"
+    return f"sum{f' by ({by})' if by else ''} (rate({metric}{of}[$__rate_interval]))"
 
 
 def quantiles(histogram: str) -> dict[str, str]:
@@ -49,8 +51,8 @@ SERVING: list[Panel] = [
         "Tokens per second",
         "short",
         {
-            "prompt": rate("vllm:prompt_tokens_total"),
-            "of it cached": rate("vllm:prompt_tokens_cached_total"),
+            "prompt, computed": rate("servd:computed_prompt_tokens_total"),
+            "prompt, cached": rate("vllm:prompt_tokens_cached_total"),
             "generated": rate("vllm:generation_tokens_total"),
         },
     ),
@@ -62,16 +64,18 @@ SERVING: list[Panel] = [
             "waiting": f"sum (vllm:num_requests_waiting{OF})",
         },
     ),
-    (
-        "Ended requests per second",
-        "reqps",
-        {"{{finished_reason}}": rate("vllm:request_success_total", "finished_reason")},
-    ),
+    ("Ended requests per second", "reqps", {"{{finished_reason}}": rate(ENDED, "finished_reason")}),
     (
         "Refused requests per second",
         "reqps",
         {"{{reason}}": rate("vllm:admission_rejections_total", "reason")},
     ),
+    (
+        "Aborted requests: share of the ended ones",
+        "percentunit",
+        {"aborted": f"{rate(ENDED, of=OF_ABORTED)} / {rate(ENDED)}"},
+    ),
+    ("Time until an abort", "s", quantiles("servd:aborted_request_latency_seconds")),
     ("Prompt tokens of a request", "short", quantiles("vllm:request_prompt_tokens")),
     ("Generated tokens of a request", "short", quantiles("vllm:request_generation_tokens")),
 ]
@@ -84,6 +88,11 @@ ENGINE: list[Panel] = [
             "found": f"{rate('vllm:prefix_cache_hits_total')} / "
             f"{rate('vllm:prefix_cache_queries_total')}"
         },
+    ),
+    (
+        "Restarts of engines in the last 15 minutes",
+        "short",
+        {"engine {{engine}}": f"increase(servd:engine_restarts_total{OF}[15m])"},
     ),
     ("Preemptions per second", "short", {"preemptions": rate("vllm:num_preemptions_total")}),
     ("Tokens of a step", "short", quantiles("vllm:iteration_tokens_total")),

@@ -90,7 +90,12 @@ OTHER_ERRORS: list[tuple[int, str, str | None, str, str]] = [
 OTHER_METRICS = [
     ("servd:engine_restarts", "counter", "Restarts of an engine that died or hung."),
     ("servd_ignored_fields", "counter", "Request fields that had no effect."),
-    ("http_requests", "counter", "Responses, by `handler` (the route), `method` and `status`."),
+    (
+        "http_requests",
+        "counter",
+        "Responses, by `handler` (the route), `method` and `status`, without those of `/health`, "
+        "`/ping`, `/load`, `/metrics` and `/version`.",
+    ),
     (
         "http_request_duration_seconds",
         "histogram",

@@ -101,6 +101,10 @@ class StepRecord(msgspec.Struct, array_like=True, gc=False):
     engine: int = 0
     num_bytes: int = 0
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(self.prefills.values())
+
 
 OVERDUE_FACTOR = 5  # a step is overdue after this many times the expected time, plus some seconds
 FIRST_STEP = 120.0  # seconds that a step may take while nothing is known

@@ -87,3 +87,4 @@ class SchedulerStats(Stats):
     num_reading: int = 0  # waiting requests whose blocks are being read from files
     num_read: int = 0  # waiting requests whose blocks have been read
     num_pinned: int = 0  # blocks
+    num_prompt_tokens: int = 0  # computed, with the chunks of unfinished prompts

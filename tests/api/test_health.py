@@ -39,6 +39,8 @@ async def test_from_loading_to_ready_to_dead(path):
         state = body["status"], body["phase"], body["progress"]
         assert state == ("loading", "loading weights", 0.5)
         assert 0 <= body["elapsed_seconds"] < 60
+        page = await served.http.get(path, params={"always_ok": True})
+        assert (page.status_code, page.json()["phase"]) == (200, "loading weights")
         served.engine.tell(EngineReady(served.engine.worker, 4096, 16))
         await until(lambda: served.async_llm.is_ready)
         ready = await served.http.get(path)

@@ -123,6 +123,13 @@ def test_failures_tiers_deferred_requests_and_drafts_of_two_steps():
     assert [value(metrics, accepted, position=str(i)) for i in range(3)] == [8, 4, 0]
 
 
+def test_tokens_of_a_prompt_are_counted_while_it_is_computed():
+    metrics = Metrics("m")
+    for num_tokens in (8, 8, 3):
+        metrics.observe_step(SchedulerStats(num_prompt_tokens=num_tokens))
+    assert read(metrics.render()[0])["servd:computed_prompt_tokens_total"] == 19
+
+
 def test_blocks_that_were_evicted():
     metrics = Metrics("m")
     eviction = BlockEviction(9 * SECOND, 2 * SECOND, [3 * SECOND, SECOND])

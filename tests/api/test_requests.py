@@ -441,10 +441,19 @@ async def test_tokens_are_counted_by_the_second_and_once_for_all_servers(tmp_pat
         servers[0].async_llm.tracer.stepped(records, None, 0)
         servers[1].async_llm.tracer.stepped(records[:-1], None, 0)
         servers[1].async_llm.tracer.stepped([], None, 1)
+        # A chunk of a prompt takes from 11.5 to 8.5 seconds ago: as many tokens in each second.
+        begin_ns = (now - 12) * second + second // 2
+        end_ns = begin_ns + 3 * second
+        chunk = StepRecord(9, begin_ns, collected_ns=end_ns, num_tokens=400, prefills={"b": 400})
+        servers[0].async_llm.tracer.stepped([chunk], None, 0)
         for served in servers:
-            rates = (await served.http.get("/v1/steps?recent=1")).json()["tokens_per_second"]
+            answer = (await served.http.get("/v1/steps?recent=1")).json()
+            rates = answer["tokens_per_second"]
             assert len(rates) == 120 and [count for count in rates if count] == [3, 6]
             assert rates.index(6) - rates.index(3) == 80
+            prompts = answer["prompt_tokens_per_second"]
+            assert [count for count in prompts if count] == [7, 14, 100, 100, 100, 100]
+            assert prompts.index(14) == rates.index(6) == prompts.index(100) - 8
 
 
 async def test_a_server_forgets_seconds_in_which_it_generated(served: Served):
@@ -452,7 +461,7 @@ async def test_a_server_forgets_seconds_in_which_it_generated(served: Served):
     for second in range(1, 400):
         at_ns = second * 1_000_000_000
         tracer.stepped([StepRecord(second, at_ns, collected_ns=at_ns, num_tokens=1)], None, 0)
-    assert sorted(tracer.generated) == [*range(279, 400)]  # 120 and the current one
+    assert sorted(tracer.tokens) == [*range(279, 400)]  # 120 and the current one
 
 
 async def test_timelines_name_only_requests_of_the_same_owner(tmp_path):

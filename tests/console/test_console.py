@@ -1,8 +1,10 @@
 """The console in headless Chromium, with the demo model."""
 
+import asyncio
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -17,11 +19,14 @@ import pytest
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
+from selenium.webdriver.support.expected_conditions import staleness_of
 from selenium.webdriver.support.ui import WebDriverWait
 
 from servd.api.request.latency import PHASES
 from servd.checkpoint.hub import DEMO_FOLDER
 from servd.checkpoint.model_spec import read_spec
+from servd.messages.engine import EngineStatus
+from tests.api.harness import listening, serve
 from tests.console.conftest import Page, browser
 from tests.integration.conftest import Server, shared
 from tests.limits import WAIT_SECONDS
@@ -36,11 +41,12 @@ VIEWS = {
 HOSTILE = "<img src=x onerror=alert(1)><script>alert(1)</script>"
 KEY = "secret-of-the-test"
 NARROW_TOKENS = 1280
-# What scrolls sideways and should not; wide tables and code scroll by themselves.
+# What scrolls sideways and should not; tables and code of answers scroll by themselves.
 OVERFLOWING = """
 const wide = (e) => e.scrollWidth > e.clientWidth + 1;
-return [...document.querySelectorAll("main, .view, .log, .aside, .aside ul, .bottom")].filter(wide)
-  .map((e) => e.className || e.localName);
+document.querySelectorAll(".page details").forEach((e) => (e.open = true));
+const parts = "main, .view, .log, .aside, .aside ul, .bottom, .view:not(.playground) .scroll";
+return [...document.querySelectorAll(parts)].filter(wide).map((e) => e.className || e.localName);
 """
 
 
@@ -74,6 +80,23 @@ def test_an_answer_streams_with_its_probabilities_and_where_its_time_went(page: 
     page.click("footer button", "Timeline")
     page.wait(".timeline .computes", "Computing its tokens")
     page.check()
+
+
+def test_tokens_have_a_tint_only_if_it_is_chosen(page: Page):
+    page.open()
+    page.ask("What is servd?")
+    colors = (
+        "return [...document.querySelectorAll('.token')].map(e => getComputedStyle(e).background)"
+    )
+    assert len({*page.run(colors)}) == 1
+    page.click(".settings [name=tint]")
+    assert len({*page.run(colors)}) > 1
+    page.check()
+    page.driver.refresh()
+    assert page.wait(".settings [name=tint]").is_selected()
+    page.click(".settings [name=tint]")
+    page.driver.refresh()
+    assert not page.wait(".settings [name=tint]").is_selected()
 
 
 def test_settings_show_the_numbers_that_hold(page: Page):
@@ -234,7 +257,7 @@ def test_live_shows_who_runs_and_whose_the_blocks_are(page: Page, server: Server
     thread.start()
     page.wait(".panel a code", "chatcmpl-")
     page.wait(".map .owner0")
-    page.wait(".steps .decode")
+    page.wait(".bars .decode")
     page.wait(".panel", "Engine and workers")
     page.wait(".panel", "No token has been drafted yet")
     thread.join()
@@ -248,7 +271,9 @@ def test_live_shows_what_became_of_drafts():
         with browser(server.url) as page:
             page.open("live")
             page.wait(".panel", "Tokens per step")
-            assert page.wait('.steps[aria-label^="Share of drafts"] .decode')
+            graph = page.wait(".graph", "Share of drafts")
+            ActionChains(page.driver).move_to_element(graph).perform()
+            page.wait(".mark", "draft ")
             page.check()
 
 
@@ -395,6 +420,7 @@ def test_the_page_is_there_at_once_and_small(page: Page):
 # ---- conversations ----
 
 STORED = "return Object.values(localStorage).map(JSON.parse).sort((a, b) => b.changed - a.changed)"
+POINTS = "return [...document.querySelectorAll('polyline')].map(e => e.getAttribute('points'))"
 # Instead of saving a file, keep what would be in it.
 CATCH_DOWNLOADS = """
 window.saved = [];
@@ -522,10 +548,53 @@ def test_a_remedy_leads_to_its_flag(page: Page, server: Server):
 
 
 def test_graphs_begin_before_the_page_was_opened(page: Page, server: Server):
-    chat(server, "long", 300)
+    chat(server, "long " * 50, 300)
     time.sleep(2)
     page.open("live")
-    page.wait(".panel .chart")
-    points = page.run("return document.querySelector('.chart polyline').getAttribute('points')")
-    heights = [float(point.partition(",")[2]) for point in points.split()]
-    assert len(heights) == 120 and min(heights) < 40
+    page.wait(".panel .graph")
+    for points in page.run(POINTS):
+        heights = [float(point.partition(",")[2]) for point in points.split()]
+        assert len(heights) == 120 and 0 <= min(heights) < max(heights) == 1
+
+
+def test_graphs_have_scales_and_tell_the_value_at_the_pointer(page: Page, server: Server):
+    chat(server, "long", 300)
+    page.open("live")
+    for label, unit, ends in (
+        ("Prompt tokens/s", "/s", ["2 min ago", "1 min ago", "now"]),
+        ("Tokens of each step", "", None),
+    ):
+        graph = page.wait(".graph", label)
+        numbers = [element.text for element in graph.find_elements("css selector", ".vertical *")]
+        assert all(number.endswith(unit) for number in numbers)
+        top, half, zero = (float(re.sub(r"[^\d.]", "", number)) for number in numbers)
+        assert top == 2 * half > zero == 0
+        times = [element.text for element in graph.find_elements("css selector", ".horizontal *")]
+        assert times == ends or all(text.endswith("ago") for text in times)
+        ActionChains(page.driver).move_to_element(graph).perform()
+        mark = graph.find_element("css selector", ".mark")
+        assert re.match(r"\d\d:\d\d:\d\d: .*\d+ (prompt )?token", mark.text)
+        # It stays while the graph is drawn anew, and the arrow keys move it.
+        drawn = graph.find_element("css selector", ".drawing > *")
+        WebDriverWait(page.driver, WAIT_SECONDS).until(staleness_of(drawn))
+        assert mark.is_displayed()
+        moving = graph.find_element("css selector", "input")
+        moving.send_keys(Keys.HOME)
+        at = moving.get_attribute("aria-valuetext")
+        moving.send_keys(Keys.ARROW_RIGHT)
+        assert moving.get_attribute("aria-valuetext") != at
+        assert mark.is_displayed()
+    page.check()
+
+
+async def test_a_page_that_is_opened_during_a_start_has_no_errors():
+    def look() -> None:
+        with browser(url) as page:
+            for view in VIEWS:
+                page.open(view)
+                page.wait("#status", "Loading: loading weights 50 %")
+                page.check()
+
+    async with serve(is_ready=False) as served, listening(served.app) as url:
+        served.engine.tell(EngineStatus("loading weights", 0.5))
+        await asyncio.to_thread(look)

@@ -200,8 +200,10 @@ def test_slow_steps_are_reported_at_once_to_waiting_clients():
     clock = itertools.count(0, 2 * 10**9)
     engine = make_engine(max_num_batched_tokens=8, clock=clock.__next__)
     engine.handle(make_request("a", list(range(40)), client=1, max_tokens=1))
-    steps = [[record.step for record in news[1].steps] for _ in range(5) if (news := engine.step())]
+    reports = [engine.step()[1] for _ in range(5)]
+    steps = [[record.step for record in report.steps] for report in reports]
     assert steps == [[0], [1], [2], [3], [4]]
+    assert [report.stats and report.stats.num_prompt_tokens for report in reports] == [8] * 5
 
 
 def test_every_client_hears_that_nothing_is_left():

@@ -45,12 +45,15 @@ export async function send(path, { body, signal, accept } = {}) {
   }
 }
 
-/** The JSON of a reply, which must be a good one unless `status` is listed. */
+/** The JSON of a reply, which must be a good one. */
 export async function json(path, options = {}) {
   const response = await send(path, options);
-  if (response.ok || options.also?.includes(response.status)) return response.json();
+  if (response.ok) return response.json();
   throw await failure(response);
 }
+
+/** How the server is; a 503 would be an error in the log of the browser. */
+export const health = () => json("health?always_ok=true");
 
 /** The events of a streamed reply, parsed. */
 export async function* events(path, body, signal) {

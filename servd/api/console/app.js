@@ -1,5 +1,5 @@
 // The frame: which view is shown, and how the server is.
-import { choose, chosenModel, json } from "./api.js";
+import { choose, chosenModel, health, json } from "./api.js";
 import { h } from "./dom.js";
 
 const VIEWS = { playground: "Playground", live: "Live", requests: "Requests", server: "Server" };
@@ -60,12 +60,12 @@ picker.addEventListener("change", () => {
 async function watch() {
   let pause = 5000;
   try {
-    const health = await json("health", { also: [503] });
-    const progress = health.progress ? ` ${Math.round(health.progress * 100)} %` : "";
-    const text = { ready: "Ready", loading: `Loading: ${health.phase}${progress}` }[health.status];
-    status.textContent = text ?? health.reason ?? health.status;
-    status.dataset.state = health.status;
-    if (health.status === "loading") pause = 500;
+    const { status: state, phase, progress, reason } = await health();
+    const share = progress ? ` ${Math.round(progress * 100)} %` : "";
+    const text = { ready: "Ready", loading: `Loading: ${phase}${share}` }[state];
+    status.textContent = text ?? reason ?? state;
+    status.dataset.state = state;
+    if (state === "loading") pause = 500;
     if (chosenModel()) await listModels();
   } catch (error) {
     status.textContent = error.message;

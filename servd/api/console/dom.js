@@ -75,6 +75,9 @@ export function span(ms) {
   return ms < 60000 ? `${short(ms / 1000)} s` : `${short(ms / 60000)} min`;
 }
 
+/** The time of day of a Unix time in milliseconds. */
+export const clock = (ms) => new Date(ms).toLocaleTimeString("en-GB");
+
 export const percent = (share) =>
   share == null ? "–" : `${(share * 100).toFixed(share < 0.1 ? 2 : 1)} %`;
 
@@ -90,17 +93,13 @@ export const facts = (entries, style = "") => h("dl.facts", { class: `facts ${st
   Object.entries(entries).filter(([, value]) => value != null).map(([name, value]) =>
     h("div", {}, h("dt", {}, name), h("dd", {}, value))));
 
-/** Bars beside each other, each with what it tells and the heights of its parts, by class. */
-export const bars = (label, all) => h("div.steps", { role: "img", "aria-label": label },
-  all.map(([title, parts]) => h("div", { title }, Object.entries(parts).map(([name, share]) =>
-    h(`i.${name}`, { "--share": share })))));
-
 export const gib = (bytes) => `${(bytes / 2 ** 30).toFixed(2)} GiB`;
 
-/** A table whose rows are lists of cells. */
+/** A table whose rows are lists of cells. On a narrow screen, rows of many cells become cards. */
 export function table(label, heads, rows) {
   const head = h("tr", {}, heads.map((name) => h("th", { scope: "col" }, name)));
-  const body = rows.map((row) => h("tr", {}, row.map((cell) => h("td", {}, cell))));
+  const body = rows.map((row) => h("tr", {}, row.map((cell, i) =>
+    h("td", { "data-head": heads[i], class: cell === "–" && "none" }, cell))));
   return h("div.scroll", { tabindex: 0, role: "region", "aria-label": label },
-    h("table", {}, h("thead", {}, head), h("tbody", {}, body)));
+    h("table", { class: heads.length > 3 && "cards" }, h("thead", {}, head), h("tbody", {}, body)));
 }

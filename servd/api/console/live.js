@@ -1,5 +1,5 @@
 // What the server does now: each panel is a file in panels/, and draws what a poll found.
-import { chosenModel, json, send } from "./api.js";
+import { chosenModel, health, json, send } from "./api.js";
 import { h } from "./dom.js";
 
 const REFRESH = 1000; // milliseconds
@@ -21,7 +21,7 @@ export default function live(root) {
       return async (sample) => {
         const parts = await draw(sample);
         section.hidden = !parts;
-        place.replaceChildren(...[parts ?? []].flat());
+        show(place, [parts ?? []].flat());
       };
     }));
   let timer = null;
@@ -44,16 +44,26 @@ export default function live(root) {
   return { show: poll, hide: () => clearTimeout(timer) };
 }
 
+/** Replace what is shown, but leave what stays in its place, for it may have the focus. */
+function show(place, parts) {
+  parts.forEach((part, i) => {
+    const old = place.childNodes[i];
+    if (!old) place.append(part);
+    else if (old !== part) old.replaceWith(part);
+  });
+  while (place.childNodes.length > parts.length) place.lastChild.remove();
+}
+
 async function take() {
-  const [text, steps, requests, health] = await Promise.all([
+  const [text, steps, requests, state] = await Promise.all([
     send("metrics", { accept: "text/plain" }).then((response) => response.text()),
     json(`v1/steps?recent=${SHOWN_STEPS}`),
-    json("v1/requests?recent=50"), json("health", { also: [503] })]);
+    json("v1/requests?recent=50"), health()]);
   const running = requests.data.filter((request) => request.status === "running")
     .sort((a, b) => b.wall_ms - a.wall_ms);
   const ended = requests.data.filter((request) => request.status !== "running");
-  return { metrics: new Metrics(text), steps: steps.data, rates: steps.tokens_per_second, health,
-    requests: running, ended, seconds: performance.now() / 1000 };
+  return { metrics: new Metrics(text), steps: steps.data, now: steps.now_ms, health: state, ended,
+    requests: running, rates: [steps.tokens_per_second, steps.prompt_tokens_per_second] };
 }
 
 /** The lines of Prometheus' text: name{labels} value. */

@@ -1,6 +1,6 @@
 // Recent and slow requests, and where the time of each went.
 import { json } from "./api.js";
-import { counted, h, percent, problem, span, table } from "./dom.js";
+import { clock, counted, h, percent, problem, span, table } from "./dom.js";
 import { phaseName, outcomeOf, requestLink, timeline } from "./timeline.js";
 
 const REFRESH = 2000; // milliseconds
@@ -87,7 +87,7 @@ function row(request, several) {
   const { longest_wait: wait, longest_wait_ms: ms } = request;
   const waited = wait && `${phaseName(wait)}: ${span(ms)}, ${percent(ms / request.wall_ms)}`;
   return [
-    new Date(request.created * 1000).toLocaleTimeString("en-GB"),
+    clock(request.created * 1000),
     h("div", {}, requestLink(request.id), h("div.hint", {}, origin)),
     request.owner || "–",
     outcomeOf(request),

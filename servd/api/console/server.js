@@ -1,5 +1,5 @@
 // How the server is set up, and why.
-import { json } from "./api.js";
+import { health, json } from "./api.js";
 import { count, facts, gib, h, problem, span, table } from "./dom.js";
 import { bar } from "./timeline.js";
 
@@ -10,9 +10,8 @@ export default function server(root) {
     /** `flag` is the option to point at. */
     async show(flag) {
       try {
-        const [info, health] = await Promise.all([
-          json("server_info"), json("health", { also: [503] })]);
-        root.replaceChildren(h("div.page", {}, ...parts(info, health)));
+        const [info, state] = await Promise.all([json("server_info"), health()]);
+        root.replaceChildren(h("div.page", {}, ...parts(info, state)));
         if (flag) pointAt(flag);
       } catch (error) {
         root.replaceChildren(problem(error));

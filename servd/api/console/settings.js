@@ -19,6 +19,20 @@ const SCHEMA = { type: "object", required: ["name", "age"], properties: {
   name: { type: "string" }, age: { type: "integer", minimum: 0, maximum: 150 },
 } };
 
+const TINT = "servd.tint"; // in the storage of the browser, which may have none for this page
+const isTinted = () => {
+  try {
+    return localStorage.getItem(TINT) === "true";
+  } catch {
+    return false;
+  }
+};
+const keepTint = ({ target }) => {
+  try {
+    localStorage.setItem(TINT, target.checked);
+  } catch { /* until the page is closed */ }
+};
+
 /** The form; `names` are those of the model, and `card` is its entry in v1/models. */
 export function settingsForm(names, card) {
   const half = Math.floor(card?.max_model_len / 2) || MAX_TOKENS; // a model may be asleep
@@ -46,6 +60,8 @@ export function settingsForm(names, card) {
         h("small.hint", {}, "The answer ends before this text."))),
     h("label.check", {}, h("input", { type: "checkbox", name: "logprobs", checked: true }),
       "Token probabilities"),
+    h("label.check", {}, h("input", { type: "checkbox", name: "tint", checked: isTinted(),
+      change: keepTint }), "Tint tokens by probability"),
     document("tools", "Tools", "Functions that the model may call, as OpenAI's list of tools. You "
       + "type what they return.", TOOLS),
     document("schema", "JSON schema", "The answer will be JSON of exactly this form.", SCHEMA));

@@ -67,7 +67,7 @@ function prefix({ num_blocks: all, num_matched: matched, num_external: lower, bl
   text }) {
   const where = lower ? `, ${lower} of them in host memory or files` : "";
   return h("p.hint", {}, `Prefix cache: ${matched} of ${counted(all, "block")} of ${size} tokens `
-    + `were there${where}. ${text}`);
+    + `were there${where}: ${text}`);
 }
 
 function neighbours({ neighbours: others, behind }) {

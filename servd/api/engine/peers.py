@@ -7,7 +7,6 @@ connection, and so is its reply. A peer that does not reply in time is left out.
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -81,15 +80,15 @@ class FindTimeline(msgspec.Struct, tag=True):
 class ListSteps(msgspec.Struct, tag=True):
     """A query for the latest steps of each engine, in order, and the tokens of each second."""
 
-    reply: ClassVar[Any] = tuple[list[StepRecord], dict[int, int]]
+    reply: ClassVar[Any] = tuple[list[StepRecord], dict[int, list[int]]]
     count: int
 
-    async def answer(self, async_llm: AsyncLLM) -> tuple[list[StepRecord], dict[int, int]]:
+    async def answer(self, async_llm: AsyncLLM) -> tuple[list[StepRecord], dict[int, list[int]]]:
         tracer = async_llm.tracer
         steps = [
             step for engine in [*tracer.steps] for step in tracer.latest_steps(self.count, engine)
         ]
-        return steps, tracer.generated
+        return steps, tracer.tokens
 
 
 class WriteMetrics(msgspec.Struct, tag=True):
@@ -136,13 +135,14 @@ class PeerServers:
             return answer
         return next(filter(None, await self.ask_peers(query)), None)
 
-    async def list_steps(self, query: ListSteps) -> tuple[list[StepRecord], Counter[int]]:
+    async def list_steps(self, query: ListSteps) -> tuple[list[StepRecord], dict[int, list[int]]]:
         by_start: dict[tuple[int, int], StepRecord] = {}
-        generated = Counter[int]()
+        tokens: dict[int, list[int]] = {}
         for steps, counts in [await query.answer(self.async_llm), *await self.ask_peers(query)]:
             by_start |= {(step.started_ns, step.engine): step for step in steps}
-            generated |= Counter(counts)  # the larger count: servers report the same steps
-        return [by_start[start] for start in sorted(by_start)][-query.count :], generated
+            # The larger counts, because servers report the same steps.
+            tokens |= {second: max(counts[second], tokens.get(second, [])) for second in counts}
+        return [by_start[start] for start in sorted(by_start)][-query.count :], tokens
 
     async def ask_peers(self, query: Query) -> list[Any]:
         """Return the replies of all peers that answer in time."""

@@ -169,12 +169,11 @@ class RequestContext:
 
     def _observe(self, call: Call, scope: Scope, status: int, seconds: float) -> None:
         path = call.route
-        is_wanted = self.access_log == "all" or (
-            self.access_log == "requests" and path not in MONITORING
-        )
+        is_request = path not in MONITORING
+        is_wanted = self.access_log == "all" or (self.access_log == "requests" and is_request)
         if is_wanted and not call.is_logged:
             _log_answer(call, scope["method"], status, seconds)
-        if status and self.metrics is not None:  # else the client left before
+        if status and self.metrics is not None and is_request:  # 0: the client left before
             route = scope.get("route")  # none if it was refused before it reached the router
             handler = route.path_format if route else handler_of(path, scope["app"])
             self.metrics.observe_answer(handler, scope["method"], status, seconds)

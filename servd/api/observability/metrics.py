@@ -248,9 +248,14 @@ class Metrics(Observer):
         self.state.stats = stats
         self._note_steps(filter(None, stats.step_tokens))
         # Most steps have nothing else to count, and calls of the library are slow.
-        counts = (stats.prefix_cache_queries, stats.num_failed, stats.num_preemptions)
-        if any(counts) or stats.drafts.num_drafts or stats.kv_stores:
-            self._count(stats)
+        counts = (stats.prefix_cache_queries, stats.num_prompt_tokens, stats.num_failed)
+        if any(counts) or stats.num_preemptions or stats.drafts.num_drafts or stats.kv_stores:
+            for name, count_of in names.OF_STEPS.items():
+                if count := count_of(stats):
+                    self.counters[name].inc(count)
+            accepted = self.families.labelled["vllm:spec_decode_num_accepted_tokens_per_pos"]
+            for position, count in enumerate(stats.drafts.num_accepted_tokens_per_pos):
+                accepted.labels(**self.labels, position=position).inc(count)
         for block in stats.evictions:
             for name, times in (
                 ("lifetime", [block.lifetime_ns]),
@@ -259,14 +264,6 @@ class Metrics(Observer):
             ):
                 histogram = self.histograms[f"vllm:kv_block_{name}_seconds"]
                 histogram.values += [ns / SECOND for ns in times]
-
-    def _count(self, stats: SchedulerStats) -> None:
-        for name, count_of in names.OF_STEPS.items():
-            if count := count_of(stats):
-                self.counters[name].inc(count)
-        accepted = self.families.labelled["vllm:spec_decode_num_accepted_tokens_per_pos"]
-        for position, count in enumerate(stats.drafts.num_accepted_tokens_per_pos):
-            accepted.labels(**self.labels, position=position).inc(count)
 
     def write(self) -> None:
         """Publish the buffered values, before a scrape and once a second. Publishing each value at

@@ -147,7 +147,7 @@ def render_steps(records: Iterable[StepRecord], origin_ns: int) -> list[shapes.T
                 forward_ms=forward_ms[0],
                 rank_forward_ms=forward_ms if len(forward_ms) > 1 else UNSET,
                 sample_ms=_ms(times[3] - times[2]),
-                num_prompt_tokens=sum(record.prefills.values()),
+                num_prompt_tokens=record.num_prompt_tokens,
                 message_bytes=record.num_bytes or UNSET,
                 **{name: getattr(record, name) for name in OF_STEP},
             )

@@ -2,7 +2,7 @@
 
 from array import array
 from bisect import bisect_left
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -70,7 +70,8 @@ class Tracer(Observer):
         self.recent: OrderedDict[str, Timeline] = OrderedDict()  # finished requests, newest last
         self.slowest: dict[str, Timeline] = {}
         self.steps = defaultdict[int, deque[StepRecord]](partial(deque, maxlen=MAX_STEPS))
-        self.generated = Counter[int]()  # tokens of all engines by the second of `now_ns`
+        # Generated and prompt tokens of all engines by the second of `now_ns`.
+        self.tokens = defaultdict[int, list[int]](lambda: [0, 0])
         self._fastest_ns = -1  # the fastest of `slowest`, once it is full
         self._num_bytes = 0  # in `recent`
         self._thread = ThreadPoolExecutor(1, "latency")
@@ -83,11 +84,14 @@ class Tracer(Observer):
             timeline.reads_prompt = state.params.prompt_logprobs is not None
 
     def stepped(self, steps: Sequence[StepRecord], stats: SchedulerStats | None, rank: int) -> None:
-        for _, end_ns, step, num_extra in step_times(steps):
+        for begin_ns, end_ns, step, num_extra in step_times(steps):
             step.engine = rank
-            self.generated[end_ns // SECOND] += step.num_tokens - num_extra
-        while len(self.generated) > MAX_SECONDS + 1:  # and the current one
-            del self.generated[min(self.generated)]
+            self.tokens[end_ns // SECOND][0] += step.num_tokens - num_extra
+            seconds = range(begin_ns // SECOND, end_ns // SECOND + 1)
+            for second in seconds:  # a chunk of a prompt may take long
+                self.tokens[second][1] += step.num_prompt_tokens // len(seconds)
+        while len(self.tokens) > MAX_SECONDS + 1:  # and the current one
+            del self.tokens[min(self.tokens)]
         kept = self.steps[rank]
         kept.extend(steps)
         if steps and steps[-1].step % STEPS_PER_LOOK < len(steps) and len(kept) == MAX_STEPS:

@@ -144,4 +144,5 @@ class StepList(msgspec.Struct):
     data: list[TimelineStep]
     now_ms: float
     tokens_per_second: list[int]  # generated in each of the last 120 whole seconds, oldest first
+    prompt_tokens_per_second: list[int]  # computed in these, also of unfinished prompts
     object: str = "list"

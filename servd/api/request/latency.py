@@ -130,7 +130,7 @@ def step_times(steps: Iterable[StepRecord]) -> list[StepTime]:
     for record in steps:
         begin_ns = max(record.started_ns, end_ns)
         end_ns = max(record.collected_ns, begin_ns)
-        num_extra = record.num_drafts - record.num_accepted + sum(record.prefills.values())
+        num_extra = record.num_drafts - record.num_accepted + record.num_prompt_tokens
         times.append(StepTime(begin_ns, end_ns, record, num_extra))
     return times
 
@@ -256,11 +256,10 @@ class _Builder:
         if not self._plain_ns:  # no step without extra tokens is known
             extra_ns *= step.num_extra / max(record.num_tokens, step.num_extra)
         token_ns = share * extra_ns / max(step.num_extra, 1)
-        num_prompt_tokens = sum(record.prefills.values())
         num_own = sum(n for i, n in record.prefills.items() if request_of(i) == self._request_id)
         for phase, ns in (
             ("start_up" if record.step < NUM_FIRST_STEPS else "stalled_worker", share * stall_ns),
-            ("neighbour_prefill", token_ns * (num_prompt_tokens - num_own)),
+            ("neighbour_prefill", token_ns * (record.num_prompt_tokens - num_own)),
             ("rejected_drafts", token_ns * (record.num_drafts - record.num_accepted)),
             (self.repeats, token_ns * num_own if self.repeats else 0),
         ):

@@ -30,22 +30,24 @@ UNAVAILABLE: Responses = {
 @router.get("/ping", response_model=Progress, responses=UNAVAILABLE)
 @router.head("/ping", response_model=Progress, responses=UNAVAILABLE)
 @router.post("/ping", response_model=Progress, responses=UNAVAILABLE)
-async def health(request: Request) -> Response:
+async def health(request: Request, always_ok: bool = False) -> Response:
     """Report whether the server can serve requests. 200: `activity` is idle, asleep, decoding or
     prefill.
 
     503: the model loads, the engine restarts (requests wait), hangs or is dead, or the server shuts
     down. All engines must have loaded once; after that, one is enough. `engines` has their states.
+    `always_ok` is for pages, because browsers log a 503 as an error: the status is 200.
     """
+    unavailable = 200 if always_ok else 503
     context = context_of(request)
     admission = context.async_llm.admission
     if admission.drained_at is not None and not admission.hands_over:
         num_open = context.async_llm.num_unfinished
-        return json_response({"status": "draining", "num_open": num_open}, 503)
+        return json_response({"status": "draining", "num_open": num_open}, unavailable)
     match context.async_llm.status:
         case EngineReady():
             progress = context.async_llm.progress()
-            return json_response(progress, 503 if progress.status == "stalled" else 200)
+            return json_response(progress, unavailable if progress.status == "stalled" else 200)
         case EngineStatus() as status:
             since = min(engine.loading_since for engine in context.async_llm.engines)
             progress = {
@@ -54,9 +56,9 @@ async def health(request: Request) -> Response:
                 "progress": status.progress,
                 "elapsed_seconds": round(time.monotonic() - since, 3),
             }
-            return json_response(progress, 503, {"retry-after": "1"})
-        case EngineGone() as status:
-            return json_response({"status": "dead", "reason": without_paths(status.reason)}, 503)
+            return json_response(progress, unavailable, {"retry-after": "1"})
+        case EngineGone(reason):
+            return json_response({"status": "dead", "reason": without_paths(reason)}, unavailable)
 
 
 @router.get("/version", response_model=dict[str, str])

@@ -59,10 +59,11 @@ async def request_timeline(
 async def list_steps(
     request: Request, recent: Annotated[int, Query(ge=1, le=MAX_STEPS_LISTED)] = 100
 ) -> Response:
-    """List the engine's latest steps, and the tokens generated in each of the last seconds."""
-    steps, generated = await context_of(request).peers.list_steps(ListSteps(recent))
+    """List the engine's latest steps, and the tokens computed in each of the last seconds."""
+    steps, tokens = await context_of(request).peers.list_steps(ListSteps(recent))
     size = CHARS_PER_STEP * len(steps)
     data = await run_for(request, size, lambda: render_steps(steps, 0))
     at_ns = now_ns()
-    per_second = [generated[at_ns // SECOND - ago] for ago in range(MAX_SECONDS, 0, -1)]
-    return json_response(StepList(data, round(at_ns / 1e6, 3), per_second))
+    seconds = range(at_ns // SECOND - MAX_SECONDS, at_ns // SECOND)
+    generated, prompts = zip(*(tokens.get(second, (0, 0)) for second in seconds), strict=True)
+    return json_response(StepList(data, round(at_ns / 1e6, 3), [*generated], [*prompts]))

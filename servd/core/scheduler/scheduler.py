@@ -391,6 +391,7 @@ class Scheduler:
         for row in rows:
             num_tokens += self._collect_output(step, row, result, ends.get(row))
         self._stats.step_tokens.append(num_tokens)
+        self._stats.num_prompt_tokens += record.num_prompt_tokens
 
     def _collect_output(
         self, step: Step, row: int, result: ModelRunnerOutput, end: OutputEnd | None
