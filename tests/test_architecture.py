@@ -463,8 +463,10 @@ def test_classes_of_models_are_at_most_two_deep():
 # several hosts: the interface of workers (42), names of llama-server and typos of paths (14),
 # sampling parameters that hold, a limit of answers in chats, a verdict of simulations (60), what a
 # user of a terminal sees and types while a server starts or answers, and that server's log (70),
-# heartbeats between hosts (114), ends that a review asked for (48).
-MAX_LINES = 64_740
+# heartbeats between hosts (114), ends that a review asked for (48), waits for a CPU, which are no
+# hang, and last messages (62), the outputs of vLLM's offline scripts (48), parameters in the
+# gateway and /api/show, nulls beside a field's other name, and rates of prompts (43).
+MAX_LINES = 64_893
 
 
 def test_the_package_stays_small():

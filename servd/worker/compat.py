@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # The oldest and newest versions that tests run with, by `make test-oldest` and `test-newest`.
-TESTED = {"torch": "2.11-2.14", "transformers": "5.17-5.24"}
+TESTED = {"torch": "2.11-2.15", "transformers": "5.17-5.24"}
 
 # ---- torch ----
 
