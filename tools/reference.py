@@ -100,7 +100,7 @@ OTHER_METRICS = [
         "http_request_duration_seconds",
         "histogram",
         "Seconds from the headers of a request to the end of its response, by `handler` and "
-        "`method`.",
+        "`method`, without those of the same routes.",
     ),
     (
         "vllm:sleep_mode_operation_duration_seconds",

@@ -53,10 +53,12 @@ def read_manifest(path: str) -> RunManifest:
     """
     try:
         text = Path(path).read_text(encoding="utf8")
-        if "\n: run_manifest " in text:
-            text = text.rpartition("\n: run_manifest ")[2].partition("\n")[0]
+        for name in ("receipt", "run_manifest"):  # the first is that of servd 0.1
+            if f"\n: {name} " in text:
+                text = text.rpartition(f"\n: {name} ")[2].partition("\n")[0]
         manifest: Any = msgspec.json.decode(text)
-        manifest = msgspec.convert(manifest.get("run_manifest", manifest), RunManifest)
+        manifest = manifest.get("run_manifest", manifest.get("receipt", manifest))
+        manifest = msgspec.convert(manifest, RunManifest)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
     except (msgspec.MsgspecError, AttributeError, UnicodeDecodeError, RecursionError) as error:

@@ -25,7 +25,7 @@ from servd.core.engine_core import EngineCore, release_memory
 from servd.core.executor import Executor, load_executor, start_executor
 from servd.core.stat_logger import StatLogger
 from servd.core.structured_output.manager import Compiled
-from servd.ipc.channels import Inbox, Outbox, UnreadableMessage, deliver
+from servd.ipc.channels import Inbox, Outbox, UnreadableMessage, close_outboxes
 from servd.ipc.child import Child, read_start
 from servd.ipc.heartbeat import BEAT_INTERVAL, Heartbeat
 from servd.ipc.hub import HubClient, HubInbox, HubOutbox, end_process
@@ -163,7 +163,7 @@ class EngineCoreProc:
             if self.executor is not None:
                 self.executor.shutdown()
             if not threads[1].is_alive():
-                deliver()
+                close_outboxes()
 
     def load(self) -> None:
         """Load the model and report EngineReady."""

@@ -17,11 +17,11 @@ class StatLogger:
     def __init__(self) -> None:
         self.since_ns = 0
         self.num_tokens = 0
-        self.total = SchedulerStats()  # of prompts and drafts
+        self.total = SchedulerStats()  # only prompt tokens and drafts are added
 
     def log_stats(self, outputs: EngineCoreOutputs) -> None:
         if self.num_tokens == self.total.num_prompt_tokens == 0:  # idle times are no part of it
-            self.since_ns = outputs.steps[-1].started_ns if outputs.steps else now_ns()
+            self.since_ns = outputs.steps[0].started_ns if outputs.steps else now_ns()
         num_others = sum(len(output.new_token_ids) for output in outputs.outputs)
         self.num_tokens += len(outputs.decoded) + num_others
         if (stats := outputs.stats) is None:

@@ -28,6 +28,7 @@ T = TypeVar("T")
 
 MAX_SOCKET_PATH = 107  # bytes: the kernel's limit for Unix sockets
 CONNECT_TIMEOUT = 1000  # milliseconds, to an existing inbox
+LINGER = 500  # milliseconds in which a closed outbox delivers its last messages
 # A message between hosts is sent in frames of at most MAX_FRAME bytes, because a client can make a
 # listener allocate a frame before it shows the token, for HANDSHAKE_TIMEOUT milliseconds.
 MAX_FRAME = 1 << 18
@@ -116,12 +117,10 @@ class Outbox:
     nothing listens there after CONNECT_TIMEOUT.
     """
 
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()  # of all outboxes, for `deliver`
-
-    def __init__(self, to: str, must_exist: bool = False) -> None:
-        self.socket = self.context.socket(zmq.PUSH)
+    def __init__(self, to: str, must_exist: bool = False, linger: int = LINGER) -> None:
+        self.socket = OutboxContext.instance().socket(zmq.PUSH)
         self.socket.setsockopt(zmq.IMMEDIATE, must_exist)  # nothing is queued for a dead process
-        self.socket.setsockopt(zmq.LINGER, 500)  # milliseconds to deliver the last messages
+        self.socket.setsockopt(zmq.LINGER, linger)
         self.socket.setsockopt(zmq.SNDHWM, 0)
         try:
             self.socket.connect(to)
@@ -140,16 +139,19 @@ class Outbox:
             raise ConnectionError("the receiver has closed the connection") from None
 
     def close(self) -> None:
-        """Close the socket. Queued messages are sent for at most half a second."""
+        """Close the socket. Queued messages are sent for at most `linger` milliseconds."""
         self.socket.close()
 
 
-def deliver() -> None:
-    """Wait until the messages of closed outboxes are sent, at most as long as they take to give up.
-    A process whose last message matters calls this before it ends, which loses what is queued. All
-    outboxes must be closed, and none can be opened later.
+class OutboxContext(zmq.Context[zmq.Socket[bytes]]):
+    """The context of all outboxes of a process."""
+
+
+def close_outboxes() -> None:
+    """Close all outboxes of this process, which no thread may use any more, and wait until their
+    messages are sent or LINGER is over. Without this, the end of a process loses queued messages.
     """
-    Outbox.context.term()
+    OutboxContext.instance().destroy()
 
 
 class KeyPair(NamedTuple):

@@ -129,8 +129,8 @@ class Child:
         """
         waits: dict[str, float] = {}
         for pid in [self.process.pid, *_descendants(self.process.pid)]:
-            for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
-                with contextlib.suppress(OSError):  # it has ended meanwhile
+            with contextlib.suppress(OSError):  # a thread has ended meanwhile
+                for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
                     waits[str(path)] = int(path.read_text().split()[1]) / 1e9
         return waits
 

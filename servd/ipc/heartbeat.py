@@ -19,6 +19,7 @@ BEAT_INTERVAL = 0.5  # seconds
 STOPPED_TIMEOUT = 0.6  # seconds that a process may be stopped by a signal
 LOADING_TIMEOUT = 600.0  # seconds that an import from a slow disk may block all threads
 QUIET_READINGS = 5  # without a change, after which waits for a CPU count
+MOST_WAITS = 0.8  # so a hang is found after at most five times the limit
 
 
 class Heartbeat:
@@ -85,15 +86,16 @@ class Silence:
     """How long a number of the heartbeat has not changed.
 
     On a busy machine, a thread that holds the GIL may wait for a CPU, and all others for it. So the
-    longest wait of a thread does not count.
+    longest wait of a thread does not count, up to MOST_WAITS of the time: a hung thread that
+    computes waits, too.
     """
 
     interval: float
     cpu_waits: Callable[[], dict[str, float]]  # see Child
     readings: int = 0
-    first_waits: dict[str, float] = field(default_factory=dict)
+    first_waits: dict[str, float] = field(default_factory=dict)  # after QUIET_READINGS
 
-    def read(self, has_changed: bool) -> None:
+    def count(self, has_changed: bool) -> None:
         self.readings = 0 if has_changed else self.readings + 1
         if self.readings == QUIET_READINGS:
             self.first_waits = self.cpu_waits()
@@ -104,7 +106,7 @@ class Silence:
             return False
         now = self.cpu_waits()
         waits = [now[thread] - wait for thread, wait in self.first_waits.items() if thread in now]
-        return seconds - max(waits, default=0.0) > limit
+        return seconds - min(max(waits, default=0.0), MOST_WAITS * seconds) > limit
 
     @property
     def seconds(self) -> float:
@@ -143,8 +145,8 @@ class Watchdog:
         beat = numbers[BEAT]
         step = numbers[STEP]
         limit = numbers[LIMIT]
-        self.without_beat.read(beat != self.last_reading[0])
-        self.without_step.read(step != self.last_reading[1] or not limit)
+        self.without_beat.count(beat != self.last_reading[0])
+        self.without_step.count(step != self.last_reading[1] or not limit)
         self.last_reading = beat, step
         if self.heartbeat.is_ready:
             self.ready += 1

@@ -118,13 +118,17 @@ class LLMEngine:
         request = inputs.request
         timeline = Timeline(request.request_id)
         state = self.output_processor.add_request(inputs, timeline, is_part=is_part)
+        params = inputs.params
+        choices = [CompletionOutput(index=i) for i in range(params.n)]
+        for choice in choices:
+            choice.logprobs = None if params.logprobs is None else []
         self.requests[request.request_id] = state
         self.outputs[request.request_id] = RequestOutput(
             request_id=request.request_id,
             prompt=inputs.prompt,
             prompt_token_ids=request.prompt_token_ids,
-            outputs=[CompletionOutput(index=i) for i in range(inputs.params.n)],
-            prompt_logprobs=None if inputs.params.prompt_logprobs is None else [None],
+            outputs=choices,
+            prompt_logprobs=None if params.prompt_logprobs is None else [None],
         )
         self.engine_core.send(request)
 
@@ -189,7 +193,7 @@ class LLMEngine:
             texts.pending = b""
             for token_id in choice.token_ids[-3:]:  # a character has up to four tokens
                 texts.append(token_id)
-            choice.logprobs = choice.logprobs or []
+            assert choice.logprobs is not None
             choice.logprobs += by_token(delta.positions, params.logprobs or 0, texts)
 
     def abort_request(self, request_ids: Sequence[str]) -> None:

@@ -13,7 +13,7 @@ import msgspec
 
 from servd.base import log
 from servd.base.errors import ConfigError
-from servd.ipc.channels import Inbox, Outbox, deliver
+from servd.ipc.channels import Inbox, Outbox, close_outboxes
 from servd.ipc.child import import_ahead, read_start
 from servd.ipc.hub import HubClient, HubInbox, HubOutbox, end_process
 from servd.ipc.start_messages import StartWorker
@@ -63,7 +63,7 @@ class WorkerProc:
             self.answers.put(None)
             sender.join()
             inbox.close()
-            deliver()
+            close_outboxes()
 
     def handle(self, message: messages.ToWorker) -> None:
         """Handle one message. Its answer, if any, is queued."""

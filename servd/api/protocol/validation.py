@@ -2,12 +2,14 @@
 
 import tomllib
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NamedTuple, Self, TypeVar, get_type_hints
 
 import msgspec
 import pydantic_core
 from pydantic import (
+    AliasChoices,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -202,14 +204,21 @@ def parse(kind: type[Body], data: bytes, max_values: int = MAX_VALUES) -> Body:
         )
     try:
         body = kind.model_validate_json(data)
-        # Null under one name of a field may hide the value under another.
-        if body.model_extra and b"null" in data:
+        several = _names_of_fields_with_several(kind)
+        if not several.isdisjoint(body.model_extra or ()):  # null may hide a value
             fields = pydantic_core.from_json(data).items()
-            kept = {name: value for name, value in fields if value is not None}
+            kept = {name: x for name, x in fields if x is not None or name not in several}
             body = kind.model_validate_json(pydantic_core.to_json(kept))
         return body
     except ValidationError as error:
         raise _explain(error, data) from None
+
+
+@cache
+def _names_of_fields_with_several(kind: type[RequestBody]) -> frozenset[str]:
+    aliases = [field.validation_alias for field in kind.model_fields.values()]
+    choices = [alias.choices for alias in aliases if isinstance(alias, AliasChoices)]
+    return frozenset(name for names in choices for name in names if isinstance(name, str))
 
 
 def wrong_field(name: str, rule: str) -> InvalidRequest:

@@ -145,7 +145,8 @@ class OpenAIServing:
         engine, if the client disconnects.
         """
         call = call_of(request)
-        wants_manifest = request.headers.get("x-servd-run-manifest") == "1"
+        headers_of_manifest = ("x-servd-run-manifest", "x-servd-receipt")  # the second: servd 0.1
+        wants_manifest = "1" in map(request.headers.get, headers_of_manifest)
         wants_manifest = wants_manifest and formatter.may_have_manifest
         if wants_manifest and formatter.body.use_beam_search:
             raise InvalidRequest("beam search has no run manifest: leave out X-Servd-Run-Manifest")

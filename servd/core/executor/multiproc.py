@@ -94,7 +94,7 @@ class MultiProcExecutor(executor.Executor):
             worker.on_exit(self._on_exit)
 
     def open_outbox(self, rank: int) -> Outbox | HubSender:
-        return Outbox(self.address_of(rank))
+        return Outbox(self.address_of(rank), linger=0)  # it is closed after the worker's end
 
     @property
     def meeting_point(self) -> str | None:

@@ -100,8 +100,9 @@ def _decode(tensor: ReaderTensor, device: torch.device) -> Tensor | Quantized:
     if not tensor.data.size:
         raise UnsupportedModel(f"tensor {tensor.name} is empty")
     array = tensor.data  # floats by value, blocks as bytes: [..., bytes of a row]
-    # A dry run wants sizes alone, and torch warns of memory that it could not write to.
-    data = torch.from_numpy(array if array.flags.writeable else np.empty_like(array))
+    # A dry run wants sizes alone, and torch warns of memory that it could not write to. Not empty:
+    # numbers are checked.
+    data = torch.from_numpy(array if array.flags.writeable else np.zeros_like(array))
     if kind in FLOATS:
         return data.view(torch.bfloat16) if kind == "BF16" else data
     if kind not in BLOCKS:

@@ -73,6 +73,15 @@ def test_tokens_equal_those_of_transformers_on_the_dequantised_weights(tiny_llam
         assert driver.free(slot)[: len(prompt) + 12] == greedy(reference, prompt, 12)
 
 
+def test_a_plan_reads_no_memory_that_nobody_wrote(tiny_llama, tmp_path, monkeypatch):
+    file = write_gguf(tmp_path / "tiny.Q4_1.gguf", tiny_llama)
+    folder = str(hub.find_model(str(file)))
+    config = config_for(folder, block_size=16)
+    spec = model_spec.read_spec(folder)
+    monkeypatch.setattr(np, "empty_like", lambda x: np.full_like(x, np.nan if x.ndim == 1 else 0))
+    dry_run.load(CPUModelRunner, config, spec, torch.device("cpu"))
+
+
 def test_a_plan_does_not_import_what_torch_compiles_with(tiny_llama, tmp_path):
     """It takes half a second, for which every start would wait."""
     file = write_gguf(tmp_path / "tiny.Q4_1.gguf", tiny_llama)
