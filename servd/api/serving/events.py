@@ -52,9 +52,9 @@ class EventFormatter(ResponseFormatter):
     def finish(self, output: CompletionOutput) -> Iterator[Event]:
         """Complete the body after its last output. Yield the events of this change."""
 
-    @abstractmethod
     def fail(self, reply: ErrorReply) -> Iterator[Event]:
         """Yield the events of a failure. `reply` is the error as an HTTP response."""
+        yield msgspec.json.decode(reply.body)
 
     @property
     def parser(self) -> OutputParser:

@@ -18,7 +18,6 @@ from servd.api.http.streaming import EventStream
 from servd.api.output.incremental import Content, Delta, Reasoning, ToolCallArguments, ToolCallStart
 from servd.api.output.json_reader import arguments_object
 from servd.api.protocol.chat import ChatCompletionRequest, TokenLogprob
-from servd.api.protocol.errors import ErrorReply
 from servd.api.protocol.ollama import (
     NAMES,
     OllamaChatRequest,
@@ -98,13 +97,11 @@ class OllamaServing(OpenAIServingEmbedding):
         request: Request,
     ) -> Response:
         """Run a prompt with the parameters of `chat`."""
-        call = call_of(request)
         params = self.sampling_params(chat)
-        options = self.request_options(request, chat.request_options)
-        info = self.response_info(request_id, call, options)
+        info = self.response_info(request, request_id, chat.request_options)
         formatter = OllamaFormatter(info, body, chat, params)
         prompt = msgspec.structs.replace(prompt, may_fill_context=True)
-        outputs = self.async_llm.generate(prompt, params, request_id, options, call=call)
+        outputs = self.generate(request, formatter, prompt)
         return await self.respond(request, formatter, outputs)
 
     async def create_embeddings(self, body: OllamaEmbedRequest, request: Request) -> Response:
@@ -230,9 +227,6 @@ class OllamaFormatter(EventFormatter):
         self.num_sent = len(self.logprobs)
         line = answer(self.info.model, text, self.is_chat, more)
         return line | {"logprobs": new} if new else line
-
-    def fail(self, reply: ErrorReply) -> Iterator[Event]:
-        yield msgspec.json.decode(reply.body)
 
     def encode_events(self, events: Iterable[Event]) -> bytes:
         return b"".join(msgspec.json.encode(event) + b"\n" for event in events)

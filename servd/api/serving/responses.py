@@ -70,9 +70,8 @@ class OpenAIServingResponses(OpenAIServing):
 
     async def create_responses(self, body: ResponsesRequest, request: Request) -> HTTPResponse:
         """Answer a conversation, and store it for the next turn."""
-        call = call_of(request)
         store = self.store(request)
-        response_id = f"resp_{call.unique_id}"
+        response_id = f"resp_{call_of(request).unique_id}"
         is_stored = body.store is not False and store.max_responses > 0
         if body.background and not is_stored:
             raise InvalidRequest("a background response needs `store`: true", param="background")
@@ -81,10 +80,9 @@ class OpenAIServingResponses(OpenAIServing):
         with renamed(CHAT_NAMES):
             chat = await self._chat_of(body, items, request)
             params = self.sampling_params(chat)
-            options = self.request_options(request, chat.request_options)
-            info = self.response_info(response_id, call, options)
+            info = self.response_info(request, response_id, chat.request_options)
             formatter = ResponsesFormatter(info, body, chat, params, is_stored)
-            outputs = self.async_llm.generate(chat.prompt, params, response_id, options, call=call)
+            outputs = self.generate(request, formatter, chat.prompt)
             if body.background:
                 stored = Stored(formatter.body_so_far, items, 0, EventLog())
                 await self._start_in_background(request, formatter, outputs, stored, body, previous)
