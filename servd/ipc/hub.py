@@ -120,20 +120,6 @@ class HubReceiver(Generic[T]):
         self.hub.close()
 
 
-class HubSender:
-    """Sends to one process through the hub, like an Outbox."""
-
-    def __init__(self, hub: Hub, name: str) -> None:
-        self.hub = hub
-        self.name = name
-
-    def send(self, message: msgspec.Struct | msgspec.Raw) -> None:
-        self.hub.send(self.name, message)
-
-    def close(self) -> None:
-        """Do nothing, because the hub is closed separately."""
-
-
 class HubInbox(Generic[T]):
     """Receives messages of the union `kind` from the hub on another host, like an Inbox."""
 
@@ -173,7 +159,7 @@ class HubOutbox:
         self.link: Link[Hello] = Link(uplink.at, Hello, keys, uplink.timeout, on_lost)
         self.link.send(Hello(uplink.name, receives=False))
 
-    def send(self, receiver: str, message: msgspec.Struct) -> None:
+    def send(self, receiver: str, message: msgspec.Struct | msgspec.Raw) -> None:
         """Queue one message; order is kept."""
         self.link.send(Forward(receiver, msgspec.Raw(msgspec.msgpack.encode(message))))
 
@@ -181,18 +167,20 @@ class HubOutbox:
         self.link.close(linger=0.5)
 
 
-class HubClient:
-    """Sends to one receiver on the hub's host, like an Outbox. Clients share a HubOutbox."""
+class HubSender:
+    """Sends to one process through the hub, or to one receiver on the hub's host, like an Outbox.
+    Senders share the hub or HubOutbox.
+    """
 
-    def __init__(self, outbox: HubOutbox, receiver: str) -> None:
-        self.outbox = outbox
+    def __init__(self, hub: Hub | HubOutbox, receiver: str) -> None:
+        self.hub = hub
         self.receiver = receiver
 
-    def send(self, message: msgspec.Struct) -> None:
-        self.outbox.send(self.receiver, message)
+    def send(self, message: msgspec.Struct | msgspec.Raw) -> None:
+        self.hub.send(self.receiver, message)
 
     def close(self) -> None:
-        """Do nothing: other clients use the connection."""
+        """Do nothing: other senders use the connection."""
 
 
 def end_process(_: bytes) -> None:
