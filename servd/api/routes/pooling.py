@@ -8,8 +8,7 @@ from starlette.responses import Response
 
 from servd.api.http.json_body import json_body
 from servd.api.http.route import Route
-from servd.api.protocol.classify import Classifications, ClassifyRequest
-from servd.api.protocol.pooling import PoolingRequest, Poolings
+from servd.api.protocol.pooling import Classifications, ClassifyRequest, PoolingRequest, Poolings
 from servd.api.serving.pooling import ServingPooling
 
 router = APIRouter(route_class=Route)

@@ -8,8 +8,7 @@ from starlette.responses import Response
 
 from servd.api.http.json_body import json_body
 from servd.api.http.route import Route
-from servd.api.protocol.rerank import Ranking, RerankRequest
-from servd.api.protocol.score import ScoreRequest, Scores
+from servd.api.protocol.score import Ranking, RerankRequest, ScoreRequest, Scores
 from servd.api.serving.score import OpenAIServingScore
 
 router = APIRouter(route_class=Route)

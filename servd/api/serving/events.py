@@ -80,13 +80,9 @@ class EventFormatter(ResponseFormatter):
         return self.body_so_far
 
     def encode_events(self, events: Iterable[Event]) -> bytes:
-        return encode_events(events)
+        """Return the events as server-sent events with names."""
+        frames = [(e["type"].encode(), msgspec.json.encode(e)) for e in events]
+        return b"".join([b"event: %b\ndata: %b\n\n" % frame for frame in frames])
 
     def error_frame(self, reply: ErrorReply) -> bytes:
         return self.encode_events(self.fail(reply))
-
-
-def encode_events(events: Iterable[Event]) -> bytes:
-    """Return the events as server-sent events with names."""
-    frames = [(e["type"].encode(), msgspec.json.encode(e)) for e in events]
-    return b"".join([b"event: %b\ndata: %b\n\n" % frame for frame in frames])

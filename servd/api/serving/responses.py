@@ -44,7 +44,7 @@ from servd.api.protocol.responses import (
 from servd.api.protocol.translation import renamed
 from servd.api.responses.event_log import EventLog
 from servd.api.responses.response_store import ResponseStore, Stored
-from servd.api.serving.events import CUT_OFF, Event, EventFormatter, encode_events
+from servd.api.serving.events import CUT_OFF, Event, EventFormatter
 from servd.api.serving.formatter import ResponseInfo
 from servd.api.serving.logprobs import TokenTexts
 from servd.api.serving.serving import OpenAIServing, Outputs
@@ -139,7 +139,7 @@ class OpenAIServingResponses(OpenAIServing):
 
         stored.task.add_done_callback(end)
         for event in formatter.queue():
-            log.append(encode_events([event]))
+            log.append(formatter.encode_events([event]))
         keep()
         # Let the task begin before a client can cancel it: a task that never ran cleans nothing up.
         await asyncio.sleep(0)
@@ -217,10 +217,10 @@ async def _run_in_background(
             async for output in outputs:
                 for delta in formatter.deltas(output):
                     for event in formatter.events_of(delta):
-                        log.append(encode_events([event]))
+                        log.append(formatter.encode_events([event]))
     except asyncio.CancelledError:
         for event in formatter.cancel():
-            log.append(encode_events([event]))
+            log.append(formatter.encode_events([event]))
         raise
     except Exception as error:
         log.append(formatter.error_frame(error_reply(error, request_id)))

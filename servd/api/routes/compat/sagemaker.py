@@ -18,12 +18,10 @@ from servd.api.protocol.chat import (
     ChatCompletionRequest,
     ChatCompletionResponse,
 )
-from servd.api.protocol.classify import Classifications, ClassifyRequest
 from servd.api.protocol.completions import CompletionRequest, CompletionResponse
 from servd.api.protocol.embeddings import EmbeddingRequest, EmbeddingResponse
-from servd.api.protocol.pooling import PoolingRequest, Poolings
-from servd.api.protocol.rerank import Ranking, RerankRequest
-from servd.api.protocol.score import ScoreRequest, Scores
+from servd.api.protocol.pooling import Classifications, ClassifyRequest, PoolingRequest, Poolings
+from servd.api.protocol.score import Ranking, RerankRequest, ScoreRequest, Scores
 from servd.api.protocol.validation import RequestBody
 from servd.base import plugins
 from servd.base.errors import InvalidRequest
