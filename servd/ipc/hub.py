@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from servd.base.log import flush
-from servd.ipc.channels import CurveKeys, Link, Listener, UnreadableMessage, tcp_address, wait
+from servd.ipc.channels import CurveKeys, Link, Listener, decode, tcp_address, wait
 from servd.ipc.start_messages import HUB_IS_LOST, Uplink
 from servd.messages.engine import Message
 
@@ -139,13 +139,7 @@ class HubInbox(Generic[T]):
             self.arrived += [bytes(message or b"") for _, message in self.link.drain()]
             if timeout is not None:
                 break
-        if not self.arrived:
-            return None
-        data = self.arrived.popleft()
-        try:
-            return self.decoder.decode(data)
-        except (ValueError, RecursionError) as error:
-            raise UnreadableMessage(data, str(error)) from None
+        return decode(self.decoder, self.arrived.popleft()) if self.arrived else None
 
     def close(self) -> None:
         self.link.close()
