@@ -28,7 +28,7 @@ from servd.core.structured_output.manager import Compiled
 from servd.ipc.channels import Inbox, Outbox, UnreadableMessage, close_outboxes
 from servd.ipc.child import Child, read_start
 from servd.ipc.heartbeat import BEAT_INTERVAL, Heartbeat
-from servd.ipc.hub import HubClient, HubInbox, HubOutbox, end_process
+from servd.ipc.hub import HubInbox, HubOutbox, HubSender, end_process
 from servd.ipc.start_messages import StartEngine
 from servd.messages.engine import (
     AbortRequests,
@@ -84,7 +84,7 @@ Input = ToEngine | Compiled | WorkerFailed | ClientGone
 
 class Attached(NamedTuple):
     client: Attach
-    outbox: Outbox | HubClient
+    outbox: Outbox | HubSender
 
 
 class EngineCoreProc:
@@ -114,7 +114,7 @@ class EngineCoreProc:
         self.pace = Pace()
         self.attaching = ThreadPoolExecutor(thread_name_prefix="attach")
         # Of the output thread: by client.
-        self.outboxes: dict[int, Outbox | HubClient] = {}
+        self.outboxes: dict[int, Outbox | HubSender] = {}
         # On another host than the API servers; the output thread uses it.
         self.hub_outbox = None if start.uplink is None else HubOutbox(start.uplink, end_process)
 
@@ -412,7 +412,7 @@ class EngineCoreProc:
     def attach(self, client: Attach) -> None:
         """Connect to a client, in a thread: it takes time to notice that a client has died."""
         if self.hub_outbox is not None:
-            outbox = HubClient(self.hub_outbox, client.inbox)
+            outbox = HubSender(self.hub_outbox, client.inbox)
             self.output_queue.put(Attached(client, outbox))
             return
         try:
@@ -447,7 +447,7 @@ class EngineCoreProc:
         if self.hub_outbox is not None:
             self.hub_outbox.close()
 
-    def _accept(self, client: Attach, outbox: Outbox | HubClient) -> bool:
+    def _accept(self, client: Attach, outbox: Outbox | HubSender) -> bool:
         """Return whether a client has the engine's version and model; else send EngineGone."""
         expected = self.start.identity or identity(self.start.config, self.start.spec)
         if client.identity == expected:

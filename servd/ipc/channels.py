@@ -53,6 +53,14 @@ class UnreadableMessage(Exception):
         self.data = data
 
 
+def decode(decoder: msgspec.msgpack.Decoder[T], data: bytes) -> T:
+    """Return a received message. Raises UnreadableMessage."""
+    try:
+        return decoder.decode(data)
+    except (ValueError, RecursionError) as error:
+        raise UnreadableMessage(data, str(error)) from None
+
+
 class Inbox(Generic[T]):
     """Receives messages of the union `kind` from any number of outboxes, in one thread."""
 
@@ -72,7 +80,7 @@ class Inbox(Generic[T]):
         """
         if timeout is not None and not self.socket.poll(int(timeout * 1000)):
             return None
-        return self._decode(self.socket.recv())
+        return decode(self.decoder, self.socket.recv())
 
     def drain(self, limit: int = 2**31) -> list[T]:
         """Return at most `most` of the messages that have arrived, without waiting. Raises
@@ -85,7 +93,7 @@ class Inbox(Generic[T]):
         messages: list[T] = []
         while len(messages) < limit:
             try:
-                messages.append(self._decode(self.socket.recv(zmq.NOBLOCK)))
+                messages.append(decode(self.decoder, self.socket.recv(zmq.NOBLOCK)))
             except zmq.Again:
                 break
             except UnreadableMessage as error:
@@ -98,12 +106,6 @@ class Inbox(Generic[T]):
     def fileno(self) -> int:
         """Return a descriptor to watch. Edge-triggered: call `drain` first and at every event."""
         return self.socket.getsockopt(zmq.FD)
-
-    def _decode(self, data: bytes) -> T:
-        try:
-            return self.decoder.decode(data)
-        except (ValueError, RecursionError) as error:
-            raise UnreadableMessage(data, str(error)) from None
 
     def close(self) -> None:
         self.socket.close()

@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from servd.base.log import flush
-from servd.ipc.channels import CurveKeys, Link, Listener, UnreadableMessage, tcp_address, wait
+from servd.ipc.channels import CurveKeys, Link, Listener, decode, tcp_address, wait
 from servd.ipc.start_messages import HUB_IS_LOST, Uplink
 from servd.messages.engine import Message
 
@@ -120,20 +120,6 @@ class HubReceiver(Generic[T]):
         self.hub.close()
 
 
-class HubSender:
-    """Sends to one process through the hub, like an Outbox."""
-
-    def __init__(self, hub: Hub, name: str) -> None:
-        self.hub = hub
-        self.name = name
-
-    def send(self, message: msgspec.Struct | msgspec.Raw) -> None:
-        self.hub.send(self.name, message)
-
-    def close(self) -> None:
-        """Do nothing, because the hub is closed separately."""
-
-
 class HubInbox(Generic[T]):
     """Receives messages of the union `kind` from the hub on another host, like an Inbox."""
 
@@ -153,13 +139,7 @@ class HubInbox(Generic[T]):
             self.arrived += [bytes(message or b"") for _, message in self.link.drain()]
             if timeout is not None:
                 break
-        if not self.arrived:
-            return None
-        data = self.arrived.popleft()
-        try:
-            return self.decoder.decode(data)
-        except (ValueError, RecursionError) as error:
-            raise UnreadableMessage(data, str(error)) from None
+        return decode(self.decoder, self.arrived.popleft()) if self.arrived else None
 
     def close(self) -> None:
         self.link.close()
@@ -173,7 +153,7 @@ class HubOutbox:
         self.link: Link[Hello] = Link(uplink.at, Hello, keys, uplink.timeout, on_lost)
         self.link.send(Hello(uplink.name, receives=False))
 
-    def send(self, receiver: str, message: msgspec.Struct) -> None:
+    def send(self, receiver: str, message: msgspec.Struct | msgspec.Raw) -> None:
         """Queue one message; order is kept."""
         self.link.send(Forward(receiver, msgspec.Raw(msgspec.msgpack.encode(message))))
 
@@ -181,18 +161,20 @@ class HubOutbox:
         self.link.close(linger=0.5)
 
 
-class HubClient:
-    """Sends to one receiver on the hub's host, like an Outbox. Clients share a HubOutbox."""
+class HubSender:
+    """Sends to one process through the hub, or to one receiver on the hub's host, like an Outbox.
+    Senders share the hub or HubOutbox.
+    """
 
-    def __init__(self, outbox: HubOutbox, receiver: str) -> None:
-        self.outbox = outbox
+    def __init__(self, hub: Hub | HubOutbox, receiver: str) -> None:
+        self.hub = hub
         self.receiver = receiver
 
-    def send(self, message: msgspec.Struct) -> None:
-        self.outbox.send(self.receiver, message)
+    def send(self, message: msgspec.Struct | msgspec.Raw) -> None:
+        self.hub.send(self.receiver, message)
 
     def close(self) -> None:
-        """Do nothing: other clients use the connection."""
+        """Do nothing: other senders use the connection."""
 
 
 def end_process(_: bytes) -> None:

@@ -72,21 +72,18 @@ def setup_server(config: Config) -> tuple[socket.socket, bool]:
 
 def run_headless(config: Config, read_config: Callable[[], Config], started_at: float) -> int:
     """Run engines without API servers. Return the exit code."""
-    config, spec, decided = find_and_resolve(config)
-    config = config.with_absolute_paths()
-    with socket_folder(config) as ipc_dir:
-        return _run(ProcessTree(config, spec, decided, ipc_dir, None, read_config), started_at)
+    return run_multi_api_server(config, read_config, started_at, None, is_inherited=False)
 
 
 def run_multi_api_server(
     config: Config,
     read_config: Callable[[], Config],
     started_at: float,
-    listener: socket.socket,
+    listener: socket.socket | None,
     is_inherited: bool,
 ) -> int:
-    """Run one or more API servers on `listener`, and the engines unless the API servers attach to
-    the engines of another process tree. Return the exit code.
+    """Run one or more API servers on `listener`, or none without it, and the engines unless the API
+    servers attach to the engines of another process tree. Return the exit code.
     """
     config, spec, decided = find_and_resolve(config)
     config = config.with_absolute_paths()
@@ -94,15 +91,11 @@ def run_multi_api_server(
         if config.server.attach:
             check_engine(ipc_dir, identity(config, spec))
         tree = ProcessTree(config, spec, decided, ipc_dir, listener, read_config, is_inherited)
-        return _run(tree, started_at)
-
-
-def _run(tree: ProcessTree, started_at: float) -> int:
-    try:
-        tree.start(started_at)
-        return tree.run()
-    finally:
-        tree.stop()
+        try:
+            tree.start(started_at)
+            return tree.run()
+        finally:
+            tree.stop()
 
 
 def raise_file_limit() -> None:

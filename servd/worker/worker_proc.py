@@ -15,7 +15,7 @@ from servd.base import log
 from servd.base.errors import ConfigError
 from servd.ipc.channels import Inbox, Outbox, close_outboxes
 from servd.ipc.child import import_ahead, read_start
-from servd.ipc.hub import HubClient, HubInbox, HubOutbox, end_process
+from servd.ipc.hub import HubInbox, HubOutbox, HubSender, end_process
 from servd.ipc.start_messages import StartWorker
 from servd.messages import engine as messages
 
@@ -100,13 +100,13 @@ class WorkerProc:
 
     def send_answers(self) -> None:
         """Send answers until a failure, in the second thread. The executor then sends Shutdown."""
-        outbox: Outbox | HubClient
+        outbox: Outbox | HubSender
         if self.start.uplink is None:
             shared = Outbox(self.start.outbox)
             outbox = shared
         else:
             shared = HubOutbox(self.start.uplink, end_process)
-            outbox = HubClient(shared, self.start.outbox)
+            outbox = HubSender(shared, self.start.outbox)
         try:
             while (answer := self.answers.get()) is not None:
                 outbox.send(answer())

@@ -10,10 +10,6 @@ from servd.api.output.tool_parser import ToolParser
 
 
 class ForcedCallsParser(ToolParser):
-    @classmethod
-    def matches(cls, template: str) -> bool:
-        return False
-
     def body(self) -> Steps[None]:
         yield from self.reader.space()
         yield from self.attempt(self.json_calls())

@@ -30,6 +30,7 @@ class ToolParser(IncrementalParser):
     Attributes:
         markers: texts that may be special tokens and that the parser must see.
             The first one begins a call, or a section of calls.
+        signs: texts of which a chat template for this format has one. Empty: the first marker.
         syntaxes: for grammars of calls. Empty if the format has no grammar.
         stray: a text to drop once: the end of reasoning that a call has ended before.
 
@@ -38,6 +39,7 @@ class ToolParser(IncrementalParser):
     """
 
     markers: ClassVar[tuple[str, ...]] = ()
+    signs: ClassVar[tuple[str, ...]] = ()
     syntaxes: ClassVar[tuple[CallSyntax, ...]] = ()
 
     tools: Sequence[dict[str, Any]]
@@ -48,9 +50,9 @@ class ToolParser(IncrementalParser):
     _is_in_text: bool = field(default=False, init=False)
 
     @classmethod
-    @abstractmethod
     def matches(cls, template: str) -> bool:
         """Return whether a chat template uses this format for tool calls."""
+        return any(sign in template for sign in cls.signs or cls.markers[:1])
 
     @classmethod
     def arguments_grammar(cls, rule: str, function: dict[str, Any]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Pooling: the request and the response."""
+"""Pooling and classification: the requests and the responses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 import msgspec
 from pydantic import model_validator
 
-from servd.api.protocol.embeddings import EmbeddingUsage, VectorRequest
+from servd.api.protocol.embeddings import EmbeddingUsage, InputRequest, VectorRequest
 from servd.api.protocol.validation import wrong_field
 
 
@@ -49,5 +49,28 @@ class Poolings(msgspec.Struct, tag_field="object", tag="list"):
     id: str
     model: str
     data: list[PooledInput]
+    usage: EmbeddingUsage
+    created: int = msgspec.field(default_factory=lambda: int(time.time()))
+
+
+class ClassifyRequest(InputRequest):
+    """Body of POST /classify."""
+
+
+class Classification(msgspec.Struct):
+    """The class of one input, and the probability of each class."""
+
+    index: int
+    label: str
+    probs: list[float]
+    num_classes: int
+
+
+class Classifications(msgspec.Struct, tag_field="object", tag="list"):
+    """The response of /classify."""
+
+    id: str
+    model: str
+    data: list[Classification]
     usage: EmbeddingUsage
     created: int = msgspec.field(default_factory=lambda: int(time.time()))

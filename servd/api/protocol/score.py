@@ -1,4 +1,4 @@
-"""Scores: the similarity of texts, pair by pair."""
+"""Scores, the similarity of texts pair by pair, and ranks in the formats of Jina and Cohere."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import time
 from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 from pydantic import AliasChoices, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
@@ -87,3 +88,35 @@ class Scores(msgspec.Struct, tag_field="object", tag="list"):
     data: list[Score]
     usage: EmbeddingUsage
     created: int = msgspec.field(default_factory=lambda: int(time.time()))
+
+
+class RerankRequest(SimilarityRequest):
+    """Body of POST /rerank."""
+
+    query: SomeText
+    documents: Texts
+    top_n: Annotated[int, Field(ge=0), Whole] | None = None  # 0: all
+    return_documents: bool = True
+
+
+class RankedText(msgspec.Struct):
+    """The text of a document, as it was sent."""
+
+    text: str
+
+
+class RankedDocument(msgspec.Struct):
+    """A document of the response. Its place in the list is its rank."""
+
+    index: int  # in the request
+    relevance_score: float  # see Score
+    document: RankedText | UnsetType = UNSET
+
+
+class Ranking(msgspec.Struct):
+    """The response of /rerank."""
+
+    id: str
+    model: str
+    results: list[RankedDocument]
+    usage: EmbeddingUsage

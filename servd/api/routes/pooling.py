@@ -1,4 +1,4 @@
-"""POST /pooling: return a vector for each input, or for each token of the inputs."""
+"""POST /pooling and /classify: vectors of texts or of their tokens, and classes of texts."""
 
 from typing import Annotated
 
@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from servd.api.http.json_body import json_body
 from servd.api.http.route import Route
-from servd.api.protocol.pooling import PoolingRequest, Poolings
+from servd.api.protocol.pooling import Classifications, ClassifyRequest, PoolingRequest, Poolings
 from servd.api.serving.pooling import ServingPooling
 
 router = APIRouter(route_class=Route)
@@ -21,3 +21,12 @@ async def pool(
     """Return a vector for each input, or for each token of the inputs."""
     serving: ServingPooling = request.app.state.serving_pooling
     return await serving.create_pooling(body, request)
+
+
+@router.post("/classify", response_model=Classifications)
+async def classify(
+    request: Request, body: Annotated[ClassifyRequest, json_body(ClassifyRequest)]
+) -> Response:
+    """Classify each input."""
+    serving: ServingPooling = request.app.state.serving_pooling
+    return await serving.create_classify(body, request)

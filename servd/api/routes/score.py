@@ -1,4 +1,4 @@
-"""POST /score, /v1/score: score the similarity of texts by the model's head or by embeddings."""
+"""POST /score and /rerank: compare texts by the model's head or by embeddings."""
 
 from typing import Annotated
 
@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from servd.api.http.json_body import json_body
 from servd.api.http.route import Route
-from servd.api.protocol.score import ScoreRequest, Scores
+from servd.api.protocol.score import Ranking, RerankRequest, ScoreRequest, Scores
 from servd.api.serving.score import OpenAIServingScore
 
 router = APIRouter(route_class=Route)
@@ -22,3 +22,14 @@ async def create_scores(
     """Score pairs of texts."""
     serving: OpenAIServingScore = request.app.state.serving_score
     return await serving.create_score(body, request)
+
+
+@router.post("/rerank", response_model=Ranking)
+@router.post("/v1/rerank", response_model=Ranking)
+@router.post("/v2/rerank", response_model=Ranking)
+async def rerank(
+    request: Request, body: Annotated[RerankRequest, json_body(RerankRequest)]
+) -> Response:
+    """Rank documents by how well they answer a query."""
+    serving: OpenAIServingScore = request.app.state.serving_score
+    return await serving.do_rerank(body, request)

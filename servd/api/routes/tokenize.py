@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, GET /tokenizer_info: convert text to token ids and back."""
+"""Convert text to token ids and back, and render chats: POST /tokenize and others."""
 
 from typing import Annotated, Any
 
@@ -8,6 +8,7 @@ from starlette.responses import Response
 
 from servd.api.http.json_body import json_body
 from servd.api.http.route import Route, without_weights
+from servd.api.protocol.chat import ChatCompletionRequest, RenderedChat
 from servd.api.protocol.tokenize import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 from servd.api.serving.tokenization import OpenAIServingTokenization
 
@@ -42,3 +43,12 @@ async def detokenize(
 ) -> Response:
     """Return the text of the given token ids."""
     return await serving_of(request).create_detokenize(body, request)
+
+
+@router.post("/v1/chat/completions/render", response_model=RenderedChat)
+@without_weights
+async def render_chat_completion(
+    request: Request, body: Annotated[ChatCompletionRequest, json_body(ChatCompletionRequest)]
+) -> Response:
+    """Render, tokenize and check a chat request without running it."""
+    return await serving_of(request).render_chat(body, request)

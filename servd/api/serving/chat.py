@@ -42,21 +42,11 @@ class OpenAIServingChat(OpenAIServing):
         self, body: ChatCompletionRequest, request: Request
     ) -> Response:
         """Answer a conversation."""
-        call = call_of(request)
-        response_id = f"chatcmpl-{call.unique_id}"
+        response_id = f"chatcmpl-{call_of(request).unique_id}"
         params = self.sampling_params(body)
-        options = self.request_options(request, body.request_options)
-        info = self.response_info(response_id, call, options)
+        info = self.response_info(request, response_id, body.request_options)
         formatter = ChatFormatter(info, body, params)
-        outputs = self.async_llm.generate(
-            body.prompt,
-            params,
-            response_id,
-            options,
-            call=call,
-            beams=body.beams,
-            in_pieces=formatter.in_pieces,
-        )
+        outputs = self.generate(request, formatter, body.prompt)
         return await self.respond(request, formatter, outputs)
 
 

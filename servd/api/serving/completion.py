@@ -27,22 +27,12 @@ class OpenAIServingCompletion(OpenAIServing):
 
     async def create_completion(self, body: CompletionRequest, request: Request) -> Response:
         """Complete one or more prompts."""
-        call = call_of(request)
-        response_id = f"cmpl-{call.unique_id}"
+        response_id = f"cmpl-{call_of(request).unique_id}"
         prompts = body.prompts
         params = self.sampling_params(body)
-        options = self.request_options(request, body.request_options, len(prompts))
-        info = self.response_info(response_id, call, options)
+        info = self.response_info(request, response_id, body.request_options, len(prompts))
         formatter = CompletionFormatter(info, body, params, len(prompts))
-        outputs = self.async_llm.generate(
-            prompts,
-            params,
-            response_id,
-            options,
-            call=call,
-            beams=body.beams,
-            in_pieces=formatter.in_pieces,
-        )
+        outputs = self.generate(request, formatter, prompts)
         return await self.respond(request, formatter, outputs)
 
 

@@ -52,9 +52,9 @@ class EventFormatter(ResponseFormatter):
     def finish(self, output: CompletionOutput) -> Iterator[Event]:
         """Complete the body after its last output. Yield the events of this change."""
 
-    @abstractmethod
     def fail(self, reply: ErrorReply) -> Iterator[Event]:
         """Yield the events of a failure. `reply` is the error as an HTTP response."""
+        yield msgspec.json.decode(reply.body)
 
     @property
     def parser(self) -> OutputParser:
@@ -80,13 +80,9 @@ class EventFormatter(ResponseFormatter):
         return self.body_so_far
 
     def encode_events(self, events: Iterable[Event]) -> bytes:
-        return encode_events(events)
+        """Return the events as server-sent events with names."""
+        frames = [(e["type"].encode(), msgspec.json.encode(e)) for e in events]
+        return b"".join([b"event: %b\ndata: %b\n\n" % frame for frame in frames])
 
     def error_frame(self, reply: ErrorReply) -> bytes:
         return self.encode_events(self.fail(reply))
-
-
-def encode_events(events: Iterable[Event]) -> bytes:
-    """Return the events as server-sent events with names."""
-    frames = [(e["type"].encode(), msgspec.json.encode(e)) for e in events]
-    return b"".join([b"event: %b\ndata: %b\n\n" % frame for frame in frames])

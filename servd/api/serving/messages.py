@@ -29,7 +29,6 @@ from servd.api.protocol.anthropic import (
     ToolUseBlock,
 )
 from servd.api.protocol.chat import ChatCompletionRequest
-from servd.api.protocol.errors import ErrorReply
 from servd.api.protocol.translation import renamed
 from servd.api.serving.events import CUT_OFF, Event, EventFormatter
 from servd.api.serving.formatter import ResponseInfo
@@ -54,11 +53,10 @@ class AnthropicServingMessages(OpenAIServing):
         with renamed(CHAT_NAMES):
             chat = await self.chat_of(body, request)
             params = self.sampling_params(chat)
-            options = self.request_options(request, chat.request_options)
-            info = self.response_info(message_id, call, options)
+            info = self.response_info(request, message_id, chat.request_options)
             formatter = MessageFormatter(info, bool(body.stream), chat, params)
             prompt = msgspec.structs.replace(chat.prompt, may_fill_context=True)
-            outputs = self.async_llm.generate(prompt, params, message_id, options, call=call)
+            outputs = self.generate(request, formatter, prompt)
             headers = {"request-id": call.request_id}
             return await self.respond(request, formatter, outputs, headers)
 
@@ -148,9 +146,6 @@ class MessageFormatter(EventFormatter):
         delta = {"stop_reason": answer.stop_reason, "stop_sequence": answer.stop_sequence}
         yield {"type": "message_delta", "delta": delta, "usage": answer.usage}
         yield {"type": "message_stop"}
-
-    def fail(self, reply: ErrorReply) -> Iterator[Event]:
-        yield msgspec.json.decode(reply.body)
 
     def _usage(self) -> MessageUsage:
         return MessageUsage(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -18,7 +18,6 @@ from servd.api.http.streaming import EventStream
 from servd.api.output.incremental import Content, Delta, Reasoning, ToolCallArguments, ToolCallStart
 from servd.api.output.json_reader import arguments_object
 from servd.api.protocol.chat import ChatCompletionRequest, TokenLogprob
-from servd.api.protocol.errors import ErrorReply
 from servd.api.protocol.ollama import (
     NAMES,
     OllamaChatRequest,
@@ -59,53 +58,45 @@ class OllamaServing(OpenAIServingEmbedding):
 
     async def create_chat(self, body: OllamaChatRequest, request: Request) -> Response:
         """Answer a conversation."""
-        call = call_of(request)
         tools = [{"type": "function", **tool} for tool in body.tools or ()]
 
         def make_chat() -> ChatCompletionRequest:
             return body.chat([*chat_messages(body.messages)] or NOTHING, tools)
 
-        with renamed(NAMES):
-            chat = await run_for(request, call.num_bytes, make_chat)
-            if not body.messages:
-                self.check_params(chat)
-                return json_response(answer(call.model, "", True, {}) | LOADED)
-            request_id = f"chat-{call.unique_id}"
-            return await self.answer_prompt(body, chat, chat.prompt, request_id, request)
+        return await self.run_chat(body, make_chat, bool(body.messages), request)
 
     async def create_text(self, body: OllamaGenerateRequest, request: Request) -> Response:
         """Answer a prompt."""
-        call = call_of(request)
         messages = [{"role": "system", "content": body.system}] if body.system else []
         messages.append({"role": "user", "content": body.prompt})
-        with renamed(NAMES):
-            chat = await run_for(request, call.num_bytes, lambda: body.chat(messages))
-            if not body.prompt and not body.suffix:
-                self.check_params(chat)
-                return json_response(answer(call.model, "", False, {}) | LOADED)
-            prompt = chat.prompt
-            if body.raw or body.suffix:
-                prompt = Prompt(content=body.prompt, suffix=body.suffix)
-            request_id = f"generate-{call.unique_id}"
-            return await self.answer_prompt(body, chat, prompt, request_id, request)
+        has_input = bool(body.prompt or body.suffix)
+        return await self.run_chat(body, lambda: body.chat(messages), has_input, request)
 
-    async def answer_prompt(
+    async def run_chat(
         self,
         body: OllamaRequest,
-        chat: ChatCompletionRequest,
-        prompt: Prompt,
-        request_id: str,
+        make_chat: Callable[[], ChatCompletionRequest],
+        has_input: bool,
         request: Request,
     ) -> Response:
-        """Run a prompt with the parameters of `chat`."""
+        """Answer the chat or the raw prompt of a body. Without input, only load the model."""
         call = call_of(request)
-        params = self.sampling_params(chat)
-        options = self.request_options(request, chat.request_options)
-        info = self.response_info(request_id, call, options)
-        formatter = OllamaFormatter(info, body, chat, params)
-        prompt = msgspec.structs.replace(prompt, may_fill_context=True)
-        outputs = self.async_llm.generate(prompt, params, request_id, options, call=call)
-        return await self.respond(request, formatter, outputs)
+        is_chat = isinstance(body, OllamaChatRequest)
+        with renamed(NAMES):
+            chat = await run_for(request, call.num_bytes, make_chat)
+            if not has_input:
+                self.check_params(chat)
+                return json_response(answer(call.model, "", is_chat, {}) | LOADED)
+            prompt = chat.prompt
+            if isinstance(body, OllamaGenerateRequest) and (body.raw or body.suffix):
+                prompt = Prompt(content=body.prompt, suffix=body.suffix)
+            request_id = f"{'chat' if is_chat else 'generate'}-{call.unique_id}"
+            params = self.sampling_params(chat)
+            info = self.response_info(request, request_id, chat.request_options)
+            formatter = OllamaFormatter(info, body, chat, params)
+            prompt = msgspec.structs.replace(prompt, may_fill_context=True)
+            outputs = self.generate(request, formatter, prompt)
+            return await self.respond(request, formatter, outputs)
 
     async def create_embeddings(self, body: OllamaEmbedRequest, request: Request) -> Response:
         """Return the embeddings of texts."""
@@ -230,9 +221,6 @@ class OllamaFormatter(EventFormatter):
         self.num_sent = len(self.logprobs)
         line = answer(self.info.model, text, self.is_chat, more)
         return line | {"logprobs": new} if new else line
-
-    def fail(self, reply: ErrorReply) -> Iterator[Event]:
-        yield msgspec.json.decode(reply.body)
 
     def encode_events(self, events: Iterable[Event]) -> bytes:
         return b"".join(msgspec.json.encode(event) + b"\n" for event in events)

@@ -9,8 +9,14 @@ from starlette.responses import Response
 
 from servd.api.call import call_of
 from servd.api.context import json_response
-from servd.api.protocol.classify import Classification, Classifications, ClassifyRequest
-from servd.api.protocol.pooling import PooledInput, PoolingRequest, Poolings
+from servd.api.protocol.pooling import (
+    Classification,
+    Classifications,
+    ClassifyRequest,
+    PooledInput,
+    PoolingRequest,
+    Poolings,
+)
 from servd.api.serving.embedding import OpenAIServingEmbedding, as_base64
 from servd.api.serving.serving import respond_with
 from servd.base.errors import InvalidRequest

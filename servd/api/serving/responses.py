@@ -44,7 +44,7 @@ from servd.api.protocol.responses import (
 from servd.api.protocol.translation import renamed
 from servd.api.responses.event_log import EventLog
 from servd.api.responses.response_store import ResponseStore, Stored
-from servd.api.serving.events import CUT_OFF, Event, EventFormatter, encode_events
+from servd.api.serving.events import CUT_OFF, Event, EventFormatter
 from servd.api.serving.formatter import ResponseInfo
 from servd.api.serving.logprobs import TokenTexts
 from servd.api.serving.serving import OpenAIServing, Outputs
@@ -70,9 +70,8 @@ class OpenAIServingResponses(OpenAIServing):
 
     async def create_responses(self, body: ResponsesRequest, request: Request) -> HTTPResponse:
         """Answer a conversation, and store it for the next turn."""
-        call = call_of(request)
         store = self.store(request)
-        response_id = f"resp_{call.unique_id}"
+        response_id = f"resp_{call_of(request).unique_id}"
         is_stored = body.store is not False and store.max_responses > 0
         if body.background and not is_stored:
             raise InvalidRequest("a background response needs `store`: true", param="background")
@@ -81,10 +80,9 @@ class OpenAIServingResponses(OpenAIServing):
         with renamed(CHAT_NAMES):
             chat = await self._chat_of(body, items, request)
             params = self.sampling_params(chat)
-            options = self.request_options(request, chat.request_options)
-            info = self.response_info(response_id, call, options)
+            info = self.response_info(request, response_id, chat.request_options)
             formatter = ResponsesFormatter(info, body, chat, params, is_stored)
-            outputs = self.async_llm.generate(chat.prompt, params, response_id, options, call=call)
+            outputs = self.generate(request, formatter, chat.prompt)
             if body.background:
                 stored = Stored(formatter.body_so_far, items, 0, EventLog())
                 await self._start_in_background(request, formatter, outputs, stored, body, previous)
@@ -141,7 +139,7 @@ class OpenAIServingResponses(OpenAIServing):
 
         stored.task.add_done_callback(end)
         for event in formatter.queue():
-            log.append(encode_events([event]))
+            log.append(formatter.encode_events([event]))
         keep()
         # Let the task begin before a client can cancel it: a task that never ran cleans nothing up.
         await asyncio.sleep(0)
@@ -219,10 +217,10 @@ async def _run_in_background(
             async for output in outputs:
                 for delta in formatter.deltas(output):
                     for event in formatter.events_of(delta):
-                        log.append(encode_events([event]))
+                        log.append(formatter.encode_events([event]))
     except asyncio.CancelledError:
         for event in formatter.cancel():
-            log.append(encode_events([event]))
+            log.append(formatter.encode_events([event]))
         raise
     except Exception as error:
         log.append(formatter.error_frame(error_reply(error, request_id)))

@@ -13,8 +13,16 @@ from servd.api.call import call_of
 from servd.api.context import json_response
 from servd.api.http.json_body import run_for
 from servd.api.protocol.embeddings import EmbeddingUsage
-from servd.api.protocol.rerank import RankedDocument, RankedText, Ranking, RerankRequest
-from servd.api.protocol.score import Score, ScoreRequest, Scores, SimilarityRequest
+from servd.api.protocol.score import (
+    RankedDocument,
+    RankedText,
+    Ranking,
+    RerankRequest,
+    Score,
+    ScoreRequest,
+    Scores,
+    SimilarityRequest,
+)
 from servd.api.serving.embedding import OpenAIServingEmbedding
 from servd.api.text.prompt import Pair, Prompt, SharedText
 from servd.messages.outputs import unpack_vector

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Any, ClassVar
@@ -12,7 +12,7 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servd.api.call import Call, call_of
+from servd.api.call import call_of
 from servd.api.connection import while_connected
 from servd.api.context import Context
 from servd.api.engine import kv_transfer
@@ -65,14 +65,16 @@ class OpenAIServing:
         params = body.sampling_params(self.processor.default_params)
         params.validate(self.processor.spec.vocab_size)
 
-    def response_info(self, response_id: str, call: Call, options: RequestOptions) -> ResponseInfo:
-        """Return what a response states besides its choices."""
+    def response_info(
+        self, request: Request, response_id: str, options: RequestOptions, num_prompts: int = 1
+    ) -> ResponseInfo:
+        """Return what a response states besides its choices. Raise as `request_options`."""
         return ResponseInfo(
             id=response_id,
-            model=call.model,
+            model=call_of(request).model,
             config=self.config,
             tokenizer=self.processor.tokenizer,
-            options=options,
+            options=self.request_options(request, options, num_prompts),
             fingerprint=self.context.system_fingerprint,
             max_model_len=self.processor.max_model_len,
             can_reason=self.processor.model_format.reasoning_parser is not None,
@@ -132,6 +134,20 @@ class OpenAIServing:
                 param="X-data-parallel-rank",
             )
         return int(rank) - first
+
+    def generate(
+        self, request: Request, formatter: ResponseFormatter, prompt: Prompt | Sequence[Prompt]
+    ) -> Outputs:
+        """Return the outputs that `formatter` formats; see `AsyncLLM.generate`."""
+        return self.async_llm.generate(
+            prompt,
+            formatter.params,
+            formatter.info.id,
+            formatter.info.options,
+            call=call_of(request),
+            beams=formatter.body.beams,
+            in_pieces=formatter.in_pieces,
+        )
 
     async def respond(
         self,

@@ -84,8 +84,10 @@ class MultiProcExecutor(executor.Executor):
         standby = {worker.name: worker for worker in self.standby}
         self.standby = ()
         for rank in range(self.config.parallel.num_workers):
-            start = self.start_message(rank)
             name = f"worker-{rank}"
+            inbox = address(self.folder, name)
+            meeting_point = self.meeting_point
+            start = StartWorker(self.config, self.spec, rank, inbox, self.inbox.at, meeting_point)
             worker = standby.get(name) or Child(name, self.worker_module, None)
             if not worker.send(start):  # it has died while it waited
                 worker.stop(0)
@@ -94,21 +96,14 @@ class MultiProcExecutor(executor.Executor):
             worker.on_exit(self._on_exit)
 
     def open_outbox(self, rank: int) -> Outbox | HubSender:
-        return Outbox(self.address_of(rank), linger=0)  # it is closed after the worker's end
+        # It is closed after the worker's end.
+        return Outbox(address(self.folder, f"worker-{rank}"), linger=0)
 
     @property
     def meeting_point(self) -> str | None:
         """The init_method of torch.distributed; None with a single worker."""
         several = self.config.parallel.num_workers > 1
         return f"file://{self.folder}/rendezvous" if several else None
-
-    def address_of(self, rank: int) -> str:
-        return address(self.folder, f"worker-{rank}")
-
-    def start_message(self, rank: int) -> StartWorker:
-        inbox = self.address_of(rank)
-        outbox = self.inbox.at
-        return StartWorker(self.config, self.spec, rank, inbox, outbox, self.meeting_point)
 
     def execute_model(self, scheduled: SchedulerOutput) -> None:
         if self.is_launched:

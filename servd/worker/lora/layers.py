@@ -84,13 +84,9 @@ class AdaptedMatrix:
         parts = enumerate(b.split(sizes)) if part is None else [(part, b)]
         if matrix.shard_dim == 1:
             a = _whole(matrix.share(a))
-        return [
-            (part_number, a.t().contiguous(), self._own(rows, part_number).t().contiguous())
-            for part_number, rows in parts
-        ]
-
-    def _own(self, rows: Tensor, part: int) -> Tensor:
-        return _whole(self.matrix.share(rows, part)) if self.matrix.shard_dim == 0 else rows
+        if matrix.shard_dim == 0:
+            parts = [(number, _whole(matrix.share(rows, number))) for number, rows in parts]
+        return [(number, a.t().contiguous(), rows.t().contiguous()) for number, rows in parts]
 
     def put(self, adapter_slot: int, part: int, a: Tensor, b: Tensor) -> None:
         """Fill an adapter slot, which is all zeros, with the result of `shares`."""

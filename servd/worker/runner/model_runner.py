@@ -421,14 +421,13 @@ class ModelRunner(ABC):
         bounds, although the API checks them.
         """
         params = request.params
-        prompt_len = request.num_prompt_tokens
-        is_sampling = isinstance(params, SamplingParams)
         if isinstance(params, SamplingParams):
             params.validate(self.spec.vocab_size)
         self.states.add(request)
         for listener in self.request_listeners:
             listener.add(request)
-        if is_sampling:
+        if isinstance(params, SamplingParams):
+            prompt_len = request.num_prompt_tokens
             outputs = request.token_ids[prompt_len:]
             prompt = request.token_ids[:prompt_len]
             self.states.is_tree[request.slot] = self.sampler.add(

@@ -12,10 +12,6 @@ class MarkedJsonParser(ToolParser):
     begins: ClassVar[tuple[str, ...]]
     end: ClassVar[str] = ""
 
-    @classmethod
-    def matches(cls, template: str) -> bool:
-        return any(begin in template for begin in cls.begins)
-
     def body(self) -> Steps[None]:
         yield from self.read_to_end(*self.begins, call=self._calls)
 

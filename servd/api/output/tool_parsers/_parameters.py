@@ -28,10 +28,6 @@ class ParametersParser(ToolParser):
     line: ClassVar[str] = ""  # at both ends of a value, but no part of it
 
     @classmethod
-    def matches(cls, template: str) -> bool:
-        return cls.markers[0] in template
-
-    @classmethod
     def arguments_grammar(cls, rule: str, function: dict[str, Any]) -> list[str]:
         """Return rules for the parameters in the schema's order. Values that `_value` reads as
         strings are written as text, others as JSON.

@@ -18,6 +18,7 @@ class DeepSeekToolParser(MarkedCallsParser):
     """
 
     markers = (CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEPARATOR)
+    signs = (CALL_BEGIN,)
     syntaxes = (
         CallSyntax(f"{CALL_BEGIN}NAME{SEPARATOR}ARGUMENTS{CALL_END}", CALLS_BEGIN, "", CALLS_END),
         CallSyntax(
@@ -27,10 +28,6 @@ class DeepSeekToolParser(MarkedCallsParser):
             CALLS_END,
         ),
     )
-
-    @classmethod
-    def matches(cls, template: str) -> bool:
-        return CALL_BEGIN in template
 
     def call(self) -> Steps[bool]:
         reader = self.reader

@@ -19,14 +19,11 @@ class Glm45ToolParser(ParametersParser):
     """
 
     markers = ("<tool_call>", "</tool_call>", KEY, KEY_END, VALUE, VALUE_END)
+    signs = (KEY,)
     function = ("", "")
     function_end = "</tool_call>"
     parameter = (KEY, KEY_END)
     parameter_end = VALUE_END
-
-    @classmethod
-    def matches(cls, template: str) -> bool:
-        return KEY in template
 
     def function_name(self) -> Steps[str | None]:
         name = yield from self.reader.run(_NAME)

@@ -21,6 +21,7 @@ class KimiK2ToolParser(MarkedCallsParser):
     """A parser that uses the text before the arguments as call id, as the model expects."""
 
     markers = (CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, ARGUMENTS_BEGIN)
+    signs = (ARGUMENTS_BEGIN, CALLS_BEGIN)
     syntaxes = (
         CallSyntax(
             f"{CALL_BEGIN}functions.NAME:0{ARGUMENTS_BEGIN}ARGUMENTS{CALL_END}",
@@ -32,10 +33,6 @@ class KimiK2ToolParser(MarkedCallsParser):
 
     head: str = field(default="", init=False)
     ids: set[str] = field(default_factory=set[str], init=False)
-
-    @classmethod
-    def matches(cls, template: str) -> bool:
-        return ARGUMENTS_BEGIN in template or CALLS_BEGIN in template
 
     def new_id(self) -> str:
         """Return the written id, or a new id if another call has it: grammars cannot count."""

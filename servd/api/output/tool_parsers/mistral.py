@@ -28,10 +28,6 @@ class MistralToolParser(ToolParser):
         ),
     )
 
-    @classmethod
-    def matches(cls, template: str) -> bool:
-        return TAG in template
-
     def new_id(self) -> str:
         """Return nine random letters and digits: Mistral's templates reject other ids."""
         return "".join(random.choices(string.ascii_letters + string.digits, k=9))

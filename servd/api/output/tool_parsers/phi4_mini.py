@@ -14,12 +14,9 @@ class Phi4MiniToolParser(MarkedJsonParser):
 
     markers = (OPEN, CLOSE)
     begins = (OPEN, WORD)
+    signs = ("<|/tool|>", f"{WORD}[")
     end = CLOSE
     syntaxes = (
         CallSyntax(CALL, f"{OPEN}[", ", ", f"]{CLOSE}"),
         CallSyntax(CALL, f"{WORD}[", ", ", "]"),
     )
-
-    @classmethod
-    def matches(cls, template: str) -> bool:
-        return "<|/tool|>" in template or f"{WORD}[" in template

@@ -28,12 +28,8 @@ class PythonicToolParser(ToolParser):
     """
 
     markers = (START, END)
+    signs = ("[func_name1(",)  # in the example call of Llama 3.2 and 4
     syntaxes = (CallSyntax("NAME(ARGUMENTS)", begin="[", separator=", ", end="]"),)
-
-    @classmethod
-    def matches(cls, template: str) -> bool:
-        """Return whether a template has the example call of Llama 3.2 and 4."""
-        return "[func_name1(" in template
 
     @classmethod
     def arguments_grammar(cls, rule: str, function: dict[str, Any]) -> list[str]:

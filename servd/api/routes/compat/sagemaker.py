@@ -18,29 +18,27 @@ from servd.api.protocol.chat import (
     ChatCompletionRequest,
     ChatCompletionResponse,
 )
-from servd.api.protocol.classify import Classifications, ClassifyRequest
 from servd.api.protocol.completions import CompletionRequest, CompletionResponse
 from servd.api.protocol.embeddings import EmbeddingRequest, EmbeddingResponse
-from servd.api.protocol.pooling import PoolingRequest, Poolings
-from servd.api.protocol.rerank import Ranking, RerankRequest
-from servd.api.protocol.score import ScoreRequest, Scores
+from servd.api.protocol.pooling import Classifications, ClassifyRequest, PoolingRequest, Poolings
+from servd.api.protocol.score import Ranking, RerankRequest, ScoreRequest, Scores
 from servd.api.protocol.validation import RequestBody
 from servd.base import plugins
 from servd.base.errors import InvalidRequest
 from servd.base.json_reader import read_json
 
-# A field that only the bodies of one route have -> the body, and the file that has the route.
+# A field that only the bodies of one route have -> the body, and file and name of the endpoint.
 # `query` precedes the fields of scores, because a score request may have `documents`, too.
 BODIES = {
-    "messages": (ChatCompletionRequest, "chat"),
-    "prompt": (CompletionRequest, "completions"),
-    "query": (RerankRequest, "rerank"),
-    "text_1": (ScoreRequest, "score"),
-    "queries": (ScoreRequest, "score"),
-    "task": (PoolingRequest, "pooling"),
-    "input": (EmbeddingRequest, "embeddings"),
+    "messages": (ChatCompletionRequest, "chat", "create_chat_completion"),
+    "prompt": (CompletionRequest, "completions", "create_completion"),
+    "query": (RerankRequest, "score", "rerank"),
+    "text_1": (ScoreRequest, "score", "create_scores"),
+    "queries": (ScoreRequest, "score", "create_scores"),
+    "task": (PoolingRequest, "pooling", "pool"),
+    "input": (EmbeddingRequest, "embeddings", "create_embeddings"),
 }
-CLASSIFY = (ClassifyRequest, "classify")  # `input` of a model that classifies
+CLASSIFY = (ClassifyRequest, "pooling", "classify")  # `input` of a model that classifies
 
 router = APIRouter(route_class=Route)
 
@@ -55,7 +53,7 @@ async def read_invocation(request: Request) -> RequestBody:
     except ValueError:
         fields = {"messages": None}  # parsing it as a chat reports the error
     is_classifier = context_of(request).async_llm.processor.pooling.task == "classify"
-    for name, (kind, _) in BODIES.items():
+    for name, (kind, *_) in BODIES.items():
         if name == "input" and is_classifier:
             kind = CLASSIFY[0]
         if name in fields:
@@ -91,6 +89,7 @@ async def invoke(
     ],
 ) -> Response:
     """Answer by the body's fields: a chat, completion, embedding, class, pooling, rank or score."""
-    file = next(file for kind, file in (*BODIES.values(), CLASSIFY) if type(body) is kind)
-    route = plugins.load("servd.api.routes", file, "router").routes[0]
-    return await route.endpoint(request, body)
+    for kind, file, name in (*BODIES.values(), CLASSIFY):
+        if type(body) is kind:
+            return await plugins.load("servd.api.routes", file, name)(request, body)
+    raise AssertionError(body)  # `read_invocation` returns no other
