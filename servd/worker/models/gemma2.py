@@ -54,6 +54,11 @@ class Gemma2Layer(LlamaLayer):
         return self.post_feedforward_layernorm(self.mlp(x)), residual
 
 
+def logit_cap(spec: ModelSpec) -> float | None:
+    cap = spec.config.get("final_logit_softcapping")
+    return None if cap is None else float(cap)
+
+
 def embedding_factor(spec: ModelSpec) -> float:
     """Return the factor of embeddings, rounded to the weights' type, as in training."""
     dtype = getattr(torch, spec.dtype)
@@ -71,3 +76,4 @@ class Gemma2ForCausalLM(LlamaForCausalLM):
     def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
         super().__init__(spec, parallel)
         self.model.embed_tokens.factor = embedding_factor(spec)
+        self.logit_cap = logit_cap(spec)

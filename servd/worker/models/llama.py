@@ -168,7 +168,7 @@ class LlamaForCausalLM(nn.Module):
         super().__init__()
         self.check_spec(spec)
         self.hidden_size = spec.hidden_size
-        self.logit_cap: float | None = spec.config.get("final_logit_softcapping")
+        self.logit_cap: float | None = None
         self.model = LlamaModel(spec, type(self), parallel)
         self.lm_head = self.model.embed_tokens
         if not spec.config.get("tie_word_embeddings", self.is_tied):
