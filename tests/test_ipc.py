@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -45,6 +47,31 @@ def test_order_is_kept_and_types_come_back(inbox, outbox):
     for message in sent:
         outbox.send(message)
     assert [inbox.recv(timeout=WAIT_SECONDS) for _ in sent] == sent
+
+
+LAST_WORDS = """
+import os, sys, threading
+from servd.ipc import channels
+from servd.messages.engine import AbortRequests
+outbox = channels.Outbox(sys.argv[1])
+forgotten = channels.Outbox(sys.argv[1] + "-of-nobody", linger=0)
+forgotten.send(AbortRequests(["x"]))
+if (child := os.fork()) == 0:  # which has a context of its own
+    channels.Outbox(sys.argv[1]).send(AbortRequests(["of the child"]))
+else:
+    os.waitpid(child, 0)
+    outbox.send(AbortRequests(["of the parent"]))
+channels.close_outboxes()
+os._exit(0)
+"""
+
+
+def test_the_last_messages_of_a_process_arrive_whatever_it_forgot_to_close(inbox, at):
+    command = [sys.executable, "-c", LAST_WORDS, at]
+    subprocess.run(command, check=True, timeout=WAIT_SECONDS)
+    received = [inbox.recv(timeout=WAIT_SECONDS) for _ in range(2)]
+    ids = {request_id for message in received for request_id in message.request_ids}
+    assert ids == {"of the child", "of the parent"}
 
 
 def test_drain_takes_all_that_is_there_and_does_not_wait(inbox, outbox):

@@ -229,9 +229,10 @@ async def test_names_of_llama_server_are_read(served: Served, path: str):
     (sent,) = requests_sent(served.engine)
     assert sent.params.repetition_penalty == 1.3
     nulls = dict.fromkeys(("max_tokens", "repetition_penalty", "thinking_token_budget"))
-    answer = await served.http.post(path, json=nulls | body)
+    answer = await served.http.post(path, json=nulls | body | {"unknown": None})
     assert answer.json()["usage"]["completion_tokens"] == 3  # null is no value that could win
-    assert "n_predict" not in answer.headers.get("x-servd-ignored", "")
+    assert "n_predict" not in answer.headers["x-servd-ignored"]
+    assert "unknown" in answer.headers["x-servd-ignored"]
     (_, sent) = requests_sent(served.engine)
     assert sent.params.repetition_penalty == 1.3
     refused = await served.http.post(path, json=body | {"n_predict": -1})

@@ -87,6 +87,18 @@ def test_the_first_token_that_differs_is_named_with_its_margin(tmp_path: Path, c
     assert "not the same: weights: another then" in printed
 
 
+async def test_manifests_of_servd_0_1_are_read(tmp_path: Path):
+    async with serve() as served:
+        headers = {"X-Servd-Receipt": "1"}
+        answer = await served.http.post("/v1/chat/completions", json=CHAT, headers=headers)
+    manifest = answer.json()["run_manifest"]
+    comment = f"data: 1\n\n: receipt {json.dumps(manifest)}\n"
+    old = tmp_path / "old"
+    for text in (json.dumps({"receipt": manifest}), comment):
+        old.write_text(text)
+        assert msgspec.to_builtins(command.read_manifest(str(old))) == manifest
+
+
 async def test_a_manifest_names_no_places_and_beam_search_has_none():
     async with serve() as served:
         answer = await served.http.post("/v1/chat/completions", json=CHAT, headers=HEADERS)
