@@ -44,7 +44,7 @@ class OpenAIServingChat(OpenAIServing):
         """Answer a conversation."""
         call = call_of(request)
         response_id = f"chatcmpl-{call.unique_id}"
-        params = self.sampling_params(body)
+        params = self.sampling_params(body, call)
         options = self.request_options(request, body.request_options)
         info = self.response_info(response_id, call, options)
         formatter = ChatFormatter(info, body, params)

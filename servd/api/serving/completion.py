@@ -30,7 +30,7 @@ class OpenAIServingCompletion(OpenAIServing):
         call = call_of(request)
         response_id = f"cmpl-{call.unique_id}"
         prompts = body.prompts
-        params = self.sampling_params(body)
+        params = self.sampling_params(body, call)
         options = self.request_options(request, body.request_options, len(prompts))
         info = self.response_info(response_id, call, options)
         formatter = CompletionFormatter(info, body, params, len(prompts))

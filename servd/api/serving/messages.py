@@ -53,7 +53,7 @@ class AnthropicServingMessages(OpenAIServing):
         message_id = f"msg_{call.unique_id}"
         with renamed(CHAT_NAMES):
             chat = await self.chat_of(body, request)
-            params = self.sampling_params(chat)
+            params = self.sampling_params(chat, call)
             options = self.request_options(request, chat.request_options)
             info = self.response_info(message_id, call, options)
             formatter = MessageFormatter(info, bool(body.stream), chat, params)

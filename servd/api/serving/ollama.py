@@ -99,7 +99,7 @@ class OllamaServing(OpenAIServingEmbedding):
     ) -> Response:
         """Run a prompt with the parameters of `chat`."""
         call = call_of(request)
-        params = self.sampling_params(chat)
+        params = self.sampling_params(chat, call)
         options = self.request_options(request, chat.request_options)
         info = self.response_info(request_id, call, options)
         formatter = OllamaFormatter(info, body, chat, params)

@@ -80,7 +80,7 @@ class OpenAIServingResponses(OpenAIServing):
         items = _conversation(previous, body)
         with renamed(CHAT_NAMES):
             chat = await self._chat_of(body, items, request)
-            params = self.sampling_params(chat)
+            params = self.sampling_params(chat, call)
             options = self.request_options(request, chat.request_options)
             info = self.response_info(response_id, call, options)
             formatter = ResponsesFormatter(info, body, chat, params, is_stored)
