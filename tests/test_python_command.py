@@ -52,7 +52,7 @@ def test_a_batch_is_run(folder: Path):
     command += ["-i", "in.jsonl", "-o", "out.jsonl"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_SECONDS)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.startswith("servd: 1 requests in")  # and nothing of the server's log
+    assert done.stderr.startswith("servd: requests: 1 in")  # and nothing of the server's log
 
 
 def test_all_processes_are_started_by_this_command():

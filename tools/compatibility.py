@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 
 from servd.api.protocol.generation import GenerationRequest
+from servd.api.text.chat_template import DEFAULT_TEMPLATE
 from servd.messages.params import SamplingParams
 from tests.api.harness import Served, serve, user
 
@@ -42,6 +43,8 @@ Some results depend on the server and on the model:
 - `suffix` needs a model with fill-in-the-middle tokens, or `--fim-template`.
 - `thinking_token_budget` and `thinking.budget_tokens` need a model whose reasoning servd can limit.
 - `documents` needs a chat template that reads documents, `prompt_name` a model with named prompts.
+- `tools` needs a chat template that shows tools, or a `tool_choice` that demands a call. Otherwise,
+  servd ignores it.
 - `an_unknown_field` stands for every field that servd does not know.
 
 servd rejects images, audio, video and every value out of [bounds](http.md#fields). `/v1/files` and
@@ -434,7 +437,8 @@ def section(path: str, outcomes: dict[str, Outcome]) -> str:
 async def page() -> str:
     """docs/reference/compatibility.md."""
     parts = [HEAD]
-    async with serve(fim_template="{prefix}{suffix}") as served:
+    template = "{{ tools or '' }}" + DEFAULT_TEMPLATE
+    async with serve(fim_template="{prefix}{suffix}", chat_template=template) as served:
         for path in ROUTES:
             parts.append(section(path, await try_fields(served, path)))
     return "".join(parts)

@@ -190,7 +190,8 @@ class PlanReport:
         where = f"{plan.device} ({size} ranks, each)" if size > 1 else plan.device
         if (engines := self.config.parallel.num_engines_here) > 1:
             where += f", for each of {engines} engines"
-        lines = [f"{self.config.model.model} on {where}, {format_bytes(plan.free)} free", ""]
+        verb = "fits" if plan.num_blocks else "does not fit"
+        lines = [f"{self.config.model.model} {verb} on {where}, {format_bytes(plan.free)} free", ""]
         lines += [f"  {name:<22}{format_bytes(n):>9}   {note}" for name, n, note in rows if n]
         lines += ["", "  tokens of a request    that fit at once"]
         lines += [f"  {length:>19}    {self.fit(length):>16}" for length in lengths]

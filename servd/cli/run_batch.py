@@ -136,7 +136,7 @@ class BatchRun:
         """Say what this run has done, with its rates."""
         took = time.monotonic() - self.began
         answered = self.num_lines - self.num_kept
-        lines = [f"{answered} requests in {took:.1f} s ({answered / took:.1f} a second)"]
+        lines = [f"requests: {answered} in {took:.1f} s ({answered / took:.1f} a second)"]
         if self.num_output_tokens:
             rate = self.num_output_tokens / took
             lines.append(
@@ -144,9 +144,9 @@ class BatchRun:
                 f"({rate:.1f} a second)"
             )
         if self.num_kept:
-            lines.append(f"{self.num_kept} were answered by an earlier run")
+            lines.append(f"answered by an earlier run: {self.num_kept}")
         if self.num_failed:
-            lines.append(f"{self.num_failed} requests failed; {self.results.path} explains why")
+            lines.append(f"failed: {self.num_failed}; {self.results.path} explains why")
         return "\n".join(f"servd: {line}" for line in lines)
 
     def work(self, client: Client) -> None:

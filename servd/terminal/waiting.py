@@ -22,9 +22,9 @@ def spinner(text: str) -> Status:
 
 
 def describe_start(log: str) -> Text:
-    """Return what the engine of a server does, by the server's log so far."""
+    """Return the last phase of an engine's start in a server's log, which has other lines, too."""
     text = Path(log).read_text(encoding="utf8", errors="replace")
-    phases = re.findall(r" INFO +engine\S* +(.+)", text)
+    phases = re.findall(r" INFO +engine\S* +([a-zA-Z ]+)$", text, re.MULTILINE)
     return Text(escape(["starting a server", *phases][-1]))
 
 

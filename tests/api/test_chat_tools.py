@@ -288,6 +288,40 @@ async def test_strict_is_named_where_calls_are_free(path, body, tool, forced):
         assert answer.status_code == 200 and "x-servd-ignored" not in answer.headers, answer.text
 
 
+IDLE_TOOLS = [
+    (CHAT, {"messages": user("?"), "tools": [NOW]}, {"tool_choice": "required"}),
+    (
+        "/v1/responses",
+        {"input": "?", "tools": [{"type": "function", "name": "now"}]},
+        {"tool_choice": "required"},
+    ),
+    (
+        "/v1/messages",
+        {"messages": user("?"), "max_tokens": 400, "tools": [{"name": "now", "input_schema": {}}]},
+        {"tool_choice": {"type": "any"}},
+    ),
+    ("/api/chat", {"messages": user("?"), "tools": [NOW], "stream": False}, {"tools": []}),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "without"), IDLE_TOOLS)
+async def test_tools_that_the_template_does_not_show_are_named(path, body, without):
+    async with scripted("", PLAIN) as served:
+        answer = await served.http.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["x-servd-ignored"] == "tools"
+        metrics = (await served.http.get("/metrics")).text
+        assert "servd_ignored_fields_total 1.0" in metrics
+    async with scripted(None, PLAIN, strict_fields=True) as served:
+        answer = await served.http.post(path, json=body)
+        assert answer.status_code == 400 and "`tools`" in answer.text
+        answer = await served.http.post(path, json={**body, **without})
+        assert answer.status_code == 200, answer.text
+    async with scripted("", strict_fields=True) as served:
+        answer = await served.http.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+
+
 @pytest.mark.parametrize(
     ("schema", "parser"),
     [

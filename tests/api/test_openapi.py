@@ -485,6 +485,7 @@ OTHERS |= {"content": "a", "think": True, "keep_alive": 5, "input": "hi", "promp
 @pytest.mark.parametrize(("path", "names"), PEER_FIELDS)
 async def test_every_field_of_a_peer_is_judged(served: Served, path, names):
     """Each is served, refused, or ignored with its name. The last only where it does no harm."""
+    served.async_llm.processor.chat_template.reads_tools = True
     if path == "/classify":
         labels = [f"label {i}" for i in range(16)]
         served.async_llm.processor.pooling = PoolingSpec(task="classify", labels=labels, size=16)

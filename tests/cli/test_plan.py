@@ -41,6 +41,13 @@ def test_the_table_has_what_the_json_has(capsys):
     assert any(row.split() == ["100", str(blocks // 7)] for row in rows)
 
 
+@pytest.mark.parametrize(("memory", "start"), [("6MiB", "demo fits"), ("1MiB", "demo does not")])
+def test_the_first_line_says_whether_it_fits(capsys, memory, start):
+    with pytest.raises(SystemExit):
+        cli.main(["plan", "demo", *SMALL, "--kv-cache-memory", memory])
+    assert capsys.readouterr().out.startswith(start)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_type_of_weights_is_the_one_in_memory(capsys, dtype):
     """Kernels of the CPU keep 16 bits, and compute in 32."""

@@ -80,10 +80,10 @@ def test_the_summary_counts_what_this_run_did(tmp_path):
     assert batch.run(Echo, 2) == 1
     summary = batch.summarise()
     for result_lines in (
-        "2 requests in",
+        "requests: 2 in",
         "3 prompt tokens, 40 output tokens",
-        "2 were answered",
-        "1 request",
+        "earlier run: 2",
+        "failed: 1;",
     ):
         assert result_lines in summary
 

@@ -15,6 +15,7 @@ import pytest
 from servd.base.errors import ServdError
 from servd.terminal.api_client import Client
 from servd.terminal.server_process import own_server
+from servd.terminal.waiting import describe_start
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +42,19 @@ def test_a_server_that_does_not_start_says_why(folder: Path, capfd: pytest.Captu
     assert log.parent == folder and "needs --ssl-certfile" in log.read_text()
     assert stat.S_IMODE(log.stat().st_mode) == 0o600
     assert "".join(capfd.readouterr()) == ""
+
+
+def test_a_start_shows_its_phases_alone(folder: Path):
+    log = folder / "log"
+    log.write_text("")
+    assert str(describe_start(str(log)))
+    log.write_text(
+        "08:28:04.469 INFO    engine   importing\n"
+        "08:28:08.301 INFO    engine   finding weights\n"
+        "08:28:08.370 INFO    engine   threads for this worker: 2 (2 CPUs by affinity)\n"
+        "08:28:08.370 INFO    api-0    console\n"
+    )
+    assert str(describe_start(str(log))) == "finding weights"
 
 
 def test_a_log_without_an_error_is_removed(folder: Path, capfd: pytest.CaptureFixture[str]):

@@ -70,7 +70,7 @@ def test_bad_lines_fail_alone(tmp_path, url):
         line("too hot", prompt="a", temperature=1000),
         options=url,
     )
-    assert code == 1 and "6 requests failed" in log
+    assert code == 1 and "failed: 6;" in log
     assert answers.pop("good")["response"]["status_code"] == 200
     refused = answers.pop("too hot")
     assert (refused["response"]["status_code"], refused["error"]) == (400, None)

@@ -56,7 +56,7 @@ async def read_json_body(body_type: type[Body], request: Request) -> Body:
 
     body, num_ignored, ignored = await run_for(request, len(data), parse_body, is_new=True)
     if ignored:
-        _report_ignored(call, context, body, num_ignored, ignored)
+        report_ignored(call, context, body, num_ignored, ignored)
     request_id = body.request_id if isinstance(body, GenerationRequest) else None
     if request_id is not None and "x-request-id" not in request.headers:
         call.request_id = request_id
@@ -98,10 +98,10 @@ def check_content_type(request: Request) -> None:
         )
 
 
-def _report_ignored(
+def report_ignored(
     call: Call, context: Context, body: RequestBody, num_ignored: int, ignored: list[str]
 ) -> None:
-    """Report ignored fields, of which `ignored` has the first by name."""
+    """Report ignored fields (`ignored`: the first). Raise InvalidRequest with --strict-fields."""
     context.ignored_fields.report(body, num_ignored, ignored, call.route)
     names = [name[:64] for name in ignored]
     call.ignored = [*call.ignored, *names]

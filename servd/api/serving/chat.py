@@ -43,7 +43,7 @@ class OpenAIServingChat(OpenAIServing):
     ) -> Response:
         """Answer a conversation."""
         response_id = f"chatcmpl-{call_of(request).unique_id}"
-        params = self.sampling_params(body)
+        params = self.sampling_params(body, request)
         info = self.response_info(request, response_id, body.request_options)
         formatter = ChatFormatter(info, body, params)
         outputs = self.generate(request, formatter, body.prompt)

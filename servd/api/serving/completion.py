@@ -29,7 +29,7 @@ class OpenAIServingCompletion(OpenAIServing):
         """Complete one or more prompts."""
         response_id = f"cmpl-{call_of(request).unique_id}"
         prompts = body.prompts
-        params = self.sampling_params(body)
+        params = self.sampling_params(body, request)
         info = self.response_info(request, response_id, body.request_options, len(prompts))
         formatter = CompletionFormatter(info, body, params, len(prompts))
         outputs = self.generate(request, formatter, prompts)

@@ -52,7 +52,7 @@ class AnthropicServingMessages(OpenAIServing):
         message_id = f"msg_{call.unique_id}"
         with renamed(CHAT_NAMES):
             chat = await self.chat_of(body, request)
-            params = self.sampling_params(chat)
+            params = self.sampling_params(chat, request)
             info = self.response_info(request, message_id, chat.request_options)
             formatter = MessageFormatter(info, bool(body.stream), chat, params)
             prompt = msgspec.structs.replace(chat.prompt, may_fill_context=True)

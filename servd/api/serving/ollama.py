@@ -91,7 +91,7 @@ class OllamaServing(OpenAIServingEmbedding):
             if isinstance(body, OllamaGenerateRequest) and (body.raw or body.suffix):
                 prompt = Prompt(content=body.prompt, suffix=body.suffix)
             request_id = f"{'chat' if is_chat else 'generate'}-{call.unique_id}"
-            params = self.sampling_params(chat)
+            params = self.sampling_params(chat, request)
             info = self.response_info(request, request_id, chat.request_options)
             formatter = OllamaFormatter(info, body, chat, params)
             prompt = msgspec.structs.replace(prompt, may_fill_context=True)

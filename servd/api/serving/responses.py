@@ -79,7 +79,7 @@ class OpenAIServingResponses(OpenAIServing):
         items = _conversation(previous, body)
         with renamed(CHAT_NAMES):
             chat = await self._chat_of(body, items, request)
-            params = self.sampling_params(chat)
+            params = self.sampling_params(chat, request)
             info = self.response_info(request, response_id, chat.request_options)
             formatter = ResponsesFormatter(info, body, chat, params, is_stored)
             outputs = self.generate(request, formatter, chat.prompt)

@@ -17,7 +17,7 @@ from servd.api.connection import while_connected
 from servd.api.context import Context
 from servd.api.engine import kv_transfer
 from servd.api.engine.async_llm import MAX_INLINE
-from servd.api.http.json_body import run_for
+from servd.api.http.json_body import report_ignored, run_for
 from servd.api.http.streaming import DONE, KEEP_ALIVE, EventStream
 from servd.api.output.output_parser import OutputParser
 from servd.api.protocol.chat import ChatCompletionRequest
@@ -52,12 +52,16 @@ class OpenAIServing:
         self.async_llm = context.async_llm
         self.processor = context.async_llm.processor
 
-    def sampling_params(self, body: GenerationRequest) -> SamplingParams:
-        """Return the parameters, with the model's defaults. Raise InvalidRequest if a field asks
-        for too much, of which only the HTTP API knows the name.
+    def sampling_params(self, body: GenerationRequest, request: Request) -> SamplingParams:
+        """Return the parameters, with the model's defaults. Report tools that the model neither
+        sees nor must call. Raise InvalidRequest: see `report_ignored`, or a field of which only the
+        HTTP API knows the name asks for too much.
         """
         if isinstance(body, ChatCompletionRequest) and body.top_logprobs is not None:
             self.processor.check_logprobs("top_logprobs", body.top_logprobs)
+        tools = body.tool_options if isinstance(body, ChatCompletionRequest) else None
+        if tools is not None and not (tools.forced or self.processor.chat_template.reads_tools):
+            report_ignored(call_of(request), self.context, body, 1, ["tools"])
         return body.sampling_params(self.processor.default_params)
 
     def check_params(self, body: GenerationRequest) -> None:

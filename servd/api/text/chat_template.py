@@ -113,6 +113,7 @@ class ChatTemplate:
         self._tool_template = self._template
         if tool_template is not None:
             self._tool_template = _Compiled(tool_template, self._specials)
+        self.reads_tools = "tools" in self._tool_template.names
 
     @property
     def is_default(self) -> bool:
@@ -165,7 +166,7 @@ class ChatTemplate:
                 param="continue_final_message",
             )
         compiled = self._tool_template if chat.tools else self._template
-        if variables.get("documents") and not compiled.reads_documents:
+        if variables.get("documents") and "documents" not in compiled.names:
             raise InvalidRequest(
                 "this model's chat template does not read documents: write them in a message",
                 param="documents",
@@ -453,7 +454,7 @@ class _Compiled:
         try:
             tree = environment.parse(source)
             self.wants_parts = _wants_parts(tree)
-            self.reads_documents = any(n.name == "documents" for n in tree.find_all(nodes.Name))
+            self.names = {node.name for node in tree.find_all(nodes.Name)}
             self.texts = {str(node.value) for node in tree.find_all(nodes.Const)}
             self.knows_developer = "developer" in self.texts
             self._template = environment.from_string(_Limiter(environment).visit(tree))
