@@ -465,8 +465,9 @@ def test_classes_of_models_are_at_most_two_deep():
 # user of a terminal sees and types while a server starts or answers, and that server's log (70),
 # heartbeats between hosts (114), ends that a review asked for (48), waits for a CPU, which are no
 # hang, and last messages (62), the outputs of vLLM's offline scripts (48), parameters in the
-# gateway and /api/show, nulls beside a field's other name, and rates of prompts (43).
-MAX_LINES = 64_893
+# gateway and /api/show, nulls beside a field's other name, and rates of prompts (43), and what a
+# review and a user found (35). Files of one family of routes became one: 138 fewer.
+MAX_LINES = 64_783
 
 
 def test_the_package_stays_small():
