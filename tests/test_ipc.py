@@ -53,6 +53,8 @@ LAST_WORDS = """
 import os, sys, threading
 from servd.ipc import channels
 from servd.messages.engine import AbortRequests
+inbox = channels.Inbox(sys.argv[1] + "-of-the-process", AbortRequests)
+threading.Thread(target=inbox.recv, daemon=True).start()
 outbox = channels.Outbox(sys.argv[1])
 forgotten = channels.Outbox(sys.argv[1] + "-of-nobody", linger=0)
 forgotten.send(AbortRequests(["x"]))
@@ -62,7 +64,7 @@ else:
     os.waitpid(child, 0)
     outbox.send(AbortRequests(["of the parent"]))
 channels.close_outboxes()
-os._exit(0)
+os._exit(inbox.socket.closed)
 """
 
 

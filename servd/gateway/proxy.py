@@ -37,6 +37,7 @@ from servd.api.http.pages import Pages
 from servd.api.http.route import Route
 from servd.api.keys import ApiKeys
 from servd.api.observability.tracer import Tracer
+from servd.api.protocol.errors import without_paths
 from servd.api.protocol.models import ModelCard
 from servd.api.request.fair_loop import FairLoop
 from servd.api.routes import load_routers
@@ -145,7 +146,7 @@ class Gateway:
         try:
             description = await asyncio.to_thread(describe_folder, folder, model.name)
         except ConfigError as error:
-            raise NotFound(str(error)) from None
+            raise NotFound(without_paths(str(error))) from None
         parameters = self.servers.default_parameters(model)
         return json_response(ollama.completed(description, _ollama(model), parameters))
 

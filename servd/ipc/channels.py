@@ -15,6 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -120,7 +121,7 @@ class Outbox:
     """
 
     def __init__(self, to: str, must_exist: bool = False, linger: int = LINGER) -> None:
-        self.socket = OutboxContext.instance().socket(zmq.PUSH)
+        self.socket = _outbox_context(os.getpid()).socket(zmq.PUSH)
         self.socket.setsockopt(zmq.IMMEDIATE, must_exist)  # nothing is queued for a dead process
         self.socket.setsockopt(zmq.LINGER, linger)
         self.socket.setsockopt(zmq.SNDHWM, 0)
@@ -145,15 +146,19 @@ class Outbox:
         self.socket.close()
 
 
-class OutboxContext(zmq.Context[zmq.Socket[bytes]]):
-    """The context of all outboxes of a process."""
+@cache
+def _outbox_context(pid: int) -> zmq.Context[zmq.Socket[bytes]]:
+    """Return the context of all outboxes, and of nothing else, of this process: a context of the
+    parent does nothing after a fork.
+    """
+    return zmq.Context()
 
 
 def close_outboxes() -> None:
     """Close all outboxes of this process, which no thread may use any more, and wait until their
     messages are sent or LINGER is over. Without this, the end of a process loses queued messages.
     """
-    OutboxContext.instance().destroy()
+    _outbox_context(os.getpid()).destroy()
 
 
 class KeyPair(NamedTuple):
