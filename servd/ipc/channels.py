@@ -84,7 +84,7 @@ class Inbox(Generic[T]):
         return decode(self.decoder, self.socket.recv())
 
     def drain(self, limit: int = 2**31) -> list[T]:
-        """Return at most `most` of the messages that have arrived, without waiting. Raises
+        """Return at most `limit` of the messages that have arrived, without waiting. Raises
         UnreadableMessage in place of a bad message: the previous call returned the messages before
         it, the next call returns the messages after it.
         """

@@ -129,8 +129,11 @@ class Child:
         """
         waits: dict[str, float] = {}
         for pid in [self.process.pid, *_descendants(self.process.pid)]:
-            with contextlib.suppress(OSError):  # a thread has ended meanwhile
-                for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+            paths: list[Path] = []
+            with contextlib.suppress(OSError):  # the process has ended meanwhile
+                paths += Path(f"/proc/{pid}/task").glob("*/schedstat")
+            for path in paths:
+                with contextlib.suppress(OSError):  # the thread has
                     waits[str(path)] = int(path.read_text().split()[1]) / 1e9
         return waits
 
