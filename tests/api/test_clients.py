@@ -109,6 +109,34 @@ async def test_responses_notes_items_of_hosted_tools(item: dict[str, Any], note:
         await answer(served, "/v1/responses", body, 400)
 
 
+PICTURE = {"type": "input_image", "image_url": "data:image/png;base64,AA=="}
+FILE = {"type": "input_file", "filename": "a.pdf", "file_data": "AA=="}
+WORDS = {"type": "input_text", "text": "look"}
+VIEW = {"type": "function_call", "call_id": "1", "name": "view_image", "arguments": "{}"}
+
+
+@pytest.mark.parametrize(
+    ("items", "kind", "line"),
+    [
+        (user([PICTURE, WORDS]), "input_image", "user: [input_image: not available here]\nlook"),
+        (user([WORDS, FILE]), "input_file", "user: look\n[input_file: not available here]"),
+        (
+            [VIEW, {"type": "function_call_output", "call_id": "1", "output": [PICTURE]}],
+            "input_image",
+            "tool: [input_image: not available here]",
+        ),
+    ],
+)
+async def test_responses_notes_pictures_and_files(items: list[Any], kind: str, line: str):
+    async with serve(script="ok", chat_template=SHOWING) as served:
+        response = await answer(served, "/v1/responses", {"input": items})
+        assert response.headers["x-servd-ignored"] == f"input.{kind}"
+        assert line in prompt_of(served)
+        again = {"input": "on", "previous_response_id": response.json()["id"]}
+        await answer(served, "/v1/responses", again)
+        assert line in prompt_of(served)
+
+
 OWN_TOOL = {"name": "f", "input_schema": {"type": "object"}}
 
 
@@ -137,6 +165,10 @@ async def test_messages_leaves_out_hosted_tools(tool: dict[str, Any]):
 DOCUMENT = {
     "type": "document",
     "source": {"type": "base64", "media_type": "application/pdf", "data": "AA=="},
+}
+SCREENSHOT = {
+    "type": "image",
+    "source": {"type": "base64", "media_type": "image/png", "data": "AA=="},
 }
 HOSTED_USE = {"type": "server_tool_use", "id": "1", "name": "web_search", "input": {}}
 HOSTED_RESULT = {"type": "web_search_tool_result", "tool_use_id": "1", "content": []}
@@ -181,6 +213,28 @@ SEARCH_RESULT = {"type": "search_result", "source": "s", "title": "t", "content"
             "messages.search_result",
             "tool: [search_result: not available here]",
         ),
+        (
+            [{"role": "user", "content": [SCREENSHOT, {"type": "text", "text": "What is it?"}]}],
+            "messages.image",
+            "user: [image: not available here]\nWhat is it?",
+        ),
+        (
+            [
+                *user("hi"),
+                {
+                    "role": "assistant",
+                    "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}],
+                },
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "tool_result", "tool_use_id": "1", "content": [SCREENSHOT]}
+                    ],
+                },
+            ],
+            "messages.image",
+            "tool: [image: not available here]",
+        ),
     ],
 )
 async def test_messages_notes_blocks(messages: list[Any], names: str, line: str):
@@ -191,11 +245,10 @@ async def test_messages_notes_blocks(messages: list[Any], names: str, line: str)
         assert line in prompt_of(served)
 
 
-async def test_messages_still_refuses_images_and_typing_errors():
+async def test_messages_refuses_typing_errors():
     async with serve(script="ok") as served:
-        for kind in ("image", "txt"):
-            messages = [{"role": "user", "content": [{"type": kind}]}]
-            await answer(served, "/v1/messages", {"max_tokens": 4, "messages": messages}, 400)
+        messages = [{"role": "user", "content": [{"type": "txt"}]}]
+        await answer(served, "/v1/messages", {"max_tokens": 4, "messages": messages}, 400)
 
 
 @pytest.mark.parametrize("value", [None, True, False])

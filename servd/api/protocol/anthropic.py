@@ -49,7 +49,7 @@ BLOCKS: dict[str, dict[str, dict[str, type]]] = {
 }
 # Types of blocks that servd does not read. The model sees a short note in their place.
 NOTED = re.compile(
-    r"document|search_result|server_tool_use|mcp_tool_use|container_upload|tool_reference"
+    r"image|document|search_result|server_tool_use|mcp_tool_use|container_upload|tool_reference"
     r"|\w+_tool_result"
 )
 ERROR = "Error:"  # before the result of a tool that failed
