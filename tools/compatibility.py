@@ -320,6 +320,7 @@ MESSAGES: dict[str, Any] = EVERY | {
     "metadata": {"user_id": "u"},
     "service_tier": "flex",
     "output_config": {"effort": "low"},
+    "context_management": {"edits": [{"type": "clear_thinking_20251015"}]},
     "container": "c",
     "mcp_servers": [{"type": "url", "url": "http://x"}],
 }

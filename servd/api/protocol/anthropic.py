@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
 import msgspec
+from msgspec import UNSET, UnsetType
 from pydantic import BeforeValidator, Field, Tag, WithJsonSchema
 
 from servd.api.protocol.anthropic_blocks import (
     MESSAGE,
     SYSTEM,
+    blocks_of,
     chat_messages,
     check_message,
     check_system,
     noted_types,
+    text_of_block,
 )
 from servd.api.protocol.anthropic_tools import as_function
 from servd.api.protocol.chat import ChatCompletionRequest, Effort
+from servd.api.protocol.context_editing import (
+    EDITS,
+    AppliedEdit,
+    AppliedEdits,
+    ContextManagement,
+    edit_context,
+)
 from servd.api.protocol.generation import StopTexts, Temperature, TopK, TopP
 from servd.api.protocol.tools import (
     HostedTool,
@@ -108,6 +120,7 @@ class CountTokensRequest(TranslatedRequest):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    context_management: ContextManagement | None = None
 
     @property
     def own_tools(self) -> list[Any]:
@@ -130,8 +143,28 @@ class CountTokensRequest(TranslatedRequest):
         )
         hosted = [tool for tool in self.tools or () if as_function(tool) is None]
         names |= {f"tools.{tool.get('type')}" for tool in hosted}
+        edits = (self.context_management or {}).get("edits", ())
+        types = {edit["type"] for edit in edits}.difference(EDITS)
+        names |= {f"context_management.{kind}" for kind in types}
         names |= {f"messages.{kind}" for kind in noted_types(self.system, self.messages)}
         return super().ignored() | names
+
+    def edit_context(self, count: Callable[[str], int]) -> list[AppliedEdit]:
+        """Do the edits of `context_management`, and return those that changed the messages. `count`
+        returns the number of tokens of a text.
+        """
+        if self.context_management is None:
+            return []
+
+        def count_block(block: Any) -> int:
+            return count(text_of_block(block))
+
+        num_before = count(json.dumps(self.own_tools, ensure_ascii=False))
+        num_before += sum(map(count_block, blocks_of({"content": self.system or ""})))
+        self.messages, applied = edit_context(
+            self.context_management, self.messages, count_block, num_before
+        )
+        return applied
 
     def chat(self) -> ChatCompletionRequest:
         return self.as_chat(self.chat_fields())
@@ -280,9 +313,17 @@ class AnthropicMessagesResponse(msgspec.Struct, kw_only=True, tag_field="type", 
     stop_reason: StopReason | None = None
     stop_sequence: str | None = None
     usage: MessageUsage
+    context_management: AppliedEdits | UnsetType = UNSET  # if the request asks for edits
+
+
+class OriginalTokens(msgspec.Struct):
+    """The number of tokens before the edits of the conversation."""
+
+    original_input_tokens: int
 
 
 class TokensCount(msgspec.Struct):
     """The response of /v1/messages/count_tokens."""
 
     input_tokens: int
+    context_management: OriginalTokens | UnsetType = UNSET  # if the request asks for edits

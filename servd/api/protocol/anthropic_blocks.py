@@ -100,12 +100,31 @@ def check_system(system: Any) -> Any:
     return None if system is None else _check_blocks(system, BLOCKS["system"])
 
 
+def blocks_of(message: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the content of a message as blocks."""
+    content = message["content"]
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def text_of_block(block: dict[str, Any]) -> str:
+    """Return about what the model reads of a block of any type."""
+    match block["type"]:
+        case "tool_use":
+            return block["name"] + json.dumps(block["input"], ensure_ascii=False)
+        case "tool_result":
+            parts = _text_parts(block.get("content") or "")
+            return parts if isinstance(parts, str) else "\n".join(part["text"] for part in parts)
+        case "thinking":
+            return block["thinking"]
+        case _:
+            return _read_block(block)[0]
+
+
 def chat_messages(system: Any, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the messages of a chat. Each tool result becomes a message of its own."""
     chat = [{"role": "system", "content": _text_parts(system)}] if system else []
     for message in messages:
-        content = message["content"]
-        blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        blocks = blocks_of(message)
         match message["role"]:
             case "assistant":
                 chat.append(_assistant(blocks))
