@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
 import msgspec
@@ -20,7 +22,6 @@ from servd.api.protocol.anthropic_blocks import (
     noted_types,
     text_of_block,
 )
-from servd.api.protocol.anthropic_tools import as_function
 from servd.api.protocol.chat import ChatCompletionRequest, Effort
 from servd.api.protocol.context_editing import (
     EDITS,
@@ -54,6 +55,10 @@ CHAT_NAMES = {
     "chat_template_kwargs": "thinking",
     "thinking_token_budget": "thinking.budget_tokens",
 }
+# Tools that the client runs and whose schemas Anthropic's models know.
+CLIENT_TOOLS: dict[str, Any] = tomllib.loads(
+    Path(__file__).with_name("anthropic_tools.toml").read_text(encoding="utf8")
+)
 
 
 class MessagesTool(OpenObject):
@@ -125,7 +130,7 @@ class CountTokensRequest(TranslatedRequest):
     @property
     def own_tools(self) -> list[Any]:
         """The tools that the client runs, as functions. The model sees no others."""
-        functions = map(as_function, self.tools or ())
+        functions = map(_as_function, self.tools or ())
         return [function for function in functions if function is not None]
 
     @property
@@ -141,7 +146,7 @@ class CountTokensRequest(TranslatedRequest):
         names |= idle_strict(
             self.own_tools, self.tool_choice is not None and self.tool_choice["type"] != "auto"
         )
-        hosted = [tool for tool in self.tools or () if as_function(tool) is None]
+        hosted = [tool for tool in self.tools or () if _as_function(tool) is None]
         names |= {f"tools.{tool.get('type')}" for tool in hosted}
         edits = (self.context_management or {}).get("edits", ())
         types = {edit["type"] for edit in edits}.difference(EDITS)
@@ -228,6 +233,17 @@ class LimitedMessagesRequest(MessagesRequest):
     def chat_fields(self) -> dict[str, Any]:
         budget = (self.thinking or {}).get("budget_tokens") if self.thinks else None
         return super().chat_fields() | ({} if budget is None else {"thinking_token_budget": budget})
+
+
+def _as_function(tool: Any) -> MessagesTool | None:
+    """Return a tool that the client runs with its name and schema; None for other tools."""
+    kind = tool.get("type")
+    if kind in (None, "custom"):
+        return tool
+    if kind in ("text_editor_20241022", "text_editor_20250124"):
+        return CLIENT_TOOLS["old_text_editor"]
+    name, _, version = kind.rpartition("_")
+    return CLIENT_TOOLS.get(name) if version.isdecimal() else None
 
 
 def _chat_tool(tool: MessagesTool) -> dict[str, Any]:
