@@ -230,6 +230,8 @@ class GenerationRequest(StructuredRequest):
     """In log-probabilities, write tokens as `token_id:123`: several tokens may share a text."""
     timings_per_token: bool | None = None
     """Return llama-server's `timings`, in the response or in the last chunk."""
+    return_progress: bool | None = None
+    """Stream llama-server's `prompt_progress` while the prompt is computed. Needs `stream`."""
     return_prompt_text: bool | None = None
     """Return the rendered prompt in `prompt_text`."""
     request_id: Annotated[str, Field(pattern=REQUEST_ID)] | None = None
@@ -311,6 +313,8 @@ class GenerationRequest(StructuredRequest):
             idle = {*idle, "truncation_side"}
         fields = vars(self)  # the declared ones
         names = {name for name in idle if fields[name] is not None}
+        if self.return_progress and not self.stream:
+            names.add("return_progress")
         return super().ignored() | names | {f"stream_options.{name}" for name in options}
 
     @property
@@ -343,6 +347,7 @@ class GenerationRequest(StructuredRequest):
             kv_source=peer if transfer.get("do_remote_prefill") else "",
             is_exported=bool(transfer.get("do_remote_decode")),
             truncation_side=self.truncation_side,
+            reports_progress=bool(self.return_progress),
         )
 
     @property
