@@ -12,14 +12,7 @@ from pydantic_core import PydanticCustomError
 
 from servd.api.protocol.chat import ChatCompletionRequest, Effort
 from servd.api.protocol.generation import StopTexts, Temperature, TopK, TopP
-from servd.api.protocol.tools import (
-    HostedTool,
-    Parameters,
-    ToolName,
-    allow_both,
-    idle_strict,
-    own_and_hosted,
-)
+from servd.api.protocol.tools import HostedTool, Parameters, ToolName, allow_both, own_and_hosted
 from servd.api.protocol.translation import TranslatedRequest
 from servd.api.protocol.validation import FewKeys, OpenObject, Schema, Whole
 from servd.base.bounds import INT32_MAX
@@ -206,9 +199,6 @@ class CountTokensRequest(TranslatedRequest):
         names = {f"thinking.{name}" for name in (self.thinking or {}).keys() - used}
         unknown_keys = (self.output_config or {}).keys() - {"format", "effort"}
         names |= {f"output_config.{name}" for name in unknown_keys}
-        names |= idle_strict(
-            self.own_tools, self.tool_choice is not None and self.tool_choice["type"] != "auto"
-        )
         types = {tool.get("type") for tool in self.tools or ()} - {None, "custom"}
         names |= {f"tools.{kind}" for kind in types}
         names |= {f"messages.{kind}" for kind in _noted(self.system, self.messages)}
