@@ -31,14 +31,7 @@ from servd.api.protocol.context_editing import (
     edit_context,
 )
 from servd.api.protocol.generation import StopTexts, Temperature, TopK, TopP
-from servd.api.protocol.tools import (
-    HostedTool,
-    Parameters,
-    ToolName,
-    allow_both,
-    idle_strict,
-    own_and_hosted,
-)
+from servd.api.protocol.tools import HostedTool, Parameters, ToolName, allow_both, own_and_hosted
 from servd.api.protocol.translation import TranslatedRequest
 from servd.api.protocol.validation import FewKeys, OpenObject, Whole
 from servd.base.bounds import INT32_MAX
@@ -143,9 +136,6 @@ class CountTokensRequest(TranslatedRequest):
         names = {f"thinking.{name}" for name in (self.thinking or {}).keys() - used}
         unknown_keys = (self.output_config or {}).keys() - {"format", "effort"}
         names |= {f"output_config.{name}" for name in unknown_keys}
-        names |= idle_strict(
-            self.own_tools, self.tool_choice is not None and self.tool_choice["type"] != "auto"
-        )
         hosted = [tool for tool in self.tools or () if _as_function(tool) is None]
         names |= {f"tools.{tool.get('type')}" for tool in hosted}
         edits = (self.context_management or {}).get("edits", ())

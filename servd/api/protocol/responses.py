@@ -13,7 +13,7 @@ from typing_extensions import TypedDict
 from servd.api.protocol.chat import Effort, RefusalPart, TokenLogprob, check_parts
 from servd.api.protocol.generation import Temperature, TopP
 from servd.api.protocol.response_items import HOSTED_ITEMS, chat_messages, noted_part
-from servd.api.protocol.tools import Function, HostedTool, allow_both, idle_strict, own_and_hosted
+from servd.api.protocol.tools import Function, HostedTool, allow_both, own_and_hosted
 from servd.api.protocol.translation import TranslatedRequest
 from servd.api.protocol.validation import FewKeys, OpenObject, Whole
 from servd.base.bounds import INT32_MAX
@@ -250,9 +250,6 @@ class ResponsesRequest(TranslatedRequest):
         options = (self.stream_options or {}).items()
         names |= {f"stream_options.{name}" for name, value in options if value}
         names |= {f"reasoning.{name}" for name in (self.reasoning or {}).keys() - {"effort"}}
-        choice = self.tool_choice
-        mode = choice.get("mode", "required") if isinstance(choice, dict) else choice
-        names |= idle_strict(self.functions, mode not in (None, "auto"))
         names |= {f"tools.{t['type']}" for t in self.tools or () if t["type"] != "function"}
         kinds = {item.get("type", "message") for item in self.input}
         names |= {f"input.{kind}" for kind in kinds.difference(OWN_ITEMS)}
