@@ -98,6 +98,8 @@ def _example(schema: dict[str, Any]) -> Any:
 GENERATION: dict[str, Any] = examples() | {
     "model": "fake",
     "skip_special_tokens": False,
+    "mirostat": 2,
+    "dry_base": 1.5,
     "repetition_detection": {"max_pattern_size": 4, "min_count": 3},
     "truncate_prompt_tokens": 3,
     "truncation_side": "right",
