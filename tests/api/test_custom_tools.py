@@ -49,7 +49,7 @@ async def test_a_chat_answers_with_the_text_of_a_custom_tool():
         assert call.pop("id")
         expected = {"type": "custom", "custom": {"name": "apply_patch", "input": TEXT}}
         assert call == expected
-        assert PATCH.splitlines()[1] in prompt_of(served) and "Edits files." in prompt_of(served)
+        assert "hunk: addition" in prompt_of(served) and "Edits files." in prompt_of(served)
         streamed = await served.http.post(CHAT, json={**body, "stream": True})
         text = ""
         names = []
