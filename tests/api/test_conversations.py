@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 
-from servd.api.responses import queries
+from servd.api.responses import conversations
 from tests.api.harness import MODEL, Served, connect_openai, serve, until, user
 from tests.api.test_errors import check
 
@@ -177,8 +177,10 @@ async def test_bad_requests(http: httpx.AsyncClient, monkeypatch: pytest.MonkeyP
         assert (await http.get(f"{items}/{strange}")).status_code == 404
         assert (await http.get(f"/v1/responses/{strange}")).status_code == 404
 
-    monkeypatch.setattr(queries, "MAX_ITEMS", 3)
+    monkeypatch.setattr(conversations, "MAX_ITEMS", 3)
     await post(http, items, items=[message] * 3)
+    check(await http.post(items, json={"items": [message]}), 400, "conversation")
+    await post(http, "/v1/responses", input="a", max_output_tokens=1, conversation=name)
     check(await http.post(items, json={"items": [message]}), 400, "conversation")
     full = {"input": "a", "conversation": name}
     check(await http.post("/v1/responses", json=full), 400, "conversation")
@@ -216,7 +218,7 @@ async def test_conversations_belong_to_their_key_and_stay_within_limits():
         assert statuses == [404] * (100 - num_kept) + [200] * num_kept
         assert (await http.get(f"{URL}/{made}/items", headers=mine)).json()["data"] == [item]
         long = {"items": [{"role": "user", "content": "a" * 20_000}]}
-        check(await http.post(URL, json=long, headers=mine), 400, "items")
+        check(await http.post(URL, json=long, headers=mine), 400, "conversation")
         assert (await http.get(f"{URL}/{made}", headers=mine)).status_code == 200
 
 

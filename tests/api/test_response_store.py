@@ -7,6 +7,7 @@ import asyncio
 import sqlite3
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 
 from servd.api.keys import ApiKeys
 from servd.api.protocol.responses import ResponsesResponse
-from servd.api.responses import response_store
+from servd.api.responses import queries
 from servd.api.responses.database import open_database
 from servd.api.responses.queries import History
 from servd.api.responses.response_store import ResponseStore, Turn
@@ -223,8 +224,9 @@ def new_turn(name: str, history: History, text: str, owner: str = "a") -> Turn:
     values = {field.name: None for field in fields(ResponsesResponse) if field.required}
     response = ResponsesResponse(**values | {"id": f"resp_{name}", "status": "completed"})
     response.background = False
+    response.store = True
     item = {"id": f"msg_{name}", "role": "user", "content": text}
-    return Turn(owner, response, history, [item], is_stored=True)
+    return Turn(owner, response, history, [item])
 
 
 @asynccontextmanager
@@ -237,6 +239,11 @@ async def open_store(**options: Any) -> AsyncIterator[ResponseStore]:
 async def contents(store: ResponseStore, name: str, owner: str = "a") -> list[str]:
     history = await store.history(owner, f"resp_{name}", None)
     return [item["content"] for item in history.items()]
+
+
+async def delete_response(store: ResponseStore, owner: str, name: str) -> None:
+    row = (await store.find(owner, f"resp_{name}")).row
+    await store.db.write(partial(queries.remove, row=row))
 
 
 async def counts(store: ResponseStore) -> tuple[int, int, int]:
@@ -257,7 +264,7 @@ async def test_later_turns_keep_the_items_of_removed_ones():
             await store.save(new_turn(name, history, name))
 
         async def delete(name: str) -> None:
-            await store.delete("a", await store.find("a", f"resp_{name}"))
+            await delete_response(store, "a", name)
             with pytest.raises(NotFound):
                 await store.find("a", f"resp_{name}")
 
@@ -308,7 +315,7 @@ async def test_the_store_stays_within_its_bounds_and_forgets_the_oldest(
         for number, (_, size, owner, deletes) in enumerate(steps):
             if deletes and kept[owner]:
                 name = kept[owner].pop(0)
-                await store.delete(owner, await store.find(owner, f"resp_{name}"))
+                await delete_response(store, owner, name)
             previous = f"resp_{kept[owner][-1]}" if size % 2 and kept[owner] else None
             history = await store.history(owner, previous, None)
             await store.save(new_turn(str(number), history, "x" * size, owner))
@@ -326,14 +333,14 @@ async def test_the_store_stays_within_its_bounds_and_forgets_the_oldest(
             assert num_seen == sum(map(len, kept.values())) and num_bytes <= 10_000
 
 
-async def test_what_is_too_old_is_removed_and_the_file_shrinks(db: str, monkeypatch):
+async def test_what_is_too_old_is_removed_and_the_file_shrinks(db: str):
     async with open_store(response_db=db, response_max_age=1000.0) as store:
         for number in range(50):
             await store.save(new_turn(str(number), History(), "x" * 20_000))
         await store.clean_up()
         assert (await counts(store))[0] == 50
-        now = response_store.time.time
-        monkeypatch.setattr(response_store.time, "time", lambda: now() + 2000)
+        query = "UPDATE objects SET changed = changed - 2000"
+        await store.db.write(lambda db: db.execute(query).rowcount)
         await store.save(new_turn("new", History(), "x"))
         await store.clean_up()
         assert (await counts(store))[0] == 1

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from servd.base.errors import ConfigError, StoreUnavailable
@@ -23,75 +24,6 @@ BUSY_TIMEOUT = 5.0  # seconds to wait for another process that writes
 APPLICATION_ID = 0x73727664  # "srvd", in the header of the file
 PAGES = 2000  # of 4 KiB
 VERSION = 1  # of the schema
-# An object is a response or a conversation. A response that was deleted or evicted is hidden while
-# a later response continues it. `owners` has the totals of each API key's objects.
-SCHEMA = """\
-CREATE TABLE objects (
-    id INTEGER PRIMARY KEY AUTOINCREMENT,
-    owner TEXT NOT NULL,
-    name TEXT NOT NULL,
-    request_id TEXT, -- NULL: a conversation
-    changed REAL NOT NULL, -- Unix time
-    num_bytes INTEGER NOT NULL,
-    is_hidden INTEGER NOT NULL DEFAULT 0,
-    server TEXT, -- runs the response in the background
-    is_cancelled INTEGER NOT NULL DEFAULT 0, -- another server asks for it
-    previous INTEGER, -- the response that it continues
-    conversation INTEGER,
-    last_item INTEGER, -- of the conversation, before the input
-    input BLOB, -- a JSON list
-    body BLOB NOT NULL, -- a JSON object
-    UNIQUE (owner, name)
-)
-
-CREATE INDEX request_ids ON objects (owner, request_id) WHERE request_id IS NOT NULL
-
-CREATE INDEX continuations ON objects (previous) WHERE previous IS NOT NULL
-
-CREATE INDEX ages_by_owner ON objects (owner, changed) WHERE server IS NULL AND is_hidden = 0
-
-CREATE INDEX ages ON objects (changed) WHERE server IS NULL AND is_hidden = 0
-
-CREATE INDEX servers ON objects (server) WHERE server IS NOT NULL
-
-CREATE TABLE events (
-    object INTEGER NOT NULL REFERENCES objects ON DELETE CASCADE,
-    number INTEGER NOT NULL,
-    event BLOB NOT NULL,
-    PRIMARY KEY (object, number)
-) WITHOUT ROWID
-
-CREATE TABLE items (
-    id INTEGER PRIMARY KEY AUTOINCREMENT,
-    conversation INTEGER NOT NULL REFERENCES objects ON DELETE CASCADE,
-    name TEXT NOT NULL,
-    body BLOB NOT NULL,
-    UNIQUE (conversation, name)
-)
-
-CREATE INDEX items_by_conversation ON items (conversation)
-
-CREATE TABLE owners (
-    owner TEXT PRIMARY KEY,
-    num_objects INTEGER NOT NULL,
-    num_bytes INTEGER NOT NULL
-) WITHOUT ROWID
-
-CREATE TRIGGER added AFTER INSERT ON objects BEGIN
-    INSERT INTO owners VALUES (new.owner, 1, new.num_bytes) ON CONFLICT DO UPDATE
-    SET num_objects = num_objects + 1, num_bytes = num_bytes + excluded.num_bytes;
-END
-
-CREATE TRIGGER changed AFTER UPDATE OF num_bytes, is_hidden ON objects BEGIN
-    UPDATE owners SET num_objects = num_objects - new.is_hidden + old.is_hidden,
-    num_bytes = num_bytes + new.num_bytes - old.num_bytes WHERE owner = new.owner;
-END
-
-CREATE TRIGGER removed AFTER DELETE ON objects BEGIN
-    UPDATE owners SET num_objects = num_objects - 1 + old.is_hidden,
-    num_bytes = num_bytes - old.num_bytes WHERE owner = old.owner;
-END
-"""
 
 
 def open_database(path: str | None) -> sqlite3.Connection:
@@ -135,8 +67,9 @@ def _prepare(connection: sqlite3.Connection) -> None:
         raise ConfigError("this is another program's database: choose another file")
     if num_tables and version != VERSION:
         raise ConfigError("this is the database of another version of servd: choose another file")
-    for statement in SCHEMA.split("\n\n") if not num_tables else ():
-        connection.execute(statement)
+    if not num_tables:
+        for statement in Path(__file__).with_name("schema.sql").read_text("utf8").split("\n\n"):
+            connection.execute(statement)
     connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
     connection.execute(f"PRAGMA user_version = {VERSION}")  # writes: fails if the disk is full
     connection.execute("COMMIT")

@@ -5,23 +5,27 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from servd.api.keys import ApiKeys
+from servd.api.protocol.response_items import with_ids
 from servd.api.protocol.responses import ResponsesResponse, Status
 from servd.api.responses import queries
+from servd.api.responses.conversations import Conversations, append_items
 from servd.api.responses.database import Database
 from servd.api.responses.event_log import MAX_EVENTS, EventLog
 from servd.api.responses.queries import History, Stored
 from servd.api.responses.server_lock import ServerLock, is_alive
 from servd.base.errors import InvalidRequest, NotFound, Overloaded, RequestError, StoreUnavailable
 from servd.config import ServerConfig
+
+T = TypeVar("T")
 
 MAX_IN_MEMORY = 1000  # objects per key, without a file
 MAX_RUNNING = 1000  # background responses per key and process
@@ -40,8 +44,7 @@ class Turn:
     owner: str
     response: ResponsesResponse
     history: History
-    input: list[dict[str, Any]]  # items with ids
-    is_stored: bool  # False: only its conversation is
+    input: list[dict[str, Any]]
     row: int | None = None  # once it is stored
     log: EventLog = field(default_factory=EventLog)  # of a background response
     num_events: int = 0  # of `log` that are stored
@@ -119,16 +122,15 @@ class ResponseStore:
         if stored is not None and (turn := self.running.get(stored.name)) is not None:
             stored.body = msgspec.json.encode(turn.response)
         elif stored is not None and stored.server is not None and not self.lives(stored.server):
-            await self.db.write(partial(queries.fail, row=stored.row))
+            await self.db.write(partial(queries.fail, server=stored.server, row=stored.row))
             stored = await self.db.read(query)
         if stored is None:
-            limits = "within limits of age and bytes (--response-max-age, --response-max-bytes)"
+            limits = "--response-max-age and --response-max-bytes"
             if self.path is None:
-                limits = f"of the last {self.max_objects} (--max-stored-responses), and each API "
-                limits += "process its own (--response-db shares them)"
+                limits += ", and --max-stored-responses in each API process"
             raise missing(
                 f"there is no response {response_id[:200]!r} of this API key. The server keeps "
-                f"responses {limits}",
+                f"responses within {limits}",
                 param=param,
                 code=code,
             )
@@ -149,9 +151,7 @@ class ResponseStore:
                 raise InvalidRequest(
                     "send either `conversation` or `previous_response_id`", param="conversation"
                 )
-            return await self.db.read(
-                lambda db: queries.read_conversation(db, find_row(db, owner, conversation_id)[0])
-            )
+            return await self.read(owner, lambda key: key.read_history(conversation_id))
         if previous_id is None:
             return History()
         param = "previous_response_id"
@@ -164,12 +164,19 @@ class ResponseStore:
             )
         return await self.db.read(partial(queries.read_chain, row=stored.row))
 
-    async def input_of(self, owner: str, response_id: str) -> History:
-        """Return the input items of a response, after those of earlier turns."""
-        stored = await self.find(owner, response_id)
-        history = await self.db.read(partial(queries.read_chain, row=stored.row))
-        del history.parts[-1:]  # its output
-        return history
+    async def read(self, owner: str, work: Callable[[Conversations], T]) -> T:
+        """Return what `work` reads in the conversations of a key."""
+        return await self.db.read(lambda db: work(Conversations(db, owner, self.max_bytes)))
+
+    async def write(self, owner: str, work: Callable[[Conversations], T]) -> T:
+        """Return the result of `work`, which changes conversations of a key."""
+
+        def change(db: sqlite3.Connection) -> T:
+            result = work(Conversations(db, owner, self.max_bytes))
+            self._evict(db, owner)
+            return result
+
+        return await self.db.write(change)
 
     async def save(self, turn: Turn, last_event: bytes = b"") -> None:
         """Store a response or its new state, and its events. If it is complete, add its items to
@@ -187,59 +194,50 @@ class ResponseStore:
         self, turn: Turn, start: int, events: Sequence[bytes], db: sqlite3.Connection
     ) -> int | None:
         body = msgspec.json.encode(turn.response)
+        unique_id = turn.response.id.removeprefix("resp_")
+        items = with_ids(turn.input, unique_id)
+        history = turn.history
         server = self.server if turn.is_running else None
         row = turn.row
-        if turn.is_stored:
-            if row is None:
-                row = self._insert(turn, body, server, db)
-            elif turn.stored_status != turn.response.status:  # not with each new event
+        if row is not None:
+            if turn.stored_status != turn.response.status:  # not with each new event
                 queries.update(db, row, body, server)
             queries.add_events(db, row, start, events)
-        conversation = turn.history.conversation
+        elif turn.response.store:
+            previous = history.previous
+            is_kept = previous is None or queries.exists(db, previous)
+            row = queries.insert(
+                db,
+                owner=turn.owner,
+                name=turn.response.id,
+                request_id=unique_id.rpartition("-")[0] or unique_id,
+                previous=previous if is_kept else None,
+                conversation=history.conversation,
+                last_item=history.last_item,
+                input=msgspec.json.encode(items if is_kept else [*history.items(), *items]),
+                body=body,
+                server=server,
+            )
+            queries.add_events(db, row, start, events)
+        conversation = history.conversation
         if turn.response.status in ("completed", "incomplete") and conversation is not None:
             if queries.exists(db, conversation):
-                output = History(parts=[body]).items()
-                queries.add_items(db, conversation, [*turn.input, *output])
-        if row is not None and not turn.is_running:
-            query = "SELECT 1 FROM objects WHERE id = ? AND num_bytes > ?"
-            if db.execute(query, [row, self.max_bytes]).fetchone() is not None:
-                queries.remove(db, row)  # rather than all others
-        self.evict(db, turn.owner)
+                append_items(db, conversation, [*items, *History(parts=[body]).items()])
+        self._evict(db, turn.owner, row or 0)
         return row
 
-    def _insert(self, turn: Turn, body: bytes, server: str | None, db: sqlite3.Connection) -> int:
-        history = turn.history
-        previous = history.previous
-        items = turn.input
-        if previous is not None and not queries.exists(db, previous):  # removed meanwhile
-            previous = None
-            items = [*history.items(), *items]
-        unique_id = turn.response.id.removeprefix("resp_")
-        return queries.insert(
-            db,
-            owner=turn.owner,
-            name=turn.response.id,
-            request_id=unique_id.rpartition("-")[0] or unique_id,
-            previous=previous,
-            conversation=history.conversation,
-            last_item=history.last_item,
-            input=msgspec.json.encode(items),
-            body=body,
-            server=server,
-        )
-
-    def evict(self, db: sqlite3.Connection, owner: str) -> None:
-        """Remove the oldest objects of a key beyond its limits, except running responses."""
-        totals = "SELECT num_objects, num_bytes FROM owners WHERE owner = ?"
-        oldest = """SELECT id FROM objects WHERE owner = ? AND server IS NULL AND is_hidden = 0
-            ORDER BY changed, id LIMIT 1"""
-        while True:
-            num_objects, num_bytes = db.execute(totals, [owner]).fetchone() or (0, 0)
-            if num_objects <= self.max_objects and num_bytes <= self.max_bytes:
+    def _evict(self, db: sqlite3.Connection, owner: str, row: int = 0) -> None:
+        """Remove the oldest objects of a key beyond its limits, except running responses. Remove
+        `row`, if it is too large by itself, rather than all others.
+        """
+        query = "SELECT 1 FROM objects WHERE id = ? AND num_bytes > ? AND server IS NULL"
+        if db.execute(query, [row, self.max_bytes]).fetchone() is not None:
+            queries.remove(db, row)
+        query = "SELECT 1 FROM owners WHERE owner = ? AND (num_objects > ? OR num_bytes > ?)"
+        while db.execute(query, [owner, self.max_objects, self.max_bytes]).fetchone() is not None:
+            if (oldest := db.execute(queries.OLDEST, [owner]).fetchone()) is None:
                 return
-            if (row := db.execute(oldest, [owner]).fetchone()) is None:
-                return
-            queries.remove(db, row[0])
+            queries.remove(db, *oldest)
 
     async def cancel(self, owner: str, stored: Stored) -> Stored:
         """End a response if it runs, in this process or another. Return its new state."""
@@ -255,11 +253,6 @@ class ResponseStore:
                     while (await self.find(owner, stored.name)).server is not None:
                         await asyncio.sleep(POLL)
         return await self.find(owner, stored.name)
-
-    async def delete(self, owner: str, stored: Stored) -> None:
-        """Cancel and remove a response."""
-        await self.cancel(owner, stored)
-        await self.db.write(partial(queries.remove, row=stored.row))
 
     async def follow(self, owner: str, stored: Stored, start: int) -> AsyncGenerator[bytes, None]:
         """Yield the events of a background response from number `start` on, as they arrive."""
@@ -287,7 +280,7 @@ class ResponseStore:
                     next_clean_up = time.monotonic() + CLEAN_UP_INTERVAL
                     await self.clean_up()
                 if self.path is not None and self.running:
-                    await self.share_running()
+                    await self._share_running()
             await asyncio.sleep(POLL)
 
     async def clean_up(self) -> None:
@@ -295,10 +288,9 @@ class ResponseStore:
         revoked keys.
         """
         query = "SELECT DISTINCT server FROM objects WHERE server IS NOT NULL"
-        servers = await self.db.read(lambda db: [name for (name,) in db.execute(query)])
-        for server in servers:
+        for (server,) in await self.db.read(lambda db: db.execute(query).fetchall()):
             if server != self.server and not self.lives(server):
-                await self.db.write(partial(queries.end_of_server, server=server))
+                await self.db.write(partial(queries.fail, server=server))
         if self.path is None and self.api_keys.are_needed:
             names = [key.name for key in self.api_keys.current]
             await self.db.write(partial(queries.remove_revoked, names=names))
@@ -307,13 +299,13 @@ class ResponseStore:
             pass
         await self.db.shrink_file()
 
-    async def share_running(self) -> None:
+    async def _share_running(self) -> None:
         """Store new events for other processes, and cancel the responses that they ask for."""
-        turns = [turn for turn in self.running.values() if turn.row is not None]
         query = "SELECT id FROM objects WHERE server = ? AND is_cancelled"
-        rows = await self.db.read(lambda db: {row for (row,) in db.execute(query, [self.server])})
+        rows = await self.db.read(lambda db: db.execute(query, [self.server]).fetchall())
+        turns = [turn for turn in self.running.values() if turn.row is not None]
         for turn in turns:
-            if turn.row in rows and turn.task is not None:
+            if (turn.row,) in rows and turn.task is not None:
                 turn.task.cancel()
         changed = [
             turn
@@ -322,15 +314,3 @@ class ResponseStore:
             and (turn.log.since(turn.num_events) or turn.stored_status != turn.response.status)
         ]
         await asyncio.gather(*map(self.save, changed))  # in one commit
-
-
-def find_row(db: sqlite3.Connection, owner: str, conversation_id: str) -> tuple[int, bytes]:
-    """Return the row and the JSON of a conversation. Raise NotFound if the key has none such."""
-    found_row = queries.find_conversation(db, owner, conversation_id)
-    if found_row is None:
-        raise NotFound(
-            f"there is no conversation {conversation_id[:200]!r} of this API key: create one with "
-            "POST /v1/conversations",
-            param="conversation",
-        )
-    return found_row

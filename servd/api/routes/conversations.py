@@ -1,6 +1,8 @@
 """/v1/conversations: items that responses continue and extend."""
 
-from typing import Annotated, Any
+from collections.abc import Callable
+from functools import partial
+from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Query
 from starlette.requests import Request
@@ -18,25 +20,27 @@ from servd.api.protocol.conversations import (
     ConversationUpdate,
     DeletedConversation,
 )
-from servd.api.protocol.response_items import listed, with_ids
+from servd.api.protocol.response_items import listed
 from servd.api.protocol.responses import InputItems
 from servd.api.responses.conversations import Conversations
+from servd.base.errors import NotFound
 
 router = APIRouter(route_class=Route)
 
-ITEMS = "/v1/conversations/{conversation_id}/items"
+T = TypeVar("T")
+
+ONE = "/v1/conversations/{conversation_id}"
 
 
-def conversations_of(request: Request) -> Conversations:
-    return Conversations(context_of(request).responses, call_of(request).owner)
+async def read(request: Request, work: Callable[[Conversations], T]) -> T:
+    return await context_of(request).responses.read(call_of(request).owner, work)
 
 
-def new_items(request: Request, items: list[Any]) -> list[dict[str, Any]]:
-    return with_ids(items, call_of(request).unique_id)
+async def write(request: Request, work: Callable[[Conversations], T]) -> T:
+    return await context_of(request).responses.write(call_of(request).owner, work)
 
 
 def page_of(items: list[dict[str, Any]], has_more: bool) -> Response:
-    """Return a page of a list. No more items than a page may have."""
     first, last = (items[0]["id"], items[-1]["id"]) if items else (None, None)
     return json_response(InputItems(listed(items), first, last, has_more))
 
@@ -47,17 +51,19 @@ async def create_conversation(
     request: Request, body: Annotated[ConversationRequest, json_body(ConversationRequest)]
 ) -> Response:
     """Create a conversation."""
-    items = new_items(request, body.items or [])
-    return json_response(await conversations_of(request).create(items, body.metadata or {}))
+    if context_of(request).responses.max_objects == 0:
+        raise NotFound("the server stores no conversations (--max-stored-responses 0)")
+    items: list[Any] = body.items or []
+    return json_response(await write(request, lambda key: key.create(items, body.metadata or {})))
 
 
-@router.get("/v1/conversations/{conversation_id}", response_model=Conversation)
+@router.get(ONE, response_model=Conversation)
 async def get_conversation(request: Request, conversation_id: PathPart) -> Response:
     """Return a conversation, without its items."""
-    return json_response(await conversations_of(request).find(conversation_id))
+    return json_response(await read(request, lambda key: key.find(conversation_id)))
 
 
-@router.post("/v1/conversations/{conversation_id}", response_model=Conversation)
+@router.post(ONE, response_model=Conversation)
 @without_weights
 async def update_conversation(
     request: Request,
@@ -65,18 +71,18 @@ async def update_conversation(
     body: Annotated[ConversationUpdate, json_body(ConversationUpdate)],
 ) -> Response:
     """Replace the metadata of a conversation."""
-    conversations = conversations_of(request)
-    return json_response(await conversations.update(conversation_id, body.metadata or {}))
+    metadata = body.metadata or {}
+    return json_response(await write(request, lambda key: key.update(conversation_id, metadata)))
 
 
-@router.delete("/v1/conversations/{conversation_id}", response_model=DeletedConversation)
+@router.delete(ONE, response_model=DeletedConversation)
 async def delete_conversation(request: Request, conversation_id: PathPart) -> Response:
     """Delete a conversation and its items. Its responses stay."""
-    await conversations_of(request).delete(conversation_id)
+    await write(request, lambda key: key.remove(conversation_id))
     return json_response(DeletedConversation(conversation_id))
 
 
-@router.post(ITEMS, response_model=InputItems)
+@router.post(f"{ONE}/items", response_model=InputItems)
 @without_weights
 async def create_items(
     request: Request,
@@ -84,30 +90,29 @@ async def create_items(
     body: Annotated[ConversationItemsRequest, json_body(ConversationItemsRequest)],
 ) -> Response:
     """Append items to a conversation."""
-    items = new_items(request, body.items)
-    return page_of(await conversations_of(request).add_items(conversation_id, items), False)
+    items: list[Any] = body.items
+    added = await write(request, lambda key: key.add_items(conversation_id, items))
+    return page_of(added, has_more=False)
 
 
-@router.get(ITEMS, response_model=InputItems)
+@router.get(f"{ONE}/items", response_model=InputItems)
 async def list_items(
     request: Request, conversation_id: PathPart, page: Annotated[Page, Query()]
 ) -> Response:
     """List the items of a conversation."""
-    conversations = conversations_of(request)
-    items, has_more = await conversations.list_items(
-        conversation_id, page.limit, page.order, page.after
-    )
-    return page_of(items, has_more)
+    query = partial(Conversations.list_items, name=conversation_id, **page.model_dump())
+    return page_of(*await read(request, query))
 
 
-@router.get(f"{ITEMS}/{{item_id}}", response_model=dict[str, Any])
+@router.get(f"{ONE}/items/{{item_id}}", response_model=dict[str, Any])
 async def get_item(request: Request, conversation_id: PathPart, item_id: PathPart) -> Response:
     """Return an item of a conversation."""
-    item = await conversations_of(request).find_item(conversation_id, item_id)
+    _, item = await read(request, lambda key: key.find_item(conversation_id, item_id))
     return json_response(listed([item])[0])
 
 
-@router.delete(f"{ITEMS}/{{item_id}}", response_model=Conversation)
+@router.delete(f"{ONE}/items/{{item_id}}", response_model=Conversation)
 async def delete_item(request: Request, conversation_id: PathPart, item_id: PathPart) -> Response:
     """Remove an item from a conversation."""
-    return json_response(await conversations_of(request).delete_item(conversation_id, item_id))
+    removed = await write(request, lambda key: key.remove_item(conversation_id, item_id))
+    return json_response(removed)

@@ -6,10 +6,10 @@ import asyncio
 import time
 from bisect import bisect_left, bisect_right
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 from starlette.requests import Request
@@ -23,7 +23,7 @@ from servd.api.http.streaming import EventStream
 from servd.api.output.incremental import Content, Delta, Reasoning, ToolCallArguments, ToolCallStart
 from servd.api.protocol.chat import ChatCompletionRequest
 from servd.api.protocol.errors import ErrorBody, ErrorReply, error_reply
-from servd.api.protocol.response_items import listed, sealed, with_ids
+from servd.api.protocol.response_items import listed, sealed
 from servd.api.protocol.responses import (
     CHAT_NAMES,
     ENCRYPTED,
@@ -45,13 +45,13 @@ from servd.api.protocol.responses import (
     Status,
 )
 from servd.api.protocol.translation import renamed
-from servd.api.responses.queries import History, Stored
+from servd.api.responses.queries import History, Stored, read_chain, remove
 from servd.api.responses.response_store import ResponseStore, Turn
 from servd.api.serving.events import CUT_OFF, Event, EventFormatter
 from servd.api.serving.formatter import ResponseInfo
 from servd.api.serving.logprobs import TokenTexts
 from servd.api.serving.serving import OpenAIServing, Outputs
-from servd.base.errors import InvalidRequest, StoreUnavailable
+from servd.base.errors import InvalidRequest
 from servd.messages.engine import TokenLogprobs
 from servd.messages.outputs import CompletionOutput
 from servd.messages.params import SamplingParams
@@ -77,20 +77,13 @@ class OpenAIServingResponses(OpenAIServing):
         is_stored = body.store is not False and self.store.max_objects > 0
         if body.background and not is_stored:
             raise InvalidRequest("a background response needs `store`: true", param="background")
-        history = await self._history(body, request)
+        history, chat = await self._prepare(body, request)
         with renamed(CHAT_NAMES):
-            chat = await self._chat_of(body, history, request)
             params = self.sampling_params(chat, request)
             info = self.response_info(request, f"resp_{call.unique_id}", chat.request_options)
             formatter = ResponsesFormatter(info, body, chat, params, is_stored)
             outputs = self.generate(request, formatter, chat.prompt)
-            turn = Turn(
-                call.owner,
-                formatter.body_so_far,
-                history,
-                with_ids(body.items, call.unique_id),
-                is_stored,
-            )
+            turn = Turn(call.owner, formatter.body_so_far, history, body.items)
             if body.background:
                 await self._start_in_background(request, formatter, outputs, turn)
                 if body.stream:
@@ -164,22 +157,24 @@ class OpenAIServingResponses(OpenAIServing):
         """Delete a stored response, and cancel it if it is running."""
         owner = call_of(request).owner
         stored = await self.store.find(owner, response_id)
-        await self.store.delete(owner, stored)
+        await self.store.cancel(owner, stored)
+        await self.store.db.write(partial(remove, row=stored.row))
         return json_response(DeletedResponse(stored.name))
 
     async def list_input_items(
         self, response_id: str, page: Page, request: Request
     ) -> HTTPResponse:
         """List the input items of a stored response, including items of earlier turns."""
-        history = await self.store.input_of(call_of(request).owner, response_id)
+        stored = await self.store.find(call_of(request).owner, response_id)
+        history = await self.store.db.read(partial(read_chain, row=stored.row))
+        del history.parts[-1]  # its output
         items = await run_for(request, history.num_bytes, lambda: listed(history.items()))
         return json_response(InputItems(*page.of(items, lambda item: item["id"])))
 
     async def count_input_tokens(self, body: ResponsesRequest, request: Request) -> HTTPResponse:
         """Count the tokens of a response's prompt."""
-        history = await self._history(body, request)
+        _, chat = await self._prepare(body, request)
         with renamed(CHAT_NAMES):
-            chat = await self._chat_of(body, history, request)
             self.check_params(chat)
             token_ids = await self.tokenize(request, chat.prompt)
         return json_response(InputTokens(len(token_ids)))
@@ -194,21 +189,19 @@ class OpenAIServingResponses(OpenAIServing):
             end=self.stream_end,
         )
 
-    async def _history(self, body: ResponsesRequest, request: Request) -> History:
-        owner = call_of(request).owner
-        return await self.store.history(owner, body.previous_response_id, body.conversation)
+    async def _prepare(
+        self, body: ResponsesRequest, request: Request
+    ) -> tuple[History, ChatCompletionRequest]:
+        """Return what a response continues, and the chat of all items. Raise InvalidRequest."""
+        call = call_of(request)
+        history = await self.store.history(call.owner, body.previous_response_id, body.conversation)
 
-    async def _chat_of(
-        self, body: ResponsesRequest, history: History, request: Request
-    ) -> ChatCompletionRequest:
-        # Stored turns come on top of the body.
-        size = call_of(request).num_bytes + history.num_bytes
-        return await run_for(
-            request,
-            size,
-            lambda: body.as_chat(body.chat_fields([*history.items(), *body.items])),
-            is_new=True,
-        )
+        def make_chat() -> ChatCompletionRequest:
+            return body.as_chat(body.chat_fields([*history.items(), *body.items]))
+
+        size = call.num_bytes + history.num_bytes
+        with renamed(CHAT_NAMES):
+            return history, await run_for(request, size, make_chat, is_new=True)
 
 
 def _encoded(stored: Stored) -> HTTPResponse:
@@ -223,34 +216,30 @@ async def _run_in_background(
     request_id: str,
 ) -> None:
     """Generate a response in the background until it finishes or is cancelled. Store its end
-    before any client gets it.
+    before a client gets it.
     """
     log = turn.log
-
-    async def end(frame: bytes) -> None:
-        await store.save(turn, frame)
-        log.append(frame)
-
     try:
         async with aclosing(outputs):
             async for output in outputs:
                 for delta in formatter.deltas(output):
                     for event in formatter.events_of(delta):
                         log.append(formatter.encode_events([event]))
-        await end(formatter.last_frame())
+        last_frame = formatter.last_frame()
     except asyncio.CancelledError:
         for event in formatter.cancel():
             log.append(formatter.encode_events([event]))
-        await end(formatter.last_frame())
-        raise
+        last_frame = formatter.last_frame()
     except Exception as error:
-        frame = formatter.error_frame(error_reply(error, request_id))
-        try:
-            await end(frame)
-        except StoreUnavailable:  # whoever reads it later finds that it has failed
-            log.append(frame)
-    finally:
-        log.close()
+        last_frame = formatter.error_frame(error_reply(error, request_id))
+    saving = asyncio.create_task(store.save(turn, last_frame))
+    while not saving.done():  # a cancellation comes too late
+        with suppress(asyncio.CancelledError):
+            await asyncio.wait([saving])
+    if (error := saving.exception()) is not None:  # a reader will find that it has failed
+        last_frame = formatter.error_frame(error_reply(cast(Exception, error), request_id))
+    log.append(last_frame)
+    log.close()
 
 
 class ResponsesFormatter(EventFormatter):
