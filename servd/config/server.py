@@ -1,6 +1,6 @@
 """The options of the HTTP server and its processes."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
@@ -49,6 +49,9 @@ class ServerConfig(Section, frozen=True):
     """Format of the model's reasoning. Default: detected from the chat template."""
     enable_auto_tool_choice: bool = True
     """Parse tool calls in answers if `tool_choice` is "auto"."""
+    enforce_tool_schemas: Literal["auto", "strict", "off"] = "auto"
+    """Tools whose calls must match their schemas if `tool_choice` is "auto". auto: those with
+    `strict`, and custom tools with a grammar. strict: all."""
     response_db: str | None = None
     """SQLite file for stored responses and conversations, which API servers share and a restart
     keeps. Default: each API server has its own, in memory.

@@ -314,7 +314,7 @@ async def test_background(listening_server: Served):
         assert isinstance(engine.sent[-1], AbortRequests)
 
 
-IMAGE = {"type": "input_image", "image_url": "x"}
+SOUND = {"type": "input_audio", "data": "x"}
 CUSTOM = {"type": "custom", "name": "f"}
 OTHER = {"type": "function", "name": "g"}
 NESTED = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [OTHER]}}
@@ -324,7 +324,7 @@ PROBLEMS: dict[str, list[dict[str, Any]]] = {
     "input": [{"input": None}, {"input": []}, {"max_output_tokens": 5000}],
     "input[0]": [{"input": [5]}, {"input": [{"type": "item_reference", "id": "x"}]}],
     "input[0].role": [{"input": [{"role": "robot", "content": "x"}]}],
-    "input[0].content": [{"input": user([part])} for part in (IMAGE, {"type": "input_text"})],
+    "input[0].content": [{"input": user([part])} for part in (SOUND, {"type": "input_text"})],
     "input[0].call_id": [{"input": [NAMELESS]}],
     "input[0].output": [{"input": [{"type": "function_call_output", "call_id": "x"}]}],
     "tools[0].type": [{"tools": [{"name": "f"}]}],

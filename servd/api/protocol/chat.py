@@ -19,7 +19,7 @@ from servd.api.protocol.generation import (
     Timings,
     UsageInfo,
 )
-from servd.api.protocol.tools import ToolChoice, Tools, idle_strict
+from servd.api.protocol.tools import ToolChoice, Tools
 from servd.api.protocol.validation import OpenObject, RequestBody, Whole, wrong_field
 from servd.api.text.prompt import Chat, Prompt, ToolOptions
 from servd.base.bounds import INT32_MAX
@@ -257,10 +257,6 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
 
     def ignored(self) -> set[str]:
         names = super().ignored()
-        options = self.tool_options
-        if options is not None:
-            functions = [tool["function"] for tool in options.tools]
-            names |= idle_strict(functions, bool(options.forced))
         if self.logprob_token_ids and self.top_logprobs:
             names.add("top_logprobs")
         return names

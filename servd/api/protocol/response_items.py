@@ -9,6 +9,8 @@ from servd.base.errors import InvalidRequest
 SEAL = "servd-reasoning-1:"
 # Types of items about tools that servd does not run. `function_call` is no such item.
 HOSTED_ITEMS = re.compile(r"\w+_call(_output)?|mcp_\w+|tool_search_output|additional_tools")
+# Types of parts that servd does not read.
+NOTED_PARTS = ("input_image", "input_file")
 ITEM_PREFIX = {
     "message": "msg",
     "function_call": "fc",
@@ -20,7 +22,7 @@ ITEM_PREFIX = {
 def chat_messages(instructions: str | None, items: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return items as chat messages. The reasoning, content and calls of a turn are one message.
 
-    An item about a tool that servd does not run becomes a short note.
+    An item about a tool that servd does not run becomes a short note. So does a picture or file.
     """
     messages: list[dict[str, Any]] = (
         [{"role": "system", "content": instructions}] if instructions else []
@@ -49,7 +51,7 @@ def chat_messages(instructions: str | None, items: list[dict[str, Any]]) -> list
                 continue
             case kind if kind != "message":
                 role = "user" if kind.endswith("_output") else "assistant"
-                messages.append({"role": role, "content": f"[{kind}: not available here]"})
+                messages.append({"role": role, "content": _note(kind)})
             case _ if item["role"] == "assistant":
                 if not is_assistant or last.keys() & {"content", "tool_calls"}:
                     messages.append(last := {"role": "assistant"})
@@ -63,7 +65,22 @@ def chat_messages(instructions: str | None, items: list[dict[str, Any]]) -> list
 def _chat_content(content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
     if isinstance(content, str):
         return content
-    return [{"type": "text", "text": part.get("text", part.get("refusal"))} for part in content]
+    return [{"type": "text", "text": _part_text(part)} for part in content]
+
+
+def _part_text(part: dict[str, Any]) -> Any:
+    kind = noted_part(part)
+    return part.get("text", part.get("refusal")) if kind is None else _note(kind)
+
+
+def _note(kind: str) -> str:
+    return f"[{kind}: not available here]"
+
+
+def noted_part(part: Any) -> str | None:
+    """Return the type of a part that becomes a note, or None for any other value."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    return kind if kind in NOTED_PARTS else None
 
 
 def _text(content: str | list[dict[str, Any]]) -> str:

@@ -12,8 +12,8 @@ from typing_extensions import TypedDict
 
 from servd.api.protocol.chat import Effort, RefusalPart, TokenLogprob, check_parts
 from servd.api.protocol.generation import Temperature, TopP
-from servd.api.protocol.response_items import HOSTED_ITEMS, chat_messages
-from servd.api.protocol.tools import Function, HostedTool, allow_both, idle_strict, own_and_hosted
+from servd.api.protocol.response_items import HOSTED_ITEMS, chat_messages, noted_part
+from servd.api.protocol.tools import Function, HostedTool, allow_both, own_and_hosted
 from servd.api.protocol.translation import TranslatedRequest
 from servd.api.protocol.validation import FewKeys, OpenObject, Whole
 from servd.base.bounds import INT32_MAX
@@ -37,7 +37,11 @@ TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_te
 
 
 def _check_content(content: Any) -> Any:
-    return check_parts(content, *TEXT_PARTS)
+    parts = content
+    if isinstance(content, list):
+        parts = [part for part in content if noted_part(part) is None]
+    check_parts(parts, *TEXT_PARTS)
+    return content
 
 
 class ItemTextPart(TypedDict):
@@ -47,8 +51,16 @@ class ItemTextPart(TypedDict):
     text: str
 
 
+class ItemNotedPart(OpenObject):
+    """A part of an item's content that becomes a short note for the model."""
+
+    type: Literal["input_image", "input_file"]
+
+
 # Read as str | list[dict[str, Any]].
-Content = Annotated[Any, BeforeValidator(_check_content, str | list[ItemTextPart | RefusalPart])]
+Content = Annotated[
+    Any, BeforeValidator(_check_content, str | list[ItemTextPart | RefusalPart | ItemNotedPart])
+]
 
 
 class InputMessage(OpenObject):
@@ -256,12 +268,12 @@ class ResponsesRequest(TranslatedRequest):
         options = (self.stream_options or {}).items()
         names |= {f"stream_options.{name}" for name, value in options if value}
         names |= {f"reasoning.{name}" for name in (self.reasoning or {}).keys() - {"effort"}}
-        choice = self.tool_choice
-        mode = choice.get("mode", "required") if isinstance(choice, dict) else choice
-        names |= idle_strict(self.functions, mode not in (None, "auto"))
         names |= {f"tools.{t['type']}" for t in self.tools or () if t["type"] != "function"}
         kinds = {item.get("type", "message") for item in self.input}
         names |= {f"input.{kind}" for kind in kinds.difference(OWN_ITEMS)}
+        for item in self.input:
+            parts = [*(item.get("content") or ()), *(item.get("output") or ())]
+            names |= {f"input.{kind}" for part in parts if (kind := noted_part(part))}
         if self.truncation == "auto":
             names.add("truncation")  # nothing is cut off: longer inputs are refused
         return super().ignored() | names

@@ -1,6 +1,5 @@
 """The tools of a chat, and the choice which of them the model may or must call."""
 
-from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
@@ -116,13 +115,6 @@ def own_and_hosted(*own_types: str | None) -> Discriminator:
 def allow_both(schema: dict[str, Any]) -> None:
     """Change the JSON schema of a union so that a value may match several members."""
     schema["anyOf"] = schema.pop("oneOf")
-
-
-def idle_strict(functions: Iterable[Mapping[str, Any]], are_forced: bool) -> set[str]:
-    """Return `tools.strict` in a set if it has no effect: only forced calls must match schemas."""
-    if are_forced or not any(function.get("strict") for function in functions):
-        return set()
-    return {"tools.strict"}
 
 
 Tools = Annotated[
