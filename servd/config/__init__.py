@@ -45,6 +45,7 @@ log = logging.getLogger("servd.config")
 PATHS = ["model", "tokenizer", "chat_template", "api_key_file", "join_token_file", "attach"]
 PATHS += ["ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "download_dir", "kv_cache_dir"]
 PATHS += ["batch_dir", "lora_dir", "ipc_dir", "models_dir", "generation_config", "record_trace"]
+PATHS += ["fake_script"]
 WRITTEN = ("_dir", "record_trace")  # ends of the names of options whose path may not exist yet
 
 
