@@ -47,7 +47,8 @@ Some results depend on the server and on the model:
   servd ignores it.
 - `an_unknown_field` stands for every field that servd does not know.
 
-servd rejects images, audio, video and every value out of [bounds](http.md#fields). `/v1/files` and
+servd rejects audio, video, images in chats and every value out of [bounds](http.md#fields). In
+Messages and Responses, the model sees a short note in place of an image or file. `/v1/files` and
 `/v1/batches` accept only the `purpose` `batch` and the `completion_window` `24h`. They support
 `expires_after` and `metadata`, and ignore `output_expires_after` ([batches](../how-to/batches.md)).
 """
@@ -319,6 +320,7 @@ MESSAGES: dict[str, Any] = EVERY | {
     "metadata": {"user_id": "u"},
     "service_tier": "flex",
     "output_config": {"effort": "low"},
+    "context_management": {"edits": [{"type": "clear_thinking_20251015"}]},
     "container": "c",
     "mcp_servers": [{"type": "url", "url": "http://x"}],
 }

@@ -1,6 +1,6 @@
 """The options of the HTTP server and its processes."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
@@ -49,6 +49,9 @@ class ServerConfig(Section, frozen=True):
     """Format of the model's reasoning. Default: detected from the chat template."""
     enable_auto_tool_choice: bool = True
     """Parse tool calls in answers if `tool_choice` is "auto"."""
+    enforce_tool_schemas: Literal["auto", "strict", "off"] = "auto"
+    """Tools whose calls must match their schemas if `tool_choice` is "auto". auto: those with
+    `strict`, and custom tools with a grammar. strict: all."""
     max_stored_responses: NotNegative = 1000
     """Maximum stored responses of `/v1/responses` per API key and API server. 0 stores none."""
     api_server_count: Annotated[int, Meta(ge=1, le=64)] = 1

@@ -14,7 +14,6 @@ from servd.checkpoint.model_spec import FAKE_SPEC
 from tests.api.harness import Served, requests_sent, serve, user
 
 FUNCTION = {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}}
-NAMESPACE = {"type": "namespace", "name": "m", "description": "d", "tools": [FUNCTION]}
 SHOWING = """{% for t in tools or [] %}<{{ t.function.name }}>{% endfor %}
 {% for m in messages %}{{ m.role }}: {{ m.content }}
 {% for c in m.tool_calls or [] %}call {{ c.function.name }}
@@ -35,14 +34,7 @@ def prompt_of(served: Served) -> str:
 
 
 @pytest.mark.parametrize(
-    "tool",
-    [
-        NAMESPACE,
-        {"type": "web_search"},
-        {"type": "custom", "name": "apply_patch", "format": {"type": "grammar"}},
-        {"type": "mcp", "server_label": "x"},
-        {"type": "local_shell"},
-    ],
+    "tool", [{"type": "web_search"}, {"type": "mcp", "server_label": "x"}, {"type": "local_shell"}]
 )
 @pytest.mark.parametrize("other_tools", [[], [FUNCTION]])
 async def test_responses_leaves_out_hosted_tools(tool: dict[str, Any], other_tools: list[Any]):
@@ -61,13 +53,13 @@ async def test_responses_leaves_out_hosted_tools(tool: dict[str, Any], other_too
     [
         "required",
         {"type": "web_search"},
-        {"type": "custom", "name": "apply_patch"},
-        {"type": "function", "name": "apply_patch"},
+        {"type": "custom", "name": "web_search"},
+        {"type": "function", "name": "web_search"},
         {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "web_search"}]},
     ],
 )
 async def test_responses_refuses_to_choose_a_hosted_tool(choice: Any):
-    tools = [{"type": "web_search"}, {"type": "custom", "name": "apply_patch"}]
+    tools = [{"type": "web_search"}]
     async with serve(script="ok") as served:
         body = {"input": "hi", "tools": tools, "tool_choice": choice}
         response = await answer(served, "/v1/responses", body, 400)
@@ -77,15 +69,6 @@ async def test_responses_refuses_to_choose_a_hosted_tool(choice: Any):
 @pytest.mark.parametrize(
     ("item", "note"),
     [
-        ({"type": "additional_tools", "role": "developer", "tools": [NAMESPACE]}, None),
-        (
-            {"type": "custom_tool_call", "call_id": "1", "name": "x", "input": "y"},
-            "assistant: [custom_tool_call: not available here]",
-        ),
-        (
-            {"type": "custom_tool_call_output", "call_id": "1", "output": "y"},
-            "user: [custom_tool_call_output: not available here]",
-        ),
         (
             {"type": "web_search_call", "id": "1", "status": "completed"},
             "assistant: [web_search_call: not available here]",
@@ -96,19 +79,48 @@ async def test_responses_refuses_to_choose_a_hosted_tool(choice: Any):
         ),
     ],
 )
-async def test_responses_notes_items_of_hosted_tools(item: dict[str, Any], note: str | None):
+async def test_responses_notes_items_of_hosted_tools(item: dict[str, Any], note: str):
     async with serve(script="ok", chat_template=SHOWING) as served:
         body = {"input": [*user("hi"), item, *user("again")]}
         response = await answer(served, "/v1/responses", body)
         assert response.headers["x-servd-ignored"] == f"input.{item['type']}"
         lines = [line for line in prompt_of(served).split("\n") if line]
-        assert lines == ["user: hi", *([note] if note else []), "user: again"]
+        assert lines == ["user: hi", note, "user: again"]
         listed = await served.http.get(f"/v1/responses/{response.json()['id']}/input_items")
         assert listed.status_code == 200 and len(listed.json()["data"]) == 3
         body = {"input": [*user("hi"), {"type": "item_reference", "id": "x"}]}
         await answer(served, "/v1/responses", body, 400)
 
 
+PICTURE = {"type": "input_image", "image_url": "data:image/png;base64,AA=="}
+FILE = {"type": "input_file", "filename": "a.pdf", "file_data": "AA=="}
+WORDS = {"type": "input_text", "text": "look"}
+VIEW = {"type": "function_call", "call_id": "1", "name": "view_image", "arguments": "{}"}
+
+
+@pytest.mark.parametrize(
+    ("items", "kind", "line"),
+    [
+        (user([PICTURE, WORDS]), "input_image", "user: [input_image: not available here]\nlook"),
+        (user([WORDS, FILE]), "input_file", "user: look\n[input_file: not available here]"),
+        (
+            [VIEW, {"type": "function_call_output", "call_id": "1", "output": [PICTURE]}],
+            "input_image",
+            "tool: [input_image: not available here]",
+        ),
+    ],
+)
+async def test_responses_notes_pictures_and_files(items: list[Any], kind: str, line: str):
+    async with serve(script="ok", chat_template=SHOWING) as served:
+        response = await answer(served, "/v1/responses", {"input": items})
+        assert response.headers["x-servd-ignored"] == f"input.{kind}"
+        assert line in prompt_of(served)
+        again = {"input": "on", "previous_response_id": response.json()["id"]}
+        await answer(served, "/v1/responses", again)
+        assert line in prompt_of(served)
+
+
+EDITOR = [*("command", "path", "view_range", "file_text"), *("old_str", "new_str", "insert_line")]
 OWN_TOOL = {"name": "f", "input_schema": {"type": "object"}}
 
 
@@ -116,8 +128,9 @@ OWN_TOOL = {"name": "f", "input_schema": {"type": "object"}}
     "tool",
     [
         {"type": "web_search_20250305", "name": "web_search", "max_uses": 5},
-        {"type": "bash_20250124", "name": "bash"},
-        {"type": "text_editor_20250728", "name": "str_replace_based_edit_tool"},
+        {"type": "web_fetch_20250910", "name": "web_fetch"},
+        {"type": "code_execution_20250825", "name": "code_execution"},
+        {"type": "memory_20250818", "name": "memory"},
         {"type": "mcp_toolset", "mcp_server_name": "x"},
     ],
 )
@@ -134,13 +147,43 @@ async def test_messages_leaves_out_hosted_tools(tool: dict[str, Any]):
         await answer(served, "/v1/messages", body, 400)
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "properties"),
+    [
+        ("bash_20250124", "bash", ["command", "restart"]),
+        ("text_editor_20250728", "str_replace_based_edit_tool", [*EDITOR, "insert_text"]),
+        ("text_editor_20250124", "str_replace_editor", EDITOR),
+    ],
+)
+async def test_tools_that_the_client_runs_are_functions(kind: str, name: str, properties: Any):
+    tool = {"type": kind, "name": name, "cache_control": {"type": "ephemeral"}}
+    body = {"max_tokens": 4, "messages": user("hi"), "tools": [tool]}
+    template = (
+        "{% for t in tools or [] %}{{ t.function.name }} "
+        "{{ t.function.parameters.properties | list | join(' ') }}{% endfor %}"
+    )
+    async with serve(script="ok", chat_template=template) as served:
+        response = await answer(served, "/v1/messages", body)
+        assert "x-servd-ignored" not in response.headers
+        function, *names = prompt_of(served).split()
+        assert function == name and sorted(names) == sorted(properties)
+        body["tool_choice"] = {"type": "tool", "name": name}
+        await answer(served, "/v1/messages/count_tokens", body)
+
+
 DOCUMENT = {
     "type": "document",
     "source": {"type": "base64", "media_type": "application/pdf", "data": "AA=="},
 }
+SCREENSHOT = {
+    "type": "image",
+    "source": {"type": "base64", "media_type": "image/png", "data": "AA=="},
+}
 HOSTED_USE = {"type": "server_tool_use", "id": "1", "name": "web_search", "input": {}}
 HOSTED_RESULT = {"type": "web_search_tool_result", "tool_use_id": "1", "content": []}
-SEARCH_RESULT = {"type": "search_result", "source": "s", "title": "t", "content": []}
+YES_AND_NO = [{"type": "text", "text": "yes"}, {"type": "text", "text": "no"}]
+SEARCH_RESULT = {"type": "search_result", "source": "s", "title": "t", "content": YES_AND_NO}
+REFERENCE = {"type": "tool_reference", "tool_name": "f"}
 
 
 @pytest.mark.parametrize(
@@ -178,24 +221,120 @@ SEARCH_RESULT = {"type": "search_result", "source": "s", "title": "t", "content"
                     ],
                 },
             ],
-            "messages.search_result",
-            "tool: [search_result: not available here]",
+            None,
+            "tool: t\ns\nyes\nno",
+        ),
+        (
+            [{"role": "user", "content": [SCREENSHOT, {"type": "text", "text": "What is it?"}]}],
+            "messages.image",
+            "user: [image: not available here]\nWhat is it?",
+        ),
+        (
+            user([{"type": "document", "title": "t", "source": {"type": "text", "data": "yes"}}]),
+            None,
+            "user: t\nyes",
+        ),
+        (
+            user(
+                [
+                    {
+                        "type": "document",
+                        "context": "c",
+                        "source": {"type": "content", "content": [*YES_AND_NO, SCREENSHOT]},
+                    },
+                    {"type": "document", "source": {"type": "content", "content": "more"}},
+                ]
+            ),
+            "messages.image",
+            "user: c\nyes\nno\n[image: not available here]\nmore",
+        ),
+        (
+            user([{"type": "document", "source": {"type": "content", "content": [5]}}]),
+            "messages.unknown",
+            "user: [unknown block]",
+        ),
+        (
+            [
+                *user("hi"),
+                {
+                    "role": "assistant",
+                    "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}],
+                },
+                user([{"type": "tool_result", "tool_use_id": "1", "content": [REFERENCE]}])[0],
+            ],
+            None,
+            "tool: [tool: f]",
+        ),
+        (
+            [
+                *user("hi"),
+                {
+                    "role": "assistant",
+                    "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}],
+                },
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "tool_result", "tool_use_id": "1", "content": [SCREENSHOT]}
+                    ],
+                },
+            ],
+            "messages.image",
+            "tool: [image: not available here]",
         ),
     ],
 )
-async def test_messages_notes_blocks(messages: list[Any], names: str, line: str):
+async def test_messages_reads_or_notes_blocks(messages: Any, names: str | None, line: str):
     async with serve(script="ok", chat_template=SHOWING) as served:
         body = {"max_tokens": 4, "messages": messages}
         response = await answer(served, "/v1/messages", body)
-        assert response.headers["x-servd-ignored"].replace("%20", " ") == names
+        assert response.headers.get("x-servd-ignored") == names
         assert line in prompt_of(served)
 
 
-async def test_messages_still_refuses_images_and_typing_errors():
+async def test_messages_refuses_typing_errors():
     async with serve(script="ok") as served:
-        for kind in ("image", "txt"):
-            messages = [{"role": "user", "content": [{"type": kind}]}]
-            await answer(served, "/v1/messages", {"max_tokens": 4, "messages": messages}, 400)
+        messages = [{"role": "user", "content": [{"type": "txt"}]}]
+        await answer(served, "/v1/messages", {"max_tokens": 4, "messages": messages}, 400)
+
+
+NO_LATE_SYSTEM = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+    "{{ raise_exception('late') }}{% endif %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("template", [SHOWING, NO_LATE_SYSTEM])
+async def test_marks_of_caching_and_countdowns_keep_the_prefix(template: str):
+    marked = {"type": "text", "text": "a", "cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    plain = {"type": "text", "text": "a"}
+    messages: list[dict[str, Any]] = []
+    prompts: list[str] = []
+    async with serve(script="ok", chat_template=template) as served:
+        for turn in range(3):
+            messages += user([marked])
+            reminder = f"<total_tokens>{90 - turn} tokens left</total_tokens>"
+            messages.append({"role": "system", "content": reminder})
+            body = {"max_tokens": 4, "messages": messages, "system": [marked, plain]}
+            response = await answer(served, "/v1/messages", body)
+            assert "x-servd-ignored" not in response.headers
+            prompts.append(prompt_of(served))
+            messages[-2]["content"] = [plain]
+            messages.append({"role": "assistant", "content": "ok"})
+    assert prompts[2].startswith(prompts[1]) and prompts[1].startswith(prompts[0])
+
+
+@pytest.mark.parametrize("place", ["", "{{ m.reasoning_content }}"])
+async def test_thinking_stays_where_the_template_has_a_place(place: str):
+    template = "{% for m in messages %}" + place + "{{ m.content }}|{% endfor %}"
+    thought = {"type": "thinking", "thinking": "hm", "signature": "x"}
+    hidden = {"type": "redacted_thinking", "data": "x"}
+    turn = {"role": "assistant", "content": [thought, hidden, {"type": "text", "text": "yes"}]}
+    async with serve(script="ok", chat_template=template) as served:
+        body = {"max_tokens": 4, "messages": [*user("a"), turn, *user("b")]}
+        response = await answer(served, "/v1/messages", body)
+        assert "x-servd-ignored" not in response.headers
+        assert prompt_of(served) == ("a|hmyes|b|" if place else "a|yes|b|")
 
 
 @pytest.mark.parametrize("value", [None, True, False])

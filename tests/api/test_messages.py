@@ -257,11 +257,11 @@ def check(answer: Any, status: int, kind: str) -> str:
     return error["error"]["message"]
 
 
-IMAGE_RESULT = {"type": "tool_result", "tool_use_id": "x", "content": [{"type": "image"}]}
+PICTURE_RESULT = {"type": "tool_result", "tool_use_id": "x", "content": [{"type": "picture"}]}
 USE = {"type": "tool_use", "id": "x", "name": "f", "input": {}}
 BEGUN = [[TEXT, CALL], []]  # of an answer, without text to continue
 TOOL_MESSAGE = {"role": "tool", "content": "x"}
-IMAGE = {"type": "image", "source": {}}
+PICTURE = {"type": "picture", "source": {}}
 SEARCH = {"type": "web_search_20250305", "name": "web_search"}
 CHOICES = [{"type": "tool"}, {"type": "tool", "name": "g"}, {"type": "all"}]
 # By a word of the message: this API's errors have no field for the parameter.
@@ -273,7 +273,7 @@ PROBLEMS: dict[str, list[dict[str, Any]]] = {
     "must contain only text": [
         {"messages": [*user("a"), {"role": "assistant", "content": begun}]} for begun in BEGUN
     ],
-    "image": [{"messages": user([part])} for part in (IMAGE, IMAGE_RESULT)],
+    "picture": [{"messages": user([part])} for part in (PICTURE, PICTURE_RESULT)],
     "`text`": [{"messages": user([{"type": "text"}])}],
     "tool_use": [{"messages": user([USE])}],
     "system": [{"system": 5}],

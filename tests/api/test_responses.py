@@ -319,8 +319,8 @@ async def test_background(listening_server: Served):
         assert isinstance(engine.sent[-1], AbortRequests)
 
 
-IMAGE = {"type": "input_image", "image_url": "x"}
-CUSTOM = {"type": "custom", "name": "f"}
+SOUND = {"type": "input_audio", "data": "x"}
+SEARCH = {"type": "web_search"}
 OTHER = {"type": "function", "name": "g"}
 NESTED = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [OTHER]}}
 NAMELESS = {"type": "function_call", "name": "f", "arguments": "{}"}
@@ -329,7 +329,7 @@ PROBLEMS: dict[str, list[dict[str, Any]]] = {
     "input": [{"input": None}, {"input": []}, {"max_output_tokens": 5000}],
     "input[0]": [{"input": [5]}, {"input": [{"type": "item_reference", "id": "x"}]}],
     "input[0].role": [{"input": [{"role": "robot", "content": "x"}]}],
-    "input[0].content": [{"input": user([part])} for part in (IMAGE, {"type": "input_text"})],
+    "input[0].content": [{"input": user([part])} for part in (SOUND, {"type": "input_text"})],
     "input[0].call_id": [{"input": [NAMELESS]}],
     "input[0].output": [{"input": [{"type": "function_call_output", "call_id": "x"}]}],
     "tools[0].type": [{"tools": [{"name": "f"}]}],
@@ -337,11 +337,8 @@ PROBLEMS: dict[str, list[dict[str, Any]]] = {
     "tools[0].parameters": [{"tools": [{**WEATHER, "parameters": {"type": "string"}}]}],
     "tool_choice": [
         {"tool_choice": "required"},
-        *(
-            {"tools": [WEATHER], "tool_choice": tool}
-            for tool in (OTHER, NESTED, {"type": "web_search"})
-        ),
-        {"tools": [CUSTOM], "tool_choice": "required"},
+        *({"tools": [WEATHER], "tool_choice": tool} for tool in (OTHER, NESTED, SEARCH)),
+        {"tools": [SEARCH], "tool_choice": "required"},
     ],
     "text.format": [{"text": {"format": form}} for form in FORMS],
     "min_tokens": [{"min_tokens": 9, "max_output_tokens": 4}],

@@ -77,7 +77,6 @@ class Processor:
         if self.pooling.score_tokens:
             score_template.check(self.chat_template)
         self.fill_in_middle = FillInMiddle.choose(tokenizer, server.fim_template)
-        self.model_format = ModelFormat.choose(config, self.chat_template, tokenizer)
         # The model's sampling defaults for fields that a request leaves out; without max_tokens,
         # for which `process_inputs` takes the smaller of the default and the room in the context.
         model = config.model
@@ -89,6 +88,8 @@ class Processor:
         eos = dict.fromkeys((*spec.eos_token_ids, tokenizer.eos_token_id))
         # A token that a file of the tokenizer adds may have no row in the model.
         self._eos_token_ids = [i for i in eos if i is not None and i < spec.vocab_size]
+        end_ids = frozenset(self._eos_token_ids)
+        self.model_format = ModelFormat.choose(config, self.chat_template, tokenizer, end_ids)
         self.grammars = GrammarChecker(config, spec)
         self._ordinal = itertools.count()  # of requests without a seed; `next` is safe in threads
 

@@ -2,7 +2,8 @@
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import msgspec
@@ -13,6 +14,7 @@ ANNOTATIONS = set(
 OBJECT_KEYWORDS = set(
     "type properties required additionalProperties $defs definitions $schema".split()
 )
+ANY_OBJECT = {"type": "object", "additionalProperties": True}  # of a function that is not held
 
 
 class NotExpressible(Exception):
@@ -21,8 +23,8 @@ class NotExpressible(Exception):
 
 class CallSyntax(msgspec.Struct, frozen=True):
     """The syntax of calls in a model family. In `call`, NAME stands for the function's name and
-    ARGUMENTS for its arguments. If every message has a header, `answer` begins content, and
-    `reasoning` has the texts before and after reasoning.
+    ARGUMENTS for its arguments. If every message has a header, `answer` begins content,
+    `reasoning` has the texts before and after reasoning, and `headers` begin any other message.
     """
 
     call: str
@@ -31,6 +33,12 @@ class CallSyntax(msgspec.Struct, frozen=True):
     end: str = ""
     answer: str = ""
     reasoning: tuple[str, str] = ("", "")
+    headers: tuple[str, ...] = ()
+
+    def opening(self, openings: Sequence[str]) -> str | None:
+        """Return the one of `openings` with which calls begin; None if none is."""
+        text = self.begin + self.call.partition("NAME")[0]
+        return next((opening for opening in openings if text.startswith(opening)), None)
 
 
 class Property(NamedTuple):
@@ -41,56 +49,127 @@ class Property(NamedTuple):
     is_required: bool
 
 
+class AddedTokens(msgspec.Struct, frozen=True):
+    """The tokens of a tokenizer that text is not made of."""
+
+    ids: Mapping[str, int] = {}  # by text
+    ends: frozenset[int] = frozenset()  # those that end an output
+
+    def literal(self, text: str) -> str:
+        """Return a text for a grammar, with the added tokens in it as such."""
+        parts = [part for part in re.split(r"(<[^<>\s]+>|\[[A-Z_]+\])", text) if part]
+        return " ".join(f"<[{self.ids[p]}]>" if p in self.ids else quoted(p) for p in parts)
+
+    def text_rules(self, openings: Sequence[str]) -> list[str]:
+        """Return rules of free text without any opening: `other` with a token at its end, `TEXT`
+        without one. Each opening has a rule with the text before it. No two texts may be adjacent,
+        or the lexer could find an opening in both together.
+        """
+        search = "|".join(in_slashes(opening) for opening in openings)
+        without = f"~/(?s:.*)({search})(?s:.*)/"
+        opening_ids = {self.ids.get(opening) for opening in openings}
+        text_ids = sorted({*self.ids.values()} - self.ends - opening_ids)
+        rules = [f"TEXT: /(?s:.+)/ & {without}", f"BEFORE: /(?s:.*)/ & {without}"]
+        rules.append(f"other: TEXT? <[{_ranges(text_ids)}]>" if text_ids else 'other: ""')
+        for number, opening in enumerate(openings):
+            if opening in self.ids:
+                rules.append(f"opening{number}: TEXT? {self.literal(opening)}")
+            else:
+                rules.append(f"opening{number}[lazy]: BEFORE {quoted(opening)}")
+        return rules
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Return sorted numbers as `1-3,7`."""
+    groups = groupby(enumerate(numbers), key=lambda item: item[1] - item[0])
+    runs = [[number for _, number in group] for _, group in groups]
+    return ",".join(f"{run[0]}-{run[-1]}" for run in runs)
+
+
 def calls_grammar(
     syntaxes: Sequence[CallSyntax],
     arguments_grammar: Callable[[str, dict[str, Any]], list[str]],
     tools: Sequence[dict[str, Any]],
     parallel: bool,
-    added_id: Callable[[str], int | None],
+    tokens: AddedTokens,
     content_schema: str | None = None,
+    openings: Sequence[str] | None = None,
 ) -> str:
     """Return the grammar of one or more calls of these tools, or of exactly one unless `parallel`,
     in one of the `syntaxes`. Raise NotExpressible if the format cannot enforce the schemas.
 
-    `added_id` returns the id of a marker that is an added token, and None for plain text.
-    `content_schema` is the JSON schema, as text, of content that is allowed instead of calls.
+    `content_schema` is the JSON schema, as text, of content that is allowed instead of calls. With
+    `openings`, all texts with which the model begins calls, any text may be around the calls.
     """
-
-    def literal(text: str) -> str:
-        parts = [part for part in re.split(r"(<[^<>\s]+>|\[[A-Z_]+\])", text) if part]
-        ids = [added_id(part) for part in parts]
-        return " ".join(
-            quoted(part) if i is None else f"<[{i}]>" for part, i in zip(parts, ids, strict=True)
-        )
-
+    literal = tokens.literal
     functions = [tool["function"] for tool in tools]
     starts = [f"calls{number}" for number in range(len(syntaxes))]
     starts += ["content"] if content_schema else []
-    # after reasoning, models like to begin a new paragraph
-    before = r"/\n{0,2}/"
-    rules = []
-    opening, closing = map(literal, syntaxes[0].reasoning)
-    if closing.startswith("<["):  # a special token, which no text continues with
-        before = "reasoning*"
-        rules = [f"reasoning: {opening} text {closing}", r"text: /(.|\n)*/"]
-    rules.insert(0, f"start: {before} ({' | '.join(starts)})")
+    rules = (
+        _start_rules(syntaxes[0], starts, literal)
+        if openings is None
+        else [*tokens.text_rules(openings), *_free_start(syntaxes[0], starts, parallel, literal)]
+    )
     for number, syntax in enumerate(syntaxes):
-        separator, begin, end = map(literal, (syntax.separator, syntax.begin, syntax.end))
-        more = f"({separator} call{number})*" if parallel else ""
+        begin = literal(syntax.begin)
+        call = syntax.call
+        repeats = parallel
+        if openings is not None and not syntax.headers:
+            opening = syntax.opening(openings)
+            assert opening is not None, "ToolParser.can_hold"
+            repeats = parallel and bool(syntax.begin)
+            begin = f"opening{openings.index(opening)} {literal(syntax.begin[len(opening) :])}"
+            call = call if syntax.begin else call[len(opening) :]
+        more = f"({literal(syntax.separator)} call{number})*" if repeats else ""
         calls = [f"call{number}_{tool}" for tool in range(len(tools))]
-        rules.append(f"calls{number}: {begin} call{number} {more} {end}")
+        rules.append(f"calls{number}: {begin} call{number} {more} {literal(syntax.end)}")
         rules.append(f"call{number}: {' | '.join(calls)}")
-        before, after = syntax.call.split("ARGUMENTS")
+        before, after = call.split("ARGUMENTS")
         for tool, function in enumerate(functions):
             head = literal(before.replace("NAME", function["name"]))
             rules.append(f"{calls[tool]}: {head} arguments{tool} {literal(after)}")
     for tool, function in enumerate(functions):
         rules += arguments_grammar(f"arguments{tool}", function)
     if content_schema is not None:
-        answer = literal(syntaxes[0].answer)
-        rules.append(f"content: {answer} content_json")
+        rules.append(f"content: {literal(syntaxes[0].answer)} content_json")
         rules.append(f"content_json: {json_rule(json.loads(content_schema))}")
     return "\n".join(rules)
+
+
+def _start_rules(
+    syntax: CallSyntax, starts: Sequence[str], literal: Callable[[str], str]
+) -> list[str]:
+    """Return the rules of an output that is one of `starts`, perhaps after reasoning."""
+    opening, closing = map(literal, syntax.reasoning)
+    if not closing.startswith("<["):
+        # after reasoning, models like to begin a new paragraph
+        return [rf"start: /\n{{0,2}}/ ({' | '.join(starts)})"]
+    return [
+        f"start: reasoning* ({' | '.join(starts)})",
+        f"reasoning: {opening} thoughts {closing}",  # a special token, which ends any text
+        r"thoughts: /(.|\n)*/",
+    ]
+
+
+def _free_start(
+    syntax: CallSyntax, starts: Sequence[str], parallel: bool, literal: Callable[[str], str]
+) -> list[str]:
+    """Return the rules of an output with `starts` anywhere in its text."""
+    calls = " | ".join(starts)
+    if not syntax.headers:
+        if parallel:
+            return [f"start: (other | {calls})* TEXT?"]
+        return [f"start: other* (({calls}) other*)? TEXT?"]
+    headers = " | ".join(map(literal, syntax.headers))
+    return [
+        f"start: (message | TEXT)? ({literal(syntax.reasoning[1])} message)*",
+        f"message: {calls} | ({headers}) TEXT?",
+    ]
+
+
+def in_slashes(text: str) -> str:
+    """Return a text for a regular expression between slashes."""
+    return re.escape(text).replace("/", r"\/").replace("\n", r"\n")
 
 
 def quoted(text: str) -> str:

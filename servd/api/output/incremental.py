@@ -39,13 +39,17 @@ class ToolCallStart(msgspec.Struct):
     index: int  # index of the call in the message
     id: str
     name: str
+    is_custom: bool = False  # its arguments are the text of a custom tool
 
 
 class ToolCallArguments(msgspec.Struct):
-    """A delta that adds text to a call's arguments. All pieces together are the JSON text."""
+    """A delta that adds text to a call's arguments. All pieces together are the JSON text, or the
+    text of a custom tool.
+    """
 
     index: int
     text: str
+    is_custom: bool = False
 
 
 Delta = Content | Reasoning | ToolCallStart | ToolCallArguments

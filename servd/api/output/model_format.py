@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
 
 import msgspec
 
-from servd.api.output.call_grammar import NotExpressible, calls_grammar
+from servd.api.output.call_grammar import ANY_OBJECT, AddedTokens, NotExpressible, calls_grammar
 from servd.api.output.output_parser import ExpectedOutput
 from servd.api.output.reasoning_parser import ReasoningParser
-from servd.api.output.tool_choice import ForcedCallsParser, calls_schema
+from servd.api.output.tool_choice import ForcedCallsParser
 from servd.api.output.tool_parser import ToolParser
 from servd.api.text.chat_template import DEFAULT_TEMPLATE, ChatTemplate
 from servd.api.text.prompt import ToolOptions
@@ -39,8 +40,15 @@ class ModelFormat:
     reasoning_parser: type[ReasoningParser] | None  # None if the model does not reason
     # It begins to reason by itself where the prompt neither opens nor closes the tag.
     reasons_unasked: bool = False
+    enforced: Literal["auto", "strict", "off"] = "auto"  # see --enforce-tool-schemas
+    end_ids: frozenset[int] = frozenset()  # the tokens that end an output
+    tokens: AddedTokens = field(init=False)
 
     def __post_init__(self) -> None:
+        added = self.tokenizer.added_ids
+        texts = {self.tokenizer.vocabulary_string(token_id): token_id for token_id in added}
+        # Special or not: llguidance takes all text in angle brackets for special tokens.
+        self.tokens = AddedTokens(texts, self.end_ids)
         tool_parser = self.tool_parser
         reasoning_parser = self.reasoning_parser
         # Parser -> ids of its markers that are added tokens.
@@ -53,7 +61,13 @@ class ModelFormat:
             self._visible_ids[reasoning_parser] = self._added_ids(*markers)
 
     @classmethod
-    def choose(cls, config: Config, template: ChatTemplate, tokenizer: Tokenizer) -> ModelFormat:
+    def choose(
+        cls,
+        config: Config,
+        template: ChatTemplate,
+        tokenizer: Tokenizer,
+        end_ids: frozenset[int] = frozenset(),
+    ) -> ModelFormat:
         """Return the format that the options select, or else the format of the chat template. Raise
         ConfigError for an unknown parser.
         """
@@ -64,7 +78,27 @@ class ModelFormat:
         )
         is_asserted = bool(config.server.reasoning_parser) or "enable_thinking" in template.source
         tools = tools if config.server.enable_auto_tool_choice else None
-        return cls(tokenizer, tools, reasoning, is_asserted)
+        if tools is not None and not tools.can_hold():
+            log.info(
+                "calls of tools with `strict` are not held to their schemas unless `tool_choice` "
+                "forces one: in this model's format, nothing marks where a call begins"
+            )
+        enforced = options.enforce_tool_schemas
+        return cls(tokenizer, tools, reasoning, is_asserted, enforced, end_ids)
+
+    def unheld_fields(self, tool_options: ToolOptions) -> list[str]:
+        """Return the fields about tools that have no effect on calls that no one forces."""
+        if tool_options.forced or self._can_hold:
+            return []
+        is_strict = any(tool["function"].get("strict") for tool in tool_options.tools)
+        has_grammar = any(tool_options.custom.values())
+        fields = {"tools.strict": is_strict, "tools.format": has_grammar}
+        return [name for name, is_set in fields.items() if is_set]
+
+    @property
+    def _can_hold(self) -> bool:
+        parser = self.tool_parser
+        return self.enforced != "off" and parser is not None and parser.can_hold()
 
     def expect(
         self,
@@ -81,18 +115,22 @@ class ModelFormat:
         not valid JSON.
         """
         tool_parser: type[ToolParser] | None = None
+        free_calls: StructuredOutput | None = None  # calls with any text around them
         if tool_options is not None:
             tool_parser = self.tool_parser
             is_schema = structured_output is not None and structured_output.kind in SCHEMAS
             if tool_options.forced or is_schema:
                 tool_parser, structured_output = self._hold_calls(tool_options, structured_output)
+            elif structured_output is None and self._can_hold:
+                structured_output = free_calls = self._hold_free_calls(tool_options)
         reasoning_parser = None
         is_reasoning = False
         if self.reasoning_parser is not None:
             reasoning_parser, is_reasoning = self._reasoning(
                 self.reasoning_parser, prompt, continued
             )
-        if reasoning_parser is not None and structured_output is not None:
+        if reasoning_parser is not None and structured_output is not free_calls:
+            assert structured_output is not None
             can_reason = self.reasons_unasked and reasoning_parser.asked_by in prompt
             if reasoning_parser.answer_tag or is_reasoning or can_reason:
                 structured_output = self._after_reasoning(structured_output, reasoning_parser)
@@ -132,22 +170,27 @@ class ModelFormat:
             return self.tool_parser, StructuredOutput("grammar", grammar, param="tools")
         if not tool_options.forced:
             return self.tool_parser, structured_output
-        schema = calls_schema(tool_options.forced, tool_options.parallel)
-        return ForcedCallsParser, StructuredOutput("json", schema, param="tools")
+        grammar = calls_grammar(
+            ForcedCallsParser.syntaxes,
+            partial(_arguments_grammar, ForcedCallsParser, tool_options),
+            tool_options.forced,
+            tool_options.parallel,
+            self.tokens,
+        )
+        return ForcedCallsParser, StructuredOutput("grammar", grammar, param="tools")
 
     def _calls_grammar(self, tool_options: ToolOptions, content_schema: str | None) -> str | None:
         """Return a grammar of calls in the model's format; None if schemas cannot be enforced."""
         parser = self.tool_parser
         if parser is None or not parser.syntaxes:
             return None
-        tools = tool_options.forced or tool_options.tools
         try:
             grammar = calls_grammar(
                 parser.syntaxes,
-                parser.arguments_grammar,
-                tools,
+                partial(_arguments_grammar, parser, tool_options),
+                tool_options.forced or tool_options.tools,
                 tool_options.parallel,
-                self._added_id,
+                self.tokens,
                 content_schema,
             )
         except NotExpressible as reason:
@@ -155,14 +198,57 @@ class ModelFormat:
             return None
         return grammar if len(grammar.encode()) <= MAX_GRAMMAR_BYTES else None
 
-    def _added_ids(self, *markers: str) -> frozenset[int]:
-        return frozenset(i for marker in markers if (i := self._added_id(marker)) is not None)
+    def _hold_free_calls(self, tool_options: ToolOptions) -> StructuredOutput | None:
+        """Return the grammar of a text with calls; None if no tool is to be held to its schema.
+        Raise InvalidRequest if the format cannot enforce the schema of a tool with `strict`.
+        """
+        parser = self.tool_parser
+        assert parser is not None
+        tools: list[dict[str, Any]] = []
+        is_any_held = False
+        for tool in tool_options.tools:
+            name = tool["function"]["name"]
+            has_grammar = tool_options.custom.get(name) is not None
+            if has_grammar or self._holds(parser, tool["function"]):
+                is_any_held = True
+                tools.append(tool)
+            elif name in tool_options.custom:
+                tools.append(tool)
+            else:
+                tools.append({"function": {"name": name, "parameters": ANY_OBJECT}})
+        if not is_any_held:
+            return None
+        grammar = calls_grammar(
+            parser.syntaxes,
+            partial(_arguments_grammar, parser, tool_options),
+            tools,
+            tool_options.parallel,
+            self.tokens,
+            openings=parser.openings(),
+        )
+        return StructuredOutput("grammar", grammar, param="tools")
 
-    def _added_id(self, marker: str) -> int | None:
-        # Added tokens, special or not: text in angle brackets is special to llguidance, whatever
-        # the tokenizer says.
-        token_id = self.tokenizer.token_id(marker)
-        return token_id if token_id in self.tokenizer.added_ids else None
+    def _holds(self, parser: type[ToolParser], function: dict[str, Any]) -> bool:
+        """Return whether calls of a function must match its schema. Raise InvalidRequest if they
+        should, but cannot.
+        """
+        is_strict = bool(function.get("strict"))
+        if not is_strict and self.enforced != "strict":
+            return False
+        try:
+            parser.arguments_grammar("arguments", function)
+        except NotExpressible as reason:
+            if not is_strict:
+                return False
+            raise InvalidRequest(
+                f"the parameters of the tool `{function['name']}` cannot be enforced in this "
+                f"model's format of calls: {reason}. Leave out `strict`",
+                param="tools",
+            ) from None
+        return True
+
+    def _added_ids(self, *markers: str) -> frozenset[int]:
+        return frozenset(self.tokens.ids[marker] for marker in markers if marker in self.tokens.ids)
 
     def _reasoning(
         self, parser: type[ReasoningParser], prompt: str, continued: str
@@ -195,6 +281,14 @@ class ModelFormat:
                 param=structured_output.param,
             )
         return msgspec.structs.replace(structured_output, starts_after=[end_id])
+
+
+def _arguments_grammar(
+    parser: type[ToolParser], tool_options: ToolOptions, rule: str, function: dict[str, Any]
+) -> list[str]:
+    if (grammar := tool_options.custom.get(function["name"])) is not None:
+        return parser.input_grammar(rule, grammar)
+    return parser.arguments_grammar(rule, function)
 
 
 def _choose(base: type[Any], package: str, name: str | None, template: str) -> Any:

@@ -1,12 +1,21 @@
 """OutputParser: splits output text into reasoning, content and tool calls."""
 
+import json
 import math
+import re
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from servd.api.output.incremental import Brackets, Content, Delta, ToolCallArguments, ToolCallStart
+from servd.api.output.incremental import (
+    Brackets,
+    Content,
+    Delta,
+    ToolCallArguments,
+    ToolCallStart,
+    without_surrogates,
+)
 from servd.api.output.reasoning_parser import ReasoningParser
 from servd.api.output.tool_parser import ToolParser
 from servd.api.text.detokenizer import Utf8Decoder
@@ -69,6 +78,46 @@ class OutputAnswerFinder:
         return before, answer
 
 
+class CustomInput:
+    """A reader of a custom tool's text from the arguments of its call, `{"input": "TEXT"}`."""
+
+    _HEAD = re.compile(r'\s*\{\s*"(?:[^"\\]++|\\.)*+"\s*:\s*"')
+    # Up to an escape that is incomplete, alone or as the first half of a pair.
+    _TEXT = re.compile(
+        r'(?:[^"\\]++|\\(?:[^u]|u(?![dD][89abAB])[0-9a-fA-F]{4}'
+        r"|u[dD][89abAB][0-9a-fA-F]{2}\\u[0-9a-fA-F]{4}))*+"
+    )
+    _MAX_HEAD = 256  # characters
+
+    def __init__(self) -> None:
+        self._unread = ""
+        self._is_read = False  # whether the text has begun
+        self._is_other = False  # the arguments begin in another way: all of them are the text
+
+    def feed(self, arguments: str) -> str:
+        """Add arguments. Return the next text."""
+        self._unread += arguments
+        if not self._is_read:
+            head = self._HEAD.match(self._unread)
+            self._is_other = self._is_other or (head is None and len(self._unread) > self._MAX_HEAD)
+            if self._is_other:
+                return self.finish()
+            if head is None:
+                return ""
+            self._is_read = True
+            self._unread = self._unread[head.end() :]
+        text = self._TEXT.match(self._unread)
+        assert text is not None
+        self._unread = self._unread[text.end() :]
+        return without_surrogates(json.loads(f'"{text[0]}"', strict=False))
+
+    def finish(self) -> str:
+        """Return what arguments that begin in another way are."""
+        unread = "" if self._is_read else self._unread
+        self._unread = ""
+        return unread
+
+
 class OutputParser:
     """A parser of one choice's output, whole or in pieces. It counts begun tool calls."""
 
@@ -84,6 +133,8 @@ class OutputParser:
         self._num_spans = 0
         self._tools = tools(options.tools) if tools and options else None
         self._only_first = options is not None and not options.parallel
+        self._custom = options.custom if options else {}
+        self._input: CustomInput | None = None  # of the latest call
         self._table = expected.table  # for counting the tokens of the reasoning
         self._decoder = Utf8Decoder("replace")
         self._num_chars = 0
@@ -116,7 +167,8 @@ class OutputParser:
 
     def finish(self) -> list[Delta]:
         deltas = self._sort(self._reasoning.finish()) if self._reasoning else []
-        return deltas + (self._select(self._tools.finish()) if self._tools else [])
+        deltas += self._select(self._tools.finish()) if self._tools else []
+        return deltas + self._rest_of_input()
 
     @property
     def is_in_call(self) -> bool:
@@ -148,12 +200,32 @@ class OutputParser:
                 for d in deltas
                 if not (isinstance(d, ToolCallStart | ToolCallArguments) and d.index > 0)
             ]
+        selected: list[Delta] = []
         for delta in deltas:
             if isinstance(delta, ToolCallStart):
+                selected += self._rest_of_input()
                 self.num_calls += 1
                 self._open_call = Brackets()
-            elif isinstance(delta, ToolCallArguments) and (call := self._open_call):
-                is_other_text = call.depth == 0 and not delta.text.lstrip().startswith(("{", "["))
-                if is_other_text or call.end(delta.text, 0):
-                    self._open_call = None
-        return deltas
+                delta.is_custom = delta.name in self._custom
+                self._input = CustomInput() if delta.is_custom else None
+            elif isinstance(delta, ToolCallArguments):
+                self._follow_call(delta)
+                if not delta.text:  # held back
+                    continue
+            selected.append(delta)
+        return selected
+
+    def _rest_of_input(self) -> list[Delta]:
+        text = self._input.finish() if self._input else ""
+        return [ToolCallArguments(self.num_calls - 1, text, is_custom=True)] if text else []
+
+    def _follow_call(self, delta: ToolCallArguments) -> None:
+        """Note whether the arguments end, and turn those of a custom tool into its text."""
+        call = self._open_call
+        if call is not None:
+            is_other_text = call.depth == 0 and not delta.text.lstrip().startswith(("{", "["))
+            if is_other_text or call.end(delta.text, 0):
+                self._open_call = None
+        if self._input is not None:
+            delta.text = self._input.feed(delta.text)
+            delta.is_custom = True

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, ClassVar, cast
 
-from servd.api.output.call_grammar import CallSyntax, json_rule, parameters_of
+from servd.api.output.call_grammar import CallSyntax, json_rule, parameters_of, quoted
 from servd.api.output.incremental import (
     Content,
     Delta,
@@ -17,6 +17,8 @@ from servd.api.output.incremental import (
     ToolCallStart,
 )
 from servd.api.output.json_reader import CLOSING, QUOTES, JsonReader, json_text, repaired
+from servd.api.output.text_grammar import text_rules
+from servd.api.text.prompt import TextGrammar
 
 
 @dataclass(eq=False)
@@ -66,6 +68,26 @@ class ToolParser(IncrementalParser):
             NotExpressible: the format cannot enforce the function's schema.
         """
         return [f"{rule}: {json_rule(parameters_of(function))}"]
+
+    @classmethod
+    def input_grammar(cls, rule: str, grammar: TextGrammar) -> list[str]:
+        """Return Lark rules for the ARGUMENTS of a custom tool's call: its text, as `input`. Raise
+        InvalidRequest: see `text_rules`.
+        """
+        inside = f"{rule}_input"
+        opening, closing = map(quoted, ('{"input": "', '"}'))
+        return [f"{rule}: {opening} {inside} {closing}", *text_rules(grammar, inside, True)]
+
+    @classmethod
+    def openings(cls) -> tuple[str, ...]:
+        """Return all texts with which the parser begins to read a call."""
+        return cls.markers[:1]
+
+    @classmethod
+    def can_hold(cls) -> bool:
+        """Return whether a grammar can hold calls in free text: they begin with known texts."""
+        openings = [syntax.opening(cls.openings()) for syntax in cls.syntaxes]
+        return bool(openings) and None not in openings
 
     @abstractmethod
     def body(self) -> Steps[None]:

@@ -1,27 +1,39 @@
-"""Anthropic's Messages: the request, its translation into a chat, and the response's blocks."""
+"""Anthropic's Messages: the request, its translation into a chat, and the response."""
 
 from __future__ import annotations
 
 import json
-import re
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
 import msgspec
+from msgspec import UNSET, UnsetType
 from pydantic import BeforeValidator, Field, Tag, WithJsonSchema
-from pydantic_core import PydanticCustomError
 
-from servd.api.protocol.chat import ChatCompletionRequest, Effort
-from servd.api.protocol.generation import StopTexts, Temperature, TopK, TopP
-from servd.api.protocol.tools import (
-    HostedTool,
-    Parameters,
-    ToolName,
-    allow_both,
-    idle_strict,
-    own_and_hosted,
+from servd.api.protocol.anthropic_blocks import (
+    MESSAGE,
+    SYSTEM,
+    blocks_of,
+    chat_messages,
+    check_message,
+    check_system,
+    noted_types,
+    text_of_block,
 )
+from servd.api.protocol.chat import ChatCompletionRequest, Effort
+from servd.api.protocol.context_editing import (
+    EDITS,
+    AppliedEdit,
+    AppliedEdits,
+    ContextManagement,
+    edit_context,
+)
+from servd.api.protocol.generation import StopTexts, Temperature, TopK, TopP
+from servd.api.protocol.tools import HostedTool, Parameters, ToolName, allow_both, own_and_hosted
 from servd.api.protocol.translation import TranslatedRequest
-from servd.api.protocol.validation import FewKeys, OpenObject, Schema, Whole
+from servd.api.protocol.validation import FewKeys, OpenObject, Whole
 from servd.base.bounds import INT32_MAX
 from servd.base.errors import InvalidRequest
 
@@ -36,94 +48,10 @@ CHAT_NAMES = {
     "chat_template_kwargs": "thinking",
     "thinking_token_budget": "thinking.budget_tokens",
 }
-# Block type -> its required keys, by role.
-BLOCKS: dict[str, dict[str, dict[str, type]]] = {
-    "system": {"text": {"text": str}},
-    "user": {"text": {"text": str}, "tool_result": {"tool_use_id": str}},
-    "assistant": {
-        "text": {"text": str},
-        "tool_use": {"id": str, "name": str, "input": dict},
-        "thinking": {"thinking": str},
-        "redacted_thinking": {},
-    },
-}
-# Types of blocks that servd does not read. The model sees a short note in their place.
-NOTED = re.compile(
-    r"document|search_result|server_tool_use|mcp_tool_use|container_upload|tool_reference"
-    r"|\w+_tool_result"
+# Tools that the client runs and whose schemas Anthropic's models know.
+CLIENT_TOOLS: dict[str, Any] = tomllib.loads(
+    Path(__file__).with_name("anthropic_tools.toml").read_text(encoding="utf8")
 )
-ERROR = "Error:"  # before the result of a tool that failed
-JSON_TYPES = {str: "string", dict: "object"}
-
-
-def _check_blocks(content: Any, blocks: dict[str, dict[str, type]]) -> Any:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise PydanticCustomError("content", "must be a string or a list of blocks")
-    for block in content:
-        kind = block.get("type") if isinstance(block, dict) else None
-        if isinstance(kind, str) and NOTED.fullmatch(kind):
-            continue
-        if not isinstance(kind, str) or kind not in blocks:
-            context = {"kind": str(kind)[:64], "kinds": ", ".join(blocks)}
-            raise PydanticCustomError(
-                "content", "blocks of type {kind} are not supported here: send {kinds}", context
-            )
-        for key, needed in blocks[kind].items():
-            if not isinstance(block.get(key), needed):
-                context = {"kind": kind, "key": key, "type": JSON_TYPES[needed]}
-                raise PydanticCustomError(
-                    "content", "a {kind} block must have the {type} `{key}`", context
-                )
-        if kind == "tool_result":
-            _check_system(block.get("content"))
-            if not isinstance(block.get("is_error"), bool | None):
-                raise PydanticCustomError(
-                    "content", "`is_error` of a tool_result must be true or false"
-                )
-    return content
-
-
-def _content_schema(role: str) -> Schema:
-    """Return the JSON schema of what `_check_blocks` accepts."""
-    blocks: list[Schema] = [
-        {"properties": {"type": {"type": "string", "pattern": f"^({NOTED.pattern})$"}}}
-    ]
-    for kind, keys in BLOCKS[role].items():
-        properties: Schema = {key: {"type": JSON_TYPES[needed]} for key, needed in keys.items()}
-        if kind == "tool_result":
-            result = {"anyOf": [_content_schema("system"), {"type": "null"}]}
-            properties |= {"content": result, "is_error": {"type": ["boolean", "null"]}}
-        properties["type"] = {"const": kind}
-        blocks.append({"properties": properties, "required": [*keys]})
-    block = {"type": "object", "required": ["type"], "anyOf": blocks}
-    return {"anyOf": [{"type": "string"}, {"type": "array", "items": block}]}
-
-
-MESSAGE: Schema = {
-    "type": "object",
-    "required": ["role", "content"],
-    "anyOf": [
-        {"properties": {"role": {"const": role}, "content": _content_schema(role)}}
-        for role in BLOCKS
-    ],
-}
-SYSTEM: Schema = {"anyOf": [_content_schema("system"), {"type": "null"}]}
-
-
-def _check_message(message: Any) -> Any:
-    role = message.get("role") if isinstance(message, dict) else None
-    if not isinstance(role, str) or role not in BLOCKS:
-        raise PydanticCustomError(
-            "message", "must be an object with the role user, assistant or system"
-        )
-    _check_blocks(message.get("content"), BLOCKS[role])
-    return message
-
-
-def _check_system(system: Any) -> Any:
-    return None if system is None else _check_blocks(system, BLOCKS["system"])
 
 
 class MessagesTool(OpenObject):
@@ -181,20 +109,22 @@ class CountTokensRequest(TranslatedRequest):
     keeps_budget: ClassVar[bool] = True  # of reasoning tokens; no count depends on the budget
 
     messages: Annotated[
-        list[Annotated[dict[str, Any], BeforeValidator(_check_message), WithJsonSchema(MESSAGE)]],
+        list[Annotated[dict[str, Any], BeforeValidator(check_message), WithJsonSchema(MESSAGE)]],
         Field(fail_fast=True, min_length=1),
     ]
     # Read as str | list[dict[str, Any]] | None.
-    system: Annotated[Any, BeforeValidator(_check_system), WithJsonSchema(SYSTEM)] = None
+    system: Annotated[Any, BeforeValidator(check_system), WithJsonSchema(SYSTEM)] = None
     tools: Annotated[list[AnyTool], Field(fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    context_management: ContextManagement | None = None
 
     @property
     def own_tools(self) -> list[Any]:
-        """The tools that the client runs. The model sees no others."""
-        return [tool for tool in self.tools or () if tool.get("type") in (None, "custom")]
+        """The tools that the client runs, as functions. The model sees no others."""
+        functions = map(_as_function, self.tools or ())
+        return [function for function in functions if function is not None]
 
     @property
     def thinks(self) -> bool:
@@ -206,13 +136,30 @@ class CountTokensRequest(TranslatedRequest):
         names = {f"thinking.{name}" for name in (self.thinking or {}).keys() - used}
         unknown_keys = (self.output_config or {}).keys() - {"format", "effort"}
         names |= {f"output_config.{name}" for name in unknown_keys}
-        names |= idle_strict(
-            self.own_tools, self.tool_choice is not None and self.tool_choice["type"] != "auto"
-        )
-        types = {tool.get("type") for tool in self.tools or ()} - {None, "custom"}
-        names |= {f"tools.{kind}" for kind in types}
-        names |= {f"messages.{kind}" for kind in _noted(self.system, self.messages)}
+        hosted = [tool for tool in self.tools or () if _as_function(tool) is None]
+        names |= {f"tools.{tool.get('type')}" for tool in hosted}
+        edits = (self.context_management or {}).get("edits", ())
+        types = {edit["type"] for edit in edits}.difference(EDITS)
+        names |= {f"context_management.{kind}" for kind in types}
+        names |= {f"messages.{kind}" for kind in noted_types(self.system, self.messages)}
         return super().ignored() | names
+
+    def edit_context(self, count: Callable[[str], int]) -> list[AppliedEdit]:
+        """Do the edits of `context_management`, and return those that changed the messages. `count`
+        returns the number of tokens of a text.
+        """
+        if self.context_management is None:
+            return []
+
+        def count_block(block: Any) -> int:
+            return count(text_of_block(block))
+
+        num_before = count(json.dumps(self.own_tools, ensure_ascii=False))
+        num_before += sum(map(count_block, blocks_of({"content": self.system or ""})))
+        self.messages, applied = edit_context(
+            self.context_management, self.messages, count_block, num_before
+        )
+        return applied
 
     def chat(self) -> ChatCompletionRequest:
         return self.as_chat(self.chat_fields())
@@ -278,6 +225,17 @@ class LimitedMessagesRequest(MessagesRequest):
         return super().chat_fields() | ({} if budget is None else {"thinking_token_budget": budget})
 
 
+def _as_function(tool: Any) -> MessagesTool | None:
+    """Return a tool that the client runs with its name and schema; None for other tools."""
+    kind = tool.get("type")
+    if kind in (None, "custom"):
+        return tool
+    if kind in ("text_editor_20241022", "text_editor_20250124"):
+        return CLIENT_TOOLS["old_text_editor"]
+    name, _, version = kind.rpartition("_")
+    return CLIENT_TOOLS.get(name) if version.isdecimal() else None
+
+
 def _chat_tool(tool: MessagesTool) -> dict[str, Any]:
     function = {"name": tool["name"], "parameters": tool["input_schema"]}
     more = {"description": tool.get("description"), "strict": tool.get("strict")}
@@ -302,91 +260,6 @@ def _chat_format(output_format: dict[str, Any] | None) -> Any:
         schema = output_format.get("schema")
         return {"type": "json_schema", "json_schema": {"name": "output", "schema": schema}}
     return output_format
-
-
-def chat_messages(system: Any, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages of a chat. Each tool result becomes a message of its own."""
-    chat = [{"role": "system", "content": _text_parts(system)}] if system else []
-    for message in messages:
-        content = message["content"]
-        blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        match message["role"]:
-            case "assistant":
-                chat.append(_assistant(blocks))
-            case "user":
-                chat += _user(blocks)
-            case _:
-                chat.append({"role": "system", "content": _text_parts(blocks)})
-    return chat
-
-
-def _user(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    messages: list[dict[str, Any]] = []
-    for block in blocks:
-        if block["type"] == "tool_result":
-            content = _text_parts(block.get("content") or "")
-            if block.get("is_error"):
-                content = _marked_as_error(content)
-            messages.append(
-                {"role": "tool", "tool_call_id": block["tool_use_id"], "content": content}
-            )
-        else:
-            if not messages or messages[-1]["role"] != "user":
-                messages.append({"role": "user", "content": []})
-            messages[-1]["content"] += _text_parts([block])
-    return messages
-
-
-def _marked_as_error(content: str | list[dict[str, Any]]) -> Any:
-    """Return a tool's result marked as an error: templates have no field for failures."""
-    if isinstance(content, str):
-        return f"{ERROR} {content}".strip()
-    return [{"type": "text", "text": ERROR}, *content]
-
-
-def _assistant(blocks: list[dict[str, Any]]) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant"}
-    thoughts: list[str] = []
-    for block in blocks:
-        match block["type"]:
-            case "thinking":
-                thoughts.append(block["thinking"])
-            case "tool_use":
-                arguments = json.dumps(block["input"], ensure_ascii=False)
-                function = {"name": block["name"], "arguments": arguments}
-                message.setdefault("tool_calls", []).append(
-                    {"id": block["id"], "type": "function", "function": function}
-                )
-            case "redacted_thinking":
-                pass
-            case _:
-                message.setdefault("content", []).extend(_text_parts([block]))
-    if thoughts:
-        message["reasoning_content"] = "".join(thoughts)
-    return message
-
-
-def _text_parts(content: str | list[dict[str, Any]]) -> Any:
-    if isinstance(content, str):
-        return content
-    return [{"type": "text", "text": _text_of(block)} for block in content]
-
-
-def _text_of(block: dict[str, Any]) -> str:
-    kind = block["type"]
-    return block["text"] if kind == "text" else f"[{kind}: not available here]"
-
-
-def _noted(system: Any, messages: list[dict[str, Any]]) -> set[str]:
-    """Return the types of blocks that become notes."""
-    waiting = [system, *(message["content"] for message in messages)]
-    kinds: set[str] = set()
-    while waiting:
-        content = waiting.pop()
-        if isinstance(content, list):
-            kinds |= {block["type"] for block in content if NOTED.fullmatch(block["type"])}
-            waiting += [b.get("content") for b in content if b["type"] == "tool_result"]
-    return kinds
 
 
 # ---- answer ----
@@ -446,9 +319,17 @@ class AnthropicMessagesResponse(msgspec.Struct, kw_only=True, tag_field="type", 
     stop_reason: StopReason | None = None
     stop_sequence: str | None = None
     usage: MessageUsage
+    context_management: AppliedEdits | UnsetType = UNSET  # if the request asks for edits
+
+
+class OriginalTokens(msgspec.Struct):
+    """The number of tokens before the edits of the conversation."""
+
+    original_input_tokens: int
 
 
 class TokensCount(msgspec.Struct):
     """The response of /v1/messages/count_tokens."""
 
     input_tokens: int
+    context_management: OriginalTokens | UnsetType = UNSET  # if the request asks for edits

@@ -4,15 +4,20 @@ import base64
 import re
 from typing import Any
 
+from servd.api.protocol.response_tools import flat_name
 from servd.base.errors import InvalidRequest
 
 SEAL = "servd-reasoning-1:"
 # Types of items about tools that servd does not run. `function_call` is no such item.
 HOSTED_ITEMS = re.compile(r"\w+_call(_output)?|mcp_\w+|tool_search_output|additional_tools")
+# Types of parts that servd does not read.
+NOTED_PARTS = ("input_image", "input_file")
 ITEM_PREFIX = {
     "message": "msg",
     "function_call": "fc",
     "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
     "reasoning": "rs",
 }
 
@@ -20,7 +25,7 @@ ITEM_PREFIX = {
 def chat_messages(instructions: str | None, items: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return items as chat messages. The reasoning, content and calls of a turn are one message.
 
-    An item about a tool that servd does not run becomes a short note.
+    An item about a tool that servd does not run becomes a short note. So does a picture or file.
     """
     messages: list[dict[str, Any]] = (
         [{"role": "system", "content": instructions}] if instructions else []
@@ -29,13 +34,11 @@ def chat_messages(instructions: str | None, items: list[dict[str, Any]]) -> list
         last = messages[-1] if messages else {}
         is_assistant = last.get("role") == "assistant"
         match item.get("type", "message"):
-            case "function_call":
+            case "function_call" | "custom_tool_call" as kind:
                 if not is_assistant:
                     messages.append(last := {"role": "assistant"})
-                function = {"name": item["name"], "arguments": item["arguments"]}
-                call = {"id": item["call_id"], "type": "function", "function": function}
-                last.setdefault("tool_calls", []).append(call)
-            case "function_call_output":
+                last.setdefault("tool_calls", []).append(_chat_call(kind, item))
+            case "function_call_output" | "custom_tool_call_output":
                 content = _chat_content(item["output"])
                 messages.append(
                     {"role": "tool", "tool_call_id": item["call_id"], "content": content}
@@ -49,7 +52,7 @@ def chat_messages(instructions: str | None, items: list[dict[str, Any]]) -> list
                 continue
             case kind if kind != "message":
                 role = "user" if kind.endswith("_output") else "assistant"
-                messages.append({"role": role, "content": f"[{kind}: not available here]"})
+                messages.append({"role": role, "content": _note(kind)})
             case _ if item["role"] == "assistant":
                 if not is_assistant or last.keys() & {"content", "tool_calls"}:
                     messages.append(last := {"role": "assistant"})
@@ -60,10 +63,34 @@ def chat_messages(instructions: str | None, items: list[dict[str, Any]]) -> list
     return messages
 
 
+def _chat_call(kind: str, item: dict[str, Any]) -> dict[str, Any]:
+    name = flat_name(item.get("namespace"), item["name"])
+    if kind == "function_call":
+        function = {"name": name, "arguments": item["arguments"]}
+        return {"id": item["call_id"], "type": "function", "function": function}
+    custom = {"name": name, "input": item["input"]}
+    return {"id": item["call_id"], "type": "custom", "custom": custom}
+
+
 def _chat_content(content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
     if isinstance(content, str):
         return content
-    return [{"type": "text", "text": part.get("text", part.get("refusal"))} for part in content]
+    return [{"type": "text", "text": _part_text(part)} for part in content]
+
+
+def _part_text(part: dict[str, Any]) -> Any:
+    kind = noted_part(part)
+    return part.get("text", part.get("refusal")) if kind is None else _note(kind)
+
+
+def _note(kind: str) -> str:
+    return f"[{kind}: not available here]"
+
+
+def noted_part(part: Any) -> str | None:
+    """Return the type of a part that becomes a note, or None for any other value."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    return kind if kind in NOTED_PARTS else None
 
 
 def _text(content: str | list[dict[str, Any]]) -> str:

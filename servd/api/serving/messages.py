@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import msgspec
+from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -23,12 +24,14 @@ from servd.api.protocol.anthropic import (
     MessagesRequest,
     MessageTokensDetails,
     MessageUsage,
+    OriginalTokens,
     TextBlock,
     ThinkingBlock,
     TokensCount,
     ToolUseBlock,
 )
 from servd.api.protocol.chat import ChatCompletionRequest
+from servd.api.protocol.context_editing import AppliedEdit, AppliedEdits
 from servd.api.protocol.translation import renamed
 from servd.api.serving.events import CUT_OFF, Event, EventFormatter
 from servd.api.serving.formatter import ResponseInfo
@@ -51,23 +54,42 @@ class AnthropicServingMessages(OpenAIServing):
         call = call_of(request)
         message_id = f"msg_{call.unique_id}"
         with renamed(CHAT_NAMES):
+            applied = await self.edit_context(body, request)
             chat = await self.chat_of(body, request)
             params = self.sampling_params(chat, request)
             info = self.response_info(request, message_id, chat.request_options)
             formatter = MessageFormatter(info, bool(body.stream), chat, params)
+            if body.context_management is not None:
+                formatter.body_so_far.context_management = AppliedEdits(applied)
             prompt = msgspec.structs.replace(chat.prompt, may_fill_context=True)
             outputs = self.generate(request, formatter, prompt)
             headers = {"request-id": call.request_id}
             return await self.respond(request, formatter, outputs, headers)
 
     async def count_tokens(self, body: CountTokensRequest, request: Request) -> Response:
-        """Count the tokens of a conversation's prompt."""
+        """Count the tokens of a conversation's prompt, with and without the edits."""
         with renamed(CHAT_NAMES):
             chat = await self.chat_of(body, request)
             self.check_params(chat)
-            token_ids = await self.tokenize(request, chat.prompt)
+            counted = TokensCount(len(await self.tokenize(request, chat.prompt)))
+            if body.context_management is not None:
+                counted.context_management = OriginalTokens(counted.input_tokens)
+                if await self.edit_context(body, request):
+                    chat = await self.chat_of(body, request)
+                    counted.input_tokens = len(await self.tokenize(request, chat.prompt))
         headers = {"request-id": call_of(request).request_id}
-        return json_response(TokensCount(len(token_ids)), headers=headers)
+        return json_response(counted, headers=headers)
+
+    async def edit_context(
+        self, body: MessagesRequest | CountTokensRequest, request: Request
+    ) -> list[AppliedEdit]:
+        """Edit the conversation as the body asks, and return what changed it."""
+
+        def count(text: str) -> int:
+            return len(self.processor.tokenizer.encode(text, add_special_tokens=False))
+
+        size = call_of(request).num_bytes
+        return await run_for(request, size, lambda: body.edit_context(count))
 
     async def chat_of(
         self, body: MessagesRequest | CountTokensRequest, request: Request
@@ -144,7 +166,10 @@ class MessageFormatter(EventFormatter):
         else:
             answer.stop_reason = "end_turn"
         delta = {"stop_reason": answer.stop_reason, "stop_sequence": answer.stop_sequence}
-        yield {"type": "message_delta", "delta": delta, "usage": answer.usage}
+        event = {"type": "message_delta", "delta": delta, "usage": answer.usage}
+        if answer.context_management is not UNSET:
+            event["context_management"] = answer.context_management
+        yield event
         yield {"type": "message_stop"}
 
     def _usage(self) -> MessageUsage:

@@ -1,11 +1,19 @@
 """Prompt: text, token ids, a chat or a pair of texts, independent of the API that received it."""
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import msgspec
 
 OBJECT_SIZE = 64  # fixed cost of a message, in characters
 MANY = 1 << 16  # characters at which counting a chat stops
+
+
+class TextGrammar(msgspec.Struct, frozen=True):
+    """The grammar of a custom tool's text: Lark, or a regular expression in Rust's syntax."""
+
+    syntax: Literal["lark", "regex"]
+    definition: str
 
 
 class ToolOptions(msgspec.Struct, frozen=True):
@@ -14,6 +22,8 @@ class ToolOptions(msgspec.Struct, frozen=True):
     tools: list[dict[str, Any]]  # shown to the model
     forced: list[dict[str, Any]] = []  # one of these must be called
     parallel: bool = True  # else only the first call counts
+    # The functions that stand for custom tools: their only argument is the tool's text.
+    custom: Mapping[str, TextGrammar | None] = {}
 
 
 class Chat(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from servd.api.output.call_grammar import calls_grammar, parameters_of
+from servd.api.output.call_grammar import AddedTokens, calls_grammar, parameters_of
 from servd.api.output.model_format import ModelFormat
 from servd.api.output.output_parser import ExpectedOutput
 from servd.api.output.tool_choice import ForcedCallsParser
@@ -285,7 +285,8 @@ def test_special_tokens_are_written_as_tokens():
     parser = plugins.load_class(PACKAGE, "deepseek", ToolParser)
     ids = {marker: number for number, marker in enumerate(parser.markers)}
     tools = [EXPRESSIBLE["nothing"]]
-    grammar = calls_grammar(parser.syntaxes, parser.arguments_grammar, tools, True, ids.get)
+    tokens = AddedTokens(ids)
+    grammar = calls_grammar(parser.syntaxes, parser.arguments_grammar, tools, True, tokens)
     assert "｜" not in grammar and "\\uff5c" not in grammar
     assert all(f"<[{number}]>" in grammar for number in ids.values())
 

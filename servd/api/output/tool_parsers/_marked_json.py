@@ -12,6 +12,10 @@ class MarkedJsonParser(ToolParser):
     begins: ClassVar[tuple[str, ...]]
     end: ClassVar[str] = ""
 
+    @classmethod
+    def openings(cls) -> tuple[str, ...]:
+        return cls.begins
+
     def body(self) -> Steps[None]:
         yield from self.read_to_end(*self.begins, call=self._calls)
 

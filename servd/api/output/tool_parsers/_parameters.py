@@ -4,6 +4,7 @@ import json
 from typing import Any, ClassVar, NoReturn
 
 from servd.api.output.call_grammar import (
+    ANY_OBJECT,
     NotExpressible,
     json_rule,
     parameters_of,
@@ -12,8 +13,10 @@ from servd.api.output.call_grammar import (
 )
 from servd.api.output.incremental import Brackets, Steps
 from servd.api.output.json_reader import LITERALS, escape, repaired
+from servd.api.output.text_grammar import text_rules
 from servd.api.output.tool_parser import ToolParser
 from servd.api.output.tool_parsers._text_values import texts_of, types_of, types_of_property
+from servd.api.text.prompt import TextGrammar
 
 
 class ParametersParser(ToolParser):
@@ -32,8 +35,12 @@ class ParametersParser(ToolParser):
         """Return rules for the parameters in the schema's order. Values that `_value` reads as
         strings are written as text, others as JSON.
         """
-        properties = properties_of(function)
         root = parameters_of(function)
+        if root == ANY_OBJECT:
+            inside = rf'"{cls.parameter[0]}" /[^<>\n]+/ "{cls.parameter[1]}" /(?s:.*)/'
+            value = f'{rule}_any[lazy]: {inside} "{cls.parameter_end}"'
+            return [rf"{rule}: ({rule}_any /\n/)*", value]
+        properties = properties_of(function)
         parts = [f"{rule}_{i}{'' if p.is_required else '?'}" for i, p in enumerate(properties)]
         rules = [f"{rule}: {' '.join(parts) or quoted('')}"]
         for i, (name, schema, _) in enumerate(properties):
@@ -53,9 +60,19 @@ class ParametersParser(ToolParser):
             rules.append(rf"{property_rule}: {opening} ({' | '.join(values)}) /\n/")
         return rules
 
+    @classmethod
+    def input_grammar(cls, rule: str, grammar: TextGrammar) -> list[str]:
+        opening = quoted(f"{cls.parameter[0]}input{cls.parameter[1]}{cls.line}")
+        inside = f"{rule}_input"
+        texts = text_rules(grammar, inside, False, cls.parameter_end, cls.line)
+        return [rf"{rule}: {opening} {inside} /\n/", *texts]
+
+    @classmethod
+    def openings(cls) -> tuple[str, ...]:
+        return tuple(filter(None, (cls.markers[0], cls.function[0])))
+
     def body(self) -> Steps[None]:
-        begins = filter(None, (self.markers[0], self.function[0]))
-        yield from self.read_to_end(*begins, call=self._call)
+        yield from self.read_to_end(*self.openings(), call=self._call)
 
     def function_name(self) -> Steps[str | None]:
         """Read and return a function's name, and read the text after it. None if malformed."""

@@ -29,6 +29,9 @@ class HarmonyToolParser(ToolParser):
             separator=f"{START}assistant",
             answer=f"{CHANNEL}final{MESSAGE}",
             reasoning=(f"{CHANNEL}analysis{MESSAGE}", f"{END}{START}assistant"),
+            headers=tuple(
+                f"{CHANNEL}{name}{MESSAGE}" for name in ("analysis", "commentary", "final")
+            ),
         ),
     )
 
@@ -36,12 +39,16 @@ class HarmonyToolParser(ToolParser):
     def matches(cls, template: str) -> bool:
         return CHANNEL in template and MESSAGE in template
 
+    @classmethod
+    def openings(cls) -> tuple[str, ...]:
+        return START, CHANNEL
+
     def body(self) -> Steps[None]:
         if (yield from self.reader.accept(RECIPIENT)):
             yield from self.attempt(self._call())
         elif self.reader.consumed:
             self.content(self.reader.consumed)
-        yield from self.read_to_end(START, CHANNEL, call=self._call)
+        yield from self.read_to_end(*self.openings(), call=self._call)
 
     def _call(self) -> Steps[bool]:
         reader = self.reader

@@ -8,9 +8,17 @@ import sys
 import warnings
 from typing import Any
 
-from servd.api.output.call_grammar import CallSyntax, NotExpressible, json_rule, properties_of
+from servd.api.output.call_grammar import (
+    CallSyntax,
+    NotExpressible,
+    json_rule,
+    properties_of,
+    quoted,
+)
 from servd.api.output.incremental import Steps, without_surrogates
+from servd.api.output.text_grammar import text_rules
 from servd.api.output.tool_parser import ToolParser
+from servd.api.text.prompt import TextGrammar
 from servd.base.python_syntax import parse_python
 
 START = "<|python_start|>"
@@ -53,6 +61,12 @@ class PythonicToolParser(ToolParser):
                 f"{rule}_value{i}: {json_rule(schema)}",
             ]
         return [*rules, f'{rule}_first{len(properties)}: ""', f'{rule}_more{len(properties)}: ""']
+
+    @classmethod
+    def input_grammar(cls, rule: str, grammar: TextGrammar) -> list[str]:
+        inside = f"{rule}_input"
+        opening, closing = map(quoted, ('input="', '"'))
+        return [f"{rule}: {opening} {inside} {closing}", *text_rules(grammar, inside, True)]
 
     def body(self) -> Steps[None]:
         yield from self.reader.space()
