@@ -160,7 +160,7 @@ async def test_a_call_cut_by_a_stop_string_is_not_reported_as_a_tool_call(choice
     async with scripted(CALLS) as served:
         body = {"tools": TOOLS, "tool_choice": choice, "stop": [stop]}
         if choice == "required":  # the script's beginning has not the form
-            served.engine.executor.script = list(CALLS.removeprefix("I look.\n\n").encode())
+            served.engine.executor.answer = list(CALLS.removeprefix("I look.\n\n").encode())
         (whole,) = (await ask(served, **body))["choices"]
         assert (whole["finish_reason"], whole["stop_reason"]) == (reason, stop)
         (streamed,) = (await ask_stream(served, **body)).values()
