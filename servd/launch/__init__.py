@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from servd.api.responses.database import open_database
 from servd.base import log, plugins
 from servd.base.errors import ConfigError, UnsupportedModel
 from servd.checkpoint import account, config_json, generation_config, hub, model_spec, pooling
@@ -47,6 +48,8 @@ def run_server(read_config: Callable[[], Config]) -> int:
     raise_file_limit()
     if (folder := config.batches.batch_dir) is not None:
         open_batch_dir(folder)
+    if config.server.response_db is not None:
+        open_database(config.server.response_db).close()
     has_models = config.models.models_dir is not None or bool(config.models.models)
     if config.server.headless and not has_models:
         return run_headless(config, read_config, started_at)
@@ -122,6 +125,9 @@ def find_and_resolve(config: Config) -> tuple[Config, ModelSpec, dict[str, Decis
             return find_and_resolve(drafted)
         _refuse_head(model.model, folder)
         spec = model_spec.read_spec(folder, model.hf_overrides)
+    if not executor.needs_weights:  # nothing limits its positions
+        positions = max(spec.max_position_embeddings, config.model.max_model_len or 0)
+        spec = msgspec.structs.replace(spec, max_position_embeddings=positions)
     if config.model.model_impl == "servd" and not pooling.has_file(spec):
         raise UnsupportedModel(
             f"--model-impl servd: servd has no file for model_type {spec.model_type!r}, only for "
