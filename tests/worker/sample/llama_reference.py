@@ -44,8 +44,8 @@ def xtc(logits: Row, threshold: float) -> Row:
     good = np.flatnonzero(probs >= threshold)
     if len(good) < 2:
         return logits
-    least = probs[good].min()
-    return np.where((probs >= threshold) & (probs > least), -np.inf, logits)
+    lowest = probs[good].min()
+    return np.where((probs >= threshold) & (probs > lowest), -np.inf, logits)
 
 
 def dynamic_temperature(logits: Row, temperature: float, width: float, exponent: float) -> float:

@@ -154,7 +154,7 @@ def test_mirostat_holds_the_surprise(target: float):
     sampler = Sampler(300, NUM_SLOTS, CPU)
     sampler.add(1, params, PROMPT, [], [])
     limit = 2 * target
-    seen: list[float] = []
+    surprises: list[float] = []
     for step in range(400):
         logits = logits_at(step, scale=2.0)
         row = np.array(logits[0].tolist()) / params.temperature
@@ -162,9 +162,9 @@ def test_mirostat_holds_the_surprise(target: float):
         metadata = sampler.make_metadata(torch.tensor([1]), [1], torch.tensor([3 + step]))
         token = int(sampler(logits, metadata).token_ids[0])
         assert probs[token] > 0
-        seen.append(-math.log2(probs[token]))
-        limit -= params.mirostat_eta * (seen[-1] - target)
-    assert abs(np.mean(seen[50:]) - target) < 0.1
+        surprises.append(-math.log2(probs[token]))
+        limit -= params.mirostat_eta * (surprises[-1] - target)
+    assert abs(np.mean(surprises[50:]) - target) < 0.1
 
 
 def test_a_row_beside_them_draws_as_alone():
@@ -172,11 +172,11 @@ def test_a_row_beside_them_draws_as_alone():
     plain = SamplingParams(seed=9, temperature=1.7, top_p=0.8, min_p=0.05, top_k=30)
     logits = logits_at(1, rows=2)
 
-    def token(others: list[SamplingParams]) -> int:
+    def token(neighbours: list[SamplingParams]) -> int:
         sampler = Sampler(300, NUM_SLOTS, CPU)
-        for slot, params in enumerate([plain, *others]):
+        for slot, params in enumerate([plain, *neighbours]):
             sampler.add(slot, params, PROMPT, [], [])
-        slots = [*range(1 + len(others))]
+        slots = [*range(1 + len(neighbours))]
         positions = torch.full((len(slots),), 3)
         metadata = sampler.make_metadata(torch.tensor(slots), slots, positions)
         return int(sampler(logits[: len(slots)].clone(), metadata).token_ids[0])

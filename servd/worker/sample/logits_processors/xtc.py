@@ -37,7 +37,7 @@ class XTCProcessor(TokenFilter):
         probability, threshold = values
         masses = to_masses(relative)
         is_good = masses >= threshold * masses.sum(dim=1, keepdim=True)
-        least = masses.masked_fill(~is_good, 2**62).amin(dim=1, keepdim=True)
+        lowest = masses.masked_fill(~is_good, 2**62).amin(dim=1, keepdim=True)
         is_due = uniform(self.seeds[rows.slots], rows.positions + OWN_NUMBERS) < probability[:, 0]
-        removes = is_good & (masses > least) & is_due.unsqueeze(1)
+        removes = is_good & (masses > lowest) & is_due.unsqueeze(1)
         return relative.masked_fill(removes, -torch.inf)
