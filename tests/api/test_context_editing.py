@@ -37,7 +37,7 @@ def edit(messages: list[Any], *edits: dict[str, Any]) -> tuple[list[Any], list[A
     def count(block: dict[str, Any]) -> int:
         return len(block.get("content") or block.get("thinking") or "")
 
-    return edit_context(context_management, messages, count, 0)
+    return edit_context(context_management, messages, count, lambda: 0)
 
 
 def cleared(messages: list[Any]) -> list[int]:
