@@ -1,4 +1,4 @@
-"""TokenFilter: base of the logits processors that narrow the distribution before a token is drawn.
+"""TokenFilter: base of the logits processors of llama.cpp's samplers.
 
 A row's sums are sums of integers, as in `fixed_point.py`: they do not depend on the batch.
 """
@@ -20,9 +20,10 @@ from servd.worker.sample.sampling_metadata import SamplingMetadata
 
 
 class TokenFilter(LogitsProcessor):
-    """Keeps `fields` of the parameters by slot. Greedy requests do not use it."""
+    """Keeps `fields` of the parameters by slot."""
 
     fields: ClassVar[tuple[str, ...]]
+    changes_greedy: ClassVar[bool] = False  # whether greedy requests use it
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -31,7 +32,7 @@ class TokenFilter(LogitsProcessor):
 
     def add(self, request: SlotRequest) -> bool:
         params = request.params
-        if params.is_greedy or not self.is_used(params):
+        if not self.is_used(params) or (params.is_greedy and not self.changes_greedy):
             return False
         values = np.array([getattr(params, name) for name in self.fields], dtype=np.float64)
         self.values[request.slot] = upload(values, self.device)
@@ -49,7 +50,7 @@ class TokenFilter(LogitsProcessor):
 
     @abstractmethod
     def is_used(self, params: SamplingParams) -> bool:
-        """Return whether a request that is not greedy uses the filter."""
+        """Return whether a request uses the filter."""
 
     @abstractmethod
     def change(self, relative: Tensor, rows: SamplingMetadata, values: Sequence[Tensor]) -> Tensor:

@@ -1,35 +1,31 @@
 """dry_multiplier and others: lowers tokens that would prolong a repetition (DRY)."""
 
+from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from servd.messages.params import MAX_DRY_TOKENS
+from servd.messages.params import MAX_DRY_TOKENS, SamplingParams
 from servd.worker.device.device import upload
-from servd.worker.sample.logit_edits import LogitEdits
-from servd.worker.sample.logits_processors import LogitsProcessor, SlotRequest
+from servd.worker.sample.logits_processors import SlotRequest
+from servd.worker.sample.logits_processors._token_filter import TokenFilter
 from servd.worker.sample.sampling_metadata import SamplingMetadata
 
 NONE = -1  # a token before the beginning of the prompt
 MAX_LOG = 88.0  # of a factor, so that it is finite in float32
-FIELDS = ("dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n")
 
 
-class DRYProcessor(LogitsProcessor):
+class DRYProcessor(TokenFilter):
     """Keeps the last tokens of each slot, in a ring by position. Each has the number of tokens up
     to it that equal the last tokens of the sequence. The token after it would prolong that match.
     """
 
     order = 100
     example = {"dry_multiplier": 0.8, "dry_allowed_length": 1}
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        shape = self.max_num_seqs, len(FIELDS)
-        self.values = torch.zeros(shape, dtype=torch.float64, device=self.device)
+    fields = ("dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n")
+    changes_greedy = True
 
     # The state, made once used: [max_num_seqs, MAX_DRY_TOKENS] and [max_num_seqs, vocab].
 
@@ -48,29 +44,30 @@ class DRYProcessor(LogitsProcessor):
         shape = self.max_num_seqs, self.vocab_size
         return torch.zeros(shape, dtype=torch.bool, device=self.device)
 
+    def is_used(self, params: SamplingParams) -> bool:
+        return params.dry_multiplier > 0
+
     def add(self, request: SlotRequest) -> bool:
-        p = request.params
-        if not p.dry_multiplier:
+        if not super().add(request):
             return False
-        last_n = MAX_DRY_TOKENS if p.dry_penalty_last_n < 0 else p.dry_penalty_last_n
-        values = p.dry_multiplier, p.dry_base, p.dry_allowed_length, last_n
-        self.values[request.slot] = upload(np.array(values, dtype=np.float64), self.device)
-        breakers = np.array(p.dry_breaker_token_ids, dtype=np.int64)
-        self.breaks[request.slot].zero_()[upload(breakers, self.device)] = True
+        breaker_ids = request.params.dry_breaker_token_ids
+        breakers = upload(np.array(breaker_ids, dtype=np.int64), self.device)
+        self.breaks[request.slot].zero_()[breakers] = True
         sequence = [*request.prompt_token_ids, *request.output_token_ids]
         last = sequence[-MAX_DRY_TOKENS:]
         places = np.arange(len(sequence) - len(last), len(sequence)) % MAX_DRY_TOKENS
         ring = np.full((2, MAX_DRY_TOKENS), NONE, dtype=np.int64)
         ring[0, places] = last
         ring[1] = 0
-        ring[1, places] = match_suffixes(last, {*p.dry_breaker_token_ids})
+        ring[1, places] = match_suffixes(last, {*breaker_ids})
         tokens, matches = upload(ring, self.device)
         self.tokens[request.slot] = tokens
         self.matches[request.slot] = matches
         return True
 
-    def apply(self, logits: Tensor, rows: SamplingMetadata, edits: LogitEdits) -> None:
-        multiplier, base, allowed, last_n = self.values[rows.slots].unsqueeze(2).unbind(1)
+    def change(self, relative: Tensor, rows: SamplingMetadata, values: Sequence[Tensor]) -> Tensor:
+        multiplier, base, allowed, last_n = values
+        last_n = torch.where(last_n < 0, MAX_DRY_TOKENS, last_n)
         places = torch.arange(MAX_DRY_TOKENS, device=self.device)
         # How many tokens follow each token; 0 for the last one, which matches itself.
         age = (rows.positions.unsqueeze(1) - 1 - places) % MAX_DRY_TOKENS
@@ -82,7 +79,7 @@ class DRYProcessor(LogitsProcessor):
         exponent = torch.minimum(longest - allowed, MAX_LOG / base.log())
         penalty = multiplier * base**exponent
         penalty = penalty.masked_fill((longest == 0) | (longest < allowed), 0)
-        logits[rows.index] -= penalty.float()
+        return relative - penalty
 
     def update(self, token_ids: Tensor, rows: SamplingMetadata) -> None:
         new = token_ids[rows.index].unsqueeze(1)

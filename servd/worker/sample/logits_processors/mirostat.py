@@ -43,15 +43,11 @@ class MirostatProcessor(TokenFilter):
         if slot in self.keys:
             self.saved[self.keys[slot]] = self.limits[slot].clone()
         key = request.params.seed, hash(tuple(request.prompt_token_ids))
-        if not request.output_token_ids:
-            self.limits[slot] = 2 * request.params.mirostat_tau
-        elif key in self.saved:
-            self.limits[slot] = self.saved.pop(key)
-        elif key in self.keys.values():
-            before = next(place for place, name in self.keys.items() if name == key)
-            self.limits[slot] = self.limits[before]
-        else:  # of an engine that has ended
-            self.limits[slot] = 2 * request.params.mirostat_tau
+        limit: Any = 2 * request.params.mirostat_tau
+        if request.output_token_ids:
+            before = next((place for place, name in self.keys.items() if name == key), None)
+            limit = self.saved.pop(key, limit if before is None else self.limits[before])
+        self.limits[slot] = limit
         self.keys[slot] = key
         if len(self.saved) > MAX_SAVED:
             del self.saved[next(iter(self.saved))]

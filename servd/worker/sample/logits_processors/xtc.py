@@ -27,8 +27,10 @@ class XTCProcessor(TokenFilter):
         self.seeds = torch.zeros(self.max_num_seqs, dtype=torch.int64, device=self.device)
 
     def add(self, request: SlotRequest) -> bool:
-        self.seeds[request.slot] = request.params.seed or 0
-        return super().add(request)
+        is_used = super().add(request)
+        if is_used:
+            self.seeds[request.slot] = request.params.seed or 0
+        return is_used
 
     def is_used(self, params: SamplingParams) -> bool:
         return params.xtc_probability > 0
