@@ -104,7 +104,7 @@ def settings_of(name: str, seen: dict[str, Any]) -> tuple[str, str, int]:
     env, args = seen["env"], seen["args"]
     if name == "claude":
         assert "ANTHROPIC_API_KEY" not in env
-        window = int(env["CLAUDE_CODE_AUTO_COMPACT_WINDOW"])
+        window = int(env["CLAUDE_CODE_MAX_CONTEXT_TOKENS"])
         return env["ANTHROPIC_BASE_URL"], env["ANTHROPIC_DEFAULT_HAIKU_MODEL"], window
     if name == "codex":
         pairs = [word.split("=", 1) for word in args if "=" in word]

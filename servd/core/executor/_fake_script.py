@@ -17,7 +17,7 @@ ENDED = "The script has no more answers."
 
 class ScriptLine(msgspec.Struct, forbid_unknown_fields=True):
     """An answer. With `match`, it answers all prompts that contain this text, and only them. With
-    `cut`, no end of sequence follows: the usual letters continue it up to the request's limit.
+    `cut`, no end of sequence follows: the last token repeats up to the request's limit.
     """
 
     text: str
