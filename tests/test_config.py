@@ -134,7 +134,7 @@ def test_what_is_filled_in_survives_the_trip_to_another_process():
 
 @given(st.integers(0, 2**50))
 def test_a_size_that_is_shown_can_be_read_and_is_not_too_small(size):
-    assert size <= parse_bytes(format_bytes(size)) <= 1.01 * size + 1
+    assert size <= parse_bytes(format_bytes(size), "--kv-cache-memory") <= 1.01 * size + 1
 
 
 PATH_OPTIONS = ["model", "chat_template", "generation_config", "models_dir", "lora_dir"]
@@ -187,13 +187,13 @@ def test_replace_changes_only_what_is_named_and_not_the_original():
     ("text", "size"), [("0", 0), ("2 gib", 2 << 30), ("1.5 GB", 1_500_000_000), ("3k", 3 << 10)]
 )
 def test_parse_bytes(text, size):
-    assert parse_bytes(text) == size
+    assert parse_bytes(text, "--kv-cache-memory") == size
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1", "1e9", "2 GiBs", "1 2", "0x10"])
 def test_parse_bytes_refuses_the_rest(text):
     with pytest.raises(ConfigError, match="as a size"):
-        parse_bytes(text)
+        parse_bytes(text, "--kv-cache-memory")
 
 
 @pytest.mark.parametrize(

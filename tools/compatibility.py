@@ -399,6 +399,8 @@ async def try_fields(served: Served, path: str) -> dict[str, Outcome]:
         value = fields[field]
         if field == "previous_response_id":
             value = (await served.http.post(path, json=base)).json()["id"]
+        if field == "conversation":
+            value = (await served.http.post("/v1/conversations", json={})).json()["id"]
         if path == "/v1/responses" and field == "top_logprobs":
             beside = {"include": RESPONSES["include"]}
         first = base

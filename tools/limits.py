@@ -10,7 +10,7 @@ from servd.api.output import json_reader
 from servd.api.protocol import batch_file as batch
 from servd.api.protocol import completions, decisions, validation
 from servd.api.request import output_collector
-from servd.api.responses import response_store
+from servd.api.responses import conversations, response_store
 from servd.api.routes import files
 from servd.api.serving import events, pooling
 from servd.api.text import chat_template
@@ -185,11 +185,27 @@ def tables() -> dict[str, list[Row]]:
                 "400",
             ),
             (
-                "stored responses per API key",
-                f"{server.max_stored_responses:,} (`--max-stored-responses`); "
+                "stored responses and conversations per API key, in memory",
+                f"{response_store.MAX_IN_MEMORY:,} (`--max-stored-responses`); "
                 f"{size(response_store.MIN_BYTES)} to {size(response_store.MAX_BYTES)}",
-                "servd drops the oldest finished response",
+                "servd removes the oldest; a running response stays",
             ),
+            (
+                "the same with `--response-db`",
+                f"{size(response_store.MAX_BYTES_IN_FILE)} (`--response-max-bytes`)",
+                "servd removes the oldest; a running response stays",
+            ),
+            (
+                "age of a stored response or conversation",
+                f"{server.response_max_age / 86400:g} days (`--response-max-age`)",
+                "servd removes it",
+            ),
+            (
+                "running background responses per API key and API server",
+                f"{response_store.MAX_RUNNING:,}",
+                "429",
+            ),
+            ("items of a conversation", f"{conversations.MAX_ITEMS:,}", "400"),
         ],
     }
 

@@ -83,6 +83,13 @@ OTHER_ERRORS: list[tuple[int, str, str | None, str, str]] = [
     (413, "invalid_request_error", None, "the body is too large", "See [limits](limits.md)."),
     (431, "invalid_request_error", None, "the headers are too large", "See [limits](limits.md)."),
     (500, "server_error", "internal_error", "servd has a bug", "Report it, with the server's log."),
+    (
+        503,
+        "server_error",
+        "store_unavailable",
+        "the file of `--response-db` cannot be read or written: a full disk, or a damaged file",
+        'Retry, or send `"store": false`; the log has the cause.',
+    ),
     (507, "server_error", "storage_full", "the disk of `--batch-dir` is full", "Delete files."),
 ]
 

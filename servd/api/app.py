@@ -36,7 +36,7 @@ from servd.api.keys import ApiKeys
 from servd.api.observability.ignored_fields import IgnoredFields
 from servd.api.protocol.errors import error_reply
 from servd.api.protocol.validation import explain_parameters
-from servd.api.responses.response_store import ResponseStores
+from servd.api.responses.response_store import ResponseStore
 from servd.api.routes import load_routers
 from servd.api.serving.chat import OpenAIServingChat
 from servd.api.serving.completion import OpenAIServingCompletion
@@ -123,7 +123,7 @@ def build_app(
         keep_alive=keep_alive,
         reasons=reasons,
         keys=keys,
-        responses=ResponseStores(config.server.max_stored_responses, keys),
+        responses=ResponseStore(config.server, keys),
         batches=_batches(config, app, keys, async_llm),
         peers=PeerServers(async_llm),
         ignored_fields=IgnoredFields(metrics.families.ignored_fields.inc),

@@ -16,7 +16,7 @@ from servd.api.engine.async_llm import AsyncLLM
 from servd.api.engine.peers import PeerServers
 from servd.api.keys import ApiKeys
 from servd.api.observability.ignored_fields import IgnoredFields
-from servd.api.responses.response_store import ResponseStores
+from servd.api.responses.response_store import ResponseStore
 from servd.base.errors import NotFound, UnknownModel
 from servd.config import Config
 from servd.messages.adapter import Adapter
@@ -32,7 +32,7 @@ class Context(msgspec.Struct, frozen=True):
     keep_alive: float  # seconds
     reasons: Mapping[str, str]  # why options on "auto" have their value
     keys: ApiKeys
-    responses: ResponseStores
+    responses: ResponseStore
     batches: BatchRunner | None  # None without --batch-dir
     peers: PeerServers
     ignored_fields: IgnoredFields

@@ -199,18 +199,12 @@ class Server(uvicorn.Server):
             await asyncio.wait([task])
 
     def background_tasks(self) -> set[asyncio.Task[None]]:
-        return {
-            stored.task
-            for store in self.context.responses.values()
-            for stored in store.running
-            if stored.task
-        }
+        return self.context.responses.tasks
 
     def reload(self, config: Config) -> None:
         log.set_level(config.observability)
         try:
             self.context.keys.load(config.access)
-            self.context.responses.drop_revoked()
             if self.config.ssl is not None:
                 load_certificates(self.config.ssl, config.access)
         except ConfigError as error:
@@ -249,6 +243,7 @@ def span_exporter(options: ObservabilityConfig) -> SpanExporter | None:
 
 
 def background(context: Context) -> Iterator[Coroutine[Any, Any, None]]:
+    yield context.responses.run()
     if context.batches is not None:
         yield context.batches.run()
     if files := context.config.cache.pin_prefix:
@@ -314,6 +309,7 @@ async def serve(start: StartAPIServer, reloads: SimpleQueue[Config]) -> int:
     for task in work:
         task.cancel()
         await asyncio.wait([task])
+    app.state.context.responses.close()
     peers.close()
     async_llm.close()
     for client in clients:

@@ -12,6 +12,7 @@ ServdError
 │   └── Overloaded               429, with Retry-After
 │       ├── RateLimited          429: its API key has reached a limit
 │       └── Unavailable          503: the server is loading or shutting down
+│           └── StoreUnavailable 503, code store_unavailable: the database of responses fails
 ├── EngineError                  the server is at fault: 500
 │   ├── EngineDeadError          503: the engine process died
 │   └── ShuttingDown             503, code shutting_down: the server ends before the answer does
@@ -137,6 +138,13 @@ class Unavailable(Overloaded):
     """503: the server is loading the model or shutting down."""
 
     status = 503
+
+
+class StoreUnavailable(Unavailable):
+    """503: the database of stored responses cannot be read or written."""
+
+    type = "server_error"
+    default_code = "store_unavailable"
 
 
 class EngineError(ServdError):

@@ -8,13 +8,11 @@ import msgspec
 from servd.base.errors import ConfigError
 
 
-def parse_bytes(text: str) -> int:
+def parse_bytes(text: str, flag: str) -> int:
     """Return the bytes of "1073741824", "1GiB", "1.5 GB" or "512M". K is 1024, KB is 1000."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(iB|B)?\s*", text, re.IGNORECASE)
     if not match:
-        raise ConfigError(
-            f'--kv-cache-memory: cannot read {text!r} as a size; write bytes or e.g. "2GiB"'
-        )
+        raise ConfigError(f'{flag}: cannot read {text!r} as a size; write bytes or e.g. "2GiB"')
     number, prefix, suffix = match.groups()
     base = 1000 if (suffix or "").upper() == "B" else 1024
     return int(float(number) * base ** " KMGT".index(prefix.upper() or " "))

@@ -45,8 +45,10 @@ log = logging.getLogger("servd.config")
 PATHS = ["model", "tokenizer", "chat_template", "api_key_file", "join_token_file", "attach"]
 PATHS += ["ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "download_dir", "kv_cache_dir"]
 PATHS += ["batch_dir", "lora_dir", "ipc_dir", "models_dir", "generation_config", "record_trace"]
-PATHS += ["fake_script"]
-WRITTEN = ("_dir", "record_trace")  # ends of the names of options whose path may not exist yet
+PATHS += ["response_db", "fake_script"]
+SIZES = ("kv_cache_memory", "response_max_bytes")
+# Ends of the names of options whose path may not exist yet.
+WRITTEN = ("_dir", "_db", "record_trace")
 
 
 class Config(Section, frozen=True):
@@ -78,7 +80,7 @@ class Config(Section, frozen=True):
     def load(cls, options: Mapping[str, Any]) -> Config:
         """Return a Config from flat options, e.g. `{"model": "gpt2", "max_num_seqs": 8}`.
 
-        Strings are converted ("8" to 8, "2GiB" to bytes for kv_cache_memory). Raises ConfigError if
+        Strings are converted ("8" to 8, "2GiB" to bytes for SIZES). Raises ConfigError if
         an option is unknown or its value is invalid.
         """
         fields = options_by_name()
@@ -92,8 +94,8 @@ class Config(Section, frozen=True):
                 raise flag_aliases.unknown(name, fields)
             if name == "model" and isinstance(value, str):
                 value = full_name(value)
-            if name == "kv_cache_memory" and isinstance(value, str):
-                value = parse_bytes(value)
+            if name in SIZES and isinstance(value, str):
+                value = parse_bytes(value, flag_of(name))
             section, field = fields[name]
             if isinstance(value, str) and field.default_factory is list:
                 value = [value]

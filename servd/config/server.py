@@ -52,8 +52,20 @@ class ServerConfig(Section, frozen=True):
     enforce_tool_schemas: Literal["auto", "strict", "off"] = "auto"
     """Tools whose calls must match their schemas if `tool_choice` is "auto". auto: those with
     `strict`, and custom tools with a grammar. strict: all."""
-    max_stored_responses: NotNegative = 1000
-    """Maximum stored responses of `/v1/responses` per API key and API server. 0 stores none."""
+    response_db: str | None = None
+    """SQLite file for stored responses and conversations, which API servers share and a restart
+    keeps. Default: each API server has its own, in memory.
+    """
+    max_stored_responses: NotNegative | None = None
+    """Maximum stored responses and conversations per API key. 0 stores none. Default: 1000, or no
+    limit with --response-db.
+    """
+    response_max_bytes: Positive | None = None
+    """Maximum size of the stored responses and conversations of an API key, in bytes or as "2GiB".
+    Default: 1GiB with --response-db; in memory, all keys share 256MiB.
+    """
+    response_max_age: Annotated[float, Meta(gt=0)] = 30 * 86400.0
+    """Seconds after its last change until servd removes a response or conversation."""
     api_server_count: Annotated[int, Meta(ge=1, le=64)] = 1
     """API server processes that share the port."""
     headless: bool = False

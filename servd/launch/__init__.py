@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from servd.api.responses.database import open_database
 from servd.base import log, plugins
 from servd.base.errors import ConfigError, UnsupportedModel
 from servd.checkpoint import account, config_json, generation_config, hub, model_spec, pooling
@@ -47,6 +48,8 @@ def run_server(read_config: Callable[[], Config]) -> int:
     raise_file_limit()
     if (folder := config.batches.batch_dir) is not None:
         open_batch_dir(folder)
+    if config.server.response_db is not None:
+        open_database(config.server.response_db).close()
     has_models = config.models.models_dir is not None or bool(config.models.models)
     if config.server.headless and not has_models:
         return run_headless(config, read_config, started_at)

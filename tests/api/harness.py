@@ -245,7 +245,10 @@ async def serve(
     )
     async_llm.start()
     app = build_app(config, async_llm, keep_alive=keep_alive, store=store, spans=spans)
+    responses = app.state.context.responses
     async with AsyncExitStack() as stack:
+        stack.callback(responses.close)
+        stack.push_async_callback(lambda: asyncio.gather(*responses.tasks, return_exceptions=True))
         for engine in engines:
             stack.push_async_callback(engine.close)
         stack.callback(async_llm.close)

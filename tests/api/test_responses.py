@@ -4,19 +4,14 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-import msgspec
 import openai
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from openai.types.responses import Response as SDKResponse
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from servd.api.protocol.response_items import chat_messages
-from servd.api.protocol.responses import ResponsesResponse
-from servd.api.responses.response_store import ResponseStore, Stored
-from servd.base.errors import NotFound
+from servd.api.responses.response_store import ResponseStore
 from servd.messages.engine import AbortRequests, EngineGone
 from tests.api.harness import (
     CITY,
@@ -345,7 +340,7 @@ PROBLEMS: dict[str, list[dict[str, Any]]] = {
     "background": [{"background": True, "store": False}],
     "metadata.k": [{"metadata": {"k": 5}}],
 }
-VALUES = {"max_output_tokens": 0, "temperature": -1, "conversation": "c", "prompt": {"id": "p"}}
+VALUES = {"max_output_tokens": 0, "temperature": -1, "conversation": {}, "prompt": {"id": "p"}}
 VALUES |= {"top_logprobs": 21, "truncation": "middle", "seed": "x"}
 VALUES |= {"previous_response_id": "resp_none"}
 
@@ -407,39 +402,6 @@ async def test_an_engine_that_dies_before_its_first_word():
     event = named_events(last)[0]
     TypeAdapter(ResponseStreamEvent).validate_python(event)
     assert (event["type"], event["code"], event["sequence_number"]) == ("error", "engine_dead", 0)
-
-
-def stored(response_id: str, num_bytes: int) -> Stored:
-    fields = {f.name: None for f in msgspec.structs.fields(ResponsesResponse) if f.required}
-    return Stored(ResponsesResponse(**{**fields, "id": response_id}), [], num_bytes)
-
-
-@given(
-    st.lists(
-        st.tuples(st.integers(0, 9), st.integers(1, 60), st.sampled_from(["put", "get", "pop"])),
-        max_size=40,
-    )
-)
-def test_the_store_stays_within_its_bounds_and_forgets_the_oldest(steps):
-    store = ResponseStore(max_responses=4, max_bytes=100)
-    model: dict[str, int] = {}  # least recently used first
-    for number, num_bytes, action in steps:
-        name = str(number)
-        if action == "put":
-            model.pop(name, None)
-            store.put(stored(name, num_bytes))
-            model[name] = num_bytes
-            while len(model) > 4 or sum(model.values()) > 100:
-                model.pop(next(iter(model)))
-        elif action == "pop":
-            assert (store.pop(name) is None) == (model.pop(name, None) is None)
-        elif name in model:
-            assert store.get(name, NotFound, "id").response.id == name
-            model[name] = model.pop(name)
-        else:
-            with pytest.raises(NotFound):
-                store.get(name, NotFound, "id")
-        assert store.num_bytes == sum(model.values())
 
 
 async def test_a_background_response_that_is_cancelled_before_it_begins(served: Served):
@@ -535,9 +497,15 @@ async def test_reconnecting_to_a_finished_response_ends_at_once(listening_server
         assert named_events(answer.text) == [last]
 
 
+async def num_bytes_of(store: ResponseStore) -> int:
+    """The size of all that a server without keys has stored."""
+    query = "SELECT sum(num_bytes) FROM owners"
+    return await store.db.read(lambda db: db.execute(query).fetchone()[0])
+
+
 async def test_cancelled_background_responses_count_their_events():
     async with serve(listen=True) as served:
-        store = served.app.state.context.responses[""]
+        store = served.app.state.context.responses
         body = {"input": "hi", "background": True, "stream": True, "max_output_tokens": 2000}
         async with served.http.stream("POST", URL, json=body) as answer:
             num_bytes = 0
@@ -546,22 +514,21 @@ async def test_cancelled_background_responses_count_their_events():
                 if num_bytes > 10_000:
                     served.engine.may_step.clear()
                     break
-        [name] = store._stored
-        assert store.num_bytes < 2_000
+        [name] = store.running
+        assert await num_bytes_of(store) < 5_000
         assert (await served.http.post(f"{URL}/{name}/cancel")).json()["status"] == "cancelled"
-        assert store.num_bytes > num_bytes
+        assert await num_bytes_of(store) > num_bytes
         assert (await served.http.delete(f"{URL}/{name}")).status_code == 200
-        assert store.num_bytes == 0
+        assert await num_bytes_of(store) == 0
 
 
 async def test_a_background_response_that_has_grown_too_large_is_not_kept():
-    async with serve() as served:
-        store = served.app.state.context.responses[""]
-        store.max_bytes = 5_000
+    async with serve(response_max_bytes=5_000) as served:
+        store = served.app.state.context.responses
         body = {"input": "hi", "background": True, "max_output_tokens": 100}
         kept = (await served.http.post(URL, json={"input": "hi", "max_output_tokens": 1})).json()
         name = (await served.http.post(URL, json=body)).json()["id"]
-        await until(lambda: name not in store)
+        await until(lambda: name not in store.running)
         assert (await served.http.get(f"{URL}/{name}")).status_code == 404
         assert (await served.http.get(f"{URL}/{kept['id']}")).status_code == 200
 
@@ -630,7 +597,7 @@ async def test_who_reads_a_background_response_hears_of_its_end(listening_server
                 engine.may_step.clear()
                 texts.append(event.delta)
                 break
-        [name] = listening_server.app.state.context.responses[""]._stored
+        [name] = listening_server.app.state.context.responses.running
         cancelled = await client.responses.cancel(name)
         later_events = await events_of(stream)
         texts += [

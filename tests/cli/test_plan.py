@@ -69,7 +69,7 @@ def test_a_cache_for_fewer_than_all_requests(capsys):
     ):
         _, better = plan(capsys, "demo", *SMALL, *change)
         assert better["requests"][str(better["max_model_len"])] >= better["max_num_seqs"]
-    less = str(parse_bytes(cache[1]) * 9 // 10)
+    less = str(parse_bytes(cache[1], "--kv-cache-memory") * 9 // 10)
     _, worse = plan(capsys, "demo", *SMALL, "--kv-cache-memory", less)
     assert worse["requests"]["1024"] < 4
 

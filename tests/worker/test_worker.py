@@ -117,11 +117,11 @@ def test_not_enough_memory_says_what_would_be(llama: Path):
     )
     assert numbers is not None
     load(llama, kv_cache_memory=20_000, max_model_len=int(numbers[1]))
-    load(llama, kv_cache_memory=parse_bytes(numbers[2]))
+    load(llama, kv_cache_memory=parse_bytes(numbers[2], "--kv-cache-memory"))
     with pytest.raises(NotEnoughMemory):
         load(llama, kv_cache_memory=20_000, max_model_len=int(numbers[1]) + 1)
     with pytest.raises(NotEnoughMemory):
-        load(llama, kv_cache_memory=parse_bytes(numbers[2]) - 1)
+        load(llama, kv_cache_memory=parse_bytes(numbers[2], "--kv-cache-memory") - 1)
     with pytest.raises(NotEnoughMemory, match="\\): raise --kv-cache-memory"):
         load(llama, kv_cache_memory=1)
 

@@ -117,14 +117,24 @@ def opened(text: str) -> str:
         ) from None
 
 
-def listed(response_id: str, items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the items as the server lists them: with ids and statuses, and with texts as parts."""
-    name = response_id.removeprefix("resp_")
-    messages: list[dict[str, Any]] = []
+def with_ids(items: list[dict[str, Any]], unique_id: str) -> list[dict[str, Any]]:
+    """Return the items of a request for storage: without an id, an item gets a new one."""
+    numbered: list[dict[str, Any]] = []
     for number, item in enumerate(items):
+        item_id = item.get("id")
+        if not isinstance(item_id, str) or not item_id:
+            prefix = ITEM_PREFIX.get(item.get("type", "message"), "item")
+            item_id = f"{prefix}_{unique_id}_in{number}"
+        numbered.append(item | {"id": item_id})
+    return numbered
+
+
+def listed(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return stored items as the server lists them: with statuses, and with texts as parts."""
+    messages: list[dict[str, Any]] = []
+    for item in items:
         kind = item.get("type", "message")
         item = {"type": kind, "status": "completed", **item}
-        item["id"] = item.get("id") or f"{ITEM_PREFIX.get(kind, 'item')}_{name}_in{number}"
         match kind:
             case "message":
                 is_answer = item["role"] == "assistant"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, NotRequired
+from typing import Annotated, Any, Literal, NotRequired, cast
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -231,11 +231,26 @@ class TextOptions(OpenObject, total=False):
     format: dict[str, Any] | None
 
 
+def _conversation_id(value: Any) -> Any:
+    if isinstance(value, dict):
+        value = value.get("id")
+    elif value is None:
+        return None
+    if not isinstance(value, str):
+        raise PydanticCustomError("conversation", "must be an id, or an object with the `id`")
+    return value
+
+
+class ConversationReference(OpenObject):
+    """The id of a conversation."""
+
+    id: str
+
+
 class ResponsesRequest(TranslatedRequest):
     """Body of POST /v1/responses."""
 
     lacking = TranslatedRequest.lacking | {
-        "conversation": "use `previous_response_id`",
         "previous_input_messages": "send them as `input`",
         "prompt": "send `instructions` and `input`",
     }
@@ -247,6 +262,9 @@ class ResponsesRequest(TranslatedRequest):
     ]
     instructions: str | None = None
     previous_response_id: str | None = None
+    conversation: Annotated[
+        str | None, BeforeValidator(_conversation_id, str | ConversationReference | None)
+    ] = None
     max_output_tokens: Annotated[int, Field(ge=1, le=INT32_MAX), Whole] | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
@@ -296,6 +314,11 @@ class ResponsesRequest(TranslatedRequest):
             if item.get("type") == "additional_tools":
                 tools += item.get("tools") or ()
         return tools
+
+    @property
+    def items(self) -> list[dict[str, Any]]:
+        """`input`, without the types of its items."""
+        return cast(list[dict[str, Any]], self.input)
 
     def chat_fields(self, items: list[dict[str, Any]]) -> dict[str, Any]:
         """Return the fields of a chat request. `items` is the whole conversation with `input`."""
@@ -448,6 +471,7 @@ class ResponsesResponse(msgspec.Struct, kw_only=True, tag_field="object", tag="r
     output: list[OutputItem] = []
     parallel_tool_calls: bool
     previous_response_id: str | None
+    conversation: dict[str, str] | None  # its `id`
     reasoning: dict[str, Any]
     store: bool
     temperature: float

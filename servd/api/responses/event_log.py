@@ -7,10 +7,9 @@ MAX_EVENTS = 32  # that a reader gets at once: the event loop must not wait for 
 
 
 class EventLog:
-    """An append-only log of events of `num_bytes` in total."""
+    """An append-only log of events."""
 
     def __init__(self) -> None:
-        self.num_bytes = 0
         self._events: list[bytes] = []
         self._is_closed = False
         self._news = asyncio.Event()  # replaced after each append
@@ -18,8 +17,11 @@ class EventLog:
     def append(self, event: bytes) -> None:
         """Add an event. Its number is the count of earlier events."""
         self._events.append(event)
-        self.num_bytes += len(event)
         self._tell()
+
+    def since(self, start: int) -> list[bytes]:
+        """Return the events from number `start` on."""
+        return self._events[start:]
 
     def close(self) -> None:
         self._is_closed = True

@@ -1,148 +1,316 @@
-"""ResponseStore: the stored responses of one API key, in the memory of one API server."""
+"""ResponseStore: the stored responses of all API keys, and the responses that run here."""
+
+from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
-from dataclasses import dataclass
-from typing import Any
+import sqlite3
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
 
 import msgspec
 
 from servd.api.keys import ApiKeys
-from servd.api.protocol.responses import ResponsesRequest, ResponsesResponse
-from servd.api.responses.event_log import EventLog
-from servd.base.errors import InvalidRequest, Overloaded, RequestError
+from servd.api.protocol.response_items import with_ids
+from servd.api.protocol.responses import ResponsesResponse, Status
+from servd.api.responses import queries
+from servd.api.responses.conversations import Conversations, append_items
+from servd.api.responses.database import Database
+from servd.api.responses.event_log import MAX_EVENTS, EventLog
+from servd.api.responses.queries import History, Stored
+from servd.api.responses.server_lock import ServerLock, is_alive
+from servd.base.errors import InvalidRequest, NotFound, Overloaded, RequestError, StoreUnavailable
+from servd.config import ServerConfig
 
-MAX_BYTES = 256 * 2**20  # for all keys together, unless MIN_BYTES per key is more
-MIN_BYTES = 32 * 2**20  # per key
+T = TypeVar("T")
+
+MAX_IN_MEMORY = 1000  # objects per key, without a file
+MAX_RUNNING = 1000  # background responses per key and process
+MAX_BYTES = 256 * 2**20  # in memory, for all keys together, unless MIN_BYTES per key is more
+MIN_BYTES = 32 * 2**20  # in memory, per key
+MAX_BYTES_IN_FILE = 2**30  # per key
+POLL = 0.25  # seconds between looks at what other processes do
+CLEAN_UP_INTERVAL = 60.0  # seconds
+MAX_CANCEL = 10.0  # seconds to wait until another process has cancelled a response
 
 
-class Stored(msgspec.Struct):
-    """A response and its conversation."""
+@dataclass(eq=False)
+class Turn:
+    """A response that this process makes, with what is stored beside it."""
 
+    owner: str
     response: ResponsesResponse
-    items: list[dict[str, Any]]  # input and output of earlier turns, and input of this turn
-    num_bytes: int  # approximate; items shared by turns count for each
-    log: EventLog | None = None  # of a background response
+    history: History
+    input: list[dict[str, Any]]
+    row: int | None = None  # once it is stored
+    log: EventLog = field(default_factory=EventLog)  # of a background response
+    num_events: int = 0  # of `log` that are stored
+    stored_status: Status | None = None
     task: asyncio.Task[None] | None = None  # of a background response
 
     @property
     def is_running(self) -> bool:
-        return self.task is not None and not self.task.done()
-
-    @property
-    def conversation(self) -> list[dict[str, Any]]:
-        """The input and output items of all turns."""
-        output = msgspec.to_builtins(self.response.output, enc_hook=msgspec.json.decode)  # of Raw
-        return [*self.items, *output]
+        return self.response.status in ("queued", "in_progress")
 
 
-@dataclass(eq=False)
 class ResponseStore:
-    """A store of all running and the most recently used finished responses, within limits.
+    """Keeps responses and conversations within the limits of the options, per API key. A key never
+    sees another's. All calls raise StoreUnavailable if the database fails.
 
-    Every API key has its own store and cannot see other stores.
+    Raises ConfigError: the file cannot be used; see `open_database`.
     """
 
-    max_responses: int  # 0 stores nothing
-    max_bytes: int = MAX_BYTES  # of all responses, as JSON
+    def __init__(self, options: ServerConfig, keys: ApiKeys) -> None:
+        self.options = options
+        self.api_keys = keys
+        self.running: dict[str, Turn] = {}  # background responses of this process, by id
+        self.path = options.response_db
+        self.db = Database(self.path)
+        self.lock = None if self.path is None else ServerLock(self.path)
+        self.server = "" if self.lock is None else self.lock.name
 
-    def __post_init__(self) -> None:
-        self.num_bytes = 0
-        self._stored: OrderedDict[str, Stored] = OrderedDict()  # least recently used first
-
-    def __contains__(self, response_id: str) -> bool:
-        return response_id in self._stored
+    def close(self) -> None:
+        self.db.close()
+        if self.lock is not None:
+            self.lock.close()
 
     @property
-    def running(self) -> list[Stored]:
-        return [stored for stored in self._stored.values() if stored.is_running]
+    def max_objects(self) -> float:
+        """The maximum number of responses and conversations per key. 0: none are stored."""
+        default = MAX_IN_MEMORY if self.path is None else float("inf")
+        limit = self.options.max_stored_responses
+        return default if limit is None else limit
 
-    def check_room(self) -> None:
-        """Raise Overloaded if `max_responses` are running already."""
-        num_running = len(self.running)
-        if num_running >= self.max_responses:
+    @property
+    def max_bytes(self) -> int:
+        """The maximum size of the responses and conversations of a key."""
+        if self.options.response_max_bytes is not None:
+            return self.options.response_max_bytes
+        if self.path is not None:
+            return MAX_BYTES_IN_FILE
+        return max(MAX_BYTES // max(len(self.api_keys.current), 1), MIN_BYTES)
+
+    @property
+    def tasks(self) -> set[asyncio.Task[None]]:
+        return {turn.task for turn in self.running.values() if turn.task is not None}
+
+    def check_room(self, owner: str) -> None:
+        """Raise Overloaded if a key runs its maximum of background responses."""
+        num_running = len([turn for turn in self.running.values() if turn.owner == owner])
+        if num_running >= min(self.max_objects, MAX_RUNNING):
             raise Overloaded(
                 f"{num_running} background responses of this API key are running, the most "
                 "(--max-stored-responses): retry when one has finished"
             )
 
-    def put(self, stored: Stored) -> None:
-        """Store a response or its new state, and evict finished responses beyond the limits."""
-        self.pop(stored.response.id)
-        if stored.num_bytes > self.max_bytes and not stored.is_running:
-            return
-        self._stored[stored.response.id] = stored
-        self.num_bytes += stored.num_bytes
-        while len(self._stored) > self.max_responses or self.num_bytes > self.max_bytes:
-            finished = (name for name, s in self._stored.items() if not s.is_running)
-            if (oldest := next(finished, None)) is None:
-                return
-            self.pop(oldest)
-
-    def get(
-        self, response_id: str, missing: type[RequestError], param: str, code: str | None = None
+    async def find(
+        self,
+        owner: str,
+        response_id: str,
+        missing: type[RequestError] = NotFound,
+        param: str = "response_id",
+        code: str | None = None,
     ) -> Stored:
-        """Return a response by its id or X-Request-Id, and mark the response as most recently used.
-        Raises `missing`, with `param` and `code`: the response was never stored or was evicted.
+        """Return a response by its id or X-Request-Id. It has failed if its server has died.
+        Raise `missing`, with `param` and `code`: the response was never stored, or was removed.
         """
-        name = response_id if response_id in self._stored else self._name_of(response_id)
-        if name is None:
+        query = partial(queries.find_response, owner=owner, response_id=response_id)
+        stored = await self.db.read(query)
+        if stored is not None and (turn := self.running.get(stored.name)) is not None:
+            stored.body = msgspec.json.encode(turn.response)
+        elif stored is not None and stored.server is not None and not self.lives(stored.server):
+            await self.db.write(partial(queries.fail, server=stored.server, row=stored.row))
+            stored = await self.db.read(query)
+        if stored is None:
+            limits = "--response-max-age and --response-max-bytes"
+            if self.path is None:
+                limits += ", and --max-stored-responses in each API process"
             raise missing(
-                f"there is no response {response_id[:200]!r} of this API key. Each API process "
-                f"(--api-server-count) keeps the last {self.max_responses} responses of a key "
-                "(--max-stored-responses)",
+                f"there is no response {response_id[:200]!r} of this API key. The server keeps "
+                f"responses within {limits}",
                 param=param,
                 code=code,
             )
-        self._stored.move_to_end(name)
-        return self._stored[name]
+        return stored
 
-    def previous_of(self, body: ResponsesRequest) -> Stored | None:
-        """Return the response that a request continues, or None. Raise InvalidRequest if it is not
-        stored or has no output.
+    def lives(self, server: str) -> bool:
+        """Return whether another API server lives. This one has no such response running."""
+        return self.path is not None and server != self.server and is_alive(self.path, server)
+
+    async def history(
+        self, owner: str, previous_id: str | None, conversation_id: str | None
+    ) -> History:
+        """Return the items that a new response continues. Raise InvalidRequest or NotFound if the
+        response or conversation does not exist, or the response has no output.
         """
+        if conversation_id is not None:
+            if previous_id is not None:
+                raise InvalidRequest(
+                    "send either `conversation` or `previous_response_id`", param="conversation"
+                )
+            return await self.read(owner, lambda key: key.read_history(conversation_id))
+        if previous_id is None:
+            return History()
         param = "previous_response_id"
-        if body.previous_response_id is None:
-            return None
-        stored = self.get(
-            body.previous_response_id, InvalidRequest, param, "previous_response_not_found"
-        )
-        if stored.response.status not in ("completed", "incomplete"):
+        code = "previous_response_not_found"
+        stored = await self.find(owner, previous_id, InvalidRequest, param, code)
+        status = stored.summary.status
+        if status not in ("completed", "incomplete"):
             raise InvalidRequest(
-                f"the previous response is {stored.response.status}: it has no output", param=param
+                f"the previous response is {status}: it has no output", param=param
             )
-        return stored
+        return await self.db.read(partial(queries.read_chain, row=stored.row))
 
-    def _name_of(self, request_id: str) -> str | None:
-        """Return the id of the newest response to the request with this X-Request-Id, or None."""
-        for name in reversed(self._stored):
-            unique_id = name.removeprefix("resp_")
-            if request_id in (unique_id, unique_id.rpartition("-")[0] or unique_id):
-                return name
-        return None
+    async def read(self, owner: str, work: Callable[[Conversations], T]) -> T:
+        """Return what `work` reads in the conversations of a key."""
+        return await self.db.read(lambda db: work(Conversations(db, owner, self.max_bytes)))
 
-    def pop(self, response_id: str) -> Stored | None:
-        """Remove and return a response; return None if the response is not stored."""
-        stored = self._stored.pop(response_id, None)
-        if stored is not None:
-            self.num_bytes -= stored.num_bytes
-        return stored
+    async def write(self, owner: str, work: Callable[[Conversations], T]) -> T:
+        """Return the result of `work`, which changes conversations of a key."""
 
+        def change(db: sqlite3.Connection) -> T:
+            result = work(Conversations(db, owner, self.max_bytes))
+            self._evict(db, owner)
+            return result
 
-class ResponseStores(dict[str, ResponseStore]):
-    def __init__(self, max_responses: int, keys: ApiKeys) -> None:
-        super().__init__()
-        self.max_responses = max_responses
-        self.api_keys = keys
+        return await self.db.write(change)
 
-    def __missing__(self, owner: str) -> ResponseStore:
-        max_bytes = max(MAX_BYTES // max(len(self.api_keys.current), 1), MIN_BYTES)
-        self[owner] = ResponseStore(self.max_responses, max_bytes)
-        return self[owner]
+    async def save(self, turn: Turn, last_event: bytes = b"") -> None:
+        """Store a response or its new state, and its events. If it is complete, add its items to
+        its conversation. Remove the oldest responses and conversations beyond the limits.
+        """
+        start = turn.num_events
+        events = turn.log.since(start)
+        if last_event:
+            events.append(last_event)
+        turn.row = await self.db.write(partial(self._save, turn, start, events))
+        turn.num_events = start + len(events)
+        turn.stored_status = turn.response.status
 
-    def drop_revoked(self) -> None:
-        """Drop the stores of revoked keys in which no response is running."""
-        names = {key.name for key in self.api_keys.current}
-        for owner in [owner for owner, store in self.items() if not store.running]:
-            if owner not in names and self.api_keys.are_needed:
-                del self[owner]
+    def _save(
+        self, turn: Turn, start: int, events: Sequence[bytes], db: sqlite3.Connection
+    ) -> int | None:
+        body = msgspec.json.encode(turn.response)
+        unique_id = turn.response.id.removeprefix("resp_")
+        items = with_ids(turn.input, unique_id)
+        history = turn.history
+        server = self.server if turn.is_running else None
+        row = turn.row
+        if row is not None:
+            if turn.stored_status != turn.response.status:  # not with each new event
+                queries.update(db, row, body, server)
+            queries.add_events(db, row, start, events)
+        elif turn.response.store:
+            previous = history.previous
+            is_kept = previous is None or queries.exists(db, previous)
+            row = queries.insert(
+                db,
+                owner=turn.owner,
+                name=turn.response.id,
+                request_id=unique_id.rpartition("-")[0] or unique_id,
+                previous=previous if is_kept else None,
+                conversation=history.conversation,
+                last_item=history.last_item,
+                input=msgspec.json.encode(items if is_kept else [*history.items(), *items]),
+                body=body,
+                server=server,
+            )
+            queries.add_events(db, row, start, events)
+        conversation = history.conversation
+        if turn.response.status in ("completed", "incomplete") and conversation is not None:
+            if queries.exists(db, conversation):
+                append_items(db, conversation, [*items, *History(parts=[body]).items()])
+        self._evict(db, turn.owner, row or 0)
+        return row
+
+    def _evict(self, db: sqlite3.Connection, owner: str, row: int = 0) -> None:
+        """Remove the oldest objects of a key beyond its limits, except running responses. Remove
+        `row`, if it is too large by itself, rather than all others.
+        """
+        query = "SELECT 1 FROM objects WHERE id = ? AND num_bytes > ? AND server IS NULL"
+        if db.execute(query, [row, self.max_bytes]).fetchone() is not None:
+            queries.remove(db, row)
+        query = "SELECT 1 FROM owners WHERE owner = ? AND (num_objects > ? OR num_bytes > ?)"
+        while db.execute(query, [owner, self.max_objects, self.max_bytes]).fetchone() is not None:
+            if (oldest := db.execute(queries.OLDEST, [owner]).fetchone()) is None:
+                return
+            queries.remove(db, *oldest)
+
+    async def cancel(self, owner: str, stored: Stored) -> Stored:
+        """End a response if it runs, in this process or another. Return its new state."""
+        turn = self.running.get(stored.name)
+        if turn is not None and turn.task is not None:
+            turn.task.cancel()
+            await asyncio.wait([turn.task])
+        elif stored.server is not None:
+            query = "UPDATE objects SET is_cancelled = 1 WHERE id = ?"
+            await self.db.write(lambda db: db.execute(query, [stored.row]).rowcount)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(MAX_CANCEL):
+                    while (await self.find(owner, stored.name)).server is not None:
+                        await asyncio.sleep(POLL)
+        return await self.find(owner, stored.name)
+
+    async def follow(self, owner: str, stored: Stored, start: int) -> AsyncGenerator[bytes, None]:
+        """Yield the events of a background response from number `start` on, as they arrive."""
+        if (turn := self.running.get(stored.name)) is not None:
+            async for events in turn.log.follow(start):
+                yield events
+            return
+        while True:
+            query = partial(queries.read_events, row=stored.row, start=start, limit=MAX_EVENTS)
+            if events := await self.db.read(query):
+                start += len(events)
+                yield b"".join(events)
+            elif stored.server is None:
+                return
+            else:
+                await asyncio.sleep(POLL)
+                stored = await self.find(owner, stored.name)
+
+    async def run(self) -> None:
+        """Until cancelled, share running responses with other processes, and clean up."""
+        next_clean_up = 0.0
+        while True:
+            with suppress(StoreUnavailable):  # it is logged
+                if time.monotonic() >= next_clean_up:
+                    next_clean_up = time.monotonic() + CLEAN_UP_INTERVAL
+                    await self.clean_up()
+                if self.path is not None and self.running:
+                    await self._share_running()
+            await asyncio.sleep(POLL)
+
+    async def clean_up(self) -> None:
+        """Let the responses of dead servers fail. Remove old objects, and what is in memory for
+        revoked keys.
+        """
+        query = "SELECT DISTINCT server FROM objects WHERE server IS NOT NULL"
+        for (server,) in await self.db.read(lambda db: db.execute(query).fetchall()):
+            if server != self.server and not self.lives(server):
+                await self.db.write(partial(queries.fail, server=server))
+        if self.path is None and self.api_keys.are_needed:
+            names = [key.name for key in self.api_keys.current]
+            await self.db.write(partial(queries.remove_revoked, names=names))
+        oldest = time.time() - self.options.response_max_age
+        while await self.db.write(partial(queries.remove_older, oldest=oldest)):
+            pass
+        await self.db.shrink_file()
+
+    async def _share_running(self) -> None:
+        """Store new events for other processes, and cancel the responses that they ask for."""
+        query = "SELECT id FROM objects WHERE server = ? AND is_cancelled"
+        rows = await self.db.read(lambda db: db.execute(query, [self.server]).fetchall())
+        turns = [turn for turn in self.running.values() if turn.row is not None]
+        for turn in turns:
+            if (turn.row,) in rows and turn.task is not None:
+                turn.task.cancel()
+        changed = [
+            turn
+            for turn in turns
+            if turn.is_running
+            and (turn.log.since(turn.num_events) or turn.stored_status != turn.response.status)
+        ]
+        await asyncio.gather(*map(self.save, changed))  # in one commit

@@ -7,12 +7,10 @@ from starlette.convertors import StringConvertor, register_url_convertor
 from starlette.requests import Request
 from starlette.responses import Response as HTTPResponse
 
-from servd.api.context import json_response
 from servd.api.http.json_body import json_body
 from servd.api.http.paging import Page
 from servd.api.http.route import PathPart, Route, events, without_weights
 from servd.api.protocol.events import ResponseEvent
-from servd.api.protocol.response_items import listed
 from servd.api.protocol.responses import (
     DeletedResponse,
     InputItems,
@@ -74,9 +72,7 @@ async def list_input_items(
     request: Request, response_id: PathPart, page: Annotated[Page, Query()]
 ) -> HTTPResponse:
     """List the input items of a stored response, including items of earlier turns."""
-    stored = serving_of(request).stored(request, response_id)
-    items = listed(response_id, stored.items)
-    return json_response(InputItems(*page.of(items, lambda item: item["id"])))
+    return await serving_of(request).list_input_items(response_id, page, request)
 
 
 @router.delete("/v1/responses/{response_id:response}", response_model=DeletedResponse)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import msgspec
@@ -66,6 +66,8 @@ class ResponseFormatter(ABC):
     max_logprobs: ClassVar[int] = MAX_LOGPROBS_HELD  # maximum per response
     streams_logprobs: ClassVar[bool] = True  # sends each token's logprobs once, and keeps none
     may_have_manifest = True
+    # Stores the complete body, before the client gets its end.
+    save: Callable[[], Awaitable[None]] | None = None
 
     def __init__(
         self,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, suppress
+from functools import partial
 from itertools import accumulate
 from typing import Any, cast
 
@@ -18,11 +19,12 @@ from starlette.responses import Response as HTTPResponse
 from servd.api.call import call_of
 from servd.api.context import json_response
 from servd.api.http.json_body import run_for
+from servd.api.http.paging import Page
 from servd.api.http.streaming import EventStream
 from servd.api.output.incremental import Content, Delta, Reasoning, ToolCallArguments, ToolCallStart
 from servd.api.protocol.chat import ChatCompletionRequest
 from servd.api.protocol.errors import ErrorBody, ErrorReply, error_reply
-from servd.api.protocol.response_items import sealed
+from servd.api.protocol.response_items import listed, sealed
 from servd.api.protocol.response_tools import names_of
 from servd.api.protocol.responses import (
     CHAT_NAMES,
@@ -30,6 +32,7 @@ from servd.api.protocol.responses import (
     CustomToolCallItem,
     DeletedResponse,
     FunctionCallItem,
+    InputItems,
     InputTokens,
     InputTokensDetails,
     MessageItem,
@@ -45,13 +48,13 @@ from servd.api.protocol.responses import (
     Status,
 )
 from servd.api.protocol.translation import renamed
-from servd.api.responses.event_log import EventLog
-from servd.api.responses.response_store import ResponseStore, Stored
+from servd.api.responses.queries import History, Stored, read_chain, remove
+from servd.api.responses.response_store import ResponseStore, Turn
 from servd.api.serving.events import CUT_OFF, Event, EventFormatter
 from servd.api.serving.formatter import ResponseInfo
 from servd.api.serving.logprobs import TokenTexts
 from servd.api.serving.serving import OpenAIServing, Outputs
-from servd.base.errors import InvalidRequest, NotFound
+from servd.base.errors import InvalidRequest
 from servd.messages.engine import TokenLogprobs
 from servd.messages.outputs import CompletionOutput
 from servd.messages.params import SamplingParams
@@ -67,83 +70,63 @@ class OpenAIServingResponses(OpenAIServing):
     field_names = CHAT_NAMES
     request_type = "responses"
 
-    def store(self, request: Request) -> ResponseStore:
-        """Return the stored responses of the request's key."""
-        return self.context.responses[call_of(request).owner]
+    @property
+    def store(self) -> ResponseStore:
+        return self.context.responses
 
     async def create_responses(self, body: ResponsesRequest, request: Request) -> HTTPResponse:
         """Answer a conversation, and store it for the next turn."""
-        store = self.store(request)
-        response_id = f"resp_{call_of(request).unique_id}"
-        is_stored = body.store is not False and store.max_responses > 0
+        call = call_of(request)
+        is_stored = body.store is not False and self.store.max_objects > 0
         if body.background and not is_stored:
             raise InvalidRequest("a background response needs `store`: true", param="background")
-        previous = store.previous_of(body)
-        items = _conversation(previous, body)
+        history, chat = await self._prepare(body, request)
         with renamed(CHAT_NAMES):
-            chat = await self._chat_of(body, items, request)
             params = self.sampling_params(chat, request)
-            info = self.response_info(request, response_id, chat.request_options)
+            info = self.response_info(request, f"resp_{call.unique_id}", chat.request_options)
             formatter = ResponsesFormatter(info, body, chat, params, is_stored)
             outputs = self.generate(request, formatter, chat.prompt)
+            turn = Turn(call.owner, formatter.body_so_far, history, body.items)
             if body.background:
-                stored = Stored(formatter.body_so_far, items, 0, EventLog())
-                await self._start_in_background(request, formatter, outputs, stored, body, previous)
+                await self._start_in_background(request, formatter, outputs, turn)
                 if body.stream:
-                    return self.follow(request, stored, 0)
+                    return self._stream(request, turn.log.follow())
                 return json_response(formatter.body_so_far)
-
-            def keep() -> None:
-                num_bytes = _num_bytes(formatter.body_so_far, body, previous)
-                store.put(Stored(formatter.body_so_far, items, num_bytes))
-
-            if is_stored:
-                formatter.keep = keep
+            if is_stored or history.conversation is not None:
+                formatter.save = partial(self.store.save, turn)
             return await self.respond(request, formatter, outputs)
 
     async def _start_in_background(
-        self,
-        request: Request,
-        formatter: ResponsesFormatter,
-        outputs: Outputs,
-        stored: Stored,
-        body: ResponsesRequest,
-        previous: Stored | None,
+        self, request: Request, formatter: ResponsesFormatter, outputs: Outputs, turn: Turn
     ) -> None:
         """Run a response beyond the end of its call."""
         call = call_of(request)
-        store = self.store(request)
-        log = stored.log
-        assert log is not None
-
-        def keep() -> None:
-            num_bytes = _num_bytes(stored.response, body, previous) + log.num_bytes
-            store.put(msgspec.structs.replace(stored, num_bytes=num_bytes))
-
+        response_id = turn.response.id
         try:
             formatter.begin([await anext(outputs)])
-            store.check_room()  # other responses may have started meanwhile
+            self.store.check_room(call.owner)  # other responses may have started meanwhile
+            self.store.running[response_id] = turn
+            for event in formatter.queue():
+                turn.log.append(formatter.encode_events([event]))
+            await self.store.save(turn)
         except BaseException:
+            self.store.running.pop(response_id, None)
             await outputs.aclose()  # end the admission
             raise
         [timeline], call.timelines = call.timelines, []  # it is longer than the call
         span, call.span = call.span, None
-        run = _run_in_background(formatter, outputs, log, call.request_id)
-        stored.task = asyncio.create_task(run)
+        run = _run_in_background(formatter, outputs, turn, self.store, call.request_id)
+        turn.task = asyncio.create_task(run)
 
         def end(_: asyncio.Task[None]) -> None:
-            if stored.response.id in store:  # with its final size, unless evicted or deleted
-                keep()
+            del self.store.running[response_id]
             if span is not None:
                 span.add_timeline(timeline)
             self.async_llm.tracer.finish(timeline)
             if span is not None:
                 span.end()
 
-        stored.task.add_done_callback(end)
-        for event in formatter.queue():
-            log.append(formatter.encode_events([event]))
-        keep()
+        turn.task.add_done_callback(end)
         # Let the task begin before a client can cancel it: a task that never ran cleans nothing up.
         await asyncio.sleep(0)
 
@@ -151,106 +134,119 @@ class OpenAIServingResponses(OpenAIServing):
         self, response_id: str, stream: bool, starting_after: int | None, request: Request
     ) -> HTTPResponse:
         """Return a stored response, or stream the events of a background response."""
-        stored = self.stored(request, response_id)
+        owner = call_of(request).owner
+        stored = await self.store.find(owner, response_id)
         if not stream:
-            return json_response(stored.response)
-        if stored.log is None:
+            return _encoded(stored)
+        if not stored.summary.background:
             raise InvalidRequest(
                 "only a response with `background`: true can be streamed again: leave out `stream`",
                 param="stream",
             )
-        return self.follow(request, stored, 0 if starting_after is None else starting_after + 1)
+        start = 0 if starting_after is None else starting_after + 1
+        return self._stream(request, self.store.follow(owner, stored, start))
 
     async def cancel_responses(self, response_id: str, request: Request) -> HTTPResponse:
         """Cancel a background response."""
-        stored = self.stored(request, response_id)
-        if not stored.response.background:
+        owner = call_of(request).owner
+        stored = await self.store.find(owner, response_id)
+        if not stored.summary.background:
             raise InvalidRequest(
                 "only a response with `background`: true can be cancelled", param="response_id"
             )
-        await _cancel(stored)
-        return json_response(stored.response)
+        return _encoded(await self.store.cancel(owner, stored))
 
     async def delete_responses(self, response_id: str, request: Request) -> HTTPResponse:
         """Delete a stored response, and cancel it if it is running."""
-        stored = self.stored(request, response_id)
-        await _cancel(stored)
-        self.store(request).pop(stored.response.id)
-        return json_response(DeletedResponse(stored.response.id))
+        owner = call_of(request).owner
+        stored = await self.store.find(owner, response_id)
+        await self.store.cancel(owner, stored)
+        await self.store.db.write(partial(remove, row=stored.row))
+        return json_response(DeletedResponse(stored.name))
+
+    async def list_input_items(
+        self, response_id: str, page: Page, request: Request
+    ) -> HTTPResponse:
+        """List the input items of a stored response, including items of earlier turns."""
+        stored = await self.store.find(call_of(request).owner, response_id)
+        history = await self.store.db.read(partial(read_chain, row=stored.row))
+        del history.parts[-1]  # its output
+        items = await run_for(request, history.num_bytes, lambda: listed(history.items()))
+        return json_response(InputItems(*page.of(items, lambda item: item["id"])))
 
     async def count_input_tokens(self, body: ResponsesRequest, request: Request) -> HTTPResponse:
         """Count the tokens of a response's prompt."""
-        items = _conversation(self.store(request).previous_of(body), body)
+        _, chat = await self._prepare(body, request)
         with renamed(CHAT_NAMES):
-            chat = await self._chat_of(body, items, request)
             self.check_params(chat)
             token_ids = await self.tokenize(request, chat.prompt)
         return json_response(InputTokens(len(token_ids)))
 
-    def stored(self, request: Request, response_id: str) -> Stored:
-        return self.store(request).get(response_id, NotFound, "response_id")
-
-    def follow(self, request: Request, stored: Stored, start: int) -> EventStream:
-        """Stream the events from number `start` on. A disconnect does not cancel the response."""
-        assert stored.log is not None
+    def _stream(self, request: Request, events: AsyncGenerator[bytes, None]) -> EventStream:
+        """Stream events. A disconnect does not cancel the response."""
         return EventStream(
-            stored.log.follow(start),
+            events,
             request_id=call_of(request).request_id,
             keep_alive=self.context.keep_alive,
             headers={},
             end=self.stream_end,
         )
 
-    async def _chat_of(
-        self, body: ResponsesRequest, items: list[dict[str, Any]], request: Request
-    ) -> ChatCompletionRequest:
-        # Stored turns come on top of the body.
-        size = call_of(request).num_bytes + 64 * len(items)
-        return await run_for(
-            request, size, lambda: body.as_chat(body.chat_fields(items)), is_new=True
-        )
+    async def _prepare(
+        self, body: ResponsesRequest, request: Request
+    ) -> tuple[History, ChatCompletionRequest]:
+        """Return what a response continues, and the chat of all items. Raise InvalidRequest."""
+        call = call_of(request)
+        history = await self.store.history(call.owner, body.previous_response_id, body.conversation)
+
+        def make_chat() -> ChatCompletionRequest:
+            return body.as_chat(body.chat_fields([*history.items(), *body.items]))
+
+        size = call.num_bytes + history.num_bytes
+        with renamed(CHAT_NAMES):
+            return history, await run_for(request, size, make_chat, is_new=True)
+
+
+def _encoded(stored: Stored) -> HTTPResponse:
+    return HTTPResponse(stored.body, media_type="application/json")
 
 
 async def _run_in_background(
-    formatter: ResponsesFormatter, outputs: Outputs, log: EventLog, request_id: str
+    formatter: ResponsesFormatter,
+    outputs: Outputs,
+    turn: Turn,
+    store: ResponseStore,
+    request_id: str,
 ) -> None:
-    """Generate a response in the background until it finishes or is cancelled."""
+    """Generate a response in the background until it finishes or is cancelled. Store its end
+    before a client gets it.
+    """
+    log = turn.log
     try:
         async with aclosing(outputs):
             async for output in outputs:
                 for delta in formatter.deltas(output):
                     for event in formatter.events_of(delta):
                         log.append(formatter.encode_events([event]))
+        last_frame = formatter.last_frame()
     except asyncio.CancelledError:
         for event in formatter.cancel():
             log.append(formatter.encode_events([event]))
-        raise
+        last_frame = formatter.last_frame()
     except Exception as error:
-        log.append(formatter.error_frame(error_reply(error, request_id)))
-    finally:
-        log.close()
-
-
-async def _cancel(stored: Stored) -> None:
-    if stored.task is not None:
-        stored.task.cancel()
-        await asyncio.wait([stored.task])
-
-
-def _conversation(previous: Stored | None, body: ResponsesRequest) -> list[dict[str, Any]]:
-    turns = cast(list[dict[str, Any]], body.input)
-    return turns if previous is None else [*previous.conversation, *turns]
-
-
-def _num_bytes(response: ResponsesResponse, body: ResponsesRequest, previous: Stored | None) -> int:
-    """Return the size of a response and its conversation, as JSON."""
-    num_bytes = len(msgspec.json.encode([response, body.input]))
-    return num_bytes + (0 if previous is None else previous.num_bytes)
+        last_frame = formatter.error_frame(error_reply(error, request_id))
+    saving = asyncio.create_task(store.save(turn, last_frame))
+    while not saving.done():  # a cancellation comes too late
+        with suppress(asyncio.CancelledError):
+            await asyncio.wait([saving])
+    if (error := saving.exception()) is not None:  # a reader will find that it has failed
+        last_frame = formatter.error_frame(error_reply(cast(Exception, error), request_id))
+    log.append(last_frame)
+    log.close()
 
 
 class ResponsesFormatter(EventFormatter):
-    """Formats a Response. Only the last output item may be open: a new item closes it. The
-    formatter calls `keep` when the Response is complete, before the client gets the end. With
+    """Formats a Response. Only the last output item may be open: a new item closes it. With
     `is_stored`, clients can retrieve the response later.
     """
 
@@ -266,7 +262,6 @@ class ResponsesFormatter(EventFormatter):
     ) -> None:
         super().__init__(info, bool(body.stream), chat, params)
         self.body_so_far = _blank(info.id, info.model, body, params, is_stored)
-        self.keep: Callable[[], None] = lambda: None
         self.item: OutputItem | None = None  # the open item
         self.token_texts = TokenTexts(info.tokenizer)
         self.logprobs: list[TokenLogprobs] = []  # tokens whose text is in no event yet
@@ -339,8 +334,12 @@ class ResponsesFormatter(EventFormatter):
             self.body_so_far.incomplete_details = {"reason": "max_output_tokens"}
         else:
             self.body_so_far.completed_at = int(time.time())
-        self.keep()
-        yield self._event(f"response.{status}", response=self.body_so_far)
+
+    def last_frame(self) -> bytes:
+        # OpenAI has no event for a cancelled response.
+        name = "completed" if self.body_so_far.status == "completed" else "incomplete"
+        event = self._event(f"response.{name}", response=self.body_so_far)
+        return self.encode_events([event])
 
     def fail(self, reply: ErrorReply) -> Iterator[Event]:
         """Yield the failed response, or only an error if no event was sent before."""
@@ -353,10 +352,9 @@ class ResponsesFormatter(EventFormatter):
             yield self._event("error", code=detail.code, message=detail.message, param=detail.param)
 
     def cancel(self) -> Iterator[Event]:
-        """Yield a cancelled response's events, ending with `incomplete`: OpenAI has none for it."""
+        """Yield the events of a cancelled response."""
         yield from self._close("incomplete")
         self.body_so_far.status = "cancelled"
-        yield self._event("response.incomplete", response=self.body_so_far)
 
     def _usage(self) -> ResponseUsage:
         num_input_tokens = self.num_prompt_tokens
@@ -464,6 +462,7 @@ def _blank(
         model=model,
         parallel_tool_calls=body.parallel_tool_calls is not False,
         previous_response_id=body.previous_response_id,
+        conversation=None if body.conversation is None else {"id": body.conversation},
         reasoning={"effort": (body.reasoning or {}).get("effort"), "summary": None},
         store=is_stored,
         temperature=params.temperature,

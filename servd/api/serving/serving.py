@@ -212,6 +212,8 @@ class OpenAIServing:
                         frames = formatter.frames(output)
                     if frames:
                         yield frames
+            if formatter.save is not None:
+                await formatter.save()
             if frame := formatter.last_frame():
                 yield frame
 
@@ -219,6 +221,8 @@ class OpenAIServing:
         """Return the body of a complete response, made in a thread if it is large."""
         async for output in outputs:
             formatter.add_output(output)
+        if formatter.save is not None:
+            await formatter.save()
         make_body = formatter.encode_response
         return await self.async_llm.run_in_thread(formatter.owner, formatter.size, make_body)
 
