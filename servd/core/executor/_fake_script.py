@@ -85,7 +85,8 @@ def _read_lines(path: str) -> list[ScriptLine]:
     try:
         texts = Path(path).read_text(encoding="utf8").splitlines()
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--fake-script {path}: {error}") from None
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise ConfigError(f"--fake-script {path}: {reason}") from None
     lines: list[ScriptLine] = []
     for number, text in enumerate(texts, 1):
         try:
