@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,6 +17,8 @@ import psutil
 import pytest
 
 from servd.terminal import agents
+from servd.terminal.api_client import Client
+from servd.terminal.server_process import find_model
 from tests.integration.conftest import Server
 from tests.limits import WAIT_SECONDS
 
@@ -138,6 +141,16 @@ def test_an_agent_gets_its_settings_and_arguments(fake_server: Server, launch: L
     [model] = httpx.get(f"{fake_server.url}/v1/models").json()["data"]
     assert settings_of(name, record) == (fake_server.url, model["id"], model["max_model_len"])
     assert name != "claude" or record["answer"]["type"] == "message"
+
+
+def test_a_running_server_is_used_if_it_has_the_model(fake_server: Server):
+    client = Client(fake_server.url)
+    [model] = httpx.get(f"{fake_server.url}/v1/models").json()["data"]
+    assert find_model(client, {}) == find_model(client, {"model": model["id"]}) == model
+    assert find_model(client, {"model": "another"}) is None
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    assert find_model(Client(f"http://127.0.0.1:{port}"), {}) is None
 
 
 OWN = ("claude", "--executor", "fake", "--max-model-len", "100000")
