@@ -98,6 +98,8 @@ def _example(schema: dict[str, Any]) -> Any:
 GENERATION: dict[str, Any] = examples() | {
     "model": "fake",
     "skip_special_tokens": False,
+    "mirostat": 2,
+    "dry_base": 1.5,
     "repetition_detection": {"max_pattern_size": 4, "min_count": 3},
     "truncate_prompt_tokens": 3,
     "truncation_side": "right",
@@ -140,6 +142,7 @@ GENERATION: dict[str, Any] = examples() | {
     "thinking_budget_tokens": 4,
     "reasoning_budget_tokens": 4,
     "timings_per_token": True,
+    "return_progress": True,
     "an_unknown_field": 1,
 }
 # What the OpenAI SDK sends to chats and responses alike.
@@ -351,6 +354,7 @@ ROUTES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 BESIDE: dict[str, dict[str, Any]] = {
     "top_logprobs": {"logprobs": True},
     "stream_options": {"stream": True},
+    "return_progress": {"stream": True},
     "embed_dtype": {"encoding_format": "base64"},
     "endianness": {"encoding_format": "base64"},
     "truncation_side": {"truncate_prompt_tokens": 1},

@@ -38,6 +38,7 @@ DEFAULTS = {
     "max_tokens": "see below",
     "model": "the served model",
     "priority": 0,
+    "return_progress": False,
     "seed": "random",
     "stream": False,
     "timings_per_token": False,

@@ -16,7 +16,10 @@ Count = Annotated[int, Meta(ge=0, le=INT32_MAX)]
 TokenId = Annotated[int, Meta(ge=0, le=INT32_MAX)]
 
 # A field that holds the token ids of a field with texts, which the client sent.
-DERIVED_FROM = {"bad_words_token_ids": "bad_words"}
+DERIVED_FROM = {
+    "bad_words_token_ids": "bad_words",
+    "dry_breaker_token_ids": "dry_sequence_breakers",
+}
 WORDS = {">=": "at least", "<=": "at most", ">": "above", "<": "below"}
 KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text"}
 KINDS |= {"array": "a list", "object": "a mapping"}

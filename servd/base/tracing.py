@@ -100,6 +100,8 @@ class StepRecord(msgspec.Struct, array_like=True, gc=False):
     # Filled in by API servers: the rank, and with watched requests the size of the message.
     engine: int = 0
     num_bytes: int = 0
+    # Of prompts whose clients ask for it: engine ids -> tokens of the prompt computed so far.
+    computed: dict[str, int] = {}
 
     @property
     def num_prompt_tokens(self) -> int:

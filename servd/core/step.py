@@ -77,6 +77,8 @@ class Step(msgspec.Struct):
             request.num_tokens += num_drafts + 1
         if num_tokens > 1 or not samples:
             self.record.prefills[request.request_id] = num_tokens
+            if request.options.reports_progress:
+                self.record.computed[request.request_id] = request.num_computed_tokens
         self.requests.append(request)
         self.scheduled.append(scheduled)
         return scheduled

@@ -68,6 +68,7 @@ class RequestOptions(msgspec.Struct, array_like=True, omit_defaults=True, frozen
     is_exported: bool = False  # another engine will fetch its blocks
     # Where truncate_prompt_tokens drops tokens. None: as the model was trained, or in the engine.
     truncation_side: Literal["left", "right"] | None = None
+    reports_progress: bool = False  # StepRecords say how much of its prompt is computed
 
     @property
     def cache_keys(self) -> tuple[str | None, ...]:

@@ -27,6 +27,15 @@ class Logprob(msgspec.Struct, gc=False):
     decoded_token: str
 
 
+class PromptProgress(msgspec.Struct):
+    """How much of a prompt is computed, with llama-server's names."""
+
+    total: int  # tokens
+    cache: int  # of these, found in the prefix cache
+    processed: int  # so far, with those of the cache
+    time_ms: float  # since the computation began
+
+
 class CompletionOutput(msgspec.Struct, kw_only=True):
     """One choice. While streaming: only its part since the last output."""
 
@@ -42,6 +51,11 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     prompt_positions: list[TokenLogprobs] | None = None  # all prompt tokens but the first
     pooled: bytes | None = None  # float32, little-endian: the result of a pooling request
     drafts: list[tuple[int, int]] = []  # for each step with draft tokens: (proposed, accepted)
+    progress: PromptProgress | None = None  # of the prompt, if the request asks for it
+
+    @property
+    def has_only_progress(self) -> bool:
+        return self.progress is not None and not self.token_ids and self.finish_reason is None
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -64,6 +78,7 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
         self.prompt_positions = self.prompt_positions or later.prompt_positions
         self.pooled = self.pooled or later.pooled
         self.drafts.extend(later.drafts)
+        self.progress = later.progress or self.progress
 
 
 class PoolingOutput(msgspec.Struct, kw_only=True, repr_omit_defaults=True):

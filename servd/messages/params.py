@@ -26,11 +26,18 @@ MAX_BAD_WORDS = 512
 MAX_BAD_WORD_LENGTH = 256  # characters
 MAX_BAD_WORD_TOKENS = 32
 MAX_GRAMMAR_BYTES = 65536
+MAX_DRY_TOKENS = 8192  # in which DRY looks for repetitions
+MAX_DRY_BREAKERS = 16
+MAX_DRY_BREAKER = 40  # characters
+MAX_VOCAB = 2**18
 
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 
 # Used by the API process only, as they concern text.
-TEXT_PARAMS = ("stop", "include_stop_str_in_output", "skip_special_tokens", "bad_words")
+TEXT_PARAMS = (
+    *("stop", "include_stop_str_in_output", "skip_special_tokens", "bad_words"),
+    "dry_sequence_breakers",
+)
 
 Temperature = Annotated[float, Meta(ge=0, le=100)]
 TopP = Annotated[float, Meta(gt=0, le=1)]
@@ -163,6 +170,26 @@ class SamplingParams(
     reasoning_tags: ReasoningTags | None = None
     # With logprobs: also the log-probabilities of these tokens.
     logprob_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_LOGPROB_TOKEN_IDS)] = []
+    # Samplers of llama.cpp, with its names; see `servd.worker.sample.logits_processors`.
+    typical_p: TopP = 1.0
+    top_n_sigma: Annotated[float, Meta(ge=-1, le=1000)] = 0.0  # 0 and below are off
+    xtc_probability: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    xtc_threshold: Annotated[float, Meta(ge=0, le=1)] = 0.1
+    dynatemp_range: Temperature = 0.0
+    dynatemp_exponent: Annotated[float, Meta(ge=0, le=100)] = 1.0
+    mirostat: Annotated[int, Meta(ge=0, le=2)] = 0  # the version; 0 is off
+    mirostat_tau: Annotated[float, Meta(ge=0, le=100)] = 5.0  # bits of surprise
+    mirostat_eta: Annotated[float, Meta(ge=0, le=1)] = 0.1
+    dry_multiplier: Annotated[float, Meta(ge=0, le=1000)] = 0.0
+    dry_base: Annotated[float, Meta(ge=1, le=1000)] = 1.75
+    dry_allowed_length: Annotated[int, Meta(ge=1, le=INT32_MAX)] = 2
+    dry_penalty_last_n: Annotated[int, Meta(ge=-1, le=MAX_DRY_TOKENS)] = -1  # -1: the greatest
+    dry_sequence_breakers: Annotated[
+        list[Annotated[str, Meta(min_length=1, max_length=MAX_DRY_BREAKER)]],
+        Meta(max_length=MAX_DRY_BREAKERS),
+    ] = msgspec.field(default_factory=lambda: ["\n", ":", '"', "*"])
+    # The tokens with a breaker in their text; set by the API process.
+    dry_breaker_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_VOCAB)] = []
 
     def validate(self, vocab_size: int) -> None:
         """Check every bound once, before the engine receives the request.
@@ -176,6 +203,8 @@ class SamplingParams(
                 f"{self.min_tokens}",
                 param="min_tokens",
             )
+        if self.mirostat == 1:
+            raise InvalidRequest("mirostat must be 0 or 2: servd has version 2", param="mirostat")
         if self.repetition_detection is not None:
             self.repetition_detection.validate()
         if self.reasoning_tags is not None:
@@ -186,6 +215,7 @@ class SamplingParams(
             "logit_bias": self.logit_bias.keys(),
             "allowed_token_ids": self.allowed_token_ids or (),
             "logprob_token_ids": self.logprob_token_ids,
+            "dry_sequence_breakers": self.dry_breaker_token_ids,
             "bad_words": [token_id for word in self.bad_words_token_ids for token_id in word],
             "thinking_token_budget": () if tags is None else (tags.end_id, tags.start_id or 0),
         }

@@ -24,8 +24,8 @@ SWITCHES = {"on": True, "off": False}
 SETTINGS = [*NUMBERS, *COUNTS, "system", "think"]
 MAX_TOKENS = 4096  # of an answer, or half of the context: a small model may not find an end
 
-Show = Callable[[str, bool], None]
-"""Shows a piece of an answer, and whether it is reasoning."""
+Show = Callable[[str, bool | None], None]
+"""Shows a piece of an answer, and whether it is reasoning. None: a note until the next piece."""
 
 
 class ChatTurn(msgspec.Struct):
@@ -37,8 +37,9 @@ class Saved(msgspec.Struct):
     messages: list[ChatTurn]
 
 
-def write(text: str, is_reasoning: bool) -> None:
-    print(log.escape(text.replace("\r", ""), "\n\t"), end="", flush=True)
+def write(text: str, is_reasoning: bool | None) -> None:
+    if is_reasoning is not None:
+        print(log.escape(text.replace("\r", ""), "\n\t"), end="", flush=True)
 
 
 def expand(path: str) -> Path:
@@ -117,6 +118,9 @@ class Conversation:
             try:
                 for chunk in self.stream(messages):
                     usage = chunk.get("usage") or usage
+                    if progress := chunk.get("prompt_progress"):
+                        share = progress["processed"] / max(progress["total"], 1)
+                        show(f"reading the prompt: {share:.0%}", None)
                     for choice in chunk["choices"]:
                         delta = choice["delta"]
                         if choice.get("finish_reason") == "length":
@@ -138,6 +142,7 @@ class Conversation:
     def stream(self, messages: list[dict[str, str]]) -> Iterator[dict[str, Any]]:
         """Yield the chunks of an answer."""
         body = {"messages": messages, "stream_options": {"include_usage": True}} | self.options
+        body["return_progress"] = True
         limit = {"max_tokens": self.defaults["max_tokens"]}
         try:
             yield from self.client.stream(CHATS, limit | body)

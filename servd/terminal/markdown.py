@@ -59,7 +59,10 @@ class AnswerView:
         self.text = ""  # of the open block
         self.is_reasoning = False
 
-    def add(self, text: str, is_reasoning: bool) -> None:
+    def add(self, text: str, is_reasoning: bool | None) -> None:
+        if is_reasoning is None:
+            self.live.update(Text(text, style="dim"))
+            return
         if is_reasoning != self.is_reasoning:
             self.finish(len(self.text))
         self.is_reasoning = is_reasoning

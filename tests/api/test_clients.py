@@ -171,6 +171,15 @@ async def test_tools_that_the_client_runs_are_functions(kind: str, name: str, pr
         await answer(served, "/v1/messages/count_tokens", body)
 
 
+@pytest.mark.parametrize("route", ["/v1/messages", "/v1/messages/count_tokens"])
+async def test_the_beta_of_a_query_is_nothing_to_name(route: str):
+    async with serve(script="ok") as served:
+        body = {"max_tokens": 4, "messages": user("hi")}
+        response = await answer(served, f"{route}?beta=true&gamma=1", body)
+    assert "gamma" in response.headers["x-servd-ignored"]
+    assert "beta" not in response.headers["x-servd-ignored"]
+
+
 DOCUMENT = {
     "type": "document",
     "source": {"type": "base64", "media_type": "application/pdf", "data": "AA=="},

@@ -37,7 +37,7 @@ def edit(messages: list[Any], *edits: dict[str, Any]) -> tuple[list[Any], list[A
     def count(block: dict[str, Any]) -> int:
         return len(block.get("content") or block.get("thinking") or "")
 
-    return edit_context(context_management, messages, count, 0)
+    return edit_context(context_management, messages, count, lambda: 0)
 
 
 def cleared(messages: list[Any]) -> list[int]:
@@ -172,6 +172,12 @@ async def test_clients_see_the_edits():
         assert counted.input_tokens == len(prompt) and counted.context_management
         num_cleared = thinking.cleared_input_tokens + tools.cleared_input_tokens
         assert counted.context_management.original_input_tokens == len(prompt) + num_cleared
+        for value, num_edits in ((10_000, 0), (100, 1)):
+            limit = {"type": TOOLS, "trigger": tokens(value), "keep": uses(1)}
+            body["context_management"] = {"edits": [limit]}
+            edited = await client.beta.messages.create(max_tokens=4, **body)
+            assert edited.context_management
+            assert len(edited.context_management.applied_edits) == num_edits
         # Without edits, or without a reason for one.
         body["messages"] = user("hi")
         idle = await client.beta.messages.create(max_tokens=4, **body)

@@ -252,3 +252,15 @@ def test_a_word_that_a_vocabulary_lacks_counts_as_no_token():
 def test_what_the_context_cannot_have_counts_no_more_than_what_it_can():
     assert make(100).fewest_tokens([prompt_of([1] * 5000)], None) == 100
     assert make(100).fewest_tokens([prompt_of("x" * 50_000)], None) == 100
+
+
+@pytest.mark.parametrize("breakers", [None, ["a", "\n"], []])
+def test_breakers_of_dry_are_tokens_with_their_text(breakers: list[str] | None):
+    fields = {} if breakers is None else {"dry_sequence_breakers": breakers}
+    params = SamplingParams(dry_multiplier=0.8, **fields)
+    texts = params.dry_sequence_breakers
+    request = make().process_inputs("r", prompt_of("hi"), params).request
+    assert request.params.dry_breaker_token_ids == sorted(map(ord, texts))
+    assert request.params.dry_sequence_breakers == SamplingParams().dry_sequence_breakers
+    idle = make().process_inputs("r", prompt_of("hi"), SamplingParams()).request
+    assert idle.params.dry_breaker_token_ids == []

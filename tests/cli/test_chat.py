@@ -3,6 +3,7 @@
 import io
 import json
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,24 @@ def client() -> EchoClient:
 @pytest.fixture
 def chat(client: EchoClient) -> Conversation:
     return Conversation(client, "be brief", {"model": "m"})
+
+
+def test_a_long_prompt_shows_its_progress(chat: Conversation, client: EchoClient):
+    pieces: list[tuple[str, bool | None]] = []
+
+    def stream(path: str, body: dict[str, Any]):
+        assert body["return_progress"] is True
+        for processed in (50, 200):
+            report = {"total": 200, "cache": 0, "processed": processed, "time_ms": 1.0}
+            yield {"choices": [], "prompt_progress": report}
+        yield {"choices": [{"delta": {"content": "yes"}}]}
+
+    client.stream = stream
+    chat.open_answer = lambda: nullcontext(lambda *piece: pieces.append(piece))
+    chat.ask("hello")
+    assert [is_reasoning for _, is_reasoning in pieces] == [None, None, False]
+    assert "25%" in pieces[0][0] and "100%" in pieces[1][0]
+    assert chat.messages[-1]["content"] == "yes"
 
 
 def roles(chat: Conversation) -> str:

@@ -32,9 +32,14 @@ export class Answer {
   }
 
   /** Take in a chunk of the stream. */
-  add({ id, choices, usage }) {
+  add({ id, choices, usage, prompt_progress: progress }) {
     this.id = id;
     this.usage = usage ?? this.usage;
+    this.reading ??= h("p.hint", { role: "status" });
+    this.reading.textContent = progress
+      ? `Reading the prompt: ${Math.floor((100 * progress.processed) / progress.total)} %` : "";
+    if (progress) this.text.before(this.reading);
+    else this.reading.remove();
     if (!choices.length) return;
     const [{ delta, logprobs, finish_reason: finish }] = choices;
     this.finish = finish ?? this.finish;

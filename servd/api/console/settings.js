@@ -76,6 +76,7 @@ export function requestBody(form, messages) {
     messages: [...(system ? [{ role: "system", content: system }] : []), ...messages],
     stream: true,
     stream_options: { include_usage: true },
+    return_progress: true,
   };
   fields.max_tokens ||= form.elements.max_tokens.placeholder;
   for (const [name] of NUMBERS) if (fields[name] !== "") body[name] = Number(fields[name]);

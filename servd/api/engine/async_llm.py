@@ -351,6 +351,8 @@ class AsyncLLM:
         prompt_size = PROMPT_SIZE
         if isinstance(params, SamplingParams):  # processed with every prompt
             prompt_size += sum(map(len, params.bad_words)) + len(params.allowed_token_ids or ())
+            if params.dry_multiplier:
+                prompt_size += processor.spec.vocab_size
         size = sum(prompt_size + prompt.num_chars for prompt in texts)
 
         count_fewest = partial(processor.fewest_tokens, texts, options.truncate_prompt_tokens)

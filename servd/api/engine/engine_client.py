@@ -341,6 +341,11 @@ class EngineClient:
         if message.stats is not None:
             self.stats = message.stats
         self.observer.stepped(message.steps, message.stats, self.rank)
+        for step in message.steps:
+            for engine_id in step.computed:
+                running = find_choice(self.running, engine_id)
+                if running is not None and running[1].index == 0:
+                    running[0].report_progress(step, engine_id)
         for engine_id, marks in message.aborted.items():
             self.tracer.add_late_marks(request_of(engine_id), marks)
 

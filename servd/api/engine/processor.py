@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -444,8 +445,7 @@ class Processor:
             # Different for every request and API server, but reproducible with the same --seed.
             root = f"{self.config.model.seed}/{self.client}/{next(self._ordinal)}"
             filled["seed"] = random.Random(root).getrandbits(63)
-        if params.bad_words:
-            filled["bad_words_token_ids"] = self._encode_each(params.bad_words)
+        filled |= self._tokens_of_texts(params)
         if prompt.suffix and self.fill_in_middle:
             ends = self.fill_in_middle.end_token_ids
             filled["stop_token_ids"] = [*params.stop_token_ids, *ends]
@@ -457,6 +457,24 @@ class Processor:
         if completed.allowed_token_ids is not None:
             self._check_allowed_tokens(completed, completed.allowed_token_ids)
         return completed
+
+    def _tokens_of_texts(self, params: SamplingParams) -> dict[str, Any]:
+        """Return the parameters with the token ids of the texts in others."""
+        filled: dict[str, Any] = {}
+        if params.bad_words:
+            filled["bad_words_token_ids"] = self._encode_each(params.bad_words)
+        if params.dry_multiplier:
+            texts = tuple(params.dry_sequence_breakers)
+            filled["dry_breaker_token_ids"] = self._tokens_with(texts)
+        return filled
+
+    @lru_cache(maxsize=16)  # noqa: B019 - a processor lives as long as its process
+    def _tokens_with(self, texts: tuple[str, ...]) -> list[int]:
+        """Return the ids of all tokens whose text has one of these in it."""
+        tokenizer = self.tokenizer
+        num_tokens = min(tokenizer.vocab_size, self.spec.vocab_size)
+        strings = [tokenizer.token_string(i) for i in range(num_tokens)]
+        return [i for i, string in enumerate(strings) if any(text in string for text in texts)]
 
     def _check_allowed_tokens(self, params: SamplingParams, allowed: list[int]) -> None:
         """Raise InvalidRequest if not even the first token can be sampled."""

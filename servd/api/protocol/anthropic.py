@@ -154,10 +154,12 @@ class CountTokensRequest(TranslatedRequest):
         def count_block(block: Any) -> int:
             return count(text_of_block(block))
 
-        num_before = count(json.dumps(self.own_tools, ensure_ascii=False))
-        num_before += sum(map(count_block, blocks_of({"content": self.system or ""})))
+        def count_before() -> int:
+            num_tokens = count(json.dumps(self.own_tools, ensure_ascii=False))
+            return num_tokens + sum(map(count_block, blocks_of({"content": self.system or ""})))
+
         self.messages, applied = edit_context(
-            self.context_management, self.messages, count_block, num_before
+            self.context_management, self.messages, count_block, count_before
         )
         return applied
 

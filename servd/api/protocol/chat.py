@@ -32,6 +32,7 @@ from servd.api.protocol.validation import OpenObject, RequestBody, Whole, wrong_
 from servd.api.text.prompt import Chat, Prompt, ToolOptions
 from servd.base.bounds import INT32_MAX
 from servd.messages.engine import FinishReason
+from servd.messages.outputs import PromptProgress
 from servd.messages.params import MAX_CANDIDATES
 
 # ---- request ----
@@ -475,6 +476,7 @@ class ChatCompletionChunk(msgspec.Struct, tag_field="object", tag="chat.completi
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_text: str | UnsetType = UNSET
     timings: Timings | UnsetType = UNSET
+    prompt_progress: PromptProgress | UnsetType = UNSET
     metrics: ResponseMetrics | UnsetType = UNSET
 
 

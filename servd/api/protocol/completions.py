@@ -21,6 +21,7 @@ from servd.api.protocol.validation import Int, TokenId, Whole, with_whole_number
 from servd.api.text.prompt import Prompt
 from servd.base.errors import InvalidRequest
 from servd.messages.engine import FinishReason
+from servd.messages.outputs import PromptProgress
 from servd.messages.params import MAX_CANDIDATES
 
 MAX_PROMPTS = 1024
@@ -141,5 +142,6 @@ class CompletionResponse(msgspec.Struct, tag_field="object", tag="text_completio
     choices: list[CompletionResponseChoice]
     usage: UsageInfo | None | UnsetType = UNSET
     timings: Timings | UnsetType = UNSET
+    prompt_progress: PromptProgress | UnsetType = UNSET
     metrics: ResponseMetrics | UnsetType = UNSET
     kv_transfer_params: KVTransferAnswer | UnsetType = UNSET

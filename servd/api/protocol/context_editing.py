@@ -61,10 +61,13 @@ class AppliedEdits(msgspec.Struct):
 
 
 def edit_context(
-    context_management: ContextManagement, messages: list[Message], count: Count, num_before: int
+    context_management: ContextManagement,
+    messages: list[Message],
+    count: Count,
+    count_before: Callable[[], int],
 ) -> tuple[list[Message], list[AppliedEdit]]:
-    """Return the messages after the edits, and the edits that changed them. `num_before`: tokens of
-    the prompt before the messages.
+    """Return the messages after the edits, and the edits that changed them. `count_before` counts
+    the tokens of the prompt before the messages.
     """
     applied: list[AppliedEdit] = []
     for edit in context_management.get("edits", ()):
@@ -72,7 +75,7 @@ def edit_context(
         if edit["type"] == "clear_thinking_20251015":
             result = _clear_thinking(edit, messages, count)
         elif edit["type"] == "clear_tool_uses_20250919":
-            result = _clear_tool_uses(edit, messages, count, num_before)
+            result = _clear_tool_uses(edit, messages, count, count_before())
         if result is not None:
             messages = result[0]
             applied.append(result[1])

@@ -12,6 +12,7 @@ class ResponseEvent(msgspec.Struct):
         "response.created",
         "response.queued",
         "response.in_progress",
+        "response.prompt_progress",
         "response.output_item.added",
         "response.content_part.added",
         "response.output_text.delta",

@@ -152,6 +152,36 @@ class GenerationRequest(StructuredRequest):
     """Sample among this many of the most probable tokens. 0 and -1 turn the limit off."""
     min_p: Annotated[float, BoundsOf("min_p")] | None = None
     """Drop tokens less probable than this share of the most probable token's probability."""
+    typical_p: Annotated[float, BoundsOf("typical_p")] | None = None
+    """Sample among the tokens whose surprise is nearest to the entropy, with this probability."""
+    top_n_sigma: Annotated[float, BoundsOf("top_n_sigma")] | None = None
+    """Sample among the logits within this many standard deviations of the greatest."""
+    xtc_probability: Annotated[float, BoundsOf("xtc_probability")] | None = None
+    """With this probability, drop all tokens above `xtc_threshold` but the least probable."""
+    xtc_threshold: Annotated[float, BoundsOf("xtc_threshold")] | None = None
+    """The probability above which XTC drops tokens."""
+    dynatemp_range: Annotated[float, BoundsOf("dynatemp_range")] | None = None
+    """Move the temperature by up to this much, up with a greater entropy."""
+    dynatemp_exponent: Annotated[float, BoundsOf("dynatemp_exponent")] | None = None
+    """The power of the entropy's share of its maximum, for `dynatemp_range`."""
+    mirostat: Annotated[Int, BoundsOf("mirostat")] | None = None
+    """2 samples with Mirostat 2, instead of `top_k`, `top_p` and `min_p`."""
+    mirostat_tau: Annotated[float, BoundsOf("mirostat_tau")] | None = None
+    """The surprise in bits that Mirostat aims at."""
+    mirostat_eta: Annotated[float, BoundsOf("mirostat_eta")] | None = None
+    """How quickly Mirostat adapts."""
+    dry_multiplier: Annotated[float, BoundsOf("dry_multiplier")] | None = None
+    """Lower a token's logit by this if it would prolong a repetition (DRY)."""
+    dry_base: Annotated[float, BoundsOf("dry_base")] | None = None
+    """Multiplies the penalty for each token of the repetition beyond `dry_allowed_length`."""
+    dry_allowed_length: Annotated[Int, BoundsOf("dry_allowed_length")] | None = None
+    """Tokens of the shortest repetition with a penalty."""
+    dry_penalty_last_n: Annotated[Int, BoundsOf("dry_penalty_last_n")] | None = None
+    """Last tokens in which DRY looks for repetitions. -1: the maximum."""
+    dry_sequence_breakers: Annotated[
+        Annotated[list[str], Field(fail_fast=True)] | None, BoundsOf("dry_sequence_breakers")
+    ] = None
+    """Texts that end a repetition."""
     presence_penalty: Annotated[float, BoundsOf("presence_penalty")] | None = None
     """Lower the logit of each token that is in the output."""
     frequency_penalty: Annotated[float, BoundsOf("frequency_penalty")] | None = None
@@ -230,6 +260,8 @@ class GenerationRequest(StructuredRequest):
     """In log-probabilities, write tokens as `token_id:123`: several tokens may share a text."""
     timings_per_token: bool | None = None
     """Return llama-server's `timings`, in the response or in the last chunk."""
+    return_progress: bool | None = None
+    """Stream llama-server's `prompt_progress` while the prompt is computed. Needs `stream`."""
     return_prompt_text: bool | None = None
     """Return the rendered prompt in `prompt_text`."""
     request_id: Annotated[str, Field(pattern=REQUEST_ID)] | None = None
@@ -311,6 +343,8 @@ class GenerationRequest(StructuredRequest):
             idle = {*idle, "truncation_side"}
         fields = vars(self)  # the declared ones
         names = {name for name in idle if fields[name] is not None}
+        if self.return_progress and not self.stream:
+            names.add("return_progress")
         return super().ignored() | names | {f"stream_options.{name}" for name in options}
 
     @property
@@ -343,6 +377,7 @@ class GenerationRequest(StructuredRequest):
             kv_source=peer if transfer.get("do_remote_prefill") else "",
             is_exported=bool(transfer.get("do_remote_decode")),
             truncation_side=self.truncation_side,
+            reports_progress=bool(self.return_progress),
         )
 
     @property

@@ -19,7 +19,8 @@ from servd.base.bounds import INT32_MAX
 # Option of this API -> chat field.
 OPTIONS = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
 OPTIONS |= {name: name for name in ("frequency_penalty", "min_p", "presence_penalty", "seed")}
-OPTIONS |= {name: name for name in ("stop", "temperature", "top_k", "top_p")}
+OPTIONS |= {name: name for name in ("stop", "temperature", "top_k", "top_p", "typical_p")}
+OPTIONS |= {name: name for name in ("mirostat", "mirostat_tau", "mirostat_eta")}
 # Chat field -> field of this API, for errors.
 NAMES = {field: f"options.{name}" for name, field in OPTIONS.items()}
 NAMES |= {"response_format": "format", "reasoning_effort": "think"}

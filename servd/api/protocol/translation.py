@@ -33,6 +33,7 @@ EXTENSIONS = frozenset(
     (ChatCompletionRequest.model_fields.keys() & set(SamplingParams.__struct_fields__)) - OWN_WAYS
     | (StructuredRequest.__annotations__.keys() - {"response_format"})
     | {"cache_salt", "chat_template_kwargs", "prompt_cache_retention", "retention"}
+    | {"return_progress"}
 )
 
 

@@ -13,9 +13,9 @@ from servd.api.request.choice import Choice
 from servd.api.request.output_collector import RequestOutputCollector
 from servd.api.request.request_output import RequestOutput
 from servd.api.request.timeline import Timeline
-from servd.base.tracing import Mark, now_ns
+from servd.base.tracing import Mark, StepRecord, now_ns
 from servd.messages.engine import EngineCoreRequest
-from servd.messages.outputs import CompletionOutput
+from servd.messages.outputs import CompletionOutput, PromptProgress
 from servd.messages.params import SamplingParams
 
 
@@ -65,6 +65,8 @@ class RequestState:
     rank: int = 0  # of its engine
     routed: Routed | None = None  # with several engines
     sent_ns: int = 0
+    progress: PromptProgress | None = None  # the last report
+    computing_since_ns: int = 0
 
     @property
     def request_id(self) -> str:
@@ -100,6 +102,21 @@ class RequestState:
         """Return the output tokens of the unfinished choices, by index."""
         choices = [choice for choice in self.choices if choice.is_open]
         return {choice.index: choice.token_ids.tolist() for choice in choices}
+
+    def report_progress(self, step: StepRecord, engine_id: str) -> None:
+        """Put the progress of the prompt in the collector, until the first token."""
+        if self.collector is None or self.choices[0].marks:
+            return
+        num_computed = step.computed[engine_id]
+        if self.progress is None:
+            self.computing_since_ns = step.started_ns
+            num_cached = num_computed - step.prefills[engine_id]
+            self.progress = PromptProgress(len(self.prompt_token_ids), num_cached, 0, 0.0)
+        time_ms = round((step.collected_ns - self.computing_since_ns) * 1e-6, 3)
+        self.progress = msgspec.structs.replace(
+            self.progress, processed=num_computed, time_ms=time_ms
+        )
+        self.collector.put(self.index, CompletionOutput(progress=self.progress))
 
     def unfinished(self) -> Unfinished:
         """Return the state for /health, which detects an engine without progress."""

@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter, Depends, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -21,6 +21,8 @@ from servd.api.serving.messages import AnthropicServingMessages
 from servd.base.errors import InvalidRequest
 
 router = APIRouter(route_class=Route)
+# Which of Anthropic's interfaces a client means. Both are the same here.
+Beta = Annotated[str | None, Query()]
 
 
 async def read_message(request: Request) -> MessagesRequest:
@@ -37,7 +39,9 @@ async def read_message(request: Request) -> MessagesRequest:
     "/v1/messages", response_model=AnthropicMessagesResponse, responses=events(MessageEvent)
 )
 async def create_message(
-    request: Request, body: Annotated[LimitedMessagesRequest, Depends(read_message)]
+    request: Request,
+    body: Annotated[LimitedMessagesRequest, Depends(read_message)],
+    beta: Beta = None,
 ) -> Response:
     """Answer a conversation in Anthropic's format."""
     serving: AnthropicServingMessages = request.app.state.serving_messages
@@ -47,7 +51,9 @@ async def create_message(
 @router.post("/v1/messages/count_tokens", response_model=TokensCount)
 @without_weights
 async def count_tokens(
-    request: Request, body: Annotated[CountTokensRequest, json_body(CountTokensRequest)]
+    request: Request,
+    body: Annotated[CountTokensRequest, json_body(CountTokensRequest)],
+    beta: Beta = None,
 ) -> Response:
     """Count the tokens of a conversation's prompt."""
     serving: AnthropicServingMessages = request.app.state.serving_messages

@@ -13,7 +13,7 @@ from servd.api.protocol.errors import ErrorReply
 from servd.api.request.output_collector import MAX_LOGPROBS_HELD
 from servd.api.serving.formatter import ResponseFormatter, ResponseInfo
 from servd.messages.engine import FinishReason
-from servd.messages.outputs import CompletionOutput
+from servd.messages.outputs import CompletionOutput, PromptProgress
 from servd.messages.params import SamplingParams
 
 Event = dict[str, Any]  # with its name as "type"
@@ -44,6 +44,10 @@ class EventFormatter(ResponseFormatter):
     def begin_events(self) -> Iterator[Event]:
         """Yield the events before the first output."""
 
+    def progress_events(self, progress: PromptProgress) -> Iterator[Event]:
+        """Yield the events of a report while the prompt is computed."""
+        yield from ()
+
     @abstractmethod
     def change(self, delta: Delta) -> Iterator[Event]:
         """Add a delta to the body. Yield the events of this change."""
@@ -61,6 +65,10 @@ class EventFormatter(ResponseFormatter):
         return self.parser_of(0)
 
     def events_of(self, delta: CompletionOutput) -> Iterator[Event]:
+        if delta.progress is not None:
+            yield from self.progress_events(delta.progress)
+            if delta.has_only_progress:
+                return
         if not self.has_begun:
             self.has_begun = True
             yield from self.begin_events()

@@ -35,7 +35,7 @@ from servd.api.text.tokenizer import Tokenizer
 from servd.base.errors import InvalidRequest
 from servd.config import Config
 from servd.messages.engine import RequestOptions
-from servd.messages.outputs import CompletionOutput
+from servd.messages.outputs import CompletionOutput, PromptProgress
 from servd.messages.params import SamplingParams
 
 CHOICE_SIZE = 32  # size of a choice without its tokens, in the unit of `size`
@@ -232,6 +232,7 @@ class ChoiceFormatter(ResponseFormatter):
             TokenTexts(tokenizer, skipped, shows_ids, shows_sampled) for _ in self.choices
         ]
         self.drafts: list[tuple[int, int]] = []  # see CompletionOutput; of all choices
+        self.progress: dict[int, PromptProgress] = {}  # by prompt
 
     @property
     def size(self) -> int:
@@ -257,9 +258,28 @@ class ChoiceFormatter(ResponseFormatter):
 
     def frames_of(self, delta: CompletionOutput) -> bytes:
         frames = b""
+        if delta.progress is not None:
+            frames = self.progress_frame(delta)
+            if delta.has_only_progress:
+                return frames
         for chunk in self.chunks(delta):
             frames += event(self.encode(chunk))
         return frames
+
+    def progress_frame(self, delta: CompletionOutput) -> bytes:
+        """Return a chunk without choices and with the progress of all prompts."""
+        assert delta.progress is not None
+        self.progress[delta.index // self.n] = delta.progress
+        reports = self.progress.values()
+        chunk = self.usage_chunk()
+        chunk.usage = self.chunk_usage()
+        chunk.prompt_progress = PromptProgress(
+            self.num_prompt_tokens,
+            sum(report.cache for report in reports),
+            sum(report.processed for report in reports),
+            max(report.time_ms for report in reports),
+        )
+        return event(self.encode(chunk))
 
     def last_frame(self) -> bytes:
         if not (self.include_usage or self.body.timings_per_token):

@@ -36,7 +36,7 @@ from servd.api.protocol.translation import renamed
 from servd.api.serving.events import CUT_OFF, Event, EventFormatter
 from servd.api.serving.formatter import ResponseInfo
 from servd.api.serving.serving import OpenAIServing
-from servd.messages.outputs import CompletionOutput
+from servd.messages.outputs import CompletionOutput, PromptProgress
 from servd.messages.params import SamplingParams
 
 PING: Event = {"type": "ping"}
@@ -118,6 +118,9 @@ class MessageFormatter(EventFormatter):
         self.body_so_far.usage = self._usage()
         yield {"type": "message_start", "message": self.body_so_far}
         yield PING
+
+    def progress_events(self, progress: PromptProgress) -> Iterator[Event]:
+        yield PING | {"prompt_progress": progress}
 
     def change(self, delta: Delta) -> Iterator[Event]:
         match delta:

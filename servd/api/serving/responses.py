@@ -62,7 +62,7 @@ from servd.api.serving.logprobs import TokenTexts
 from servd.api.serving.serving import OpenAIServing, Outputs
 from servd.base.errors import InvalidRequest
 from servd.messages.engine import TokenLogprobs
-from servd.messages.outputs import CompletionOutput
+from servd.messages.outputs import CompletionOutput, PromptProgress
 from servd.messages.params import SamplingParams
 
 ANSWER_SHARE = 16  # of the context: what truncation leaves to an answer without a limit
@@ -348,6 +348,12 @@ class ResponsesFormatter(EventFormatter):
     def events_of(self, delta: CompletionOutput) -> Iterator[Event]:
         self.logprobs += delta.positions or ()
         yield from super().events_of(delta)
+
+    def progress_events(self, progress: PromptProgress) -> Iterator[Event]:
+        if not self.has_begun:
+            self.has_begun = True
+            yield from self.begin_events()
+        yield self._event("response.prompt_progress", prompt_progress=progress)
 
     def change(self, delta: Delta) -> Iterator[Event]:
         match delta:

@@ -382,6 +382,9 @@ class Scheduler:
         if is_report_due:
             for request in self.requests.values():
                 self.outputs.report_to(request.client)
+        for request in step.requests if record.computed else ():
+            if request.request_id in record.computed:
+                self.outputs.report_to(request.client)
         self.kv_cache.connector.collect_outputs(step)
         if self.draft_length.max_drafts:
             self.draft_length.time(step.scheduled, took_ns * 1e-9, len(step.decoding))

@@ -8,8 +8,9 @@
 
 Order, equivalent to vLLM's: log-probabilities of the raw logits; the logits processors in the order
 of their package; the fused pass of bias, bitmask and penalties; temperature; min-p; top-k and
-top-p; log-probabilities of the processed logits, if those are asked for; draw. The host knows what
-each step needs, and never waits for the device. A token depends only on its row's logits,
+top-p; log-probabilities of the processed logits, if those are asked for; draw. Requests with a
+sampler of llama.cpp have its order, in which the temperature comes last. The host knows what each
+step needs, and never waits for the device. A token depends only on its row's logits,
 parameters, earlier tokens, seed and position, never on the rest of the batch.
 """
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -39,7 +41,15 @@ from servd.worker.sample.verification import SpecDecodeMetadata
 RANDOM = 1
 FILTERED = 2
 LOGPROBS = 4
-FIRST_PROCESSOR = 8
+IN_ORDER = 8  # of llama.cpp
+FIRST_PROCESSOR = 16
+# Turns of logits processors: the first after the fused pass, the first of those that make a row
+# IN_ORDER, and those of top-k, and of top-p and min-p, in such rows.
+LATE = 100
+FIRST_IN_ORDER = 110
+TOP_K = 120
+TOP_P = 140
+MAX_NUMBERS = 2**21  # logits that such a processor changes at once: it takes 60 bytes for each
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +97,15 @@ class Sampler:
         self.seeds = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self.ops = ops.for_device(device)
         self.top_k_top_p = TopKTopPFilter(vocab_size, max_num_seqs, device, self.ops)
+        self.top_k = TopKTopPFilter(vocab_size, max_num_seqs, device, self.ops)  # IN_ORDER
+        self.top_p = TopKTopPFilter(vocab_size, max_num_seqs, device, self.ops)
         self.logprobs = SampledLogprobs(mode.endswith("logits"))
         self.tells_processed = mode.startswith("processed")
         self.null_slot = max_num_seqs  # for rows after a rejected draft, which must change no state
         processors = logits_processors.load(vocab_size, max_num_seqs + 1, device)
         self.processors = [(FIRST_PROCESSOR << i, p) for i, p in enumerate(processors)]
+        self.late = sum(bit for bit, p in self.processors if p.order >= LATE)
+        self.in_order = sum(bit for bit, p in self.processors if p.order >= FIRST_IN_ORDER)
         # The bits of processors that depend on the tokens sampled before.
         self.stateful = sum(
             bit for bit, p in self.processors if type(p).update is not LogitsProcessor.update
@@ -140,7 +154,14 @@ class Sampler:
             features |= RANDOM
             self.temperature[slot] = params.temperature
             self.seeds[slot] = params.seed or 0
-            if self.top_k_top_p.add(slot, params):
+            limits = params
+            if features & self.in_order:
+                features |= IN_ORDER
+                limits = SamplingParams() if params.mirostat else params
+                self.top_k.add(slot, SamplingParams(top_k=limits.top_k))
+                self.top_p.add(slot, SamplingParams(top_p=limits.top_p, min_p=limits.min_p))
+                limits = SamplingParams()
+            if self.top_k_top_p.add(slot, limits):
                 features |= FILTERED
         may_branch = not (features & self.stateful or params.structured_output)
         if self.logprobs.add(slot, params):
@@ -223,8 +244,20 @@ class Sampler:
         active = [(bit, p, metadata.subset(bit)) for bit, p in self.processors if used & bit]
         edits = LogitEdits(bitmask=bitmask)
         for _, processor, rows in active:
-            processor.apply(logits, rows, edits)
+            if processor.order < LATE:
+                processor.apply(logits, rows, edits)
         token_ids = self.ops.edit_logits(logits, edits)
+        if used & self.late:
+            turns = [(p.order, p.apply, rows) for _, p, rows in active if p.order >= LATE]
+            if used & IN_ORDER:
+                rows = metadata.subset(IN_ORDER)
+                turns += [(TOP_K, self.top_k.apply, rows), (TOP_P, self.top_p.apply, rows)]
+            size = max(MAX_NUMBERS // logits.shape[1], 1)
+            for _, apply, rows in sorted(turns, key=itemgetter(0)):
+                for part in rows.parts(size):
+                    apply(logits, part, edits)
+            rows = metadata.subset(self.late)
+            token_ids[rows.index] = logits[rows.index].argmax(dim=-1)
         if used & RANDOM:
             self._draw(logits, token_ids, metadata.subset(RANDOM))
         if is_kept is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -38,6 +38,18 @@ class SamplingMetadata:
             self.features[indices],
             indices,
         )
+
+    def parts(self, size: int) -> Iterator[SamplingMetadata]:
+        """Yield the rows in parts of at most `size` rows."""
+        for first in range(0, len(self.host_slots), size):
+            part = slice(first, first + size)
+            yield SamplingMetadata(
+                self.slots[part],
+                self.positions[part],
+                self.host_slots[part],
+                self.features[part],
+                self.host_index[part],
+            )
 
     @cached_property
     def index(self) -> Tensor | slice:

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from servd.messages.params import SamplingParams
 from servd.worker.sample.fixed_point import WEIGHT_ONE
+from servd.worker.sample.logit_edits import LogitEdits
 from servd.worker.sample.ops import SamplingOps
 from servd.worker.sample.sampling_metadata import SamplingMetadata
 
@@ -32,6 +33,18 @@ class TopKTopPFilter:
         self.top_k[slot] = top_k
         self.top_p[slot] = params.top_p
         return bool(top_k) or params.top_p < 1
+
+    def apply(self, logits: Tensor, rows: SamplingMetadata, edits: LogitEdits) -> None:
+        """Remove tokens of `rows` in place, before the temperature; min-p comes last."""
+        row_logits = logits[rows.index]
+        peaks = row_logits.amax(dim=1)
+        weights = self.ops.to_weights(row_logits, peaks, torch.ones_like(peaks))
+        slots = rows.slots
+        lowest = self.ops.filter_top_k_top_p(
+            weights, torch.zeros_like(peaks), self.top_k[slots], self.top_p[slots]
+        )
+        lowest = torch.maximum(lowest, self.min_p[slots]).masked_fill(~peaks.isfinite(), -1)
+        logits[rows.index] = row_logits.masked_fill(weights < lowest.unsqueeze(1), -torch.inf)
 
     def lowest(self, weights: Tensor, rows: SamplingMetadata, bit: int) -> Tensor:
         """Return the smallest weight that each of `rows` [n, vocab] may draw: [n] float32. Rows

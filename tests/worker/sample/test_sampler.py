@@ -164,6 +164,17 @@ def sampling_params(draw) -> SamplingParams:
         logit_bias=maybe(st.dictionaries(token_ids, st.floats(-9, 9), max_size=3), {}),
         allowed_token_ids=maybe(st.lists(token_ids, min_size=1, max_size=9, unique=True), None),
         logprobs=maybe(st.integers(0, 3), None),
+        typical_p=maybe(st.floats(0.1, 1), 1.0),
+        top_n_sigma=maybe(st.floats(0.3, 3), 0.0),
+        xtc_probability=maybe(st.sampled_from([0.5, 1.0]), 0.0),
+        xtc_threshold=draw(st.floats(0, 0.5)),
+        dynatemp_range=maybe(st.floats(0.1, 2), 0.0),
+        mirostat=maybe(st.just(2), 0),
+        mirostat_tau=draw(st.floats(0.5, 5)),
+        dry_multiplier=maybe(st.floats(0.1, 3), 0.0),
+        dry_allowed_length=draw(st.integers(1, 3)),
+        dry_penalty_last_n=draw(st.integers(-1, 9)),
+        dry_breaker_token_ids=draw(st.lists(token_ids, max_size=3)),
     )
 
 
@@ -318,6 +329,10 @@ def test_cuda_draws_the_same_tokens_and_never_waits(sync_mode):
         SamplingParams(seed=3, top_p=0.7),
         EVERYTHING,
         SamplingParams(temperature=0, logprobs=3, min_tokens=9),
+        SamplingParams(seed=4, typical_p=0.6, top_n_sigma=1.5, dynatemp_range=0.5, top_k=20),
+        SamplingParams(seed=5, xtc_probability=0.5, xtc_threshold=0.05, min_p=0.01, top_p=0.9),
+        SamplingParams(seed=6, mirostat=2, mirostat_tau=3.0),
+        SamplingParams(seed=7, dry_multiplier=0.8, dry_allowed_length=1, temperature=0.0),
     ]
     slots = list(range(len(params)))
     tokens = []

@@ -39,6 +39,12 @@ params = st.builds(
     logprobs=st.sampled_from([None, 2]),
     thinking_token_budget=st.sampled_from([None, 4]),
     reasoning_tags=st.just(ReasoningTags(11)),
+    typical_p=st.sampled_from([1.0, 0.8]),
+    top_n_sigma=st.sampled_from([0.0, 1.5]),
+    xtc_probability=st.sampled_from([0.0, 0.5]),
+    dynatemp_range=st.sampled_from([0.0, 0.5]),
+    mirostat=st.sampled_from([0, 2]),
+    dry_multiplier=st.sampled_from([0.0, 1.0]),
 )
 
 

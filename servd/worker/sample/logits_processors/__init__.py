@@ -9,8 +9,11 @@ tests/worker/sample/test_logits_processors.py tests all files. Processors run by
 | 30 to 59 | joins the fused pass that ends in the maximum: biases, bitmask, penalties |
 | 60 to 89 | changes logits in any other way |
 | 90 | nothing may undo it: thinking_token_budget |
+| 100 | after the fused pass: dry |
+| 110 to 199 | after it, in llama.cpp's order: top_n_sigma, typical_p, xtc and others |
 
-The fused pass (`LogitEdits`) runs after all processors: it adds biases, forbids, penalizes.
+The fused pass (`LogitEdits`) adds biases, forbids, penalizes. A request that uses a processor from
+110 on has its top-k at 120 and its top-p and min-p at 140, before its temperature.
 """
 
 from abc import ABC, abstractmethod
