@@ -12,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from threading import RLock
 from typing import Any, NamedTuple, TypeVar
 
 from servd.base.errors import ConfigError, StoreUnavailable
@@ -89,6 +90,8 @@ class Database:
         self._connection = open_database(path)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="response-db")
         self._writes: deque[_Write] = deque()
+        self._is_in_memory = path is None
+        self._lock = RLock()  # held while the connection is in use
 
     async def read(self, work: Callable[[sqlite3.Connection], T]) -> T:
         """Return the result of `work`, which sees one state of the database."""
@@ -100,13 +103,22 @@ class Database:
         """
         future: Future[T] = Future()
         self._writes.append(_Write(work, future))
-        self._pool.submit(self._commit_waiting)
+        if self._is_in_memory and self._lock.acquire(blocking=False):
+            self._commit_waiting()  # sooner than a thread would begin
+            self._lock.release()
+        else:
+            self._pool.submit(self._commit_waiting)
         return await _result(future)
 
     async def shrink_file(self) -> None:
         """Return up to PAGES free pages of the file to the file system."""
         script = f"PRAGMA incremental_vacuum({PAGES})"  # `execute` would return one page
-        await _result(self._pool.submit(self._connection.executescript, script))
+
+        def shrink() -> None:
+            with self._lock:
+                self._connection.executescript(script)
+
+        await _result(self._pool.submit(shrink))
 
     def close(self) -> None:
         """Finish all calls, and close the file."""
@@ -114,11 +126,12 @@ class Database:
         self._connection.close()
 
     def _read(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        self._connection.execute("BEGIN")
-        try:
-            return work(self._connection)
-        finally:
-            self._connection.rollback()
+        with self._lock:
+            self._connection.execute("BEGIN")
+            try:
+                return work(self._connection)
+            finally:
+                self._connection.rollback()
 
     def _commit_waiting(self) -> None:
         writes: list[_Write] = []
@@ -128,13 +141,14 @@ class Database:
                 writes.append(write)
         if not writes:
             return  # an earlier call has committed them
-        try:
-            self._connection.execute("BEGIN IMMEDIATE")
-            outcomes = [self._run(write) for write in writes]
-            self._connection.execute("COMMIT")
-        except sqlite3.Error as error:
-            self._connection.rollback()
-            outcomes = [error] * len(writes)
+        with self._lock:
+            try:
+                self._connection.execute("BEGIN IMMEDIATE")
+                outcomes = [self._run(write) for write in writes]
+                self._connection.execute("COMMIT")
+            except sqlite3.Error as error:
+                self._connection.rollback()
+                outcomes = [error] * len(writes)
         for write, outcome in zip(writes, outcomes, strict=True):
             if isinstance(outcome, Exception):
                 write.future.set_exception(outcome)

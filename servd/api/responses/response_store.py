@@ -202,7 +202,6 @@ class ResponseStore:
         if row is not None:
             if turn.stored_status != turn.response.status:  # not with each new event
                 queries.update(db, row, body, server)
-            queries.add_events(db, row, start, events)
         elif turn.response.store:
             previous = history.previous
             is_kept = previous is None or queries.exists(db, previous)
@@ -218,6 +217,7 @@ class ResponseStore:
                 body=body,
                 server=server,
             )
+        if row is not None and events:
             queries.add_events(db, row, start, events)
         conversation = history.conversation
         if turn.response.status in ("completed", "incomplete") and conversation is not None:
@@ -230,14 +230,14 @@ class ResponseStore:
         """Remove the oldest objects of a key beyond its limits, except running responses. Remove
         `row`, if it is too large by itself, rather than all others.
         """
-        query = "SELECT 1 FROM objects WHERE id = ? AND num_bytes > ? AND server IS NULL"
-        if db.execute(query, [row, self.max_bytes]).fetchone() is not None:
-            queries.remove(db, row)
-        query = "SELECT 1 FROM owners WHERE owner = ? AND (num_objects > ? OR num_bytes > ?)"
-        while db.execute(query, [owner, self.max_objects, self.max_bytes]).fetchone() is not None:
-            if (oldest := db.execute(queries.OLDEST, [owner]).fetchone()) is None:
+        totals = "SELECT 1 FROM owners WHERE owner = ? AND (num_objects > ? OR num_bytes > ?)"
+        too_large = "SELECT id FROM objects WHERE id = ? AND num_bytes > ? AND server IS NULL"
+        while db.execute(totals, [owner, self.max_objects, self.max_bytes]).fetchone() is not None:
+            victim = db.execute(too_large, [row, self.max_bytes]).fetchone()
+            victim = victim or db.execute(queries.OLDEST, [owner]).fetchone()
+            if victim is None:
                 return
-            queries.remove(db, *oldest)
+            queries.remove(db, *victim)
 
     async def cancel(self, owner: str, stored: Stored) -> Stored:
         """End a response if it runs, in this process or another. Return its new state."""
