@@ -195,8 +195,10 @@ def test_files_that_are_no_database(tmp_path: Path):
     open_database(str(damaged)).close()
     damaged.write_bytes(damaged.read_bytes()[:4096] + b"\0" * 100)
     for path in (text, other, newer, damaged, tmp_path, tmp_path / "none" / "x.db"):
+        before = path.is_file() and path.read_bytes()
         with pytest.raises(ConfigError, match="--response-db"):
             open_database(str(path))
+        assert before == (path.is_file() and path.read_bytes())
     good = tmp_path / "good.db"
     open_database(str(good)).close()
     assert good.stat().st_mode & 0o777 == 0o600

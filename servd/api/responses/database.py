@@ -54,26 +54,26 @@ def open_database(path: str | None) -> sqlite3.Connection:
     return connection
 
 
-def _prepare(connection: sqlite3.Connection) -> None:
-    connection.execute("PRAGMA auto_vacuum = INCREMENTAL")  # before the first table
-    connection.execute("PRAGMA journal_mode = WAL")
-    connection.execute("PRAGMA synchronous = FULL")
-    connection.execute("PRAGMA foreign_keys = ON")
-    connection.execute("PRAGMA journal_size_limit = 67108864")
-    connection.execute("BEGIN IMMEDIATE")
-    (application_id,) = connection.execute("PRAGMA application_id").fetchone()
-    (version,) = connection.execute("PRAGMA user_version").fetchone()
-    (num_tables,) = connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()
-    if num_tables and application_id != APPLICATION_ID:
+def _prepare(db: sqlite3.Connection) -> None:
+    (application_id,) = db.execute("PRAGMA application_id").fetchone()
+    (version,) = db.execute("PRAGMA user_version").fetchone()
+    count_tables = "SELECT count(*) FROM sqlite_schema"
+    if db.execute(count_tables).fetchone() != (0,) and application_id != APPLICATION_ID:
         raise ConfigError("this is another program's database: choose another file")
-    if num_tables and version != VERSION:
+    if version not in (0, VERSION):
         raise ConfigError("this is the database of another version of servd: choose another file")
-    if not num_tables:
+    db.execute("PRAGMA auto_vacuum = INCREMENTAL")  # before the first table
+    db.execute("PRAGMA journal_mode = WAL")
+    db.execute("PRAGMA synchronous = FULL")
+    db.execute("PRAGMA foreign_keys = ON")
+    db.execute("PRAGMA journal_size_limit = 67108864")
+    db.execute("BEGIN IMMEDIATE")
+    if db.execute(count_tables).fetchone() == (0,):
         for statement in Path(__file__).with_name("schema.sql").read_text("utf8").split("\n\n"):
-            connection.execute(statement)
-    connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-    connection.execute(f"PRAGMA user_version = {VERSION}")  # writes: fails if the disk is full
-    connection.execute("COMMIT")
+            db.execute(statement)
+    db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+    db.execute(f"PRAGMA user_version = {VERSION}")  # writes: fails if the disk is full
+    db.execute("COMMIT")
 
 
 class _Write(NamedTuple):
@@ -146,7 +146,7 @@ class Database:
                 self._connection.execute("BEGIN IMMEDIATE")
                 outcomes = [self._run(write) for write in writes]
                 self._connection.execute("COMMIT")
-            except sqlite3.Error as error:
+            except Exception as error:
                 self._connection.rollback()
                 outcomes = [error] * len(writes)
         for write, outcome in zip(writes, outcomes, strict=True):
