@@ -176,7 +176,12 @@ class Command(CommandParser):
             raise ConfigError(f"{self.prog} needs a package: pip install {error.name}") from None
         module.add_options(self)
         if args and args[0]:  # `--max_model_len`, as vLLM takes it, too
-            args = ([with_dashes(word) for word in args[0]], *args[1:])
+            words = [*args[0]]
+            if "--" in words and getattr(module, "TAKES_REST", False):
+                border = words.index("--")
+                self.set_defaults(rest=words[border + 1 :])
+                words = words[:border]
+            args = ([with_dashes(word) for word in words], *args[1:])
         if run := getattr(module, "run", None):  # a package of commands has none of its own
             self.set_defaults(run=run)
         return super().parse_known_args(*args, **kwargs)

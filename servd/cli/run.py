@@ -2,17 +2,15 @@
 
 import argparse
 import sys
-from contextlib import suppress
 from typing import Any
 
-from servd.base.errors import NotEnoughMemory, ServdError
+from servd.base.errors import NotEnoughMemory
 from servd.base.sizes import format_bytes
-from servd.checkpoint.short_names import full_name
 from servd.cli import chat, plan
 from servd.config import Config
 from servd.terminal import engine_flags
 from servd.terminal.api_client import DEFAULT_URL, Client
-from servd.terminal.server_process import key_of, own_server
+from servd.terminal.server_process import find_model, key_of, own_server
 from servd.terminal.waiting import keep_keys, spinner
 
 
@@ -30,13 +28,9 @@ def run(arguments: argparse.Namespace) -> int:
     options = engine_flags.load_options(arguments)
     key = key_of(options) if arguments.url else None  # none for a server that nobody named
     client = Client(arguments.url or DEFAULT_URL, key)
-    client.http.timeout = 5  # seconds
-    names: set[str] = set()
-    with suppress(ServdError, LookupError, ValueError, TypeError):  # another kind of server
-        names = {model["id"] for model in client.get("/v1/models")["data"]}
-    for model in names & {options.get("model"), full_name(options.get("model") or "")}:
-        client.http.timeout = None
-        return chat.talk(client, {"model": model}, arguments.system)
+    model = find_model(client, options) if "model" in options else None
+    if model is not None:
+        return chat.talk(client, {"model": model["id"]}, arguments.system)
     with spinner("looking at the model and the memory"):
         options, choice = choose(options)
     print(choice, file=sys.stderr)

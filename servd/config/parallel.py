@@ -17,6 +17,10 @@ class ParallelConfig(Section, frozen=True):
     nodes that Ray chooses. fake: without a model, to measure the server. Default: uniproc for one
     device, else multiproc.
     """
+    fake_script: str | None = None
+    """File with the answers of --executor fake, in order: a line `{"text": ...}` each, as JSON.
+    `"match"` answers all prompts that contain a text, and `"cut": true` leaves out the end.
+    """
     tensor_parallel_size: Positive = 1
     """Devices per engine, or per pipeline stage. Each holds a slice of every layer."""
     enable_expert_parallel: bool = False

@@ -125,6 +125,9 @@ def find_and_resolve(config: Config) -> tuple[Config, ModelSpec, dict[str, Decis
             return find_and_resolve(drafted)
         _refuse_head(model.model, folder)
         spec = model_spec.read_spec(folder, model.hf_overrides)
+    if not executor.needs_weights:  # nothing limits its positions
+        positions = max(spec.max_position_embeddings, config.model.max_model_len or 0)
+        spec = msgspec.structs.replace(spec, max_position_embeddings=positions)
     if config.model.model_impl == "servd" and not pooling.has_file(spec):
         raise UnsupportedModel(
             f"--model-impl servd: servd has no file for model_type {spec.model_type!r}, only for "

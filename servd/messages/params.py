@@ -59,7 +59,8 @@ class StructuredOutput(
 ):
     """A constraint on the output, which the engine enforces token by token."""
 
-    kind: Literal["json", "json_object", "regex", "choice", "grammar"]
+    # The API turns structural tags into grammars.
+    kind: Literal["json", "json_object", "regex", "choice", "grammar", "structural_tag"]
     # JSON schema as JSON text, regex, JSON list of choices, grammar text; "" for json_object
     value: str = ""
     # The constraint applies after this token sequence, e.g. </think>; empty: at once.

@@ -7,6 +7,7 @@ import os
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import tempfile
 import time
@@ -19,6 +20,7 @@ from servd.base.errors import ServdError
 from servd.base.private_dir import private_dir
 from servd.base.python_command import python_command
 from servd.checkpoint import hub
+from servd.checkpoint.short_names import full_name
 from servd.config import Config
 from servd.terminal.api_client import Client
 from servd.terminal.waiting import describe_start, exit_on_signals, spinner
@@ -94,20 +96,29 @@ def _ends(process: subprocess.Popen[bytes]) -> bool:
 
 
 @contextlib.contextmanager
-def own_server(options: dict[str, Any], env: Mapping[str, str] = {}) -> Iterator[Connect]:
-    """Run `servd serve` with these options of Config on a private socket until the block ends.
-    Raises ServdError like `running`, and if the weights cannot be downloaded.
+def own_server(
+    options: dict[str, Any], env: Mapping[str, str] = {}, on_tcp: bool = False
+) -> Iterator[Connect]:
+    """Run `servd serve` with these options of Config until the block ends, on a private socket, or
+    on a free port of the loopback address. Raises ServdError like `running`, and if the weights
+    cannot be downloaded.
     """
     model = Config.load(options).model
     if model.model is not None and model.load_format != "dummy":  # here the hub shows its progress
         hub.download_weights(model.model, model.revision, model.download_dir, model.load_format)
     folder = private_dir()
     config = folder / "config.json"
-    uds = folder / "http"
-    config.write_text(json.dumps({**options, "uds": str(uds)}), encoding="utf8")
+    listens: dict[str, Any] = {"uds": str(folder / "http")}
+    url = ""
+    if on_tcp:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            port = listener.getsockname()[1]
+        listens = {"uds": None, "host": "127.0.0.1", "port": port}
+        url = f"http://127.0.0.1:{port}"
+    config.write_text(json.dumps(options | listens), encoding="utf8")
     exit_on_signals()  # or the server would outlive this process
     command = python_command("servd", "serve", "--config", str(config))
-    connect = partial(Client, "", key_of(options), str(uds))
+    connect = partial(Client, url, key_of(options), listens["uds"])
     try:
         with running(command, connect(), timeout=math.inf, env=env):
             yield connect
@@ -117,3 +128,18 @@ def own_server(options: dict[str, Any], env: Mapping[str, str] = {}) -> Iterator
 
 def key_of(options: dict[str, Any]) -> str | None:
     return next(iter(options.get("api_key", [])), None)
+
+
+def find_model(client: Client, options: dict[str, Any]) -> dict[str, Any] | None:
+    """Return what /v1/models says of the model that `options` of Config name, or of the server's
+    first one if they name none. Return None without such a server.
+    """
+    client.http.timeout = 5  # seconds
+    name = options.get("model")
+    names = (name, full_name(name or ""))
+    with contextlib.suppress(ServdError, LookupError, ValueError, TypeError):  # another kind
+        for model in client.get("/v1/models")["data"]:
+            if name is None or model["id"] in names:
+                client.http.timeout = None
+                return model
+    return None

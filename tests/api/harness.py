@@ -6,7 +6,7 @@ import asyncio
 import os
 import socket
 import ssl
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +44,7 @@ from servd.messages.engine import (
     EngineReady,
     EngineRestarting,
     FromEngine,
+    NewRequest,
     ToEngine,
 )
 from servd.messages.params import SamplingParams
@@ -67,22 +68,14 @@ WEATHER_SCRIPT = (
 
 
 class ScriptedExecutor(FakeExecutor):
-    """Answers every prompt with the tokens of `script`, and ends."""
+    """Answers every prompt with the tokens of `answer`, and ends."""
 
-    script: list[int] = []
+    answer: list[int] = []
 
-    def _verify(
-        self, row: FakeRow, index: int, masks: Mapping[tuple[int, int], bytes]
-    ) -> list[int]:
-        """As far as drafts are what the script says, and one token more."""
-        begin = len(row.token_ids) - row.num_prompt_tokens
-        planned = [*self.script[begin:], self.spec.eos_token_ids[0]]
-        num_kept = 0
-        for draft, token_id in zip(row.drafts, planned[:-1], strict=False):
-            if draft != token_id:
-                break
-            num_kept += 1
-        return planned[: num_kept + 1]
+    def _row(self, request: NewRequest) -> FakeRow:
+        row = super()._row(request)
+        row.answer = [*self.answer, self.spec.eos_token_ids[0]]
+        return row
 
 
 class InProcessEngine:
@@ -106,7 +99,7 @@ class InProcessEngine:
             config, spec, lambda phase, progress: None
         )
         if isinstance(executor, ScriptedExecutor):
-            executor.script = list(script.encode()) if isinstance(script, str) else script or []
+            executor.answer = list(script.encode()) if isinstance(script, str) else script or []
         self.executor = executor
         self.worker = executor.start()
         self.core = EngineCore(config, spec, executor, self.worker, tracing.now_ns)

@@ -160,7 +160,7 @@ async def test_a_call_cut_by_a_stop_string_is_not_reported_as_a_tool_call(choice
     async with scripted(CALLS) as served:
         body = {"tools": TOOLS, "tool_choice": choice, "stop": [stop]}
         if choice == "required":  # the script's beginning has not the form
-            served.engine.executor.script = list(CALLS.removeprefix("I look.\n\n").encode())
+            served.engine.executor.answer = list(CALLS.removeprefix("I look.\n\n").encode())
         (whole,) = (await ask(served, **body))["choices"]
         assert (whole["finish_reason"], whole["stop_reason"]) == (reason, stop)
         (streamed,) = (await ask_stream(served, **body)).values()
@@ -279,13 +279,28 @@ STRICT_BODIES = [
 
 
 @pytest.mark.parametrize(("path", "body", "tool", "forced"), STRICT_BODIES)
-async def test_strict_is_named_where_calls_are_free(path, body, tool, forced):
+async def test_strict_is_named_where_calls_are_not_held(path, body, tool, forced):
     body = {**body, "tools": [tool]}
-    async with scripted(None) as served:
+    async with scripted(None, enforce_tool_schemas="off") as served:
         answer = await served.http.post(path, json=body)
         assert answer.headers["x-servd-ignored"] == "tools.strict", answer.text
         answer = await served.http.post(path, json={**body, "tool_choice": forced})
         assert answer.status_code == 200 and "x-servd-ignored" not in answer.headers, answer.text
+
+
+@pytest.mark.parametrize(("path", "body", "tool", "forced"), STRICT_BODIES)
+async def test_strict_calls_in_free_text_match_their_schema(path, body, tool, forced):
+    function = {"type": "object", "properties": {"n": {"enum": [7]}}, "required": ["n"]}
+    text = json.dumps({**body, "tools": [tool]}).replace('"strict": true', '"strict": true, "X": 0')
+    key = "input_schema" if "messages" in path else "parameters"
+    text = text.replace(', "input_schema": {"type": "object"}', "")
+    body = json.loads(text.replace('"X": 0', f'"{key}": {json.dumps(function)}'))
+    async with scripted(None) as served:
+        answer = await served.http.post(path, json=body)
+        assert answer.status_code == 200 and "x-servd-ignored" not in answer.headers, answer.text
+        [params] = [request.params for request in requests_sent(served.engine)]
+        assert params.structured_output is not None
+        assert '"enum": [7]' in params.structured_output.value
 
 
 IDLE_TOOLS = [

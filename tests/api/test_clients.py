@@ -14,7 +14,6 @@ from servd.checkpoint.model_spec import FAKE_SPEC
 from tests.api.harness import Served, requests_sent, serve, user
 
 FUNCTION = {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}}
-NAMESPACE = {"type": "namespace", "name": "m", "description": "d", "tools": [FUNCTION]}
 SHOWING = """{% for t in tools or [] %}<{{ t.function.name }}>{% endfor %}
 {% for m in messages %}{{ m.role }}: {{ m.content }}
 {% for c in m.tool_calls or [] %}call {{ c.function.name }}
@@ -35,14 +34,7 @@ def prompt_of(served: Served) -> str:
 
 
 @pytest.mark.parametrize(
-    "tool",
-    [
-        NAMESPACE,
-        {"type": "web_search"},
-        {"type": "custom", "name": "apply_patch", "format": {"type": "grammar"}},
-        {"type": "mcp", "server_label": "x"},
-        {"type": "local_shell"},
-    ],
+    "tool", [{"type": "web_search"}, {"type": "mcp", "server_label": "x"}, {"type": "local_shell"}]
 )
 @pytest.mark.parametrize("other_tools", [[], [FUNCTION]])
 async def test_responses_leaves_out_hosted_tools(tool: dict[str, Any], other_tools: list[Any]):
@@ -61,13 +53,13 @@ async def test_responses_leaves_out_hosted_tools(tool: dict[str, Any], other_too
     [
         "required",
         {"type": "web_search"},
-        {"type": "custom", "name": "apply_patch"},
-        {"type": "function", "name": "apply_patch"},
+        {"type": "custom", "name": "web_search"},
+        {"type": "function", "name": "web_search"},
         {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "web_search"}]},
     ],
 )
 async def test_responses_refuses_to_choose_a_hosted_tool(choice: Any):
-    tools = [{"type": "web_search"}, {"type": "custom", "name": "apply_patch"}]
+    tools = [{"type": "web_search"}]
     async with serve(script="ok") as served:
         body = {"input": "hi", "tools": tools, "tool_choice": choice}
         response = await answer(served, "/v1/responses", body, 400)
@@ -77,15 +69,6 @@ async def test_responses_refuses_to_choose_a_hosted_tool(choice: Any):
 @pytest.mark.parametrize(
     ("item", "note"),
     [
-        ({"type": "additional_tools", "role": "developer", "tools": [NAMESPACE]}, None),
-        (
-            {"type": "custom_tool_call", "call_id": "1", "name": "x", "input": "y"},
-            "assistant: [custom_tool_call: not available here]",
-        ),
-        (
-            {"type": "custom_tool_call_output", "call_id": "1", "output": "y"},
-            "user: [custom_tool_call_output: not available here]",
-        ),
         (
             {"type": "web_search_call", "id": "1", "status": "completed"},
             "assistant: [web_search_call: not available here]",
@@ -96,13 +79,13 @@ async def test_responses_refuses_to_choose_a_hosted_tool(choice: Any):
         ),
     ],
 )
-async def test_responses_notes_items_of_hosted_tools(item: dict[str, Any], note: str | None):
+async def test_responses_notes_items_of_hosted_tools(item: dict[str, Any], note: str):
     async with serve(script="ok", chat_template=SHOWING) as served:
         body = {"input": [*user("hi"), item, *user("again")]}
         response = await answer(served, "/v1/responses", body)
         assert response.headers["x-servd-ignored"] == f"input.{item['type']}"
         lines = [line for line in prompt_of(served).split("\n") if line]
-        assert lines == ["user: hi", *([note] if note else []), "user: again"]
+        assert lines == ["user: hi", note, "user: again"]
         listed = await served.http.get(f"/v1/responses/{response.json()['id']}/input_items")
         assert listed.status_code == 200 and len(listed.json()["data"]) == 3
         body = {"input": [*user("hi"), {"type": "item_reference", "id": "x"}]}

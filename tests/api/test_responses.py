@@ -315,7 +315,7 @@ async def test_background(listening_server: Served):
 
 
 SOUND = {"type": "input_audio", "data": "x"}
-CUSTOM = {"type": "custom", "name": "f"}
+SEARCH = {"type": "web_search"}
 OTHER = {"type": "function", "name": "g"}
 NESTED = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [OTHER]}}
 NAMELESS = {"type": "function_call", "name": "f", "arguments": "{}"}
@@ -332,11 +332,8 @@ PROBLEMS: dict[str, list[dict[str, Any]]] = {
     "tools[0].parameters": [{"tools": [{**WEATHER, "parameters": {"type": "string"}}]}],
     "tool_choice": [
         {"tool_choice": "required"},
-        *(
-            {"tools": [WEATHER], "tool_choice": tool}
-            for tool in (OTHER, NESTED, {"type": "web_search"})
-        ),
-        {"tools": [CUSTOM], "tool_choice": "required"},
+        *({"tools": [WEATHER], "tool_choice": tool} for tool in (OTHER, NESTED, SEARCH)),
+        {"tools": [SEARCH], "tool_choice": "required"},
     ],
     "text.format": [{"text": {"format": form}} for form in FORMS],
     "min_tokens": [{"min_tokens": 9, "max_output_tokens": 4}],

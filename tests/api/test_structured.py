@@ -44,6 +44,9 @@ def is_valid(text: str) -> bool:
     return jsonschema.Draft202012Validator(SCHEMA).is_valid(json.loads(text))
 
 
+DIGITS = {"type": "regex", "pattern": "[0-9]{4}"}
+TAG = {"type": "tag", "begin": "<a>", "content": DIGITS, "end": "</a>"}
+TAGGED = {"type": "structural_tag", "format": TAG}
 GRAMMAR = 'root ::= "a" [0-9]'
 FORMS = [
     ({"response_format": json_schema(SCHEMA)}, is_valid),
@@ -54,6 +57,8 @@ FORMS = [
     ({"structured_outputs": {"regex": "[0-9]{4}"}}, re.compile("[0-9]{4}").fullmatch),
     ({"structured_outputs": {"choice": ["red", "green"]}}, lambda text: text in ("red", "green")),
     ({"structured_outputs": {"grammar": GRAMMAR}}, re.compile("a[0-9]").fullmatch),
+    ({"response_format": TAGGED}, re.compile("<a>[0-9]{4}</a>").fullmatch),
+    ({"structured_outputs": {"structural_tag": TAGGED}}, re.compile("<a>[0-9]{4}</a>").fullmatch),
     ({"guided_json": SCHEMA}, is_valid),
     ({"guided_regex": "[0-9]{4}"}, re.compile("[0-9]{4}").fullmatch),
     ({"guided_choice": ["red", "green"]}, lambda text: text in ("red", "green")),
@@ -78,6 +83,7 @@ REFUSED = [
     ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
     ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
     ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
+    ({"response_format": {"type": "structural_tag"}}, "response_format"),
     ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.choice"),
     ({**JSON_OBJECT, "guided_regex": "a"}, "guided_regex"),
     ({"guided_grammar": "hello"}, "guided_grammar"),

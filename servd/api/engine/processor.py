@@ -117,7 +117,8 @@ class Processor:
         marked = self.render(prompt)
         text = marked.replace(SPLIT_HERE, "") if isinstance(marked, str) else marked
         marks: list[Mark] = []
-        expected = ExpectedOutput(sampling.structured_output)
+        structured_output = self.model_format.without_tags(sampling.structured_output)
+        expected = ExpectedOutput(structured_output)
         if isinstance(chat := prompt.content, Chat):
             marks.append(Mark("templated", now_ns()))
             if sampling is params:
@@ -125,7 +126,7 @@ class Processor:
                 expected = self.model_format.expect(
                     str(text),
                     chat.tool_options,
-                    sampling.structured_output,
+                    structured_output,
                     sampling.skip_special_tokens,
                     str(last or ""),
                 )

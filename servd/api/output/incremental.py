@@ -49,6 +49,7 @@ class ToolCallArguments(msgspec.Struct):
 
     index: int
     text: str
+    is_custom: bool = False
 
 
 Delta = Content | Reasoning | ToolCallStart | ToolCallArguments

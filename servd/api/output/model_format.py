@@ -12,6 +12,7 @@ import msgspec
 from servd.api.output.call_grammar import ANY_OBJECT, AddedTokens, NotExpressible, calls_grammar
 from servd.api.output.output_parser import ExpectedOutput
 from servd.api.output.reasoning_parser import ReasoningParser
+from servd.api.output.structural_tag import structural_tag_grammar
 from servd.api.output.tool_choice import ForcedCallsParser
 from servd.api.output.tool_parser import ToolParser
 from servd.api.text.chat_template import DEFAULT_TEMPLATE, ChatTemplate
@@ -85,6 +86,15 @@ class ModelFormat:
             )
         enforced = options.enforce_tool_schemas
         return cls(tokenizer, tools, reasoning, is_asserted, enforced, end_ids)
+
+    def without_tags(self, output: StructuredOutput | None) -> StructuredOutput | None:
+        """Return the form of an output with a grammar in place of a structural tag. Raise
+        InvalidRequest if the tag is not valid.
+        """
+        if output is None or output.kind != "structural_tag":
+            return output
+        grammar = structural_tag_grammar(output, self.tokens)
+        return msgspec.structs.replace(output, kind="grammar", value=grammar)
 
     def unheld_fields(self, tool_options: ToolOptions) -> list[str]:
         """Return the fields about tools that have no effect on calls that no one forces."""

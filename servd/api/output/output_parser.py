@@ -91,18 +91,20 @@ class CustomInput:
 
     def __init__(self) -> None:
         self._unread = ""
-        self._has_begun = False
+        self._is_read = False  # whether the text has begun
+        self._is_other = False  # the arguments begin in another way: all of them are the text
 
     def feed(self, arguments: str) -> str:
-        """Add arguments. Return the next text. Of other arguments than expected, all are text."""
+        """Add arguments. Return the next text."""
         self._unread += arguments
-        if not self._has_begun:
+        if not self._is_read:
             head = self._HEAD.match(self._unread)
-            if head is None and len(self._unread) <= self._MAX_HEAD:
-                return ""
-            self._has_begun = True
-            if head is None:
+            self._is_other = self._is_other or (head is None and len(self._unread) > self._MAX_HEAD)
+            if self._is_other:
                 return self.finish()
+            if head is None:
+                return ""
+            self._is_read = True
             self._unread = self._unread[head.end() :]
         text = self._TEXT.match(self._unread)
         assert text is not None
@@ -110,8 +112,9 @@ class CustomInput:
         return without_surrogates(json.loads(f'"{text[0]}"', strict=False))
 
     def finish(self) -> str:
-        """Return arguments that began in another way, as they are."""
-        unread, self._unread = self._unread, ""
+        """Return what arguments that begin in another way are."""
+        unread = "" if self._is_read else self._unread
+        self._unread = ""
         return unread
 
 
@@ -164,7 +167,8 @@ class OutputParser:
 
     def finish(self) -> list[Delta]:
         deltas = self._sort(self._reasoning.finish()) if self._reasoning else []
-        return deltas + (self._select(self._tools.finish()) if self._tools else [])
+        deltas += self._select(self._tools.finish()) if self._tools else []
+        return deltas + self._rest_of_input()
 
     @property
     def is_in_call(self) -> bool:
@@ -196,15 +200,24 @@ class OutputParser:
                 for d in deltas
                 if not (isinstance(d, ToolCallStart | ToolCallArguments) and d.index > 0)
             ]
+        selected: list[Delta] = []
         for delta in deltas:
             if isinstance(delta, ToolCallStart):
+                selected += self._rest_of_input()
                 self.num_calls += 1
                 self._open_call = Brackets()
                 delta.is_custom = delta.name in self._custom
                 self._input = CustomInput() if delta.is_custom else None
             elif isinstance(delta, ToolCallArguments):
                 self._follow_call(delta)
-        return deltas
+                if not delta.text:  # held back
+                    continue
+            selected.append(delta)
+        return selected
+
+    def _rest_of_input(self) -> list[Delta]:
+        text = self._input.finish() if self._input else ""
+        return [ToolCallArguments(self.num_calls - 1, text, is_custom=True)] if text else []
 
     def _follow_call(self, delta: ToolCallArguments) -> None:
         """Note whether the arguments end, and turn those of a custom tool into its text."""
@@ -215,3 +228,4 @@ class OutputParser:
                 self._open_call = None
         if self._input is not None:
             delta.text = self._input.feed(delta.text)
+            delta.is_custom = True

@@ -116,8 +116,8 @@ class _LarkReader:
         for match in LARK.finditer(lark):
             kind = match.lastgroup
             if match["imported"]:
-                imported = match["import_alias"] or match["common"]
-                yield imported, [self._common(match["common"])]
+                alias = match["import_alias"] or match["common"]
+                yield alias, [self._common(match["common"])]
             elif match["definition"]:
                 if name:
                     yield name, body
@@ -148,8 +148,7 @@ class _LarkReader:
         if match["regex"]:
             return self._regex(text[1:].rpartition("/")[0], match["flags"])
         if match["repetition"]:
-            least = match["least"]
-            return f"{{{least},{match['most'] or least}}}"
+            return f"{{{match['least']},{match['most'] or match['least']}}}"
         if match["other"]:
             raise wrong_grammar(f"a custom tool's grammar cannot have {text[:32]!r}")
         return text

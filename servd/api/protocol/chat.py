@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, NotRequired, cast
+from typing import Annotated, Any, Literal, NotRequired
 
 import msgspec
 from msgspec import UNSET, UnsetType
-from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    BeforeValidator,
+    Discriminator,
+    Field,
+    Tag,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
@@ -19,7 +27,7 @@ from servd.api.protocol.generation import (
     Timings,
     UsageInfo,
 )
-from servd.api.protocol.tools import ToolChoice, Tools
+from servd.api.protocol.tools import ToolChoice, Tools, as_function, grammar_of, name_of
 from servd.api.protocol.validation import OpenObject, RequestBody, Whole, wrong_field
 from servd.api.text.prompt import Chat, Prompt, ToolOptions
 from servd.base.bounds import INT32_MAX
@@ -100,6 +108,31 @@ class ToolCall(OpenObject):
     function: FunctionCall
 
 
+class CustomCall(OpenObject):
+    """The text of a custom tool's call in an earlier response."""
+
+    name: str
+    input: str
+
+
+class CustomToolCall(OpenObject):
+    """A call of a custom tool in an earlier response."""
+
+    type: Literal["custom"]
+    id: NotRequired[str | None]
+    custom: CustomCall
+
+
+def _kind_of_call(call: Any) -> str:
+    return "custom" if isinstance(call, dict) and call.get("type") == "custom" else "function"
+
+
+EarlierCall = Annotated[
+    Annotated[ToolCall, Tag("function")] | Annotated[CustomToolCall, Tag("custom")],
+    Discriminator(_kind_of_call),
+]
+
+
 Role = Annotated[str, Field(min_length=1, max_length=64)]
 
 
@@ -110,7 +143,7 @@ class ChatMessage(OpenObject):
     content: NotRequired[Annotated[Any, BeforeValidator(_check_content, ChatContent)]]
     name: NotRequired[str | None]
     tool_call_id: NotRequired[str | None]
-    tool_calls: NotRequired[Annotated[list[ToolCall], Field(fail_fast=True)] | None]
+    tool_calls: NotRequired[Annotated[list[EarlierCall], Field(fail_fast=True)] | None]
     reasoning: NotRequired[str | None]  # an earlier answer's, under either name
     reasoning_content: NotRequired[str | None]
 
@@ -166,8 +199,8 @@ class ChatPrompt(RequestBody):
         """The names of the functions that `tool_choice` selects."""
         match self.tool_choice:
             case {"type": "allowed_tools", "allowed_tools": {"tools": tools}}:
-                return [tool["function"]["name"] for tool in tools]
-            case {"function": {"name": name}}:
+                return [name_of(tool) for tool in tools]
+            case {"function": {"name": name}} | {"custom": {"name": name}}:
                 return [name]
             case _:
                 return []
@@ -183,21 +216,26 @@ class ChatPrompt(RequestBody):
         """The tools that the model sees; None if there are none or `tool_choice` is "none"."""
         if not self.tools or self.tool_choice == "none":
             return None
-        tools = cast(list[dict[str, Any]], self.tools)
+        tools = [as_function(tool) for tool in self.tools]
+        custom = {
+            tool["custom"]["name"]: grammar_of(tool)
+            for tool in self.tools
+            if tool["type"] == "custom"
+        }
         parallel = self.parallel_tool_calls is not False
         names = {*self.named_tools}
         selected = [tool for tool in tools if tool["function"]["name"] in names]
         match self.tool_choice:
             case "required":
-                return ToolOptions(tools, tools, parallel)
+                return ToolOptions(tools, tools, parallel, custom)
             case {"type": "allowed_tools", "allowed_tools": {"mode": "auto"}}:
-                return ToolOptions(selected, parallel=parallel)  # the model sees no other tools
+                return ToolOptions(selected, [], parallel, custom)  # the model sees no other tools
             case {"type": "allowed_tools"}:
-                return ToolOptions(tools, selected, parallel)
-            case {"function": _}:
-                return ToolOptions(tools, selected, parallel=False)
+                return ToolOptions(tools, selected, parallel, custom)
+            case {"function": _} | {"custom": _}:
+                return ToolOptions(tools, selected, False, custom)
             case _:
-                return ToolOptions(tools, parallel=parallel)
+                return ToolOptions(tools, [], parallel, custom)
 
     @property
     def chat(self) -> Chat:
@@ -221,7 +259,7 @@ class ChatPrompt(RequestBody):
             return self
         if not self.tools:
             raise wrong_field("tool_choice", "needs `tools`")
-        tool_names = {tool["function"]["name"] for tool in self.tools}
+        tool_names = {*map(name_of, self.tools)}
         for name in self.named_tools:
             if name not in tool_names:
                 raise wrong_field("tool_choice", f"names {name[:128]!r}, which is not in `tools`")
@@ -324,12 +362,20 @@ class CalledFunction(msgspec.Struct):
     arguments: str = ""
 
 
+class CalledCustom(msgspec.Struct):
+    """The custom tool of a call, with its text."""
+
+    name: str
+    input: str = ""
+
+
 class MessageToolCall(msgspec.Struct):
-    """A tool call in the model's message."""
+    """A tool call in the model's message, of a function or of a custom tool."""
 
     id: str
-    function: CalledFunction
+    function: CalledFunction | UnsetType = UNSET
     type: str = "function"
+    custom: CalledCustom | UnsetType = UNSET
 
 
 class AssistantMessage(msgspec.Struct):
@@ -378,13 +424,21 @@ class DeltaFunction(msgspec.Struct, omit_defaults=True):
     arguments: str | None = None
 
 
+class DeltaCustom(msgspec.Struct, omit_defaults=True):
+    """A chunk's part of a called custom tool. The name is sent once, the text in pieces."""
+
+    name: str | None = None
+    input: str | None = None
+
+
 class DeltaToolCall(msgspec.Struct, omit_defaults=True):
     """A chunk's part of a tool call. The first part has the id, type and name."""
 
     index: int
-    function: DeltaFunction
+    function: DeltaFunction | UnsetType = UNSET
     id: str | None = None
     type: str | None = None
+    custom: DeltaCustom | UnsetType = UNSET
 
 
 class ChoiceDelta(msgspec.Struct, omit_defaults=True):

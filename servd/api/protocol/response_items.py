@@ -4,6 +4,7 @@ import base64
 import re
 from typing import Any
 
+from servd.api.protocol.response_tools import flat_name
 from servd.base.errors import InvalidRequest
 
 SEAL = "servd-reasoning-1:"
@@ -15,6 +16,8 @@ ITEM_PREFIX = {
     "message": "msg",
     "function_call": "fc",
     "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
     "reasoning": "rs",
 }
 
@@ -31,13 +34,11 @@ def chat_messages(instructions: str | None, items: list[dict[str, Any]]) -> list
         last = messages[-1] if messages else {}
         is_assistant = last.get("role") == "assistant"
         match item.get("type", "message"):
-            case "function_call":
+            case "function_call" | "custom_tool_call" as kind:
                 if not is_assistant:
                     messages.append(last := {"role": "assistant"})
-                function = {"name": item["name"], "arguments": item["arguments"]}
-                call = {"id": item["call_id"], "type": "function", "function": function}
-                last.setdefault("tool_calls", []).append(call)
-            case "function_call_output":
+                last.setdefault("tool_calls", []).append(_chat_call(kind, item))
+            case "function_call_output" | "custom_tool_call_output":
                 content = _chat_content(item["output"])
                 messages.append(
                     {"role": "tool", "tool_call_id": item["call_id"], "content": content}
@@ -60,6 +61,15 @@ def chat_messages(instructions: str | None, items: list[dict[str, Any]]) -> list
                 content = _chat_content(item["content"])
                 messages.append({"role": item["role"], "content": content})
     return messages
+
+
+def _chat_call(kind: str, item: dict[str, Any]) -> dict[str, Any]:
+    name = flat_name(item.get("namespace"), item["name"])
+    if kind == "function_call":
+        function = {"name": name, "arguments": item["arguments"]}
+        return {"id": item["call_id"], "type": "function", "function": function}
+    custom = {"name": name, "input": item["input"]}
+    return {"id": item["call_id"], "type": "custom", "custom": custom}
 
 
 def _chat_content(content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from typing_extensions import TypedDict
 from servd.api.protocol.chat import Effort, RefusalPart, TokenLogprob, check_parts
 from servd.api.protocol.generation import Temperature, TopP
 from servd.api.protocol.response_items import HOSTED_ITEMS, chat_messages, noted_part
-from servd.api.protocol.tools import Function, HostedTool, allow_both, own_and_hosted
+from servd.api.protocol.response_tools import AnyTool, chat_tools, flat_name, hosted_types
 from servd.api.protocol.translation import TranslatedRequest
 from servd.api.protocol.validation import FewKeys, OpenObject, Whole
 from servd.base.bounds import INT32_MAX
@@ -32,7 +32,14 @@ CHAT_NAMES = {
 }
 LOGPROBS = "message.output_text.logprobs"  # in `include`
 ENCRYPTED = "reasoning.encrypted_content"  # the same
-OWN_ITEMS = ("message", "function_call", "function_call_output", "reasoning")
+OWN_ITEMS = (
+    "message",
+    "function_call",
+    "function_call_output",
+    "custom_tool_call",
+    "custom_tool_call_output",
+    "reasoning",
+)
 TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
 
@@ -77,6 +84,7 @@ class FunctionCallInput(OpenObject):
     type: Literal["function_call"]
     call_id: str
     name: str
+    namespace: NotRequired[str | None]
     arguments: str
 
 
@@ -86,6 +94,31 @@ class FunctionCallOutput(OpenObject):
     type: Literal["function_call_output"]
     call_id: str
     output: Content
+
+
+class CustomToolCallInput(OpenObject):
+    """A call of a custom tool in an earlier response."""
+
+    type: Literal["custom_tool_call"]
+    call_id: str
+    name: str
+    namespace: NotRequired[str | None]
+    input: str
+
+
+class CustomToolCallOutput(OpenObject):
+    """The result of a custom tool that the client ran."""
+
+    type: Literal["custom_tool_call_output"]
+    call_id: str
+    output: Content
+
+
+class AdditionalTools(OpenObject):
+    """More tools of the request, which the client found meanwhile."""
+
+    type: Literal["additional_tools"]
+    tools: NotRequired[Annotated[list[AnyTool], Field(fail_fast=True, max_length=1024)] | None]
 
 
 class ReasoningInput(OpenObject):
@@ -131,6 +164,9 @@ InputItem = Annotated[
     Annotated[InputMessage, Tag("message")]
     | Annotated[FunctionCallInput, Tag("function_call")]
     | Annotated[FunctionCallOutput, Tag("function_call_output")]
+    | Annotated[CustomToolCallInput, Tag("custom_tool_call")]
+    | Annotated[CustomToolCallOutput, Tag("custom_tool_call_output")]
+    | Annotated[AdditionalTools, Tag("additional_tools")]
     | Annotated[ReasoningInput, Tag("reasoning")]
     | Annotated[HostedItem, Tag("hosted item")],
     Discriminator(_tag_of_item),
@@ -151,7 +187,11 @@ def _check_tool_choice(choice: Any) -> Any:
             'has the format of chats: put `mode` and `tools` beside `type`, as in {{"type": '
             '"allowed_tools", "mode": "auto", "tools": [{{"type": "function", "name": "f"}}]}}',
         )
-    if choice in (None, "none", "auto", "required") or kind in ("function", "allowed_tools"):
+    if choice in (None, "none", "auto", "required") or kind in (
+        "function",
+        "custom",
+        "allowed_tools",
+    ):
         return choice
     raise PydanticCustomError(
         "tool_choice",
@@ -159,11 +199,12 @@ def _check_tool_choice(choice: Any) -> Any:
     )
 
 
-class NamedFunction(OpenObject):
-    """A function of `tools`. As `tool_choice`, the function that the model must call."""
+class NamedTool(OpenObject):
+    """One of `tools`. As `tool_choice`, the tool that the model must call."""
 
-    type: Literal["function"]
+    type: Literal["function", "custom"]
     name: str
+    namespace: NotRequired[str | None]
 
 
 class AllowedFunctions(OpenObject):
@@ -171,25 +212,11 @@ class AllowedFunctions(OpenObject):
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedFunction], Field(fail_fast=True, min_length=1, max_length=1024)]
+    tools: Annotated[list[NamedTool], Field(fail_fast=True, min_length=1, max_length=1024)]
 
 
-Choice = Annotated[NamedFunction | AllowedFunctions, Field(discriminator="type")]
+Choice = Annotated[NamedTool | AllowedFunctions, Field(discriminator="type")]
 ToolChoice = Literal["none", "auto", "required"] | Choice | None
-
-
-class FunctionTool(Function):
-    """A function that the model may call."""
-
-    type: Literal["function"]
-    strict: NotRequired[bool | None]
-
-
-AnyTool = Annotated[
-    Annotated[FunctionTool, Tag("own tool")] | Annotated[HostedTool, Tag("hosted tool")],
-    own_and_hosted("function"),
-    Field(json_schema_extra=allow_both),
-]
 
 
 class ReasoningOptions(OpenObject, total=False):
@@ -268,25 +295,30 @@ class ResponsesRequest(TranslatedRequest):
         options = (self.stream_options or {}).items()
         names |= {f"stream_options.{name}" for name, value in options if value}
         names |= {f"reasoning.{name}" for name in (self.reasoning or {}).keys() - {"effort"}}
-        names |= {f"tools.{t['type']}" for t in self.tools or () if t["type"] != "function"}
+        names |= {f"tools.{kind}" for kind in hosted_types(self.all_tools)}
         kinds = {item.get("type", "message") for item in self.input}
-        names |= {f"input.{kind}" for kind in kinds.difference(OWN_ITEMS)}
+        names |= {f"input.{kind}" for kind in kinds.difference(OWN_ITEMS, ["additional_tools"])}
         for item in self.input:
-            parts = [*(item.get("content") or ()), *(item.get("output") or ())]
-            names |= {f"input.{kind}" for part in parts if (kind := noted_part(part))}
+            for parts in (item.get("content"), item.get("output")):
+                if isinstance(parts, list):
+                    names |= {f"input.{kind}" for part in parts if (kind := noted_part(part))}
         if self.truncation == "auto":
             names.add("truncation")  # nothing is cut off: longer inputs are refused
         return super().ignored() | names
 
     @property
+    def all_tools(self) -> list[Any]:
+        """The tools of the request, and those in its input."""
+        tools: list[Any] = [*(self.tools or ())]
+        for item in self.input:
+            if item.get("type") == "additional_tools":
+                tools += item.get("tools") or ()
+        return tools
+
+    @property
     def items(self) -> list[dict[str, Any]]:
         """`input`, without the types of its items."""
         return cast(list[dict[str, Any]], self.input)
-
-    @property
-    def functions(self) -> list[Any]:
-        """The client's own tools. The model sees no others."""
-        return [tool for tool in self.tools or () if tool["type"] == "function"]
 
     def chat_fields(self, items: list[dict[str, Any]]) -> dict[str, Any]:
         """Return the fields of a chat request. `items` is the whole conversation with `input`."""
@@ -295,8 +327,7 @@ class ResponsesRequest(TranslatedRequest):
             "max_completion_tokens": self.max_output_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
-            "tools": [{"type": "function", "function": _without_type(t)} for t in self.functions]
-            or None,
+            "tools": chat_tools(self.all_tools) or None,
             "tool_choice": _chat_tool_choice(self.tool_choice),
             "parallel_tool_calls": self.parallel_tool_calls,
             "logprobs": self.top_logprobs is not None or LOGPROBS in (self.include or ()) or None,
@@ -314,13 +345,14 @@ def _without_type(value: Any) -> dict[str, Any]:
 
 
 def _chat_tool_choice(choice: str | Choice | None) -> Any:
-    if not isinstance(choice, dict):
-        return choice
-    if choice["type"] == "function":
-        return {"type": "function", "function": _without_type(choice)}
-    tools = [_chat_tool_choice(tool) for tool in choice["tools"]]
-    allowed = {"mode": choice["mode"], "tools": tools}
-    return {"type": "allowed_tools", "allowed_tools": allowed}
+    match choice:
+        case {"type": "allowed_tools", "mode": mode, "tools": tools}:
+            allowed = {"mode": mode, "tools": [_chat_tool_choice(tool) for tool in tools]}
+            return {"type": "allowed_tools", "allowed_tools": allowed}
+        case {"type": kind, "name": name}:
+            return {"type": kind, kind: {"name": flat_name(choice.get("namespace"), name)}}
+        case _:
+            return choice
 
 
 def _chat_format(text_format: dict[str, Any] | None) -> Any:
@@ -375,9 +407,21 @@ class FunctionCallItem(msgspec.Struct, tag_field="type", tag="function_call"):
     name: str
     arguments: str = ""
     status: Status = "in_progress"
+    namespace: str | UnsetType = UNSET
 
 
-OutputItem = MessageItem | ReasoningItem | FunctionCallItem
+class CustomToolCallItem(msgspec.Struct, tag_field="type", tag="custom_tool_call"):
+    """A call of a custom tool for the client to run."""
+
+    id: str
+    call_id: str
+    name: str
+    input: str = ""
+    status: Status = "in_progress"
+    namespace: str | UnsetType = UNSET
+
+
+OutputItem = MessageItem | ReasoningItem | FunctionCallItem | CustomToolCallItem
 
 
 class InputTokensDetails(msgspec.Struct):

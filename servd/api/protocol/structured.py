@@ -30,7 +30,7 @@ class JsonSchemaFormat(OpenObject):
 # What no type of a key says: `json_schema` needs a schema, under one of its two names.
 NEEDS_SCHEMA: dict[str, Any] = {
     "anyOf": [
-        {"properties": {"type": {"enum": ["text", "json_object"]}}},
+        {"properties": {"type": {"enum": ["text", "json_object", "structural_tag"]}}},
         {"properties": {"json_schema": {"type": "object"}}, "required": ["json_schema"]},
         {"properties": {"schema": {"type": "object"}}, "required": ["schema"]},
     ]
@@ -44,9 +44,13 @@ class ResponseFormat(ClosedObject):
         extra="forbid", strict=True, json_schema_extra=NEEDS_SCHEMA
     )
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: NotRequired[JsonSchemaFormat | None]
     schema: NotRequired[dict[str, Any] | None]  # as llama-server has it
+    # A structural tag as XGrammar has it: `format`, or the older `structures` and `triggers`.
+    format: NotRequired[dict[str, Any] | None]
+    structures: NotRequired[Annotated[list[dict[str, Any]], Field(max_length=1024)] | None]
+    triggers: NotRequired[Annotated[list[str], Field(max_length=1024)] | None]
 
 
 class StructuredOutputs(ClosedObject, total=False):
@@ -57,13 +61,15 @@ class StructuredOutputs(ClosedObject, total=False):
     regex: str | None
     choice: Choices | None
     grammar: str | None
+    structural_tag: Schema | None
 
 
 class StructuredRequest(RequestBody):
     """The fields for structured outputs. A request may set one form."""
 
     response_format: Annotated[ResponseFormat | None, FewKeys] = None
-    """Form of the output, in OpenAI's format: `json_schema`, `json_object` or `text`."""
+    """Form of the output: `json_schema`, `json_object` or `text`, as in OpenAI's API, or
+    `structural_tag`."""
     structured_outputs: Annotated[StructuredOutputs | None, FewKeys] = None
     """Form of the output: one of `json`, `json_object`, `regex`, `choice` and `grammar`."""
     guided_json: Schema | None = None
@@ -111,6 +117,8 @@ class StructuredRequest(RequestBody):
 def _response_format(field: ResponseFormat) -> StructuredOutput:
     if (schema := field.get("schema")) is not None:
         return _form("json", schema, "response_format")
+    if field["type"] == "structural_tag":
+        return _form("structural_tag", field, "response_format")
     if field["type"] == "json_object":
         return StructuredOutput("json_object", param="response_format")
     schema = field.get("json_schema")

@@ -6,6 +6,8 @@ from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from servd.api.protocol.validation import OpenObject
+from servd.api.text.prompt import TextGrammar
+from servd.messages.params import MAX_GRAMMAR_BYTES
 
 
 def _check_parameters(parameters: Any) -> Any:
@@ -16,14 +18,9 @@ def _check_parameters(parameters: Any) -> Any:
 
 
 def check_tool(tool: Any) -> Any:
-    """Return `tool` if it is a function. Raise PydanticCustomError if it is not."""
+    """Return `tool` if servd knows its type. Raise PydanticCustomError if it does not."""
     kind = tool.get("type") if isinstance(tool, dict) else None
-    if kind == "custom":
-        message = (
-            "tools of type custom are not supported: send a function with a string for the text"
-        )
-        raise PydanticCustomError("tool", message)
-    if kind != "function":
+    if kind not in ("function", "custom"):
         message = "tools of type {kind} are not supported: servd runs no tools, send functions"
         raise PydanticCustomError("tool", message, {"kind": str(kind)[:64]})
     return tool
@@ -53,16 +50,84 @@ class Function(OpenObject):
 
 
 class Tool(OpenObject):
-    """A tool of the request, as the chat template gets it."""
+    """A function of the request, as the chat template gets it."""
 
     type: Literal["function"]
     function: Function
 
 
-def _check_tools(tools: list[Tool]) -> list[Tool]:
+class CustomGrammar(OpenObject):
+    """The grammar that a custom tool's text follows: Lark, or a regular expression."""
+
+    syntax: Literal["lark", "regex"]
+    definition: Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_BYTES)]
+
+
+class CustomText(OpenObject):
+    """The form of a custom tool's text: any, or that of a grammar."""
+
+    type: Literal["text", "grammar"]
+    grammar: NotRequired[CustomGrammar | None]
+
+
+def _check_text(text: CustomText) -> CustomText:
+    if text["type"] == "grammar" and not text.get("grammar"):
+        raise PydanticCustomError("format", "of the type grammar must have a `grammar`")
+    return text
+
+
+class Custom(OpenObject):
+    """A tool that takes a text. The model sees a function with one string."""
+
+    name: ToolName
+    description: NotRequired[str | None]
+    format: NotRequired[Annotated[CustomText, AfterValidator(_check_text)] | None]
+
+
+class CustomTool(OpenObject):
+    """A custom tool of the request."""
+
+    type: Literal["custom"]
+    custom: Custom
+
+
+AnyChatTool = Annotated[Tool | CustomTool, Field(discriminator="type")]
+CUSTOM_PARAMETERS = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
+
+
+def name_of(tool: Any) -> str:
+    """Return the name of a tool, of a call, or of a tool that a `tool_choice` names."""
+    return tool["custom" if tool.get("type") == "custom" else "function"]["name"]
+
+
+def as_function(tool: Any) -> dict[str, Any]:
+    """Return a tool as the function that the model sees."""
+    if tool["type"] == "function":
+        return tool
+    custom = tool["custom"]
+    parts = [custom.get("description") or ""]
+    if grammar := grammar_of(tool):
+        parts.append(f"`input` follows this {grammar.syntax} grammar:\n{grammar.definition}")
+    function: dict[str, Any] = {"name": custom["name"]}
+    if description := "\n\n".join(filter(None, parts)):
+        function["description"] = description
+    return {"type": "function", "function": function | {"parameters": CUSTOM_PARAMETERS}}
+
+
+def grammar_of(tool: CustomTool) -> TextGrammar | None:
+    grammar = (tool["custom"].get("format") or {}).get("grammar")
+    return TextGrammar(grammar["syntax"], grammar["definition"]) if grammar else None
+
+
+def _check_tools(tools: list[AnyChatTool]) -> list[AnyChatTool]:
     names: set[str] = set()
     for tool in tools:
-        name = tool["function"]["name"]
+        name = name_of(tool)
         if name in names:
             raise PydanticCustomError("tools", "two functions have the name {name}", {"name": name})
         names.add(name)
@@ -70,16 +135,33 @@ def _check_tools(tools: list[Tool]) -> list[Tool]:
 
 
 class FunctionName(OpenObject):
-    """The name of a function in `tools`."""
+    """The name of a tool in `tools`."""
 
     name: str
 
 
-class NamedTool(OpenObject):
+class NamedFunction(OpenObject):
     """A function of `tools`. As `tool_choice`, the function that the model must call."""
 
     type: NotRequired[Literal["function"]]
     function: FunctionName
+
+
+class NamedCustom(OpenObject):
+    """A custom tool of `tools`. As `tool_choice`, the tool that the model must call."""
+
+    type: Literal["custom"]
+    custom: FunctionName
+
+
+def _kind_of_name(tool: Any) -> str:
+    return "custom" if isinstance(tool, dict) and tool.get("type") == "custom" else "function"
+
+
+NamedTool = Annotated[
+    Annotated[NamedFunction, Tag("function")] | Annotated[NamedCustom, Tag("custom")],
+    Discriminator(_kind_of_name),
+]
 
 
 class AllowedTools(OpenObject):
@@ -99,7 +181,7 @@ class AllowedToolsChoice(OpenObject):
 def _kind_of_choice(choice: Any) -> str:
     if not isinstance(choice, dict):
         return "word"
-    return "allowed_tools" if choice.get("type") == "allowed_tools" else "named"
+    return choice["type"] if choice.get("type") in ("allowed_tools", "custom") else "named"
 
 
 def own_and_hosted(*own_types: str | None) -> Discriminator:
@@ -118,13 +200,14 @@ def allow_both(schema: dict[str, Any]) -> None:
 
 
 Tools = Annotated[
-    list[Annotated[Tool, BeforeValidator(check_tool)]],
+    list[Annotated[AnyChatTool, BeforeValidator(check_tool)]],
     Field(fail_fast=True, max_length=1024),
     AfterValidator(_check_tools),
 ]
 ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("word")]
-    | Annotated[NamedTool, Tag("named")]
+    | Annotated[NamedFunction, Tag("named")]
+    | Annotated[NamedCustom, Tag("custom")]
     | Annotated[AllowedToolsChoice, Tag("allowed_tools")],
     Discriminator(_kind_of_choice),
 ]

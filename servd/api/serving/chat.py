@@ -12,6 +12,7 @@ from servd.api.call import call_of
 from servd.api.output.incremental import Content, Delta, Reasoning, ToolCallArguments, ToolCallStart
 from servd.api.protocol.chat import (
     AssistantMessage,
+    CalledCustom,
     CalledFunction,
     ChatCompletionChunk,
     ChatCompletionRequest,
@@ -20,6 +21,7 @@ from servd.api.protocol.chat import (
     ChatFinishReason,
     ChoiceDelta,
     ChunkChoice,
+    DeltaCustom,
     DeltaFunction,
     DeltaToolCall,
     MessageToolCall,
@@ -161,22 +163,35 @@ def _joined(deltas: Sequence[Delta]) -> ChoiceDelta:
                 joined.content = (joined.content or "") + text
             case Reasoning(text=text):
                 joined.reasoning = joined.reasoning_content = (joined.reasoning or "") + text
+            case ToolCallStart(index=index, id=call_id, name=name, is_custom=True):
+                custom = DeltaCustom(name, "")
+                calls[index] = DeltaToolCall(index, UNSET, call_id, "custom", custom)
             case ToolCallStart(index=index, id=call_id, name=name):
                 calls[index] = DeltaToolCall(index, DeltaFunction(name, ""), call_id, "function")
+            case ToolCallArguments(index=index, text=text, is_custom=True):
+                custom = calls.setdefault(index, DeltaToolCall(index, custom=DeltaCustom())).custom
+                assert isinstance(custom, DeltaCustom)
+                custom.input = (custom.input or "") + text
             case ToolCallArguments(index=index, text=text):
                 function = calls.setdefault(index, DeltaToolCall(index, DeltaFunction())).function
+                assert isinstance(function, DeltaFunction)
                 function.arguments = (function.arguments or "") + text
     joined.tool_calls = list(calls.values()) or None
     return joined
 
 
+def _whole_call(call: DeltaToolCall) -> MessageToolCall:
+    call_id = call.id or ""
+    if isinstance(call.custom, DeltaCustom):
+        custom = CalledCustom(call.custom.name or "", call.custom.input or "")
+        return MessageToolCall(call_id, type="custom", custom=custom)
+    assert isinstance(call.function, DeltaFunction)
+    function = CalledFunction(call.function.name or "", call.function.arguments or "")
+    return MessageToolCall(call_id, function)
+
+
 def _message(delta: ChoiceDelta, echoed: str) -> AssistantMessage:
-    calls = [
-        MessageToolCall(
-            call.id or "", CalledFunction(call.function.name or "", call.function.arguments or "")
-        )
-        for call in delta.tool_calls or []
-    ]
+    calls = [_whole_call(call) for call in delta.tool_calls or []]
     content = echoed + (delta.content or "")
     return AssistantMessage(
         content or None if calls or delta.reasoning else content,

@@ -12,6 +12,7 @@ from itertools import accumulate
 from typing import Any, cast
 
 import msgspec
+from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response as HTTPResponse
 
@@ -24,9 +25,11 @@ from servd.api.output.incremental import Content, Delta, Reasoning, ToolCallArgu
 from servd.api.protocol.chat import ChatCompletionRequest
 from servd.api.protocol.errors import ErrorBody, ErrorReply, error_reply
 from servd.api.protocol.response_items import listed, sealed
+from servd.api.protocol.response_tools import names_of
 from servd.api.protocol.responses import (
     CHAT_NAMES,
     ENCRYPTED,
+    CustomToolCallItem,
     DeletedResponse,
     FunctionCallItem,
     InputItems,
@@ -264,6 +267,7 @@ class ResponsesFormatter(EventFormatter):
         self.logprobs: list[TokenLogprobs] = []  # tokens whose text is in no event yet
         self.sequence_number = 0
         self.seals = ENCRYPTED in (body.include or ())
+        self.tool_names = names_of(body.all_tools)
 
     def queue(self) -> Iterator[Event]:
         """Yield the events of a queued response, which clients can already retrieve."""
@@ -291,12 +295,22 @@ class ResponsesFormatter(EventFormatter):
                 if not isinstance(self.item, ReasoningItem):
                     yield from self._open_text(ReasoningItem(self._item_id("rs")), ReasoningText())
                 yield from self._text(text)
-            case ToolCallStart(id=call_id, name=name):
-                yield from self._open(FunctionCallItem(self._item_id("fc"), call_id, name))
+            case ToolCallStart(id=call_id, name=flat, is_custom=is_custom):
+                namespace, name = self.tool_names.get(flat, (None, flat))
+                item_type, prefix = (
+                    (CustomToolCallItem, "ctc") if is_custom else (FunctionCallItem, "fc")
+                )
+                item = item_type(self._item_id(prefix), call_id, name)
+                item.namespace = UNSET if namespace is None else namespace
+                yield from self._open(item)
             case ToolCallArguments(text=text):
+                self._take_logprobs(text)
+                if isinstance(self.item, CustomToolCallItem):
+                    self.item.input += text
+                    yield self._item_event("response.custom_tool_call_input.delta", delta=text)
+                    return
                 assert isinstance(self.item, FunctionCallItem)
                 self.item.arguments += text
-                self._take_logprobs(text)
                 yield self._item_event("response.function_call_arguments.delta", delta=text)
 
     def _content(self, text: str) -> Iterator[Event]:
@@ -380,6 +394,8 @@ class ResponsesFormatter(EventFormatter):
                 yield self._item_event(
                     "response.function_call_arguments.done", name=name, arguments=arguments
                 )
+            case CustomToolCallItem(input=text):
+                yield self._item_event("response.custom_tool_call_input.done", input=text)
             case MessageItem(content=[part]) | ReasoningItem(content=[part]):
                 more = {"logprobs": part.logprobs} if isinstance(part, OutputText) else {}
                 yield self._item_event(

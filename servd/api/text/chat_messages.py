@@ -91,8 +91,12 @@ def _text_of_part(part: Any, param: str) -> str:
 
 def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
     """Return a call with an object of arguments. Other text, such as a truncated object, becomes
-    the only value of an object.
+    the only value of an object. A call of a custom tool becomes one of a function.
     """
+    if call.get("type") == "custom":
+        custom = call["custom"]
+        function = {"name": custom["name"], "arguments": {"input": custom["input"]}}
+        return {"id": call.get("id"), "type": "function", "function": function}
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call

@@ -62,6 +62,8 @@ def resolve_devices(config: Config, spec: ModelSpec, machine: Machine) -> dict[s
             "--executor uniproc drives one device; --tensor-parallel-size or "
             "--pipeline-parallel-size > 1 needs multiproc"
         )
+    if config.parallel.fake_script and config.parallel.executor != "fake":
+        raise ConfigError("--fake-script has the answers of --executor fake: add it")
     heads = spec.num_heads
     kv_heads = spec.num_kv_heads
     if heads % size or (kv_heads % size and size % kv_heads):

@@ -15,6 +15,7 @@ from servd.base.tracing import now_ns
 from servd.checkpoint.model_spec import ModelSpec
 from servd.config import Config
 from servd.core import executor
+from servd.core.executor._fake_script import FakeScript
 from servd.messages.engine import (
     BlockSwaps,
     GrammarOutput,
@@ -90,6 +91,7 @@ class FakeRow:
     states: list[int] = field(default_factory=lambda: [0])
     drafts: list[int] = field(default_factory=list)  # the drafts after `token_ids`
     first_state: int = 0
+    answer: list[int] = field(default_factory=list)  # of --fake-script
 
 
 class Stream(Protocol):
@@ -134,6 +136,7 @@ class FakeExecutor(executor.Executor):
         self.memories: dict[str, mmap] = {}  # by id, for BlockSwaps
         self.times_ns: list[int] = []  # the step computed last, see StepRecord.worker_ns
         self.rows: dict[int, FakeRow] = {}
+        self.script = FakeScript(config, spec) if config.parallel.fake_script else None
         self.launched: Pending | None = None  # the forward pass, until its tokens are sampled
         self.stream: Stream = (
             ThreadPoolExecutor(1, "device") if config.scheduler.async_scheduling else AtOnce()
@@ -147,7 +150,8 @@ class FakeExecutor(executor.Executor):
         if memory is None:
             max_model_len = self.config.model.max_model_len or self.spec.max_position_embeddings
             num_tokens = max_model_len * (self.config.scheduler.max_num_seqs or 1)
-            num_blocks = -(-min(num_tokens, MAX_CACHE_TOKENS) // self.block_size)
+            num_tokens = min(num_tokens, max(MAX_CACHE_TOKENS, max_model_len))
+            num_blocks = -(-num_tokens // self.block_size)
         else:
             num_blocks = max(1, memory // self.bytes_per_block)
         self.cache = array("Q", bytes(8 * num_blocks * self.block_size))
@@ -184,7 +188,7 @@ class FakeExecutor(executor.Executor):
         if scheduled.swaps is not None:
             self._swap_blocks(scheduled.swaps)
         for slot in scheduled.freed_slots:
-            del self.rows[slot]
+            self._free_row(self.rows.pop(slot))
         for request in scheduled.new_requests:
             self.rows[request.slot] = self._row(request)
         for item in scheduled.rows:
@@ -245,6 +249,8 @@ class FakeExecutor(executor.Executor):
             cache[block * size : (block + 1) * size] = memory[slot * stride : slot * stride + size]
 
     def _row(self, request: NewRequest) -> FakeRow:
+        params = request.params
+        answers = isinstance(params, SamplingParams) and params.max_tokens != 0
         return FakeRow(
             request.token_ids.copy(),
             request.num_computed_tokens,
@@ -252,7 +258,12 @@ class FakeExecutor(executor.Executor):
             request.num_prompt_tokens,
             request.params,
             first_state=first_state(request.adapter.digest) if request.adapter else 0,
+            answer=self.script.begin(request) if self.script and answers else [],
         )
+
+    def _free_row(self, row: FakeRow) -> None:
+        if self.script and len(row.token_ids) - row.num_prompt_tokens < len(row.answer):
+            self.script.interrupt(row.token_ids[: row.num_prompt_tokens], row.answer)
 
     def _compute(self, row: FakeRow, num_tokens: int) -> None:
         first = row.num_computed_tokens
@@ -273,10 +284,15 @@ class FakeExecutor(executor.Executor):
     def _verify(self, row: FakeRow, index: int, masks: dict[tuple[int, int], bytes]) -> list[int]:
         """Return the drafts that equal the sampled tokens, and one more token."""
         token_ids: list[int] = []
+        num_known = len(row.token_ids) - row.num_prompt_tokens
         for offset, state in enumerate(row.states):
             token_id = sample(state, self.spec.vocab_size)
-            if (index, offset) in masks:
-                token_id = sample_allowed(state, masks[index, offset], token_id)
+            is_scripted = num_known + offset < len(row.answer)
+            if is_scripted:
+                token_id = row.answer[num_known + offset]
+            mask = masks.get((index, offset))
+            if mask and not (is_scripted and mask[token_id // 8] >> token_id % 8 & 1):
+                token_id = sample_allowed(state, mask, token_id)
             token_ids.append(token_id)
             if offset == len(row.drafts) or row.drafts[offset] != token_id:
                 break

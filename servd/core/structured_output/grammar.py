@@ -185,7 +185,7 @@ def _source(output: StructuredOutput) -> str:
             )
             # A terminal: as alternatives of a rule, thousands would be beyond MAX_ITEMS.
             return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
-        case "grammar":
+        case "grammar" | "structural_tag":
             return _embed_schemas(grammar_from("grammar", output.value))
 
 

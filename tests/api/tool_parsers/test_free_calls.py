@@ -81,7 +81,9 @@ def outputs(expected: ExpectedOutput, seeds: range, hints: list[str], size: int 
     grammar = compile_grammar("grammar", expected.structured_output.value)
     texts: list[str] = []
     for seed in seeds:
-        matcher, draw, output = grammar.matcher(), random.Random(seed), bytearray()
+        matcher = grammar.matcher()
+        draw = random.Random(seed)
+        output = bytearray()
         planned = hints[0].encode()
         while not matcher.is_complete and len(output) < size:
             mask = matcher.bitmask()
@@ -94,7 +96,8 @@ def outputs(expected: ExpectedOutput, seeds: range, hints: list[str], size: int 
                 token_id = EOS
             if not is_allowed(mask, token_id):
                 allowed = [i for i in range(EOS + 1) if is_allowed(mask, i)]
-                token_id, planned = draw.choice(allowed), b""
+                token_id = draw.choice(allowed)
+                planned = b""
             matcher.accept(token_id)
             if token_id == EOS:
                 texts.append(output.decode())
@@ -146,8 +149,8 @@ def test_calls_begin_in_the_middle_of_a_text(name):
     calls: list[tuple[str, str]] = []
     contents = ""
     for text in outputs(expected, range(40), hints):
-        found, content = read(parser(tools), [text])
-        calls += found
+        calls_of_text, content = read(parser(tools), [text])
+        calls += calls_of_text
         contents += content
     assert contents
     for called, arguments in calls:
