@@ -119,10 +119,13 @@ class ResponseStore:
         """
         query = partial(queries.find_response, owner=owner, response_id=response_id)
         stored = await self.db.read(query)
-        if stored is not None and (turn := self.running.get(stored.name)) is not None:
+        turn = None if stored is None else self.running.get(stored.name)
+        if stored is not None and turn is not None and turn.is_running:
             stored.body = msgspec.json.encode(turn.response)
-        elif stored is not None and stored.server is not None and not self.lives(stored.server):
-            await self.db.write(partial(queries.fail, server=stored.server, row=stored.row))
+        elif stored is not None and stored.server is not None:
+            if turn is not None and turn.task is not None:
+                await asyncio.wait([turn.task])  # it stores its end
+            await self._end_abandoned(stored.server)
             stored = await self.db.read(query)
         if stored is None:
             limits = "--response-max-age and --response-max-bytes"
@@ -136,9 +139,14 @@ class ResponseStore:
             )
         return stored
 
-    def lives(self, server: str) -> bool:
-        """Return whether another API server lives. This one has no such response running."""
-        return self.path is not None and server != self.server and is_alive(self.path, server)
+    async def _end_abandoned(self, server: str) -> None:
+        """Let the responses fail that a server does not run any more, such as a dead server."""
+        running: list[str] = []
+        if server == self.server:
+            running += self.running
+        elif self.path is not None and is_alive(self.path, server):
+            return
+        await self.db.write(partial(queries.fail, server=server, running=running))
 
     async def history(
         self, owner: str, previous_id: str | None, conversation_id: str | None
@@ -263,8 +271,8 @@ class ResponseStore:
         while True:
             query = partial(queries.read_events, row=stored.row, start=start, limit=MAX_EVENTS)
             if events := await self.db.read(query):
-                start += len(events)
-                yield b"".join(events)
+                start = events[-1][0] + 1
+                yield b"".join(event for _, event in events)
             elif stored.server is None:
                 return
             else:
@@ -289,8 +297,7 @@ class ResponseStore:
         """
         query = "SELECT DISTINCT server FROM objects WHERE server IS NOT NULL"
         for (server,) in await self.db.read(lambda db: db.execute(query).fetchall()):
-            if server != self.server and not self.lives(server):
-                await self.db.write(partial(queries.fail, server=server))
+            await self._end_abandoned(server)
         if self.path is None and self.api_keys.are_needed:
             names = [key.name for key in self.api_keys.current]
             await self.db.write(partial(queries.remove_revoked, names=names))
