@@ -5,6 +5,7 @@ Two servers of a test are two processes: each has a connection and a lock of its
 
 import asyncio
 import sqlite3
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -313,6 +314,31 @@ async def test_later_turns_keep_the_items_of_removed_ones():
         assert await counts(store) == (0, 0, 0)
         await store.save(late)  # it began before
         assert await contents(store, "late") == ["1", "2", "3b", "late"]
+
+
+async def test_a_response_that_ends_while_it_is_shared(db: str):
+    async with open_store(response_db=db) as store:
+        conversation = await store.write("a", lambda key: key.create([], {}))
+        turn = new_turn("1", await store.history("a", None, conversation.id), "x")
+        turn.response.status = "queued"
+        await store.save(turn)
+        may_go_on = threading.Event()
+        busy = asyncio.create_task(store.db.read(lambda db: may_go_on.wait()))
+        turn.response.status = "in_progress"
+        turn.log.append(b"event")
+        sharing = asyncio.create_task(store.save(turn))
+        await asyncio.sleep(0)
+        turn.response.status = "completed"  # before the thread has stored the events
+        ending = asyncio.create_task(store.save(turn, b"end"))
+        await asyncio.sleep(0)
+        may_go_on.set()
+        await asyncio.gather(busy, sharing, ending)
+        stored = await store.find("a", "resp_1")
+        assert (stored.server, stored.summary.status) == (None, "completed")
+        events = await store.db.read(lambda db: queries.read_events(db, stored.row, 0, 9))
+        assert events == [(0, b"event"), (1, b"end")]
+        history = await store.history("a", None, conversation.id)
+        assert [item["content"] for item in history.items()] == ["x"]
 
 
 async def test_a_long_chain_costs_its_turns_once():

@@ -32,6 +32,7 @@ MAX_RUNNING = 1000  # background responses per key and process
 MAX_BYTES = 256 * 2**20  # in memory, for all keys together, unless MIN_BYTES per key is more
 MIN_BYTES = 32 * 2**20  # in memory, per key
 MAX_BYTES_IN_FILE = 2**30  # per key
+RUNNING: tuple[Status, ...] = ("queued", "in_progress")
 POLL = 0.25  # seconds between looks at what other processes do
 CLEAN_UP_INTERVAL = 60.0  # seconds
 MAX_CANCEL = 10.0  # seconds to wait until another process has cancelled a response
@@ -53,7 +54,7 @@ class Turn:
 
     @property
     def is_running(self) -> bool:
-        return self.response.status in ("queued", "in_progress")
+        return self.response.status in RUNNING
 
 
 class ResponseStore:
@@ -194,23 +195,31 @@ class ResponseStore:
         events = turn.log.since(start)
         if last_event:
             events.append(last_event)
-        turn.row = await self.db.write(partial(self._save, turn, start, events))
+        status = turn.response.status
+        body = b""  # unchanged, but for its text
+        if status != turn.stored_status:
+            body = msgspec.json.encode(turn.response)
+        # The response may change before the thread runs this.
+        write = partial(self._save, turn, status, body, start, events)
+        turn.row = await self.db.write(write)
         turn.num_events = start + len(events)
-        turn.stored_status = turn.response.status
+        turn.stored_status = status
 
     def _save(
-        self, turn: Turn, start: int, events: Sequence[bytes], db: sqlite3.Connection
+        self,
+        turn: Turn,
+        status: Status,
+        body: bytes,
+        start: int,
+        events: Sequence[bytes],
+        db: sqlite3.Connection,
     ) -> int | None:
-        body = msgspec.json.encode(turn.response)
         unique_id = turn.response.id.removeprefix("resp_")
         items = with_ids(turn.input, unique_id)
         history = turn.history
-        server = self.server if turn.is_running else None
+        server = self.server if status in RUNNING else None
         row = turn.row
-        if row is not None:
-            if turn.stored_status != turn.response.status:  # not with each new event
-                queries.update(db, row, body, server)
-        elif turn.response.store:
+        if row is None and turn.response.store:
             previous = history.previous
             is_kept = previous is None or queries.exists(db, previous)
             row = queries.insert(
@@ -225,10 +234,12 @@ class ResponseStore:
                 body=body,
                 server=server,
             )
+        elif row is not None and body:
+            queries.update(db, row, body, server)
         if row is not None and events:
             queries.add_events(db, row, start, events)
         conversation = history.conversation
-        if turn.response.status in ("completed", "incomplete") and conversation is not None:
+        if status in ("completed", "incomplete") and conversation is not None:
             if queries.exists(db, conversation):
                 append_items(db, conversation, [*items, *History(parts=[body]).items()])
         self._evict(db, turn.owner, row or 0)
@@ -314,10 +325,9 @@ class ResponseStore:
         for turn in turns:
             if (turn.row,) in rows and turn.task is not None:
                 turn.task.cancel()
-        changed = [
-            turn
-            for turn in turns
-            if turn.is_running
-            and (turn.log.since(turn.num_events) or turn.stored_status != turn.response.status)
-        ]
-        await asyncio.gather(*map(self.save, changed))  # in one commit
+        await asyncio.gather(*map(self._share, turns))  # in one commit
+
+    async def _share(self, turn: Turn) -> None:
+        is_new = turn.log.since(turn.num_events) or turn.stored_status != turn.response.status
+        if turn.is_running and is_new:
+            await self.save(turn)
