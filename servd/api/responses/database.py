@@ -31,27 +31,21 @@ def open_database(path: str | None) -> sqlite3.Connection:
     """Open a database, and create it if needed; in memory if `path` is None. Raise ConfigError if
     the file cannot be written, or is damaged or another program's.
     """
+    connection: sqlite3.Connection | None = None
     try:
         if path is not None:
             with suppress(FileExistsError):  # opening it would drop this process's locks
                 os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o600))
-        connection = sqlite3.connect(
-            path or ":memory:",
-            timeout=BUSY_TIMEOUT,
-            isolation_level=None,  # transactions are explicit
-            check_same_thread=False,
-        )
-        try:
-            _prepare(connection)
-        except BaseException:
+        name = path or ":memory:"
+        connection = sqlite3.connect(name, timeout=BUSY_TIMEOUT, check_same_thread=False)
+        connection.isolation_level = None  # transactions are explicit
+        _prepare(connection)
+        return connection
+    except (OSError, sqlite3.Error, ConfigError) as error:
+        if connection is not None:
             connection.close()
-            raise
-    except (OSError, sqlite3.Error) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"--response-db {path}: {why}") from None
-    except ConfigError as error:
-        raise ConfigError(f"--response-db {path}: {error}") from None
-    return connection
 
 
 def _prepare(db: sqlite3.Connection) -> None:

@@ -148,13 +148,11 @@ def update(db: sqlite3.Connection, row: int, body: bytes, server: str | None = N
 
 def add_events(db: sqlite3.Connection, row: int, start: int, events: Sequence[bytes]) -> None:
     """Add the events of a response from number `start` on, unless it was removed."""
-    num_bytes = 0
     # Another write may have added an event.
     query = "INSERT OR IGNORE INTO events SELECT id, ?, ? FROM objects WHERE id = ?"
-    for number, event in enumerate(events, start):
-        if db.execute(query, [number, event, row]).rowcount:
-            num_bytes += len(event)
-    db.execute("UPDATE objects SET num_bytes = num_bytes + ? WHERE id = ?", [num_bytes, row])
+    db.executemany(query, [(number, event, row) for number, event in enumerate(events, start)])
+    query = "UPDATE objects SET num_bytes = num_bytes + ? WHERE id = ?"
+    db.execute(query, [sum(map(len, events)), row])
 
 
 def remove(db: sqlite3.Connection, row: int) -> None:
