@@ -424,6 +424,8 @@ async def test_writes_that_wait_share_a_commit_and_fail_alone(db: str):
 
 
 async def test_lock_files_go_with_their_servers(db: str):
-    async with process(db), process(db):
+    Path(f"{db}-server-killed").touch()
+    async with process(db) as first, process(db):
+        await store_of(first).clean_up()
         assert len([*Path(db).parent.glob("*-server-*")]) == 2
     assert [path.name for path in Path(db).parent.iterdir()] == [Path(db).name]

@@ -51,7 +51,7 @@ def open_database(path: str | None) -> sqlite3.Connection:
 def _prepare(db: sqlite3.Connection) -> None:
     (application_id,) = db.execute("PRAGMA application_id").fetchone()
     (version,) = db.execute("PRAGMA user_version").fetchone()
-    count_tables = "SELECT count(*) FROM sqlite_schema"
+    count_tables = "SELECT count(*) FROM sqlite_master"
     if db.execute(count_tables).fetchone() != (0,) and application_id != APPLICATION_ID:
         raise ConfigError("this is another program's database: choose another file")
     if version not in (0, VERSION):

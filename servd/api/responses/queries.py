@@ -137,8 +137,8 @@ def insert(db: sqlite3.Connection, **columns: Any) -> int:
     """Add an object, and return its row."""
     columns["num_bytes"] = len(columns["body"]) + len(columns.get("input", b"")) + OVERHEAD
     places = ", ".join("?" * len(columns))
-    query = f"INSERT INTO objects ({', '.join(columns)}) VALUES ({places}) RETURNING id"
-    return db.execute(query, [*columns.values()]).fetchone()[0]
+    query = f"INSERT INTO objects ({', '.join(columns)}) VALUES ({places})"
+    return db.execute(query, [*columns.values()]).lastrowid or 0
 
 
 def update(db: sqlite3.Connection, row: int, body: bytes, server: str | None = None) -> None:

@@ -21,7 +21,7 @@ from servd.api.responses.conversations import Conversations, append_items
 from servd.api.responses.database import Database
 from servd.api.responses.event_log import MAX_EVENTS, EventLog
 from servd.api.responses.queries import History, Stored
-from servd.api.responses.server_lock import ServerLock, is_alive
+from servd.api.responses.server_lock import ServerLock, is_alive, remove_dead
 from servd.base.errors import InvalidRequest, NotFound, Overloaded, RequestError, StoreUnavailable
 from servd.config import ServerConfig
 
@@ -312,6 +312,8 @@ class ResponseStore:
         if self.path is None and self.api_keys.are_needed:
             names = [key.name for key in self.api_keys.current]
             await self.db.write(partial(queries.remove_revoked, names=names))
+        if self.path is not None:
+            await asyncio.to_thread(remove_dead, self.path)
         oldest = time.time() - self.options.response_max_age
         while await self.db.write(partial(queries.remove_older, oldest=oldest)):
             pass
