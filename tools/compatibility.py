@@ -305,6 +305,7 @@ RESPONSES: dict[str, Any] = (
         "verbosity": "low",
         "background_options": {"a": 1},
         "context_management": [{"type": "compaction"}],
+        "client_metadata": {"a": "b"},
     }
 )
 MESSAGES: dict[str, Any] = EVERY | {

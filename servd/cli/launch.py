@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
         if context < agent.min_context:
             text = f"{agent.title} needs about {agent.min_context} tokens of context"
             print(f"warning: {text}, and {model['id']} has {context}", file=sys.stderr)
-        output = min(MAX_OUTPUT, context // 4)
+        output = min(MAX_OUTPUT, context // 8)
         values: dict[str, Any] = {"url": client.url, "key": key or "none", "model": model["id"]}
         values |= {"context": context, "output": output, "compact": context - output}
         return agent.run(values | {"folder": folder}, arguments.rest)

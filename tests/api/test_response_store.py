@@ -5,6 +5,7 @@ Two servers of a test are two processes: each has a connection and a lock of its
 
 import asyncio
 import sqlite3
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -130,9 +131,38 @@ async def test_a_response_of_a_dead_server_has_failed(db: str, reader: str):
         assert failed["status"] == "failed" and "died" in failed["error"]["message"]
         *queued, last = named_events((await follower).text)
         assert (last["type"], last["response"]) == ("response.failed", failed)
-        assert last["sequence_number"] == len(queued) == 2
+        assert len(queued) == 2 and last["sequence_number"] > 1000  # clients may have more of it
+        more = await other.http.get(f"{URL}/{name}?stream=true&starting_after=50")
+        assert named_events(more.text) == [last]
         body = {"input": "a", "previous_response_id": name}
         check(await other.http.post(URL, json=body), 400, "previous_response_id")
+
+
+async def test_an_end_is_shown_once_it_is_stored(db: str, monkeypatch: pytest.MonkeyPatch):
+    async with process(db) as served:
+        store = store_of(served)
+        save = store.save
+        may_save = asyncio.Event()
+
+        async def save_later(turn: Turn, last_event: bytes = b"") -> None:
+            if not turn.is_running:
+                await may_save.wait()
+            await save(turn, last_event)
+
+        monkeypatch.setattr(store, "save", save_later)
+        name = (await ask(served, background=True))["id"]
+        await until(lambda: not store.running[name].is_running)
+        reads = [
+            asyncio.create_task(served.http.get(f"{URL}/{name}{path}"))
+            for path in ("", "?stream=true")
+        ]
+        reads.append(asyncio.create_task(served.http.post(URL, json={"input": "a"})))
+        stored = await store.db.read(lambda db: db.execute("SELECT server FROM objects").fetchone())
+        assert stored[0] is not None and not any(read.done() for read in reads)
+        may_save.set()
+        response, events, _ = [await read for read in reads]
+        assert named_events(events.text)[-1]["response"] == response.json()
+        assert response.json()["status"] == "incomplete"
 
 
 async def test_a_full_disk(db: str):
@@ -195,8 +225,10 @@ def test_files_that_are_no_database(tmp_path: Path):
     open_database(str(damaged)).close()
     damaged.write_bytes(damaged.read_bytes()[:4096] + b"\0" * 100)
     for path in (text, other, newer, damaged, tmp_path, tmp_path / "none" / "x.db"):
+        before = path.is_file() and path.read_bytes()
         with pytest.raises(ConfigError, match="--response-db"):
             open_database(str(path))
+        assert before == (path.is_file() and path.read_bytes())
     good = tmp_path / "good.db"
     open_database(str(good)).close()
     assert good.stat().st_mode & 0o777 == 0o600
@@ -284,6 +316,31 @@ async def test_later_turns_keep_the_items_of_removed_ones():
         assert await contents(store, "late") == ["1", "2", "3b", "late"]
 
 
+async def test_a_response_that_ends_while_it_is_shared(db: str):
+    async with open_store(response_db=db) as store:
+        conversation = await store.write("a", lambda key: key.create([], {}))
+        turn = new_turn("1", await store.history("a", None, conversation.id), "x")
+        turn.response.status = "queued"
+        await store.save(turn)
+        may_go_on = threading.Event()
+        busy = asyncio.create_task(store.db.read(lambda db: may_go_on.wait()))
+        turn.response.status = "in_progress"
+        turn.log.append(b"event")
+        sharing = asyncio.create_task(store.save(turn))
+        await asyncio.sleep(0)
+        turn.response.status = "completed"  # before the thread has stored the events
+        ending = asyncio.create_task(store.save(turn, b"end"))
+        await asyncio.sleep(0)
+        may_go_on.set()
+        await asyncio.gather(busy, sharing, ending)
+        stored = await store.find("a", "resp_1")
+        assert (stored.server, stored.summary.status) == (None, "completed")
+        events = await store.db.read(lambda db: queries.read_events(db, stored.row, 0, 9))
+        assert events == [(0, b"event"), (1, b"end")]
+        history = await store.history("a", None, conversation.id)
+        assert [item["content"] for item in history.items()] == ["x"]
+
+
 async def test_a_long_chain_costs_its_turns_once():
     async with open_store(max_stored_responses=3000) as store:
         history = History()
@@ -367,7 +424,8 @@ async def test_writes_that_wait_share_a_commit_and_fail_alone(db: str):
 
 
 async def test_lock_files_go_with_their_servers(db: str):
-    async with process(db) as first, process(db) as second:
+    Path(f"{db}-server-killed").touch()
+    async with process(db) as first, process(db):
+        await store_of(first).clean_up()
         assert len([*Path(db).parent.glob("*-server-*")]) == 2
-        assert store_of(first).lives(store_of(second).server)
     assert [path.name for path in Path(db).parent.iterdir()] == [Path(db).name]

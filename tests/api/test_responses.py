@@ -363,9 +363,9 @@ async def test_what_has_no_effect_is_named(http):
     answer = await http.post(URL, json={**supported, **body})
     assert answer.headers["x-servd-ignored"] == (
         "include.file_search_call.results, max_tool_calls, reasoning.summary, "
-        "stream_options.include_obfuscation, text.verbosity, truncation"
+        "stream_options.include_obfuscation, text.verbosity"
     )
-    assert answer.json()["truncation"] == "disabled"
+    assert answer.json()["truncation"] == "auto"
 
 
 async def text_of_dying_engine(served: Served, sign: str, **fields: Any) -> str:

@@ -49,7 +49,7 @@ def allows(tag: Any, text: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("tag", "texts", "others"),
+    ("tag", "texts", "wrong"),
     [
         (
             OLD,
@@ -79,9 +79,9 @@ def allows(tag: Any, text: str) -> bool:
         (new({"type": "sequence", "elements": [TAG, TEXT]}), [f"{CALL} and\nmore"], ["and"]),
     ],
 )
-def test_texts_of_structural_tags(tag: Any, texts: list[str], others: list[str]):
+def test_texts_of_structural_tags(tag: Any, texts: list[str], wrong: list[str]):
     assert [text for text in texts if not allows(tag, text)] == []
-    assert [text for text in others if allows(tag, text)] == []
+    assert [text for text in wrong if allows(tag, text)] == []
 
 
 def test_added_tokens_are_written_as_tokens():

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,6 +17,8 @@ import psutil
 import pytest
 
 from servd.terminal import agents
+from servd.terminal.api_client import Client
+from servd.terminal.server_process import find_model
 from tests.integration.conftest import Server
 from tests.limits import WAIT_SECONDS
 
@@ -29,7 +32,7 @@ files = {{}}
 for word in sys.argv:
     if os.path.isfile(word) and word != sys.argv[0]:
         files[os.path.basename(word)] = open(word).read()
-seen = {{"args": sys.argv[1:], "env": dict(os.environ), "files": files, "pid": os.getpid()}}
+record = {{"args": sys.argv[1:], "env": dict(os.environ), "files": files, "pid": os.getpid()}}
 if "ANTHROPIC_BASE_URL" in os.environ:
     body = {{"model": os.environ["ANTHROPIC_MODEL"], "max_tokens": 4,
             "messages": [{{"role": "user", "content": "hi"}}]}}
@@ -37,9 +40,9 @@ if "ANTHROPIC_BASE_URL" in os.environ:
                "content-type": "application/json"}}
     url = os.environ["ANTHROPIC_BASE_URL"] + "/v1/messages"
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-    seen["answer"] = json.load(urllib.request.urlopen(request))
+    record["answer"] = json.load(urllib.request.urlopen(request))
 with open(folder + "/seen.part", "w") as file:
-    json.dump(seen, file)
+    json.dump(record, file)
 os.rename(folder + "/seen.part", folder + "/seen.json")
 while "wait" in sys.argv and not ends:
     time.sleep(0.01)
@@ -99,12 +102,13 @@ def launch(tmp_path: Path):
         process.stderr.close()
 
 
-def settings_of(name: str, seen: dict[str, Any]) -> tuple[str, str, int]:
+def settings_of(name: str, record: dict[str, Any]) -> tuple[str, str, int]:
     """The URL, the model and the context of which an agent was told."""
-    env, args = seen["env"], seen["args"]
+    env = record["env"]
+    args = record["args"]
     if name == "claude":
         assert "ANTHROPIC_API_KEY" not in env
-        window = int(env["CLAUDE_CODE_AUTO_COMPACT_WINDOW"])
+        window = int(env["CLAUDE_CODE_MAX_CONTEXT_TOKENS"])
         return env["ANTHROPIC_BASE_URL"], env["ANTHROPIC_DEFAULT_HAIKU_MODEL"], window
     if name == "codex":
         pairs = [word.split("=", 1) for word in args if "=" in word]
@@ -118,11 +122,11 @@ def settings_of(name: str, seen: dict[str, Any]) -> tuple[str, str, int]:
         url = provider["options"]["baseURL"]
         return url.removesuffix("/v1"), model, provider["models"][model]["limit"]["context"]
     if name == "aider":
-        [(model, limits)] = json.loads(seen["files"]["metadata.json"]).items()
+        [(model, limits)] = json.loads(record["files"]["metadata.json"]).items()
         assert model in args
         url = env["OPENAI_API_BASE"]
         return url.removesuffix("/v1"), model.removeprefix("openai/"), limits["max_input_tokens"]
-    [model] = msgspec.yaml.decode(seen["files"]["config.yaml"])["models"]
+    [model] = msgspec.yaml.decode(record["files"]["config.yaml"])["models"]
     context = model["defaultCompletionOptions"]["contextLength"]
     return model["apiBase"].removesuffix("/v1"), model["model"], context
 
@@ -132,11 +136,21 @@ def test_an_agent_gets_its_settings_and_arguments(fake_server: Server, launch: L
     words = ["--output_format", "json", "-p", "--", "--url"]
     code, errors = launch.run(name, "--url", fake_server.url, "--", *words)
     assert code == 7, errors
-    seen = launch.wait_for_agent()
-    assert seen["args"][-5:] == words
+    record = launch.wait_for_agent()
+    assert record["args"][-5:] == words
     [model] = httpx.get(f"{fake_server.url}/v1/models").json()["data"]
-    assert settings_of(name, seen) == (fake_server.url, model["id"], model["max_model_len"])
-    assert name != "claude" or seen["answer"]["type"] == "message"
+    assert settings_of(name, record) == (fake_server.url, model["id"], model["max_model_len"])
+    assert name != "claude" or record["answer"]["type"] == "message"
+
+
+def test_a_running_server_is_used_if_it_has_the_model(fake_server: Server):
+    client = Client(fake_server.url)
+    [model] = httpx.get(f"{fake_server.url}/v1/models").json()["data"]
+    assert find_model(client, {}) == find_model(client, {"model": model["id"]}) == model
+    assert find_model(client, {"model": "another"}) is None
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    assert find_model(Client(f"http://127.0.0.1:{port}"), {}) is None
 
 
 OWN = ("claude", "--executor", "fake", "--max-model-len", "100000")
@@ -145,10 +159,10 @@ OWN = ("claude", "--executor", "fake", "--max-model-len", "100000")
 def test_a_server_of_its_own_has_a_key_and_ends(launch: Launch):
     code, errors = launch.run(*OWN, "--", "now")
     assert code == 7, errors
-    seen = launch.wait_for_agent()
-    url, _, context = settings_of("claude", seen)
-    assert context == 100_000 and seen["answer"]["type"] == "message"
-    assert seen["env"]["ANTHROPIC_AUTH_TOKEN"] != "none"
+    record = launch.wait_for_agent()
+    url, _, context = settings_of("claude", record)
+    assert context == 100_000 and record["answer"]["type"] == "message"
+    assert record["env"]["ANTHROPIC_AUTH_TOKEN"] != "none"
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{url}/health")
 

@@ -160,6 +160,14 @@ async def answer_more(clients: list[Client]) -> None:
     await until(lambda: count() > last)
 
 
+def test_a_file_that_is_no_database_ends_the_start(start, tmp_path: Path):
+    path = tmp_path / "text"
+    path.write_text("no database " * 1000)
+    server = start("--executor", "fake", "--response-db", str(path), wait=False)
+    assert server.process.wait(WAIT_SECONDS) == 2
+    server.wait_for_line(f"--response-db {path}: file is not a database")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(60 + 15 * KILLS)
 async def test_nothing_acknowledged_is_lost(start, tmp_path: Path):

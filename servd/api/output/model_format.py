@@ -236,6 +236,18 @@ class ModelFormat:
             self.tokens,
             openings=parser.openings(),
         )
+        is_strict = any(tool["function"].get("strict") for tool in tool_options.tools)
+        if len(grammar) > MAX_GRAMMAR_BYTES and not (
+            is_strict or any(tool_options.custom.values())
+        ):
+            log.warning(
+                "calls are not held to the schemas of %s tools: together they have %s bytes, more "
+                "than %s",
+                len(tools),
+                len(grammar),
+                MAX_GRAMMAR_BYTES,
+            )
+            return None
         return StructuredOutput("grammar", grammar, param="tools")
 
     def _holds(self, parser: type[ToolParser], function: dict[str, Any]) -> bool:

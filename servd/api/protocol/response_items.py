@@ -48,7 +48,7 @@ def chat_messages(instructions: str | None, items: list[dict[str, Any]]) -> list
                 content = item.get("content") or (opened(text) if text else item.get("summary"))
                 reasoning = _text(content or "")
                 messages.append({"role": "assistant", "reasoning_content": reasoning})
-            case "additional_tools":
+            case "additional_tools" | "compaction":
                 continue
             case kind if kind != "message":
                 role = "user" if kind.endswith("_output") else "assistant"

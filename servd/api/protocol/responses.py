@@ -38,6 +38,7 @@ OWN_ITEMS = (
     "function_call_output",
     "custom_tool_call",
     "custom_tool_call_output",
+    "compaction",
     "reasoning",
 )
 TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
@@ -121,6 +122,13 @@ class AdditionalTools(OpenObject):
     tools: NotRequired[Annotated[list[AnyTool], Field(fail_fast=True, max_length=1024)] | None]
 
 
+class CompactionInput(OpenObject):
+    """What a server left of a conversation. It stands for all items before it."""
+
+    type: Literal["compaction"]
+    encrypted_content: str
+
+
 class ReasoningInput(OpenObject):
     """The reasoning in an earlier response."""
 
@@ -167,6 +175,7 @@ InputItem = Annotated[
     | Annotated[CustomToolCallInput, Tag("custom_tool_call")]
     | Annotated[CustomToolCallOutput, Tag("custom_tool_call_output")]
     | Annotated[AdditionalTools, Tag("additional_tools")]
+    | Annotated[CompactionInput, Tag("compaction")]
     | Annotated[ReasoningInput, Tag("reasoning")]
     | Annotated[HostedItem, Tag("hosted item")],
     Discriminator(_tag_of_item),
@@ -247,6 +256,13 @@ class ConversationReference(OpenObject):
     id: str
 
 
+class Compaction(OpenObject):
+    """Drops the oldest items when the prompt has more than `compact_threshold` tokens."""
+
+    type: Literal["compaction"]
+    compact_threshold: NotRequired[Annotated[int, Field(ge=1, le=INT32_MAX), Whole] | None]
+
+
 class ResponsesRequest(TranslatedRequest):
     """Body of POST /v1/responses."""
 
@@ -276,6 +292,9 @@ class ResponsesRequest(TranslatedRequest):
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     truncation: Literal["auto", "disabled"] | None = None
+    context_management: (
+        Annotated[list[Compaction], Field(fail_fast=True, min_length=1, max_length=1)] | None
+    ) = None
     include: Annotated[list[str], Field(fail_fast=True)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_CANDIDATES), Whole] | None = None
     store: bool | None = None
@@ -284,6 +303,7 @@ class ResponsesRequest(TranslatedRequest):
 
     # For the client's own records; they never change an answer.
     metadata: Annotated[dict[str, str] | None, FewKeys] = None
+    client_metadata: Annotated[dict[str, Any] | None, FewKeys] = None
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -302,9 +322,14 @@ class ResponsesRequest(TranslatedRequest):
             for parts in (item.get("content"), item.get("output")):
                 if isinstance(parts, list):
                     names |= {f"input.{kind}" for part in parts if (kind := noted_part(part))}
-        if self.truncation == "auto":
-            names.add("truncation")  # nothing is cut off: longer inputs are refused
         return super().ignored() | names
+
+    @property
+    def compact_threshold(self) -> int | None:
+        """The tokens of a prompt from which on the oldest items are dropped; None: no limit."""
+        if not self.context_management:
+            return None
+        return self.context_management[0].get("compact_threshold") or INT32_MAX
 
     @property
     def all_tools(self) -> list[Any]:
@@ -421,7 +446,29 @@ class CustomToolCallItem(msgspec.Struct, tag_field="type", tag="custom_tool_call
     namespace: str | UnsetType = UNSET
 
 
-OutputItem = MessageItem | ReasoningItem | FunctionCallItem | CustomToolCallItem
+class CompactionItem(msgspec.Struct, tag_field="type", tag="compaction"):
+    """What is left of the conversation before the answer, for clients to send back."""
+
+    id: str
+    encrypted_content: str
+
+
+WrittenItem = MessageItem | ReasoningItem | FunctionCallItem | CustomToolCallItem
+OutputItem = WrittenItem | CompactionItem
+
+
+class DroppedItems(msgspec.Struct):
+    """How much of the conversation the model does not see any more."""
+
+    type: Literal["truncation", "compaction"]
+    dropped_items: int
+    dropped_input_tokens: int  # about
+
+
+class ContextEdits(msgspec.Struct):
+    """What servd has done about the context, as in Anthropic's API."""
+
+    applied_edits: list[DroppedItems]
 
 
 class InputTokensDetails(msgspec.Struct):
@@ -481,8 +528,18 @@ class ResponsesResponse(msgspec.Struct, kw_only=True, tag_field="object", tag="r
     top_logprobs: int
     top_p: float
     truncation: str = "disabled"
+    context_management: ContextEdits | UnsetType = UNSET
     usage: ResponseUsage | None = None
     user: str | None
+
+
+class CompactedResponse(msgspec.Struct, tag_field="object", tag="response.compaction"):
+    """The response of /v1/responses/compact: what to send in place of the conversation."""
+
+    id: str
+    created_at: int  # Unix time
+    output: list[CompactionItem]
+    usage: ResponseUsage
 
 
 class DeletedResponse(msgspec.Struct, tag_field="object", tag="response"):

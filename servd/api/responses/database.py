@@ -12,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from threading import RLock
 from typing import Any, NamedTuple, TypeVar
 
 from servd.base.errors import ConfigError, StoreUnavailable
@@ -30,49 +31,43 @@ def open_database(path: str | None) -> sqlite3.Connection:
     """Open a database, and create it if needed; in memory if `path` is None. Raise ConfigError if
     the file cannot be written, or is damaged or another program's.
     """
+    connection: sqlite3.Connection | None = None
     try:
         if path is not None:
             with suppress(FileExistsError):  # opening it would drop this process's locks
                 os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o600))
-        connection = sqlite3.connect(
-            path or ":memory:",
-            timeout=BUSY_TIMEOUT,
-            isolation_level=None,  # transactions are explicit
-            check_same_thread=False,
-        )
-        try:
-            _prepare(connection)
-        except BaseException:
+        name = path or ":memory:"
+        connection = sqlite3.connect(name, timeout=BUSY_TIMEOUT, check_same_thread=False)
+        connection.isolation_level = None  # transactions are explicit
+        _prepare(connection)
+        return connection
+    except (OSError, sqlite3.Error, ConfigError) as error:
+        if connection is not None:
             connection.close()
-            raise
-    except (OSError, sqlite3.Error) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"--response-db {path}: {why}") from None
-    except ConfigError as error:
-        raise ConfigError(f"--response-db {path}: {error}") from None
-    return connection
 
 
-def _prepare(connection: sqlite3.Connection) -> None:
-    connection.execute("PRAGMA auto_vacuum = INCREMENTAL")  # before the first table
-    connection.execute("PRAGMA journal_mode = WAL")
-    connection.execute("PRAGMA synchronous = FULL")
-    connection.execute("PRAGMA foreign_keys = ON")
-    connection.execute("PRAGMA journal_size_limit = 67108864")
-    connection.execute("BEGIN IMMEDIATE")
-    (application_id,) = connection.execute("PRAGMA application_id").fetchone()
-    (version,) = connection.execute("PRAGMA user_version").fetchone()
-    (num_tables,) = connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()
-    if num_tables and application_id != APPLICATION_ID:
+def _prepare(db: sqlite3.Connection) -> None:
+    (application_id,) = db.execute("PRAGMA application_id").fetchone()
+    (version,) = db.execute("PRAGMA user_version").fetchone()
+    count_tables = "SELECT count(*) FROM sqlite_master"
+    if db.execute(count_tables).fetchone() != (0,) and application_id != APPLICATION_ID:
         raise ConfigError("this is another program's database: choose another file")
-    if num_tables and version != VERSION:
+    if version not in (0, VERSION):
         raise ConfigError("this is the database of another version of servd: choose another file")
-    if not num_tables:
+    db.execute("PRAGMA auto_vacuum = INCREMENTAL")  # before the first table
+    db.execute("PRAGMA journal_mode = WAL")
+    db.execute("PRAGMA synchronous = FULL")
+    db.execute("PRAGMA foreign_keys = ON")
+    db.execute("PRAGMA journal_size_limit = 67108864")
+    db.execute("BEGIN IMMEDIATE")
+    if db.execute(count_tables).fetchone() == (0,):
         for statement in Path(__file__).with_name("schema.sql").read_text("utf8").split("\n\n"):
-            connection.execute(statement)
-    connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-    connection.execute(f"PRAGMA user_version = {VERSION}")  # writes: fails if the disk is full
-    connection.execute("COMMIT")
+            db.execute(statement)
+    db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+    db.execute(f"PRAGMA user_version = {VERSION}")  # writes: fails if the disk is full
+    db.execute("COMMIT")
 
 
 class _Write(NamedTuple):
@@ -89,6 +84,8 @@ class Database:
         self._connection = open_database(path)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="response-db")
         self._writes: deque[_Write] = deque()
+        self._is_in_memory = path is None
+        self._lock = RLock()  # held while the connection is in use
 
     async def read(self, work: Callable[[sqlite3.Connection], T]) -> T:
         """Return the result of `work`, which sees one state of the database."""
@@ -100,13 +97,22 @@ class Database:
         """
         future: Future[T] = Future()
         self._writes.append(_Write(work, future))
-        self._pool.submit(self._commit_waiting)
+        if self._is_in_memory and self._lock.acquire(blocking=False):
+            self._commit_waiting()  # sooner than a thread would begin
+            self._lock.release()
+        else:
+            self._pool.submit(self._commit_waiting)
         return await _result(future)
 
     async def shrink_file(self) -> None:
         """Return up to PAGES free pages of the file to the file system."""
         script = f"PRAGMA incremental_vacuum({PAGES})"  # `execute` would return one page
-        await _result(self._pool.submit(self._connection.executescript, script))
+
+        def shrink() -> None:
+            with self._lock:
+                self._connection.executescript(script)
+
+        await _result(self._pool.submit(shrink))
 
     def close(self) -> None:
         """Finish all calls, and close the file."""
@@ -114,11 +120,12 @@ class Database:
         self._connection.close()
 
     def _read(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        self._connection.execute("BEGIN")
-        try:
-            return work(self._connection)
-        finally:
-            self._connection.rollback()
+        with self._lock:
+            self._connection.execute("BEGIN")
+            try:
+                return work(self._connection)
+            finally:
+                self._connection.rollback()
 
     def _commit_waiting(self) -> None:
         writes: list[_Write] = []
@@ -128,13 +135,14 @@ class Database:
                 writes.append(write)
         if not writes:
             return  # an earlier call has committed them
-        try:
-            self._connection.execute("BEGIN IMMEDIATE")
-            outcomes = [self._run(write) for write in writes]
-            self._connection.execute("COMMIT")
-        except sqlite3.Error as error:
-            self._connection.rollback()
-            outcomes = [error] * len(writes)
+        with self._lock:
+            try:
+                self._connection.execute("BEGIN IMMEDIATE")
+                outcomes = [self._run(write) for write in writes]
+                self._connection.execute("COMMIT")
+            except Exception as error:
+                self._connection.rollback()
+                outcomes = [error] * len(writes)
         for write, outcome in zip(writes, outcomes, strict=True):
             if isinstance(outcome, Exception):
                 write.future.set_exception(outcome)

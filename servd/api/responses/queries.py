@@ -6,7 +6,7 @@ A row is found by its owner. All rows that it refers to belong to the same owner
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import msgspec
@@ -15,6 +15,7 @@ from servd.api.protocol.responses import Status
 
 OVERHEAD = 256  # bytes of an object beside its JSON
 CLEAN_UP_SIZE = 500  # objects that one write removes
+MAX_LOST_EVENTS = 1_000_000  # that clients of a server got before it died
 DIED = "the API server that ran this response died: send the request again"
 
 FIND_RESPONSE = """\
@@ -119,9 +120,13 @@ def read_items(db: sqlite3.Connection, conversation: int, last_item: int) -> byt
     return b"[%b]" % b",".join(bodies)
 
 
-def read_events(db: sqlite3.Connection, row: int, start: int, limit: int) -> list[bytes]:
-    query = "SELECT event FROM events WHERE object = ? AND number >= ? ORDER BY number LIMIT ?"
-    return [event for (event,) in db.execute(query, [row, start, limit])]
+def read_events(
+    db: sqlite3.Connection, row: int, start: int, limit: int
+) -> list[tuple[int, bytes]]:
+    """Return events of a response from number `start` on, with their numbers."""
+    query = """SELECT number, event FROM events WHERE object = ? AND number >= ?
+        ORDER BY number LIMIT ?"""
+    return db.execute(query, [row, start, limit]).fetchall()
 
 
 def exists(db: sqlite3.Connection, row: int) -> bool:
@@ -132,8 +137,8 @@ def insert(db: sqlite3.Connection, **columns: Any) -> int:
     """Add an object, and return its row."""
     columns["num_bytes"] = len(columns["body"]) + len(columns.get("input", b"")) + OVERHEAD
     places = ", ".join("?" * len(columns))
-    query = f"INSERT INTO objects ({', '.join(columns)}) VALUES ({places}) RETURNING id"
-    return db.execute(query, [*columns.values()]).fetchone()[0]
+    query = f"INSERT INTO objects ({', '.join(columns)}) VALUES ({places})"
+    return db.execute(query, [*columns.values()]).lastrowid or 0
 
 
 def update(db: sqlite3.Connection, row: int, body: bytes, server: str | None = None) -> None:
@@ -143,13 +148,11 @@ def update(db: sqlite3.Connection, row: int, body: bytes, server: str | None = N
 
 def add_events(db: sqlite3.Connection, row: int, start: int, events: Sequence[bytes]) -> None:
     """Add the events of a response from number `start` on, unless it was removed."""
-    num_bytes = 0
     # Another write may have added an event.
     query = "INSERT OR IGNORE INTO events SELECT id, ?, ? FROM objects WHERE id = ?"
-    for number, event in enumerate(events, start):
-        if db.execute(query, [number, event, row]).rowcount:
-            num_bytes += len(event)
-    db.execute("UPDATE objects SET num_bytes = num_bytes + ? WHERE id = ?", [num_bytes, row])
+    db.executemany(query, [(number, event, row) for number, event in enumerate(events, start)])
+    query = "UPDATE objects SET num_bytes = num_bytes + ? WHERE id = ?"
+    db.execute(query, [sum(map(len, events)), row])
 
 
 def remove(db: sqlite3.Connection, row: int) -> None:
@@ -176,15 +179,17 @@ def remove_revoked(db: sqlite3.Connection, names: Sequence[str]) -> None:
     db.execute(query, names)
 
 
-def fail(db: sqlite3.Connection, server: str, row: int | None = None) -> None:
-    """Let the responses of a dead server fail, or only one of them."""
-    query = "SELECT id, body FROM objects WHERE server = ? AND id = ifnull(?, id)"
-    for failed, body in db.execute(query, [server, row]).fetchall():
+def fail(db: sqlite3.Connection, server: str, running: Collection[str]) -> None:
+    """Let the responses of a server fail that it does not run any more."""
+    query = "SELECT id, name, body FROM objects WHERE server = ?"
+    for row, name, body in db.execute(query, [server]).fetchall():
+        if name in running:
+            continue
         response = msgspec.json.decode(body)
         response |= {"status": "failed", "error": {"code": "server_error", "message": DIED}}
         query = "SELECT count(*) FROM events WHERE object = ?"
-        (number,) = db.execute(query, [failed]).fetchone()
+        number = db.execute(query, [row]).fetchone()[0] + MAX_LOST_EVENTS
         event = {"type": "response.failed", "sequence_number": number, "response": response}
         frame = b"event: response.failed\ndata: %b\n\n" % msgspec.json.encode(event)
-        update(db, failed, msgspec.json.encode(response))
-        add_events(db, failed, number, [frame])
+        update(db, row, msgspec.json.encode(response))
+        add_events(db, row, number, [frame])

@@ -21,7 +21,7 @@ from servd.api.responses.conversations import Conversations, append_items
 from servd.api.responses.database import Database
 from servd.api.responses.event_log import MAX_EVENTS, EventLog
 from servd.api.responses.queries import History, Stored
-from servd.api.responses.server_lock import ServerLock, is_alive
+from servd.api.responses.server_lock import ServerLock, is_alive, remove_dead
 from servd.base.errors import InvalidRequest, NotFound, Overloaded, RequestError, StoreUnavailable
 from servd.config import ServerConfig
 
@@ -32,6 +32,7 @@ MAX_RUNNING = 1000  # background responses per key and process
 MAX_BYTES = 256 * 2**20  # in memory, for all keys together, unless MIN_BYTES per key is more
 MIN_BYTES = 32 * 2**20  # in memory, per key
 MAX_BYTES_IN_FILE = 2**30  # per key
+RUNNING: tuple[Status, ...] = ("queued", "in_progress")
 POLL = 0.25  # seconds between looks at what other processes do
 CLEAN_UP_INTERVAL = 60.0  # seconds
 MAX_CANCEL = 10.0  # seconds to wait until another process has cancelled a response
@@ -53,7 +54,7 @@ class Turn:
 
     @property
     def is_running(self) -> bool:
-        return self.response.status in ("queued", "in_progress")
+        return self.response.status in RUNNING
 
 
 class ResponseStore:
@@ -119,10 +120,13 @@ class ResponseStore:
         """
         query = partial(queries.find_response, owner=owner, response_id=response_id)
         stored = await self.db.read(query)
-        if stored is not None and (turn := self.running.get(stored.name)) is not None:
+        turn = None if stored is None else self.running.get(stored.name)
+        if stored is not None and turn is not None and turn.is_running:
             stored.body = msgspec.json.encode(turn.response)
-        elif stored is not None and stored.server is not None and not self.lives(stored.server):
-            await self.db.write(partial(queries.fail, server=stored.server, row=stored.row))
+        elif stored is not None and stored.server is not None:
+            if turn is not None and turn.task is not None:
+                await asyncio.wait([turn.task])  # it stores its end
+            await self._end_abandoned(stored.server)
             stored = await self.db.read(query)
         if stored is None:
             limits = "--response-max-age and --response-max-bytes"
@@ -136,9 +140,14 @@ class ResponseStore:
             )
         return stored
 
-    def lives(self, server: str) -> bool:
-        """Return whether another API server lives. This one has no such response running."""
-        return self.path is not None and server != self.server and is_alive(self.path, server)
+    async def _end_abandoned(self, server: str) -> None:
+        """Let the responses fail that a server does not run any more, such as a dead server."""
+        running: list[str] = []
+        if server == self.server:
+            running += self.running
+        elif self.path is not None and is_alive(self.path, server):
+            return
+        await self.db.write(partial(queries.fail, server=server, running=running))
 
     async def history(
         self, owner: str, previous_id: str | None, conversation_id: str | None
@@ -186,24 +195,31 @@ class ResponseStore:
         events = turn.log.since(start)
         if last_event:
             events.append(last_event)
-        turn.row = await self.db.write(partial(self._save, turn, start, events))
+        status = turn.response.status
+        body = b""  # unchanged, but for its text
+        if status != turn.stored_status:
+            body = msgspec.json.encode(turn.response)
+        # The response may change before the thread runs this.
+        write = partial(self._save, turn, status, body, start, events)
+        turn.row = await self.db.write(write)
         turn.num_events = start + len(events)
-        turn.stored_status = turn.response.status
+        turn.stored_status = status
 
     def _save(
-        self, turn: Turn, start: int, events: Sequence[bytes], db: sqlite3.Connection
+        self,
+        turn: Turn,
+        status: Status,
+        body: bytes,
+        start: int,
+        events: Sequence[bytes],
+        db: sqlite3.Connection,
     ) -> int | None:
-        body = msgspec.json.encode(turn.response)
         unique_id = turn.response.id.removeprefix("resp_")
         items = with_ids(turn.input, unique_id)
         history = turn.history
-        server = self.server if turn.is_running else None
+        server = self.server if status in RUNNING else None
         row = turn.row
-        if row is not None:
-            if turn.stored_status != turn.response.status:  # not with each new event
-                queries.update(db, row, body, server)
-            queries.add_events(db, row, start, events)
-        elif turn.response.store:
+        if row is None and turn.response.store:
             previous = history.previous
             is_kept = previous is None or queries.exists(db, previous)
             row = queries.insert(
@@ -218,9 +234,12 @@ class ResponseStore:
                 body=body,
                 server=server,
             )
+        elif row is not None and body:
+            queries.update(db, row, body, server)
+        if row is not None and events:
             queries.add_events(db, row, start, events)
         conversation = history.conversation
-        if turn.response.status in ("completed", "incomplete") and conversation is not None:
+        if status in ("completed", "incomplete") and conversation is not None:
             if queries.exists(db, conversation):
                 append_items(db, conversation, [*items, *History(parts=[body]).items()])
         self._evict(db, turn.owner, row or 0)
@@ -230,14 +249,14 @@ class ResponseStore:
         """Remove the oldest objects of a key beyond its limits, except running responses. Remove
         `row`, if it is too large by itself, rather than all others.
         """
-        query = "SELECT 1 FROM objects WHERE id = ? AND num_bytes > ? AND server IS NULL"
-        if db.execute(query, [row, self.max_bytes]).fetchone() is not None:
-            queries.remove(db, row)
-        query = "SELECT 1 FROM owners WHERE owner = ? AND (num_objects > ? OR num_bytes > ?)"
-        while db.execute(query, [owner, self.max_objects, self.max_bytes]).fetchone() is not None:
-            if (oldest := db.execute(queries.OLDEST, [owner]).fetchone()) is None:
+        totals = "SELECT 1 FROM owners WHERE owner = ? AND (num_objects > ? OR num_bytes > ?)"
+        too_large = "SELECT id FROM objects WHERE id = ? AND num_bytes > ? AND server IS NULL"
+        while db.execute(totals, [owner, self.max_objects, self.max_bytes]).fetchone() is not None:
+            victim = db.execute(too_large, [row, self.max_bytes]).fetchone()
+            victim = victim or db.execute(queries.OLDEST, [owner]).fetchone()
+            if victim is None:
                 return
-            queries.remove(db, *oldest)
+            queries.remove(db, *victim)
 
     async def cancel(self, owner: str, stored: Stored) -> Stored:
         """End a response if it runs, in this process or another. Return its new state."""
@@ -263,8 +282,8 @@ class ResponseStore:
         while True:
             query = partial(queries.read_events, row=stored.row, start=start, limit=MAX_EVENTS)
             if events := await self.db.read(query):
-                start += len(events)
-                yield b"".join(events)
+                start = events[-1][0] + 1
+                yield b"".join(event for _, event in events)
             elif stored.server is None:
                 return
             else:
@@ -289,11 +308,12 @@ class ResponseStore:
         """
         query = "SELECT DISTINCT server FROM objects WHERE server IS NOT NULL"
         for (server,) in await self.db.read(lambda db: db.execute(query).fetchall()):
-            if server != self.server and not self.lives(server):
-                await self.db.write(partial(queries.fail, server=server))
+            await self._end_abandoned(server)
         if self.path is None and self.api_keys.are_needed:
             names = [key.name for key in self.api_keys.current]
             await self.db.write(partial(queries.remove_revoked, names=names))
+        if self.path is not None:
+            await asyncio.to_thread(remove_dead, self.path)
         oldest = time.time() - self.options.response_max_age
         while await self.db.write(partial(queries.remove_older, oldest=oldest)):
             pass
@@ -307,10 +327,9 @@ class ResponseStore:
         for turn in turns:
             if (turn.row,) in rows and turn.task is not None:
                 turn.task.cancel()
-        changed = [
-            turn
-            for turn in turns
-            if turn.is_running
-            and (turn.log.since(turn.num_events) or turn.stored_status != turn.response.status)
-        ]
-        await asyncio.gather(*map(self.save, changed))  # in one commit
+        await asyncio.gather(*map(self._share, turns))  # in one commit
+
+    async def _share(self, turn: Turn) -> None:
+        is_new = turn.log.since(turn.num_events) or turn.stored_status != turn.response.status
+        if turn.is_running and is_new:
+            await self.save(turn)

@@ -65,7 +65,7 @@ CREATE TABLE owners (
 ) WITHOUT ROWID
 
 CREATE TRIGGER added AFTER INSERT ON objects BEGIN
-    INSERT INTO owners VALUES (new.owner, 1, new.num_bytes) ON CONFLICT DO UPDATE
+    INSERT INTO owners VALUES (new.owner, 1, new.num_bytes) ON CONFLICT (owner) DO UPDATE
     SET num_objects = num_objects + 1, num_bytes = num_bytes + excluded.num_bytes;
 END
 

@@ -2,6 +2,7 @@
 
 import fcntl
 from contextlib import suppress
+from glob import escape
 from pathlib import Path
 from uuid import uuid4
 
@@ -32,6 +33,13 @@ def is_alive(database: str, name: str) -> bool:
             return True
         path.unlink()
     return False
+
+
+def remove_dead(database: str) -> None:
+    """Remove the files of servers that were killed."""
+    for path in Path(database).parent.glob(f"{escape(Path(database).name)}-server-*"):
+        if not path.name.endswith(".new"):  # a server that starts
+            is_alive(database, path.name.rpartition("-")[2])
 
 
 def _path(database: str, name: str) -> Path:

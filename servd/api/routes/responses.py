@@ -12,6 +12,7 @@ from servd.api.http.paging import Page
 from servd.api.http.route import PathPart, Route, events, without_weights
 from servd.api.protocol.events import ResponseEvent
 from servd.api.protocol.responses import (
+    CompactedResponse,
     DeletedResponse,
     InputItems,
     InputTokens,
@@ -42,6 +43,13 @@ def serving_of(request: Request) -> OpenAIServingResponses:
 async def create_response(request: Request, body: ResponsesBody) -> HTTPResponse:
     """Answer a conversation, and store it for the next turn."""
     return await serving_of(request).create_responses(body, request)
+
+
+@router.post("/v1/responses/compact", response_model=CompactedResponse)
+@without_weights
+async def compact_conversation(request: Request, body: ResponsesBody) -> HTTPResponse:
+    """Drop the oldest items of a conversation, down to half of the context."""
+    return await serving_of(request).compact_conversation(body, request)
 
 
 @router.post("/v1/responses/input_tokens", response_model=InputTokens)

@@ -29,14 +29,17 @@ from servd.api.protocol.response_tools import names_of
 from servd.api.protocol.responses import (
     CHAT_NAMES,
     ENCRYPTED,
+    CompactedResponse,
+    CompactionItem,
+    ContextEdits,
     CustomToolCallItem,
     DeletedResponse,
+    DroppedItems,
     FunctionCallItem,
     InputItems,
     InputTokens,
     InputTokensDetails,
     MessageItem,
-    OutputItem,
     OutputText,
     OutputTokensDetails,
     ReasoningItem,
@@ -46,8 +49,11 @@ from servd.api.protocol.responses import (
     ResponsesResponse,
     ResponseUsage,
     Status,
+    WrittenItem,
 )
 from servd.api.protocol.translation import renamed
+from servd.api.protocol.validation import parse
+from servd.api.responses.compaction import Compacted, compact, seal, unfold
 from servd.api.responses.queries import History, Stored, read_chain, remove
 from servd.api.responses.response_store import ResponseStore, Turn
 from servd.api.serving.events import CUT_OFF, Event, EventFormatter
@@ -59,6 +65,7 @@ from servd.messages.engine import TokenLogprobs
 from servd.messages.outputs import CompletionOutput, PromptProgress
 from servd.messages.params import SamplingParams
 
+ANSWER_SHARE = 16  # of the context: what truncation leaves to an answer without a limit
 TEXT_EVENT = {MessageItem: "response.output_text", ReasoningItem: "response.reasoning_text"}
 NO_TOOL: dict[str, Any] = {"description": None, "parameters": None, "strict": None}
 
@@ -80,11 +87,12 @@ class OpenAIServingResponses(OpenAIServing):
         is_stored = body.store is not False and self.store.max_objects > 0
         if body.background and not is_stored:
             raise InvalidRequest("a background response needs `store`: true", param="background")
-        history, chat = await self._prepare(body, request)
+        history, compacted, chat = await self._prepare(body, request)
         with renamed(CHAT_NAMES):
             params = self.sampling_params(chat, request)
             info = self.response_info(request, f"resp_{call.unique_id}", chat.request_options)
             formatter = ResponsesFormatter(info, body, chat, params, is_stored)
+            formatter.note_compaction(body, compacted)
             outputs = self.generate(request, formatter, chat.prompt)
             turn = Turn(call.owner, formatter.body_so_far, history, body.items)
             if body.background:
@@ -176,7 +184,7 @@ class OpenAIServingResponses(OpenAIServing):
 
     async def count_input_tokens(self, body: ResponsesRequest, request: Request) -> HTTPResponse:
         """Count the tokens of a response's prompt."""
-        _, chat = await self._prepare(body, request)
+        _, _, chat = await self._prepare(body, request)
         with renamed(CHAT_NAMES):
             self.check_params(chat)
             token_ids = await self.tokenize(request, chat.prompt)
@@ -192,19 +200,59 @@ class OpenAIServingResponses(OpenAIServing):
             end=self.stream_end,
         )
 
+    async def compact_conversation(self, body: ResponsesRequest, request: Request) -> HTTPResponse:
+        """Return what is left of a conversation, to be sent in its place."""
+        _, compacted, chat = await self._prepare(body, request, is_forced=True)
+        with renamed(CHAT_NAMES):
+            num_tokens = len(await self.tokenize(request, chat.prompt))
+        name = call_of(request).unique_id
+        num_input = num_tokens + compacted.num_dropped_tokens
+        usage = ResponseUsage(
+            num_input, InputTokensDetails(0), 0, OutputTokensDetails(0), num_input
+        )
+        item = CompactionItem(f"cmp_{name}", seal(compacted.items))
+        return json_response(CompactedResponse(f"resp_{name}", int(time.time()), [item], usage))
+
     async def _prepare(
-        self, body: ResponsesRequest, request: Request
-    ) -> tuple[History, ChatCompletionRequest]:
-        """Return what a response continues, and the chat of all items. Raise InvalidRequest."""
+        self, body: ResponsesRequest, request: Request, is_forced: bool = False
+    ) -> tuple[History, Compacted, ChatCompletionRequest]:
+        """Return what a response continues, the items that are left, and their chat. Raise
+        InvalidRequest.
+        """
         call = call_of(request)
         history = await self.store.history(call.owner, body.previous_response_id, body.conversation)
 
-        def make_chat() -> ChatCompletionRequest:
-            return body.as_chat(body.chat_fields([*history.items(), *body.items]))
+        def make_chat() -> tuple[History, Compacted, ChatCompletionRequest]:
+            items = unfold([*history.items(), *body.items], checked_items)
+            compacted = self._compact(body, items, is_forced)
+            return history, compacted, body.as_chat(body.chat_fields(compacted.items))
 
         size = call.num_bytes + history.num_bytes
         with renamed(CHAT_NAMES):
-            return history, await run_for(request, size, make_chat, is_new=True)
+            return await run_for(request, size, make_chat, is_new=True)
+
+    def _compact(
+        self, body: ResponsesRequest, items: list[dict[str, Any]], is_forced: bool
+    ) -> Compacted:
+        """Drop the oldest items, if the request asks for that and the prompt would be too long."""
+        context = self.processor.max_model_len
+        limit = context - (body.max_output_tokens or context // ANSWER_SHARE)
+        threshold = body.compact_threshold
+        if threshold is None and body.truncation != "auto" and not is_forced:
+            return Compacted(items)
+
+        def count(text: str) -> int:
+            return len(self.processor.tokenizer.encode(text, add_special_tokens=False))
+
+        fixed = body.as_chat(body.chat_fields([{"role": "user", "content": ""}]))
+        num_fixed = len(self.processor.tokenize(fixed.prompt))
+        limit = limit if threshold is None else min(limit, threshold)
+        return compact(items, limit, count, num_fixed, is_forced)
+
+
+def checked_items(items: Any) -> list[dict[str, Any]]:
+    """Return items if they may be an `input`. Raise InvalidRequest if not."""
+    return parse(ResponsesRequest, msgspec.json.encode({"input": items})).items
 
 
 def _encoded(stored: Stored) -> HTTPResponse:
@@ -262,12 +310,23 @@ class ResponsesFormatter(EventFormatter):
     ) -> None:
         super().__init__(info, bool(body.stream), chat, params)
         self.body_so_far = _blank(info.id, info.model, body, params, is_stored)
-        self.item: OutputItem | None = None  # the open item
+        self.item: WrittenItem | None = None  # the open item
         self.token_texts = TokenTexts(info.tokenizer)
         self.logprobs: list[TokenLogprobs] = []  # tokens whose text is in no event yet
         self.sequence_number = 0
         self.seals = ENCRYPTED in (body.include or ())
         self.tool_names = names_of(body.all_tools)
+        self.compaction: CompactionItem | None = None  # the first item, if any
+
+    def note_compaction(self, body: ResponsesRequest, compacted: Compacted) -> None:
+        """State in the answer what was dropped of the conversation, if anything."""
+        if not compacted.num_dropped:
+            return
+        kind = "truncation" if body.compact_threshold is None else "compaction"
+        dropped = DroppedItems(kind, compacted.num_dropped, compacted.num_dropped_tokens)
+        self.body_so_far.context_management = ContextEdits([dropped])
+        if kind == "compaction":
+            self.compaction = CompactionItem(self._item_id("cmp"), seal(compacted.items))
 
     def queue(self) -> Iterator[Event]:
         """Yield the events of a queued response, which clients can already retrieve."""
@@ -281,6 +340,10 @@ class ResponsesFormatter(EventFormatter):
         if is_new:
             yield self._event("response.created", response=self.body_so_far)
         yield self._event("response.in_progress", response=self.body_so_far)
+        if (item := self.compaction) is not None:
+            self.body_so_far.output.append(item)
+            for name in ("added", "done"):
+                yield self._event(f"response.output_item.{name}", output_index=0, item=item)
 
     def events_of(self, delta: CompletionOutput) -> Iterator[Event]:
         self.logprobs += delta.positions or ()
@@ -329,7 +392,8 @@ class ResponsesFormatter(EventFormatter):
         yield from self._text(text, logprobs=logprobs)
 
     def finish(self, output: CompletionOutput) -> Iterator[Event]:
-        if not self.body_so_far.output:
+        num_other = 0 if self.compaction is None else 1
+        if len(self.body_so_far.output) == num_other:
             yield from self._content("")  # clients read the first item
         is_cut = output.finish_reason in CUT_OFF
         status: Status = "incomplete" if is_cut else "completed"
@@ -379,7 +443,7 @@ class ResponsesFormatter(EventFormatter):
         item.content.append(part)  # type: ignore[arg-type]
         yield self._item_event("response.content_part.added", content_index=0, part=part)
 
-    def _open(self, item: OutputItem) -> Iterator[Event]:
+    def _open(self, item: WrittenItem) -> Iterator[Event]:
         yield from self._close("completed")
         self.item = item
         self.body_so_far.output.append(item)
@@ -480,5 +544,6 @@ def _blank(
         ],
         top_logprobs=body.top_logprobs or 0,
         top_p=params.top_p,
+        truncation=body.truncation or "disabled",
         user=body.user,
     )

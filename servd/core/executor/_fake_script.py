@@ -17,7 +17,7 @@ ENDED = "The script has no more answers."
 
 class ScriptLine(msgspec.Struct, forbid_unknown_fields=True):
     """An answer. With `match`, it answers all prompts that contain this text, and only them. With
-    `cut`, no end of sequence follows: the usual letters continue it up to the request's limit.
+    `cut`, no end of sequence follows: the last token repeats up to the request's limit.
     """
 
     text: str
@@ -85,7 +85,8 @@ def _read_lines(path: str) -> list[ScriptLine]:
     try:
         texts = Path(path).read_text(encoding="utf8").splitlines()
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--fake-script {path}: {error}") from None
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise ConfigError(f"--fake-script {path}: {reason}") from None
     lines: list[ScriptLine] = []
     for number, text in enumerate(texts, 1):
         try:

@@ -287,9 +287,12 @@ class FakeExecutor(executor.Executor):
         num_known = len(row.token_ids) - row.num_prompt_tokens
         for offset, state in enumerate(row.states):
             token_id = sample(state, self.spec.vocab_size)
-            is_scripted = num_known + offset < len(row.answer)
+            position = num_known + offset
+            if row.answer and row.answer[-1] not in self.spec.eos_token_ids:  # it is cut
+                position = min(position, len(row.answer) - 1)
+            is_scripted = position < len(row.answer)
             if is_scripted:
-                token_id = row.answer[num_known + offset]
+                token_id = row.answer[position]
             mask = masks.get((index, offset))
             if mask and not (is_scripted and mask[token_id // 8] >> token_id % 8 & 1):
                 token_id = sample_allowed(state, mask, token_id)

@@ -59,7 +59,7 @@ def test_a_cut_answer_ends_at_the_limit(script):
     engine = make_engine(fake_script=script({"text": "begun", "cut": True}))
     request = ask("a", "go", max_tokens=9)
     log = generate(engine, request)
-    assert bytes(log.token_ids("a")).startswith(b"begun") and len(log.token_ids("a")) == 9
+    assert bytes(log.token_ids("a")) == b"begunnnnn"
     assert log.outputs["a"][-1].finish_reason is FinishReason.LENGTH
 
 

@@ -1,0 +1,151 @@
+"""Drops the oldest items of a conversation that would not fit, about half of them at once.
+
+The cut depends on the items alone: it is where the conversation, as it grew item by item, became
+too long. So each later turn makes the same cut and finds the turn before in the prefix cache.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import msgspec
+
+from servd.api.protocol.response_items import chat_messages
+from servd.base.errors import InvalidRequest
+
+SEAL = "servd-compaction-1:"
+ITEM_TOKENS = 16  # that a template may write around an item
+Item = dict[str, Any]
+
+
+class Compacted(NamedTuple):
+    """The items that are left, and what was dropped."""
+
+    items: list[Item]
+    num_dropped: int = 0  # items
+    num_dropped_tokens: int = 0  # about
+
+
+def compact(
+    items: list[Item],
+    limit: int,
+    count: Callable[[str], int],
+    num_fixed: int,
+    is_forced: bool = False,
+) -> Compacted:
+    """Drop the oldest items if the prompt has more than `limit` tokens. Messages of the system at
+    the beginning stay, and the user's last message before the cut.
+
+    Args:
+        items: the conversation.
+        limit: of the prompt. What is left has about half of the room that is not `num_fixed`.
+        count: returns the number of tokens of a text.
+        num_fixed: tokens of the prompt that do not come from these items.
+        is_forced: drop items even if all fit, down to the same size.
+    """
+    num_leading = next((i for i, item in enumerate(items) if not _is_system(item)), len(items))
+    groups = _groups(items[num_leading:])
+    sizes = [_num_tokens(group, count) for group in groups]
+    room = limit - num_fixed - _num_tokens(items[:num_leading], count)
+    start = 0
+    kept = 0  # tokens of the groups from `start` on
+    for index, size in enumerate(sizes):
+        kept += size
+        is_last = index == len(sizes) - 1
+        if kept > room - _pinned_size(groups, sizes, start) or (is_forced and is_last):
+            while start < index and kept > (room - _pinned_size(groups, sizes, start)) // 2:
+                kept -= sizes[start]
+                start += 1
+    pinned = _pinned(groups, start)
+    left = [*items[:num_leading], *(groups[pinned] if pinned is not None else ())]
+    for group in groups[start:]:
+        left += group
+    num_tokens = sum(sizes[:start]) - _pinned_size(groups, sizes, start)
+    return Compacted(left, len(items) - len(left), num_tokens)
+
+
+def _groups(items: list[Item]) -> list[list[Item]]:
+    """Return items as groups that must not be parted: a message of the user, or an answer with its
+    calls and their results.
+    """
+    groups: list[list[Item]] = []
+    group_of_call: dict[str, int] = {}
+    is_in_answer = False
+    for item in items:
+        kind = item.get("type", "message")
+        is_result = kind.endswith("_output")
+        is_answer = kind != "message" or item["role"] == "assistant"
+        first = group_of_call.get(item.get("call_id", "")) if is_result else None
+        if first is not None and first < len(groups) - 1:  # something came between
+            groups[first:] = [[item for group in groups[first:] for item in group]]
+        if not groups or not (is_result or (is_answer and is_in_answer)):
+            groups.append([])
+        groups[-1].append(item)
+        if kind.endswith("_call"):
+            group_of_call[item.get("call_id", "")] = len(groups) - 1
+        is_in_answer = is_answer and not is_result
+    return groups
+
+
+def _is_system(item: Item) -> bool:
+    return item.get("role") in ("system", "developer")
+
+
+def _pinned(groups: list[list[Item]], start: int) -> int | None:
+    """Return the group of the user's last message before `start`, unless that group begins with
+    the user's words.
+    """
+    for index in range(min(start, len(groups) - 1), -1, -1):
+        if groups[index][0].get("role") == "user":
+            return None if index == start else index
+    return None
+
+
+def _pinned_size(groups: list[list[Item]], sizes: list[int], start: int) -> int:
+    pinned = _pinned(groups, start)
+    return 0 if pinned is None else sizes[pinned]
+
+
+def _num_tokens(items: list[Item], count: Callable[[str], int]) -> int:
+    texts: list[str] = []
+    waiting: list[Any] = [chat_messages(None, items)]
+    while waiting:
+        match waiting.pop():
+            case str() as text:
+                texts.append(text)
+            case dict() as fields:
+                waiting += fields.values()
+            case list() as values:
+                waiting += values
+            case _:
+                pass
+    return count("\n".join(texts)) + ITEM_TOKENS * len(items)
+
+
+def seal(items: list[Item]) -> str:
+    """Return items as the content of a compaction item. It is encoded, not encrypted."""
+    return SEAL + base64.b64encode(msgspec.json.encode(items)).decode()
+
+
+def unfold(items: list[Item], check: Callable[[Any], list[Item]]) -> list[Item]:
+    """Return the conversation with the items that its last compaction item stands for. `check`
+    returns them if they are an `input`. Raise InvalidRequest if they are not from this server.
+    """
+    kinds = [item.get("type") for item in items]
+    if "compaction" not in kinds:
+        return items
+    index = len(kinds) - 1 - kinds[::-1].index("compaction")
+    content = items[index].get("encrypted_content", "")
+    try:
+        if not content.startswith(SEAL):
+            raise ValueError("another server's")
+        sealed = msgspec.json.decode(base64.b64decode(content.removeprefix(SEAL), validate=True))
+    except ValueError:
+        raise InvalidRequest(
+            "`encrypted_content` of a compaction item is damaged or from another server: send the "
+            "items in its place",
+            param="input",
+        ) from None
+    return [*(check(sealed) if sealed else []), *items[index + 1 :]]
