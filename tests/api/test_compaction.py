@@ -61,17 +61,17 @@ def ids(items: list[Item], *kinds: str) -> list[str]:
 
 @settings(deadline=None)
 @given(items=conversations())
-def test_what_is_left_fits_and_is_a_conversation(items: list[Item]):
-    left, num_dropped, num_tokens = compact(items, LIMIT, len, 20)
-    assert num_dropped == len(items) - len(left) and (num_tokens > 0) == (num_dropped > 0)
-    assert all(any(item is other for other in items) for item in left)
+def test_what_remains_fits_and_is_a_conversation(items: list[Item]):
+    remaining, num_dropped, num_tokens = compact(items, LIMIT, len, 20)
+    assert num_dropped == len(items) - len(remaining) and (num_tokens > 0) == (num_dropped > 0)
+    assert all(any(item is other for other in items) for item in remaining)
     if items[0]["role"] == "system":
-        assert left[0] is items[0]
-    assert ids(left, "function_call") == ids(left, "function_call_output")
+        assert remaining[0] is items[0]
+    assert ids(remaining, "function_call") == ids(remaining, "function_call_output")
     users = [item for item in items if item.get("role") == "user"]
-    assert users[-1] in left
-    size = sum(weight([item]) for item in left) + 20  # not quite how servd weighs them
-    assert size <= 1.5 * LIMIT or len(groups_of(left)) <= 3
+    assert users[-1] in remaining
+    size = sum(weight([item]) for item in remaining) + 20  # not quite how servd weighs them
+    assert size <= 1.5 * LIMIT or len(groups_of(remaining)) <= 3
 
 
 def groups_of(items: list[Item]) -> list[list[Item]]:
@@ -96,9 +96,10 @@ def test_a_cut_stays_until_the_next(items: list[Item], data: st.DataObject):
     for end in range(1, len(items) + 1):
         if end < len(items) and items[end]["type"] != "message":
             continue  # a client sends whole answers
-        left = compact(items[:end], LIMIT, len, 20).items
-        num_changed += left[: len(before)] != before
-        before = left
+        remaining = compact(items[:end], LIMIT, len, 20).items
+        if remaining[: len(before)] != before:
+            num_changed += 1
+        before = remaining
     total = sum(weight([item]) for item in items)
     assert num_changed <= 2 + total // (LIMIT // 3)
 
@@ -111,8 +112,8 @@ def test_a_call_that_is_answered_late_stays_with_its_result():
         result("1", "c"),
         message("user", "d"),
     ]
-    left = compact(items, 200, len, 0).items
-    assert ids(left, "function_call") == ids(left, "function_call_output")
+    remaining = compact(items, 200, len, 0).items
+    assert ids(remaining, "function_call") == ids(remaining, "function_call_output")
 
 
 def prompt_of(served: Served) -> str:

@@ -59,11 +59,11 @@ def compact(
                 kept -= sizes[start]
                 start += 1
     pinned = _pinned(groups, start)
-    left = [*items[:num_leading], *(groups[pinned] if pinned is not None else ())]
+    conversation = [*items[:num_leading], *(groups[pinned] if pinned is not None else ())]
     for group in groups[start:]:
-        left += group
+        conversation += group
     num_tokens = sum(sizes[:start]) - _pinned_size(groups, sizes, start)
-    return Compacted(left, len(items) - len(left), num_tokens)
+    return Compacted(conversation, len(items) - len(conversation), num_tokens)
 
 
 def _groups(items: list[Item]) -> list[list[Item]]:

@@ -29,18 +29,24 @@ STAMP = re.compile(
 SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")  # as Mistral's templates want ids
 
 
-def normalise(messages: list[Message], wants_parts: bool, knows_developer: bool) -> list[Message]:
+def normalise(
+    messages: list[Message], wants_parts: bool, knows_developer: bool, call_gap: str = ""
+) -> list[Message]:
     """Return messages in the format that the template expects, without null values. A developer is
     the system unless the template knows the role. Raise InvalidRequest if a part is no text.
+
+    The template writes `call_gap` between a text and a call. An answer that the model began so ends
+    with it already: without one of them, the prompt repeats the model's tokens.
     """
     normalised = (
-        _normalise(message, i, wants_parts, knows_developer) for i, message in enumerate(messages)
+        _normalise(message, i, wants_parts, knows_developer, call_gap)
+        for i, message in enumerate(messages)
     )
     return [message for message in normalised if message is not None]
 
 
 def _normalise(
-    message: Message, index: int, wants_parts: bool, knows_developer: bool
+    message: Message, index: int, wants_parts: bool, knows_developer: bool, call_gap: str
 ) -> Message | None:
     check_abandoned()
     message = {key: value for key, value in message.items() if value is not None}
@@ -76,7 +82,14 @@ def _normalise(
             message["thinking"] = reasoning
     if calls := message.get("tool_calls"):
         message["tool_calls"] = [_with_parsed_arguments(call) for call in calls]
+        message["content"] = _without_end(message["content"], call_gap)
     return message
+
+
+def _without_end(content: Content, end: str) -> Content:
+    if isinstance(content, str):
+        return content.removesuffix(end)
+    return [{**part, "text": part["text"].removesuffix(end)} for part in content]
 
 
 def _text_of_part(part: Any, param: str) -> str:

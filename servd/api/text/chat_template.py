@@ -64,6 +64,22 @@ RESERVED = frozenset(
 CONTINUE_HERE = "\udffe"
 # Stands with its number at the end of a message that the prompt may not show.
 PROBE = "\udffd"
+# A call with a result, as templates want them, after a text that ends with PROBE.
+CALL_EXAMPLE: list[Message] = [
+    {"role": "user", "content": "?"},
+    {
+        "role": "assistant",
+        "content": PROBE,
+        "tool_calls": [
+            {
+                "id": "abcdefghi",
+                "type": "function",
+                "function": {"name": "f", "arguments": {"a": 1}},
+            }
+        ],
+    },
+    {"role": "tool", "tool_call_id": "abcdefghi", "name": "f", "content": "1"},
+]
 PROBED = re.compile(r"(?:\udffd|\\udffd)(\d+);")
 # Filters that look for characters in a text.
 SEARCHING_FILTERS = ("e", "escape", "forceescape", "replace", "string", "striptags", "title")
@@ -174,7 +190,12 @@ class ChatTemplate:
         marked_variables, tools = map(self._specials.mark, (self.defaults | variables, chat.tools))
         context = {"documents": None} | self.special_tokens | marked_variables
         context |= {"tools": tools or None, "add_generation_prompt": chat.add_generation_prompt}
-        messages = normalise(chat.messages, compiled.wants_parts, compiled.knows_developer)
+        messages = normalise(
+            chat.messages,
+            compiled.wants_parts,
+            compiled.knows_developer,
+            compiled.call_gap(self.special_tokens),
+        )
         if chat.continue_final_message and not messages:
             raise InvalidRequest("continue_final_message needs a message", param="messages")
         _budget.set(_Budget(time.thread_time() + MAX_SECONDS))
@@ -458,6 +479,7 @@ class _Compiled:
             self.texts = {str(node.value) for node in tree.find_all(nodes.Const)}
             self.knows_developer = "developer" in self.texts
             self._template = environment.from_string(_Limiter(environment).visit(tree))
+            self._call_gap: str | None = None
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(
                 f"the chat template is not valid Jinja: line {error.lineno}: {error.message}"
@@ -466,6 +488,20 @@ class _Compiled:
     def render(self, context: dict[str, Any]) -> str:
         _budget.get().num_chars = MAX_CHARS
         return self._template.render(context)
+
+    def call_gap(self, special_tokens: dict[str, str]) -> str:
+        """Return the white space that the template writes between an assistant's text and call."""
+        if self._call_gap is None:
+            token = _budget.set(_Budget(time.thread_time() + MAX_SECONDS))
+            messages = normalise(CALL_EXAMPLE, self.wants_parts, self.knows_developer, "")
+            context = {"messages": messages, "tools": None, "add_generation_prompt": False}
+            try:
+                _, _, after = self.render(special_tokens | context).partition(PROBE)
+            except Exception:  # it refuses such a call
+                after = ""
+            _budget.reset(token)
+            self._call_gap = after[: len(after) - len(after.lstrip())]
+        return self._call_gap
 
 
 class _GenerationTag(jinja2.ext.Extension):
