@@ -183,7 +183,7 @@ class SamplingParams(
     dry_multiplier: Annotated[float, Meta(ge=0, le=1000)] = 0.0
     dry_base: Annotated[float, Meta(ge=1, le=1000)] = 1.75
     dry_allowed_length: Annotated[int, Meta(ge=1, le=INT32_MAX)] = 2
-    dry_penalty_last_n: Annotated[int, Meta(ge=-1, le=MAX_DRY_TOKENS)] = -1  # -1: the greatest
+    dry_penalty_last_n: Annotated[int, Meta(ge=-1, le=INT32_MAX)] = -1  # up to MAX_DRY_TOKENS
     dry_sequence_breakers: Annotated[
         list[Annotated[str, Meta(min_length=1, max_length=MAX_DRY_BREAKER)]],
         Meta(max_length=MAX_DRY_BREAKERS),

@@ -173,6 +173,14 @@ async def test_tools_of_the_input_are_tools():
         await post(served, RESPONSES, {"input": [*user("hi"), item], "tool_choice": choice})
 
 
+async def test_more_tools_are_checked_like_the_first(http: Any):
+    group = {"type": "namespace", "name": "x", "tools": [1.5]}
+    item = {"type": "additional_tools", "tools": [group]}
+    for fields in ({"input": [item, *user("hi")]}, {"input": "hi", "tools": [group]}):
+        answer = await http.post("/v1/responses", json=fields)
+        assert answer.status_code == 400 and "tools[0].tools[0]" in answer.text
+
+
 BAD = [
     (CHAT, {"messages": user("?")}, {"type": "custom", "custom": {"name": "a b"}}),
     (CHAT, {"messages": user("?")}, {"type": "custom", "name": "a"}),

@@ -177,7 +177,7 @@ class GenerationRequest(StructuredRequest):
     dry_allowed_length: Annotated[Int, BoundsOf("dry_allowed_length")] | None = None
     """Tokens of the shortest repetition with a penalty."""
     dry_penalty_last_n: Annotated[Int, BoundsOf("dry_penalty_last_n")] | None = None
-    """Last tokens in which DRY looks for repetitions. -1: the maximum."""
+    """Last tokens in which DRY looks for repetitions, at most 8192. -1: as many."""
     dry_sequence_breakers: Annotated[
         Annotated[list[str], Field(fail_fast=True)] | None, BoundsOf("dry_sequence_breakers")
     ] = None

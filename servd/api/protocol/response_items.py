@@ -9,7 +9,7 @@ from servd.base.errors import InvalidRequest
 
 SEAL = "servd-reasoning-1:"
 # Types of items about tools that servd does not run. `function_call` is no such item.
-HOSTED_ITEMS = re.compile(r"\w+_call(_output)?|mcp_\w+|tool_search_output|additional_tools")
+HOSTED_ITEMS = re.compile(r"\w+_call(_output)?|mcp_\w+|tool_search_output")
 # Types of parts that servd does not read.
 NOTED_PARTS = ("input_image", "input_file")
 ITEM_PREFIX = {

@@ -38,6 +38,7 @@ OWN_ITEMS = (
     "function_call_output",
     "custom_tool_call",
     "custom_tool_call_output",
+    "additional_tools",
     "compaction",
     "reasoning",
 )
@@ -317,7 +318,7 @@ class ResponsesRequest(TranslatedRequest):
         names |= {f"reasoning.{name}" for name in (self.reasoning or {}).keys() - {"effort"}}
         names |= {f"tools.{kind}" for kind in hosted_types(self.all_tools)}
         kinds = {item.get("type", "message") for item in self.input}
-        names |= {f"input.{kind}" for kind in kinds.difference(OWN_ITEMS, ["additional_tools"])}
+        names |= {f"input.{kind}" for kind in kinds.difference(OWN_ITEMS)}
         for item in self.input:
             for parts in (item.get("content"), item.get("output")):
                 if isinstance(parts, list):

@@ -131,16 +131,17 @@ def test_dry_follows_the_sequence(breakers: list[int], last_n: int, preempted_at
         tokens.append(token)
 
 
-def test_dry_sees_a_long_sequence_like_a_short_one(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("last_n", [-1, 10, 4096])
+def test_dry_sees_a_long_sequence_like_a_short_one(monkeypatch: pytest.MonkeyPatch, last_n: int):
     """Its ring has been filled several times."""
     monkeypatch.setattr("servd.worker.sample.logits_processors.dry.MAX_DRY_TOKENS", 10)
-    params = SamplingParams(temperature=0.0, dry_multiplier=0.7, dry_penalty_last_n=10)
+    params = SamplingParams(temperature=0.0, dry_multiplier=0.7, dry_penalty_last_n=last_n)
     sampler = Sampler(6, NUM_SLOTS, CPU)
     tokens = [*range(6)] * 4
     sampler.add(0, params, tokens, [], [])
     for _ in range(50):
         logits = logits_at(7 + tokens[-1], vocab_size=6, scale=1.0)
-        expected = llama_reference.dry(np.array(logits[0].tolist()), params, tokens)
+        expected = llama_reference.dry(np.array(logits[0].tolist()), params, tokens[-10:])
         metadata = sampler.make_metadata(torch.tensor([0]), [0], torch.tensor([len(tokens)]))
         tokens.append(int(sampler(logits, metadata).token_ids[0]))
         assert tokens[-1] == int(np.argmax(expected))

@@ -64,7 +64,7 @@ class DRYProcessor(TokenFilter):
 
     def change(self, relative: Tensor, rows: SamplingMetadata, values: Sequence[Tensor]) -> Tensor:
         multiplier, base, allowed, last_n = values
-        last_n = torch.where(last_n < 0, MAX_DRY_TOKENS, last_n)
+        last_n = last_n.masked_fill(last_n < 0, MAX_DRY_TOKENS).clamp(max=MAX_DRY_TOKENS)
         places = torch.arange(MAX_DRY_TOKENS, device=self.device)
         # How many tokens follow each token; 0 for the last one, which matches itself.
         age = (rows.positions.unsqueeze(1) - 1 - places) % MAX_DRY_TOKENS
