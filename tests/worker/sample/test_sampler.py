@@ -211,6 +211,9 @@ def test_a_token_does_not_depend_on_the_rest_of_the_batch(requests, random):
 @given(running(), running(), st.integers(0, 4))
 def test_preemption_leaves_no_trace(request_, previous, preempted_after):
     """Six steps in one go equal six with a preemption between, into a used slot."""
+    # Two requests with the same tokens, parameters and seed would have the same logits.
+    params = msgspec.structs.replace(previous.params, seed=(request_.params.seed or 0) ^ 1)
+    previous = previous._replace(params=params)
 
     def generate(sampler: Sampler, slot: int, outputs: list[int], num_tokens: int) -> list[int]:
         sampler.add(slot, request_.params, request_.prompt, outputs, EOS)

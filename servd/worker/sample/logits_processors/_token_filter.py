@@ -18,6 +18,8 @@ from servd.worker.sample.logit_edits import LogitEdits
 from servd.worker.sample.logits_processors import LogitsProcessor, SlotRequest
 from servd.worker.sample.sampling_metadata import SamplingMetadata
 
+UNITS = 2.0**40  # in a nat of entropy
+
 
 class TokenFilter(LogitsProcessor):
     """Keeps `fields` of the parameters by slot. A request uses it if the first is above 0."""
@@ -63,13 +65,9 @@ def to_masses(relative: Tensor) -> Tensor:
     return (relative.exp() * WEIGHT_ONE).to(torch.int64)
 
 
-def sum_rows(terms: Tensor, scale: float) -> Tensor:
-    """Return the sums of the rows of float64 terms [n, vocab] in units of 1 / scale: [n, 1]."""
-    return (terms * scale).to(torch.int64).sum(dim=1, keepdim=True) / scale
-
-
 def measure_surprise(masses: Tensor) -> tuple[Tensor, Tensor]:
     """Return the surprise of each token in nats, float64 [n, vocab], and its mean [n, 1]."""
     probs = masses / masses.sum(dim=1, keepdim=True).double()
     surprise = -probs.log()
-    return surprise, sum_rows((probs * surprise).masked_fill(masses == 0, 0), 2.0**40)
+    terms = (probs * surprise).masked_fill_(masses == 0, 0) * UNITS
+    return surprise, terms.to(torch.int64).sum(dim=1, keepdim=True) / UNITS

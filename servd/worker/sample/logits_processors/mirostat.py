@@ -1,8 +1,11 @@
 """mirostat, mirostat_tau, mirostat_eta: Mirostat 2 (arXiv 2007.14966) holds the surprise."""
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,12 +14,14 @@ from servd.worker.sample.logits_processors import SlotRequest
 from servd.worker.sample.logits_processors._token_filter import TokenFilter, to_masses
 from servd.worker.sample.sampling_metadata import SamplingMetadata
 
-MAX_SAVED = 1024  # requests
+NUM_SAVED = 1024  # limits of requests whose slot another request has taken
+FACTOR = 6364136223846793005  # of a hash of tokens, modulo 2**64
 
 
 class MirostatProcessor(TokenFilter):
     """Removes the tokens whose surprise exceeds a limit. Each token moves the limit by the error of
-    its surprise. A preempted request continues with its limit.
+    its surprise. A preempted request finds its limit again by its name: a hash of its parameters
+    and of its tokens so far.
     """
 
     order = 170
@@ -25,10 +30,10 @@ class MirostatProcessor(TokenFilter):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        # In bits, by slot; and of requests whose slot another request has taken.
-        self.limits = torch.zeros(self.max_num_seqs, dtype=torch.float64, device=self.device)
-        self.saved: dict[Any, Tensor] = {}
-        self.keys: dict[int, Any] = {}  # slot -> its request
+        size = self.max_num_seqs + NUM_SAVED  # the slots, then a ring
+        self.limits = torch.zeros(size, dtype=torch.float64, device=self.device)  # bits
+        self.names = torch.zeros(size, dtype=torch.int64, device=self.device)
+        self.num_saved = 0
         # Of the tokens that remain in this step: parts of float32 [n, vocab].
         self.masses: list[Tensor] = []
 
@@ -36,17 +41,15 @@ class MirostatProcessor(TokenFilter):
         if not super().add(request):
             return False
         slot = request.slot
-        if slot in self.keys:
-            self.saved[self.keys[slot]] = self.limits[slot].clone()
-        key = request.params.seed, hash(tuple(request.prompt_token_ids))
-        limit: Any = 2 * request.params.mirostat_tau
-        if request.output_token_ids:
-            before = next((place for place, name in self.keys.items() if name == key), None)
-            limit = self.saved.pop(key, limit if before is None else self.limits[before])
-        self.limits[slot] = limit
-        self.keys[slot] = key
-        if len(self.saved) > MAX_SAVED:
-            del self.saved[next(iter(self.saved))]
+        saved = self.max_num_seqs + self.num_saved % NUM_SAVED
+        self.num_saved += 1
+        self.limits[saved] = self.limits[slot]
+        self.names[saved] = self.names[slot]
+        name = name_of(request)
+        is_same = self.names == name
+        limit = self.limits.masked_fill(~is_same, -torch.inf).amax()
+        self.limits[slot] = torch.where(is_same.any(), limit, 2 * request.params.mirostat_tau)
+        self.names[slot] = name
         return True
 
     def change(self, relative: Tensor, rows: SamplingMetadata, values: Sequence[Tensor]) -> Tensor:
@@ -64,7 +67,17 @@ class MirostatProcessor(TokenFilter):
         masses = torch.cat(self.masses).gather(1, token_ids[rows.index].unsqueeze(1)).squeeze(1)
         self.masses.clear()
         surprise = -(masses / totals.double()).log2()
-        limits = self.limits[rows.slots]
         # A row whose logits are not finite has no surprise.
         error = (surprise - target).nan_to_num(0, 0, 0)
-        self.limits[rows.slots] = limits - rate * error
+        self.limits[rows.slots] = self.limits[rows.slots] - rate * error
+        self.names[rows.slots] = self.names[rows.slots] * FACTOR + token_ids[rows.index] + 1
+
+
+def name_of(request: SlotRequest) -> int:
+    """Return the hash of a request and its outputs so far, as int64."""
+    prompt = np.array(request.prompt_token_ids, dtype=np.int64).tobytes()
+    content = msgspec.msgpack.encode(request.params) + prompt
+    name = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
+    for token_id in request.output_token_ids:
+        name = (name * FACTOR + token_id + 1) % 2**64
+    return name - 2**64 if name >= 2**63 else name

@@ -5,10 +5,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from servd.worker.sample.logits_processors._token_filter import TokenFilter, sum_rows
+from servd.worker.sample.logits_processors._token_filter import TokenFilter
 from servd.worker.sample.sampling_metadata import SamplingMetadata
 
-LOWEST = -(2.0**14)  # of logits below the maximum, so that sums fit in int64
+LOWEST = -(2.0**11)  # below the maximum; further logits count as this one
+UNITS = 2**10  # in 1: sums of squares of 2**18 tokens fit in int64
 
 
 class TopNSigmaProcessor(TokenFilter):
@@ -21,9 +22,9 @@ class TopNSigmaProcessor(TokenFilter):
     def change(self, relative: Tensor, rows: SamplingMetadata, values: Sequence[Tensor]) -> Tensor:
         [num_sigmas] = values
         is_absent = relative == -torch.inf
-        num_tokens = (~is_absent).sum(dim=1, keepdim=True)
-        offsets = relative.double().clamp(min=LOWEST).masked_fill(is_absent, 0)
-        mean = sum_rows(offsets, 2.0**24) / num_tokens
-        squares = (offsets - mean).square().masked_fill(is_absent, 0)
-        sigma = (sum_rows(squares, 2.0**16) / num_tokens).sqrt()
+        num_tokens = (~is_absent).sum(dim=1, keepdim=True).double()
+        offsets = (relative.clamp(min=LOWEST) * UNITS).to(torch.int64).masked_fill_(is_absent, 0)
+        mean = offsets.sum(dim=1, keepdim=True) / num_tokens
+        variance = offsets.square().sum(dim=1, keepdim=True) / num_tokens - mean.square()
+        sigma = variance.clamp(min=0).sqrt() / UNITS
         return relative.masked_fill(relative < -num_sigmas * sigma, -torch.inf)
