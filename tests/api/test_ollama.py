@@ -11,7 +11,16 @@ from servd.api.protocol.ollama import chat_messages
 from servd.checkpoint.hub import find_model
 from servd.checkpoint.model_spec import read_spec
 from servd.checkpoint.pooling import PoolingSpec
-from tests.api.harness import CITY, MODEL, WEATHER_SCRIPT, Served, output_text, serve, user
+from tests.api.harness import (
+    CITY,
+    MODEL,
+    WEATHER_SCRIPT,
+    Served,
+    output_text,
+    requests_sent,
+    serve,
+    user,
+)
 
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": CITY}}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
@@ -218,3 +227,16 @@ def test_results_belong_to_the_oldest_call_of_their_tool():
     assert [
         message["tool_call_id"] for message in [*chat_messages([assistant, *by_id])][1:]
     ] == ids[::-1]
+
+
+async def test_samplers_of_llama_cpp_are_options():
+    options = {"mirostat": 2, "mirostat_tau": 3.0, "mirostat_eta": 0.2, "typical_p": 0.5}
+    async with serve() as served:
+        body = {"messages": user("hi"), "stream": False, "options": options}
+        response = await served.http.post("/api/chat", json=body)
+        assert response.status_code == 200 and "x-servd-ignored" not in response.headers
+        params = requests_sent(served.engine)[-1].params
+        assert {name: getattr(params, name) for name in options} == options
+        options["mirostat"] = 1
+        refused = await served.http.post("/api/chat", json=body)
+    assert refused.status_code == 400 and "mirostat" in refused.text

@@ -598,3 +598,19 @@ async def test_a_page_that_is_opened_during_a_start_has_no_errors():
     async with serve(is_ready=False) as served, listening(served.app) as url:
         served.engine.tell(EngineStatus("loading weights", 0.5))
         await asyncio.to_thread(look)
+
+
+async def test_a_long_prompt_shows_how_much_of_it_is_read():
+    def look() -> None:
+        with browser(url) as page:
+            page.open()
+            page.wait(".composer textarea").send_keys("x" * 2000 + Keys.ENTER)
+            page.wait(".turn.assistant .hint", "Reading the prompt: ")
+            served.engine.step_seconds = 0.0
+            page.wait(".turn.assistant footer", "tokens")
+            assert not page.all(".turn.assistant > .hint")
+            page.check()
+
+    async with serve(max_num_batched_tokens=64) as served, listening(served.app) as url:
+        served.engine.step_seconds = 0.2
+        await asyncio.to_thread(look)

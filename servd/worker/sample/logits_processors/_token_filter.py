@@ -20,7 +20,7 @@ from servd.worker.sample.sampling_metadata import SamplingMetadata
 
 
 class TokenFilter(LogitsProcessor):
-    """Keeps `fields` of the parameters by slot."""
+    """Keeps `fields` of the parameters by slot. A request uses it if the first is above 0."""
 
     fields: ClassVar[tuple[str, ...]]
     changes_greedy: ClassVar[bool] = False  # whether greedy requests use it
@@ -48,9 +48,8 @@ class TokenFilter(LogitsProcessor):
         is_same = (changed == relative) | ~peaks.isfinite()
         logits[rows.index] = torch.where(is_same, row_logits, changed + peaks)
 
-    @abstractmethod
     def is_used(self, params: SamplingParams) -> bool:
-        """Return whether a request uses the filter."""
+        return getattr(params, self.fields[0]) > 0
 
     @abstractmethod
     def change(self, relative: Tensor, rows: SamplingMetadata, values: Sequence[Tensor]) -> Tensor:

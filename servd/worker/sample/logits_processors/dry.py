@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from servd.messages.params import MAX_DRY_TOKENS, SamplingParams
+from servd.messages.params import MAX_DRY_TOKENS
 from servd.worker.device.device import upload
 from servd.worker.sample.logits_processors import SlotRequest
 from servd.worker.sample.logits_processors._token_filter import TokenFilter
@@ -43,9 +43,6 @@ class DRYProcessor(TokenFilter):
         """Whether a token ends every match."""
         shape = self.max_num_seqs, self.vocab_size
         return torch.zeros(shape, dtype=torch.bool, device=self.device)
-
-    def is_used(self, params: SamplingParams) -> bool:
-        return params.dry_multiplier > 0
 
     def add(self, request: SlotRequest) -> bool:
         if not super().add(request):

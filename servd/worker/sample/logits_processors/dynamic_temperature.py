@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from servd.messages.params import SamplingParams
 from servd.worker.sample.logits_processors._token_filter import (
     TokenFilter,
     measure_surprise,
@@ -22,13 +21,10 @@ class DynamicTemperatureProcessor(TokenFilter):
 
     order = 160
     example = {"temperature": 1.0, "dynatemp_range": 0.5}
-    fields = ("temperature", "dynatemp_range", "dynatemp_exponent")
-
-    def is_used(self, params: SamplingParams) -> bool:
-        return params.dynatemp_range > 0
+    fields = ("dynatemp_range", "dynatemp_exponent", "temperature")
 
     def change(self, relative: Tensor, rows: SamplingMetadata, values: Sequence[Tensor]) -> Tensor:
-        temperature, width, exponent = values
+        width, exponent, temperature = values
         _, entropy = measure_surprise(to_masses(relative))
         num_tokens = relative.isfinite().sum(dim=1, keepdim=True).clamp(min=2)
         share = (entropy / num_tokens.double().log()).clamp(0, 1)

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from servd.messages.params import SamplingParams
 from servd.worker.sample.fixed_point import WEIGHT_ONE
 from servd.worker.sample.logits_processors import SlotRequest
 from servd.worker.sample.logits_processors._token_filter import TokenFilter, to_masses
@@ -22,7 +21,7 @@ class MirostatProcessor(TokenFilter):
 
     order = 170
     example = {"temperature": 1.0, "mirostat": 2, "mirostat_tau": 1.0}
-    fields = ("temperature", "mirostat_tau", "mirostat_eta")
+    fields = ("mirostat", "mirostat_tau", "mirostat_eta", "temperature")
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -32,9 +31,6 @@ class MirostatProcessor(TokenFilter):
         self.keys: dict[int, Any] = {}  # slot -> its request
         # Of the tokens that remain in this step: parts of float32 [n, vocab].
         self.masses: list[Tensor] = []
-
-    def is_used(self, params: SamplingParams) -> bool:
-        return params.mirostat == 2
 
     def add(self, request: SlotRequest) -> bool:
         if not super().add(request):
@@ -54,7 +50,7 @@ class MirostatProcessor(TokenFilter):
         return True
 
     def change(self, relative: Tensor, rows: SamplingMetadata, values: Sequence[Tensor]) -> Tensor:
-        temperature, _, _ = values
+        temperature = values[-1]
         masses = to_masses(relative / temperature.float())
         surprise = -(masses / masses.sum(dim=1, keepdim=True).double()).log2()
         limits = self.limits[rows.slots].unsqueeze(1)
@@ -63,7 +59,7 @@ class MirostatProcessor(TokenFilter):
         return relative.masked_fill(removes, -torch.inf)
 
     def update(self, token_ids: Tensor, rows: SamplingMetadata) -> None:
-        _, target, rate = self.values[rows.slots].unbind(1)
+        _, target, rate, _ = self.values[rows.slots].unbind(1)
         totals = torch.cat([part.long().sum(dim=1) for part in self.masses])
         masses = torch.cat(self.masses).gather(1, token_ids[rows.index].unsqueeze(1)).squeeze(1)
         self.masses.clear()

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from servd.messages.params import SamplingParams
 from servd.worker.sample.logits_processors._token_filter import TokenFilter, sum_rows
 from servd.worker.sample.sampling_metadata import SamplingMetadata
 
@@ -18,9 +17,6 @@ class TopNSigmaProcessor(TokenFilter):
     order = 110
     example = {"temperature": 1.0, "top_n_sigma": 1.0}
     fields = ("top_n_sigma",)
-
-    def is_used(self, params: SamplingParams) -> bool:
-        return params.top_n_sigma > 0
 
     def change(self, relative: Tensor, rows: SamplingMetadata, values: Sequence[Tensor]) -> Tensor:
         [num_sigmas] = values

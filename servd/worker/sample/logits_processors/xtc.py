@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from servd.messages.params import SamplingParams
 from servd.worker.sample.logits_processors import SlotRequest
 from servd.worker.sample.logits_processors._token_filter import TokenFilter, to_masses
 from servd.worker.sample.sampling_metadata import SamplingMetadata
@@ -31,9 +30,6 @@ class XTCProcessor(TokenFilter):
         if is_used:
             self.seeds[request.slot] = request.params.seed or 0
         return is_used
-
-    def is_used(self, params: SamplingParams) -> bool:
-        return params.xtc_probability > 0
 
     def change(self, relative: Tensor, rows: SamplingMetadata, values: Sequence[Tensor]) -> Tensor:
         probability, threshold = values
