@@ -102,8 +102,10 @@ class Database:
         future: Future[T] = Future()
         self._writes.append(_Write(work, future))
         if self._is_in_memory and self._lock.acquire(blocking=False):
-            self._commit_waiting()  # sooner than a thread would begin
-            self._lock.release()
+            try:
+                self._commit_waiting()  # sooner than a thread would begin
+            finally:
+                self._lock.release()
         else:
             self._pool.submit(self._commit_waiting)
         return await _result(future)
