@@ -49,7 +49,7 @@ def run_server(read_config: Callable[[], Config]) -> int:
     if (folder := config.batches.batch_dir) is not None:
         open_batch_dir(folder)
     if config.server.response_db is not None:
-        open_database(config.server.response_db).close()
+        open_database(config.server.response_db, is_first=True).close()
     has_models = config.models.models_dir is not None or bool(config.models.models)
     if config.server.headless and not has_models:
         return run_headless(config, read_config, started_at)

@@ -426,8 +426,10 @@ def test_a_template_file_that_is_no_text(tmp_path: Path):
 @pytest.mark.parametrize("gap", ["", "\n", "\n\n"])
 def test_a_text_before_a_call_comes_back_as_the_model_wrote_it(gap: str):
     """Templates write a line break before a call, with which the model's text already ends."""
-    source = """{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}GAP<call>
-{% endfor %}{% endfor %}""".replace("GAP", gap)
+    source = (
+        "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}{{ GAP }}<call>"
+    )
+    source = source.replace("GAP", json.dumps(gap)) + "{% endfor %}{% endfor %}"
     call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
     for text in (f"I look.{gap}", f"I look.\n{gap}", "I look."):
         messages = [{"role": "assistant", "content": text, "tool_calls": [call]}]

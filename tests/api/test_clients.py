@@ -88,8 +88,13 @@ async def test_responses_notes_items_of_hosted_tools(item: dict[str, Any], note:
         assert lines == ["user: hi", note, "user: again"]
         listed = await served.http.get(f"/v1/responses/{response.json()['id']}/input_items")
         assert listed.status_code == 200 and len(listed.json()["data"]) == 3
-        body = {"input": [*user("hi"), {"type": "item_reference", "id": "x"}]}
-        await answer(served, "/v1/responses", body, 400)
+        for name in ("x", "msg_nobody_0", "msg__0"):
+            body = {"input": [*user("hi"), {"type": "item_reference", "id": name}]}
+            await answer(served, "/v1/responses", body, 400)
+        messages = [item["id"] for item in listed.json()["data"] if item["type"] == "message"]
+        references = [{"type": "item_reference", "id": name} for name in messages[::-1]]
+        await answer(served, "/v1/responses", {"input": references})
+        assert prompt_of(served).split() == ["user:", "hi", "user:", "again"]
 
 
 PICTURE = {"type": "input_image", "image_url": "data:image/png;base64,AA=="}

@@ -221,7 +221,8 @@ def test_only_the_last_compaction_item_counts():
     def check(items: Any) -> list[Item]:
         return items
 
-    first, second = seal([message("user", "a")]), seal([message("user", "b")])
+    first = seal([message("user", "a")])
+    second = seal([message("user", "b")])
     items = [
         {"type": "compaction", "encrypted_content": first},
         message("user", "between"),

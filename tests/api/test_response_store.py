@@ -227,12 +227,15 @@ def test_files_that_are_no_database(tmp_path: Path):
     for path in (text, other, newer, damaged, tmp_path, tmp_path / "none" / "x.db"):
         before = path.is_file() and path.read_bytes()
         with pytest.raises(ConfigError, match="--response-db"):
-            open_database(str(path))
+            open_database(str(path), is_first=True)
         assert before == (path.is_file() and path.read_bytes())
     good = tmp_path / "good.db"
     open_database(str(good)).close()
     assert good.stat().st_mode & 0o777 == 0o600
-    open_database(str(good)).close()
+    with open_database(str(good), is_first=True) as writing:
+        writing.execute("BEGIN IMMEDIATE")
+        open_database(str(good)).close()  # an API server that restarts does not wait for it
+    writing.close()
 
 
 async def test_a_file_that_is_damaged_later(db: str):

@@ -321,8 +321,11 @@ NESTED = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [O
 NAMELESS = {"type": "function_call", "name": "f", "arguments": "{}"}
 FORMS = [{"type": "json_schema"}, {"type": "x"}]
 PROBLEMS: dict[str, list[dict[str, Any]]] = {
-    "input": [{"input": None}, {"input": []}, {"max_output_tokens": 5000}],
-    "input[0]": [{"input": [5]}, {"input": [{"type": "item_reference", "id": "x"}]}],
+    "input": [
+        *({"input": value} for value in (None, [], [{"type": "item_reference", "id": "x"}])),
+        {"max_output_tokens": 5000},
+    ],
+    "input[0]": [{"input": [5]}, {"input": [{"type": "item"}]}],
     "input[0].role": [{"input": [{"role": "robot", "content": "x"}]}],
     "input[0].content": [{"input": user([part])} for part in (SOUND, {"type": "input_text"})],
     "input[0].call_id": [{"input": [NAMELESS]}],

@@ -117,6 +117,12 @@ def opened(text: str) -> str:
         ) from None
 
 
+def response_of_item(item_id: str) -> str | None:
+    """Return the id of the response of which an item is part; None for an id of a client."""
+    match = re.fullmatch(r"[a-z]+_(.+)_(?:in)?\d+", item_id)
+    return f"resp_{match[1]}" if match else None
+
+
 def with_ids(items: list[dict[str, Any]], unique_id: str) -> list[dict[str, Any]]:
     """Return the items of a request for storage: without an id, an item gets a new one."""
     numbered: list[dict[str, Any]] = []

@@ -40,6 +40,7 @@ OWN_ITEMS = (
     "custom_tool_call_output",
     "additional_tools",
     "compaction",
+    "item_reference",
     "reasoning",
 )
 TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
@@ -123,6 +124,13 @@ class AdditionalTools(OpenObject):
     tools: NotRequired[Annotated[list[AnyTool], Field(fail_fast=True, max_length=1024)] | None]
 
 
+class ItemReference(OpenObject):
+    """A reference to an item of a stored response."""
+
+    type: Literal["item_reference"]
+    id: Annotated[str, Field(max_length=256)]
+
+
 class CompactionInput(OpenObject):
     """What a server left of a conversation. It stands for all items before it."""
 
@@ -177,6 +185,7 @@ InputItem = Annotated[
     | Annotated[CustomToolCallOutput, Tag("custom_tool_call_output")]
     | Annotated[AdditionalTools, Tag("additional_tools")]
     | Annotated[CompactionInput, Tag("compaction")]
+    | Annotated[ItemReference, Tag("item_reference")]
     | Annotated[ReasoningInput, Tag("reasoning")]
     | Annotated[HostedItem, Tag("hosted item")],
     Discriminator(_tag_of_item),

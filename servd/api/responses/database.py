@@ -27,9 +27,9 @@ PAGES = 2000  # of 4 KiB
 VERSION = 1  # of the schema
 
 
-def open_database(path: str | None) -> sqlite3.Connection:
+def open_database(path: str | None, is_first: bool = False) -> sqlite3.Connection:
     """Open a database, and create it if needed; in memory if `path` is None. Raise ConfigError if
-    the file cannot be written, or is damaged or another program's.
+    the file is damaged or another program's, or if the first to open it cannot write to it.
     """
     connection: sqlite3.Connection | None = None
     try:
@@ -39,7 +39,7 @@ def open_database(path: str | None) -> sqlite3.Connection:
         name = path or ":memory:"
         connection = sqlite3.connect(name, timeout=BUSY_TIMEOUT, check_same_thread=False)
         connection.isolation_level = None  # transactions are explicit
-        _prepare(connection)
+        _prepare(connection, is_first)
         return connection
     except (OSError, sqlite3.Error, ConfigError) as error:
         if connection is not None:
@@ -48,25 +48,29 @@ def open_database(path: str | None) -> sqlite3.Connection:
         raise ConfigError(f"--response-db {path}: {why}") from None
 
 
-def _prepare(db: sqlite3.Connection) -> None:
+def _prepare(db: sqlite3.Connection, is_first: bool) -> None:
     (application_id,) = db.execute("PRAGMA application_id").fetchone()
     (version,) = db.execute("PRAGMA user_version").fetchone()
     count_tables = "SELECT count(*) FROM sqlite_master"
-    if db.execute(count_tables).fetchone() != (0,) and application_id != APPLICATION_ID:
+    is_empty = db.execute(count_tables).fetchone() == (0,)
+    if application_id != APPLICATION_ID and not is_empty:
         raise ConfigError("this is another program's database: choose another file")
     if version not in (0, VERSION):
         raise ConfigError("this is the database of another version of servd: choose another file")
-    db.execute("PRAGMA auto_vacuum = INCREMENTAL")  # before the first table
-    db.execute("PRAGMA journal_mode = WAL")
+    if is_empty:
+        db.execute("PRAGMA auto_vacuum = INCREMENTAL")
+        db.execute("PRAGMA journal_mode = WAL")
     db.execute("PRAGMA synchronous = FULL")
     db.execute("PRAGMA foreign_keys = ON")
     db.execute("PRAGMA journal_size_limit = 67108864")
+    if not is_empty and not is_first:
+        return  # an API server that restarts does not need to write
     db.execute("BEGIN IMMEDIATE")
     if db.execute(count_tables).fetchone() == (0,):
         for statement in Path(__file__).with_name("schema.sql").read_text("utf8").split("\n\n"):
             db.execute(statement)
     db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-    db.execute(f"PRAGMA user_version = {VERSION}")  # writes: fails if the disk is full
+    db.execute(f"PRAGMA user_version = {VERSION}")
     db.execute("COMMIT")
 
 
@@ -98,8 +102,10 @@ class Database:
         future: Future[T] = Future()
         self._writes.append(_Write(work, future))
         if self._is_in_memory and self._lock.acquire(blocking=False):
-            self._commit_waiting()  # sooner than a thread would begin
-            self._lock.release()
+            try:
+                self._commit_waiting()  # sooner than a thread would begin
+            finally:
+                self._lock.release()
         else:
             self._pool.submit(self._commit_waiting)
         return await _result(future)

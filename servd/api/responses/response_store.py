@@ -22,7 +22,7 @@ from servd.api.responses.database import Database
 from servd.api.responses.event_log import MAX_EVENTS, EventLog
 from servd.api.responses.queries import History, Stored
 from servd.api.responses.server_lock import ServerLock, is_alive, remove_dead
-from servd.base.errors import InvalidRequest, NotFound, Overloaded, RequestError, StoreUnavailable
+from servd.base.errors import InvalidRequest, NotFound, Overloaded, StoreUnavailable
 from servd.config import ServerConfig
 
 T = TypeVar("T")
@@ -107,16 +107,9 @@ class ResponseStore:
                 "(--max-stored-responses): retry when one has finished"
             )
 
-    async def find(
-        self,
-        owner: str,
-        response_id: str,
-        missing: type[RequestError] = NotFound,
-        param: str = "response_id",
-        code: str | None = None,
-    ) -> Stored:
-        """Return a response by its id or X-Request-Id. It has failed if its server has died.
-        Raise `missing`, with `param` and `code`: the response was never stored, or was removed.
+    async def find(self, owner: str, response_id: str) -> Stored:
+        """Return a response by its id or X-Request-Id. It has failed if its server has died. Raise
+        NotFound: the response was never stored, or was removed.
         """
         query = partial(queries.find_response, owner=owner, response_id=response_id)
         stored = await self.db.read(query)
@@ -132,11 +125,10 @@ class ResponseStore:
             limits = "--response-max-age and --response-max-bytes"
             if self.path is None:
                 limits += ", and --max-stored-responses in each API process"
-            raise missing(
+            raise NotFound(
                 f"there is no response {response_id[:200]!r} of this API key. The server keeps "
                 f"responses within {limits}",
-                param=param,
-                code=code,
+                param="response_id",
             )
         return stored
 
@@ -164,8 +156,11 @@ class ResponseStore:
         if previous_id is None:
             return History()
         param = "previous_response_id"
-        code = "previous_response_not_found"
-        stored = await self.find(owner, previous_id, InvalidRequest, param, code)
+        try:
+            stored = await self.find(owner, previous_id)
+        except NotFound as error:
+            code = "previous_response_not_found"
+            raise InvalidRequest(error.message, param=param, code=code) from None
         status = stored.summary.status
         if status not in ("completed", "incomplete"):
             raise InvalidRequest(
@@ -294,7 +289,7 @@ class ResponseStore:
         """Until cancelled, share running responses with other processes, and clean up."""
         next_clean_up = 0.0
         while True:
-            with suppress(StoreUnavailable):  # it is logged
+            with suppress(StoreUnavailable, OSError):  # logged, or too many open files
                 if time.monotonic() >= next_clean_up:
                     next_clean_up = time.monotonic() + CLEAN_UP_INTERVAL
                     await self.clean_up()

@@ -24,7 +24,7 @@ from servd.api.http.streaming import EventStream
 from servd.api.output.incremental import Content, Delta, Reasoning, ToolCallArguments, ToolCallStart
 from servd.api.protocol.chat import ChatCompletionRequest
 from servd.api.protocol.errors import ErrorBody, ErrorReply, error_reply
-from servd.api.protocol.response_items import listed, sealed
+from servd.api.protocol.response_items import listed, response_of_item, sealed
 from servd.api.protocol.response_tools import names_of
 from servd.api.protocol.responses import (
     CHAT_NAMES,
@@ -60,11 +60,12 @@ from servd.api.serving.events import CUT_OFF, Event, EventFormatter
 from servd.api.serving.formatter import ResponseInfo
 from servd.api.serving.logprobs import TokenTexts
 from servd.api.serving.serving import OpenAIServing, Outputs
-from servd.base.errors import InvalidRequest
+from servd.base.errors import InvalidRequest, NotFound
 from servd.messages.engine import TokenLogprobs
 from servd.messages.outputs import CompletionOutput, PromptProgress
 from servd.messages.params import SamplingParams
 
+MAX_REFERENCED = 16  # responses to whose items a request refers
 ANSWER_SHARE = 16  # of the context: what truncation leaves to an answer without a limit
 TEXT_EVENT = {MessageItem: "response.output_text", ReasoningItem: "response.reasoning_text"}
 NO_TOOL: dict[str, Any] = {"description": None, "parameters": None, "strict": None}
@@ -220,6 +221,7 @@ class OpenAIServingResponses(OpenAIServing):
         InvalidRequest.
         """
         call = call_of(request)
+        body.input = await self._dereferenced(body.input, call.owner)
         history = await self.store.history(call.owner, body.previous_response_id, body.conversation)
 
         def make_chat() -> tuple[History, Compacted, ChatCompletionRequest]:
@@ -230,6 +232,34 @@ class OpenAIServingResponses(OpenAIServing):
         size = call.num_bytes + history.num_bytes
         with renamed(CHAT_NAMES):
             return await run_for(request, size, make_chat, is_new=True)
+
+    async def _dereferenced(self, items: list[Any], owner: str) -> list[Any]:
+        """Return items with the stored ones in place of references. Raise InvalidRequest if one is
+        not stored.
+        """
+        names = {item["id"] for item in items if item.get("type") == "item_reference"}
+        responses = {response_of_item(name) for name in names} - {None}
+        if len(responses) > MAX_REFERENCED:
+            raise InvalidRequest(
+                f"the references are to items of {len(responses)} responses, at most "
+                f"{MAX_REFERENCED} are possible: send the items",
+                param="input",
+            )
+        stored_items: dict[str, Any] = {}
+        for response_id in filter(None, responses):
+            with suppress(NotFound):
+                stored = await self.store.find(owner, response_id)
+                history = await self.store.db.read(partial(read_chain, row=stored.row))
+                stored_items |= {item["id"]: item for item in history.items()}
+        if missing := names - stored_items.keys():
+            raise InvalidRequest(
+                f"there is no item {min(missing)[:200]!r} of a stored response: send the item",
+                param="input",
+            )
+        return [
+            stored_items[item["id"]] if item.get("type") == "item_reference" else item
+            for item in items
+        ]
 
     def _compact(
         self, body: ResponsesRequest, items: list[dict[str, Any]], is_forced: bool

@@ -91,7 +91,8 @@ def outputs(expected: ExpectedOutput, seeds: range, hints: list[str], size: int 
                 planned = draw.choice(hints).encode()
                 if planned.startswith((b"<|start|>", b"<|channel|>")) and not is_allowed(mask, EOS):
                     planned = b""  # a token in real vocabularies, which no argument can contain
-            token_id, planned = (planned[0], planned[1:]) if planned else (-1, b"")
+            token_id = planned[0] if planned else -1
+            planned = planned[1:]
             if token_id < 0 and is_allowed(mask, EOS) and draw.random() < 0.1:
                 token_id = EOS
             if not is_allowed(mask, token_id):
