@@ -87,8 +87,9 @@ async def test_the_sdks_read_streams_with_progress():
             assert message.content[0].type == "text"
 
 
-async def test_without_a_stream_there_is_no_progress(http: Any):
-    body = {**CASES[CHAT], "max_tokens": 4, "return_progress": True}
+@pytest.mark.parametrize("fields", [{}, {"stream": True, "use_beam_search": True}])
+async def test_without_a_stream_or_with_beams_there_is_no_progress(http: Any, fields: Any):
+    body = {**CASES[CHAT], "max_tokens": 4, "return_progress": True, **fields}
     response = await http.post(CHAT, json=body)
     assert response.headers["x-servd-ignored"] == "return_progress"
     assert "prompt_progress" not in response.text

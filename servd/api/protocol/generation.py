@@ -343,7 +343,7 @@ class GenerationRequest(StructuredRequest):
             idle = {*idle, "truncation_side"}
         fields = vars(self)  # the declared ones
         names = {name for name in idle if fields[name] is not None}
-        if self.return_progress and not self.stream:
+        if self.return_progress and (self.use_beam_search or not self.stream):
             names.add("return_progress")
         return super().ignored() | names | {f"stream_options.{name}" for name in options}
 
@@ -377,7 +377,7 @@ class GenerationRequest(StructuredRequest):
             kv_source=peer if transfer.get("do_remote_prefill") else "",
             is_exported=bool(transfer.get("do_remote_decode")),
             truncation_side=self.truncation_side,
-            reports_progress=bool(self.return_progress),
+            reports_progress=bool(self.return_progress and not self.use_beam_search),
         )
 
     @property
