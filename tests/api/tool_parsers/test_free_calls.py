@@ -160,6 +160,14 @@ def test_calls_begin_in_the_middle_of_a_text(name):
     assert {called for called, _ in calls} == {"f", "g"}
 
 
+def test_a_word_before_calls_may_stand_alone():
+    function = {"name": "f", "parameters": {"type": "object", "required": ["n"]}}
+    expected = expect(parser_class("phi4_mini"), ToolOptions([strict(function)]))
+    assert allows(expected, "from functools import cache\n")
+    assert allows(expected, 'functools[{"name": "f", "arguments": {"n": 1}}]')
+    assert not allows(expected, 'functools[{"name": "f", "arguments": {}}]')
+
+
 def test_who_is_held():
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
     hermes = parser_class("hermes")
