@@ -256,6 +256,11 @@ def test_a_custom_tools_text_follows_a_regular_expression(pattern, text, wrong):
     assert not allows(expected, call("apply_patch", wrong))
 
 
+def test_a_string_may_have_a_character_by_its_number_and_a_backslash_before_an_x():
+    expected = expect(None, custom(TextGrammar("lark", r'start: "\x41\\x41"'), forced=True))
+    assert allows(expected, call("apply_patch", r"A\x41"))
+
+
 def test_a_recursive_grammar_holds_with_what_it_ignores():
     lark = 'start: sum\nsum: term ("+" term)*\nterm: /\\d+/ | "(" sum ")"\n%ignore " "\n'
     expected = expect(None, custom(TextGrammar("lark", lark), forced=True))
