@@ -436,3 +436,8 @@ def test_a_text_before_a_call_comes_back_as_the_model_wrote_it(gap: str):
         prompt = ChatTemplate(source).render(messages)
         assert prompt.startswith(text.removesuffix(gap) + f"{gap}<call>")
     assert ChatTemplate(source).render([{"role": "user", "content": "a\n"}]) == "a\n"
+    parts = [{"type": "text", "text": f"{text}{gap}"} for text in ("I look.", "And act.")]
+    loop = "{% for part in m.content %}{{ part.text }}{% endfor %}"
+    messages = [{"role": "assistant", "content": parts, "tool_calls": [call]}]
+    prompt = ChatTemplate(source.replace("{{ m.content }}", loop)).render(messages)
+    assert prompt.startswith(f"I look.{gap}And act.{gap}<call>")

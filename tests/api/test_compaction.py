@@ -116,6 +116,23 @@ def test_a_call_that_is_answered_late_stays_with_its_result():
     assert ids(remaining, "function_call") == ids(remaining, "function_call_output")
 
 
+def test_calls_that_are_answered_late_stay_with_their_results():
+    items = [
+        message("user", "a"),
+        call("1"),
+        message("user", "b"),
+        call("2"),
+        result("1", "c"),
+        message("user", "c" * 300),
+        message("assistant", "c"),
+        result("2", "d"),
+        message("user", "e"),
+    ]
+    for limit in range(100, 900, 20):
+        remaining = compact(items, limit, len, 0).items
+        assert ids(remaining, "function_call") == ids(remaining, "function_call_output")
+
+
 def prompt_of(served: Served) -> str:
     return bytes(requests_sent(served.engine)[-1].prompt_token_ids).decode()
 

@@ -8,6 +8,7 @@ from openai.types.chat import ChatCompletion
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from servd.api.output.output_parser import CustomInput
 from tests.api.harness import Served, events, named_events, requests_sent, serve, user
 from tests.api.test_chat_tools import CHAT, TOOL_TEMPLATE
 from tests.api.tool_parsers.test_free_calls import IS_PATCH, PATCH
@@ -103,6 +104,24 @@ async def test_a_response_streams_the_text_of_a_custom_tool():
         again = {"input": "go on", "previous_response_id": answer.json()["id"]}
         await post(served, RESPONSES, again)
         assert json.dumps(CALL["arguments"], ensure_ascii=False) in prompt_of(served)
+
+
+@pytest.mark.parametrize(
+    ("written", "text"),
+    [
+        (r"a\ud800b\\c", "a\ufffdb\\c"),
+        (r"\ud83d\ude00\ud83d\ud83d\ude00", "😀\ufffd😀"),
+        (r"\ud800\u0041\udc00\u0000\n\/", "\ufffdA\ufffd\0\n/"),
+        (r"a\xb\u12 c", "a\\xb\\u12 c"),
+        (r"a\ud8", "a"),
+    ],
+)
+def test_a_text_with_odd_escapes_is_whole_in_any_pieces(written, text):
+    arguments = '{"input": "' + written + ('"}' if written != r"a\ud8" else "")
+    for size in (1, 2, 3, 5, len(arguments)):
+        reader = CustomInput()
+        pieces = [arguments[i : i + size] for i in range(0, len(arguments), size)]
+        assert "".join(map(reader.feed, pieces)) + reader.finish() == text
 
 
 FORCED = [

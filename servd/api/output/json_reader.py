@@ -88,6 +88,11 @@ def escape(text: str) -> str:
     return _encode(text)[1:-1]
 
 
+def string_of(text: str) -> str:
+    """Return the string that a text without quotation marks means in JSON, or almost."""
+    return without_surrogates(json.loads(f'"{_UNSAFE.sub(_as_json, text)}"'))
+
+
 class JsonReader:
     """A reader that emits JSON while the text arrives. Valid JSON is emitted as it is.
 

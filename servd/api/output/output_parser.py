@@ -1,6 +1,5 @@
 """OutputParser: splits output text into reasoning, content and tool calls."""
 
-import json
 import math
 import re
 from bisect import bisect_left
@@ -8,14 +7,8 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from servd.api.output.incremental import (
-    Brackets,
-    Content,
-    Delta,
-    ToolCallArguments,
-    ToolCallStart,
-    without_surrogates,
-)
+from servd.api.output.incremental import Brackets, Content, Delta, ToolCallArguments, ToolCallStart
+from servd.api.output.json_reader import string_of
 from servd.api.output.reasoning_parser import ReasoningParser
 from servd.api.output.tool_parser import ToolParser
 from servd.api.text.detokenizer import Utf8Decoder
@@ -84,8 +77,9 @@ class CustomInput:
     _HEAD = re.compile(r'\s*\{\s*"(?:[^"\\]++|\\.)*+"\s*:\s*"')
     # Up to an escape that is incomplete, alone or as the first half of a pair.
     _TEXT = re.compile(
-        r'(?:[^"\\]++|\\(?:[^u]|u(?![dD][89abAB])[0-9a-fA-F]{4}'
-        r"|u[dD][89abAB][0-9a-fA-F]{2}\\u[0-9a-fA-F]{4}))*+"
+        r'(?:[^"\\]++|\\(?:[^u]|u[0-9a-fA-F]{0,3}(?=[^0-9a-fA-F])|u(?![dD][89abAB])[0-9a-fA-F]{4}'
+        r"|u[dD][89abAB][0-9a-fA-F]{2}(?:\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+        r"|(?=[^\\]|\\[^u]|\\u(?:[^dD]|[dD][^c-fC-F])))))*+"
     )
     _MAX_HEAD = 256  # characters
 
@@ -109,7 +103,7 @@ class CustomInput:
         text = self._TEXT.match(self._unread)
         assert text is not None
         self._unread = self._unread[text.end() :]
-        return without_surrogates(json.loads(f'"{text[0]}"', strict=False))
+        return string_of(text[0])
 
     def finish(self) -> str:
         """Return what arguments that begin in another way are."""

@@ -155,7 +155,7 @@ class _LarkReader:
 
     def _string(self, text: str, flag: str) -> str:
         try:
-            value = json.loads(re.sub(r"\\x([0-9a-fA-F]{2})", r"\\u00\1", text))
+            value = json.loads(re.sub(r"\\x|(\\.)", lambda match: match[1] or r"\u00", text))
         except ValueError:
             raise wrong_grammar(f"{text[:64]} is no string") from None
         if self.change is None:

@@ -7,7 +7,9 @@ too long. So each later turn makes the same cut and finds the turn before in the
 from __future__ import annotations
 
 import base64
+from bisect import bisect_right
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import msgspec
@@ -70,23 +72,22 @@ def _groups(items: list[Item]) -> list[list[Item]]:
     """Return items as groups that must not be parted: a message of the user, or an answer with its
     calls and their results.
     """
-    groups: list[list[Item]] = []
-    group_of_call: dict[str, int] = {}
+    starts: list[int] = []  # of the groups, as indices of items
+    places: dict[str, int] = {}  # of calls
     is_in_answer = False
-    for item in items:
+    for index, item in enumerate(items):
         kind = item.get("type", "message")
         is_result = kind.endswith("_output")
         is_answer = kind != "message" or item["role"] == "assistant"
-        first = group_of_call.get(item.get("call_id", "")) if is_result else None
-        if first is not None and first < len(groups) - 1:  # something came between
-            groups[first:] = [[item for group in groups[first:] for item in group]]
-        if not groups or not (is_result or (is_answer and is_in_answer)):
-            groups.append([])
-        groups[-1].append(item)
+        if is_result:
+            place = places.get(item.get("call_id", ""), index)
+            del starts[bisect_right(starts, place) :]  # what came between
+        if not starts or not (is_result or (is_answer and is_in_answer)):
+            starts.append(index)
         if kind.endswith("_call"):
-            group_of_call[item.get("call_id", "")] = len(groups) - 1
+            places[item.get("call_id", "")] = index
         is_in_answer = is_answer and not is_result
-    return groups
+    return [items[start:end] for start, end in pairwise([*starts, len(items)])]
 
 
 def _is_system(item: Item) -> bool:

@@ -89,7 +89,8 @@ def _normalise(
 def _without_end(content: Content, end: str) -> Content:
     if isinstance(content, str):
         return content.removesuffix(end)
-    return [{**part, "text": part["text"].removesuffix(end)} for part in content]
+    last = [{**part, "text": part["text"].removesuffix(end)} for part in content[-1:]]
+    return [*content[:-1], *last]
 
 
 def _text_of_part(part: Any, param: str) -> str:

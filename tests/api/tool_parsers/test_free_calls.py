@@ -160,6 +160,14 @@ def test_calls_begin_in_the_middle_of_a_text(name):
     assert {called for called, _ in calls} == {"f", "g"}
 
 
+def test_a_word_before_calls_may_stand_alone():
+    function = {"name": "f", "parameters": {"type": "object", "required": ["n"]}}
+    expected = expect(parser_class("phi4_mini"), ToolOptions([strict(function)]))
+    assert allows(expected, "from functools import cache\n")
+    assert allows(expected, 'functools[{"name": "f", "arguments": {"n": 1}}]')
+    assert not allows(expected, 'functools[{"name": "f", "arguments": {}}]')
+
+
 def test_who_is_held():
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
     hermes = parser_class("hermes")
@@ -246,6 +254,11 @@ def test_a_custom_tools_text_follows_a_regular_expression(pattern, text, wrong):
     assert expected.tool_parser is ForcedCallsParser
     assert allows(expected, call("apply_patch", text))
     assert not allows(expected, call("apply_patch", wrong))
+
+
+def test_a_string_may_have_a_character_by_its_number_and_a_backslash_before_an_x():
+    expected = expect(None, custom(TextGrammar("lark", r'start: "\x41\\x41"'), forced=True))
+    assert allows(expected, call("apply_patch", r"A\x41"))
 
 
 def test_a_recursive_grammar_holds_with_what_it_ignores():

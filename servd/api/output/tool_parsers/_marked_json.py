@@ -7,7 +7,9 @@ from servd.api.output.tool_parser import ToolParser
 
 
 class MarkedJsonParser(ToolParser):
-    """A parser of `[{"name": ..., "arguments": {...}}]` after one of `begins`; `end` may follow."""
+    """A parser of `[{"name": ..., "arguments": {...}}]` after one of `begins`, which may have the
+    bracket; `end` may follow.
+    """
 
     begins: ClassVar[tuple[str, ...]]
     end: ClassVar[str] = ""
@@ -20,6 +22,7 @@ class MarkedJsonParser(ToolParser):
         yield from self.read_to_end(*self.begins, call=self._calls)
 
     def _calls(self) -> Steps[bool]:
+        self.reader.untake("[" if self.reader.consumed.endswith("[") else "")
         yield from self.reader.space()
         if not (yield from self.json_calls()):
             return False

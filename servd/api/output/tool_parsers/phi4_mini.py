@@ -5,7 +5,7 @@ from servd.api.output.tool_parsers._marked_json import MarkedJsonParser
 
 OPEN = "<|tool_call|>"
 CLOSE = "<|/tool_call|>"
-WORD = "functools"
+WORD = "functools["  # not the word alone, which is a module of Python
 CALL = '{"name": "NAME", "arguments": ARGUMENTS}'
 
 
@@ -14,9 +14,6 @@ class Phi4MiniToolParser(MarkedJsonParser):
 
     markers = (OPEN, CLOSE)
     begins = (OPEN, WORD)
-    signs = ("<|/tool|>", f"{WORD}[")
+    signs = ("<|/tool|>", WORD)
     end = CLOSE
-    syntaxes = (
-        CallSyntax(CALL, f"{OPEN}[", ", ", f"]{CLOSE}"),
-        CallSyntax(CALL, f"{WORD}[", ", ", "]"),
-    )
+    syntaxes = (CallSyntax(CALL, f"{OPEN}[", ", ", f"]{CLOSE}"), CallSyntax(CALL, WORD, ", ", "]"))

@@ -5,5 +5,11 @@ from tests.api.tool_parsers.recorded import Case, after
 CASES = (
     after("<|tool_call|>", "<|/tool_call|>")
     | {f"functools, {title}": case for title, case in after("functools").items()}
-    | {"the module": Case("`functools` has `partial`.", [], "`functools` has `partial`.")}
+    | {
+        name: Case(text, [], text)
+        for name, text in {
+            "the module": "`functools` has `partial`.",
+            "functools, with line breaks": 'functools\n[{"name": "now"}]',
+        }.items()
+    }
 )
