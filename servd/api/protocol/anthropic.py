@@ -1,7 +1,5 @@
 """Anthropic's Messages: the request, its translation into a chat, and the response."""
 
-from __future__ import annotations
-
 import json
 import tomllib
 from collections.abc import Callable

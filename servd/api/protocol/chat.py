@@ -1,8 +1,6 @@
 """Chat completions: the request, the response and the chunks of a stream."""
 
-from __future__ import annotations
-
-from typing import Annotated, Any, Literal, NotRequired
+from typing import Annotated, Any, Literal, NotRequired, Self
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -255,7 +253,7 @@ class ChatPrompt(RequestBody):
         )
 
     @model_validator(mode="after")
-    def _check_tool_choice(self) -> ChatPrompt:
+    def _check_tool_choice(self) -> Self:
         if self.tool_choice in (None, "none", "auto"):
             return self
         if not self.tools:
@@ -289,7 +287,7 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
     """Begin the response with the last message, if it is the assistant's."""
 
     @model_validator(mode="after")
-    def _check_chat(self) -> ChatCompletionRequest:
+    def _check_chat(self) -> Self:
         if self.top_logprobs and not self.logprobs:
             raise wrong_field("top_logprobs", "needs `logprobs`: true")
         return self

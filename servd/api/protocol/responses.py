@@ -1,7 +1,5 @@
 """Responses: the request, its translation into a chat, and the response with its output items."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal, NotRequired, cast
 
 import msgspec

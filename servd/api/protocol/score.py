@@ -1,9 +1,7 @@
 """Scores, the similarity of texts pair by pair, and ranks in the formats of Jina and Cohere."""
 
-from __future__ import annotations
-
 import time
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -63,7 +61,7 @@ class ScoreRequest(SimilarityRequest):
     ]
 
     @model_validator(mode="after")
-    def _check_pairs(self) -> ScoreRequest:
+    def _check_pairs(self) -> Self:
         if len(self.text_1) not in (1, len(self.text_2)):
             raise wrong_field(
                 "text_1",

@@ -1,7 +1,5 @@
 """OpenAIServingCompletion: serves text completions."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from msgspec import UNSET, UnsetType

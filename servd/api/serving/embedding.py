@@ -1,7 +1,5 @@
 """OpenAIServingEmbedding: serves the vectors of texts."""
 
-from __future__ import annotations
-
 import base64
 import math
 import struct

@@ -1,7 +1,5 @@
 """AnthropicServingMessages: serves Anthropic's messages."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """OllamaServing: serves Ollama's chats, texts and embeddings."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime

@@ -1,7 +1,5 @@
 """ServingPooling: serves the vectors of texts or of their tokens, and the classes of texts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from starlette.requests import Request

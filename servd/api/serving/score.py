@@ -1,7 +1,5 @@
 """OpenAIServingScore: serves the similarity of texts."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """OpenAIServing: what the classes that serve a family of endpoints share."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial

@@ -1,7 +1,5 @@
 """OpenAIServingTokenization: converts text to token ids and back, and renders chats."""
 
-from __future__ import annotations
-
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
