@@ -78,9 +78,7 @@ class AnthropicServingMessages(OpenAIServing):
         headers = {"request-id": call_of(request).request_id}
         return json_response(counted, headers=headers)
 
-    async def edit_context(
-        self, body: MessagesRequest | CountTokensRequest, request: Request
-    ) -> list[AppliedEdit]:
+    async def edit_context(self, body: CountTokensRequest, request: Request) -> list[AppliedEdit]:
         """Edit the conversation as the body asks, and return what changed it."""
 
         def count(text: str) -> int:
@@ -89,9 +87,7 @@ class AnthropicServingMessages(OpenAIServing):
         size = call_of(request).num_bytes
         return await run_for(request, size, lambda: body.edit_context(count))
 
-    async def chat_of(
-        self, body: MessagesRequest | CountTokensRequest, request: Request
-    ) -> ChatCompletionRequest:
+    async def chat_of(self, body: CountTokensRequest, request: Request) -> ChatCompletionRequest:
         size = call_of(request).num_bytes
         return await run_for(request, size, lambda: body.as_chat(body.chat_fields()))
 
