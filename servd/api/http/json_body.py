@@ -6,8 +6,7 @@ from functools import partial
 from heapq import nsmallest
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-from fastapi import Depends
-from starlette.requests import Request
+from fastapi import Depends, Request
 
 from servd.api.call import MAX_IGNORED, Call, call_of
 from servd.api.connection import while_connected

@@ -3,9 +3,7 @@
 import asyncio
 from typing import Annotated
 
-from fastapi import APIRouter, Query
-from starlette.requests import Request
-from starlette.responses import Response
+from fastapi import APIRouter, Query, Request, Response
 
 from servd.api.context import json_response, shelf_of
 from servd.api.http.json_body import JsonBody

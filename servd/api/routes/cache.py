@@ -5,9 +5,7 @@
 import re
 
 import msgspec
-from fastapi import APIRouter
-from starlette.requests import Request
-from starlette.responses import Response
+from fastapi import APIRouter, Request, Response
 
 from servd.api.context import context_of, json_response
 from servd.api.http.route import Route, refusals

@@ -4,9 +4,7 @@ import asyncio
 from collections.abc import Sequence
 
 import msgspec
-from fastapi import APIRouter
-from starlette.requests import Request
-from starlette.responses import Response
+from fastapi import APIRouter, Request, Response
 
 from servd.api.context import context_of, json_response
 from servd.api.engine.engine_client import EngineClient

@@ -1,8 +1,6 @@
 """POST /v1/decisions: answer questions with the probabilities of given options."""
 
-from fastapi import APIRouter
-from starlette.requests import Request
-from starlette.responses import Response
+from fastapi import APIRouter, Request, Response
 
 from servd.api.http.json_body import JsonBody
 from servd.api.http.route import Route

@@ -1,8 +1,7 @@
 """POST /v1/load_lora_adapter, /v1/unload_lora_adapter: load and unload LoRA adapters."""
 
-from fastapi import APIRouter
-from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import PlainTextResponse
 
 from servd.api.context import context_of
 from servd.api.engine.adapters import Adapters

@@ -2,9 +2,7 @@
 
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Query
-from starlette.requests import Request
-from starlette.responses import Response
+from fastapi import APIRouter, Depends, Query, Request, Response
 
 from servd.api.context import context_of
 from servd.api.http.json_body import JsonBody, read_json_body

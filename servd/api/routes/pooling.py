@@ -1,8 +1,6 @@
 """POST /pooling and /classify: vectors of texts or of their tokens, and classes of texts."""
 
-from fastapi import APIRouter
-from starlette.requests import Request
-from starlette.responses import Response
+from fastapi import APIRouter, Request, Response
 
 from servd.api.http.json_body import JsonBody
 from servd.api.http.route import Route

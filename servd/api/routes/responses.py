@@ -2,10 +2,9 @@
 
 from typing import Annotated
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Query, Request
+from fastapi import Response as HTTPResponse
 from starlette.convertors import StringConvertor, register_url_convertor
-from starlette.requests import Request
-from starlette.responses import Response as HTTPResponse
 
 from servd.api.http.json_body import JsonBody
 from servd.api.http.paging import Page

@@ -2,9 +2,7 @@
 
 from typing import Any
 
-from fastapi import APIRouter
-from starlette.requests import Request
-from starlette.responses import Response
+from fastapi import APIRouter, Request, Response
 
 from servd.api.http.json_body import JsonBody
 from servd.api.http.route import Route, without_weights

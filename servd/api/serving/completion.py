@@ -2,9 +2,8 @@
 
 from collections.abc import Sequence
 
+from fastapi import Request, Response
 from msgspec import UNSET, UnsetType
-from starlette.requests import Request
-from starlette.responses import Response
 
 from servd.api.call import call_of
 from servd.api.protocol.completions import (

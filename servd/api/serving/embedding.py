@@ -6,8 +6,7 @@ import struct
 from collections.abc import Callable, Sequence
 
 import msgspec
-from starlette.requests import Request
-from starlette.responses import Response
+from fastapi import Request, Response
 
 from servd.api.call import call_of
 from servd.api.connection import while_connected

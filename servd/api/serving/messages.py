@@ -5,9 +5,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import msgspec
+from fastapi import Request, Response
 from msgspec import UNSET
-from starlette.requests import Request
-from starlette.responses import Response
 
 from servd.api.call import call_of
 from servd.api.context import json_response

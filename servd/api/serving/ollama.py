@@ -6,8 +6,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
-from starlette.requests import Request
-from starlette.responses import Response
+from fastapi import Request, Response
 
 from servd.api.call import call_of
 from servd.api.context import json_response

@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 
-from starlette.requests import Request
-from starlette.responses import Response
+from fastapi import Request, Response
 
 from servd.api.call import call_of
 from servd.api.context import json_response

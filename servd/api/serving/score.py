@@ -3,9 +3,8 @@
 import operator
 from collections.abc import Sequence
 
+from fastapi import Request, Response
 from msgspec import UNSET
-from starlette.requests import Request
-from starlette.responses import Response
 
 from servd.api.call import call_of
 from servd.api.context import json_response

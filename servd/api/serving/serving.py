@@ -6,9 +6,8 @@ from functools import partial
 from typing import Any, ClassVar
 
 import msgspec
+from fastapi import Request, Response
 from starlette.datastructures import Headers
-from starlette.requests import Request
-from starlette.responses import Response
 
 from servd.api.call import call_of
 from servd.api.connection import while_connected

@@ -5,11 +5,9 @@ from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 import msgspec
-from fastapi import APIRouter
+from fastapi import APIRouter, Request, Response
 from msgspec import UNSET, UnsetType
 from pydantic import Field
-from starlette.requests import Request
-from starlette.responses import Response
 
 from servd.api.call import call_of
 from servd.api.http.json_body import JsonBody

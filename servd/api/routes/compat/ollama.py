@@ -4,9 +4,7 @@ import asyncio
 import hashlib
 from typing import Any
 
-from fastapi import APIRouter
-from starlette.requests import Request
-from starlette.responses import Response
+from fastapi import APIRouter, Request, Response
 
 from servd.api.context import Context, context_of, json_response
 from servd.api.engine.description import describe_model
