@@ -71,10 +71,6 @@ class Parallel:
         return cls(rank % size, size, stage, num_stages, group, has_whole_experts)
 
     @property
-    def is_first_stage(self) -> bool:
-        return self.stage == 0
-
-    @property
     def is_last_stage(self) -> bool:
         return self.stage == self.num_stages - 1
 
