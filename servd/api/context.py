@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
-from starlette.requests import Request
-from starlette.responses import Response
+from fastapi import Request, Response
 
 from servd.api.batches.runner import BatchRunner
 from servd.api.batches.store import Shelf

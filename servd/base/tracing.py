@@ -5,12 +5,10 @@ API process, the engine and the workers can be compared. Engines on other hosts 
 measured at their start, to get the clock of the API servers' host.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import msgspec
 
@@ -120,7 +118,7 @@ class Pace(NamedTuple):
     most_tokens: int = 0
 
     @classmethod
-    def of(cls, steps: Sequence[StepRecord]) -> Pace:
+    def of(cls, steps: Sequence[StepRecord]) -> Self:
         took = [(step.collected_ns - step.started_ns, step) for step in steps]
         return cls(
             max((ns for ns, _ in took), default=0),

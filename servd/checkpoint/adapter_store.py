@@ -5,8 +5,6 @@ carries the hash. It therefore uses the same adapter for all its tokens, even if
 reassigned or the engine restarts.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import os
@@ -15,7 +13,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 import msgspec
 
@@ -41,7 +39,7 @@ class AdapterStore:
         self._last: tuple[tuple[int, int], dict[str, Adapter]] | None = None
 
     @classmethod
-    def beside(cls, ipc_dir: str, allow_unknown_keys: bool = False) -> AdapterStore:
+    def beside(cls, ipc_dir: str, allow_unknown_keys: bool = False) -> Self:
         return cls(Path(ipc_dir, "adapters"), allow_unknown_keys)
 
     def read_adapters(self) -> dict[str, Adapter]:

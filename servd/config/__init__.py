@@ -6,15 +6,13 @@ that flags are flat. They equal vLLM's where the meaning is equal. A Config is f
 carry the values that are determined at run time.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import os
 import re
 import typing
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import msgspec
 from msgspec import Meta
@@ -77,7 +75,7 @@ class Config(Section, frozen=True):
         return self.num_steps_in_flight if self.parallel.pipeline_parallel_size > 1 else 1
 
     @classmethod
-    def load(cls, options: Mapping[str, Any]) -> Config:
+    def load(cls, options: Mapping[str, Any]) -> Self:
         """Return a Config from flat options, e.g. `{"model": "gpt2", "max_num_seqs": 8}`.
 
         Strings are converted ("8" to 8, "2GiB" to bytes for SIZES). Raises ConfigError if
@@ -115,7 +113,7 @@ class Config(Section, frozen=True):
         except msgspec.ValidationError as error:
             raise _explain(str(error), nested) from None
 
-    def replace(self, **options: Any) -> Config:
+    def replace(self, **options: Any) -> Self:
         """Return a copy with some flat options changed. Used by `resolve` and by tests."""
         fields = options_by_name()
         changed: dict[str, dict[str, Any]] = {}
@@ -124,7 +122,7 @@ class Config(Section, frozen=True):
         replace = msgspec.structs.replace
         return replace(self, **{s: replace(getattr(self, s), **v) for s, v in changed.items()})
 
-    def with_absolute_paths(self) -> Config:
+    def with_absolute_paths(self) -> Self:
         """Return a copy whose files and folders do not depend on the working folder, which may be
         removed before a process is restarted. Raises ConfigError: it was removed already.
         """

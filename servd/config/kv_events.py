@@ -1,9 +1,7 @@
 """KVEventsConfig: where an engine publishes changes of its prefix cache; keys as in vLLM's JSON."""
 
-from __future__ import annotations
-
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 import msgspec
 from msgspec import Meta
@@ -40,7 +38,7 @@ class KVEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
         """Whether events are published."""
         return self.enable_kv_cache_events and self.publisher == "zmq"
 
-    def of_rank(self, rank: int) -> KVEventsConfig:
+    def of_rank(self, rank: int) -> Self:
         """Return the option for an engine of --data-parallel-size: TCP ports increase with the
         rank.
 

@@ -1,8 +1,7 @@
 """KVLayout: how many KV cache blocks a request needs, including sliding-window layers."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
+from typing import Self
 
 import msgspec
 
@@ -19,7 +18,7 @@ class KVLayout(msgspec.Struct, frozen=True):
     windows: tuple[int | None, ...] = (None,)  # see WorkerReady.kv_windows
 
     @classmethod
-    def from_config(cls, config: Config, windows: tuple[int | None, ...] = (None,)) -> KVLayout:
+    def from_config(cls, config: Config, windows: tuple[int | None, ...] = (None,)) -> Self:
         """Return the layout for workers with these windows. `config` is resolved."""
         assert config.scheduler.max_num_batched_tokens is not None
         return cls(config.cache.block_size, config.scheduler.max_num_batched_tokens, windows)

@@ -1,8 +1,6 @@
 """KVTransferConfig: how an engine exchanges KV blocks with others; keys as in vLLM's JSON."""
 
-from __future__ import annotations
-
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 import msgspec
 from msgspec import Meta
@@ -58,6 +56,6 @@ class KVTransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         """Whether this engine may fetch blocks of other engines."""
         return self.kv_role != "kv_producer"
 
-    def of_rank(self, rank: int) -> KVTransferConfig:
+    def of_rank(self, rank: int) -> Self:
         """Return the option for the data-parallel engine `rank`: ports increase with the rank."""
         return msgspec.structs.replace(self, kv_port=self.kv_port + rank)

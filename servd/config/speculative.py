@@ -1,13 +1,11 @@
 """SpeculativeConfig: how tokens are drafted ahead of the model; keys as in vLLM's JSON."""
 
-from __future__ import annotations
-
 import difflib
 import json
 import typing
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import msgspec
 from msgspec import Meta
@@ -78,7 +76,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     synthetic_acceptance_length: Annotated[float, Meta(ge=1)] | None = None  # mean, with the next
 
     @classmethod
-    def from_keys(cls, keys: Mapping[str, Any]) -> SpeculativeConfig:
+    def from_keys(cls, keys: Mapping[str, Any]) -> Self:
         """Return the configuration of `keys`, with missing values filled in.
 
         Raises:
@@ -132,7 +130,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             low, high = (middle, high) if is_less else (low, middle)
         return [high] * self.num_speculative_tokens
 
-    def with_heads(self, num_heads: int | None) -> SpeculativeConfig:
+    def with_heads(self, num_heads: int | None) -> Self:
         """Return the configuration for a draft with `num_heads` heads: one draft per head, unless
         another number of drafts is given.
         """

@@ -1,10 +1,9 @@
 """Request: the engine's state of a request: tokens, counters, blocks and limits."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from enum import IntEnum, auto
 from functools import lru_cache
+from typing import Self
 
 from servd.base.tracing import Mark
 from servd.config.speculative import MAX_GRAMMAR_TOKENS
@@ -136,7 +135,7 @@ class Request:
     @classmethod
     def from_message(
         cls, message: EngineCoreRequest, order: tuple[int, int, int], max_model_len: int
-    ) -> Request:
+    ) -> Self:
         """Return a new request, limited to `max_model_len` tokens and to its max_tokens."""
         params = message.params
         num_prompt_tokens = len(message.prompt_token_ids)

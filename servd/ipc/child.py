@@ -1,7 +1,5 @@
 """Child: a subprocess with a start message on stdin, which exits when its parent is gone."""
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import gc
@@ -16,7 +14,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TypeVar
+from typing import Self, TypeVar
 
 import msgspec
 
@@ -94,7 +92,7 @@ class Child:
             threading.Thread(target=send, name=f"post-{self.name}", daemon=True).start()
         self._posted.put(message)
 
-    def on_exit(self, callback: Callable[[Child], None]) -> None:
+    def on_exit(self, callback: Callable[[Self], None]) -> None:
         """Call `callback(self)` from a thread as soon as the process has ended."""
 
         def wait() -> None:

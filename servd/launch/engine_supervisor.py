@@ -1,7 +1,5 @@
 """EngineSupervisor: starts the engine of a rank, and restarts an engine that dies or hangs."""
 
-from __future__ import annotations
-
 import logging
 import math
 import os

@@ -5,10 +5,8 @@ the pipes of child processes. Structs are positional on the wire (`array_like`):
 with a default.
 """
 
-from __future__ import annotations
-
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 import msgspec
 
@@ -97,7 +95,7 @@ class EngineCoreRequest(Message, tag=True):
         n = self.params.n if isinstance(self.params, SamplingParams) else 1
         return [self.request_id] if n == 1 else [f"{self.request_id}_{i}" for i in range(n)]
 
-    def choices(self) -> list[EngineCoreRequest]:
+    def choices(self) -> list[Self]:
         """Return a request for each unfinished choice, with its own seed. All lists are shared."""
         params = self.params
         outputs = self.output_token_ids

@@ -1,8 +1,7 @@
 """Outputs of requests: a choice, or a delta of it, and what `LLM` returns."""
 
-from __future__ import annotations
-
 import struct
+from typing import Self
 
 import msgspec
 
@@ -64,7 +63,7 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
             return None
         return sum(position.logprobs[0] for position in self.positions)
 
-    def add(self, later: CompletionOutput) -> None:
+    def add(self, later: Self) -> None:
         """Append a later delta of the same choice."""
         self.text += later.text
         self.token_ids.extend(later.token_ids)

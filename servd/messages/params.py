@@ -1,8 +1,6 @@
 """Request parameters: SamplingParams for generation, PoolingParams for embeddings and scores."""
 
-from __future__ import annotations
-
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 import msgspec
 from msgspec import Meta
@@ -227,7 +225,7 @@ class SamplingParams(
                     param=name,
                 )
 
-    def of_choice(self, index: int) -> SamplingParams:
+    def of_choice(self, index: int) -> Self:
         """Return the parameters of a choice: seeds increase, only the first has prompt logprobs."""
         # Wrap around as int64 does.
         seed = self.seed

@@ -1,8 +1,7 @@
 """SchedulerStats and its parts: the counts that an engine reports with its outputs."""
 
-from __future__ import annotations
-
 from itertools import zip_longest
+from typing import Self
 
 import msgspec
 
@@ -28,7 +27,7 @@ class DraftStats(Stats):
         self.num_draft_tokens += num_tokens
         self.num_accepted_tokens += num_accepted
 
-    def add(self, other: DraftStats) -> None:
+    def add(self, other: Self) -> None:
         self.num_drafts += other.num_drafts
         self.num_draft_tokens += other.num_draft_tokens
         self.num_accepted_tokens += other.num_accepted_tokens

@@ -1,7 +1,5 @@
 """LLMEngine: runs an engine, in this process or another, one step per call of `step`."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

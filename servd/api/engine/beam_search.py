@@ -4,8 +4,6 @@ Each step sends every beam as a request for one token and its top log-probabilit
 cache holds the tokens that beams share. Scores and stopping criteria match `transformers`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing

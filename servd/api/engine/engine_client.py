@@ -1,14 +1,12 @@
 """EngineClient: an API server's view of one engine: its channel, its status, its requests."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, Self
 from uuid import uuid4
 
 import msgspec
@@ -72,7 +70,7 @@ class EngineClient:
     metrics: Metrics  # of this rank
     observer: Observer
     # Called when the engine becomes ready, falls asleep, wakes, restarts or is dead.
-    on_change: Callable[[EngineClient], None]
+    on_change: Callable[[Self], None]
     on_report: Callable[[], None]  # called whenever the engine's messages have been read
 
     def __post_init__(self) -> None:
@@ -138,7 +136,7 @@ class EngineClient:
         else:
             self.client.send(state.request)
 
-    def take_over(self, state: RequestState, lost: EngineClient) -> None:
+    def take_over(self, state: RequestState, lost: Self) -> None:
         """Move a request from `lost`, an engine that restarts, to this engine."""
         self.running[state.request_id] = lost.running.pop(state.request_id)
         state.move_to(self.rank, self.cache_number)

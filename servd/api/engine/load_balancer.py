@@ -3,12 +3,11 @@ tokens that the engine would compute, plus a part of the tokens that are pending
 recent tokens beyond a fair share, so that prompts with a long common prefix use all engines.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Self
 from zlib import crc32
 
 from servd.config import Config
@@ -65,7 +64,7 @@ class LoadBalancer:
         self.num_routed = 0
 
     @classmethod
-    def from_config(cls, config: Config) -> LoadBalancer | None:
+    def from_config(cls, config: Config) -> Self | None:
         """Return a load balancer if there is more than one engine, else None."""
         num_engines = config.parallel.data_parallel_size
         if num_engines == 1:

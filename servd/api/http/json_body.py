@@ -4,10 +4,9 @@ import asyncio
 from collections.abc import Callable
 from functools import partial
 from heapq import nsmallest
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-from fastapi import Depends
-from starlette.requests import Request
+from fastapi import Depends, Request
 
 from servd.api.call import MAX_IGNORED, Call, call_of
 from servd.api.connection import while_connected
@@ -22,10 +21,20 @@ T = TypeVar("T")
 
 
 def json_body(body_type: type[RequestBody]) -> Any:
-    """Return the dependency of an endpoint on its body, of a type that `read_json_body` reads.
-    FastAPI would parse even long bodies on the event loop, and phrase errors differently.
-    """
     return Depends(partial(read_json_body, body_type))
+
+
+if TYPE_CHECKING:
+    JsonBody = Annotated[Body, "read by `read_json_body`"]
+else:
+
+    class JsonBody:
+        """`JsonBody[ScoreRequest]` is the type of an endpoint's body, which `read_json_body` reads.
+        FastAPI would parse even long bodies on the event loop, and phrase errors differently.
+        """
+
+        def __class_getitem__(cls, body_type: type[RequestBody]) -> Any:
+            return Annotated[body_type, json_body(body_type)]
 
 
 async def read_json_body(body_type: type[Body], request: Request) -> Body:

@@ -1,7 +1,7 @@
 """Route: FastAPI's route with servd's own reading of bodies and additions to OpenAPI.
 
 An endpoint is an ordinary endpoint of FastAPI, with typed parameters. The body is a dependency; see
-`json_body`. `response_model` takes msgspec structs. `Route` adds bodies, answers, errors and
+`JsonBody`. `response_model` takes msgspec structs. `Route` adds bodies, answers, errors and
 headers to the `openapi_extra` and `responses` from which FastAPI makes its document.
 """
 
@@ -103,7 +103,7 @@ class Methods(set[str]):
 
 class Route(ScopedRoute, APIRoute):
     """The class of all routes. An endpoint returns a Response, and its parameter `body` is its
-    body; see `json_body`.
+    body; see `JsonBody`.
 
     `response_model` is the msgspec type of the JSON in a 200, or a tuple of types. `responses` need
     not list the errors that all such routes have.

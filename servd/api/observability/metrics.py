@@ -4,8 +4,6 @@ With several API servers, the parent sets PROMETHEUS_MULTIPROC_DIR before it sta
 prometheus-client then keeps all values in files there, and /metrics of each server covers all.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from bisect import bisect_left
@@ -13,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from itertools import product
 from operator import attrgetter
+from typing import Self
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -149,7 +148,7 @@ class Metrics(Observer):
         self,
         model_name: str,
         max_model_len: int = 131072,
-        beside: Metrics | None = None,
+        beside: Self | None = None,
         first_rank: int = 0,
     ) -> None:
         self.engines: list[Metrics] = beside.engines if beside else []

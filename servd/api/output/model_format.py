@@ -1,11 +1,9 @@
 """ModelFormat: the format in which the served model writes reasoning and tool calls."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import msgspec
 
@@ -68,7 +66,7 @@ class ModelFormat:
         template: ChatTemplate,
         tokenizer: Tokenizer,
         end_ids: frozenset[int] = frozenset(),
-    ) -> ModelFormat:
+    ) -> Self:
         """Return the format that the options select, or else the format of the chat template. Raise
         ConfigError for an unknown parser.
         """

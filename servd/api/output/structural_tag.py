@@ -2,8 +2,6 @@
 output that follow a form, with free text around them.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The grammar of a custom tool's text, as rules for a place inside of a call."""
 
-from __future__ import annotations
-
 import graphlib
 import json
 import re

@@ -1,7 +1,5 @@
 """Anthropic's Messages: the request, its translation into a chat, and the response."""
 
-from __future__ import annotations
-
 import json
 import tomllib
 from collections.abc import Callable
@@ -22,7 +20,7 @@ from servd.api.protocol.anthropic_blocks import (
     noted_types,
     text_of_block,
 )
-from servd.api.protocol.chat import ChatCompletionRequest, Effort
+from servd.api.protocol.chat import Effort
 from servd.api.protocol.context_editing import (
     EDITS,
     AppliedEdit,
@@ -33,8 +31,7 @@ from servd.api.protocol.context_editing import (
 from servd.api.protocol.generation import StopTexts, Temperature, TopK, TopP
 from servd.api.protocol.tools import HostedTool, Parameters, ToolName, allow_both, own_and_hosted
 from servd.api.protocol.translation import TranslatedRequest
-from servd.api.protocol.validation import FewKeys, OpenObject, Whole
-from servd.base.bounds import INT32_MAX
+from servd.api.protocol.validation import FewKeys, OpenObject, PositiveInt
 from servd.base.errors import InvalidRequest
 
 # ---- request ----
@@ -93,7 +90,7 @@ class Thinking(OpenObject):
     """The choice whether the model reasons before it answers."""
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: NotRequired[Annotated[int, Field(ge=1, le=INT32_MAX), Whole] | None]
+    budget_tokens: NotRequired[PositiveInt | None]
 
 
 class OutputConfig(OpenObject, total=False):
@@ -163,9 +160,6 @@ class CountTokensRequest(TranslatedRequest):
         )
         return applied
 
-    def chat(self) -> ChatCompletionRequest:
-        return self.as_chat(self.chat_fields())
-
     def chat_fields(self) -> dict[str, Any]:
         messages = chat_messages(self.system, self.messages)
         output = self.output_config or {}
@@ -188,7 +182,7 @@ class CountTokensRequest(TranslatedRequest):
                     param="messages",
                 )
             fields |= {"continue_final_message": True, "add_generation_prompt": False}
-        return {name: value for name, value in fields.items() if value is not None}
+        return fields
 
 
 class MessagesRequest(CountTokensRequest):
@@ -196,7 +190,7 @@ class MessagesRequest(CountTokensRequest):
 
     keeps_budget = False
 
-    max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX), Whole]
+    max_tokens: PositiveInt
     stop_sequences: Annotated[StopTexts, Field(fail_fast=True)] | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
@@ -206,7 +200,7 @@ class MessagesRequest(CountTokensRequest):
     service_tier: str | None = None  # as in a chat
 
     def chat_fields(self) -> dict[str, Any]:
-        fields = {
+        return super().chat_fields() | {
             "max_completion_tokens": self.max_tokens,
             "service_tier": self.service_tier,
             "stop": self.stop_sequences,
@@ -214,7 +208,6 @@ class MessagesRequest(CountTokensRequest):
             "top_p": self.top_p,
             "top_k": self.top_k,
         }
-        return super().chat_fields() | {k: v for k, v in fields.items() if v is not None}
 
 
 class LimitedMessagesRequest(MessagesRequest):
@@ -224,7 +217,7 @@ class LimitedMessagesRequest(MessagesRequest):
 
     def chat_fields(self) -> dict[str, Any]:
         budget = (self.thinking or {}).get("budget_tokens") if self.thinks else None
-        return super().chat_fields() | ({} if budget is None else {"thinking_token_budget": budget})
+        return super().chat_fields() | {"thinking_token_budget": budget}
 
 
 def _as_function(tool: Any) -> MessagesTool | None:

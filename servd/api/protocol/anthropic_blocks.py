@@ -1,7 +1,5 @@
 """The content blocks of Anthropic's messages: what is valid, and the chat messages made of them."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

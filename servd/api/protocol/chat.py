@@ -1,8 +1,6 @@
 """Chat completions: the request, the response and the chunks of a stream."""
 
-from __future__ import annotations
-
-from typing import Annotated, Any, Literal, NotRequired
+from typing import Annotated, Any, Literal, NotRequired, Self
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -27,10 +25,9 @@ from servd.api.protocol.generation import (
     Timings,
     UsageInfo,
 )
-from servd.api.protocol.tools import ToolChoice, Tools, as_function, grammar_of, name_of
-from servd.api.protocol.validation import OpenObject, RequestBody, Whole, wrong_field
+from servd.api.protocol.tools import ToolChoice, Tools, as_function, grammar_of, kind_of, name_of
+from servd.api.protocol.validation import OpenObject, PositiveInt, RequestBody, Whole, wrong_field
 from servd.api.text.prompt import Chat, Prompt, ToolOptions
-from servd.base.bounds import INT32_MAX
 from servd.messages.engine import FinishReason
 from servd.messages.outputs import PromptProgress
 from servd.messages.params import MAX_CANDIDATES
@@ -124,13 +121,9 @@ class CustomToolCall(OpenObject):
     custom: CustomCall
 
 
-def _kind_of_call(call: Any) -> str:
-    return "custom" if isinstance(call, dict) and call.get("type") == "custom" else "function"
-
-
 EarlierCall = Annotated[
     Annotated[ToolCall, Tag("function")] | Annotated[CustomToolCall, Tag("custom")],
-    Discriminator(_kind_of_call),
+    Discriminator(kind_of),
 ]
 
 
@@ -255,7 +248,7 @@ class ChatPrompt(RequestBody):
         )
 
     @model_validator(mode="after")
-    def _check_tool_choice(self) -> ChatPrompt:
+    def _check_tool_choice(self) -> Self:
         if self.tool_choice in (None, "none", "auto"):
             return self
         if not self.tools:
@@ -273,11 +266,10 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
     messages: Messages
     """The conversation."""
     max_tokens: Annotated[
-        Annotated[int, Field(ge=1, le=INT32_MAX), Whole] | None,
-        Field(validation_alias=AliasChoices("max_tokens", LIMIT_ALIAS)),
+        PositiveInt | None, Field(validation_alias=AliasChoices("max_tokens", LIMIT_ALIAS))
     ] = None
     """Former name of `max_completion_tokens`."""
-    max_completion_tokens: Annotated[int, Field(ge=1, le=INT32_MAX), Whole] | None = None
+    max_completion_tokens: PositiveInt | None = None
     """Maximum number of output tokens. Default: up to the end of the context."""
     logprobs: bool | None = None
     """Return the log-probabilities of the output tokens."""
@@ -289,7 +281,7 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
     """Begin the response with the last message, if it is the assistant's."""
 
     @model_validator(mode="after")
-    def _check_chat(self) -> ChatCompletionRequest:
+    def _check_chat(self) -> Self:
         if self.top_logprobs and not self.logprobs:
             raise wrong_field("top_logprobs", "needs `logprobs`: true")
         return self

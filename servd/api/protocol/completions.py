@@ -1,8 +1,6 @@
 """Completions: the request, the response and the chunks of a stream."""
 
-from __future__ import annotations
-
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -79,7 +77,7 @@ class CompletionRequest(GenerationRequest):
     """Begin the prompt with the tokenizer's special tokens, such as beginning-of-sequence."""
 
     @model_validator(mode="after")
-    def _check_completion(self) -> CompletionRequest:
+    def _check_completion(self) -> Self:
         if len(self.prompt) * (self.n or 1) > MAX_CHOICES:
             raise InvalidRequest(f"prompts times `n` may be at most {MAX_CHOICES}", param="n")
         if self.best_of not in (None, self.n or 1):

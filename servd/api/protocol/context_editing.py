@@ -1,7 +1,5 @@
 """Anthropic's context management: edits that clear old results of tools and old thinking."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, NotRequired

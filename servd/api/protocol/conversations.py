@@ -1,7 +1,5 @@
 """Conversations: the bodies and answers of /v1/conversations."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import msgspec

@@ -1,9 +1,7 @@
 """Decisions: questions about an input, answered with probabilities of the given options."""
 
-from __future__ import annotations
-
 import json
-from typing import Annotated, Any, Literal, NotRequired
+from typing import Annotated, Any, Literal, NotRequired, Self
 
 import msgspec
 from pydantic import BeforeValidator, Field, model_validator
@@ -136,7 +134,7 @@ class DecisionsRequest(RequestBody):
     safety_identifier: str | None = None  # for the client's own records
 
     @model_validator(mode="after")
-    def _check_unique(self) -> DecisionsRequest:
+    def _check_unique(self) -> Self:
         num_options = sum(len(options(question)) for question in self.questions)
         if num_options > MAX_OPTIONS:
             raise InvalidRequest(

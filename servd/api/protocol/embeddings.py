@@ -1,7 +1,5 @@
 """Embeddings: the request and the response."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal, cast
 
 import msgspec

@@ -1,9 +1,7 @@
 """The fields that chat and text completions share: sampling, streaming options, usage."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -292,7 +290,7 @@ class GenerationRequest(StructuredRequest):
     """For your own records. No effect."""
 
     @model_validator(mode="after")
-    def _check_support(self) -> GenerationRequest:
+    def _check_support(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise wrong_field("stream_options", "needs `stream`: true")
         if self.logprob_token_ids and self.own_params.get("logprobs") is None:
@@ -450,7 +448,7 @@ class SpeculativeDecodingMetrics(msgspec.Struct):
     @classmethod
     def of_steps(
         cls, steps: Sequence[tuple[int, int]], num_spec_tokens: int, detailed: bool
-    ) -> SpeculativeDecodingMetrics:
+    ) -> Self:
         """Return the metrics of `steps`, each with its number of drafts and accepted drafts."""
         drafted = [step[0] for step in steps]
         accepted = [step[1] for step in steps]

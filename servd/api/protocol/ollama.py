@@ -13,8 +13,7 @@ from servd.api.protocol.chat import ChatCompletionRequest, Role
 from servd.api.protocol.embeddings import Dimensions
 from servd.api.protocol.score import Texts
 from servd.api.protocol.translation import TranslatedRequest
-from servd.api.protocol.validation import OpenObject, RequestBody, Whole
-from servd.base.bounds import INT32_MAX
+from servd.api.protocol.validation import OpenObject, PositiveInt, RequestBody, Whole
 
 # Option of this API -> chat field.
 OPTIONS = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
@@ -166,7 +165,7 @@ class EmbedOptions(OpenObject, total=False):
     than the model's context.
     """
 
-    num_ctx: Annotated[int, Field(ge=1, le=INT32_MAX), Whole] | None
+    num_ctx: PositiveInt | None
 
 
 class OllamaEmbedRequest(RequestBody):

@@ -1,10 +1,8 @@
 """Pooling and classification: the requests and the responses."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, Self
 
 import msgspec
 from pydantic import model_validator
@@ -20,7 +18,7 @@ class PoolingRequest(VectorRequest):
     task: Literal["embed", "token_embed", "classify"] | None = None
 
     @model_validator(mode="after")
-    def _check_task(self) -> PoolingRequest:
+    def _check_task(self) -> Self:
         if self.task == "classify" and self.pooling is not None:
             raise wrong_field("pooling", "is not for `task` classify: leave it out")
         if (

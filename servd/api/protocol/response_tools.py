@@ -1,7 +1,5 @@
 """The tools of a Responses request, as the tools of a chat."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal, NotRequired
 

@@ -1,7 +1,5 @@
 """Responses: the request, its translation into a chat, and the response with its output items."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal, NotRequired, cast
 
 import msgspec
@@ -15,7 +13,7 @@ from servd.api.protocol.generation import Temperature, TopP
 from servd.api.protocol.response_items import HOSTED_ITEMS, chat_messages, noted_part
 from servd.api.protocol.response_tools import AnyTool, chat_tools, flat_name, hosted_types
 from servd.api.protocol.translation import TranslatedRequest
-from servd.api.protocol.validation import FewKeys, OpenObject, Whole
+from servd.api.protocol.validation import FewKeys, OpenObject, PositiveInt, Whole
 from servd.base.bounds import INT32_MAX
 from servd.messages.params import MAX_CANDIDATES
 
@@ -270,7 +268,7 @@ class Compaction(OpenObject):
     """Drops the oldest items when the prompt has more than `compact_threshold` tokens."""
 
     type: Literal["compaction"]
-    compact_threshold: NotRequired[Annotated[int, Field(ge=1, le=INT32_MAX), Whole] | None]
+    compact_threshold: NotRequired[PositiveInt | None]
 
 
 class ResponsesRequest(TranslatedRequest):
@@ -291,7 +289,7 @@ class ResponsesRequest(TranslatedRequest):
     conversation: Annotated[
         str | None, BeforeValidator(_conversation_id, str | ConversationReference | None)
     ] = None
-    max_output_tokens: Annotated[int, Field(ge=1, le=INT32_MAX), Whole] | None = None
+    max_output_tokens: PositiveInt | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
     tools: Annotated[list[AnyTool], Field(fail_fast=True)] | None = None
@@ -357,7 +355,7 @@ class ResponsesRequest(TranslatedRequest):
 
     def chat_fields(self, items: list[dict[str, Any]]) -> dict[str, Any]:
         """Return the fields of a chat request. `items` is the whole conversation with `input`."""
-        fields = {
+        return {
             "messages": chat_messages(self.instructions, items),
             "max_completion_tokens": self.max_output_tokens,
             "temperature": self.temperature,
@@ -372,7 +370,6 @@ class ResponsesRequest(TranslatedRequest):
             "user": self.user,
             "service_tier": self.service_tier,
         }
-        return {name: value for name, value in fields.items() if value is not None}
 
 
 def _without_type(value: Any) -> dict[str, Any]:

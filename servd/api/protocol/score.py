@@ -1,9 +1,7 @@
 """Scores, the similarity of texts pair by pair, and ranks in the formats of Jina and Cohere."""
 
-from __future__ import annotations
-
 import time
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -13,8 +11,7 @@ from typing_extensions import TypedDict
 
 from servd.api.protocol.completions import MAX_PROMPTS, SomeText
 from servd.api.protocol.embeddings import IN_TEXTS, EmbeddingUsage, PooledRequest
-from servd.api.protocol.validation import Whole, wrong_field
-from servd.base.bounds import INT32_MAX
+from servd.api.protocol.validation import PositiveInt, Whole, wrong_field
 
 
 def list_of_texts(value: Any) -> Any:
@@ -50,8 +47,8 @@ class SimilarityRequest(PooledRequest):
     lacking = PooledRequest.lacking | {"chat_template_kwargs": IN_TEXTS}
 
     pooling: Literal["last", "mean"] | None = None
-    max_tokens_per_query: Annotated[int, Field(ge=1, le=INT32_MAX), Whole] | None = None
-    max_tokens_per_doc: Annotated[int, Field(ge=1, le=INT32_MAX), Whole] | None = None
+    max_tokens_per_query: PositiveInt | None = None
+    max_tokens_per_doc: PositiveInt | None = None
 
 
 class ScoreRequest(SimilarityRequest):
@@ -63,7 +60,7 @@ class ScoreRequest(SimilarityRequest):
     ]
 
     @model_validator(mode="after")
-    def _check_pairs(self) -> ScoreRequest:
+    def _check_pairs(self) -> Self:
         if len(self.text_1) not in (1, len(self.text_2)):
             raise wrong_field(
                 "text_1",

@@ -1,6 +1,6 @@
 """Tokenize and detokenize: the requests and responses."""
 
-from __future__ import annotations
+from typing import Self
 
 import msgspec
 from pydantic import model_validator
@@ -27,7 +27,7 @@ class TokenizeRequest(ChatPrompt):
     return_token_strs: bool | None = None
 
     @model_validator(mode="after")
-    def _check_tokenize(self) -> TokenizeRequest:
+    def _check_tokenize(self) -> Self:
         is_named = "add_special_tokens" in self.model_fields_set
         if not is_named and (self.content is not None or self.add_special is not None):
             self.add_special_tokens = bool(self.add_special)

@@ -154,13 +154,14 @@ class NamedCustom(OpenObject):
     custom: FunctionName
 
 
-def _kind_of_name(tool: Any) -> str:
+def kind_of(tool: Any) -> str:
+    """Return the kind of a tool's name or call, whose type may be absent: function or custom."""
     return "custom" if isinstance(tool, dict) and tool.get("type") == "custom" else "function"
 
 
 NamedTool = Annotated[
     Annotated[NamedFunction, Tag("function")] | Annotated[NamedCustom, Tag("custom")],
-    Discriminator(_kind_of_name),
+    Discriminator(kind_of),
 ]
 
 

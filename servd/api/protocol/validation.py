@@ -64,6 +64,7 @@ def with_whole_numbers(value: Any) -> Any:
 
 Whole = BeforeValidator(with_whole_numbers)
 Int = Annotated[int, Whole]
+PositiveInt = Annotated[int, Field(ge=1, le=INT32_MAX), Whole]
 # For objects whose every key is checked: pydantic would list one error per key, and there may be a
 # million.
 FewKeys = BeforeValidator(_check_size)

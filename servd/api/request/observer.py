@@ -1,7 +1,5 @@
 """Observer: sees requests begin and end, their tokens and the steps of engines."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """RequestOutputCollector: passes the deltas of a request to the task that writes the response."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """RequestState: the API server's state of a prompt while the engine computes it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol

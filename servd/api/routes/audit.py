@@ -6,9 +6,7 @@ import resource
 import threading
 
 import msgspec
-from fastapi import APIRouter
-from starlette.requests import Request
-from starlette.responses import Response
+from fastapi import APIRouter, Request, Response
 
 from servd.api.context import context_of, json_response
 from servd.api.engine.engine_client import EngineClient

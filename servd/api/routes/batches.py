@@ -3,12 +3,10 @@
 import asyncio
 from typing import Annotated
 
-from fastapi import APIRouter, Query
-from starlette.requests import Request
-from starlette.responses import Response
+from fastapi import APIRouter, Query, Request, Response
 
 from servd.api.context import json_response, shelf_of
-from servd.api.http.json_body import json_body
+from servd.api.http.json_body import JsonBody
 from servd.api.http.paging import Page
 from servd.api.http.route import PathPart, Route, refusals
 from servd.api.protocol.batches import Batch, Batches, BatchRequest
@@ -17,9 +15,7 @@ router = APIRouter(route_class=Route)
 
 
 @router.post("/v1/batches", response_model=Batch)
-async def create_batch(
-    request: Request, body: Annotated[BatchRequest, json_body(BatchRequest)]
-) -> Response:
+async def create_batch(request: Request, body: JsonBody[BatchRequest]) -> Response:
     """Start a batch: answer the lines of a file in the background."""
     shelf = shelf_of(request)
     return json_response(await asyncio.to_thread(shelf.add_batch, body))

@@ -5,9 +5,7 @@
 import re
 
 import msgspec
-from fastapi import APIRouter
-from starlette.requests import Request
-from starlette.responses import Response
+from fastapi import APIRouter, Request, Response
 
 from servd.api.context import context_of, json_response
 from servd.api.http.route import Route, refusals
@@ -22,7 +20,9 @@ ANYWHERE = re.compile(r"(?<=^tcp://)(\*|\[::\])(?=:)")
 
 
 class Tier(msgspec.Struct):
-    """Usage of a tier of the KV cache: the device, host memory, or files."""
+    """Usage of a tier of the KV cache: the device, host memory, or files. The fields have the order
+    of those of KVStoreStats.
+    """
 
     name: str
     blocks: int  # on the device, blocks that requests own; elsewhere, stored blocks
@@ -116,19 +116,7 @@ def _cache_of(rank: int, ready: EngineReady, stats: SchedulerStats, share: float
     num_blocks = ready.worker.num_blocks
     used = round(stats.kv_cache_usage * num_blocks)
     tiers = [Tier("device", used, num_blocks, used * block, num_blocks * block)]
-    tiers += [
-        Tier(
-            store.name,
-            store.num_blocks,
-            store.max_blocks,
-            store.num_bytes,
-            store.max_bytes,
-            store.num_hits,
-            store.num_bad,
-            store.is_skipped,
-        )
-        for store in stats.kv_stores or ready.kv_stores
-    ]
+    tiers += [Tier(*msgspec.structs.astuple(store)) for store in stats.kv_stores or ready.kv_stores]
     return EngineCache(
         rank, ready.block_size, stats.num_swapped, tiers, stats.num_pinned, int(num_blocks * share)
     )

@@ -1,12 +1,8 @@
 """POST /v1/chat/completions: answer a conversation."""
 
-from typing import Annotated
+from fastapi import APIRouter, Request, Response
 
-from fastapi import APIRouter
-from starlette.requests import Request
-from starlette.responses import Response
-
-from servd.api.http.json_body import json_body
+from servd.api.http.json_body import JsonBody
 from servd.api.http.route import Route, events
 from servd.api.protocol.chat import (
     ChatCompletionChunk,
@@ -24,7 +20,7 @@ router = APIRouter(route_class=Route)
     responses=events(ChatCompletionChunk),
 )
 async def create_chat_completion(
-    request: Request, body: Annotated[ChatCompletionRequest, json_body(ChatCompletionRequest)]
+    request: Request, body: JsonBody[ChatCompletionRequest]
 ) -> Response:
     """Answer a conversation."""
     serving: OpenAIServingChat = request.app.state.serving_chat

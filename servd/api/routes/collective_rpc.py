@@ -2,16 +2,13 @@
 
 import asyncio
 from collections.abc import Sequence
-from typing import Annotated
 
 import msgspec
-from fastapi import APIRouter
-from starlette.requests import Request
-from starlette.responses import Response
+from fastapi import APIRouter, Request, Response
 
 from servd.api.context import context_of, json_response
 from servd.api.engine.engine_client import EngineClient
-from servd.api.http.json_body import json_body
+from servd.api.http.json_body import JsonBody
 from servd.api.http.route import Route, refusals
 from servd.api.protocol.collective_rpc import CollectiveRpcRequest, CollectiveRpcResponse
 from servd.base.errors import DeadlineExceeded, EngineError, InvalidRequest, Unavailable
@@ -24,9 +21,7 @@ TIMEOUT = 600.0  # seconds, unless the body has others
 
 
 @router.post("/collective_rpc", response_model=CollectiveRpcResponse, responses=refusals(503))
-async def collective_rpc(
-    request: Request, body: Annotated[CollectiveRpcRequest, json_body(CollectiveRpcRequest)]
-) -> Response:
+async def collective_rpc(request: Request, body: JsonBody[CollectiveRpcRequest]) -> Response:
     """Load other weights, record a profile, or sleep and wake up, on all workers."""
     calls = [make_rpc(body.method, body.args)]
     engines = context_of(request).async_llm.engines

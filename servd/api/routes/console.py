@@ -1,8 +1,6 @@
 """GET /: the console for browsers, a list of useful paths for other clients."""
 
-from fastapi import APIRouter
-from starlette.requests import Request
-from starlette.responses import Response
+from fastapi import APIRouter, Request, Response
 
 from servd.api.console import files
 from servd.api.context import context_of, json_response

@@ -1,12 +1,8 @@
 """POST /v1/decisions: answer questions with the probabilities of given options."""
 
-from typing import Annotated
+from fastapi import APIRouter, Request, Response
 
-from fastapi import APIRouter
-from starlette.requests import Request
-from starlette.responses import Response
-
-from servd.api.http.json_body import json_body
+from servd.api.http.json_body import JsonBody
 from servd.api.http.route import Route
 from servd.api.protocol.decisions import DecisionResponse, DecisionsRequest
 from servd.api.serving.decisions import ServingDecisions
@@ -15,9 +11,7 @@ router = APIRouter(route_class=Route)
 
 
 @router.post("/v1/decisions", response_model=DecisionResponse)
-async def create_decision(
-    request: Request, body: Annotated[DecisionsRequest, json_body(DecisionsRequest)]
-) -> Response:
+async def create_decision(request: Request, body: JsonBody[DecisionsRequest]) -> Response:
     """Answer questions with the probabilities of the given options.
 
     The model answers each question twice, with the options in both orders. The response has the

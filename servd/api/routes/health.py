@@ -2,9 +2,7 @@
 
 import time
 
-from fastapi import APIRouter
-from starlette.requests import Request
-from starlette.responses import Response
+from fastapi import APIRouter, Request, Response
 
 import servd
 from servd.api.context import context_of, json_response

@@ -1,14 +1,11 @@
 """POST /v1/load_lora_adapter, /v1/unload_lora_adapter: load and unload LoRA adapters."""
 
-from typing import Annotated
-
-from fastapi import APIRouter
-from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import PlainTextResponse
 
 from servd.api.context import context_of
 from servd.api.engine.adapters import Adapters
-from servd.api.http.json_body import json_body
+from servd.api.http.json_body import JsonBody
 from servd.api.http.route import Route
 from servd.api.protocol.lora import LoadAdapterRequest, UnloadAdapterRequest
 from servd.base.errors import NotFound, UnknownModel
@@ -17,18 +14,14 @@ router = APIRouter(route_class=Route)
 
 
 @router.post("/v1/load_lora_adapter", response_class=PlainTextResponse)
-async def load_lora_adapter(
-    request: Request, body: Annotated[LoadAdapterRequest, json_body(LoadAdapterRequest)]
-) -> Response:
+async def load_lora_adapter(request: Request, body: JsonBody[LoadAdapterRequest]) -> Response:
     """Load a LoRA adapter from --lora-dir."""
     await _adapters(request).load(body.lora_name, body.lora_path, body.load_inplace)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
 @router.post("/v1/unload_lora_adapter", response_class=PlainTextResponse)
-async def unload_lora_adapter(
-    request: Request, body: Annotated[UnloadAdapterRequest, json_body(UnloadAdapterRequest)]
-) -> Response:
+async def unload_lora_adapter(request: Request, body: JsonBody[UnloadAdapterRequest]) -> Response:
     """Unload a LoRA adapter. If the adapter has a folder in --lora-dir, a request that names the
     adapter loads it again.
     """

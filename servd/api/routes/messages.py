@@ -2,12 +2,10 @@
 
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Query
-from starlette.requests import Request
-from starlette.responses import Response
+from fastapi import APIRouter, Depends, Query, Request, Response
 
 from servd.api.context import context_of
-from servd.api.http.json_body import json_body, read_json_body
+from servd.api.http.json_body import JsonBody, read_json_body
 from servd.api.http.route import Route, events, without_weights
 from servd.api.protocol.anthropic import (
     AnthropicMessagesResponse,
@@ -51,9 +49,7 @@ async def create_message(
 @router.post("/v1/messages/count_tokens", response_model=TokensCount)
 @without_weights
 async def count_tokens(
-    request: Request,
-    body: Annotated[CountTokensRequest, json_body(CountTokensRequest)],
-    beta: Beta = None,
+    request: Request, body: JsonBody[CountTokensRequest], beta: Beta = None
 ) -> Response:
     """Count the tokens of a conversation's prompt."""
     serving: AnthropicServingMessages = request.app.state.serving_messages

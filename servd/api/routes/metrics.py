@@ -1,8 +1,7 @@
 """GET /metrics: metrics for Prometheus."""
 
-from fastapi import APIRouter
-from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import PlainTextResponse
 
 from servd.api.context import context_of
 from servd.api.engine.peers import WriteMetrics

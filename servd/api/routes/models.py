@@ -2,9 +2,7 @@
 
 import asyncio
 
-from fastapi import APIRouter
-from starlette.requests import Request
-from starlette.responses import Response
+from fastapi import APIRouter, Request, Response
 
 from servd.api.context import Context, context_of, json_response
 from servd.api.http.route import PathPart, Route

@@ -8,10 +8,9 @@ from functools import lru_cache
 from typing import Any
 
 import msgspec
-from fastapi import APIRouter
+from fastapi import APIRouter, Request, Response
 from fastapi.openapi.docs import get_swagger_ui_html
-from starlette.requests import Request
-from starlette.responses import HTMLResponse, Response
+from fastapi.responses import HTMLResponse
 from starlette.staticfiles import StaticFiles
 
 from servd.api.context import context_of

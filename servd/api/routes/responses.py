@@ -2,12 +2,11 @@
 
 from typing import Annotated
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Query, Request
+from fastapi import Response as HTTPResponse
 from starlette.convertors import StringConvertor, register_url_convertor
-from starlette.requests import Request
-from starlette.responses import Response as HTTPResponse
 
-from servd.api.http.json_body import json_body
+from servd.api.http.json_body import JsonBody
 from servd.api.http.paging import Page
 from servd.api.http.route import PathPart, Route, events, without_weights
 from servd.api.protocol.events import ResponseEvent
@@ -22,8 +21,6 @@ from servd.api.protocol.responses import (
 from servd.api.serving.responses import OpenAIServingResponses
 
 router = APIRouter(route_class=Route)
-
-ResponsesBody = Annotated[ResponsesRequest, json_body(ResponsesRequest)]
 
 
 class ResponseId(StringConvertor):
@@ -40,21 +37,21 @@ def serving_of(request: Request) -> OpenAIServingResponses:
 
 
 @router.post("/v1/responses", response_model=ResponsesResponse, responses=events(ResponseEvent))
-async def create_response(request: Request, body: ResponsesBody) -> HTTPResponse:
+async def create_response(request: Request, body: JsonBody[ResponsesRequest]) -> HTTPResponse:
     """Answer a conversation, and store it for the next turn."""
     return await serving_of(request).create_responses(body, request)
 
 
 @router.post("/v1/responses/compact", response_model=CompactedResponse)
 @without_weights
-async def compact_conversation(request: Request, body: ResponsesBody) -> HTTPResponse:
+async def compact_conversation(request: Request, body: JsonBody[ResponsesRequest]) -> HTTPResponse:
     """Drop the oldest items of a conversation, down to half of the context."""
     return await serving_of(request).compact_conversation(body, request)
 
 
 @router.post("/v1/responses/input_tokens", response_model=InputTokens)
 @without_weights
-async def count_input_tokens(request: Request, body: ResponsesBody) -> HTTPResponse:
+async def count_input_tokens(request: Request, body: JsonBody[ResponsesRequest]) -> HTTPResponse:
     """Count the tokens of a response's prompt."""
     return await serving_of(request).count_input_tokens(body, request)
 

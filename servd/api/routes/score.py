@@ -1,12 +1,8 @@
 """POST /score and /rerank: compare texts by the model's head or by embeddings."""
 
-from typing import Annotated
+from fastapi import APIRouter, Request, Response
 
-from fastapi import APIRouter
-from starlette.requests import Request
-from starlette.responses import Response
-
-from servd.api.http.json_body import json_body
+from servd.api.http.json_body import JsonBody
 from servd.api.http.route import Route
 from servd.api.protocol.score import Ranking, RerankRequest, ScoreRequest, Scores
 from servd.api.serving.score import OpenAIServingScore
@@ -16,9 +12,7 @@ router = APIRouter(route_class=Route)
 
 @router.post("/score", response_model=Scores)
 @router.post("/v1/score", response_model=Scores)
-async def create_scores(
-    request: Request, body: Annotated[ScoreRequest, json_body(ScoreRequest)]
-) -> Response:
+async def create_scores(request: Request, body: JsonBody[ScoreRequest]) -> Response:
     """Score pairs of texts."""
     serving: OpenAIServingScore = request.app.state.serving_score
     return await serving.create_score(body, request)
@@ -27,9 +21,7 @@ async def create_scores(
 @router.post("/rerank", response_model=Ranking)
 @router.post("/v1/rerank", response_model=Ranking)
 @router.post("/v2/rerank", response_model=Ranking)
-async def rerank(
-    request: Request, body: Annotated[RerankRequest, json_body(RerankRequest)]
-) -> Response:
+async def rerank(request: Request, body: JsonBody[RerankRequest]) -> Response:
     """Rank documents by how well they answer a query."""
     serving: OpenAIServingScore = request.app.state.serving_score
     return await serving.do_rerank(body, request)

@@ -5,10 +5,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import msgspec
-from fastapi import APIRouter
+from fastapi import APIRouter, Request, Response
 from msgspec import UNSET, UnsetType
-from starlette.requests import Request
-from starlette.responses import Response
 
 import servd
 from servd.api.context import Context, context_of, json_response

@@ -6,9 +6,7 @@ from contextlib import suppress
 from typing import Annotated
 
 import msgspec
-from fastapi import APIRouter, Query
-from starlette.requests import Request
-from starlette.responses import Response
+from fastapi import APIRouter, Query, Request, Response
 
 from servd.api.context import context_of, json_response
 from servd.api.engine.async_llm import AsyncLLM

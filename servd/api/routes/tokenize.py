@@ -1,12 +1,10 @@
 """Convert text to token ids and back, and render chats: POST /tokenize and others."""
 
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import APIRouter
-from starlette.requests import Request
-from starlette.responses import Response
+from fastapi import APIRouter, Request, Response
 
-from servd.api.http.json_body import json_body
+from servd.api.http.json_body import JsonBody
 from servd.api.http.route import Route, without_weights
 from servd.api.protocol.chat import ChatCompletionRequest, RenderedChat
 from servd.api.protocol.tokenize import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
@@ -22,9 +20,7 @@ def serving_of(request: Request) -> OpenAIServingTokenization:
 @router.post("/tokenize", response_model=Tokenized)
 @router.post("/v1/tokenize", response_model=Tokenized)  # as SGLang has it
 @without_weights
-async def tokenize(
-    request: Request, body: Annotated[TokenizeRequest, json_body(TokenizeRequest)]
-) -> Response:
+async def tokenize(request: Request, body: JsonBody[TokenizeRequest]) -> Response:
     """Return the token ids of a prompt or of a chat."""
     return await serving_of(request).create_tokenize(body, request)
 
@@ -38,9 +34,7 @@ async def tokenizer_info(request: Request) -> Response:
 @router.post("/detokenize", response_model=Detokenized)
 @router.post("/v1/detokenize", response_model=Detokenized)
 @without_weights
-async def detokenize(
-    request: Request, body: Annotated[DetokenizeRequest, json_body(DetokenizeRequest)]
-) -> Response:
+async def detokenize(request: Request, body: JsonBody[DetokenizeRequest]) -> Response:
     """Return the text of the given token ids."""
     return await serving_of(request).create_detokenize(body, request)
 
@@ -48,7 +42,7 @@ async def detokenize(
 @router.post("/v1/chat/completions/render", response_model=RenderedChat)
 @without_weights
 async def render_chat_completion(
-    request: Request, body: Annotated[ChatCompletionRequest, json_body(ChatCompletionRequest)]
+    request: Request, body: JsonBody[ChatCompletionRequest]
 ) -> Response:
     """Render, tokenize and check a chat request without running it."""
     return await serving_of(request).render_chat(body, request)

@@ -1,12 +1,9 @@
 """OpenAIServingChat: serves chat completions."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
+from fastapi import Request, Response
 from msgspec import UNSET, UnsetType
-from starlette.requests import Request
-from starlette.responses import Response
 
 from servd.api.call import call_of
 from servd.api.output.incremental import Content, Delta, Reasoning, ToolCallArguments, ToolCallStart

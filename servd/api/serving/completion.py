@@ -1,12 +1,9 @@
 """OpenAIServingCompletion: serves text completions."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
+from fastapi import Request, Response
 from msgspec import UNSET, UnsetType
-from starlette.requests import Request
-from starlette.responses import Response
 
 from servd.api.call import call_of
 from servd.api.protocol.completions import (

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import msgspec
-from starlette.requests import Request
-from starlette.responses import Response
+from fastapi import Request, Response
 
 from servd.api.call import call_of
 from servd.api.connection import while_connected

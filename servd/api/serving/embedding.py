@@ -1,15 +1,12 @@
 """OpenAIServingEmbedding: serves the vectors of texts."""
 
-from __future__ import annotations
-
 import base64
 import math
 import struct
 from collections.abc import Callable, Sequence
 
 import msgspec
-from starlette.requests import Request
-from starlette.responses import Response
+from fastapi import Request, Response
 
 from servd.api.call import call_of
 from servd.api.connection import while_connected

@@ -1,7 +1,5 @@
 """ResponseFormatter: makes the frames and the body of a response from the outputs of a request."""
 
-from __future__ import annotations
-
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Sequence

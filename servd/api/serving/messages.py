@@ -1,15 +1,12 @@
 """AnthropicServingMessages: serves Anthropic's messages."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any
 
 import msgspec
+from fastapi import Request, Response
 from msgspec import UNSET
-from starlette.requests import Request
-from starlette.responses import Response
 
 from servd.api.call import call_of
 from servd.api.context import json_response
@@ -80,9 +77,7 @@ class AnthropicServingMessages(OpenAIServing):
         headers = {"request-id": call_of(request).request_id}
         return json_response(counted, headers=headers)
 
-    async def edit_context(
-        self, body: MessagesRequest | CountTokensRequest, request: Request
-    ) -> list[AppliedEdit]:
+    async def edit_context(self, body: CountTokensRequest, request: Request) -> list[AppliedEdit]:
         """Edit the conversation as the body asks, and return what changed it."""
 
         def count(text: str) -> int:
@@ -91,9 +86,7 @@ class AnthropicServingMessages(OpenAIServing):
         size = call_of(request).num_bytes
         return await run_for(request, size, lambda: body.edit_context(count))
 
-    async def chat_of(
-        self, body: MessagesRequest | CountTokensRequest, request: Request
-    ) -> ChatCompletionRequest:
+    async def chat_of(self, body: CountTokensRequest, request: Request) -> ChatCompletionRequest:
         size = call_of(request).num_bytes
         return await run_for(request, size, lambda: body.as_chat(body.chat_fields()))
 

@@ -1,15 +1,12 @@
 """OllamaServing: serves Ollama's chats, texts and embeddings."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
-from starlette.requests import Request
-from starlette.responses import Response
+from fastapi import Request, Response
 
 from servd.api.call import call_of
 from servd.api.context import json_response

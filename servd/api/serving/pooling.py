@@ -1,11 +1,8 @@
 """ServingPooling: serves the vectors of texts or of their tokens, and the classes of texts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
-from starlette.requests import Request
-from starlette.responses import Response
+from fastapi import Request, Response
 
 from servd.api.call import call_of
 from servd.api.context import json_response

@@ -1,13 +1,10 @@
 """OpenAIServingScore: serves the similarity of texts."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Sequence
 
+from fastapi import Request, Response
 from msgspec import UNSET
-from starlette.requests import Request
-from starlette.responses import Response
 
 from servd.api.call import call_of
 from servd.api.context import json_response

@@ -1,16 +1,13 @@
 """OpenAIServing: what the classes that serve a family of endpoints share."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Any, ClassVar
 
 import msgspec
+from fastapi import Request, Response
 from starlette.datastructures import Headers
-from starlette.requests import Request
-from starlette.responses import Response
 
 from servd.api.call import call_of
 from servd.api.connection import while_connected

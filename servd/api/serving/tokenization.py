@@ -1,10 +1,7 @@
 """OpenAIServingTokenization: converts text to token ids and back, and renders chats."""
 
-from __future__ import annotations
-
 import msgspec
-from starlette.requests import Request
-from starlette.responses import Response
+from fastapi import Request, Response
 
 from servd.api.call import call_of
 from servd.api.context import json_response

@@ -4,8 +4,6 @@ Templates differ in the roles, orders and ids that they accept. APIs and clients
 conversation, so the differences are settled here, for all APIs.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -1,8 +1,7 @@
 """FillInMiddle: builds the prompt that makes a code model write the text between two texts."""
 
-from __future__ import annotations
-
 import re
+from typing import Self
 
 from servd.api.text.tokenizer import Tokenizer
 from servd.base.errors import ConfigError
@@ -43,7 +42,7 @@ class FillInMiddle:
         self.end_token_ids = [i for end in ENDS if (i := tokenizer.token_id(end)) is not None]
 
     @classmethod
-    def choose(cls, tokenizer: Tokenizer, override: str | None = None) -> FillInMiddle | None:
+    def choose(cls, tokenizer: Tokenizer, override: str | None = None) -> Self | None:
         """Return the template of `override` (--fim-template), or else the first known template
         whose special tokens the model has. None if no template fits.
         """

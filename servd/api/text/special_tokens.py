@@ -1,7 +1,5 @@
 """SpecialTokens: keeps special tokens in clients' texts apart from those that a template writes."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Collection
 from typing import Any

@@ -1,7 +1,5 @@
 """Reads chat templates: --chat-template, or the files in which transformers keeps a model's."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from pathlib import Path

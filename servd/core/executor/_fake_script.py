@@ -1,7 +1,5 @@
 """FakeScript: the answers of --fake-script."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec

@@ -1,15 +1,13 @@
 """FakeExecutor: deterministic tokens from a cache like a real KV cache, without a model."""
 
-from __future__ import annotations
-
 import math
 import struct
 from array import array
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from mmap import mmap
-from typing import Any, Protocol
+from typing import Any
 
 from servd.base.tracing import now_ns
 from servd.checkpoint.model_spec import ModelSpec
@@ -94,29 +92,13 @@ class FakeRow:
     answer: list[int] = field(default_factory=list)  # of --fake-script
 
 
-class Stream(Protocol):
-    """A queue of steps: each `submit` runs after all earlier ones."""
+class AtOnce(Executor):
+    """Runs each call at once, like a device for which the host waits."""
 
-    def submit(self, call: Callable[..., Any], /, *args: Any) -> Pending: ...
-
-
-class Pending(Protocol):
-    def result(self) -> Any: ...
-
-
-@dataclass(slots=True, frozen=True)
-class Done:
-    value: Any
-
-    def result(self) -> Any:
-        return self.value
-
-
-class AtOnce:
-    """A stream that runs each call at once, like a device for which the host waits."""
-
-    def submit(self, call: Callable[..., Any], /, *args: Any) -> Done:
-        return Done(call(*args))
+    def submit(self, call: Callable[..., Any], /, *args: Any, **options: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(call(*args, **options))
+        return done
 
 
 class FakeExecutor(executor.Executor):
@@ -137,10 +119,10 @@ class FakeExecutor(executor.Executor):
         self.times_ns: list[int] = []  # the step computed last, see StepRecord.worker_ns
         self.rows: dict[int, FakeRow] = {}
         self.script = FakeScript(config, spec) if config.parallel.fake_script else None
-        self.launched: Pending | None = None  # the forward pass, until its tokens are sampled
-        self.stream: Stream = (
-            ThreadPoolExecutor(1, "device") if config.scheduler.async_scheduling else AtOnce()
-        )
+        self.launched: Future[Any] | None = None  # the forward pass, until its tokens are sampled
+        # Each call runs after all earlier ones.
+        is_async = config.scheduler.async_scheduling
+        self.stream: Executor = ThreadPoolExecutor(1, "device") if is_async else AtOnce()
 
     def start(self) -> WorkerReady:
         """Create the cache and return its size: room for all requests at full length, up to a
@@ -180,8 +162,7 @@ class FakeExecutor(executor.Executor):
         return [None]
 
     def shutdown(self) -> None:
-        if isinstance(self.stream, ThreadPoolExecutor):
-            self.stream.shutdown()
+        self.stream.shutdown()
 
     def _forward(self, scheduled: SchedulerOutput) -> SchedulerOutput:
         begin = now_ns()

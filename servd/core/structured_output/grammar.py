@@ -22,6 +22,7 @@ import json
 import re
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from servd.core.structured_output.json_schema import simplify
@@ -92,6 +93,7 @@ class Grammar:
         )
 
 
+@dataclass(eq=False)
 class Matcher:
     """Tracks one output.
 
@@ -99,20 +101,12 @@ class Matcher:
     for 50 kB. Therefore its first answer is kept until all the tokens in it are used.
     """
 
-    def __init__(
-        self,
-        matcher: LLMatcher,
-        mask_size: int,
-        first_mask: bytes | None,
-        forced: list[int],
-        number_limit: NumberLimit | None,
-    ) -> None:
-        self._matcher = matcher
-        self._mask_size = mask_size
-        self._first_mask: bytes | None = first_mask  # None after the first token
-        self._forced = forced  # the next tokens, as far as is known
-        self._number_limit = number_limit
-        self._num_digits = 0  # at the end of the output, if numbers have a limit
+    _matcher: LLMatcher
+    _mask_size: int
+    _first_mask: bytes | None  # None after the first token
+    _forced: list[int]  # the next tokens, as far as is known
+    _number_limit: NumberLimit | None
+    _num_digits: int = 0  # at the end of the output, if numbers have a limit
 
     def copy(self) -> Matcher:
         other = copy.copy(self)

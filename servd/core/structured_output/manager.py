@@ -3,8 +3,6 @@
 A row begins with a NewRequest, which may have output already, and ends when its slot is freed.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

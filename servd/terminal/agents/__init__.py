@@ -8,6 +8,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from string import Template
+from typing import Self
 
 import msgspec
 
@@ -33,7 +34,7 @@ class Agent(msgspec.Struct, forbid_unknown_fields=True):
     files: dict[str, str] = {}  # text by name
 
     @classmethod
-    def load(cls, name: str) -> "Agent":
+    def load(cls, name: str) -> Self:
         """Return an agent by its name. Raises ServdError if it is not installed."""
         text = (FOLDER / f"{name}.toml").read_text(encoding="utf8")
         agent = msgspec.convert(tomllib.loads(text), cls)

@@ -69,11 +69,6 @@ class AttentionSpec:
     # values are stored separately, and have head_dim.
     value_dim: int | None = None
 
-    @property
-    def num_stored(self) -> int:
-        """The number of tensors of a layer's cache: 2, or 1 if keys contain the values."""
-        return 2 if self.value_dim is None else 1
-
 
 class AttentionBackend(ABC, Generic[Metadata]):
     """Attention over a paged KV cache. `Metadata` is built once per step, for all layers.
@@ -123,10 +118,11 @@ class AttentionBackend(ABC, Generic[Metadata]):
         """Return why the backend cannot run this attention here; None if it can."""
 
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
-        """Return the shape of one layer's cache: [num_stored, num_blocks, ...]."""
+        """Return the shape of one layer's cache: [keys and values, num_blocks, ...]."""
         spec = self.spec
         size = _int8.row_size(spec.kv_dtype, spec.head_dim)
-        return (spec.num_stored, num_blocks, spec.block_size, spec.num_kv_heads, size)
+        num_stored = 2 if spec.value_dim is None else 1  # keys contain the values
+        return (num_stored, num_blocks, spec.block_size, spec.num_kv_heads, size)
 
     @abstractmethod
     def build_metadata(self, batch: AttentionBatch) -> Metadata:

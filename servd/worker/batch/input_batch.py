@@ -384,7 +384,7 @@ class AttentionRows:
             tails=states.tails(*last),
             slots=last[0],
         )
-        return batch if tables.num_groups == 1 else _of_groups(batch, states, slots, columns, last)
+        return _with_groups(batch, states, slots, columns, last)
 
 
 def buffers_attention(
@@ -403,9 +403,7 @@ def buffers_attention(
         slot_mapping=buffers.kv_slots,
         slots=slots,
     )
-    if tables.num_groups == 1:
-        return batch
-    return _of_groups(batch, states, slots, buffers.columns, (slots, buffers.columns, None))
+    return _with_groups(batch, states, slots, buffers.columns, (slots, buffers.columns, None))
 
 
 def captured_attention(states: RequestStates, buffers: DecodeBuffers) -> AttentionBatch:
@@ -443,9 +441,7 @@ def decode_attention(
         slot_mapping=tables.slot_mapping(slots, columns),
         tails=states.tails(slots, columns, places),
     )
-    if tables.num_groups == 1:
-        return batch
-    return _of_groups(batch, states, slots, columns, (slots, columns, places))
+    return _with_groups(batch, states, slots, columns, (slots, columns, places))
 
 
 def mixed_attention(
@@ -461,7 +457,7 @@ def mixed_attention(
     return replace(attention, has_exact_query_lens=False, other_groups=groups)
 
 
-def _of_groups(
+def _with_groups(
     batch: AttentionBatch,
     states: RequestStates,
     slots: torch.Tensor,
@@ -472,6 +468,8 @@ def _of_groups(
     columns and places of the last token of each row.
     """
     tables = states.block_tables
+    if tables.num_groups == 1:
+        return batch
     (last_slots, last_columns, last_places) = last
     groups = []
     for first_row in tables.other_groups:

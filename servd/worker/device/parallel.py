@@ -1,12 +1,10 @@
 """Parallel: the ranks that share a model (tensor and pipeline parallel), and their collectives."""
 
-from __future__ import annotations
-
 import logging
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -46,7 +44,7 @@ class Parallel:
         init_method: str | None,
         num_stages: int = 1,
         has_whole_experts: bool = False,
-    ) -> Parallel:
+    ) -> Self:
         """Join the other workers at `init_method` ("tcp://127.0.0.1:29500") as number `rank` of all
         workers. Block until all have joined. Raises ConfigError if they cannot be reached.
         """
@@ -71,10 +69,6 @@ class Parallel:
                 groups = [dist.new_group(range(i, i + size)) for i in range(0, total, size)]
                 group = groups[stage]
         return cls(rank % size, size, stage, num_stages, group, has_whole_experts)
-
-    @property
-    def is_first_stage(self) -> bool:
-        return self.stage == 0
 
     @property
     def is_last_stage(self) -> bool:
@@ -126,7 +120,7 @@ class Parallel:
         """Return how many ranks have a copy of each head: 1 if each rank has its own."""
         return max(self.size // num_heads, 1)
 
-    def sharing(self, num_copies: int) -> Parallel:
+    def sharing(self, num_copies: int) -> Self:
         """Return a group in which `num_copies` neighbours with equal parts count as one rank."""
         return replace(self, rank=self.rank // num_copies, size=self.size // num_copies)
 

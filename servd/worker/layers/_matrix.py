@@ -1,12 +1,10 @@
 """Matrix: a weight for matrix products; QuantMethod: its storage and multiplication."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 import torch.nn.functional as F
@@ -49,7 +47,7 @@ class MakeQuantMethod(NamedTuple):
     table: Callable[[Tensor], QuantMethod | None] | None = None
     importance: Mapping[str, Tensor] = MappingProxyType({})
 
-    def of(self, name: str, weight: Weight) -> MakeQuantMethod:
+    def of(self, name: str, weight: Weight) -> Self:
         """Return a copy with the importance of the tensor `name`. Raises ValueError if the
         importance has another shape.
         """

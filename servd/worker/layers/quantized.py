@@ -1,11 +1,10 @@
 """Matrices of few bits, into which servd/worker/quantization converts its formats."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -82,7 +81,7 @@ class Quantized:
     def _spread(self, of_groups: Tensor) -> Tensor:
         return of_groups.float().repeat_interleave(self.group_size, dim=1)[:, : self.shape[1]]
 
-    def without_factors(self) -> Quantized:
+    def without_factors(self) -> Self:
         if self.factors is None:
             return self
         times = FACTOR_SIZE // self.group_size
@@ -91,12 +90,12 @@ class Quantized:
         offset = None if self.offset is None else self.offset * factors[..., 1]
         return replace(self, scale=self.scale * factors[..., 0], offset=offset, factors=None)
 
-    def split(self, rows: Sequence[int]) -> list[Quantized]:
+    def split(self, rows: Sequence[int]) -> list[Self]:
         """Return parts by rows; `rows` has the row count of each part."""
         starts = [sum(rows[:index]) for index in range(len(rows))]
         return [self.narrow(0, start, n) for start, n in zip(starts, rows, strict=True)]
 
-    def narrow(self, dim: int, start: int, length: int) -> Quantized:
+    def narrow(self, dim: int, start: int, length: int) -> Self:
         """Return some rows or columns. Groups that would be cut become smaller groups. Raises
         ValueError if columns are not in order.
         """
@@ -118,16 +117,16 @@ class Quantized:
         narrowed = self.map(lambda x: x.repeat_interleave(times, dim=1)[:, groups], codes)
         return replace(narrowed, group_size=size)
 
-    def with_columns(self, columns: Tensor) -> Quantized:
+    def with_columns(self, columns: Tensor) -> Self:
         """Return the matrix with reordered columns. `columns`: int64 [in], each column once."""
         return replace(self, codes=self.codes[:, columns], columns=columns)
 
-    def padded(self, num_rows: int) -> Quantized:
+    def padded(self, num_rows: int) -> Self:
         """Return the matrix with rows of zeros appended, up to `num_rows` rows."""
         missing = num_rows - self.shape[0]
         return self.map(lambda x: F.pad(x, (0, 0, 0, missing))) if missing else self
 
-    def map(self, change: Callable[[Tensor], Tensor], codes: Tensor | None = None) -> Quantized:
+    def map(self, change: Callable[[Tensor], Tensor], codes: Tensor | None = None) -> Self:
         """Return a copy with each tensor changed by `change`, and with `codes` if given."""
         return replace(
             self,

@@ -97,7 +97,7 @@ def _replace_ends(model: Any, parallel: Parallel) -> str:
         is_tokens = isinstance(part, VocabEmbedding)
         if is_tokens:
             embedding = f"{model.base_prefix}{name}.weight"
-        if isinstance(part, VocabEmbedding | Embedding) and not parallel.is_first_stage:
+        if isinstance(part, VocabEmbedding | Embedding) and parallel.stage > 0:
             setattr(
                 base, name, IntermediateTensors(part.weight.shape[1]) if is_tokens else Nothing()
             )

@@ -1,11 +1,9 @@
 """Outputs of a step besides tokens. Each file computes one kind from hidden states."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 from torch import Tensor
 
@@ -19,7 +17,7 @@ from servd.worker.batch.request_states import RequestStates
 class StepPart(Protocol):
     """A part of a step's output."""
 
-    def to_host(self) -> StepPart:
+    def to_host(self) -> Self:
         """Start the copy to the host, and return the copy."""
         ...
 

@@ -1,11 +1,10 @@
 """Isolation: finds the requests that make a forward pass fail, and computes the others."""
 
-from __future__ import annotations
-
 import logging
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Self
 from uuid import uuid4
 
 import torch
@@ -25,11 +24,11 @@ class Failures:
     errors: dict[int, str]  # row -> message
 
     @classmethod
-    def from_batch(cls, batch: InputBatch, failed: Mapping[int, str]) -> Failures:
+    def from_batch(cls, batch: InputBatch, failed: Mapping[int, str]) -> Self:
         slots = enumerate(batch.host_slots.tolist())
         return cls({row: failed[slot] for row, slot in slots if slot in failed})
 
-    def to_host(self) -> Failures:
+    def to_host(self) -> Self:
         return self
 
     def write(self, output: ModelRunnerOutput) -> None:

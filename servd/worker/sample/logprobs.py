@@ -1,9 +1,8 @@
 """Log-probabilities of the sampled and of the most likely tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 import torch
@@ -27,7 +26,7 @@ class LogprobsTensors:
     num_logprobs: list[int | None]  # [n]: k of each row, None if not requested
     num_named: list[int]  # [m]: number of tokens named by each requesting row
 
-    def to_host(self) -> LogprobsTensors:
+    def to_host(self) -> Self:
         """Start the copy to the host. On CUDA, callers wait for the stream before `to_lists`."""
         token_ids, logprobs, ranks = (
             t.to("cpu", non_blocking=True) for t in (self.token_ids, self.logprobs, self.ranks)

@@ -1,9 +1,8 @@
 """SampledTokens: the sampler's output of a step, to be written to ModelRunnerOutput."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 
@@ -19,7 +18,7 @@ class SampledTokens:
     num_drafts: np.ndarray  # int64 [num_rows]
     sampled: SamplerOutput
 
-    def to_host(self) -> SampledTokens:
+    def to_host(self) -> Self:
         return replace(self, sampled=self.sampled.to_host())
 
     def write(self, output: ModelRunnerOutput) -> None:

@@ -8,12 +8,11 @@ probability under the target; otherwise the sampled token has the remaining dist
 number depends on the place in the sequence, as always.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Self
 
 import numpy as np
 import torch
@@ -38,7 +37,7 @@ class SpecDecodeMetadata:
     parents: Int64Array | None = None
 
     @classmethod
-    def from_batch(cls, batch: InputBatch, chances: Tensor | None) -> SpecDecodeMetadata | None:
+    def from_batch(cls, batch: InputBatch, chances: Tensor | None) -> Self | None:
         """Return the drafts of a step; None without drafts. `chances`: [k], for benchmarks: the
         chance that a draft is kept if the earlier drafts are.
         """

@@ -2,13 +2,14 @@
 
 import heapq
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
 
 from servd.base import plugins
 from servd.core.engine_core import EngineCore
-from servd.core.executor.fake import Done
+from servd.core.executor.fake import AtOnce
 from servd.core.queues import QUEUES
 from servd.messages.engine import (
     AbortRequests,
@@ -30,10 +31,10 @@ class Clocked(AuditedExecutor):
         self.steps.append(scheduled)
         self.now += STEP + TOKEN * scheduled.total_num_scheduled_tokens
 
-    def sample_tokens(self, bitmask=None) -> Done:
+    def sample_tokens(self, bitmask=None) -> Future:
         step = self.steps[-1]
         sampled = [[5] if item.samples else [] for item in step.scheduled]
-        return Done(ModelRunnerOutput(sampled, decoded=[5] * len(step.decodes.slots)))
+        return AtOnce().submit(ModelRunnerOutput, sampled, decoded=[5] * len(step.decodes.slots))
 
 
 class Simulation:

@@ -5,14 +5,12 @@ from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 import msgspec
-from fastapi import APIRouter
+from fastapi import APIRouter, Request, Response
 from msgspec import UNSET, UnsetType
 from pydantic import Field
-from starlette.requests import Request
-from starlette.responses import Response
 
 from servd.api.call import call_of
-from servd.api.http.json_body import json_body
+from servd.api.http.json_body import JsonBody
 from servd.api.http.route import Route
 from servd.api.protocol.embeddings import Dimensions
 from servd.api.protocol.score import Texts
@@ -67,7 +65,7 @@ class CohereEmbeddings(msgspec.Struct):
 
 @router.post("/v2/embed", response_model=CohereEmbeddings)
 async def create_cohere_embeddings(
-    request: Request, body: Annotated[CohereEmbedRequest, json_body(CohereEmbedRequest)]
+    request: Request, body: JsonBody[CohereEmbedRequest]
 ) -> Response:
     """Return embeddings in each requested format."""
     serving: OpenAIServingEmbedding = request.app.state.serving_embedding

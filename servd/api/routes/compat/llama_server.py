@@ -3,9 +3,7 @@
 from typing import Any
 
 import msgspec
-from fastapi import APIRouter
-from starlette.requests import Request
-from starlette.responses import Response
+from fastapi import APIRouter, Request, Response
 
 import servd
 from servd.api.context import context_of, json_response

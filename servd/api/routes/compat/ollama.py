@@ -2,15 +2,13 @@
 
 import asyncio
 import hashlib
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import APIRouter
-from starlette.requests import Request
-from starlette.responses import Response
+from fastapi import APIRouter, Request, Response
 
 from servd.api.context import Context, context_of, json_response
 from servd.api.engine.description import describe_model
-from servd.api.http.json_body import json_body
+from servd.api.http.json_body import JsonBody
 from servd.api.http.route import Route, json_lines, without_model
 from servd.api.protocol.ollama import (
     OllamaChatRequest,
@@ -34,24 +32,20 @@ def serving_of(request: Request) -> OllamaServing:
 
 
 @router.post("/api/chat", response_model=dict[str, Any], responses=json_lines())
-async def create_ollama_chat(
-    request: Request, body: Annotated[OllamaChatRequest, json_body(OllamaChatRequest)]
-) -> Response:
+async def create_ollama_chat(request: Request, body: JsonBody[OllamaChatRequest]) -> Response:
     """Answer a conversation in Ollama's format."""
     return await serving_of(request).create_chat(body, request)
 
 
 @router.post("/api/generate", response_model=dict[str, Any], responses=json_lines())
-async def create_ollama_text(
-    request: Request, body: Annotated[OllamaGenerateRequest, json_body(OllamaGenerateRequest)]
-) -> Response:
+async def create_ollama_text(request: Request, body: JsonBody[OllamaGenerateRequest]) -> Response:
     """Answer a prompt in Ollama's format."""
     return await serving_of(request).create_text(body, request)
 
 
 @router.post("/api/embed", response_model=dict[str, Any])
 async def create_ollama_embeddings(
-    request: Request, body: Annotated[OllamaEmbedRequest, json_body(OllamaEmbedRequest)]
+    request: Request, body: JsonBody[OllamaEmbedRequest]
 ) -> Response:
     """Return embeddings in Ollama's format."""
     return await serving_of(request).create_embeddings(body, request)
@@ -75,9 +69,7 @@ async def list_loaded_ollama_models(request: Request) -> Response:
 
 
 @router.post("/api/show", response_model=dict[str, Any])
-async def show_ollama_model(
-    request: Request, body: Annotated[OllamaNamedRequest, json_body(OllamaNamedRequest)]
-) -> Response:
+async def show_ollama_model(request: Request, body: JsonBody[OllamaNamedRequest]) -> Response:
     """Describe the model in Ollama's format."""
     context = context_of(request)
     await context.find_model(body.model or body.name)
@@ -95,9 +87,7 @@ async def ollama_version(request: Request) -> Response:
 
 
 @router.post("/api/pull", response_model=dict[str, str])
-async def pull_ollama_model(
-    request: Request, body: Annotated[OllamaNamedRequest, json_body(OllamaNamedRequest)]
-) -> Response:
+async def pull_ollama_model(request: Request, body: JsonBody[OllamaNamedRequest]) -> Response:
     """Confirm that a model is served here. With --models-pull, servd downloads another."""
     await context_of(request).find_model(body.model or body.name)
     return json_response({"status": "success"})

@@ -6,9 +6,7 @@ from functools import partial
 from typing import Annotated
 
 import msgspec
-from fastapi import APIRouter, Depends
-from starlette.requests import Request
-from starlette.responses import Response
+from fastapi import APIRouter, Depends, Request, Response
 
 from servd.api.context import context_of
 from servd.api.http.json_body import read_json_body, run_for

@@ -1,8 +1,6 @@
 """Activation functions, alone and as a gate: read once, computed in float32, written once."""
 # pyright: reportMissingParameterType=false, reportArgumentType=false, reportCallIssue=false
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

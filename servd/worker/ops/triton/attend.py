@@ -6,8 +6,6 @@ cache can have more than 2**31 numbers.
 """
 # pyright: reportMissingParameterType=false, reportArgumentType=false, reportCallIssue=false
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import triton

@@ -1,8 +1,6 @@
 """The inputs of a decode step, computed from its slots in one kernel."""
 # pyright: reportMissingParameterType=false, reportArgumentType=false, reportCallIssue=false
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -1,8 +1,6 @@
 """Products of several experts' matrices with their rows, in one kernel."""
 # pyright: reportMissingParameterType=false, reportArgumentType=false, reportCallIssue=false
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -2,8 +2,6 @@
 # pyright: reportMissingParameterType=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportOperatorIssue=false
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import torch

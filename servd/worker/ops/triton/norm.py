@@ -1,8 +1,6 @@
 """RMSNorm and LayerNorm fused with the residual sum: reads and writes each number once."""
 # pyright: reportMissingParameterType=false, reportArgumentType=false, reportCallIssue=false
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -20,8 +20,6 @@ split where the device would be idle.
 # pyright: reportMissingParameterType=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportOperatorIssue=false
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from functools import cache

@@ -1,8 +1,6 @@
 """Product of a matrix in which the bits of a row do not depend on other rows."""
 # pyright: reportMissingParameterType=false, reportArgumentType=false, reportCallIssue=false
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -1,8 +1,6 @@
 """Norms of heads and rotation fused with the cache write: q, k and v pass memory once."""
 # pyright: reportMissingParameterType=false, reportArgumentType=false, reportCallIssue=false
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

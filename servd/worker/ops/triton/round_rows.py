@@ -1,8 +1,6 @@
 """Rounding of rows to 8-bit floats with a scale each: reads and writes each number once."""
 # pyright: reportMissingParameterType=false, reportArgumentType=false, reportCallIssue=false
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -5,8 +5,6 @@ nothing, and a replayed graph splits rows by their current lengths.
 """
 # pyright: reportMissingParameterType=false, reportArgumentType=false, reportCallIssue=false
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

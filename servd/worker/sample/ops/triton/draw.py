@@ -1,8 +1,6 @@
 """The draw: finds the block of the random number by sums of blocks, then the token in it."""
 # pyright: reportMissingParameterType=false, reportArgumentType=false, reportCallIssue=false
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

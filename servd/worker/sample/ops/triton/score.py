@@ -1,8 +1,6 @@
 """Log-probability and rank of one token per row in one pass."""
 # pyright: reportMissingParameterType=false, reportArgumentType=false, reportCallIssue=false
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

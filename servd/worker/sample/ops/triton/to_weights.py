@@ -1,8 +1,6 @@
 """Converts logits to weights in one pass."""
 # pyright: reportMissingParameterType=false, reportArgumentType=false, reportCallIssue=false
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -2,8 +2,6 @@
 # pyright: reportMissingParameterType=false, reportArgumentType=false
 # pyright: reportCallIssue=false, reportOperatorIssue=false
 
-from __future__ import annotations
-
 import struct
 
 import torch
