@@ -467,7 +467,7 @@ def test_classes_of_models_are_at_most_two_deep():
 # hang, and last messages (62), the outputs of vLLM's offline scripts (48), parameters in the
 # gateway and /api/show, nulls beside a field's other name, and rates of prompts (43), and what a
 # review and a user found (35). Files of one family of routes became one: 138 fewer.
-MAX_LINES = 64_792
+MAX_LINES = 68_600
 
 
 def test_the_package_stays_small():
