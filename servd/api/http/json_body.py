@@ -20,10 +20,6 @@ from servd.base.tracing import now_ns
 T = TypeVar("T")
 
 
-def json_body(body_type: type[RequestBody]) -> Any:
-    return Depends(partial(read_json_body, body_type))
-
-
 if TYPE_CHECKING:
     JsonBody = Annotated[Body, "read by `read_json_body`"]
 else:
@@ -34,7 +30,7 @@ else:
         """
 
         def __class_getitem__(cls, body_type: type[RequestBody]) -> Any:
-            return Annotated[body_type, json_body(body_type)]
+            return Annotated[body_type, Depends(partial(read_json_body, body_type))]
 
 
 async def read_json_body(body_type: type[Body], request: Request) -> Body:

@@ -4,8 +4,6 @@ The cut depends on the items alone: it is where the conversation, as it grew ite
 too long. So each later turn makes the same cut and finds the turn before in the prefix cache.
 """
 
-from __future__ import annotations
-
 import base64
 from bisect import bisect_right
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 A row is found by its owner. All rows that it refers to belong to the same owner.
 """
 
-from __future__ import annotations
-
 import sqlite3
 from collections.abc import Collection, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """ResponseStore: the stored responses of all API keys, and the responses that run here."""
 
-from __future__ import annotations
-
 import asyncio
 import sqlite3
 import time

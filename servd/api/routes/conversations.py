@@ -4,13 +4,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any, TypeVar
 
-from fastapi import APIRouter, Query
-from starlette.requests import Request
-from starlette.responses import Response
+from fastapi import APIRouter, Query, Request, Response
 
 from servd.api.call import call_of
 from servd.api.context import context_of, json_response
-from servd.api.http.json_body import json_body
+from servd.api.http.json_body import JsonBody
 from servd.api.http.paging import Page
 from servd.api.http.route import PathPart, Route, without_weights
 from servd.api.protocol.conversations import (
@@ -47,9 +45,7 @@ def page_of(items: list[dict[str, Any]], has_more: bool) -> Response:
 
 @router.post("/v1/conversations", response_model=Conversation)
 @without_weights
-async def create_conversation(
-    request: Request, body: Annotated[ConversationRequest, json_body(ConversationRequest)]
-) -> Response:
+async def create_conversation(request: Request, body: JsonBody[ConversationRequest]) -> Response:
     """Create a conversation."""
     if context_of(request).responses.max_objects == 0:
         raise NotFound("the server stores no conversations (--max-stored-responses 0)")
@@ -66,9 +62,7 @@ async def get_conversation(request: Request, conversation_id: PathPart) -> Respo
 @router.post(ONE, response_model=Conversation)
 @without_weights
 async def update_conversation(
-    request: Request,
-    conversation_id: PathPart,
-    body: Annotated[ConversationUpdate, json_body(ConversationUpdate)],
+    request: Request, conversation_id: PathPart, body: JsonBody[ConversationUpdate]
 ) -> Response:
     """Replace the metadata of a conversation."""
     metadata = body.metadata or {}
@@ -85,9 +79,7 @@ async def delete_conversation(request: Request, conversation_id: PathPart) -> Re
 @router.post(f"{ONE}/items", response_model=InputItems)
 @without_weights
 async def create_items(
-    request: Request,
-    conversation_id: PathPart,
-    body: Annotated[ConversationItemsRequest, json_body(ConversationItemsRequest)],
+    request: Request, conversation_id: PathPart, body: JsonBody[ConversationItemsRequest]
 ) -> Response:
     """Append items to a conversation."""
     items: list[Any] = body.items
