@@ -192,6 +192,22 @@ async def test_tools_of_the_input_are_tools():
         await post(served, RESPONSES, {"input": [*user("hi"), item], "tool_choice": choice})
 
 
+async def test_tools_of_the_input_stay_in_the_conversation():
+    item = {"type": "additional_tools", "role": "developer", "tools": [GROUPS[1]]}
+    items = [*user("a" * 1200), *user("b" * 1200), item]
+    script = '<tool_call>\n{"name": "b__f", "arguments": {}}\n</tool_call>'
+    async with serve(script=script, chat_template=TOOL_TEMPLATE) as served:
+        answer = await post(served, RESPONSES, {"input": items})
+        previous = {"previous_response_id": answer.json()["id"], "input": "go on"}
+        compacted = await post(served, f"{RESPONSES}/compact", {"input": [*items, *user("c")]})
+        compaction = {"input": [*compacted.json()["output"], *user("go on")]}
+        resent = {**previous, "input": [item, *user("go on")]}
+        shorter = {"input": [*items, *user("c" * 3000)], "truncation": "auto"}
+        for body in (previous, compaction, resent, shorter):
+            [call] = (await post(served, RESPONSES, body)).json()["output"]
+            assert '"b__f"' in prompt_of(served) and call["namespace"] == "b"
+
+
 async def test_more_tools_are_checked_like_the_first(http: Any):
     group = {"type": "namespace", "name": "x", "tools": [1.5]}
     item = {"type": "additional_tools", "tools": [group]}
