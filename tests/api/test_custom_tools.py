@@ -124,6 +124,15 @@ def test_a_text_with_odd_escapes_is_whole_in_any_pieces(written, text):
         assert "".join(map(reader.feed, pieces)) + reader.finish() == text
 
 
+@pytest.mark.parametrize("size", [1, 1000])
+@pytest.mark.parametrize("arguments", ['{"in', "{}", '{"a": 1}', "text {", '{"a": 1, ' + "b" * 300])
+def test_arguments_without_a_text_are_the_text_unless_they_break_off(arguments, size):
+    reader = CustomInput()
+    pieces = [arguments[i : i + size] for i in range(0, len(arguments), size)]
+    text = "" if arguments == '{"in' else arguments
+    assert "".join(map(reader.feed, pieces)) + reader.finish() == text
+
+
 FORCED = [
     (CHAT, {"messages": user("hi"), "tools": [CHAT_TOOL], "max_tokens": 900}),
     (RESPONSES, {"input": "hi", "tools": [CODEX_TOOL], "max_output_tokens": 900}),
