@@ -187,6 +187,17 @@ async def test_clients_see_the_edits():
         assert plain.context_management is None
 
 
+@pytest.mark.parametrize("keep", ["all", {"type": "all"}])
+@pytest.mark.parametrize("kind", [TOOLS, THINKING])
+async def test_an_edit_may_keep_all(http: Any, kind: str, keep: Any):
+    messages: Any = [*conversation(4, thinking="abc"), *user("on")]
+    edit = {"type": kind, "keep": keep, "trigger": uses(0)}
+    body = {"messages": messages, "context_management": {"edits": [edit]}}
+    answer = await http.post("/v1/messages", json={"max_tokens": 4, **body})
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["context_management"]["applied_edits"] == []
+
+
 @pytest.mark.parametrize(
     ("edits", "name"),
     [

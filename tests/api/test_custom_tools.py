@@ -124,6 +124,15 @@ def test_a_text_with_odd_escapes_is_whole_in_any_pieces(written, text):
         assert "".join(map(reader.feed, pieces)) + reader.finish() == text
 
 
+@pytest.mark.parametrize("size", [1, 1000])
+@pytest.mark.parametrize("arguments", ['{"in', "{}", '{"a": 1}', "text {", '{"a": 1, ' + "b" * 300])
+def test_arguments_without_a_text_are_the_text_unless_they_break_off(arguments, size):
+    reader = CustomInput()
+    pieces = [arguments[i : i + size] for i in range(0, len(arguments), size)]
+    text = "" if arguments == '{"in' else arguments
+    assert "".join(map(reader.feed, pieces)) + reader.finish() == text
+
+
 FORCED = [
     (CHAT, {"messages": user("hi"), "tools": [CHAT_TOOL], "max_tokens": 900}),
     (RESPONSES, {"input": "hi", "tools": [CODEX_TOOL], "max_output_tokens": 900}),
@@ -190,6 +199,22 @@ async def test_tools_of_the_input_are_tools():
         assert answer.headers["x-servd-ignored"] == "tools.web_search"
         choice = {"type": "function", "name": "f", "namespace": "b"}
         await post(served, RESPONSES, {"input": [*user("hi"), item], "tool_choice": choice})
+
+
+async def test_tools_of_the_input_stay_in_the_conversation():
+    item = {"type": "additional_tools", "role": "developer", "tools": [GROUPS[1]]}
+    items = [*user("a" * 1200), *user("b" * 1200), item]
+    script = '<tool_call>\n{"name": "b__f", "arguments": {}}\n</tool_call>'
+    async with serve(script=script, chat_template=TOOL_TEMPLATE) as served:
+        answer = await post(served, RESPONSES, {"input": items})
+        previous = {"previous_response_id": answer.json()["id"], "input": "go on"}
+        compacted = await post(served, f"{RESPONSES}/compact", {"input": [*items, *user("c")]})
+        compaction = {"input": [*compacted.json()["output"], *user("go on")]}
+        resent = {**previous, "input": [item, *user("go on")]}
+        shorter = {"input": [*items, *user("c" * 3000)], "truncation": "auto"}
+        for body in (previous, compaction, resent, shorter):
+            [call] = (await post(served, RESPONSES, body)).json()["output"]
+            assert '"b__f"' in prompt_of(served) and call["namespace"] == "b"
 
 
 async def test_more_tools_are_checked_like_the_first(http: Any):

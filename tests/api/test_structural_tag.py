@@ -84,6 +84,18 @@ def test_texts_of_structural_tags(tag: Any, texts: list[str], wrong: list[str]):
     assert [text for text in wrong if allows(tag, text)] == []
 
 
+def test_a_text_ends_before_a_token():
+    tokens = AddedTokens({"<f=a>": 7, "</f>": 8})
+    for form in ({"type": "sequence", "elements": [TEXT, TAG]}, {**TAG, "content": TRIGGERED}):
+        assert "<[7]>" in grammar_of(new(form), tokens)
+
+
+def test_the_shorter_of_two_triggers_begins_both_tags():
+    other = {**TAG, "begin": "<f=abc>", "content": {"type": "const_string", "value": "x"}}
+    form = {"type": "triggered_tags", "triggers": ["<f=abc", "<f="], "tags": [TAG, other]}
+    assert allows(new(form), f"a {CALL} b <f=abc>x</f>")
+
+
 def test_added_tokens_are_written_as_tokens():
     tokens = AddedTokens({"<f=": 7, "</f>": 8, "<eos>": 9}, frozenset({9}))
     grammar = grammar_of(OLD, tokens)
@@ -103,6 +115,10 @@ def test_added_tokens_are_written_as_tokens():
         new({**TRIGGERED, "triggers": ["<g="]}),
         new({**TRIGGERED, "triggers": [5]}),
         new({"type": "sequence", "elements": [TRIGGERED, TRIGGERED]}),
+        new({"type": "sequence", "elements": [TEXT, TAG]}),
+        new({"type": "sequence", "elements": [TRIGGERED, {"type": "const_string", "value": "a"}]}),
+        new({"type": "sequence", "elements": [{**TAG, "content": TEXT, "end": ""}, TAG]}),
+        new({**TAG, "content": TRIGGERED}),
         {"type": "structural_tag", "structures": [5], "triggers": ["<"]},
         "x",
     ],

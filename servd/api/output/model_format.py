@@ -94,9 +94,16 @@ class ModelFormat:
         grammar = structural_tag_grammar(output, self.tokens)
         return msgspec.structs.replace(output, kind="grammar", value=grammar)
 
-    def unheld_fields(self, tool_options: ToolOptions) -> list[str]:
-        """Return the fields about tools that have no effect on calls that no one forces."""
-        if tool_options.forced or self._can_hold:
+    def unheld_fields(
+        self, tool_options: ToolOptions, output: StructuredOutput | None = None
+    ) -> list[str]:
+        """Return the fields about tools that have no effect on calls that no one forces. `output`
+        is the form of the output without them.
+        """
+        is_held = output is None and self._can_hold
+        if output is not None and output.kind in SCHEMAS:  # see `_hold_calls`
+            is_held = self.tool_parser is not None and bool(self.tool_parser.syntaxes)
+        if tool_options.forced or is_held:
             return []
         is_strict = any(tool["function"].get("strict") for tool in tool_options.tools)
         has_grammar = any(tool_options.custom.values())

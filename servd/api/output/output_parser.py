@@ -95,7 +95,8 @@ class CustomInput:
             head = self._HEAD.match(self._unread)
             self._is_other = self._is_other or (head is None and len(self._unread) > self._MAX_HEAD)
             if self._is_other:
-                return self.finish()
+                other, self._unread = self._unread, ""
+                return other
             if head is None:
                 return ""
             self._is_read = True
@@ -106,10 +107,10 @@ class CustomInput:
         return string_of(text[0])
 
     def finish(self) -> str:
-        """Return what arguments that begin in another way are."""
-        unread = "" if self._is_read else self._unread
-        self._unread = ""
-        return unread
+        """Return what arguments that begin in another way are, unless they broke off before."""
+        unread = self._unread.strip()
+        is_cut = unread.startswith("{") and not unread.endswith("}")
+        return "" if self._is_read or is_cut else self._unread
 
 
 class OutputParser:

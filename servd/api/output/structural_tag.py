@@ -44,18 +44,20 @@ def _grammar(tag: Any, tokens: AddedTokens) -> str:
 
 
 class _Builder:
-    """A builder of rules. An expression of a format has the text `end` after it."""
+    """A builder of rules. An expression of a format has the text `end` after it. If `end` is None,
+    an expression follows that begins with no token of its own, which would end any text.
+    """
 
     def __init__(self, tokens: AddedTokens) -> None:
         self.tokens = tokens
         self.rules: list[str] = []
         self.has_triggers = False
 
-    def expression(self, form: Any, end: str, depth: int) -> str:
+    def expression(self, form: Any, end: str | None, depth: int) -> str:
         if depth > MAX_DEPTH:
             raise _NotATag(f"it has more than {MAX_DEPTH} formats inside of each other")
         kind = form.get("type") if isinstance(form, dict) else None
-        closing = self.tokens.literal(end)
+        closing = self.tokens.literal(end or "")
         match kind:
             case "const_string":
                 return f"{self.tokens.literal(_text(form, 'value'))} {closing}"
@@ -70,40 +72,53 @@ class _Builder:
             case "any_text":
                 return self._text(end)
             case "sequence":
-                *elements, last = _list(form, "elements") or [{"type": "const_string", "value": ""}]
-                parts = [self.expression(element, "", depth + 1) for element in elements]
-                return " ".join([*parts, self.expression(last, end, depth + 1)])
+                elements = _list(form, "elements") or [{"type": "const_string", "value": ""}]
+                begins = [element.get("begin", element.get("value")) for element in elements[1:]]
+                ends = ["" if self._begins_with_token(begin) else None for begin in begins]
+                pairs = zip(elements, [*ends, end], strict=True)
+                return " ".join(self.expression(*pair, depth + 1) for pair in pairs)
             case "or":
                 return self._any_of(_list(form, "elements"), end, depth)
             case "tag":
-                return f"{self._tag(form, '', depth)} {closing}"
+                return f"{self._tag(form, '', depth, is_last=end == '')} {closing}"
             case "triggered_tags":
+                if end is None or (end and not self._begins_with_token(end)):
+                    raise _NotATag("only a token may follow `triggered_tags`")
                 return f"{self._triggered(form, depth)} {closing}"
             case _:
                 raise _NotATag(f"formats of type {str(kind)[:64]!r} are not supported")
+
+    def _begins_with_token(self, text: Any) -> bool:
+        return isinstance(text, str) and self.tokens.literal(text).startswith("<[")
 
     def _add(self, body: str, attributes: str = "") -> str:
         name = f"part{len(self.rules)}"
         self.rules.append(f"{name}{attributes}: {body}")
         return name
 
-    def _text(self, end: str) -> str:
+    def _text(self, end: str | None) -> str:
+        if end is None:
+            raise _NotATag("only a token, or the `end` of its tag, may follow `any_text`")
         if not end or end in self.tokens.ids:
             return f"{self._add(ANY_TEXT)} {self.tokens.literal(end)}"
         return self._add(f"{ANY_TEXT} {quoted(end)}", "[lazy]")
 
-    def _any_of(self, forms: Sequence[Any], end: str, depth: int) -> str:
+    def _any_of(self, forms: Sequence[Any], end: str | None, depth: int) -> str:
         options = [self.expression(form, end, depth + 1) for form in forms]
         if not options:
             raise _NotATag("`elements` must not be empty")
         return f"({' | '.join(options)})"
 
-    def _tag(self, tag: Any, trigger: str, depth: int) -> str:
-        """Return the expression of a tag after its trigger."""
+    def _tag(self, tag: Any, trigger: str, depth: int, is_last: bool = False) -> str:
+        """Return the expression of a tag after its trigger. `is_last`: nothing follows it."""
         begin = _text(tag, "begin").removeprefix(trigger)
         ends = tag.get("end")
         contents = [
-            self.expression(tag.get("content"), _text({"end": end}, "end"), depth + 1)
+            self.expression(
+                tag.get("content"),
+                _text({"end": end}, "end") or ("" if is_last else None),
+                depth + 1,
+            )
             for end in (ends if isinstance(ends, list) else [ends])
         ]
         return f"{self.tokens.literal(begin)} ({' | '.join(contents)})"
@@ -113,6 +128,8 @@ class _Builder:
             raise _NotATag("only one format may be triggered_tags")
         self.has_triggers = True
         triggers = [_text({"triggers": item}, "triggers") for item in _list(form, "triggers")]
+        # The shorter of two triggers begins both tags.
+        triggers = [t for t in triggers if not any(t != o and t.startswith(o) for o in triggers)]
         self.rules += self.tokens.text_rules(triggers)
         options: list[str] = []
         for tag in _list(form, "tags"):
@@ -120,7 +137,7 @@ class _Builder:
             index = next((i for i, t in enumerate(triggers) if begin.startswith(t)), None)
             if index is None:
                 raise _NotATag(f"no trigger begins the tag {begin[:64]!r}")
-            options.append(f"opening{index} {self._tag(tag, triggers[index], depth)}")
+            options.append(f"opening{index} {self._tag(tag, triggers[index], depth, is_last=True)}")
         if not options:
             raise _NotATag("`tags` must not be empty")
         tags = self._add(" | ".join(options))

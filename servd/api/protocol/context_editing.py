@@ -70,6 +70,9 @@ def edit_context(
     applied: list[AppliedEdit] = []
     for edit in context_management.get("edits", ()):
         result = None
+        keep: Any = edit.get("keep")
+        if keep == "all" or (keep and keep["type"] == "all"):
+            continue
         if edit["type"] == "clear_thinking_20251015":
             result = _clear_thinking(edit, messages, count)
         elif edit["type"] == "clear_tool_uses_20250919":
@@ -91,9 +94,6 @@ def _clear_thinking(
     """Return the messages without the thinking of old turns, if there are any. A turn is all that
     the assistant says between two messages of the user. Results of tools are no such message.
     """
-    keep: Any = edit.get("keep")
-    if keep == "all" or (keep and keep["type"] == "all"):
-        return None
     turns: list[list[int]] = [[]]  # indices of the messages with thinking
     for index, message in enumerate(messages):
         kinds = {block["type"] for block in blocks_of(message)}

@@ -323,7 +323,7 @@ class ResponsesRequest(TranslatedRequest):
         options = (self.stream_options or {}).items()
         names |= {f"stream_options.{name}" for name, value in options if value}
         names |= {f"reasoning.{name}" for name in (self.reasoning or {}).keys() - {"effort"}}
-        names |= {f"tools.{kind}" for kind in hosted_types(self.all_tools)}
+        names |= {f"tools.{kind}" for kind in hosted_types(self.tools_with(self.items))}
         kinds = {item.get("type", "message") for item in self.input}
         names |= {f"input.{kind}" for kind in kinds.difference(OWN_ITEMS)}
         for item in self.input:
@@ -339,13 +339,12 @@ class ResponsesRequest(TranslatedRequest):
             return None
         return self.context_management[0].get("compact_threshold") or INT32_MAX
 
-    @property
-    def all_tools(self) -> list[Any]:
-        """The tools of the request, and those in its input."""
+    def tools_with(self, items: list[dict[str, Any]]) -> list[Any]:
+        """Return the tools of the request, and those in a conversation."""
         tools: list[Any] = [*(self.tools or ())]
-        for item in self.input:
+        for item in items:
             if item.get("type") == "additional_tools":
-                tools += item.get("tools") or ()
+                tools += [tool for tool in item.get("tools") or () if tool not in tools]
         return tools
 
     @property
@@ -360,7 +359,7 @@ class ResponsesRequest(TranslatedRequest):
             "max_completion_tokens": self.max_output_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
-            "tools": chat_tools(self.all_tools) or None,
+            "tools": chat_tools(self.tools_with(items)) or None,
             "tool_choice": _chat_tool_choice(self.tool_choice),
             "parallel_tool_calls": self.parallel_tool_calls,
             "logprobs": self.top_logprobs is not None or LOGPROBS in (self.include or ()) or None,

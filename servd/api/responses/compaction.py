@@ -35,8 +35,8 @@ def compact(
     num_fixed: int,
     is_forced: bool = False,
 ) -> Compacted:
-    """Drop the oldest items if the prompt has more than `limit` tokens. Messages of the system at
-    the beginning stay, and the user's last message before the cut.
+    """Drop the oldest items if the prompt has more than `limit` tokens. Tools stay, messages of the
+    system at the beginning, and the user's last message before the cut.
 
     Args:
         items: the conversation.
@@ -45,6 +45,7 @@ def compact(
         num_fixed: tokens of the prompt that do not come from these items.
         is_forced: drop items even if all fit, down to the same size.
     """
+    items = sorted(items, key=lambda item: not _is_tools(item))
     num_leading = next((i for i, item in enumerate(items) if not _is_system(item)), len(items))
     groups = _groups(items[num_leading:])
     sizes = [_num_tokens(group, count) for group in groups]
@@ -89,7 +90,11 @@ def _groups(items: list[Item]) -> list[list[Item]]:
 
 
 def _is_system(item: Item) -> bool:
-    return item.get("role") in ("system", "developer")
+    return _is_tools(item) or item.get("role") in ("system", "developer")
+
+
+def _is_tools(item: Item) -> bool:
+    return item.get("type") == "additional_tools"
 
 
 def _pinned(groups: list[list[Item]], start: int) -> int | None:

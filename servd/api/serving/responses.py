@@ -93,6 +93,7 @@ class OpenAIServingResponses(OpenAIServing):
             params = self.sampling_params(chat, request)
             info = self.response_info(request, f"resp_{call.unique_id}", chat.request_options)
             formatter = ResponsesFormatter(info, body, chat, params, is_stored)
+            formatter.tool_names = names_of(body.tools_with(compacted.items))
             formatter.note_compaction(body, compacted)
             outputs = self.generate(request, formatter, chat.prompt)
             turn = Turn(call.owner, formatter.body_so_far, history, body.items)
@@ -274,7 +275,8 @@ class OpenAIServingResponses(OpenAIServing):
         def count(text: str) -> int:
             return len(self.processor.tokenizer.encode(text, add_special_tokens=False))
 
-        fixed = body.as_chat(body.chat_fields([{"role": "user", "content": ""}]))
+        tools = [item for item in items if item.get("type") == "additional_tools"]
+        fixed = body.as_chat(body.chat_fields([*tools, {"role": "user", "content": ""}]))
         num_fixed = len(self.processor.tokenize(fixed.prompt))
         limit = limit if threshold is None else min(limit, threshold)
         return compact(items, limit, count, num_fixed, is_forced)
@@ -345,7 +347,7 @@ class ResponsesFormatter(EventFormatter):
         self.logprobs: list[TokenLogprobs] = []  # tokens whose text is in no event yet
         self.sequence_number = 0
         self.seals = ENCRYPTED in (body.include or ())
-        self.tool_names = names_of(body.all_tools)
+        self.tool_names: dict[str, tuple[str | None, str]] = {}  # see names_of
         self.compaction: CompactionItem | None = None  # the first item, if any
 
     def note_compaction(self, body: ResponsesRequest, compacted: Compacted) -> None:

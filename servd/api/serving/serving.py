@@ -59,7 +59,9 @@ class OpenAIServing:
         tools = body.tool_options if isinstance(body, ChatCompletionRequest) else None
         if tools is not None and not (tools.forced or self.processor.chat_template.reads_tools):
             report_ignored(call_of(request), self.context, body, 1, ["tools"])
-        elif tools is not None and (names := self.processor.model_format.unheld_fields(tools)):
+        elif tools is not None and (
+            names := self.processor.model_format.unheld_fields(tools, body.structured_output())
+        ):
             report_ignored(call_of(request), self.context, body, len(names), names)
         return body.sampling_params(self.processor.default_params)
 

@@ -81,14 +81,13 @@ def _agree(answer: list[int], output: list[int]) -> bool:
 
 def _read_lines(path: str) -> list[ScriptLine]:
     try:
-        texts = Path(path).read_text(encoding="utf8").splitlines()
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise ConfigError(f"--fake-script {path}: {reason}") from None
+        texts = Path(path).read_bytes().splitlines()
+    except OSError as error:
+        raise ConfigError(f"--fake-script {path}: {error.strerror}") from None
     lines: list[ScriptLine] = []
     for number, text in enumerate(texts, 1):
         try:
             lines.append(msgspec.json.decode(text, type=ScriptLine))
-        except msgspec.DecodeError as error:
+        except ValueError as error:  # not the JSON of a line, or not UTF-8
             raise ConfigError(f"--fake-script {path}, line {number}: {error}") from None
     return lines

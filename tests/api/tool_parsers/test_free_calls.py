@@ -24,6 +24,7 @@ from servd.checkpoint.model_spec import read_spec
 from servd.config import Config
 from servd.core.structured_output.grammar import Grammar, GrammarError
 from servd.core.structured_output.vocabulary import load_vocabulary
+from servd.messages.params import StructuredOutput
 from tests.api.tool_parsers.test_grammars import functions, is_allowed
 from tests.api.tool_parsers.test_parsers import PACKAGE, PARSERS, read
 from tests.core.structured_output.driver import EOS, compile_grammar
@@ -181,6 +182,13 @@ def test_who_is_held():
         assert model_format.unheld_fields(ToolOptions(held)) == ["tools.strict"]
         assert model_format.expect("", ToolOptions(held)).structured_output is None
     assert len(HOLDING) >= 12
+    schema = StructuredOutput("json", '{"type": "object"}')
+    text = StructuredOutput("structural_tag", '{"format": {"type": "any_text"}}')
+    for name, held_with_schema in (("hermes", True), ("llama3_json", True), ("gemma4", False)):
+        model_format = ModelFormat(Tokenizer.bytes(), parser_class(name), None)
+        fields = [] if held_with_schema else ["tools.strict"]
+        assert model_format.unheld_fields(ToolOptions(held), schema) == fields
+        assert model_format.unheld_fields(ToolOptions(held), text) == ["tools.strict"]
 
 
 def test_a_strict_tool_whose_schema_the_format_cannot_hold_is_refused():

@@ -47,6 +47,13 @@ def test_requests_get_the_answers_in_order_and_then_a_notice(script):
     assert "no more answers" in texts[2]
 
 
+def test_an_answer_may_have_any_character(tmp_path):
+    path = tmp_path / "script.jsonl"
+    text = "a\u2028b\x85c\x0cd"
+    path.write_text(json.dumps({"text": text}, ensure_ascii=False) + "\n", encoding="utf8")
+    assert run(make_engine(fake_script=str(path)), ask("a", "go")) == [text]
+
+
 def test_a_match_answers_its_prompts_and_uses_no_answer(script):
     path = script({"text": "one"}, {"text": "a title", "match": "title"}, {"text": "two"})
     engine = make_engine(fake_script=path)
