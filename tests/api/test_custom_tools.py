@@ -9,6 +9,7 @@ from openai.types.chat import ChatCompletion
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from servd.api.output.output_parser import CustomInput
 from servd.api.output.text_grammar import escaped_regex, text_rules
 from servd.api.text.prompt import TextGrammar
 from servd.base.errors import InvalidRequest
@@ -241,3 +242,9 @@ def test_signs_of_a_regular_expression_are_looked_up_once(monkeypatch: pytest.Mo
     monkeypatch.setattr(re, "compile", compile_and_note)
     assert escaped_regex("[\\x00-\\x10]ab" * 100, "").count("ab") == 100
     assert len(compiled) <= 1
+
+
+@pytest.mark.parametrize("text", ["a\\q", "\\u12", "\\ud800\\x"])
+def test_an_escape_that_json_does_not_have_is_no_error(text: str):
+    reader = CustomInput()
+    assert reader.feed('{"input": "b') + reader.feed(text) + reader.finish()

@@ -5,6 +5,7 @@ import math
 import re
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 import msgspec
 
@@ -109,7 +110,9 @@ class CustomInput:
         text = self._TEXT.match(self._unread)
         assert text is not None
         self._unread = self._unread[text.end() :]
-        return without_surrogates(json.loads(f'"{text[0]}"', strict=False))
+        with suppress(ValueError):  # an escape that JSON does not have
+            return without_surrogates(json.loads(f'"{text[0]}"', strict=False))
+        return text[0]
 
     def finish(self) -> str:
         """Return what arguments that begin in another way are."""
