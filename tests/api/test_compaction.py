@@ -1,5 +1,6 @@
 """Long conversations: what is dropped, that later turns drop the same, and how answers say it."""
 
+import base64
 import json
 from typing import Any
 
@@ -215,6 +216,7 @@ async def test_a_conversation_is_compacted_on_request():
         "servd-compaction-1:!",
         seal([{"type": "x"}]),
         seal([{}]),
+        "servd-compaction-1:" + base64.b64encode(b"[" * 100_000).decode(),
     ],
 )
 async def test_a_compaction_item_of_another_kind_is_refused(content: str):

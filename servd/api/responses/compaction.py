@@ -145,7 +145,7 @@ def unfold(items: list[Item], check: Callable[[Any], list[Item]]) -> list[Item]:
         if not content.startswith(SEAL):
             raise ValueError("another server's")
         sealed = msgspec.json.decode(base64.b64decode(content.removeprefix(SEAL), validate=True))
-    except ValueError:
+    except (ValueError, RecursionError):
         raise InvalidRequest(
             "`encrypted_content` of a compaction item is damaged or from another server: send the "
             "items in its place",
