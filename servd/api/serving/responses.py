@@ -222,7 +222,9 @@ class OpenAIServingResponses(OpenAIServing):
         """
         call = call_of(request)
         body.input = await self._dereferenced(body.input, call.owner)
-        history = await self.store.history(call.owner, body.previous_response_id, body.conversation)
+        history = await self.store.history(
+            call.owner, body.previous_response_id, body.conversation, len(body.items)
+        )
 
         def make_chat() -> tuple[History, Compacted, ChatCompletionRequest]:
             items = unfold([*history.items(), *body.items], checked_items)
