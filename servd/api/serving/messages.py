@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -85,6 +86,7 @@ class AnthropicServingMessages(OpenAIServing):
     ) -> list[AppliedEdit]:
         """Edit the conversation as the body asks, and return what changed it."""
 
+        @cache  # the edits count the same texts
         def count(text: str) -> int:
             return len(self.processor.tokenizer.encode(text, add_special_tokens=False))
 
