@@ -93,6 +93,7 @@ async def test_responses_notes_items_of_hosted_tools(item: dict[str, Any], note:
             await answer(served, "/v1/responses", body, 400)
         messages = [item["id"] for item in listed.json()["data"] if item["type"] == "message"]
         references = [{"type": "item_reference", "id": name} for name in messages[::-1]]
+        await answer(served, "/v1/responses", {"input": references * 2}, 400)
         await answer(served, "/v1/responses", {"input": references})
         assert prompt_of(served).split() == ["user:", "hi", "user:", "again"]
 

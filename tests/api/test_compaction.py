@@ -1,5 +1,6 @@
 """Long conversations: what is dropped, that later turns drop the same, and how answers say it."""
 
+import base64
 import json
 from typing import Any
 
@@ -12,6 +13,7 @@ from pydantic import TypeAdapter
 from servd.api.responses.compaction import compact, seal, unfold
 from servd.base.errors import InvalidRequest
 from tests.api.harness import Served, named_events, requests_sent, serve, user
+from tests.proportion import assert_in_proportion
 
 URL = "/v1/responses"
 Item = dict[str, Any]
@@ -225,7 +227,14 @@ async def test_a_conversation_is_compacted_on_request():
 
 
 @pytest.mark.parametrize(
-    "content", ["x", "servd-compaction-1:!", seal([{"type": "x"}]), seal([{}])]
+    "content",
+    [
+        "x",
+        "servd-compaction-1:!",
+        seal([{"type": "x"}]),
+        seal([{}]),
+        "servd-compaction-1:" + base64.b64encode(b"[" * 100_000).decode(),
+    ],
 )
 async def test_a_compaction_item_of_another_kind_is_refused(content: str):
     item = {"type": "compaction", "encrypted_content": content}
@@ -250,3 +259,18 @@ def test_only_the_last_compaction_item_counts():
     assert unfold([message("user", "a")], check) == [message("user", "a")]
     with pytest.raises(InvalidRequest):
         unfold([{"type": "compaction", "encrypted_content": json.dumps([])}], check)
+
+
+CROWDS = [
+    [message("assistant", "a"), result("x", "a")],
+    [message("system", "a")],
+    [message("user", "a"), result("c", "a")],
+]
+
+
+@pytest.mark.parametrize("crowd", CROWDS)
+def test_the_time_is_in_proportion_to_the_items(crowd: list[Item]):
+    def compact_crowd(size: int) -> None:
+        compact([message("user", "a"), call("c"), *crowd * size], LIMIT, len, 0)
+
+    assert_in_proportion(compact_crowd)

@@ -213,3 +213,24 @@ async def test_bad_edits(http: Any, edits: list[Any], name: str):
     answer = await http.post("/v1/messages", json=body)
     assert answer.status_code == 400
     assert "context_management" in answer.text and name in answer.text
+
+
+def test_the_input_of_a_call_with_many_results_is_cleared_and_counted_once():
+    [answer, result] = call(0)
+    counted: list[str] = []
+
+    def count(block: dict[str, Any]) -> int:
+        counted.append(block["type"])
+        return 1 + len(block.get("input", ""))
+
+    context_management = TypeAdapter(ContextManagement).validate_python(
+        {
+            "edits": [
+                {"type": TOOLS, "trigger": tokens(0), "keep": uses(0), "clear_tool_inputs": True}
+            ]
+        }
+    )
+    messages = [*user("go"), answer, *[result] * 10]
+    messages, [applied] = edit_context(context_management, messages, count, lambda: 0)
+    assert messages[1]["content"][0]["input"] == {} and applied.cleared_input_tokens == 1
+    assert counted.count("tool_use") == 3

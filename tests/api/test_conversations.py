@@ -1,6 +1,7 @@
 """/v1/conversations, and responses that continue one; judged by OpenAI's client."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -8,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from servd.api.responses import conversations
+from servd.api.responses import conversations, response_store
 from tests.api.harness import MODEL, Served, connect_openai, serve, until, user
 from tests.api.test_errors import check
 
@@ -178,8 +179,10 @@ async def test_bad_requests(http: httpx.AsyncClient, monkeypatch: pytest.MonkeyP
         assert (await http.get(f"/v1/responses/{strange}")).status_code == 404
 
     monkeypatch.setattr(conversations, "MAX_ITEMS", 3)
-    await post(http, items, items=[message] * 3)
-    check(await http.post(items, json={"items": [message]}), 400, "conversation")
+    await post(http, items, items=[message] * 2)
+    check(await http.post(items, json={"items": [message] * 2}), 400, "conversation")
+    crowd = {"input": [message] * 2, "max_output_tokens": 1, "conversation": name}
+    check(await http.post("/v1/responses", json=crowd), 400, "conversation")
     await post(http, "/v1/responses", input="a", max_output_tokens=1, conversation=name)
     check(await http.post(items, json={"items": [message]}), 400, "conversation")
     full = {"input": "a", "conversation": name}
@@ -227,3 +230,19 @@ async def test_a_server_that_stores_nothing_has_no_conversations():
         assert (await served.http.post(URL, json={})).status_code == 404
         body = {"input": "a", "conversation": "conv_1"}
         check(await served.http.post("/v1/responses", json=body), 404, "conversation")
+
+
+async def test_many_items_are_stored_off_the_event_loop(http: httpx.AsyncClient):
+    threads: set[int] = set()
+    append_items = response_store.append_items
+
+    def append_and_note(*args: Any) -> Any:
+        threads.add(threading.get_ident())
+        return append_items(*args)
+
+    name = (await post(http, URL))["id"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(response_store, "append_items", append_and_note)
+        patch.setattr(response_store, "FEW_ITEMS", 3)
+        await post(http, "/v1/responses", input=user("a") * 4, conversation=name)
+    assert threads and threading.get_ident() not in threads

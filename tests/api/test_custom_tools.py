@@ -1,6 +1,7 @@
 """Custom tools and namespaces, as Codex sends them, through all of OpenAI's APIs that have them."""
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -9,6 +10,9 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from servd.api.output.output_parser import CustomInput
+from servd.api.output.text_grammar import escaped_regex, text_rules
+from servd.api.text.prompt import TextGrammar
+from servd.base.errors import InvalidRequest
 from tests.api.harness import Served, events, named_events, requests_sent, serve, user
 from tests.api.test_chat_tools import CHAT, TOOL_TEMPLATE
 from tests.api.tool_parsers.test_free_calls import IS_PATCH, PATCH
@@ -243,6 +247,15 @@ BAD = [
             "format": {"type": "grammar", "syntax": "lark", "definition": "start: ("},
         },
     ),
+    (
+        RESPONSES,
+        {"input": "?"},
+        {
+            "type": "namespace",
+            "name": "a",
+            "tools": [{**CODEX_TOOL, "name": f"t{i}"} for i in range(1000)],
+        },
+    ),
     (RESPONSES, {"input": "?"}, {"type": "namespace", "name": "a", "tools": 5}),
     (RESPONSES, {"input": "?"}, {"type": "namespace", "name": "a", "tools": [FUNCTION, FUNCTION]}),
 ]
@@ -253,3 +266,28 @@ async def test_bad_tools_are_a_400_that_names_them(path, body, tool):
     async with serve(script="ok", chat_template=TOOL_TEMPLATE) as served:
         answer = await post(served, path, {**body, "tools": [tool]}, 400)
         assert answer.json()["error"]["param"].startswith("tools"), answer.text
+
+
+@pytest.mark.parametrize("definition", ['"' + '\\"' * 32_000, "/" + "\\/" * 32_000, "<" * 64_000])
+def test_quotes_and_slashes_without_an_end_are_refused_at_once(definition: str):
+    with pytest.raises(InvalidRequest):
+        text_rules(TextGrammar("lark", f"start: {definition}"), "text", is_in_json=True)
+
+
+def test_signs_of_a_regular_expression_are_looked_up_once(monkeypatch: pytest.MonkeyPatch):
+    compiled: list[str] = []
+    compile_pattern = re.compile
+
+    def compile_and_note(pattern: str, flags: int = 0) -> re.Pattern[str]:
+        compiled.append(pattern)
+        return compile_pattern(pattern, flags)
+
+    monkeypatch.setattr(re, "compile", compile_and_note)
+    assert escaped_regex("[\\x00-\\x10]ab" * 100, "").count("ab") == 100
+    assert len(compiled) <= 1
+
+
+@pytest.mark.parametrize("text", ["a\\q", "\\u12", "\\ud800\\x"])
+def test_an_escape_that_json_does_not_have_is_no_error(text: str):
+    reader = CustomInput()
+    assert reader.feed('{"input": "b') + reader.feed(text) + reader.finish()

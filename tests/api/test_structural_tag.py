@@ -137,3 +137,16 @@ def test_formats_in_formats_are_bounded():
     many = {"type": "or", "elements": [{"type": "or", "elements": [TAG] * 30}] * 30}
     with pytest.raises((InvalidRequest, GrammarError)):
         compile_grammar("grammar", grammar_of(new({"type": "or", "elements": [many] * 30})))
+
+
+def test_a_tag_that_repeats_its_parts_too_often_is_refused():
+    form: Any = TEXT
+    for _ in range(16):
+        form = {"type": "tag", "begin": "a", "content": form, "end": ["b", "c", "d"]}
+    text = {"type": "const_string", "value": "x" * 1000}
+    wide = {"type": "tag", "begin": "a", "content": text, "end": ["b"] * 1000}
+    triggers = [*(f"t{i}" for i in range(10_000)), "<f="]
+    many = {**TRIGGERED, "triggers": triggers, "tags": [TAG] * 10_000}
+    for bomb in (form, wide, many):
+        with pytest.raises(InvalidRequest, match="65536"):
+            grammar_of(new(bomb))

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from servd.messages.params import MAX_GRAMMAR_BYTES
+
 ANNOTATIONS = set(
     "title description default examples deprecated readOnly writeOnly $comment".split()
 )
@@ -214,6 +216,9 @@ def properties_of(function: dict[str, Any]) -> list[Property]:
         raise NotExpressible("properties of any name")
     if any(name not in properties for name in required) or False in properties.values():
         raise NotExpressible("properties that are required or forbidden by name alone")
+    num_moved = sum("$ref" in json.dumps(value) for value in properties.values())
+    if num_moved * len(json.dumps(schema)) > MAX_GRAMMAR_BYTES:  # each repeats the whole schema
+        raise NotExpressible("references in a schema of this size")
     return [Property(name, _alone(schema, name), name in required) for name in properties]
 
 

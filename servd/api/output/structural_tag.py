@@ -9,9 +9,11 @@ from typing import Any
 
 from servd.api.output.call_grammar import AddedTokens, json_rule, quoted
 from servd.base.errors import InvalidRequest
-from servd.messages.params import StructuredOutput
+from servd.messages.params import MAX_GRAMMAR_BYTES, StructuredOutput
 
 MAX_DEPTH = 16  # of formats in formats
+# Of the grammar, about, and of the looks for a trigger. A content is repeated for each of its ends.
+MAX_SIZE = MAX_GRAMMAR_BYTES
 ANY_TEXT = "/(?s:.*)/"
 
 
@@ -52,15 +54,16 @@ class _Builder:
         self.tokens = tokens
         self.rules: list[str] = []
         self.has_triggers = False
+        self.size = 0
 
     def expression(self, form: Any, end: str | None, depth: int) -> str:
         if depth > MAX_DEPTH:
             raise _NotATag(f"it has more than {MAX_DEPTH} formats inside of each other")
         kind = form.get("type") if isinstance(form, dict) else None
-        closing = self.tokens.literal(end or "")
+        closing = self._literal(end or "")
         match kind:
             case "const_string":
-                return f"{self.tokens.literal(_text(form, 'value'))} {closing}"
+                return f"{self._literal(_text(form, 'value'))} {closing}"
             case "json_schema":
                 return f"{self._add(json_rule(form.get('json_schema', {})))} {closing}"
             case "regex":
@@ -91,7 +94,17 @@ class _Builder:
     def _begins_with_token(self, text: Any) -> bool:
         return isinstance(text, str) and self.tokens.literal(text).startswith("<[")
 
+    def _count(self, size: int) -> None:
+        self.size += size
+        if self.size > MAX_SIZE:
+            raise _NotATag(f"its grammar has more than {MAX_SIZE} characters")
+
+    def _literal(self, text: str) -> str:
+        self._count(len(text) + 1)
+        return self.tokens.literal(text)
+
     def _add(self, body: str, attributes: str = "") -> str:
+        self._count(len(body))
         name = f"part{len(self.rules)}"
         self.rules.append(f"{name}{attributes}: {body}")
         return name
@@ -100,7 +113,7 @@ class _Builder:
         if end is None:
             raise _NotATag("only a token, or the `end` of its tag, may follow `any_text`")
         if not end or end in self.tokens.ids:
-            return f"{self._add(ANY_TEXT)} {self.tokens.literal(end)}"
+            return f"{self._add(ANY_TEXT)} {self._literal(end)}"
         return self._add(f"{ANY_TEXT} {quoted(end)}", "[lazy]")
 
     def _any_of(self, forms: Sequence[Any], end: str | None, depth: int) -> str:
@@ -121,7 +134,7 @@ class _Builder:
             )
             for end in (ends if isinstance(ends, list) else [ends])
         ]
-        return f"{self.tokens.literal(begin)} ({' | '.join(contents)})"
+        return f"{self._literal(begin)} ({' | '.join(contents)})"
 
     def _triggered(self, form: Any, depth: int) -> str:
         if self.has_triggers:
@@ -134,6 +147,7 @@ class _Builder:
         options: list[str] = []
         for tag in _list(form, "tags"):
             begin = _text(tag, "begin")
+            self._count(len(triggers))
             index = next((i for i, t in enumerate(triggers) if begin.startswith(t)), None)
             if index is None:
                 raise _NotATag(f"no trigger begins the tag {begin[:64]!r}")

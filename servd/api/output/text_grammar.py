@@ -4,6 +4,7 @@ import graphlib
 import json
 import re
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 
 from servd.api.output.call_grammar import in_slashes, quoted
 from servd.api.text.prompt import TextGrammar
@@ -12,7 +13,8 @@ from servd.base.errors import InvalidRequest
 # Characters that JSON writes as escapes in a string.
 ESCAPED = [chr(code) for code in range(0x20)] + ['"', "\\"]
 NOT_ESCAPED = r'[^"\\\x00-\x1f]'
-# The parts of Lark that matter here. Two slashes begin a comment, not a regular expression.
+# The parts of Lark that matter here. Two slashes begin a comment, not a regular expression. A quote
+# or slash without its end is an error: a line of thousands would be read to its end for each.
 LARK = re.compile(
     r"""(?P<comment>(?:\#|//)[^\n]*)
     |(?P<string>"(?:\\.|[^"\\\n])*"(?P<ignores_case>i?))
@@ -21,13 +23,14 @@ LARK = re.compile(
     |(?P<imported>%import\s+common\.(?P<common>[A-Z_]+)(?:\s*->\s*(?P<import_alias>[A-Z_]+))?)
     |(?P<ignore>%ignore)
     |(?P<repetition>~\s*(?P<least>\d+)(?:\s*\.\.\s*(?P<most>\d+))?)
-    |(?P<other>%\w+|[~&@]|<[^>\n]*>|\.\.)
+    |(?P<other>%\w+|[~&@"/<]|\.\.)
     |(?P<definition>^[!?]*(?P<defined>\w[\w-]*)(?:\.-?\d+)?\s*:)
     |(?P<name>[A-Za-z_][\w-]*)
     |(?P<rest>\s+|.)""",
     re.VERBOSE | re.MULTILINE,
 )
-# Parts of a regular expression: a group's head, an atom that matches one character, or a sign.
+# Parts of a regular expression: a group's head, an atom that matches one character, or a sign
+# that JSON writes as it is.
 REGEX = re.compile(
     r"""(?P<flags>\(\?(?P<on>[a-zA-Z]*)(?:-(?P<off>[a-zA-Z]+))?(?P<ends>[:)]))
     |(?P<open>\()|(?P<close>\))
@@ -36,7 +39,7 @@ REGEX = re.compile(
     |(?P<property>\\p(?:[LNMZ]|\{[LNMZ][a-z]?\}))
     |(?P<escape>\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|[^pPux]))
     |(?P<unknown>\\|\[|\(\?)
-    |(?P<sign>\{\d+(?:,\d*)?\}|[*+?|^$])
+    |(?P<sign>\{\d+(?:,\d*)?\}|[^.\\"\x00-\x1f])
     |(?P<char>.)""",
     re.VERBOSE | re.DOTALL,
 )
@@ -188,7 +191,7 @@ def escaped_regex(pattern: str, flags: str) -> str:
         elif kind in ("boundary", "unknown"):
             raise wrong_grammar(f"a custom tool's regular expression cannot have {text!r}")
         elif kind in ("class", "escape", "char"):
-            parts.append(_escaped_atom(text, active[-1]))
+            parts.append(_escaped_atom(text, "s" in active[-1]))
         else:
             if kind == "open":
                 active.append(active[-1])
@@ -198,10 +201,11 @@ def escaped_regex(pattern: str, flags: str) -> str:
     return "".join(parts)
 
 
-def _escaped_atom(atom: str, flags: set[str]) -> str:
+@lru_cache
+def _escaped_atom(atom: str, is_dotall: bool) -> str:
     """Return what matches the characters of an atom: plain ones, or as JSON's escapes."""
     try:
-        matches = re.compile(atom, re.ASCII | (re.DOTALL if "s" in flags else 0)).fullmatch
+        matches = re.compile(atom, re.ASCII | (re.DOTALL if is_dotall else 0)).fullmatch
     except re.error as error:
         raise wrong_grammar(f"{atom!r}: {error}") from None
     escapes = [json.dumps(char)[1:-1] for char in ESCAPED if matches(char)]

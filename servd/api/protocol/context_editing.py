@@ -158,6 +158,7 @@ def _clear_tool_uses(
                 if place and (inputs is True or call["name"] in names):
                     change[place] = {**call, "input": {}}
                     size += count(call) - count(change[place])
+                    calls[call["id"]] = (None, call)  # other results of the call do not clear it
                 recent.append((max(size, 0), change))
             if len(recent) > num_kept:
                 size, change = recent.popleft()

@@ -1,16 +1,25 @@
 """Conversations: the bodies and answers of /v1/conversations."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
 
 from servd.api.protocol.responses import InputItem, check_kind
 from servd.api.protocol.validation import FewKeys, RequestBody
 
 Metadata = Annotated[dict[str, str], FewKeys]
+
+
+def _check_stored(item: Any) -> Any:
+    if isinstance(item, dict) and item.get("type") == "item_reference":
+        raise PydanticCustomError("item", "must not be an item_reference: send the item")
+    return check_kind(item)
+
+
 Items = Annotated[
-    list[Annotated[InputItem, BeforeValidator(check_kind)]], Field(fail_fast=True, max_length=20)
+    list[Annotated[InputItem, BeforeValidator(_check_stored)]], Field(fail_fast=True, max_length=20)
 ]
 
 

@@ -126,11 +126,17 @@ def grammar_of(tool: CustomTool) -> TextGrammar | None:
 
 def _check_tools(tools: list[AnyChatTool]) -> list[AnyChatTool]:
     names: set[str] = set()
+    num_chars = 0
     for tool in tools:
         name = name_of(tool)
         if name in names:
             raise PydanticCustomError("tools", "two functions have the name {name}", {"name": name})
         names.add(name)
+        grammar = grammar_of(tool) if tool["type"] == "custom" else None
+        num_chars += len(grammar.definition) if grammar else 0
+    if num_chars > MAX_GRAMMAR_BYTES:
+        message = "the grammars have {size} characters together, at most {limit} are accepted"
+        raise PydanticCustomError("tools", message, {"size": num_chars, "limit": MAX_GRAMMAR_BYTES})
     return tools
 
 

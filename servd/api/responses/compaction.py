@@ -50,20 +50,22 @@ def compact(
     groups = _groups(items[num_leading:])
     sizes = [_num_tokens(group, count) for group in groups]
     room = limit - num_fixed - _num_tokens(items[:num_leading], count)
+    pins = _pins(groups)
+    pinned_sizes = [0 if pin is None else sizes[pin] for pin in pins]  # by start
     start = 0
     kept = 0  # tokens of the groups from `start` on
     for index, size in enumerate(sizes):
         kept += size
         is_last = index == len(sizes) - 1
-        if kept > room - _pinned_size(groups, sizes, start) or (is_forced and is_last):
-            while start < index and kept > (room - _pinned_size(groups, sizes, start)) // 2:
+        if kept > room - pinned_sizes[start] or (is_forced and is_last):
+            while start < index and kept > (room - pinned_sizes[start]) // 2:
                 kept -= sizes[start]
                 start += 1
-    pinned = _pinned(groups, start)
+    pinned = pins[start]
     conversation = [*items[:num_leading], *(groups[pinned] if pinned is not None else ())]
     for group in groups[start:]:
         conversation += group
-    num_tokens = sum(sizes[:start]) - _pinned_size(groups, sizes, start)
+    num_tokens = sum(sizes[:start]) - pinned_sizes[start]
     return Compacted(conversation, len(items) - len(conversation), num_tokens)
 
 
@@ -97,19 +99,18 @@ def _is_tools(item: Item) -> bool:
     return item.get("type") == "additional_tools"
 
 
-def _pinned(groups: list[list[Item]], start: int) -> int | None:
-    """Return the group of the user's last message before `start`, unless that group begins with
-    the user's words.
+def _pins(groups: list[list[Item]]) -> list[int | None]:
+    """Return for each group, as the start of what is left, the group of the user's last message
+    before it: None if there is none, or if the group itself begins with the user's words.
     """
-    for index in range(min(start, len(groups) - 1), -1, -1):
-        if groups[index][0].get("role") == "user":
-            return None if index == start else index
-    return None
-
-
-def _pinned_size(groups: list[list[Item]], sizes: list[int], start: int) -> int:
-    pinned = _pinned(groups, start)
-    return 0 if pinned is None else sizes[pinned]
+    pins: list[int | None] = []
+    last: int | None = None
+    for index, group in enumerate(groups):
+        is_user = group[0].get("role") == "user"
+        pins.append(None if is_user else last)
+        if is_user:
+            last = index
+    return pins or [None]
 
 
 def _num_tokens(items: list[Item], count: Callable[[str], int]) -> int:
@@ -146,7 +147,7 @@ def unfold(items: list[Item], check: Callable[[Any], list[Item]]) -> list[Item]:
         if not content.startswith(SEAL):
             raise ValueError("another server's")
         sealed = msgspec.json.decode(base64.b64decode(content.removeprefix(SEAL), validate=True))
-    except ValueError:
+    except (ValueError, RecursionError):
         raise InvalidRequest(
             "`encrypted_content` of a compaction item is damaged or from another server: send the "
             "items in its place",

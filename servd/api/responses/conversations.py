@@ -62,23 +62,26 @@ class Conversations:
     def remove(self, name: str) -> None:
         queries.remove(self.db, self.find_row(name)[0])
 
-    def read_history(self, name: str) -> History:
-        """Return the items that a response continues. Raise InvalidRequest as `check_room`."""
+    def read_history(self, name: str, num_new: int) -> History:
+        """Return the items that a response continues with `num_new` items. Raise InvalidRequest as
+        `check_room`.
+        """
         row, _ = self.find_row(name)
-        self.check_room(row)
+        self.check_room(row, num_new)
         query = "SELECT ifnull(max(id), 0) FROM items WHERE conversation = ?"
         (last_item,) = self.db.execute(query, [row]).fetchone()
         parts = [queries.read_items(self.db, row, last_item)]
         return History(conversation=row, last_item=last_item, parts=parts)
 
-    def check_room(self, row: int) -> None:
-        """Raise InvalidRequest if a conversation has too many items or bytes."""
+    def check_room(self, row: int, num_new: int = 0) -> None:
+        """Raise InvalidRequest if a conversation has too many items, with `num_new`, or bytes."""
         query = """SELECT num_bytes, (SELECT count(*) FROM items WHERE conversation = objects.id)
             FROM objects WHERE id = ?"""
         num_bytes, num_items = self.db.execute(query, [row]).fetchone()
+        num_items += num_new
         if num_items > MAX_ITEMS or num_bytes > self.max_bytes:
             raise InvalidRequest(
-                f"the conversation has {num_items} items of {num_bytes} bytes, the most is "
+                f"the conversation gets {num_items} items, and has {num_bytes} bytes: the most is "
                 f"{MAX_ITEMS} and {self.max_bytes} (--response-max-bytes): start another",
                 param="conversation",
             )

@@ -95,13 +95,13 @@ class Database:
         """Return the result of `work`, which sees one state of the database."""
         return await _result(self._pool.submit(self._read, work))
 
-    async def write(self, work: Callable[[sqlite3.Connection], T]) -> T:
+    async def write(self, work: Callable[[sqlite3.Connection], T], is_short: bool = True) -> T:
         """Return the result of `work` after its commit. If it raises, nothing is changed. Writes
-        that wait at the same time share a commit.
+        that wait at the same time share a commit. Work that is not short runs in the thread.
         """
         future: Future[T] = Future()
         self._writes.append(_Write(work, future))
-        if self._is_in_memory and self._lock.acquire(blocking=False):
+        if is_short and self._is_in_memory and self._lock.acquire(blocking=False):
             try:
                 self._commit_waiting()  # sooner than a thread would begin
             finally:

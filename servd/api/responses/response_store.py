@@ -30,6 +30,7 @@ MAX_RUNNING = 1000  # background responses per key and process
 MAX_BYTES = 256 * 2**20  # in memory, for all keys together, unless MIN_BYTES per key is more
 MIN_BYTES = 32 * 2**20  # in memory, per key
 MAX_BYTES_IN_FILE = 2**30  # per key
+FEW_ITEMS = 200  # that the event loop may store itself
 RUNNING: tuple[Status, ...] = ("queued", "in_progress")
 POLL = 0.25  # seconds between looks at what other processes do
 CLEAN_UP_INTERVAL = 60.0  # seconds
@@ -140,17 +141,18 @@ class ResponseStore:
         await self.db.write(partial(queries.fail, server=server, running=running))
 
     async def history(
-        self, owner: str, previous_id: str | None, conversation_id: str | None
+        self, owner: str, previous_id: str | None, conversation_id: str | None, num_new: int = 0
     ) -> History:
-        """Return the items that a new response continues. Raise InvalidRequest or NotFound if the
-        response or conversation does not exist, or the response has no output.
+        """Return the items that a new response continues with `num_new` items. Raise InvalidRequest
+        or NotFound if the response or conversation does not exist, the response has no output, or
+        the conversation has no room.
         """
         if conversation_id is not None:
             if previous_id is not None:
                 raise InvalidRequest(
                     "send either `conversation` or `previous_response_id`", param="conversation"
                 )
-            return await self.read(owner, lambda key: key.read_history(conversation_id))
+            return await self.read(owner, lambda key: key.read_history(conversation_id, num_new))
         if previous_id is None:
             return History()
         param = "previous_response_id"
@@ -194,7 +196,7 @@ class ResponseStore:
             body = msgspec.json.encode(turn.response)
         # The response may change before the thread runs this.
         write = partial(self._save, turn, status, body, start, events)
-        turn.row = await self.db.write(write)
+        turn.row = await self.db.write(write, is_short=len(turn.input) <= FEW_ITEMS)
         turn.num_events = start + len(events)
         turn.stored_status = status
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -80,6 +81,7 @@ class AnthropicServingMessages(OpenAIServing):
     async def edit_context(self, body: CountTokensRequest, request: Request) -> list[AppliedEdit]:
         """Edit the conversation as the body asks, and return what changed it."""
 
+        @cache  # the edits count the same texts
         def count(text: str) -> int:
             return len(self.processor.tokenizer.encode(text, add_special_tokens=False))
 

@@ -222,8 +222,10 @@ class OpenAIServingResponses(OpenAIServing):
         InvalidRequest.
         """
         call = call_of(request)
-        body.input = await self._dereferenced(body.input, call.owner)
-        history = await self.store.history(call.owner, body.previous_response_id, body.conversation)
+        body.input = await self._dereferenced(body.input, request)
+        history = await self.store.history(
+            call.owner, body.previous_response_id, body.conversation, len(body.items)
+        )
 
         def make_chat() -> tuple[History, Compacted, ChatCompletionRequest]:
             items = unfold([*history.items(), *body.items], checked_items)
@@ -234,11 +236,15 @@ class OpenAIServingResponses(OpenAIServing):
         with renamed(CHAT_NAMES):
             return await run_for(request, size, make_chat, is_new=True)
 
-    async def _dereferenced(self, items: list[Any], owner: str) -> list[Any]:
+    async def _dereferenced(self, items: list[Any], request: Request) -> list[Any]:
         """Return items with the stored ones in place of references. Raise InvalidRequest if one is
-        not stored.
+        not stored, or referred to twice.
         """
-        names = {item["id"] for item in items if item.get("type") == "item_reference"}
+        call = call_of(request)
+        references = [item["id"] for item in items if item.get("type") == "item_reference"]
+        names = set(references)
+        if len(names) < len(references):  # a short body could repeat a long item without end
+            raise InvalidRequest("two references are to the same item: send one", param="input")
         responses = {response_of_item(name) for name in names} - {None}
         if len(responses) > MAX_REFERENCED:
             raise InvalidRequest(
@@ -249,9 +255,13 @@ class OpenAIServingResponses(OpenAIServing):
         stored_items: dict[str, Any] = {}
         for response_id in filter(None, responses):
             with suppress(NotFound):
-                stored = await self.store.find(owner, response_id)
-                history = await self.store.db.read(partial(read_chain, row=stored.row))
-                stored_items |= {item["id"]: item for item in history.items()}
+                stored = await self.store.find(call.owner, response_id)
+                chain = await self.store.db.read(partial(read_chain, row=stored.row))
+                turn = History(parts=chain.parts[-2:])  # its input and its output
+                call.num_bytes += turn.num_bytes
+                stored_items |= {
+                    item["id"]: item for item in await run_for(request, turn.num_bytes, turn.items)
+                }
         if missing := names - stored_items.keys():
             raise InvalidRequest(
                 f"there is no item {min(missing)[:200]!r} of a stored response: send the item",

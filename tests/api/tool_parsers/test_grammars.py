@@ -9,7 +9,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from servd.api.output.call_grammar import AddedTokens, calls_grammar, parameters_of
+from servd.api.output.call_grammar import (
+    AddedTokens,
+    NotExpressible,
+    calls_grammar,
+    parameters_of,
+    properties_of,
+)
 from servd.api.output.model_format import ModelFormat
 from servd.api.output.output_parser import ExpectedOutput
 from servd.api.output.tool_choice import ForcedCallsParser
@@ -307,3 +313,10 @@ def test_added_tokens_are_written_as_tokens():
         assert is_allowed(matcher.bitmask(), token_id), tokenizer.token_string(token_id)
         matcher.accept(token_id)
     assert matcher.is_complete
+
+
+def test_many_references_into_a_large_schema_are_not_expressible():
+    properties = {f"p{number}": {"$ref": "#/$defs/A"} for number in range(1000)}
+    schema = {"type": "object", "properties": properties, "$defs": {"A": {"type": "string"}}}
+    with pytest.raises(NotExpressible):
+        properties_of({"name": "f", "parameters": schema})
