@@ -233,6 +233,7 @@ FOR_INFERENCE = {
     "/v1/conversations/{conversation_id}/items",
     "/v1/conversations/{conversation_id}/items/{item_id}",
     "/v1/responses",
+    "/v1/responses/compact",
     "/v1/responses/input_tokens",
     "/v1/responses/{response_id}",
     "/v1/responses/{response_id}/cancel",
