@@ -12,6 +12,7 @@ from pydantic import TypeAdapter
 from servd.api.responses.compaction import compact, seal, unfold
 from servd.base.errors import InvalidRequest
 from tests.api.harness import Served, named_events, requests_sent, serve, user
+from tests.proportion import assert_in_proportion
 
 URL = "/v1/responses"
 Item = dict[str, Any]
@@ -131,6 +132,16 @@ def test_calls_that_are_answered_late_stay_with_their_results():
     for limit in range(100, 900, 20):
         remaining = compact(items, limit, len, 0).items
         assert ids(remaining, "function_call") == ids(remaining, "function_call_output")
+
+
+def test_a_long_run_of_calls_takes_time_in_proportion():
+    def run(num_calls: int) -> None:
+        items = [message("user", "go")]
+        for number in range(num_calls):
+            items += [call(str(number)), result(str(number), "x")]
+        assert len(compact(items, 5000, len, 0).items) < 500
+
+    assert_in_proportion(run, 1000)
 
 
 def prompt_of(served: Served) -> str:

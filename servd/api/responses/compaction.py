@@ -51,21 +51,23 @@ def compact(
     num_leading = next((i for i, item in enumerate(items) if not _is_system(item)), len(items))
     groups = _groups(items[num_leading:])
     sizes = [_num_tokens(group, count) for group in groups]
+    pinned = _pinned(groups)
+    pinned_sizes = [0 if index is None else sizes[index] for index in pinned]
     room = limit - num_fixed - _num_tokens(items[:num_leading], count)
     start = 0
     kept = 0  # tokens of the groups from `start` on
     for index, size in enumerate(sizes):
         kept += size
         is_last = index == len(sizes) - 1
-        if kept > room - _pinned_size(groups, sizes, start) or (is_forced and is_last):
-            while start < index and kept > (room - _pinned_size(groups, sizes, start)) // 2:
+        if kept > room - pinned_sizes[start] or (is_forced and is_last):
+            while start < index and kept > (room - pinned_sizes[start]) // 2:
                 kept -= sizes[start]
                 start += 1
-    pinned = _pinned(groups, start)
-    conversation = [*items[:num_leading], *(groups[pinned] if pinned is not None else ())]
+    index = pinned[start]
+    conversation = [*items[:num_leading], *(() if index is None else groups[index])]
     for group in groups[start:]:
         conversation += group
-    num_tokens = sum(sizes[:start]) - _pinned_size(groups, sizes, start)
+    num_tokens = sum(sizes[:start]) - pinned_sizes[start]
     return Compacted(conversation, len(items) - len(conversation), num_tokens)
 
 
@@ -99,19 +101,17 @@ def _is_tools(item: Item) -> bool:
     return item.get("type") == "additional_tools"
 
 
-def _pinned(groups: list[list[Item]], start: int) -> int | None:
-    """Return the group of the user's last message before `start`, unless that group begins with
-    the user's words.
+def _pinned(groups: list[list[Item]]) -> list[int | None]:
+    """Return for each group the group of the user's last message before it. None: there is none, or
+    the group itself begins with the user's words. Without groups, return one None.
     """
-    for index in range(min(start, len(groups) - 1), -1, -1):
-        if groups[index][0].get("role") == "user":
-            return None if index == start else index
-    return None
-
-
-def _pinned_size(groups: list[list[Item]], sizes: list[int], start: int) -> int:
-    pinned = _pinned(groups, start)
-    return 0 if pinned is None else sizes[pinned]
+    pinned: list[int | None] = []
+    last: int | None = None
+    for index, group in enumerate(groups):
+        is_user = group[0].get("role") == "user"
+        pinned.append(None if is_user else last)
+        last = index if is_user else last
+    return pinned or [None]
 
 
 def _num_tokens(items: list[Item], count: Callable[[str], int]) -> int:
