@@ -135,6 +135,16 @@ def test_calls_that_are_answered_late_stay_with_their_results():
         assert ids(remaining, "function_call") == ids(remaining, "function_call_output")
 
 
+def test_a_long_run_of_calls_takes_time_in_proportion():
+    def run(num_calls: int) -> None:
+        items = [message("user", "go")]
+        for number in range(num_calls):
+            items += [call(str(number)), result(str(number), "x")]
+        assert len(compact(items, 5000, len, 0).items) < 500
+
+    assert_in_proportion(run, 1000)
+
+
 def prompt_of(served: Served) -> str:
     return bytes(requests_sent(served.engine)[-1].prompt_token_ids).decode()
 

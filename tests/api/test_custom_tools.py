@@ -16,6 +16,7 @@ from servd.base.errors import InvalidRequest
 from tests.api.harness import Served, events, named_events, requests_sent, serve, user
 from tests.api.test_chat_tools import CHAT, TOOL_TEMPLATE
 from tests.api.tool_parsers.test_free_calls import IS_PATCH, PATCH
+from tests.proportion import assert_in_proportion
 
 RESPONSES = "/v1/responses"
 GRAMMAR = {"syntax": "lark", "definition": PATCH}
@@ -117,6 +118,7 @@ async def test_a_response_streams_the_text_of_a_custom_tool():
         (r"\ud83d\ude00\ud83d\ud83d\ude00", "😀\ufffd😀"),
         (r"\ud800\u0041\udc00\u0000\n\/", "\ufffdA\ufffd\0\n/"),
         (r"a\xb\u12 c", "a\\xb\\u12 c"),
+        (r"\ud800\udcZZ", "\ufffd\\udcZZ"),
         (r"a\ud8", "a"),
     ],
 )
@@ -135,6 +137,15 @@ def test_arguments_without_a_text_are_the_text_unless_they_break_off(arguments, 
     pieces = [arguments[i : i + size] for i in range(0, len(arguments), size)]
     text = "" if arguments == '{"in' else arguments
     assert "".join(map(reader.feed, pieces)) + reader.finish() == text
+
+
+def test_what_follows_a_text_takes_time_in_proportion():
+    def read(size: int) -> None:
+        reader = CustomInput()
+        assert reader.feed('{"input": "a", "b": "') == "a"
+        assert not any(reader.feed(' "xyz') for _ in range(size)) and not reader.finish()
+
+    assert_in_proportion(read, 40_000)
 
 
 FORCED = [

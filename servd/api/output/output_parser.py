@@ -79,9 +79,10 @@ class CustomInput:
     _TEXT = re.compile(
         r'(?:[^"\\]++|\\(?:[^u]|u[0-9a-fA-F]{0,3}(?=[^0-9a-fA-F])|u(?![dD][89abAB])[0-9a-fA-F]{4}'
         r"|u[dD][89abAB][0-9a-fA-F]{2}(?:\\u[dD][c-fC-F][0-9a-fA-F]{2}"
-        r"|(?=[^\\]|\\[^u]|\\u(?:[^dD]|[dD][^c-fC-F])))))*+"
+        r"|(?!(?:\\(?:u(?:[dD](?:[c-fC-F][0-9a-fA-F]?)?)?)?)?\Z))))*+"
     )
     _MAX_HEAD = 256  # characters
+    _MAX_ESCAPE = 12
 
     def __init__(self) -> None:
         self._unread = ""
@@ -103,7 +104,7 @@ class CustomInput:
             self._unread = self._unread[head.end() :]
         text = self._TEXT.match(self._unread)
         assert text is not None
-        self._unread = self._unread[text.end() :]
+        self._unread = self._unread[text.end() :][: self._MAX_ESCAPE]  # nothing follows the text
         return string_of(text[0])
 
     def finish(self) -> str:
