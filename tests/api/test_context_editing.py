@@ -194,7 +194,7 @@ async def test_clients_see_the_edits():
         ([{"type": TOOLS, "trigger": {"type": "turns", "value": 1}}], "trigger"),
         ([{"type": THINKING, "keep": "none"}], "keep"),
         ([5], "edits[0]"),
-        ([{"type": THINKING}] * 17, "edits"),
+        ([{"type": THINKING}] * 5, "edits"),
     ],
 )
 async def test_bad_edits(http: Any, edits: list[Any], name: str):
