@@ -73,7 +73,7 @@ def test_what_remains_fits_and_is_a_conversation(items: list[Item]):
     users = [item for item in items if item.get("role") == "user"]
     assert users[-1] in remaining
     size = sum(weight([item]) for item in remaining) + 20  # not quite how servd weighs them
-    assert size <= 1.5 * LIMIT or len(groups_of(remaining)) <= 3
+    assert size <= 1.6 * LIMIT or len(groups_of(remaining)) <= 3
 
 
 def groups_of(items: list[Item]) -> list[list[Item]]:

@@ -205,7 +205,7 @@ async def test_an_edit_may_keep_all(http: Any, kind: str, keep: Any):
         ([{"type": TOOLS, "trigger": {"type": "turns", "value": 1}}], "trigger"),
         ([{"type": THINKING, "keep": "none"}], "keep"),
         ([5], "edits[0]"),
-        ([{"type": THINKING}] * 17, "edits"),
+        ([{"type": THINKING}] * 5, "edits"),
     ],
 )
 async def test_bad_edits(http: Any, edits: list[Any], name: str):

@@ -40,7 +40,7 @@ class Edit(OpenObject):
 class ContextManagement(OpenObject, total=False):
     """The edits of the conversation, in their order."""
 
-    edits: Annotated[list[Edit], Field(fail_fast=True, max_length=16)]
+    edits: Annotated[list[Edit], Field(fail_fast=True, max_length=4)]
 
 
 class AppliedEdit(msgspec.Struct, kw_only=True):
