@@ -50,7 +50,7 @@ def test_uds_never_removes_what_is_not_a_socket(tmp_path: Path):
 
 def test_uds_is_removed_after_a_configuration_error(tmp_path: Path):
     path = tmp_path / "servd.sock"
-    assert run_fake("--uds", str(path), "--max-model-len", "99999").returncode == 2
+    assert run_fake("--uds", str(path), "--max-num-batched-tokens", "2").returncode == 2
     assert not path.exists()
 
 

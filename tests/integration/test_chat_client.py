@@ -128,7 +128,8 @@ def open_terminal(folder: Path, *args: str) -> Iterator[Terminal]:
     finally:
         os.close(descriptor)  # ends what has not left
         status = os.waitpid(pid, 0)[1]
-    assert os.waitstatus_to_exitcode(status) == 0
+    # 130: Ctrl-C came between an answer and the next prompt, where it leaves at once.
+    assert os.waitstatus_to_exitcode(status) in (0, 130)
 
 
 @pytest.fixture
