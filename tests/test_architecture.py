@@ -466,8 +466,12 @@ def test_classes_of_models_are_at_most_two_deep():
 # heartbeats between hosts (114), ends that a review asked for (48), waits for a CPU, which are no
 # hang, and last messages (62), the outputs of vLLM's offline scripts (48), parameters in the
 # gateway and /api/show, nulls beside a field's other name, and rates of prompts (43), and what a
-# review and a user found (35). Files of one family of routes became one: 138 fewer.
-MAX_LINES = 68_600
+# review and a user found (35). Files of one family of routes became one: 138 fewer. Coding agents:
+# grammars of calls in free text, of custom tools and of structural tags (850), responses and
+# conversations in SQLite (930), samplers of llama.cpp (550), what Claude Code sends (390), launch
+# and scripted answers (290), long conversations (230), what Codex sends (210), progress (100), and
+# what a review and an attacker found (130). A helper who only simplified: 329 fewer.
+MAX_LINES = 68_300
 
 
 def test_the_package_stays_small():
