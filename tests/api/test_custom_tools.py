@@ -177,6 +177,15 @@ async def test_a_forced_text_follows_its_grammar(parser, chat_choice, choice):
                 assert not is_whole or IS_PATCH.fullmatch(text)
 
 
+async def test_a_grammar_counts_only_where_the_type_says_so():
+    text = {"type": "text", "grammar": GRAMMAR}
+    tool = {"type": "custom", "custom": {**TOOL, "format": text}}
+    async with serve(script="ok", chat_template=TOOL_TEMPLATE) as served:
+        await post(served, CHAT, {"messages": user("hi"), "tools": [tool]})
+        assert requests_sent(served.engine)[-1].params.structured_output is None
+        assert "hunk: addition" not in prompt_of(served)
+
+
 FUNCTION = {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}}
 GROUPS = [
     {"type": "namespace", "name": "mcp__a__", "description": "A", "tools": [FUNCTION, CODEX_TOOL]},

@@ -242,14 +242,13 @@ class ModelFormat:
             openings=parser.openings(),
         )
         is_strict = any(tool["function"].get("strict") for tool in tool_options.tools)
-        if len(grammar) > MAX_GRAMMAR_BYTES and not (
-            is_strict or any(tool_options.custom.values())
-        ):
+        num_bytes = len(grammar.encode())
+        if num_bytes > MAX_GRAMMAR_BYTES and not (is_strict or any(tool_options.custom.values())):
             log.warning(
                 "calls are not held to the schemas of %s tools: together they have %s bytes, more "
                 "than %s",
                 len(tools),
-                len(grammar),
+                num_bytes,
                 MAX_GRAMMAR_BYTES,
             )
             return None

@@ -120,7 +120,8 @@ def as_function(tool: Any) -> dict[str, Any]:
 
 
 def grammar_of(tool: CustomTool) -> TextGrammar | None:
-    grammar = (tool["custom"].get("format") or {}).get("grammar")
+    text = tool["custom"].get("format") or {}
+    grammar = text.get("grammar") if text.get("type") == "grammar" else None
     return TextGrammar(grammar["syntax"], grammar["definition"]) if grammar else None
 
 
