@@ -7,11 +7,14 @@ from typing import Any
 import msgspec
 import pytest
 
+from servd.api.protocol.anthropic import CLIENT_TOOLS
 from servd.api.protocol.chat import ChatCompletionRequest
 from servd.api.protocol.validation import parse
 from servd.base.errors import InvalidRequest
 from servd.checkpoint.model_spec import FAKE_SPEC
 from tests.api.harness import Served, requests_sent, serve, user
+from tests.api.tool_parsers.test_grammars import is_allowed
+from tests.core.structured_output.driver import compile_grammar
 
 FUNCTION = {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}}
 SHOWING = """{% for t in tools or [] %}<{{ t.function.name }}>{% endfor %}
@@ -175,6 +178,16 @@ async def test_tools_that_the_client_runs_are_functions(kind: str, name: str, pr
         assert function == name and sorted(names) == sorted(properties)
         body["tool_choice"] = {"type": "tool", "name": name}
         await answer(served, "/v1/messages/count_tokens", body)
+
+
+@pytest.mark.parametrize("tool", CLIENT_TOOLS.values(), ids=CLIENT_TOOLS)
+def test_tools_that_the_client_runs_take_no_unknown_keys(tool: Any):
+    matcher = compile_grammar("json", json.dumps(tool["input_schema"])).matcher()
+    for byte in b'{"':
+        matcher.accept(byte)
+    first_letters = {name[0] for name in tool["input_schema"]["properties"]}
+    allowed = {chr(code) for code in range(128) if is_allowed(matcher.bitmask(), code)}
+    assert allowed <= first_letters
 
 
 @pytest.mark.parametrize("route", ["/v1/messages", "/v1/messages/count_tokens"])

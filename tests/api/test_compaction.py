@@ -236,6 +236,18 @@ async def test_a_conversation_is_compacted_on_request():
         assert "hi" in prompt_of(served)
 
 
+async def test_a_stored_conversation_is_compacted_without_input():
+    async with serve(script="ok") as served:
+        items = long_conversation(15)
+        stored = (await post(served, {"input": items})).json()
+        body = {"previous_response_id": stored["id"]}
+        [item] = (await post(served, body, f"{URL}/compact")).json()["output"]
+        await post(served, {"input": [item, message("user", "go on")]})
+        assert items[-1]["content"] in prompt_of(served) and len(prompt_of(served)) < 2200
+        nothing = await served.http.post(f"{URL}/compact", json={})
+        assert nothing.status_code == 400 and nothing.json()["error"]["param"] == "input"
+
+
 @pytest.mark.parametrize(
     "content",
     [

@@ -51,6 +51,7 @@ BASES |= {
     "/v1/chat/completions/render": BASES["/v1/chat/completions"],
     "/v1/messages/count_tokens": {"messages": user("hi")},
     "/v1/rerank": BASES["/rerank"],
+    "/v1/responses/compact": {"input": "hi"},
     "/v1/responses/input_tokens": BASES["/v1/responses"],
     "/v1/score": BASES["/score"],
     "/v1/tokenize": {"prompt": "hi"},

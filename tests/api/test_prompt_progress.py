@@ -93,3 +93,19 @@ async def test_without_a_stream_or_with_beams_there_is_no_progress(http: Any, fi
     response = await http.post(CHAT, json=body)
     assert response.headers["x-servd-ignored"] == "return_progress"
     assert "prompt_progress" not in response.text
+
+
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("/v1/responses", {"input": "hi", "max_output_tokens": 4}),
+        ("/v1/messages", {"messages": user("hi"), "max_tokens": 4}),
+        ("/api/chat", {"model": MODEL, "messages": user("hi"), "stream": True}),
+        ("/api/generate", {"model": MODEL, "prompt": "hi", "stream": False}),
+    ],
+)
+async def test_the_header_lists_progress_that_no_answer_has(http: Any, route: str, body: Any):
+    response = await http.post(route, json=body | {"return_progress": True})
+    assert response.status_code == 200
+    assert response.headers["x-servd-ignored"] == "return_progress"
+    assert "prompt_progress" not in response.text

@@ -12,7 +12,7 @@ from pydantic_core import PydanticCustomError
 from servd.api.protocol.chat import ChatCompletionRequest, Role
 from servd.api.protocol.embeddings import Dimensions
 from servd.api.protocol.score import Texts
-from servd.api.protocol.translation import TranslatedRequest
+from servd.api.protocol.translation import EXTENSIONS, TranslatedRequest
 from servd.api.protocol.validation import OpenObject, PositiveInt, RequestBody, Whole
 
 # Option of this API -> chat field.
@@ -96,6 +96,7 @@ class OllamaRequest(TranslatedRequest):
     """Base of the bodies that generate text. Answers are streamed unless `stream` is false."""
 
     chat_class = OllamaChat
+    from_chat = EXTENSIONS - {"return_progress"}
 
     options: Options = None
     """Sampling parameters: `temperature`, `num_predict`, `repeat_penalty` and others."""

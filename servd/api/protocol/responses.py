@@ -1,10 +1,10 @@
 """Responses: the request, its translation into a chat, and the response with its output items."""
 
-from typing import Annotated, Any, Literal, NotRequired, cast
+from typing import Annotated, Any, Literal, NotRequired, Self, cast
 
 import msgspec
 from msgspec import UNSET, UnsetType
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
@@ -13,7 +13,7 @@ from servd.api.protocol.generation import Temperature, TopP
 from servd.api.protocol.response_items import HOSTED_ITEMS, chat_messages, noted_part
 from servd.api.protocol.response_tools import AnyTool, chat_tools, flat_name, hosted_types
 from servd.api.protocol.translation import TranslatedRequest
-from servd.api.protocol.validation import FewKeys, OpenObject, PositiveInt, Whole
+from servd.api.protocol.validation import FewKeys, OpenObject, PositiveInt, Whole, wrong_field
 from servd.base.bounds import INT32_MAX
 from servd.messages.params import MAX_CANDIDATES
 
@@ -271,6 +271,13 @@ class Compaction(OpenObject):
     compact_threshold: NotRequired[PositiveInt | None]
 
 
+ItemList = Annotated[
+    list[Annotated[InputItem, BeforeValidator(check_kind)]],
+    Field(fail_fast=True, min_length=1),
+    BeforeValidator(as_items, str | Annotated[list[InputItem], Field(min_length=1)]),
+]
+
+
 class ResponsesRequest(TranslatedRequest):
     """Body of POST /v1/responses."""
 
@@ -279,11 +286,7 @@ class ResponsesRequest(TranslatedRequest):
         "prompt": "send `instructions` and `input`",
     }
 
-    input: Annotated[
-        list[Annotated[InputItem, BeforeValidator(check_kind)]],
-        Field(fail_fast=True, min_length=1),
-        BeforeValidator(as_items, str | Annotated[list[InputItem], Field(min_length=1)]),
-    ]
+    input: ItemList
     instructions: str | None = None
     previous_response_id: str | None = None
     conversation: Annotated[
@@ -369,6 +372,19 @@ class ResponsesRequest(TranslatedRequest):
             "user": self.user,
             "service_tier": self.service_tier,
         }
+
+
+class CompactRequest(ResponsesRequest):
+    """Body of POST /v1/responses/compact. What the server has stored needs no `input`."""
+
+    input: ItemList = []
+
+    @model_validator(mode="after")
+    def check_items(self) -> Self:
+        """Raise InvalidRequest if there is nothing to compact."""
+        if not (self.input or self.previous_response_id or self.conversation):
+            raise wrong_field("input", "is missing")
+        return self
 
 
 def _without_type(value: Any) -> dict[str, Any]:

@@ -71,7 +71,8 @@ class StructuredRequest(RequestBody):
     """Form of the output: `json_schema`, `json_object` or `text`, as in OpenAI's API, or
     `structural_tag`."""
     structured_outputs: Annotated[StructuredOutputs | None, FewKeys] = None
-    """Form of the output: one of `json`, `json_object`, `regex`, `choice` and `grammar`."""
+    """Form of the output: one of `json`, `json_object`, `regex`, `choice`, `grammar` and
+    `structural_tag`."""
     guided_json: Schema | None = None
     """vLLM's former name of a key in `structured_outputs`."""
     guided_regex: str | None = None

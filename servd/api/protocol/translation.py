@@ -46,6 +46,14 @@ class TranslatedRequest(RequestBody):
 
     stream: bool | None = None
 
+    def ignored(self) -> set[str]:
+        names = super().ignored()
+        # A client can stream the events of a background response later.
+        has_stream = self.stream or vars(self).get("background")
+        if (self.model_extra or {}).get("return_progress") and not has_stream:
+            names.add("return_progress")
+        return names
+
     @classmethod
     def complete_schema(cls, properties: dict[str, Schema], handler: GetJsonSchemaHandler) -> None:
         """Add the fields of chats."""

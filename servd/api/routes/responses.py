@@ -12,6 +12,7 @@ from servd.api.http.route import PathPart, Route, events, without_weights
 from servd.api.protocol.events import ResponseEvent
 from servd.api.protocol.responses import (
     CompactedResponse,
+    CompactRequest,
     DeletedResponse,
     InputItems,
     InputTokens,
@@ -44,7 +45,7 @@ async def create_response(request: Request, body: JsonBody[ResponsesRequest]) ->
 
 @router.post("/v1/responses/compact", response_model=CompactedResponse)
 @without_weights
-async def compact_conversation(request: Request, body: JsonBody[ResponsesRequest]) -> HTTPResponse:
+async def compact_conversation(request: Request, body: JsonBody[CompactRequest]) -> HTTPResponse:
     """Drop the oldest items of a conversation, down to half of the context."""
     return await serving_of(request).compact_conversation(body, request)
 

@@ -1,5 +1,6 @@
 """FakeExecutor: deterministic tokens from a cache like a real KV cache, without a model."""
 
+import logging
 import math
 import struct
 from array import array
@@ -26,6 +27,8 @@ from servd.messages.engine import (
     WorkerReady,
 )
 from servd.messages.params import PoolingParams, SamplingParams
+
+logger = logging.getLogger("servd.engine")
 
 BYTE_VOCAB = 257  # see FAKE_SPEC
 NEARLY_ALL = 250  # allowed tokens; inside a JSON string it is about 150 of the bytes
@@ -90,6 +93,7 @@ class FakeRow:
     drafts: list[int] = field(default_factory=list)  # the drafts after `token_ids`
     first_state: int = 0
     answer: list[int] = field(default_factory=list)  # of --fake-script
+    breaks_form: bool = False  # the answer has a token that the request's grammar forbids
 
 
 class AtOnce(Executor):
@@ -276,6 +280,13 @@ class FakeExecutor(executor.Executor):
                 token_id = row.answer[position]
             mask = masks.get((index, offset))
             if mask and not (is_scripted and mask[token_id // 8] >> token_id % 8 & 1):
+                if is_scripted and not row.breaks_form:
+                    row.breaks_form = True
+                    logger.warning(
+                        "--fake-script: token %d of an answer breaks the form that the request "
+                        "demands, so random text follows",
+                        position + 1,
+                    )
                 token_id = sample_allowed(state, mask, token_id)
             token_ids.append(token_id)
             if offset == len(row.drafts) or row.drafts[offset] != token_id:

@@ -10,8 +10,9 @@ from servd.config import Config
 from servd.core.executor.fake import FakeExecutor
 from servd.launch import find_and_resolve
 from servd.messages.engine import FinishReason, NewRequest
-from servd.messages.params import SamplingParams
-from tests.core.engines import AuditedExecutor, generate, make_engine, make_request
+from servd.messages.params import SamplingParams, StructuredOutput
+from tests.core.engines import AuditedExecutor, Log, generate, make_engine, make_request
+from tests.core.test_overlap import with_grammars
 
 EOS = FAKE_SPEC.eos_token_ids[0]
 
@@ -68,6 +69,19 @@ def test_a_cut_answer_ends_at_the_limit(script):
     log = generate(engine, request)
     assert bytes(log.token_ids("a")) == b"begunnnnn"
     assert log.outputs["a"][-1].finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize(("text", "breaks"), [("aab", False), ("axx", True)])
+def test_an_answer_that_breaks_the_form_is_a_warning(script, caplog, text, breaks):
+    engine = make_engine(fake_script=script({"text": text}))
+    form = StructuredOutput("regex", "a+b")
+    request = make_request("a", [1], 20, structured_output=form)
+    settle = with_grammars(engine)
+    engine.handle(request)
+    settle()
+    token_ids = Log().run(engine).token_ids("a")
+    assert (bytes(token_ids[:3]) != text.encode()) == breaks
+    assert len([record for record in caplog.records if "form" in record.message]) == breaks
 
 
 @pytest.mark.parametrize("depth", [1, 2])
