@@ -90,7 +90,9 @@ class Processor:
         # A token that a file of the tokenizer adds may have no row in the model.
         self._eos_token_ids = [i for i in eos if i is not None and i < spec.vocab_size]
         end_ids = frozenset(self._eos_token_ids)
-        self.model_format = ModelFormat.choose(config, self.chat_template, tokenizer, end_ids)
+        self.model_format = ModelFormat.choose(
+            config, self.chat_template, tokenizer, end_ids, spec.vocab_size
+        )
         self.grammars = GrammarChecker(config, spec)
         self._ordinal = itertools.count()  # of requests without a seed; `next` is safe in threads
 

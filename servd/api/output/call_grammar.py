@@ -174,6 +174,12 @@ def in_slashes(text: str) -> str:
     return re.escape(text).replace("/", r"\/").replace("\n", r"\n")
 
 
+def regex_in_slashes(pattern: str) -> str:
+    """Return a regular expression as Lark has it, between slashes."""
+    escaped = re.sub(r"(\\.)|/", lambda match: match[1] or r"\/", pattern)
+    return f"/{escaped}/"
+
+
 def quoted(text: str) -> str:
     # JSON leaves the control character U+007F as it is, and Lark refuses it.
     return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")

@@ -41,10 +41,13 @@ class ModelFormat:
     reasons_unasked: bool = False
     enforced: Literal["auto", "strict", "off"] = "auto"  # see --enforce-tool-schemas
     end_ids: frozenset[int] = frozenset()  # the tokens that end an output
+    vocab_size: int | None = None  # of the model, whose tokenizer may have more; None: as many
     tokens: AddedTokens = field(init=False)
 
     def __post_init__(self) -> None:
         added = self.tokenizer.added_ids
+        if self.vocab_size is not None:
+            added = frozenset(token_id for token_id in added if token_id < self.vocab_size)
         texts = {self.tokenizer.vocabulary_string(token_id): token_id for token_id in added}
         # Special or not: llguidance takes all text in angle brackets for special tokens.
         self.tokens = AddedTokens(texts, self.end_ids)
@@ -66,6 +69,7 @@ class ModelFormat:
         template: ChatTemplate,
         tokenizer: Tokenizer,
         end_ids: frozenset[int] = frozenset(),
+        vocab_size: int | None = None,
     ) -> Self:
         """Return the format that the options select, or else the format of the chat template. Raise
         ConfigError for an unknown parser.
@@ -83,7 +87,7 @@ class ModelFormat:
                 "forces one: in this model's format, nothing marks where a call begins"
             )
         enforced = options.enforce_tool_schemas
-        return cls(tokenizer, tools, reasoning, is_asserted, enforced, end_ids)
+        return cls(tokenizer, tools, reasoning, is_asserted, enforced, end_ids, vocab_size)
 
     def without_tags(self, output: StructuredOutput | None) -> StructuredOutput | None:
         """Return the form of an output with a grammar in place of a structural tag. Raise

@@ -3,11 +3,10 @@ output that follow a form, with free text around them.
 """
 
 import json
-import re
 from collections.abc import Sequence
 from typing import Any
 
-from servd.api.output.call_grammar import AddedTokens, json_rule, quoted
+from servd.api.output.call_grammar import AddedTokens, json_rule, quoted, regex_in_slashes
 from servd.base.errors import InvalidRequest
 from servd.messages.params import MAX_GRAMMAR_BYTES, StructuredOutput
 
@@ -67,8 +66,8 @@ class _Builder:
             case "json_schema":
                 return f"{self._add(json_rule(form.get('json_schema', {})))} {closing}"
             case "regex":
-                pattern = re.sub(r"(\\.)|/", lambda m: m[1] or r"\/", _text(form, "pattern"))
-                return f"{self._add(f'/{pattern}/')} {closing}"
+                pattern = self._add(regex_in_slashes(_text(form, "pattern")))
+                return f"{pattern} {closing}"
             case "grammar":
                 grammar = self._add(f"%lark {{\n{_text(form, 'grammar')}\n}}")
                 return f"{grammar} {closing}"

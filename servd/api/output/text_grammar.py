@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 
-from servd.api.output.call_grammar import in_slashes, quoted
+from servd.api.output.call_grammar import in_slashes, quoted, regex_in_slashes
 from servd.api.text.prompt import TextGrammar
 from servd.base.errors import InvalidRequest
 
@@ -99,8 +99,7 @@ def text_rules(
 def _lark(grammar: TextGrammar) -> str:
     if grammar.syntax == "lark":
         return grammar.definition
-    pattern = re.sub(r"(\\.)|/", lambda match: match[1] or r"\/", grammar.definition)
-    return f"start: /{pattern}/"
+    return f"start: {regex_in_slashes(grammar.definition)}"
 
 
 class _LarkReader:

@@ -332,3 +332,15 @@ def test_markers_that_are_tokens_begin_calls_and_spelled_ones_do_not_occur():
         for token_id in tokenizer.encode(part, add_special_tokens=False):
             matcher.accept(token_id)
     assert not is_allowed(matcher.bitmask(), tokenizer.encode(">", add_special_tokens=False)[0])
+
+
+def test_added_tokens_without_a_row_in_the_model_are_no_part_of_a_grammar():
+    tokenizer = Tokenizer.load(str(find_model("demo")))
+    highest = max(tokenizer.added_ids)
+    model_format = ModelFormat(tokenizer, parser_class("hermes"), None, vocab_size=highest)
+    function = {"name": "f", "parameters": {"type": "object"}}
+    expected = model_format.expect("", ToolOptions([strict(function)]))
+    assert highest not in model_format.tokens.ids.values()
+    assert expected.structured_output is not None
+    ranges = re.findall(r"<\[([\d,-]+)\]>", expected.structured_output.value)
+    assert max(int(number) for text in ranges for number in re.findall(r"\d+", text)) < highest
