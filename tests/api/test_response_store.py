@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from servd.api.keys import ApiKeys
 from servd.api.protocol.responses import ResponsesResponse
 from servd.api.responses import queries
-from servd.api.responses.database import open_database
+from servd.api.responses.database import Database, open_database
 from servd.api.responses.queries import History
 from servd.api.responses.response_store import ResponseStore, Turn
 from servd.base.errors import ConfigError, InvalidRequest, NotFound
@@ -432,3 +432,22 @@ async def test_lock_files_go_with_their_servers(db: str):
         await store_of(first).clean_up()
         assert len([*Path(db).parent.glob("*-server-*")]) == 2
     assert [path.name for path in Path(db).parent.iterdir()] == [Path(db).name]
+
+
+async def test_long_writes_in_memory_never_run_on_the_event_loop():
+    """Short ones run there at once, but not with what waits for the thread."""
+    db = Database(None)
+    threads: list[threading.Thread] = []
+
+    def long_work(_: sqlite3.Connection) -> None:
+        threads.append(threading.current_thread())
+
+    def short_work(_: sqlite3.Connection) -> int:
+        return 1
+
+    for _ in range(100):
+        long_write = db.write(long_work, is_short=False)
+        _, number = await asyncio.gather(long_write, db.write(short_work))
+        assert number == 1
+    assert len(threads) == 100 and threading.main_thread() not in threads
+    db.close()

@@ -100,8 +100,10 @@ class Database:
         that wait at the same time share a commit. Work that is not short runs in the thread.
         """
         future: Future[T] = Future()
+        is_alone = not self._writes  # others may not be short
         self._writes.append(_Write(work, future))
-        if is_short and self._is_in_memory and self._lock.acquire(blocking=False):
+        in_loop = is_short and is_alone and self._is_in_memory
+        if in_loop and self._lock.acquire(blocking=False):
             try:
                 self._commit_waiting()  # sooner than a thread would begin
             finally:
@@ -134,14 +136,14 @@ class Database:
                 self._connection.rollback()
 
     def _commit_waiting(self) -> None:
-        writes: list[_Write] = []
-        while self._writes:
-            write = self._writes.popleft()
-            if write.future.set_running_or_notify_cancel():
-                writes.append(write)
-        if not writes:
-            return  # an earlier call has committed them
         with self._lock:
+            writes: list[_Write] = []
+            while self._writes:
+                write = self._writes.popleft()
+                if write.future.set_running_or_notify_cancel():
+                    writes.append(write)
+            if not writes:
+                return  # an earlier call has committed them
             try:
                 self._connection.execute("BEGIN IMMEDIATE")
                 outcomes = [self._run(write) for write in writes]
