@@ -471,7 +471,7 @@ def test_classes_of_models_are_at_most_two_deep():
 # conversations in SQLite (930), samplers of llama.cpp (550), what Claude Code sends (390), launch
 # and scripted answers (290), long conversations (230), what Codex sends (210), progress (100), and
 # what a review and an attacker found (130). A helper who only simplified: 329 fewer.
-MAX_LINES = 68_300
+MAX_LINES = 68_320
 
 
 def test_the_package_stays_small():

@@ -446,26 +446,26 @@ class ReasoningItem(msgspec.Struct, tag_field="type", tag="reasoning"):
     encrypted_content: str | UnsetType = UNSET  # if the client asked for it, once it is whole
 
 
-class FunctionCallItem(msgspec.Struct, tag_field="type", tag="function_call"):
-    """A function call for the client to run."""
+class CallItem(msgspec.Struct):
+    """What calls for the client to run have in common. `namespace` is that of the tool, if any."""
 
     id: str
     call_id: str
     name: str
+    status: Status = "in_progress"
+    namespace: str | UnsetType = UNSET
+
+
+class FunctionCallItem(CallItem, tag_field="type", tag="function_call"):
+    """A call of a function."""
+
     arguments: str = ""
-    status: Status = "in_progress"
-    namespace: str | UnsetType = UNSET
 
 
-class CustomToolCallItem(msgspec.Struct, tag_field="type", tag="custom_tool_call"):
-    """A call of a custom tool for the client to run."""
+class CustomToolCallItem(CallItem, tag_field="type", tag="custom_tool_call"):
+    """A call of a custom tool."""
 
-    id: str
-    call_id: str
-    name: str
     input: str = ""
-    status: Status = "in_progress"
-    namespace: str | UnsetType = UNSET
 
 
 class CompactionItem(msgspec.Struct, tag_field="type", tag="compaction"):
