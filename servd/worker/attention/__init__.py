@@ -4,7 +4,6 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 from servd.base import plugins
 from servd.base.errors import ConfigError
 from servd.worker.attention import _int8
+from servd.worker.ops import target
 from servd.worker.ops._attention_batch import AttentionBatch
 from servd.worker.ops.reference import Rotation, rotate
 
@@ -208,10 +208,9 @@ class AttentionBackend(ABC, Generic[Metadata]):
 def fused_write(spec: AttentionSpec) -> Callable[..., Tensor] | None:
     """Return `rotate_and_store` of ops/triton, a `write` in one pass; None if it cannot run."""
     if (
-        spec.device.type != "cuda"
+        not target.runs_triton(spec.device)
         or spec.head_dim & (spec.head_dim - 1)
         or spec.value_dim is not None
-        or find_spec("triton") is None
     ):
         return None
     from servd.worker.ops.triton.rotary import rotate_and_store

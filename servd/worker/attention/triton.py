@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from servd.worker.attention import AttentionBackend, AttentionBatch, AttentionSpec
+from servd.worker.ops import target
 
 if TYPE_CHECKING:
     from servd.worker.ops.triton.paged_attention import Plan
@@ -78,7 +79,7 @@ class TritonBackend(AttentionBackend[TritonMetadata]):
         if spec.kv_dtype == torch.int8:
             return "needs a cache of floats: --kv-cache-dtype fp8 has 8 bits"
         if spec.kv_dtype == torch.float8_e4m3fn and spec.device.type == "cuda":
-            capability = torch.cuda.get_device_capability(spec.device)
+            capability = target.capability(spec.device)
             if capability < (8, 9):
                 version = ".".join(map(str, capability))
                 return f"a cache in fp8 needs compute capability 8.9 (Ada) or later, not {version}"

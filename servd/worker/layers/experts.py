@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from functools import cached_property
-from importlib.util import find_spec
 from typing import Protocol
 
 import torch
@@ -16,7 +15,7 @@ from servd.worker.layers.activation import Activation, Gate
 from servd.worker.layers.linear import ColumnParallelLinear, RowParallelLinear
 from servd.worker.layers.quantized import Quantized
 from servd.worker.layers.weight import Copy, Weight
-from servd.worker.ops import native
+from servd.worker.ops import native, target
 from servd.worker.ops.reference import Routing
 
 
@@ -57,7 +56,7 @@ def grouped_quant_method(matrices: Sequence[Matrix]) -> GroupedQuantMethod:
     kinds = {packed.ExpertMatrices.kind(method) for method in methods}
     if len(kinds) == 1 and None not in kinds:
         return packed.ExpertMatrices(methods)  # pyright: ignore[reportArgumentType]
-    if matrices[0].is_cuda and not any(methods) and find_spec("triton"):
+    if target.runs_triton(matrices[0].device) and not any(methods):
         from servd.worker.ops.triton.experts import ExpertMatrices
 
         return ExpertMatrices(matrices)

@@ -1,12 +1,11 @@
 """Operations between the matrix products: `reference.py` in plain torch, others for devices."""
 
-from importlib.util import find_spec
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from servd.worker.ops import native, reference
+from servd.worker.ops import native, reference, target
 from servd.worker.ops.reference import LowRank, Routing
 
 
@@ -90,7 +89,7 @@ class Ops(Protocol):
 
 def for_device(device: torch.device) -> Ops:
     """Return the fastest operations that run on `device`."""
-    if device.type == "cuda" and find_spec("triton"):
+    if target.runs_triton(device):
         from servd.worker.ops import triton
 
         return triton

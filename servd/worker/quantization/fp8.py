@@ -4,7 +4,6 @@ scale of the whole matrix or of blocks.
 
 import functools
 import logging
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import Tensor
 from servd.base.errors import ConfigError, UnsupportedModel
 from servd.worker.layers._matrix import QuantMethod
 from servd.worker.layers.quantized import NamedTensors, Quantized
+from servd.worker.ops import target
 from servd.worker.quantization._packed import Module, floats, read_modules, take
 
 log = logging.getLogger("servd.worker")
@@ -47,7 +47,7 @@ def check_device(device: torch.device) -> None:
             "--quantization fp8 is made for GPUs and very slow on a CPU: use --quantization int8 "
             "here"
         )
-    elif (capability := torch.cuda.get_device_capability(device)) < (9, 0):
+    elif (capability := target.capability(device)) < (9, 0):
         raise ConfigError(
             f"--quantization fp8 needs a GPU of compute capability 9.0 (Hopper) or later, not "
             f"{capability[0]}.{capability[1]}: use --quantization int8, or none"
@@ -61,7 +61,7 @@ class Fp8Matrix:
         self.weight, self.scale = round_rows(weight)
         self.round_rows = round_rows
         # torch would run seven kernels for each product.
-        if weight.device.type == "cuda" and find_spec("triton"):
+        if target.runs_triton(weight.device):
             from servd.worker.ops.triton.round_rows import round_rows as fused
 
             self.round_rows = fused

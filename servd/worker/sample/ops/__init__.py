@@ -1,12 +1,12 @@
 """SamplingOps: the sampler's operations on logits, in plain torch and faster for devices."""
 
-from importlib.util import find_spec
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from servd.worker.ops import native as kernels
+from servd.worker.ops import target
 from servd.worker.sample.logit_edits import LogitEdits
 from servd.worker.sample.ops import native, reference
 
@@ -86,7 +86,7 @@ class SamplingOps(Protocol):
 
 def for_device(device: torch.device) -> SamplingOps:
     """Return the fastest operations that run on `device`."""
-    if device.type == "cuda" and find_spec("triton"):
+    if target.runs_triton(device):
         from servd.worker.sample.ops import triton
 
         return triton

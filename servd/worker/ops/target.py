@@ -1,0 +1,17 @@
+"""What a device can run: Triton's kernels, and by its compute capability, which products.
+
+Callers read these through the module, so that tests run the CUDA path in Triton's interpreter.
+"""
+
+from importlib.util import find_spec
+
+import torch
+
+
+def runs_triton(device: torch.device) -> bool:
+    return device.type == "cuda" and find_spec("triton") is not None
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability, e.g. (9, 0) of Hopper; (0, 0) without CUDA."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
