@@ -13,6 +13,7 @@ from torch import Tensor
 from servd.worker.layers import packed
 from servd.worker.layers.quantized import Quantized, QuantizedMatrix, stack
 from servd.worker.layers.weight import Copy, Weight
+from servd.worker.layers.weight_stack import WeightStack
 from servd.worker.ops import native
 
 PACKABLE = (torch.float32, torch.bfloat16, torch.float16)
@@ -103,11 +104,20 @@ class Matrix(Weight):
     quant_method: QuantMethod | None = None
     # The order here of the checkpoint's rows, over all ranks; None: the checkpoint's order.
     row_order: Tensor | None = None
+    # The memory that it shares with matrices of other experts, and its number there.
+    place: tuple[WeightStack, int] | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.compute_dtype = self.dtype  # `load` and quant methods may store another type
         self.quantized: dict[int, Quantized] = {}  # by part; moved to the quant method later
+
+    def allocate(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return uninitialized memory for a tensor of this matrix: in its stack, if it has one."""
+        if self.place is None:
+            return torch.empty(shape, dtype=dtype, device=self.device)
+        stack, number = self.place
+        return stack.part(name, number, shape, dtype, self.device)
 
     @property
     def num_bytes(self) -> int:
