@@ -16,6 +16,7 @@ from servd.worker.attention import (
     _int8,
     auto_backends,
     make_backend,
+    torch_sdpa,
 )
 from servd.worker.ops.native import library
 from tests.worker.attention.paged import Rows, rounded
@@ -191,6 +192,22 @@ def test_values_may_be_a_part_of_the_keys(name, device, batch, tail, block_size,
     assert out.shape == (rows.query_lens.sum(), 17, 288)
     torch.testing.assert_close(out.double(), rows.expected(), atol=1e-5, rtol=0)
     assert backend.kv_cache_shape(1)[0] == 1
+
+
+def test_masks_of_latent_attention_are_not_repeated_for_all_heads(monkeypatch):
+    """128 heads of a prompt of 8,192 tokens would take 17 GB."""
+    monkeypatch.setattr(torch_sdpa, "MAX_MASK_NUMBERS", 2 * 37 * 48)
+    compute = torch.nn.functional.scaled_dot_product_attention
+    masks = []
+
+    def record(q, k, v, mask, **options):
+        masks.append(mask.numel())
+        return compute(q, k, v, mask, **options)
+
+    monkeypatch.setattr(torch_sdpa.F, "scaled_dot_product_attention", record)
+    spec = AttentionSpec(5, 1, 24, 16, None, torch.float32, torch.float32, CPU, value_dim=16)
+    check(Rows(spec, [(0, 37), (11, 1)], rotary=True), torch_sdpa.TorchSdpaBackend(spec))
+    assert masks == [16 * 5, 2 * 37 * 48, 2 * 37 * 48, 37 * 48]
 
 
 @pytest.mark.filterwarnings("ignore:.*deterministic")
