@@ -56,6 +56,22 @@ class MemorySizes(msgspec.Struct, frozen=True, kw_only=True):
         return max(self.forward, self.sampling)
 
 
+class StepTime(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the time of a decode step goes, in milliseconds: bytes that are moved, products that
+    take longer than their bytes, and launches.
+    """
+
+    weights: float
+    kv_cache: float
+    activations: float
+    products: float
+    launches: float
+
+    @property
+    def total(self) -> float:
+        return sum(msgspec.structs.astuple(self))
+
+
 class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     dtype: str

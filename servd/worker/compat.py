@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # The oldest and newest versions that tests run with, by `make test-oldest` and `test-newest`.
-TESTED = {"torch": "2.11-2.15", "transformers": "5.17-5.24"}
+TESTED = {"torch": "2.11-2.15", "transformers": "5.17-5.24", "triton": "3.6-3.9"}
 
 # ---- torch ----
 
@@ -72,6 +72,32 @@ def replace_stored_tensor(module: nn.Module, name: str, parameter: nn.Parameter)
     """Replace a parameter or buffer by `parameter`, without the checks of torch's Module."""
     module._buffers.pop(name, None)
     module._parameters[name] = parameter
+
+
+# ---- triton ----
+
+
+@contextmanager
+def intercept_launches(launch: Callable[[Any, dict[str, Any]], bool]) -> Iterator[None]:
+    """Within a `with` block, call `launch` with each kernel of triton and its arguments by name
+    instead of launching it, unless it returns true. triton's public hooks come after compilation.
+    """
+    from triton.runtime.jit import KernelInterface
+
+    getitem = KernelInterface.__getitem__
+
+    def intercept(kernel: Any, grid: Any) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            by_name = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
+            return getitem(kernel, grid)(*args, **kwargs) if launch(kernel, by_name) else None
+
+        return run
+
+    KernelInterface.__getitem__ = intercept  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        KernelInterface.__getitem__ = getitem
 
 
 # ---- transformers ----

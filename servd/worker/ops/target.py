@@ -9,20 +9,11 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from importlib.util import find_spec
-from typing import NamedTuple
 
 import torch
+from msgspec.structs import replace
 
-
-class Card(NamedTuple):
-    """A device as kernels see it. Without CUDA it is the interpreter, where tests want loops over
-    pieces to be short.
-    """
-
-    capability: tuple[int, int] = (0, 0)  # (9, 0) is Hopper
-    num_sms: int = 1  # multiprocessors
-    shared_memory: int = 0  # bytes of a program
-
+from servd.base.cards import Card, find_card
 
 ASSUMED = ContextVar[Card | None]("ASSUMED", default=None)
 
@@ -46,10 +37,12 @@ def card_of(device: torch.device) -> Card:
 @cache
 def _card(device: torch.device) -> Card:
     properties = torch.cuda.get_device_properties(device)
-    return Card(
-        (properties.major, properties.minor),
-        properties.multi_processor_count,
-        properties.shared_memory_per_block_optin,
+    return replace(
+        find_card(properties.name),
+        capability=(properties.major, properties.minor),
+        num_sms=properties.multi_processor_count,
+        shared_memory=properties.shared_memory_per_block_optin,
+        memory=properties.total_memory,
     )
 
 
