@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from servd.base import plugins
+from servd.base.cards import CARDS
 from servd.base.errors import ConfigError
 from servd.worker.attention import (
     AttentionBackend,
@@ -18,6 +19,7 @@ from servd.worker.attention import (
     make_backend,
     torch_sdpa,
 )
+from servd.worker.ops import target
 from servd.worker.ops.native import library
 from tests.worker.attention.paged import Rows, rounded
 
@@ -167,6 +169,7 @@ def test_the_last_tokens_of_rows_may_lie_anywhere(name, device, tail, window):
         ("mixed", 5, 16, torch.float16),
         ("mixed", 0, 1, torch.float32),
         ("long", 0, 16, torch.bfloat16),
+        ("mixed", 0, 16, torch.float8_e4m3fn),
     ],
     ids=str,
 )
@@ -326,6 +329,20 @@ def test_auto_asks_the_backends_in_their_order(device):
     ]
     assert orders == sorted(set(orders)), "two have the same turn"
     assert auto_backends(device)[-1] == "torch_sdpa", "which can run everything"
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "value_dim"), [(80, None), (96, None), (192, None), (512, None), (576, 512)]
+)
+def test_cuda_computes_heads_that_people_serve_with_our_kernels(head_dim, value_dim):
+    pytest.importorskip("triton")
+    dtype = torch.bfloat16
+    spec = AttentionSpec(
+        *(16, 1, head_dim, 16, None, dtype, dtype, torch.device("cuda")), value_dim=value_dim
+    )
+    with target.assume(CARDS["h100"]):
+        name, backend = make_backend("auto", spec)
+    assert name == "triton" and backend.supports_graphs
 
 
 def test_a_backend_that_cannot_run_says_why():

@@ -82,6 +82,7 @@ HEADS = [
     ((56, 40, 3, 1), {"soft_cap": 3.0, "has_sinks": True}),
     ((48, 32, 16, 1), {}),
     ((48, 32, 68, 1), {}),  # more heads than lines of a tile
+    ((576, 512, 16, 1), {"dtype": torch.float16, "kv_dtype": torch.float16}),
 ]
 
 
@@ -100,7 +101,8 @@ def test_heads_of_all_sizes_in_drafts_prompts_and_split_rows(spec, sizes, option
     rows = Rows(spec, [(70, 1), (150, 7), (0, 20), (0, 1)], rotary=True, tail=3 if options else 0)
     out = rows.run(TritonBackend(spec), fill=torch.nan)
     assert out.shape == (29, num_heads, value_dim or head_dim) and out.is_contiguous()
-    torch.testing.assert_close(out.double(), rows.expected(), atol=1e-5, rtol=0)
+    tolerance = 5e-3 if spec.dtype == torch.float16 else 1e-5
+    torch.testing.assert_close(out.double(), rows.expected(), atol=tolerance, rtol=0)
 
 
 @pytest.mark.usefixtures("many_sms")

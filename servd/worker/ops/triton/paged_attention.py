@@ -22,7 +22,7 @@ split where the device would be idle.
 
 import math
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 
 import torch
 import triton
@@ -65,26 +65,26 @@ class Tuning:
     # Keys and values are loaded (num_stages - 1) / 2 turns ahead, and their block numbers as many
     # turns before them.
     num_stages: int
-    max_lines: int = 64
+    max_lines: int = 64  # for the heads of one kv head and token; more heads have several tiles
+    heads: int = 1  # of a tile, all with the same kv head
 
-    def heads(self, group: int) -> int:
-        """Return how many of `group` heads with the same kv head share a tile."""
-        limit = max(self.lines, self.max_lines)
-        return max(heads for heads in range(1, min(group, limit) + 1) if group % heads == 0)
+    @property
+    def queries(self) -> int:
+        """The query tokens of a tile."""
+        return self.lines // self.heads
 
-    def num_lines(self, group: int) -> int:
-        return max(self.lines, triton.next_power_of_2(self.heads(group)))
+    def for_group(self, group: int) -> "Tuning":
+        """Return the tuning for `group` heads that share a kv head."""
+        limit = min(group, max(self.lines, self.max_lines))
+        heads = max(heads for heads in range(1, limit + 1) if group % heads == 0)
+        return replace(self, heads=heads, lines=max(self.lines, triton.next_power_of_2(heads)))
 
-    def queries(self, group: int) -> int:
-        """Return the query tokens of a tile."""
-        return self.num_lines(group) // self.heads(group)
-
-    def options(self, group: int) -> dict[str, int]:
-        """Return launch options for `group` heads that share a kv head."""
+    def options(self) -> dict[str, int]:
+        """Return launch options."""
         return {
-            "TILE_HEADS": self.heads(group),
+            "TILE_HEADS": self.heads,
             "TILE_KEYS": self.tile_keys,
-            "LINES": self.num_lines(group),
+            "LINES": self.lines,
             "num_warps": self.num_warps,
             "num_stages": self.num_stages,
         }
@@ -98,20 +98,26 @@ def tunings(size: int, dtype: torch.dtype, card: target.Card) -> tuple[Tuning, T
     program of a large tile with two warp groups of 64 lines each. They use 73 and 132 KB of shared
     memory at a head size of 128. Most devices except data center GPUs have 99 KB.
     """
-    is_large = card.shared_memory >= 160_000
+    has_room = card.shared_memory >= 160_000
+    is_hopper = card.capability[0] == 9
     if dtype == torch.float32:  # no tensor cores in full precision: for tests and comparisons
         few = Tuning(16, 32 if size <= 128 else 16, num_warps=4, num_stages=2)
         return few, replace(few, lines=32)
-    if size > 256:  # The result of 64 lines is half of all registers: two warp groups share them.
-        is_hopper = card.capability[0] == 9
-        few = Tuning(16, 32 if is_large else 16, 8, 3, max_lines=64 if is_hopper else 32)
-        return few, replace(few, lines=few.max_lines)
+    if size > 256:  # The result of 64 lines is half of all registers: two warp groups share it.
+        max_lines = 64 if is_hopper else 32
+        few = Tuning(16, 32 if has_room else 16, num_warps=8, num_stages=3, max_lines=max_lines)
+        return few, replace(few, lines=max_lines)
     tile_keys = max(8192 // max(triton.next_power_of_2(size), 64), 32)
-    decode = Tuning(16, tile_keys, num_warps=4, num_stages=5 if is_large else 3)
-    tile_keys = min(tile_keys, 64)
-    if is_large:
-        return decode, replace(decode, lines=128, tile_keys=tile_keys, num_warps=8)
-    return decode, replace(decode, lines=64, tile_keys=tile_keys, num_warps=4 if size <= 128 else 8)
+    few = Tuning(16, tile_keys, num_warps=4, num_stages=5 if has_room else 3)
+    # Before Hopper, queries are in registers, too.
+    has_registers = size <= 64 or has_room and card.capability >= (9, 0)
+    many = Tuning(
+        lines=128 if has_room and (size <= 128 or is_hopper) else 64,
+        tile_keys=min(tile_keys, 64 if has_registers else 32),
+        num_warps=8 if has_room or size > 128 else 4,
+        num_stages=few.num_stages,
+    )
+    return few, many
 
 
 # ---- the host's part ----
@@ -166,24 +172,29 @@ class PagedAttention:
     def max_splits(self) -> int:
         return MAX_INVARIANT_SPLITS if self.batch_invariant else MAX_SPLITS
 
-    @property
+    @cached_property
     def tunings(self) -> tuple[Tuning, Tuning]:
-        return tunings(self.value_size, self.dtype, target.card_of(self.device))
+        few, many = tunings(self.value_size, self.dtype, target.card_of(self.device))
+        return few.for_group(self.group), many.for_group(self.group)
 
     @property
     def tile_queries(self) -> tuple[int, int]:
         """The query tokens of a small and of a large tile, at most."""
-        few, many = (tuning.queries(self.group) for tuning in self.tunings)
-        return min(few, MAX_SPLIT_QUERIES), many
+        few, many = self.tunings
+        return min(few.queries, many.queries, MAX_SPLIT_QUERIES), many.queries
 
     @property
     def num_wanted(self) -> tuple[int, int]:
-        """The numbers of small and large tiles' splits that keep the device busy."""
+        """The splits of small and of large tiles that keep the device busy, at most half of what
+        there is. So partial results take the memory of 2 * SPLITS_PER_SM small tiles per
+        multiprocessor, and of two large ones.
+        """
         if self.batch_invariant:
             return 0, 0
+        few, many = self.tunings
         sms = num_sms(self.device)
-        few, many = (self.num_heads // tuning.heads(self.group) for tuning in self.tunings)
-        return -(-sms * SPLITS_PER_SM // few), -(-sms // many)
+        wanted_splits = -(-sms * SPLITS_PER_SM * few.heads // self.num_heads)
+        return wanted_splits, -(-sms * many.heads // self.num_heads)
 
     def plan(self, batch: AttentionBatch) -> Plan:
         num_rows = len(batch.query_lens)
@@ -261,7 +272,7 @@ class PagedAttention:
             if not num_pieces:
                 continue
             tuning = self.tunings[number]
-            attention_kernel[self._grid(num_pieces * self.num_heads // tuning.heads(self.group))](
+            attention_kernel[self._grid(num_pieces * self.num_heads // tuning.heads)](
                 q,
                 kv_cache[0],
                 kv_cache[1] if self.value_dim is None else None,
@@ -289,7 +300,7 @@ class PagedAttention:
                 BLOCK_SIZE=kv_cache.shape[2],
                 TAIL=0 if batch.tails is None else batch.tails.shape[1],
                 SOFT_CAP=soft_cap * LOG2E if soft_cap else None,
-                **tuning.options(self.group),
+                **tuning.options(),
             )
         if plan.num_merged:
             merge_kernel[self._grid(plan.num_merged * self.num_heads, 4)](
@@ -443,10 +454,13 @@ def merge_kernel(
         first = tl.load(partials_ptr + row)
         num_splits = (tl.load(partials_ptr + row + 1) - first) // query_len
         first += query * num_splits
-        at = (first + all_splits) * HEADS + head
-        lse = tl.load(lse_ptr + at, mask=all_splits < num_splits, other=float("-inf"))
-        highest = tl.max(lse, 0)  # a token sees itself: it is finite
-        total = tl.sum(tl.exp2(lse - highest), 0)
+        lses = tl.load(
+            lse_ptr + (first + all_splits) * HEADS + head,
+            mask=all_splits < num_splits,
+            other=float("-inf"),
+        )
+        highest = tl.max(lses, 0)  # a token sees itself: it is finite
+        total = tl.sum(tl.exp2(lses - highest), 0)
         result = tl.zeros([HEAD_DIM], tl.float32)
         for first_split in range(0, num_splits, SPLITS):
             split = first_split + tl.arange(0, SPLITS)
