@@ -82,7 +82,7 @@ HEADS = [
     ((56, 40, 3, 1), {"soft_cap": 3.0, "has_sinks": True}),
     ((48, 32, 16, 1), {}),
     ((48, 32, 68, 1), {}),  # more heads than lines of a tile
-    ((576, 512, 16, 1), {"dtype": torch.float16, "kv_dtype": torch.float16}),
+    ((80, 64, 16, 1), {"dtype": torch.float16, "kv_dtype": torch.float16}),
 ]
 
 
