@@ -73,8 +73,9 @@ def work_list_kernel(
             row, starts_ptr, seq_lens_ptr, num_rows, TILE_QUERIES, TILE_KEYS, WINDOW
         )
         is_few = query_len <= SPLIT_QUERIES
-        keys_of_few += tl.where(is_few, tiles * keys, 0)
-        keys_of_tiles += tl.where(is_few, 0, tiles * keys)
+        all_keys = tiles.to(tl.int64) * keys
+        keys_of_few += tl.where(is_few, all_keys, 0)
+        keys_of_tiles += tl.where(is_few, 0, all_keys)
     min_keys = tl.maximum(_keys_per_piece(keys_of_few, wanted_splits, TILE_KEYS), MIN_SPLIT)
     min_tile_keys = tl.maximum(
         _keys_per_piece(keys_of_tiles, wanted_tiles, TILE_KEYS), MIN_TILE_SPLIT
@@ -91,7 +92,7 @@ def work_list_kernel(
         splits = tl.minimum(tl.cdiv(keys, tl.where(is_few, min_keys, min_tile_keys)), MAX_SPLITS)
         splits = tl.where(is_few | (wanted_tiles > 0), tl.maximum(splits, 1), 1)
         splits = tl.cdiv(keys, tl.maximum(split_size(keys, splits, TILE_KEYS), 1))
-        pieces = (tiles * splits).to(tl.int32)
+        pieces = tiles * splits
         tokens = tl.where(splits > 1, query_len, 0)
         num_few = _append(work_ptr, tl.where(is_few, pieces, 0), num_few, row, num_rows)
         list_ptr = work_ptr + num_rows + 1
@@ -99,8 +100,7 @@ def work_list_kernel(
         list_ptr += num_rows + 1
         num_tokens = _append(list_ptr, tokens, num_tokens, row, num_rows)
         list_ptr += num_rows + 1
-        partials = (tokens * splits).to(tl.int32)
-        num_partials = _append(list_ptr, partials, num_partials, row, num_rows)
+        num_partials = _append(list_ptr, tokens * splits, num_partials, row, num_rows)
 
 
 @triton.jit
@@ -113,7 +113,7 @@ def _sizes_of(
     TILE_KEYS: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Return query tokens, tiles, and keys of the last tile (int64) of some rows; 0 for none."""
+    """Return query tokens, tiles, and keys of the last tile of some rows; 0 beyond the last."""
     row = first_row + tl.arange(0, ROWS)
     valid = row < num_rows
     start = tl.load(starts_ptr + row, mask=valid, other=0)
@@ -121,14 +121,14 @@ def _sizes_of(
     seq_len = tl.load(seq_lens_ptr + row, mask=valid, other=0)
     first_key = first_key_of(seq_len - tl.minimum(query_len, TILE_QUERIES), WINDOW)
     keys = seq_len - first_key // TILE_KEYS * TILE_KEYS
-    return query_len, tl.cdiv(query_len, TILE_QUERIES), keys.to(tl.int64)
+    return query_len, tl.cdiv(query_len, TILE_QUERIES), keys
 
 
 @triton.jit
 def _keys_per_piece(keys, num_wanted, TILE_KEYS: tl.constexpr):
     """Return the keys of a piece if num_wanted pieces share all keys; 0 if num_wanted is 0."""
     size = split_size(tl.sum(keys, 0), tl.maximum(num_wanted, 1), TILE_KEYS)
-    return tl.where(num_wanted > 0, size, 0)
+    return tl.where(num_wanted > 0, tl.minimum(size, 2**30), 0).to(tl.int32)
 
 
 @triton.jit
