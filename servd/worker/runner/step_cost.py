@@ -4,7 +4,7 @@ The step runs without memory (see `dry_run`). Each operation of torch that is no
 launch of a Triton kernel, reads or writes each of its tensors once.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -80,7 +80,7 @@ class LaunchCounter(DispatchMode):
         self._append(name, sizes, operations)
         return out
 
-    def launch(self, kernel: Any, arguments: dict[str, Any]) -> bool:
+    def launch(self, kernel: Any, arguments: dict[str, Any], run: Callable[[], object]) -> None:
         """Count a launch of a Triton kernel; see `intercept_launches`."""
         name = kernel.__name__
         visible = 1.0  # share of the cache that the queries see
@@ -102,7 +102,6 @@ class LaunchCounter(DispatchMode):
         if "out_features" in arguments:
             operations = 2 * arguments["out_ptr"].numel() * arguments["size"]
         self._append(name, sizes, operations)
-        return False
 
     def _append(self, name: str, sizes: Sequence[tuple[Tensor, int]], operations: int) -> None:
         totals = {"weights": 0, "kv_cache": 0, "activations": 0}
