@@ -15,6 +15,7 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     multiprocessor, so that programs loop over their pieces.
     """
 
+    name: str = ""
     capability: tuple[int, int] = (0, 0)  # (9, 0) is Hopper
     num_sms: int = 1  # multiprocessors
     shared_memory: int = 0  # of a program, in bytes
@@ -24,19 +25,25 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _card(
-    memory: float, shared_memory: int, bandwidth: float, products: float, **rest: int
+    name: str,
+    memory: float,
+    shared_memory: int,
+    bandwidth: float,
+    products: float,
+    **properties: object,
 ) -> Card:
     facts = {
+        "name": name,
         "memory": int(memory * (1 << 30)),
         "shared_memory": shared_memory << 10,
         "bandwidth": bandwidth * 1e12 * COPIES,
         "products": products * 1e12 * PRODUCTS,
     }
-    return msgspec.convert(facts | rest, Card)
+    return msgspec.convert(facts | properties, Card)
 
 
 _FILE = Path(__file__).with_name("cards.toml")
-CARDS = {name: _card(**row) for name, row in tomllib.loads(_FILE.read_text("utf8")).items()}
+CARDS = {name: _card(name, **row) for name, row in tomllib.loads(_FILE.read_text("utf8")).items()}
 
 
 def find_card(name: str) -> Card:

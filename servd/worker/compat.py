@@ -8,6 +8,7 @@ Slow imports are inside functions.
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -78,18 +79,20 @@ def replace_stored_tensor(module: nn.Module, name: str, parameter: nn.Parameter)
 
 
 @contextmanager
-def intercept_launches(launch: Callable[[Any, dict[str, Any]], bool]) -> Iterator[None]:
-    """Within a `with` block, call `launch` with each kernel of triton and its arguments by name
-    instead of launching it, unless it returns true. triton's public hooks come after compilation.
+def intercept_launches(
+    launch: Callable[[Any, dict[str, Any], Callable[[], object]], None],
+) -> Iterator[None]:
+    """Within a `with` block, call `launch` instead of launching a kernel of triton: with the kernel,
+    its arguments by name, and a call that launches it. triton's hooks come after the compilation.
     """
     from triton.runtime.jit import KernelInterface
 
     getitem = KernelInterface.__getitem__
 
     def intercept(kernel: Any, grid: Any) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> None:
             by_name = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
-            return getitem(kernel, grid)(*args, **kwargs) if launch(kernel, by_name) else None
+            launch(kernel, by_name, partial(getitem(kernel, grid), *args, **kwargs))
 
         return run
 

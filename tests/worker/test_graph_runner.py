@@ -58,9 +58,8 @@ def test_without_graphs_the_warm_up_runs_each_kernel_of_attention(folder: Path):
     runner.allocate_kv_cache(512 // config.cache.block_size)
     launches: set[tuple[str, int | None]] = set()
 
-    def launch(kernel: Any, arguments: dict[str, Any]) -> bool:
+    def launch(kernel: Any, arguments: dict[str, Any], *_: Any) -> None:
         launches.add((kernel.__name__, arguments.get("LIST")))
-        return False
 
     with intercept_launches(launch):
         runner.warm_up(lambda _: None)

@@ -19,8 +19,8 @@ ASSUMED = ContextVar[Card | None]("ASSUMED", default=None)
 
 
 @contextmanager
-def assume(card: Card) -> Iterator[None]:
-    """Within this context, every CUDA device is `card`."""
+def assume(card: Card | None) -> Iterator[None]:
+    """Within this context, every CUDA device is `card`, unless it is None."""
     token = ASSUMED.set(card)
     try:
         yield

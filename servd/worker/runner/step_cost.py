@@ -4,7 +4,7 @@ The step runs without memory (see `dry_run`). Each operation of torch that is no
 launch of a Triton kernel, reads or writes each of its tensors once.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -80,12 +80,12 @@ class LaunchCounter(DispatchMode):
         self._append(name, sizes, operations)
         return out
 
-    def launch(self, kernel: Any, arguments: dict[str, Any]) -> bool:
+    def launch(self, kernel: Any, arguments: dict[str, Any], run: Callable[[], object]) -> None:
         """Count a launch of a Triton kernel; see `intercept_launches`."""
         name = kernel.__name__
-        seen = 1.0  # share of the cache that the queries see
+        visible = 1.0  # share of the cache that the queries see
         if name in ATTENTION and arguments["WINDOW"] is not None:
-            seen = min(arguments["WINDOW"] / self.num_tokens, 1.0)
+            visible = min(arguments["WINDOW"] / self.num_tokens, 1.0)
         sizes: list[tuple[Tensor, int]] = []
         operations = 0
         num_experts = arguments.get("num_experts") or 0
@@ -94,7 +94,7 @@ class LaunchCounter(DispatchMode):
                 continue
             num_bytes = value.nbytes
             if id(value.untyped_storage()) in self.caches:
-                num_bytes = int(seen * num_bytes) if name in ATTENTION else 0
+                num_bytes = int(visible * num_bytes) if name in ATTENTION else 0
             if id(value.untyped_storage()) in self.weights and num_experts:
                 rows = arguments["out_ptr"].numel() // arguments["out_features"]
                 num_bytes = int(num_bytes * share_of_experts(num_experts, rows))
@@ -102,7 +102,6 @@ class LaunchCounter(DispatchMode):
         if "out_features" in arguments:
             operations = 2 * arguments["out_ptr"].numel() * arguments["size"]
         self._append(name, sizes, operations)
-        return False
 
     def _append(self, name: str, sizes: Sequence[tuple[Tensor, int]], operations: int) -> None:
         totals = {"weights": 0, "kv_cache": 0, "activations": 0}
@@ -169,15 +168,9 @@ def decode_step(runner: GPUModelRunner, num_rows: int, num_tokens: int) -> list[
     return counter.launches
 
 
-def most_per_layer(launches: Sequence[Launch]) -> int:
-    """Return the most launches between the attention of a layer and that of the next."""
-    places = [at for at, launch in enumerate(launches) if launch.name in ATTENTION]
-    return max(b - a for a, b in zip(places, places[1:], strict=False))
-
-
-def time_on(card: Card, launches: Sequence[Launch]) -> StepTime:
-    """Return the milliseconds of the launches. A launch takes as long as its bytes, or as its
-    products if these are longer.
+def time_on(card: Card, launches: Sequence[Launch], num_rows: int) -> StepTime:
+    """Return the time of a decode step of `num_rows` requests. A launch takes as long as its bytes,
+    or as its products if these are longer.
     """
     kinds = ("weights", "kv_cache", "activations")
     seconds: dict[str, float] = dict.fromkeys((*kinds, "products"), 0.0)
@@ -190,4 +183,4 @@ def time_on(card: Card, launches: Sequence[Launch]) -> StepTime:
         for name in kinds:
             seconds[name] += getattr(launch, name) / card.bandwidth
     seconds["launches"] = len(launches) * LAUNCH_SECONDS
-    return StepTime(**{name: 1e3 * value for name, value in seconds.items()})
+    return StepTime(num_rows=num_rows, **{name: 1e3 * value for name, value in seconds.items()})

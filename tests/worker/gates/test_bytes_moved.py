@@ -22,7 +22,7 @@ MOST = {
 ROUNDED = {("8B", "fp8"): (8, 1.05), ("8B", "int8"): (8, 5.1), ("8B", "int4"): (5, 110.0)}
 
 
-def moved(folder: Path, **options: object) -> int:
+def bytes_moved(folder: Path, **options: object) -> int:
     launches = catalogue.layer_of(catalogue.decode_step(catalogue.load(folder, **options), 1, 1024))
     return sum(launch.weights + launch.activations for launch in launches)
 
@@ -30,7 +30,7 @@ def moved(folder: Path, **options: object) -> int:
 @pytest.mark.parametrize(("family", "form"), MOST, ids=str)
 def test_stored_bytes_are_moved_once(tmp_path: Path, family: str, form: str | None):
     folder = catalogue.write_headers(tmp_path, family, form)
-    assert moved(folder) <= MOST[family, form] * catalogue.stored_bytes(folder, 1)
+    assert bytes_moved(folder) <= MOST[family, form] * catalogue.stored_bytes(folder, 1)
 
 
 @pytest.mark.parametrize(("family", "quantization"), ROUNDED, ids=str)
@@ -38,4 +38,4 @@ def test_rounded_bytes_are_moved_once(tmp_path: Path, family: str, quantization:
     folder = catalogue.write_headers(tmp_path, family, None)
     num_bits, most = ROUNDED[family, quantization]
     rounded = catalogue.stored_bytes(folder, 1) * num_bits / 16
-    assert moved(folder, quantization=quantization) <= most * rounded
+    assert bytes_moved(folder, quantization=quantization) <= most * rounded
