@@ -109,11 +109,9 @@ def tunings(size: int, dtype: torch.dtype, card: target.Card) -> tuple[Tuning, T
         return few, replace(few, lines=max_lines)
     tile_keys = max(8192 // max(triton.next_power_of_2(size), 64), 32)
     few = Tuning(16, tile_keys, num_warps=4, num_stages=5 if has_room else 3)
-    # Before Hopper, queries are in registers, too.
-    has_registers = size <= 64 or has_room and card.capability >= (9, 0)
     many = Tuning(
         lines=128 if has_room and (size <= 128 or is_hopper) else 64,
-        tile_keys=min(tile_keys, 64 if has_registers else 32),
+        tile_keys=min(tile_keys, 64 if has_room or size <= 64 else 32),
         num_warps=8 if has_room or size > 128 else 4,
         num_stages=few.num_stages,
     )
@@ -368,7 +366,9 @@ def attention_kernel(
     ROPE_SIZE: tl.constexpr = KEY_SIZE - VALUE_SIZE
     pieces_ptr = work_ptr + LIST * (num_rows + 1)
     num_pieces = tl.load(pieces_ptr + num_rows)
-    for piece in range(tl.program_id(0), num_pieces * GROUPS, tl.num_programs(0)):
+    all_pieces = num_pieces * GROUPS
+    # Constants of all pieces would take registers from the loops over keys.
+    for piece in tl.range(tl.program_id(0), all_pieces, tl.num_programs(0), disable_licm=True):
         first_head = piece % GROUPS * TILE_HEADS
         kv_head = first_head // (HEADS // KV_HEADS)
         # A row's last tiles see the most keys: they come first.
