@@ -183,9 +183,8 @@ class PagedAttention:
 
     @property
     def num_wanted(self) -> tuple[int, int]:
-        """The splits of small and of large tiles that keep the device busy, at most half of what
-        there is. So partial results take the memory of 2 * SPLITS_PER_SM small tiles per
-        multiprocessor, and of two large ones.
+        """The splits of small and of large tiles that keep the device busy; 0: not used. Rows with
+        several splits have at most twice as many, which bounds the memory of partial results.
         """
         if self.batch_invariant:
             return 0, 0
