@@ -40,6 +40,7 @@ from servd.worker.loading import model_loader
 from servd.worker.lora.adapters import AdapterSlots, check_modules
 from servd.worker.output_heads import StepPart
 from servd.worker.runner.isolation import Failures, forward_apart
+from servd.worker.sample.logit_edits import Bitmasks
 from servd.worker.sample.sampled_tokens import SampledTokens
 from servd.worker.sample.sampler import Sampler, SamplerOutput
 from servd.worker.sample.verification import SpecDecodeMetadata
@@ -454,18 +455,18 @@ class ModelRunner(ABC):
         token_ids = [i if 0 <= i < vocab_size else 0 for i in request.token_ids]
         self.states.add(msgspec.structs.replace(request, token_ids=token_ids))
 
-    def _unpack(self, bitmask: GrammarOutput, batch: InputBatch) -> torch.Tensor:
-        """Return bitmasks, int32 [m, ceil(vocab / 32)]; all bits set for rows without a grammar."""
+    def _unpack(self, bitmask: GrammarOutput, batch: InputBatch) -> Bitmasks:
         words = np.frombuffer(bitmask.bitmask, dtype=np.int32).reshape(len(bitmask.indices), -1)
         counts = batch.num_drafts[batch.sample_rows] + 1
-        unpacked = np.full((counts.sum(), words.shape[1]), -1, dtype=np.int32)
+        rows = np.full(counts.sum(), -1, dtype=np.int32)
         firsts = dict(
             zip(batch.sample_rows.tolist(), (counts.cumsum() - counts).tolist(), strict=True)
         )
-        for index, offset, allowed in zip(bitmask.indices, bitmask.offsets, words, strict=True):
+        places = zip(bitmask.indices, bitmask.offsets, strict=True)
+        for number, (index, offset) in enumerate(places):
             if index in firsts:  # rows that do not end their prompt sample no token
-                unpacked[firsts[index] + offset] = allowed
-        return upload(unpacked, self.device)
+                rows[firsts[index] + offset] = number
+        return Bitmasks(upload(words.copy(), self.device), upload(rows, self.device))
 
     # ---- what the device decides ----
 

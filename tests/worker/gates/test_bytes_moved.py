@@ -37,5 +37,5 @@ def test_stored_bytes_are_moved_once(tmp_path: Path, family: str, form: str | No
 def test_rounded_bytes_are_moved_once(tmp_path: Path, family: str, quantization: str):
     folder = catalogue.write_headers(tmp_path, family, None)
     num_bits, most = ROUNDED[family, quantization]
-    rounded = catalogue.stored_bytes(folder, 1) * num_bits / 16
-    assert bytes_moved(folder, quantization=quantization) <= most * rounded
+    stored = catalogue.stored_bytes(folder, 1) * num_bits / 16
+    assert bytes_moved(folder, quantization=quantization) <= most * stored
