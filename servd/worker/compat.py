@@ -82,7 +82,7 @@ def replace_stored_tensor(module: nn.Module, name: str, parameter: nn.Parameter)
 def intercept_launches(
     launch: Callable[[Any, dict[str, Any], Callable[[], object]], None],
 ) -> Iterator[None]:
-    """Within a `with` block, call `launch` instead of launching a kernel of triton: with the kernel,
+    """Within a `with` block, call `launch` instead of launching kernels of triton: with the kernel,
     its arguments by name, and a call that launches it. triton's hooks come after the compilation.
     """
     from triton.runtime.jit import KernelInterface

@@ -40,6 +40,7 @@ from servd.worker.loading import model_loader
 from servd.worker.lora.adapters import AdapterSlots, check_modules
 from servd.worker.output_heads import StepPart
 from servd.worker.runner.isolation import Failures, forward_apart
+from servd.worker.sample.logit_edits import Bitmasks
 from servd.worker.sample.sampled_tokens import SampledTokens
 from servd.worker.sample.sampler import Sampler, SamplerOutput
 from servd.worker.sample.verification import SpecDecodeMetadata
@@ -265,6 +266,7 @@ class ModelRunner(ABC):
         num_rows = len(scheduled.decodes.slots), len(scheduled.scheduled)
         self.execute_model_state = ExecuteModelState(num_rows)
         if not any(num_rows):
+            self._finish_swaps()
             return
         batch = self._prepare_inputs(scheduled)
         prepared = now_ns()
@@ -272,6 +274,7 @@ class ModelRunner(ABC):
             hidden = self.forward(batch)
         except Exception as error:
             hidden = self._forward_apart(batch, error)
+        self._finish_swaps()
         read = (head.read(hidden, batch) for head in self.output_heads)
         parts: list[StepPart] = [part for part in read if part is not None]
         if self.failed:
@@ -313,6 +316,10 @@ class ModelRunner(ABC):
             caches = [*self.kv_caches, *(self.proposer.kv_caches if self.proposer else ())]
             self.block_store = BlockStore(swaps.memory, caches, self.parallel)
         self.block_store.swap_blocks(swaps)
+
+    def _finish_swaps(self) -> None:
+        if self.block_store is not None:
+            self.block_store.finish()
 
     def make_chain(self, drafter: Drafter, max_num_rows: int, max_num_tokens: int) -> Chain:
         """Return a chain that drafts with another model, for the requests of this model."""
@@ -454,18 +461,18 @@ class ModelRunner(ABC):
         token_ids = [i if 0 <= i < vocab_size else 0 for i in request.token_ids]
         self.states.add(msgspec.structs.replace(request, token_ids=token_ids))
 
-    def _unpack(self, bitmask: GrammarOutput, batch: InputBatch) -> torch.Tensor:
-        """Return bitmasks, int32 [m, ceil(vocab / 32)]; all bits set for rows without a grammar."""
+    def _unpack(self, bitmask: GrammarOutput, batch: InputBatch) -> Bitmasks:
         words = np.frombuffer(bitmask.bitmask, dtype=np.int32).reshape(len(bitmask.indices), -1)
         counts = batch.num_drafts[batch.sample_rows] + 1
-        unpacked = np.full((counts.sum(), words.shape[1]), -1, dtype=np.int32)
+        rows = np.full(counts.sum(), -1, dtype=np.int32)
         firsts = dict(
             zip(batch.sample_rows.tolist(), (counts.cumsum() - counts).tolist(), strict=True)
         )
-        for index, offset, allowed in zip(bitmask.indices, bitmask.offsets, words, strict=True):
+        places = zip(bitmask.indices, bitmask.offsets, strict=True)
+        for number, (index, offset) in enumerate(places):
             if index in firsts:  # rows that do not end their prompt sample no token
-                unpacked[firsts[index] + offset] = allowed
-        return upload(unpacked, self.device)
+                rows[firsts[index] + offset] = number
+        return Bitmasks(upload(words.copy(), self.device), upload(rows, self.device))
 
     # ---- what the device decides ----
 
