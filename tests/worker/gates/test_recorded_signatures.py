@@ -66,9 +66,10 @@ def test_steps_launch_kernels_that_are_compiled(tmp_path: Path, monkeypatch, eag
 
 def serve(driver: Driver, num_rows: int, params: SamplingParams) -> None:
     """Prompts, steps of all rows with and without a grammar in the first, of which one is long."""
-    slots = [driver.add([7 + i] * (1 + 9 * i), params) for i in range(num_rows)]
-    while chunks := {s: min(driver.num_left(s), 9) for s in slots if driver.num_left(s) > 1}:
-        driver.step(chunks)
+    lengths = (1, 10, 19, 28, 600)[:num_rows]
+    slots = [driver.add([7] * length, params) for length in lengths]
+    while pending := [slot for slot in slots if driver.num_left(slot) > 1]:
+        driver.step({slot: min(driver.num_left(slot), 45 // len(pending)) for slot in pending})
     words = np.full(-(-driver.spec.vocab_size // 32), -1, dtype=np.int32).tobytes()
     driver.step(dict.fromkeys(slots, 1))
     driver.step(dict.fromkeys(slots, 1), GrammarOutput([0], [0], words))
