@@ -109,9 +109,11 @@ def tunings(size: int, dtype: torch.dtype, card: target.Card) -> tuple[Tuning, T
         return few, replace(few, lines=max_lines)
     tile_keys = max(8192 // max(triton.next_power_of_2(size), 64), 32)
     few = Tuning(16, tile_keys, num_warps=4, num_stages=5 if has_room else 3)
+    # Before Hopper, queries take registers, too.
+    has_registers = size <= 64 or has_room and card.capability >= (9, 0)
     many = Tuning(
         lines=128 if has_room and (size <= 128 or is_hopper) else 64,
-        tile_keys=min(tile_keys, 64 if has_room or size <= 64 else 32),
+        tile_keys=min(tile_keys, 64 if has_registers else 32),
         num_warps=8 if has_room or size > 128 else 4,
         num_stages=few.num_stages,
     )
