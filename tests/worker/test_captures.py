@@ -3,14 +3,16 @@ graph cannot capture: steps are graphs with the outputs of steps without, or a w
 """
 
 import itertools
+import json
 import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from servd.worker.runner import graph_runner
+from servd.worker.runner import gpu_model_runner, graph_runner
 from tests.parity.families import CASES, keeps_state, make_checkpoint
 from tests.worker.driver import Driver, config_for
 from tests.worker.recorded import NotCapturable, record, use_recorded_runner
@@ -121,3 +123,18 @@ def test_the_simulated_device_refuses_what_a_graph_cannot_capture(call):
     call(x.clone())
     with pytest.raises(NotCapturable):
         record(lambda: call(x))
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_graphs_count_the_weights_of_a_token(checkpoint, quantization: str | None):
+    """Not those of experts that it does not have, and numbers, whatever bytes they have."""
+    folder = checkpoint("mixtral", "experts")
+    model = serve(folder, quantization=quantization)[0].worker.runner.model
+    config = json.loads((folder / "config.json").read_text())
+    expected = 0.0
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        is_of_experts = ".experts." in name
+        share = config["num_experts_per_tok"] / config["num_local_experts"]
+        if tensor.dim() > 1:
+            expected += tensor.numel() * (share if is_of_experts else 1)
+    assert gpu_model_runner.count_active_weights(model) == int(expected)
