@@ -23,7 +23,6 @@ from servd.worker.attention import AttentionBatch, torch_sdpa
 from servd.worker.attention import native as _native  # noqa: F401 - keeps the library it imports
 from servd.worker.compat import intercept_launches
 from servd.worker.layers import experts
-from servd.worker.layers.experts import grouped_quant_method
 from servd.worker.models import deepseek_v2
 from servd.worker.ops import native
 from servd.worker.quantization import int4
@@ -225,9 +224,7 @@ class RecordedRunner(GPUModelRunner):
 
 
 class ExpertsOnDevice(experts.OneByOne):
-    """Stands for the kernel that a GPU has for experts that are not quantized."""
-
-    is_capturable = True
+    """Stands for the kernels that a GPU has for experts."""
 
     def multiply(self, x, index, starts):
         rows = x if index is None else x[index]
@@ -239,10 +236,10 @@ class ExpertsOnDevice(experts.OneByOne):
         return torch.stack(outputs).sum(0)
 
 
-def grouped_quant_method_on_device(matrices):
+def grouped_quant_method_on_device(matrices, biases=None):
     """As `grouped_quant_method` does on a GPU."""
-    is_quantized = any(matrix.quant_method for matrix in matrices)
-    return grouped_quant_method(matrices) if is_quantized else ExpertsOnDevice(matrices)
+    method = ExpertsOnDevice(matrices)
+    return method if biases is None else experts.WithBiases(method, biases)
 
 
 def use_recorded_runner(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,8 @@ STEP = "*i32 *i32 *i32 *i32"
 SIZES = "i32:16 i32 i32 fp32"
 DECODING = {"num_warps": 4, "num_stages": 5}
 PROMPTS = {"num_warps": 8, "num_stages": 5}
-EXPERTS = {"num_warps": 4}
+EXPERTS = {"num_warps": 4, "num_stages": 4}
+ROUTE = {"TOP_K": 8, "EXPERTS": 256, "CHOICES": 8, "RENORMALIZE": True}
 WORK = {
     "SPLIT_QUERIES": 4,
     "TILE_QUERIES": 32,
@@ -55,6 +56,7 @@ WORK = {
 ROTARY = {"HEADS": 32, "KV_HEADS": 8, "HEAD_DIM": 128, "PAIRS": 64, "HALF": 64, "ROWS": 32}
 NO_NORMS = {"q_weight_ptr": None, "k_weight_ptr": None}
 LOW_RANK = {"DEPTH": 64}
+GATE = {"ALPHA": None, "LIMIT": None}
 KERNELS = [
     (f"{OPS}.work_list.work_list_kernel", "*i32 *i32 *i32 i32 i32 i32", WORK | {"WINDOW": None}, 4),
     (f"{OPS}.work_list.work_list_kernel", "*i32 *i32 *i32 i32 i32 i32", WORK | {"WINDOW": 4096}, 4),
@@ -139,9 +141,34 @@ KERNELS = [
     ),
     (
         f"{OPS}.experts.experts_kernel",
-        "*bf16 *i32 *i32 *i64 *bf16 i32 i32:16 i32:16",
-        {"HAS_INDEX": True, "ALIGNED": True, "ROWS": 16},
+        "*bf16 *bf16 *i32 *i32 *bf16 *fp32 i32:16 i32:16 i32:16",
+        {"EXPERTS": 128, "ROWS": 16, "COLUMNS": 64, "DEPTH": 128},
         EXPERTS,
+    ),
+    (
+        f"{OPS}.experts.experts_kernel",
+        "*bf16 *bf16 *i32 *i32 *bf16 i32:16 i32:16 i32:16",
+        {"EXPERTS": 128, "ROWS": 128, "COLUMNS": 256, "DEPTH": 64, "biases_ptr": None},
+        {"num_warps": 8, "num_stages": 3},
+    ),
+    (
+        f"{OPS}.route.route_kernel",
+        "*i32 *fp32 *bf16 i32 i32:16",
+        ROUTE | {"bias_ptr": None, "NUM_GROUPS": 1, "TOP_GROUPS": 1},
+        4,
+    ),
+    (
+        f"{OPS}.route.route_kernel",
+        "*i32 *fp32 *bf16 *fp32 i32 i32:16",
+        ROUTE | {"NUM_GROUPS": 8, "TOP_GROUPS": 4},
+        4,
+    ),
+    (f"{OPS}.route.place_kernel", "*i32 *i32 *i32 *i32 i32", {"TOP_K": 8}, 8),
+    (
+        f"{OPS}.route.combine_kernel",
+        "*bf16 *bf16 *i32 *fp32 *i32 *bf16 fp32 i32:16 i32",
+        {"TOP_K": 8, "CHOICES": 8},
+        4,
     ),
     (
         f"{OPS}.rotary.rotate_and_store_kernel",
@@ -189,7 +216,13 @@ KERNELS = [
         16,
     ),
     (f"{OPS}.activation.activate_kernel", "*bf16 *bf16 i32", {"NAME": "gelu"}, 4),
-    (f"{OPS}.activation.gate_kernel", "*bf16 *bf16 i32", {"NAME": "silu"}, 4),
+    (f"{OPS}.activation.gate_kernel", "*bf16 *bf16 i32", GATE | {"NAME": "silu"}, 4),
+    (
+        f"{OPS}.activation.gate_kernel",
+        "*bf16 *bf16 i32",
+        {"NAME": "clamped", "ALPHA": 1.702, "LIMIT": 7.0},
+        4,
+    ),
     (f"{OPS}.low_rank.shrink_kernel", "*bf16 *bf16 *i64 *fp32 i32 i32:16 i32:16", LOW_RANK, 4),
     (
         f"{OPS}.low_rank.expand_kernel",
@@ -267,6 +300,7 @@ def main(variants: str) -> None:
             assert compiled.metadata.shared >= 2 * 2 * tile_bytes, (name, compiled.metadata.shared)
         if options is EXPERTS:  # weights are not read number by number
             assert "ld.global.b16" not in compiled.asm["ptx"], name
+            assert "wgmma" in compiled.asm["ptx"], name
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Matrix: a weight for matrix products; QuantMethod: its storage and multiplication."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import groupby
@@ -106,6 +107,7 @@ class Matrix(Weight):
     row_order: Tensor | None = None
     # The memory that it shares with matrices of other experts, and its number there.
     place: tuple[WeightStack, int] | None = None
+    use: float = 1.0  # the share of tokens that it multiplies
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -118,6 +120,11 @@ class Matrix(Weight):
             return torch.empty(shape, dtype=dtype, device=self.device)
         stack, number = self.place
         return stack.part(name, number, shape, dtype, self.device)
+
+    @property
+    def num_weights(self) -> int:
+        """Return the elements over all ranks, however they are stored."""
+        return sum(map(math.prod, self.part_shapes))
 
     @property
     def num_bytes(self) -> int:
@@ -156,10 +163,20 @@ class Matrix(Weight):
         method = self._stack(make) if self.quantized else make.dense(self.data)
         if method is not None:
             self.quant_method = method
-            self.data = torch.empty(0)
+            self.data = self.data.new_empty(0)
             self.quantized = {}
         elif self.device.type == "cpu":
             self.data = self.data.to(self.compute_dtype, copy=True)  # releases the mapped file
+
+    def widen(self) -> None:
+        """Replace the quant method, if there is one, by the ordinary matrix."""
+        if self.quant_method is not None:
+            size = self.part_shapes[0][1]
+            size = self.parallel.share(size) if self.shard_dim == 1 else size
+            identity = torch.eye(size, dtype=self.compute_dtype, device=self.device)
+            numbers = self.quant_method.multiply(identity, None).T
+            self.data = self.allocate("weight", numbers.shape, self.compute_dtype).copy_(numbers)
+            self.quant_method = None
 
     def _stack(self, make: MakeQuantMethod) -> QuantMethod:
         def kind(part: int) -> tuple[object, ...]:

@@ -13,16 +13,14 @@ from servd.worker.layers import packed
 from servd.worker.layers._matrix import MakeQuantMethod, Matrix
 from servd.worker.layers.activation import Activation, Gate
 from servd.worker.layers.linear import ColumnParallelLinear, RowParallelLinear
-from servd.worker.layers.quantized import Quantized
-from servd.worker.layers.weight import Copy, Weight
+from servd.worker.layers.weight import Weight
+from servd.worker.layers.weight_stack import WeightStack
 from servd.worker.ops import native, target
-from servd.worker.ops.reference import Routing
+from servd.worker.ops.reference import RoutingRule
 
 
 class GroupedQuantMethod(Protocol):
     """The multiplication of the matrices of several experts."""
-
-    is_capturable: bool  # whether a CUDA graph can contain it: it never waits for the device
 
     def multiply(self, x: Tensor, index: Tensor | None, starts: Tensor) -> Tensor:
         """Return products [num_rows, out]: row r is row `index[r]` of x [n, in] (or row r, if None)
@@ -33,9 +31,7 @@ class GroupedQuantMethod(Protocol):
 
 
 class OneByOne:
-    """Multiplies expert by expert: slow, for quant methods without a grouped kernel."""
-
-    is_capturable = False
+    """Multiplies expert by expert: slow, for CPUs without a kernel for the quant method."""
 
     def __init__(self, matrices: Sequence[Matrix]) -> None:
         self.matrices = matrices
@@ -51,23 +47,43 @@ class OneByOne:
         return out
 
 
-def grouped_quant_method(matrices: Sequence[Matrix]) -> GroupedQuantMethod:
+def share_memory(matrices: Sequence[Matrix], biases: Sequence[Weight | None] = ()) -> WeightStack:
+    """Place biases in one tensor, "bias", float32 [num_experts, out]; and where Triton's kernels
+    run, matrices in another one, "weight". Return these tensors.
+    """
+    stack = WeightStack(len(matrices))
+    for number, matrix in enumerate(matrices):
+        if target.runs_triton(torch.get_default_device()):
+            matrix.place = stack, number
+            matrix.data = matrix.allocate("weight", matrix.shape, matrix.dtype)
+    for number, bias in enumerate(biases):
+        if bias is not None:
+            bias.data = stack.part("bias", number, bias.shape, torch.float32, bias.device)
+    return stack
+
+
+def grouped_quant_method(
+    matrices: Sequence[Matrix], biases: Tensor | None = None
+) -> GroupedQuantMethod:
+    """Return the multiplication of matrices, with biases [num_experts, out] if there are any."""
     methods = [matrix.quant_method for matrix in matrices]
-    kinds = {packed.ExpertMatrices.kind(method) for method in methods}
-    if len(kinds) == 1 and None not in kinds:
-        return packed.ExpertMatrices(methods)  # pyright: ignore[reportArgumentType]
-    if target.runs_triton(matrices[0].device) and not any(methods):
+    if (place := matrices[0].place) is not None:
         from servd.worker.ops.triton.experts import ExpertMatrices
 
-        return ExpertMatrices(matrices)
-    return OneByOne(matrices)
+        for matrix in matrices:
+            matrix.widen()
+        return ExpertMatrices(place[0].tensors["weight"], biases)
+    kinds = {packed.ExpertMatrices.kind(method) for method in methods}
+    method = OneByOne(matrices)
+    if len(kinds) == 1 and None not in kinds:
+        method = packed.ExpertMatrices(methods)  # pyright: ignore[reportArgumentType]
+    return method if biases is None else WithBiases(method, biases)
 
 
 class WithBiases:
-    def __init__(self, method: GroupedQuantMethod, biases: Sequence[Tensor]) -> None:
+    def __init__(self, method: GroupedQuantMethod, biases: Tensor) -> None:
         self.quant_method = method
-        self.is_capturable = method.is_capturable
-        self.biases = torch.stack(tuple(biases))  # [num_experts, out]
+        self.biases = biases
 
     def multiply(self, x: Tensor, index: Tensor | None, starts: Tensor) -> Tensor:
         out = self.quant_method.multiply(x, index, starts)
@@ -75,8 +91,8 @@ class WithBiases:
         return out.add_(self.biases[torch.bucketize(rows, starts[1:-1], right=True)])
 
 
-class RouterMatrix(Matrix):
-    """A router's matrix. It is never quantized, because small errors would choose other experts."""
+class UnquantizedMatrix(Matrix):
+    """A matrix that is never quantized: small errors of a router's would choose other experts."""
 
     def process_weights(self, make: MakeQuantMethod) -> None:
         is_native = self.device.type == "cpu" and native.library() is not None
@@ -88,7 +104,7 @@ class RouterMatrix(Matrix):
 class Router(nn.Module):
     def __init__(self, hidden_size: int, num_experts: int, parallel: Parallel, bias: bool) -> None:
         super().__init__()
-        self.weight = RouterMatrix((num_experts, hidden_size), parallel)
+        self.weight = UnquantizedMatrix((num_experts, hidden_size), parallel)
         self.bias = Weight((num_experts,), parallel) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:  # [num_tokens, hidden] -> [num_tokens, num_experts]
@@ -103,22 +119,22 @@ class Expert(nn.Module):
 
 
 class Elsewhere(Weight):
-    def __init__(self, shape: Sequence[int], parallel: Parallel) -> None:
-        super().__init__(shape, parallel)
+    """A weight of an expert that another rank has."""
+
+    def __init__(self, parallel: Parallel) -> None:
+        super().__init__((0,), parallel)
         self.missing.clear()
 
-    def load(
-        self, tensor: Tensor | Quantized, part: int | None = None, copy: Copy = Tensor.copy_
-    ) -> None:
-        """Load nothing: another rank has this expert."""
+    def load(self, *args: object, **options: object) -> None:
+        """Load nothing."""
 
 
 class ExpertElsewhere(nn.Module):
     def __init__(self, parallel: Parallel, bias: bool) -> None:
         super().__init__()
+        leaves = ("weight", "bias") if bias else ("weight",)
         for name in ("gate_up_proj", "down_proj"):
-            leaves = ("weight", "bias") if bias else ("weight",)
-            weights = {leaf: Elsewhere((0,), parallel) for leaf in leaves}
+            weights = {leaf: Elsewhere(parallel) for leaf in leaves}
             self.add_module(name, nn.ParameterDict(weights))
 
 
@@ -162,6 +178,9 @@ class SparseMoE(nn.Module):
                     "expert"
                 )
         experts = {number: Expert(hidden_size, size, slices, bias) for number in expert_range}
+        for expert in experts.values():
+            expert.gate_up_proj.weight.use = top_k / num_experts
+            expert.down_proj.weight.use = top_k / num_experts
         self.experts = nn.ModuleList(
             experts.get(number) or ExpertElsewhere(parallel, bias) for number in range(num_experts)
         )
@@ -169,46 +188,43 @@ class SparseMoE(nn.Module):
             [expert.gate_up_proj for expert in experts.values()],
             [expert.down_proj for expert in experts.values()],
         )
+        self.stacks = [
+            share_memory([linear.weight for linear in linears], [linear.bias for linear in linears])
+            for linears in self.layers
+        ]
         self.starts_range = slice(expert_range.start, expert_range.stop + 1)
         self.has_all = len(expert_range) == num_experts
         self.activation: Activation = (
             Gate(activation) if isinstance(activation, str) else activation
         )
-        self.top_k = top_k
-        self.renormalize = bool(renormalize)
+        self.rule = RoutingRule(top_k, bool(renormalize))
         self.parallel = parallel
 
     @cached_property
     def grouped(self) -> tuple[GroupedQuantMethod, GroupedQuantMethod]:
-        first, second = (
-            grouped_quant_method([linear.weight for linear in layers]) for layers in self.layers
-        )
-        if self.gate.bias is None:
-            return first, second
-        biases = [
-            [linear.bias for linear in layers if linear.bias is not None] for layers in self.layers
-        ]
+        first, second = ([linear.weight for linear in linears] for linears in self.layers)
+        biases, biases_down = (stack.tensors.get("bias") for stack in self.stacks)
         # The ranks' results for an expert are summed, so only one of them adds the bias.
-        if self.parallel.rank == 0 or self.parallel.has_whole_experts:
-            second = WithBiases(second, biases[1])
-        return WithBiases(first, biases[0]), second
+        if self.parallel.rank > 0 and not self.parallel.has_whole_experts:
+            biases_down = None
+        return grouped_quant_method(first, biases), grouped_quant_method(second, biases_down)
 
-    @property
-    def is_capturable(self) -> bool:
-        return all(method.is_capturable for method in self.grouped)
-
-    def route(self, x: Tensor) -> Routing:
-        """Return the experts of tokens [num_tokens, hidden]."""
-        return self.activation.ops.route(self.gate(x), self.top_k, self.renormalize)
+    def shared(self, x: Tensor) -> Tensor | None:
+        """Return what is added to the experts' outputs for x [num_tokens, hidden]."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the experts' outputs for x [num_tokens, hidden], equal on all ranks."""
+        ops = self.activation.ops
         gate_up, down = self.grouped
-        routing = self.route(x)
-        starts = routing.starts if self.has_all else routing.starts[self.starts_range]
+        shared = self.shared(x)
+        routing = ops.route(self.gate(x), self.rule)
+        starts = routing.starts
+        if not self.has_all:
+            starts = starts[self.starts_range]
+            routing = routing._replace(local_starts=starts)
         y = self.activation(gate_up.multiply(x, routing.tokens, starts))
         y = down.multiply(y, None, starts)
-        if not self.has_all:  # add the other ranks' experts
-            rows = torch.arange(len(y), device=y.device)
-            y.masked_fill_(((rows < starts[0]) | (rows >= starts[-1])).unsqueeze(1), 0)
-        return self.parallel.all_reduce(self.activation.ops.combine(y, routing))
+        if self.parallel.size == 1:
+            return ops.combine(y, routing, shared)
+        out = self.parallel.all_reduce(ops.combine(y, routing))
+        return out if shared is None else ops.scale(out, self.rule.factor, shared)

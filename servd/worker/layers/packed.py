@@ -182,8 +182,6 @@ class Stacked(Packed):
 class ExpertMatrices:
     """Experts' matrices of one shape and type. One call multiplies the rows of all experts."""
 
-    is_capturable = True
-
     def __init__(self, matrices: Sequence[PackedMatrix] | Sequence[GroupedMatrix]) -> None:
         self.matrices = matrices  # keeps the memory that the tables point to
         first = matrices[0]

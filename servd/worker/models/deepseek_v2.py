@@ -1,7 +1,6 @@
 """DeepSeek V2 (https://arxiv.org/abs/2405.04434): latent attention, experts and a shared one."""
 
 import math
-from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -14,35 +13,48 @@ from servd.checkpoint.model_spec import ModelSpec
 from servd.worker.device.parallel import Parallel
 from servd.worker.layers._matrix import Matrix
 from servd.worker.layers.attention import Attention, ForwardContext
-from servd.worker.layers.experts import GroupedQuantMethod, Router, SparseMoE, grouped_quant_method
+from servd.worker.layers.experts import (
+    GroupedQuantMethod,
+    SparseMoE,
+    UnquantizedMatrix,
+    grouped_quant_method,
+    share_memory,
+)
 from servd.worker.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from servd.worker.layers.norm import RMSNorm
 from servd.worker.layers.quantized import LAYER, NamedTensors, Quantized
 from servd.worker.layers.rotary import Rotary, Rotation, rope_parameters
 from servd.worker.models.llama import LlamaForCausalLM, LlamaMLP
-from servd.worker.ops.reference import Routing, placed
+from servd.worker.ops import target
+from servd.worker.ops.reference import RoutingRule
 
 NORM_EPS = 1e-6  # eps of the latents' norms, whatever config.json states
 
 
 class OfHeads(nn.Module):
-    """A matrix [out, in] for each of this rank's heads."""
+    """A matrix [out, in] for each of this rank's heads. On CUDA, one product of torch multiplies
+    all of them, which are never quantized there.
+    """
 
     def __init__(self, num_heads: int, in_features: int, out_features: int) -> None:
         super().__init__()
         shape = out_features, in_features
-        self.weights = nn.ParameterList(Matrix(shape, Parallel()) for _ in range(num_heads))
+        self.is_one_product = target.runs_triton(torch.get_default_device())
+        kind = UnquantizedMatrix if self.is_one_product else Matrix
+        self.weights = nn.ParameterList(kind(shape, Parallel()) for _ in range(num_heads))
+        self.stack = share_memory([*self.weights])
 
     @cached_property
     def grouped(self) -> GroupedQuantMethod:
         return grouped_quant_method([*self.weights])
 
-    @property
-    def is_capturable(self) -> bool:
-        return self.grouped.is_capturable
-
     def forward(self, x: Tensor) -> Tensor:  # [num_tokens, heads, in] -> [num_tokens, heads, out]
         num_tokens, num_heads, _ = x.shape
+        if self.is_one_product:
+            matrices = self.stack.tensors["weight"]
+            out = x.new_empty(num_tokens, num_heads, matrices.shape[1])
+            torch.bmm(x.transpose(0, 1), matrices.mT, out=out.transpose(0, 1))
+            return out
         rows = x.transpose(0, 1).flatten(0, 1)
         starts = torch.arange(num_heads + 1, dtype=torch.int32, device=x.device) * num_tokens
         y = self.grouped.multiply(rows, None, starts)
@@ -156,26 +168,13 @@ def scale_of(spec: ModelSpec, size: int) -> float:
     return scale
 
 
-Score = Callable[[Router, Tensor, int], tuple[Tensor, Tensor, Tensor]]
-"""A function of a router, tokens [num_tokens, hidden] and the number of groups. It returns the
-weights of experts and their scores, [num_tokens, num_experts] each, and the scores of groups,
-[num_tokens, num_groups]; all float32.
-"""
-
-
-def softmax_score(gate: Router, x: Tensor, num_groups: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return weights, scores, and for each group the score of its best expert."""
-    weights = gate(x).float().softmax(dim=-1)
-    return weights, weights, weights.unflatten(1, (num_groups, -1)).amax(dim=2)
-
-
 class DeepseekMoE(SparseMoE):
-    """Experts chosen within the best groups of experts, and shared experts for all tokens. `score`:
-    None if there are no groups.
+    """Experts chosen within the best groups of experts, or among all unless `is_grouped`; and
+    shared experts for all tokens.
     """
 
     def __init__(
-        self, spec: ModelSpec, parallel: Parallel, score: Score | None, renormalize: bool
+        self, spec: ModelSpec, parallel: Parallel, is_grouped: bool, renormalize: bool
     ) -> None:
         config = spec.config
         size = spec.config["moe_intermediate_size"]
@@ -184,37 +183,23 @@ class DeepseekMoE(SparseMoE):
         act = config.get("hidden_act", "silu")
         super().__init__(spec.hidden_size, size, num_experts, top_k, renormalize, act, parallel)
         self.num_experts: int = num_experts
-        self.score = score
         self.num_groups: int = config.get("n_group") or 1
-        self.num_chosen: int = config.get("topk_group") or 1
-        if num_experts % self.num_groups or not 0 < self.num_chosen <= self.num_groups:
+        top_groups: int = config.get("topk_group") or 1
+        if num_experts % self.num_groups or not 0 < top_groups <= self.num_groups:
             raise UnsupportedModel(
-                f"{num_experts} experts in n_group {self.num_groups}, topk_group {self.num_chosen}"
+                f"{num_experts} experts in n_group {self.num_groups}, topk_group {top_groups}"
             )
-        eligible = num_experts // self.num_groups * self.num_chosen
-        if score is not None and top_k > eligible:
+        eligible = num_experts // self.num_groups * top_groups
+        if is_grouped and top_k > eligible:
             raise UnsupportedModel(f"{top_k} experts of a token, and {eligible} in its groups")
-        self.factor = config.get("routed_scaling_factor", 1.0)
+        factor = config.get("routed_scaling_factor", 1.0)
+        groups = (self.num_groups, top_groups) if is_grouped else (1, 1)
+        self.rule = RoutingRule(top_k, renormalize, *groups, factor)
         shared = config | {"intermediate_size": size * config["n_shared_experts"]}
         self.shared_experts = LlamaMLP(replace(spec, config=shared), parallel)
 
-    def route(self, x: Tensor) -> Routing:
-        if self.score is None:
-            return super().route(x)
-        weights, scores, of_groups = self.score(self.gate, x, self.num_groups)
-        is_dropped = torch.ones_like(of_groups, dtype=torch.bool)
-        is_dropped.scatter_(1, of_groups.topk(self.num_chosen).indices, False)
-        scores = scores.unflatten(1, (self.num_groups, -1))
-        scores = scores.masked_fill(is_dropped.unsqueeze(2), -torch.inf).flatten(1)
-        experts = scores.topk(self.top_k).indices
-        weights = weights.gather(1, experts)
-        if self.renormalize:
-            weights = weights / (weights.sum(dim=1, keepdim=True) + 1e-20)
-        return placed(experts, weights, self.num_experts)
-
-    def forward(self, x: Tensor) -> Tensor:
-        shared = self.shared_experts(x)
-        return self.activation.ops.scale(super().forward(x), self.factor, shared)
+    def shared(self, x: Tensor) -> Tensor:
+        return self.shared_experts(x)
 
 
 class DeepseekRotary(Rotary):
@@ -253,5 +238,4 @@ class DeepseekV2ForCausalLM(LlamaForCausalLM):
         if is_dense(spec, layer):
             return LlamaMLP(spec, parallel)
         is_grouped = spec.config.get("topk_method") == "group_limited_greedy"
-        score = softmax_score if is_grouped else None
-        return DeepseekMoE(spec, parallel, score, renormalize=False)
+        return DeepseekMoE(spec, parallel, is_grouped, renormalize=False)

@@ -2,12 +2,11 @@
 chosen with a bias that balances their load.
 """
 
-from torch import Tensor, nn
+from torch import nn
 
 from servd.base.errors import UnsupportedModel
 from servd.checkpoint.model_spec import ModelSpec
 from servd.worker.device.parallel import Parallel
-from servd.worker.layers.experts import Router
 from servd.worker.layers.weight import Weight
 from servd.worker.models.deepseek_v2 import (
     DeepseekMoE,
@@ -17,15 +16,6 @@ from servd.worker.models.deepseek_v2 import (
     is_dense,
 )
 from servd.worker.models.llama import LlamaForCausalLM, LlamaMLP
-
-BIAS = "e_score_correction_bias"
-
-
-def biased_score(gate: Router, x: Tensor, num_groups: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return weights and scores; a group's score is the sum of its two best experts' scores."""
-    weights = gate(x).float().sigmoid()
-    scores = weights + gate.get_parameter(BIAS)
-    return weights, scores, scores.unflatten(1, (num_groups, -1)).topk(2).values.sum(dim=2)
 
 
 class DeepseekV3ForCausalLM(LlamaForCausalLM):
@@ -38,10 +28,11 @@ class DeepseekV3ForCausalLM(LlamaForCausalLM):
         if is_dense(spec, layer):
             return LlamaMLP(spec, parallel)
         renormalize = spec.config.get("norm_topk_prob", True)
-        moe = DeepseekMoE(spec, parallel, biased_score, renormalize)
+        moe = DeepseekMoE(spec, parallel, is_grouped=True, renormalize=renormalize)
         if moe.num_experts < 2 * moe.num_groups:
             raise UnsupportedModel(f"{moe.num_experts} experts in {moe.num_groups} groups")
         bias = Weight((moe.num_experts,), parallel)
         bias.data = bias.data.float()  # 16 bits would choose other experts
-        moe.gate.register_parameter(BIAS, bias)
+        moe.gate.register_parameter("e_score_correction_bias", bias)
+        moe.rule = moe.rule._replace(bias=bias)
         return moe

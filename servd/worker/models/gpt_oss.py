@@ -47,10 +47,7 @@ class ClampedGate(Activation):
         self.limit = limit
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = x.chunk(2, dim=-1)
-        gate = gate.clamp(max=self.limit)
-        up = up.clamp(-self.limit, self.limit)
-        return (up + 1) * gate * torch.sigmoid(gate * self.alpha)
+        return self.ops.clamped_gate(x, self.alpha, self.limit)
 
 
 class GptOssForCausalLM(LlamaForCausalLM):

@@ -236,9 +236,8 @@ class SharedMoE(SparseMoE):
         self.shared_expert = LlamaMLP(spec, parallel)
         self.shared_expert_gate = Router(spec.hidden_size, 1, parallel, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the experts' outputs for x [num_tokens, hidden], equal on all ranks."""
-        return super().forward(x) + self.shared_expert_gate(x).sigmoid() * self.shared_expert(x)
+    def shared(self, x: Tensor) -> Tensor:
+        return self.shared_expert_gate(x).sigmoid() * self.shared_expert(x)
 
 
 class Qwen3NextLayer(nn.Module):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from servd.worker.ops import native, reference, target
-from servd.worker.ops.reference import LowRank, Routing
+from servd.worker.ops.reference import LowRank, Routing, RoutingRule
 
 
 class Ops(Protocol):
@@ -70,14 +70,20 @@ class Ops(Protocol):
         """Map [num_tokens, 2 * size] to function(first half) * second half [num_tokens, size]."""
         ...
 
-    def route(self, logits: Tensor, top_k: int, renormalize: bool) -> Routing:
-        """Route each token to the `top_k` experts of its highest logits [num_tokens, num_experts].
-        Weights are probabilities, which add up to 1 if `renormalize`.
+    def clamped_gate(self, x: Tensor, alpha: float, limit: float) -> Tensor:
+        """Map [num_tokens, 2 * size] to first * sigmoid(alpha * first) * (second + 1), with a first
+        half of at most `limit` and a second half from -limit to limit.
         """
         ...
 
-    def combine(self, y: Tensor, routing: Routing) -> Tensor:
-        """Return each token's weighted sum [num_tokens, size] of y [num_tokens * top_k, size]."""
+    def route(self, logits: Tensor, rule: RoutingRule) -> Routing:
+        """Route each token to experts, by logits [num_tokens, num_experts]."""
+        ...
+
+    def combine(self, y: Tensor, routing: Routing, residual: Tensor | None = None) -> Tensor:
+        """Return each token's weighted sum [num_tokens, size] of y [num_tokens * top_k, size], of
+        which rows of other ranks may be set to zero; with a residual, that plus the scaled sum.
+        """
         ...
 
     def add_low_rank(self, out: Tensor, x: Tensor, factors: LowRank, places: Tensor) -> None:

@@ -19,7 +19,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from servd.base.errors import ConfigError
 from servd.worker.ops import reference
 from servd.worker.ops._huge_pages import HugePages
-from servd.worker.ops.reference import LowRank, Routing
+from servd.worker.ops.reference import LowRank, Routing, RoutingRule
 
 log = logging.getLogger("servd.worker")
 
@@ -288,6 +288,8 @@ def _fits(*tensors: Tensor | None) -> bool:
 
 # ---- Ops ----
 
+clamped_gate = reference.clamped_gate
+
 
 def begin_decode(
     step: Tensor,
@@ -435,9 +437,10 @@ def gate(x: Tensor, name: str) -> Tensor:
     return out
 
 
-def route(logits: Tensor, top_k: int, renormalize: bool) -> Routing:
-    if not _fits(logits):
-        return reference.route(logits, top_k, renormalize)
+def route(logits: Tensor, rule: RoutingRule) -> Routing:
+    if not _fits(logits) or rule.bias is not None or rule.num_groups > rule.top_groups:
+        return reference.route(logits, rule)
+    top_k = rule.top_k
     num_tokens, num_experts = logits.shape
     # 32-bit integers in float tensors, to be in a graph's buffers.
     tokens, starts, places = (
@@ -445,17 +448,18 @@ def route(logits: Tensor, top_k: int, renormalize: bool) -> Routing:
         for shape in ((num_tokens * top_k,), (num_experts + 1,), (num_tokens, top_k))
     )
     weights = torch.empty(places.shape)
-    call("route", logits, *logits.shape, top_k, renormalize, tokens, starts, places, weights)
-    return Routing(tokens, starts, places, weights)
+    call("route", logits, *logits.shape, top_k, rule.renormalize, tokens, starts, places, weights)
+    return Routing(tokens, starts, places, weights, rule.factor)
 
 
-def combine(y: Tensor, routing: Routing) -> Tensor:
+def combine(y: Tensor, routing: Routing, residual: Tensor | None = None) -> Tensor:
     if not _fits(y):
-        return reference.combine(y, routing)
+        return reference.combine(y, routing, residual)
+    reference.mask_other_rows(y, routing.local_starts)
     places = routing.places
     out = torch.empty(len(places), y.shape[1])
     call("combine", y, len(y), places, routing.weights, *places.shape, y.shape[1], out)
-    return out
+    return out if residual is None else scale(out, routing.factor, residual)
 
 
 def add_low_rank(out: Tensor, x: Tensor, factors: LowRank, places: Tensor) -> None:

@@ -100,6 +100,26 @@ def gate(x: Tensor, name: str) -> Tensor:
     return ACTIVATIONS[name](first) * second
 
 
+def clamped_gate(x: Tensor, alpha: float, limit: float) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    first = first.clamp(max=limit)
+    second = second.clamp(-limit, limit)
+    return (second + 1) * first * torch.sigmoid(first * alpha)
+
+
+class RoutingRule(NamedTuple):
+    """How a router chooses experts: those with the highest scores, any of equal ones."""
+
+    top_k: int
+    renormalize: bool  # whether a token's weights add up to 1
+    num_groups: int = 1  # equal groups of experts, of which the `top_groups` best are eligible
+    top_groups: int = 1
+    factor: float = 1.0  # on the sum of the experts' outputs, beside a residual
+    # float32 [num_experts]: weights are sigmoids, scores are weights plus bias, and a group is as
+    # good as its two best scores. None: scores are weights, probabilities; a group is as its best.
+    bias: Tensor | None = None
+
+
 class Routing(NamedTuple):
     """The experts of each token. Each pair of a token and an expert has a place. Places are sorted
     by expert, so that one product computes all rows of an expert.
@@ -109,27 +129,44 @@ class Routing(NamedTuple):
     starts: Tensor  # int32 [num_experts + 1], the first place of each expert, and the end
     places: Tensor  # int32 [num_tokens, top_k], the places of each token
     weights: Tensor  # float32 [num_tokens, top_k]
+    factor: float = 1.0  # see RoutingRule
+    local_starts: Tensor | None = None  # of this rank's experts and the end; None: it has all
 
 
-def route(logits: Tensor, top_k: int, renormalize: bool) -> Routing:
-    weights, experts = logits.float().softmax(dim=-1).topk(top_k)
-    if renormalize:
-        weights = weights / weights.sum(dim=-1, keepdim=True)
-    return placed(experts, weights, logits.shape[1])
-
-
-def placed(experts: Tensor, weights: Tensor, num_experts: int) -> Routing:
-    """Return the routing of tokens to experts with weights: [num_tokens, top_k] each."""
+def route(logits: Tensor, rule: RoutingRule) -> Routing:
+    logits = logits.float()
+    bias = rule.bias
+    weights = logits.softmax(dim=-1) if bias is None else logits.sigmoid()
+    scores = weights if bias is None else weights + bias
+    if rule.num_groups > rule.top_groups:
+        groups = scores.unflatten(1, (rule.num_groups, -1))
+        of_groups = groups.topk(1 if bias is None else 2).values.sum(dim=2)
+        is_dropped = torch.ones_like(of_groups, dtype=torch.bool)
+        is_dropped.scatter_(1, of_groups.topk(rule.top_groups).indices, False)
+        scores = groups.masked_fill(is_dropped.unsqueeze(2), -torch.inf).flatten(1)
+    experts = scores.topk(rule.top_k).indices
+    weights = weights.gather(1, experts)
+    if rule.renormalize:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
     sorted_experts, order = experts.flatten().sort(stable=True)
-    bounds = torch.arange(num_experts + 1, device=experts.device)
+    bounds = torch.arange(logits.shape[1] + 1, device=experts.device)
     starts = torch.searchsorted(sorted_experts, bounds)
     places = order.argsort().view(experts.shape)
-    return Routing((order // experts.shape[1]).int(), starts.int(), places.int(), weights)
+    return Routing((order // rule.top_k).int(), starts.int(), places.int(), weights, rule.factor)
 
 
-def combine(y: Tensor, routing: Routing) -> Tensor:
+def combine(y: Tensor, routing: Routing, residual: Tensor | None = None) -> Tensor:
+    mask_other_rows(y, routing.local_starts)
     chosen = y[routing.places.long()].float()  # [num_tokens, top_k, size]
-    return (chosen * routing.weights.unsqueeze(2)).sum(dim=1).to(y.dtype)
+    out = (chosen * routing.weights.unsqueeze(2)).sum(dim=1).to(y.dtype)
+    return out if residual is None else scale(out, routing.factor, residual)
+
+
+def mask_other_rows(y: Tensor, starts: Tensor | None) -> None:
+    """Set the rows before and after `starts` to zero, those of other ranks' experts."""
+    if starts is not None:
+        rows = torch.arange(len(y), device=y.device)
+        y.masked_fill_(((rows < starts[0]) | (rows >= starts[-1])).unsqueeze(1), 0)
 
 
 def add_low_rank(out: Tensor, x: Tensor, factors: LowRank, places: Tensor) -> None:

@@ -13,6 +13,8 @@ from servd.messages.params import SamplingParams
 from servd.worker.batch.decode_inputs import PLACE, DecodeBuffers
 from servd.worker.batch.input_batch import InputBatch, captured_attention, mixed_attention
 from servd.worker.device.memory import CudaMeter, MemoryUse, Meter
+from servd.worker.layers._matrix import Matrix
+from servd.worker.layers.weight import Loadable
 from servd.worker.output_heads import StepPart
 from servd.worker.runner.graph_runner import CudaRecorder, GraphRunner, GraphSize, Record
 from servd.worker.runner.model_runner import ModelRunner
@@ -22,6 +24,12 @@ log = logging.getLogger("servd.worker")
 # Weights times tokens of a step that takes a large device about 10 ms, longer than the host needs
 # to launch its kernels one by one: beyond that, padding costs more than a graph saves.
 MOST_PRODUCTS = 4 * 10**12
+
+
+def count_active_weights(model: Loadable) -> int:
+    """Return the number of this rank's matrix elements by which a token is multiplied."""
+    matrices = [weight for _, weight in model.named_parameters() if isinstance(weight, Matrix)]
+    return int(sum(x.num_weights * x.use / x.parallel.size for x in matrices))
 
 
 class GPUModelRunner(ModelRunner):
@@ -97,25 +105,15 @@ class GPUModelRunner(ModelRunner):
         """Whether steps can be graphs. If not, a warning, logged once, explains why."""
         if self.config.model.enforce_eager:
             return False
-        reason = ""
         if not self.backend.supports_graphs:
-            reason = f"attention backend {self.backend_name} cannot be captured"
-        elif not all(
-            getattr(module, "is_capturable", True) for _, module in self.model.named_modules()
-        ):
-            reason = (
-                "quantized experts are multiplied one by one, and the host has to know how many"
-                " tokens each of them has; without --quantization they are one kernel"
-            )
-        if reason:
-            log.warning("no CUDA graphs: %s", reason)
-        return not reason
+            log.warning("no CUDA graphs: %s attention cannot be captured", self.backend_name)
+        return self.backend.supports_graphs
 
     def make_graphs(self) -> GraphRunner | None:
         """Return a runner of CUDA graphs; None if graphs are off or unsupported by the backend."""
         if not self.can_capture:
             return None
-        num_weights = self.weights_bytes // self.dtype.itemsize
+        num_weights = count_active_weights(self.model)
         self.states.inputs.reserve(self.max_num_samples)
         graphs = GraphRunner(
             self._captured,

@@ -88,7 +88,7 @@ class LaunchCounter(DispatchMode):
             visible = min(arguments["WINDOW"] / self.num_tokens, 1.0)
         sizes: list[tuple[Tensor, int]] = []
         operations = 0
-        num_experts = arguments.get("num_experts") or 0
+        num_experts = arguments.get("num_experts") if "out_features" in arguments else None
         for key, value in arguments.items():
             if not isinstance(value, Tensor) or key in PARTIALS:
                 continue

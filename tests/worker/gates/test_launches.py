@@ -6,7 +6,7 @@ import pytest
 
 from tests.worker.gates import catalogue
 
-MOST = {"8B": 10, "Gemma 3 27B": 12, "30B-A3B": 30}
+MOST = {"8B": 10, "Gemma 3 27B": 12, "30B-A3B": 14}
 
 
 @pytest.mark.parametrize("family", MOST)

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -71,28 +72,65 @@ def test_rows_outside_of_x_are_refused():
         experts.multiply(x, None, bounds(1, 4))
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
+interpreted = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1" or find_spec("triton") is None,
+    reason="needs TRITON_INTERPRET=1",
+)
+
+
+@interpreted
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("counts", [(3, 0, 20, 1), (0, 0, 0, 2), (130, 70, 64, 0)], ids=str)
+@pytest.mark.parametrize(
+    "counts", [(3, 0, 20, 1), (0, 0, 0, 2), (130, 70, 64, 0), (0, 0, 0), (300, 0, 180)], ids=str
+)
 def test_triton_multiplies_the_rows_of_each(dtype: torch.dtype, counts: tuple[int, ...]):
-    pytest.importorskip("triton")
     from servd.worker.ops.triton.experts import ExpertMatrices
 
-    matrices = [random(70 + i, 100)[:70].contiguous().to(dtype) for i in range(len(counts))]
+    matrices = random(len(counts), 140, 100).to(dtype)
+    biases = random(len(counts), 140)
     x = random(30, 100).to(dtype)
     starts = bounds(*counts)
     index = (torch.arange(sum(counts)) * 7 % 30).int()
-    parts = x[index].float().split(counts)
-    expected = torch.cat([p @ m.float().T for p, m in zip(parts, matrices, strict=True)])
+    parts = zip(x[index].double().split(counts), matrices.double(), biases.double(), strict=True)
+    expected = torch.cat([part @ matrix.T + bias for part, matrix, bias in parts])
     for rows in (index, None):
-        got = ExpertMatrices(matrices).multiply(x if rows is not None else x[index], rows, starts)
-        torch.testing.assert_close(
-            got.float(), expected, atol=2e-2 if dtype.itemsize == 2 else 1e-4, rtol=0
-        )
-        some = ExpertMatrices(matrices[1:3]).multiply(
-            x if rows is not None else x[index], rows, starts[1:4]
-        )
-        assert torch.equal(some[starts[1] : starts[3]], got[starts[1] : starts[3]])
+        inputs = x if rows is not None else x[index]
+        got = ExpertMatrices(matrices, biases).multiply(inputs, rows, starts)
+        precision = {"atol": 2e-2 if dtype.itemsize == 2 else 1e-4, "rtol": 1e-3}
+        torch.testing.assert_close(got.double(), expected, **precision)
+        plain = ExpertMatrices(matrices).multiply(inputs, rows, starts)
+        of_rows = biases.double().repeat_interleave(torch.tensor(counts), dim=0)
+        torch.testing.assert_close(plain.double(), expected - of_rows, **precision)
+        # Of a rank with some of the experts.
+        some = ExpertMatrices(matrices[1:3], biases[1:3]).multiply(inputs, rows, starts[1:4])
+        rows_of_both = slice(starts[1], starts[3])
+        torch.testing.assert_close(some[rows_of_both].double(), expected[rows_of_both], **precision)
+
+
+@interpreted
+@pytest.mark.usefixtures("exact_dot")
+def test_bits_of_a_row_do_not_depend_on_its_place():
+    from servd.worker.ops.triton.experts import ExpertMatrices
+
+    experts = ExpertMatrices(random(3, 70, 100).half())
+    x = random(50, 100).half()
+    starts = bounds(33, 0, 17)
+    order = torch.cat([torch.randperm(33), 33 + torch.randperm(17)])
+    got = experts.multiply(x, None, starts)
+    assert torch.equal(experts.multiply(x, order.int(), starts), got[order])
+
+
+@interpreted
+@pytest.mark.parametrize("num_rows", [0.1, 16, 60, 5000])
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
+def test_tiles_fit_into_shared_memory(num_rows: float, capability: tuple[int, int]):
+    from servd.worker.ops.triton.experts import tile_for
+
+    limit = {8: 163, 9: 227, 10: 227}.get(capability[0], 99) if capability != (8, 9) else 99
+    for itemsize in (2, 4):
+        tile = tile_for(num_rows, itemsize, capability)
+        numbers = (tile["ROWS"] + tile["COLUMNS"]) * tile["DEPTH"] * tile["num_stages"]
+        assert numbers * itemsize <= limit * 1024
 
 
 def test_one_by_one_is_the_same():

@@ -17,6 +17,7 @@ import torch
 from servd.worker.layers.packed import ExpertMatrices, GroupedMatrix, PackedMatrix, spread
 from servd.worker.layers.quantized import Quantized
 from servd.worker.ops import LowRank, native
+from servd.worker.ops.reference import RoutingRule
 from servd.worker.quantization import gguf, int4, int8
 from servd.worker.sample.logit_edits import LogitEdits, Penalized
 from servd.worker.sample.ops import native as sampling
@@ -295,7 +296,7 @@ def call_many(tiny_llama: Path) -> None:
     grouped = GroupedMatrix(Quantized(codes, *groups, 32, tuple(map(float, range(16)))))
     grouped.multiply(x, None)
     grouped.rows(positions)
-    routing = native.route(torch.rand(3, 4), 2, True)
+    routing = native.route(torch.rand(3, 4), RoutingRule(2, True))
     plain = ExpertMatrices([matrix((32, 64), torch.float32)[0]] * 4)
     plain.multiply(x, routing.tokens, routing.starts)
     y = ExpertMatrices([grouped] * 4).multiply(x, routing.tokens, routing.starts)

@@ -20,10 +20,12 @@ from servd.worker.ops._decode_rows import (
     SLOT,
     TOKEN_ID,
 )
-from servd.worker.ops.reference import ACTIVATIONS, Routing
+from servd.worker.ops.reference import ACTIVATIONS, Routing, RoutingRule
 
 MODULES = [
-    module.name for module in pkgutil.iter_modules(ops.__path__) if not module.name.startswith("_")
+    module.name
+    for module in pkgutil.iter_modules(ops.__path__)
+    if not module.name.startswith("_") and module.name != "target"
 ]
 PRECISION = {
     torch.float32: 1e-5,
@@ -158,6 +160,18 @@ def test_gates(module: ops.Ops, name: str, dtype: torch.dtype, device: torch.dev
 
 
 @each_dtype
+def test_the_clamped_gate(module: ops.Ops, dtype: torch.dtype, device: torch.device):
+    for num_tokens, size in [(1, 8), (5, 100), (0, 16)]:
+        x = random((num_tokens, 2 * size), dtype, device, 6.0)
+        first, second = (half.double() for half in x.split(size, dim=-1))
+        first = first.clamp(max=7.0)
+        exact = first / (1 + (-1.702 * first).exp()) * (second.clamp(-7.0, 7.0) + 1)
+        check(module.clamped_gate(x, 1.702, 7.0), exact, dtype, exact.abs() * 2)
+    x[:] = torch.nan
+    assert module.clamped_gate(x, 1.702, 7.0).isnan().all()
+
+
+@each_dtype
 @pytest.mark.parametrize(
     ("num_tokens", "num_inputs", "sizes", "max_rank"),
     [(1, 8, [5], 1), (9, 100, [64, 17, 17], 5), (37, 33, [300, 40], 16), (3, 70, [100], 80)],
@@ -212,7 +226,7 @@ def test_routing(module: ops.Ops, renormalize: bool, shape, dtype: torch.dtype, 
     logits = torch.rand(num_tokens, num_experts, generator=torch.Generator().manual_seed(1))
     order = logits.argsort().argsort()  # without two that are equal in 16 bits
     logits = (order * 0.0625 - 3).to(dtype).to(device)
-    routing = module.route(logits, top_k, renormalize)
+    routing = module.route(logits, RoutingRule(top_k, renormalize))
     exact, experts = logits.double().softmax(dim=-1).topk(top_k)
     if renormalize:
         exact /= exact.sum(dim=-1, keepdim=True)
@@ -227,6 +241,56 @@ def test_routing(module: ops.Ops, renormalize: bool, shape, dtype: torch.dtype, 
     assert torch.equal(routing.tokens[places].long(), tokens)
 
 
+@pytest.mark.parametrize("num_tokens", [0, 1, 65])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("num_experts", "num_groups", "top_groups"), [(12, 1, 1), (20, 4, 2)])
+def test_routing_within_groups(
+    module, num_tokens, has_bias, num_experts, num_groups, top_groups, device
+):
+    generator = torch.Generator().manual_seed(num_tokens)
+    logits = torch.randn(num_tokens, num_experts, generator=generator)
+    bias = torch.randn(num_experts, generator=generator) if has_bias else None
+    on_device = None if bias is None else bias.to(device)
+    rule = RoutingRule(3, True, num_groups, top_groups, bias=on_device)
+    routing = module.route(logits.to(device), rule)
+    chances = logits.double().sigmoid() if has_bias else logits.double().softmax(1)
+    starts = routing.starts.cpu().long()
+    experts = torch.searchsorted(starts, routing.places.cpu().long(), right=True) - 1
+    assert starts[0] == 0 and starts[-1] == 3 * num_tokens
+    size = num_experts // num_groups
+    for token in range(num_tokens):
+        scores = (chances[token] + (0 if bias is None else bias)).tolist()
+        groups = [sorted(scores[at : at + size])[::-1] for at in range(0, num_experts, size)]
+        ranks = [sum(group[: 2 if has_bias else 1]) for group in groups]
+        best = sorted(range(num_groups), key=ranks.__getitem__)[-top_groups:]
+        eligible = [expert for expert in range(num_experts) if expert // size in best]
+        expected = sorted(eligible, key=scores.__getitem__)[:-4:-1]
+        assert experts[token].tolist() == expected
+        weights = chances[token, expected]
+        torch.testing.assert_close(
+            routing.weights[token].double().cpu(), weights / weights.sum(), rtol=1e-5, atol=0
+        )
+    tokens = torch.arange(num_tokens, device=device).repeat_interleave(3)
+    assert torch.equal(routing.tokens[routing.places.long().flatten()].long(), tokens)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_routing_of_many_tokens_and_of_nan(module: ops.Ops, device: torch.device):
+    """More than a kernel's program reads in one turn. Whatever it is, places are a
+    permutation: others are memory of nobody."""
+    logits = torch.randn(2500, 5, generator=torch.Generator().manual_seed(0))
+    logits[3] = torch.nan
+    logits[4, 2] = torch.nan
+    routing = module.route(logits.to(device), RoutingRule(2, False))
+    places = routing.places.long().cpu()
+    assert places.flatten().sort().values.equal(torch.arange(5000))
+    assert routing.weights[3:5].isnan().all()
+    starts = routing.starts.cpu().long()
+    experts = torch.searchsorted(starts, places, right=True) - 1
+    assert experts[:3].equal(logits[:3].topk(2).indices)
+    assert (experts[:, 0] != experts[:, 1]).all()
+
+
 @each_dtype
 def test_combine(module: ops.Ops, dtype: torch.dtype, device: torch.device):
     for num_tokens, top_k, size in [(1, 2, 8), (5, 3, 100), (2, 1, 33)]:
@@ -237,6 +301,18 @@ def test_combine(module: ops.Ops, dtype: torch.dtype, device: torch.device):
         routing = Routing(places.flatten(), places.flatten(), places, weights)
         terms = y[places.long()].double() * weights.double()[..., None]
         check(module.combine(y, routing), terms.sum(1), dtype, terms.abs().sum(1))
+        residual = random((num_tokens, size), dtype, device)
+        exact = 0.5 * terms.sum(1) + residual.double()
+        size_of_terms = terms.abs().sum(1) + residual.double().abs()
+        scaled = routing._replace(factor=0.5)
+        check(module.combine(y, scaled, residual), exact, dtype, size_of_terms)
+        # Rows of other ranks are undefined.
+        starts = torch.tensor([1, 1, len(y) - 1], dtype=torch.int32, device=device)
+        is_own = ((places >= 1) & (places < len(y) - 1)).double()[..., None]
+        y[[0, -1]] = torch.nan
+        exact = (terms * is_own).sum(1)
+        local = routing._replace(local_starts=starts)
+        check(module.combine(y, local), exact, dtype, terms.abs().sum(1))
 
 
 @each_dtype

@@ -31,13 +31,19 @@ def activate_kernel(x_ptr, out_ptr, count, NAME: tl.constexpr) -> None:
 
 
 @triton.jit
-def gate_kernel(x_ptr, out_ptr, size, NAME: tl.constexpr):
+def gate_kernel(x_ptr, out_ptr, size, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     first_ptr = x_ptr + token * 2 * size + column
     first = tl.load(first_ptr, mask=column < size, other=0.0).to(tl.float32)
     second = tl.load(first_ptr + size, mask=column < size, other=0.0).to(tl.float32)
-    tl.store(out_ptr + token * size + column, function(first, NAME) * second, mask=column < size)
+    if NAME == "clamped":
+        first = tl.where(first > LIMIT, LIMIT, first)  # NaN stays
+        second = tl.where(second > LIMIT, LIMIT, tl.where(second < -LIMIT, -LIMIT, second))
+        out = first * tl.sigmoid(ALPHA * first) * (second + 1.0)
+    else:
+        out = function(first, NAME) * second
+    tl.store(out_ptr + token * size + column, out, mask=column < size)
 
 
 def activate(x: Tensor, name: str) -> Tensor:
@@ -48,10 +54,15 @@ def activate(x: Tensor, name: str) -> Tensor:
     return out
 
 
-def gate(x: Tensor, name: str) -> Tensor:
+def clamped_gate(x: Tensor, alpha: float, limit: float) -> Tensor:
+    return gate(x, "clamped", alpha, limit)
+
+
+def gate(x: Tensor, name: str, alpha: float | None = None, limit: float | None = None) -> Tensor:
     x = x.contiguous()
     size = x.shape[-1] // 2
     out = x.new_empty(*x.shape[:-1], size)
     if out.numel():
-        gate_kernel[(out.numel() // size, triton.cdiv(size, BLOCK.value))](x, out, size, name)
+        grid = out.numel() // size, triton.cdiv(size, BLOCK.value)
+        gate_kernel[grid](x, out, size, name, alpha, limit)
     return out

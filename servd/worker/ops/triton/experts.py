@@ -1,110 +1,105 @@
 """Products of several experts' matrices with their rows, in one kernel."""
 # pyright: reportMissingParameterType=false, reportArgumentType=false, reportCallIssue=false
 
-from collections.abc import Sequence
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-# Plausible, not measured yet.
-COLUMNS = tl.constexpr(64)
-DEPTH = tl.constexpr(64)
-# rows of a tile; tensor cores multiply at least 16
-FEW_ROWS = 16
-MANY_ROWS = 64
+from servd.worker.ops import target
+
+# Plausible, not measured yet: rows, columns and depth of a tile, warps and stages, by the most rows
+# that experts have on average. Every card has the shared memory for these stages.
+TILES = {24: (16, 64, 128, 4, 4), 96: (64, 128, 64, 4, 3), float("inf"): (128, 128, 64, 8, 3)}
+LARGE_TILE = 128, 256, 64, 8, 3  # in place of the last, on Hopper and Blackwell
+
+
+def tile_for(num_rows: float, itemsize: int, capability: tuple[int, int]) -> dict[str, int]:
+    """Return the constants of `experts_kernel` for an average number of rows per expert."""
+    tile = next(tile for limit, tile in TILES.items() if num_rows <= limit)
+    if tile[0] == LARGE_TILE[0] and capability[0] in (9, 10):
+        tile = LARGE_TILE
+    names = "ROWS", "COLUMNS", "DEPTH", "num_warps", "num_stages"
+    return dict(zip(names, tile, strict=True)) | {"DEPTH": tile[2] * 2 // itemsize}
 
 
 class ExpertMatrices:
-    """Contiguous matrices [out, in] of one type."""
+    """Matrices [num_experts, out, in] with biases float32 [num_experts, out], or none."""
 
-    is_capturable = True
-
-    def __init__(self, matrices: Sequence[Tensor]) -> None:
-        self.matrices = matrices  # kept alive: the table points to them
-        addresses = [matrix.data_ptr() for matrix in matrices]
-        self.is_aligned = not any(address % 16 for address in addresses)
-        self.addresses = torch.tensor(addresses, device=matrices[0].device)
+    def __init__(self, matrices: Tensor, biases: Tensor | None = None) -> None:
+        self.matrices = matrices
+        self.biases = biases
 
     def multiply(self, x: Tensor, index: Tensor | None, starts: Tensor) -> Tensor:
-        (out_features, size) = self.matrices[0].shape
-        num_experts = len(self.matrices)
+        num_experts, out_features, size = self.matrices.shape
         num_rows = len(x) if index is None else len(index)
         out = x.new_empty(num_rows, out_features)
-        rows = FEW_ROWS if num_rows < MANY_ROWS * num_experts else MANY_ROWS
-        grid = num_rows // rows + num_experts, triton.cdiv(out_features, COLUMNS.value)
-        experts_kernel[grid](
-            x.contiguous(),
-            index,
-            starts,
-            self.addresses,
-            out,
-            num_experts,
-            out_features,
-            size,
-            HAS_INDEX=index is not None,
-            ALIGNED=self.is_aligned,
-            ROWS=rows,
+        inputs = x.contiguous(), index, starts, self.matrices, self.biases
+        columns = triton.next_power_of_2(num_experts)
+        tile = tile_for(num_rows / num_experts, x.itemsize, target.capability(x.device))
+        num_tiles = min(num_rows, num_rows // tile["ROWS"] + num_experts)
+        experts_kernel[(num_tiles, triton.cdiv(out_features, tile["COLUMNS"]))](
+            out, *inputs, num_experts, out_features, size, columns, **tile
         )
         return out
 
 
 @triton.jit
 def experts_kernel(
+    out_ptr,
     x_ptr,
     index_ptr,
     starts_ptr,
-    addresses_ptr,
-    out_ptr,
+    matrices_ptr,
+    biases_ptr,
     num_experts,
     out_features,
     size,
-    HAS_INDEX: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    EXPERTS: tl.constexpr,
     ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
 ):
-    """Run one program per tile of an expert's rows (axis 0) and of columns (axis 1).
-
-    Expert e has the tiles from `starts[e] // ROWS + e` on. These suffice for the expert, whatever
-    the number of rows of other experts.
+    """Run one program per tile of an expert's rows (axis 0) and of columns (axis 1). Programs of
+    one expert follow each other, so that its weights are in the cache.
     """
     tile = tl.program_id(0)
-    # the tile's expert is in [expert, after)
-    expert = 0
-    after = num_experts
-    while after - expert > 1:
-        middle = (expert + after) // 2
-        is_before = tl.load(starts_ptr + middle) // ROWS + middle <= tile
-        expert = tl.where(is_before, middle, expert)
-        after = tl.where(is_before, after, middle)
-    start = tl.load(starts_ptr + expert)
-    end = tl.load(starts_ptr + expert + 1)
-    first = start + (tile - start // ROWS - expert) * ROWS
-    if (first >= start) & (first < end):
-        row = first + tl.arange(0, ROWS)
-        row_of_x = tl.load(index_ptr + row, mask=row < end, other=0) if HAS_INDEX else row
+    number = tl.arange(0, EXPERTS)
+    exists = number < num_experts
+    starts = tl.load(starts_ptr + number, mask=exists, other=0)
+    ends = tl.load(starts_ptr + number + 1, mask=exists, other=0)
+    tile_ends = tl.cumsum(tl.cdiv(ends - starts, ROWS), 0)
+    is_before = tile_ends <= tile
+    expert = tl.sum(is_before.to(tl.int32), 0)
+    if expert < num_experts:
+        first_tile = tl.max(tl.where(is_before, tile_ends, 0), 0)
+        row = tl.load(starts_ptr + expert) + (tile - first_tile) * ROWS + tl.arange(0, ROWS)
+        valid = (row < tl.load(starts_ptr + expert + 1))[:, None]
         column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-        address = tl.load(addresses_ptr + expert)
-        matrix_ptr = address.to(tl.pointer_type(out_ptr.dtype.element_ty))
-        if ALIGNED:  # else Triton reads number by number, as it knows no alignment
-            matrix_ptr = tl.multiple_of(matrix_ptr, 16)
-        total = tl.zeros([ROWS, COLUMNS], tl.float32)
+        depth = tl.arange(0, DEPTH)[None, :]
+        row_of_x = row
+        if index_ptr is not None:
+            row_of_x = tl.load(
+                index_ptr + row, mask=row < tl.load(starts_ptr + expert + 1), other=0
+            )
+        x_at = x_ptr + row_of_x.to(tl.int64)[:, None] * size + depth
+        weights_at = matrices_ptr + expert.to(tl.int64) * out_features * size
+        weights_at += column[:, None] * size + depth
+        # Weights are on the left: 64 of their rows are what Hopper's tensor cores take, while
+        # the rows of x, on the right, may be as few as 16.
+        total = tl.zeros([COLUMNS, ROWS], tl.float32)
         for begin in range(0, size, DEPTH):
-            depth = begin + tl.arange(0, DEPTH)
-            x = tl.load(
-                x_ptr + row_of_x.to(tl.int64)[:, None] * size + depth[None, :],
-                mask=(row < end)[:, None] & (depth < size)[None, :],
-                other=0.0,
-            )
-            weights = tl.load(
-                matrix_ptr + column.to(tl.int64)[None, :] * size + depth[:, None],
-                mask=(column < out_features)[None, :] & (depth < size)[:, None],
-                other=0.0,
-            )
-            total = tl.dot(x, weights, total, input_precision="ieee")
+            is_inside = depth < size - begin
+            x = tl.load(x_at + begin, mask=valid & is_inside, other=0.0)
+            is_weight = (column < out_features)[:, None] & is_inside
+            weights = tl.load(weights_at + begin, mask=is_weight, other=0.0)
+            total = tl.dot(weights, tl.trans(x), total, input_precision="ieee")
+        total = tl.trans(total)
+        if biases_ptr is not None:
+            biases_at = biases_ptr + expert * out_features + column
+            biases = tl.load(biases_at, mask=column < out_features, other=0.0)
+            total += biases[None, :]
         tl.store(
             out_ptr + row.to(tl.int64)[:, None] * out_features + column[None, :],
             total.to(out_ptr.dtype.element_ty),
-            mask=(row < end)[:, None] & (column < out_features)[None, :],
+            mask=valid & (column < out_features)[None, :],
         )
