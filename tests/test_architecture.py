@@ -472,7 +472,7 @@ def test_classes_of_models_are_at_most_two_deep():
 # and scripted answers (290), long conversations (230), what Codex sends (210), progress (100), and
 # what a review and an attacker found (130). A helper who only simplified: 329 fewer. The models
 # that people serve, on CUDA: what a step moves and launches, by cards, in `servd plan` (500).
-MAX_LINES = 68_820
+MAX_LINES = 69_150
 
 
 def test_the_package_stays_small():

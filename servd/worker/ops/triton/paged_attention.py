@@ -18,7 +18,7 @@ sum. So a result does not depend on the rest of the batch, to the last bit. Othe
 split where the device would be idle.
 """
 # pyright: reportMissingParameterType=false, reportArgumentType=false, reportCallIssue=false
-# pyright: reportOperatorIssue=false
+# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
 
 import math
 from dataclasses import dataclass, replace
