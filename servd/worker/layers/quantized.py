@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+ROWS = 1024  # dequantized at once
 FACTOR_SIZE = 256  # numbers of a row that share a factor
 LAYER = re.compile(r"(?:^|\.)(\d+)\.")  # the first number in a tensor's name
 
@@ -60,6 +61,14 @@ class Quantized:
         of_codes = self.codes.dtype, self.num_bits, self.table, order
         return *of_codes, self.scale.dtype, has_offset, self.group_size
 
+    @property
+    def form(self) -> str:
+        """The format in words."""
+        integers = "int8" if self.table is None else "4 bits"
+        codes = "fp8" if self.codes.dtype.is_floating_point else integers
+        size = "rows" if self.scale.shape[1] == 1 else self.group_size
+        return f"{codes} in groups of {size}"
+
     def table_on_device(self) -> Tensor | None:
         """Return the table, float32 [16], on the device of the codes."""
         if self.table is None:
@@ -77,6 +86,15 @@ class Quantized:
         if groups.offset is not None:
             weights += self._spread(groups.offset)
         return weights if self.columns is None else weights[:, self.columns.argsort()]
+
+    def widened(self, dtype: torch.dtype) -> Tensor:
+        """Return the dequantized weights in another type, [out, in]."""
+        out = torch.empty(self.shape, dtype=dtype, device=self.codes.device)
+        # Some rows at once: float32 and the scales of all columns take several times as much.
+        for start in range(0, 0 if out.is_meta else len(out), ROWS):
+            part = self.narrow(0, start, min(ROWS, len(out) - start))
+            out[start : start + ROWS] = part.dequantize()
+        return out
 
     def _spread(self, of_groups: Tensor) -> Tensor:
         return of_groups.float().repeat_interleave(self.group_size, dim=1)[:, : self.shape[1]]

@@ -7,9 +7,17 @@ from importlib.util import find_spec
 
 import torch
 
+from servd.worker.ops import native
+
 
 def runs_triton(device: torch.device) -> bool:
     return device.type == "cuda" and find_spec("triton") is not None
+
+
+def runs_native(device: torch.device) -> bool:
+    """Return whether the CPU library multiplies the device's matrices."""
+    is_cpu = device.type == "cpu" and not runs_triton(device)
+    return is_cpu and native.library() is not None
 
 
 def capability(device: torch.device) -> tuple[int, int]:

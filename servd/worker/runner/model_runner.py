@@ -13,6 +13,7 @@ import torch
 from servd.base.errors import InvalidRequest
 from servd.base.tracing import now_ns
 from servd.checkpoint.model_spec import ModelSpec
+from servd.checkpoint.quantization_config import quantization_of
 from servd.config import Config
 from servd.config.kv_layout import KVLayout
 from servd.config.speculative import max_num_samples
@@ -30,7 +31,7 @@ from servd.worker.batch.decode_inputs import DecodeBuffers
 from servd.worker.batch.draft_chain import Chain, Drafter
 from servd.worker.batch.input_batch import InputBatch, gather_rows
 from servd.worker.batch.request_states import RequestStates
-from servd.worker.device.device import upload
+from servd.worker.device.device import total_memory, upload
 from servd.worker.device.parallel import Parallel
 from servd.worker.kv import kv_cache, kv_groups
 from servd.worker.kv.block_store import BlockStore
@@ -46,6 +47,8 @@ from servd.worker.sample.verification import SpecDecodeMetadata
 from servd.worker.spec_decode import Target
 
 log = logging.getLogger("servd.worker")
+
+MOST_WIDENED = 0.7  # of the device's memory, for weights that are dequantized without being asked
 
 
 @dataclass(frozen=True)
@@ -179,6 +182,7 @@ class ModelRunner(ABC):
             self.spec.folder,
             config.cpu_activation_dtype,
             config.quantization_imatrix,
+            self._widening(),
         )
         if config.load_format == "dummy":
             model_loader.init_dummy_weights(self.model, config.seed, make)
@@ -186,6 +190,15 @@ class ModelRunner(ABC):
             folder = self.spec.folder
             form = config.load_format
             model_loader.load_weights(self.model, folder, progress, make, load_format=form)
+
+    def _widening(self) -> str:
+        """Return --widen-weights; "never" for auto if the model in 16 bits does not fit."""
+        option = self.config.model.widen_weights
+        if option != "auto" or quantization_of(self.spec.folder) is None:
+            return option
+        num_bytes = sum(weight.nbytes for _, weight in self.model.named_parameters())
+        fits = num_bytes <= MOST_WIDENED * total_memory(self.device)
+        return "auto" if fits else "never"
 
     def _make_adapters(self) -> AdapterSlots | None:
         if not self.config.lora.enable_lora:

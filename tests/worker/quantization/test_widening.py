@@ -1,0 +1,151 @@
+"""Quantized checkpoints on a device that runs Triton: memory while loading, and widened weights."""
+
+import weakref
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from servd.checkpoint.model_spec import read_spec
+from servd.worker.device.parallel import Parallel
+from servd.worker.layers import _matrix
+from servd.worker.layers._matrix import MakeQuantMethod, Matrix, quant_method_of
+from servd.worker.layers.fp8_matrix import Fp8Matrix
+from servd.worker.layers.quantized import Quantized, QuantizedMatrix
+from servd.worker.layers.weight_stack import WeightStack
+from servd.worker.loading.model_loader import build_model
+from servd.worker.ops import target
+from servd.worker.runner import model_runner
+from servd.worker.runner.model_runner import ModelRunner
+from tests.worker.driver import config_for
+from tests.worker.quantization import checkpoints
+
+SIZE = 256
+NF4 = tuple(float(torch.linspace(-1, 1, 16)[i] ** 3) for i in range(16))  # no even grid
+
+
+@pytest.fixture(autouse=True)
+def _on_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target, "runs_triton", lambda device: True)
+
+
+class Live(TorchDispatchMode):
+    """Counts the bytes of storages that operations make and that are alive, and their peak."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: dict[int, int] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                key = storage._cdata
+                if key not in self.sizes:
+                    self.sizes[key] = storage.nbytes()
+                    weakref.finalize(storage, self.sizes.pop, key, None)
+        self.peak = max(self.peak, sum(self.sizes.values()))
+        return out
+
+
+def nf4(num_rows: int, size: int = SIZE) -> Quantized:
+    generator = torch.Generator().manual_seed(num_rows)
+    codes = torch.randint(16, (num_rows, size), generator=generator, dtype=torch.uint8)
+    scale = torch.rand(num_rows, size // 64, generator=generator)
+    return Quantized(codes, scale, None, 64, NF4)
+
+
+def make(widening: str) -> MakeQuantMethod:
+    return MakeQuantMethod(lambda _: None, widening=widening)
+
+
+def load(widening: str, count: int = 8) -> list[Matrix]:
+    matrices = [Matrix((2 * SIZE, SIZE), Parallel(), parts=[SIZE, SIZE]) for _ in range(count)]
+    for matrix in matrices:
+        for part in range(2):
+            matrix.load(nf4(SIZE), part)
+        matrix.process_weights(make(widening))
+    return matrices
+
+
+def test_the_16_bit_form_takes_no_memory_before_it_is_needed():
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with Live() as live:
+            matrices = load("never")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    kept = sum(matrix.num_bytes for matrix in matrices)
+    assert sum(live.sizes.values()) <= kept + 4096
+    assert live.peak <= kept + 2 * (2 * SIZE * SIZE * 2)
+
+
+def test_widened_weights_are_the_dequantized_ones():
+    [matrix] = load("auto", 1)
+    expected = torch.cat([nf4(SIZE).dequantize()] * 2)
+    assert matrix.quant_method is None and torch.equal(matrix.data, expected)
+    x = torch.randn(3, SIZE)
+    assert torch.equal(matrix.product(x), x @ expected.t())
+
+
+def test_widened_experts_share_the_memory_of_their_stack():
+    stack = WeightStack(2)
+    for number in range(2):
+        matrix = Matrix((SIZE, SIZE), Parallel())
+        matrix.place = stack, number
+        matrix.load(nf4(SIZE))
+        matrix.process_weights(make("auto"))
+        assert matrix.data_ptr() == stack.tensors["weight"][number].data_ptr()
+    expected = nf4(SIZE).dequantize()
+    assert torch.equal(stack.tensors["weight"], torch.stack([expected, expected]))
+
+
+def test_rounded_experts_leave_no_16_bit_form_in_their_stack():
+    stack = WeightStack(2)
+    matrix = Matrix((SIZE, SIZE), Parallel())
+    matrix.place = stack, 0
+    matrix.load(torch.randn(SIZE, SIZE))
+    matrix.process_weights(MakeQuantMethod(lambda weight: QuantizedMatrix(nf4(SIZE), torch.float)))
+    assert "weight" not in stack.tensors
+
+
+def test_a_format_without_a_kernel_is_named_once(caplog: pytest.LogCaptureFixture):
+    _matrix._warn_of_slow_product.cache_clear()
+    for _ in range(2):
+        assert isinstance(quant_method_of(nf4(8), torch.float32, widening="never"), QuantizedMatrix)
+    [record] = caplog.records
+    assert "4 bits in groups of 64" in record.getMessage() and "20 times" in record.getMessage()
+
+
+@pytest.mark.parametrize("capability", [(8, 9), (9, 0)])
+def test_8_bit_floats_with_a_scale_per_row_are_multiplied_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
+):
+    monkeypatch.setattr(target, "capability", lambda device: capability)
+    codes = torch.randn(32, 64).to(torch.float8_e4m3fn)
+    quantized = Quantized(codes, torch.rand(32, 1) + 0.5, None, 64)
+    method = quant_method_of(quantized, torch.bfloat16)
+    assert isinstance(method, Fp8Matrix) == (capability == (9, 0))
+    x = torch.randn(5, 64).bfloat16()
+    bias = torch.randn(32).bfloat16()
+    expected = x.double() @ quantized.dequantize().double().t() + bias.double()
+    terms = x.double().abs() @ quantized.dequantize().double().abs().t() + 1
+    error = (method.multiply(x, bias).double() - expected).abs()
+    assert (error <= (2.0**-4 + 2.0**-7) * terms).all()
+
+
+@pytest.mark.parametrize(("memory", "widening"), [(1 << 40, "auto"), (1000, "never")])
+def test_auto_widens_only_what_fits(
+    tiny_qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: int, widening: str
+):
+    checkpoints.write(tiny_qwen, tmp_path, {"quant_method": "awq"}, lambda stem, weight: None)
+    monkeypatch.setattr(model_runner, "total_memory", lambda device: memory)
+    config = config_for(tmp_path)
+    spec = read_spec(tmp_path)
+    model = build_model(spec, torch.float16, torch.device("cpu"), Parallel())
+    runner = SimpleNamespace(config=config, spec=spec, model=model, device=torch.device("cpu"))
+    assert ModelRunner._widening(runner) == widening  # type: ignore[arg-type]
