@@ -3,6 +3,7 @@
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import groupby
 from types import MappingProxyType
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from servd.worker.layers import packed
+from servd.worker.layers.cuda_matrix import Storage, TiledMatrix
 from servd.worker.layers.fp8_matrix import Fp8Matrix
 from servd.worker.layers.quantized import Quantized, QuantizedMatrix, stack
 from servd.worker.layers.weight import Copy, Weight
@@ -181,15 +183,27 @@ class Matrix(Weight):
     def process_weights(self, make: MakeQuantMethod) -> None:
         method = self._stack(make) if self.quantized else make.dense(self.data)
         self.quantized = {}
+        if self.place is not None and isinstance(method, Fp8Matrix):
+            whole = Quantized(method.weight, method.scale, None, method.weight.shape[1])
+            method = self._quant_method_of(whole, make)
         if isinstance(method, Dense):
             self._keep(method.weight)
         elif method is not None:
+            if self.place is not None and isinstance(method, TiledMatrix):
+                with suppress(ValueError):  # another expert has another format
+                    method.move(self.allocate)
             self.quant_method = method
             self.data = torch.empty(0)
         elif self.place is not None:
             self._keep(self.data)
         elif self.device.type == "cpu":
             self.data = self.data.to(self.compute_dtype, copy=True)  # releases the mapped file
+
+    def _quant_method_of(self, quantized: Quantized, make: MakeQuantMethod) -> QuantMethod:
+        is_expert = self.place is not None
+        return quant_method_of(
+            quantized, self.data.dtype, make.x_dtype, make.widening, is_expert=is_expert
+        )
 
     def _keep(self, weight: Tensor) -> None:
         if self.place is not None:
@@ -213,8 +227,7 @@ class Matrix(Weight):
             if parts[0] in self.quantized:
                 # Pop the parts, so that each is freed once it is stacked.
                 quantized = stack([self.quantized.pop(part) for part in parts])
-                dtype = self.data.dtype
-                methods.append(quant_method_of(quantized, dtype, make.x_dtype, make.widening))
+                methods.append(self._quant_method_of(quantized, make))
             else:
                 dense = self.data[first.start : last.stop]
                 kept = make.dense(dense)
@@ -246,18 +259,24 @@ def quant_method_of(
     dtype: torch.dtype,
     x_dtype: torch.dtype = torch.float32,
     widening: str = "auto",
+    is_expert: bool = False,
 ) -> QuantMethod:
     """Return the fastest quant method for quantized weights on their device.
 
-    `dtype`: the model's type, for unquantized parts; others: as in `MakeQuantMethod`.
+    `dtype`: the model's type, for unquantized parts; `is_expert`: whether the matrix is one of
+    several that are multiplied by one kernel; others: as in `MakeQuantMethod`.
     """
     if target.runs_native(quantized.codes.device):
         return packed.GroupedMatrix(quantized, x_dtype)
     if not target.runs_triton(quantized.codes.device):
         return QuantizedMatrix(quantized, dtype)
-    if widening != "always" and Fp8Matrix.supports(quantized):
+    if widening != "always" and not is_expert and Fp8Matrix.supports(quantized):
         _log_product(quantized.form, "products of 8-bit floats, activations rounded by token")
         return Fp8Matrix(quantized.codes, quantized.scale.float())
+    storage = Storage.of(quantized)
+    if widening != "always" and storage is not None:
+        _log_product(quantized.form, "servd's kernel for packed weights")
+        return TiledMatrix(quantized, storage)
     if widening != "never":
         _log_product(quantized.form, f"dequantized to {str(dtype)[6:]}")
         return Dense(quantized.widened(dtype))

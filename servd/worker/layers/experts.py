@@ -12,6 +12,7 @@ from servd.worker.device.parallel import Parallel
 from servd.worker.layers import packed
 from servd.worker.layers._matrix import MakeQuantMethod, Matrix
 from servd.worker.layers.activation import Activation, Gate
+from servd.worker.layers.cuda_matrix import TiledExperts
 from servd.worker.layers.linear import ColumnParallelLinear, RowParallelLinear
 from servd.worker.layers.quantized import Quantized
 from servd.worker.layers.weight import Copy, Weight
@@ -56,6 +57,10 @@ def grouped_quant_method(matrices: Sequence[Matrix]) -> GroupedQuantMethod:
     kinds = {packed.ExpertMatrices.kind(method) for method in methods}
     if len(kinds) == 1 and None not in kinds:
         return packed.ExpertMatrices(methods)  # pyright: ignore[reportArgumentType]
+    if matrices[0].place is not None:
+        tiled = TiledExperts.of(methods, matrices[0].place[0])
+        if tiled is not None:
+            return tiled
     if target.runs_triton(matrices[0].device) and not any(methods):
         from servd.worker.ops.triton.experts import ExpertMatrices
 

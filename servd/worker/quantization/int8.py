@@ -10,7 +10,8 @@ from torch import Tensor
 
 from servd.worker.compat import multiply_int8
 from servd.worker.layers import packed
-from servd.worker.layers._matrix import QuantMethod
+from servd.worker.layers._matrix import QuantMethod, quant_method_of
+from servd.worker.layers.quantized import Quantized
 from servd.worker.ops import native, target
 
 ROWS = 1024  # rows at once: intermediate float32 tensors are several times as large
@@ -34,6 +35,9 @@ def quantize(weight: Tensor, x_dtype: torch.dtype = torch.float32) -> QuantMetho
             codes[part] = (wide / scale[part].unsqueeze(1)).round_()
     if is_native:
         return packed.PackedMatrix(codes, scale, x_dtype, is_spread=True)
+    if target.runs_triton(weight.device):
+        quantized = Quantized(codes, scale.unsqueeze(1), None, weight.shape[1])
+        return quant_method_of(quantized, weight.dtype)
     return Int8Matrix(codes, scale.to(weight.dtype))
 
 

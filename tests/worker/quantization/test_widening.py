@@ -130,6 +130,8 @@ def test_8_bit_floats_with_a_scale_per_row_are_multiplied_as_they_are(
     quantized = Quantized(codes, torch.rand(32, 1) + 0.5, None, 64)
     method = quant_method_of(quantized, torch.bfloat16)
     assert isinstance(method, Fp8Matrix) == (capability == (9, 0))
+    if capability < (9, 0):
+        return
     x = torch.randn(5, 64).bfloat16()
     bias = torch.randn(32).bfloat16()
     expected = x.double() @ quantized.dequantize().double().t() + bias.double()

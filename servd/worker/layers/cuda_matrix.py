@@ -1,0 +1,222 @@
+"""Quantized matrices in the order in which `ops/triton/low_bit.py` reads them on CUDA."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from servd.worker.layers.quantized import ROWS, Quantized
+from servd.worker.layers.weight_stack import WeightStack
+
+PANEL = 64  # rows that are adjacent in memory
+WHOLE_ROW = 1 << 20  # the group size of a scale per row: more than any row has
+SHIFTS = range(-16, 1)  # values of the code 0 of int4 that the kernel adds exactly
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+class Storage(NamedTuple):
+    """What codes and scales mean.
+
+    Args:
+        name: int4, fp4, int8 or fp8.
+        group_size: weights of a row that share a scale.
+        has_offset: whether a weight is value * scale + offset, and not value * scale.
+        shift: value of the code 0 of integers.
+        pieces: parts of a turn's columns. A word of 32 bits has two neighbors of each.
+        depth: columns of a turn. A piece has one group, or a part of a group.
+        groups: of a turn; 1 if a group has several turns.
+    """
+
+    name: str
+    group_size: int
+    has_offset: bool
+    shift: int
+    pieces: int
+    depth: int
+    groups: int
+
+    @classmethod
+    def of(cls, quantized: Quantized) -> Self | None:
+        """Return the storage for a matrix; None if the kernel has none for its format."""
+        size = WHOLE_ROW if quantized.scale.shape[1] == 1 else quantized.group_size
+        name = _name_of(quantized)
+        if name is None or (size % 128 and size not in (16, 32, 64)):
+            return None
+        has_offset = quantized.offset is not None
+        table = quantized.table
+        shift = -128
+        if name == "int4" and table is not None:
+            # With offsets, sums of values around zero lose least.
+            shift = -8 if has_offset else int(table[0])
+        pieces = 4 if name.endswith("4") else 2
+        depth = min(128, pieces * size)
+        return cls(name, size, has_offset, shift, pieces, depth, max(1, depth // size))
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """The constants of the kernel."""
+        names = ("STORAGE", "GROUP", "HAS_OFFSET", "SHIFT", "PIECES", "DEPTH")
+        return dict(zip(names, self, strict=False))
+
+
+def _name_of(quantized: Quantized) -> str | None:
+    table = quantized.table
+    if table is None:
+        return "fp8" if quantized.codes.dtype.is_floating_point else "int8"
+    if table[0] in SHIFTS and all(value == table[0] + i for i, value in enumerate(table)):
+        return "int4"
+    if all(6 * value == table[7] * number for value, number in zip(table, FP4, strict=True)):
+        return "fp4"
+    is_int8 = all(float(value).is_integer() and -128 <= value < 128 for value in table)
+    return "int8" if is_int8 else None
+
+
+class TiledMatrix:
+    """A matrix that is multiplied as it is stored, with sums in float32. It has three tensors:
+
+    - codes, int32 [panels, turns, 64, words]: in a word's lower half, and in its upper half, the
+      i-th bits are of columns 2w and 2w + 1 of piece i.
+    - scale, int32 [panels, turns or groups, words, 64]: a word is two float16, which are a scale
+      and its offset, or else the scales of two groups.
+    - factor, float32 [out]: a power of two on a row's scales, as float16 has a small range.
+    """
+
+    def __init__(self, quantized: Quantized, storage: Storage) -> None:
+        self.storage = storage
+        self.shape = quantized.shape
+        self.columns = quantized.columns
+        self.table = None
+        if storage.name == "fp4":
+            self.table = quantized.codes.new_tensor(FP4, dtype=torch.float32)
+        self.tensors = _pack(quantized, storage)
+        self.nbytes = sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def move(self, allocate: Callable[[str, Sequence[int], torch.dtype], Tensor]) -> None:
+        """Copy the tensors to the memory that `allocate` returns for a name, shape and type."""
+        moved = {k: allocate(k, x.shape, x.dtype).copy_(x) for k, x in self.tensors.items()}
+        self.tensors = moved
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        from servd.worker.ops.triton import low_bit
+
+        x = x if self.columns is None else x[:, self.columns]
+        return low_bit.product(x, self.tensors, bias, self.storage.constants)
+
+    def rows(self, index: Tensor) -> Tensor:
+        storage = self.storage
+        panel = index // PANEL
+        lane = index % PANEL
+        words = self.tensors["codes"][panel, :, lane]  # [n, turns, words]
+        bits = 16 // storage.pieces
+        places = [(bits * piece, bits * piece + 16) for piece in range(storage.pieces)]
+        pairs = [torch.stack((words >> low, words >> high), dim=-1) for low, high in places]
+        codes = torch.stack(pairs, dim=2).flatten(1)[:, : self.shape[1]] & (1 << bits) - 1
+        if storage.name == "fp8":
+            codes = codes.to(torch.uint8).view(torch.float8_e4m3fn)
+        elif self.table is None:
+            codes += storage.shift
+        numbers = self.tensors["scale"][panel, :, :, lane].flatten(1).view(torch.float16)
+        numbers = numbers * self.tensors["factor"][index, None]
+        is_paired = storage.has_offset or storage.groups == 1
+        scale = numbers[:, ::2] if is_paired else numbers
+        offset = numbers[:, 1::2] if storage.has_offset else None
+        size = min(storage.group_size, self.shape[1])
+        columns = self.columns
+        table = None if self.table is None else FP4
+        return Quantized(codes, scale, offset, size, table, columns).dequantize(self.table)
+
+
+class TiledExperts:
+    """The matrices of all experts in a stack, with biases [num_experts, out] or none."""
+
+    is_capturable = True
+
+    def __init__(
+        self, storage: Storage, tensors: dict[str, Tensor], biases: Tensor | None = None
+    ) -> None:
+        self.constants = storage.constants
+        self.tensors = tensors
+        self.biases = biases
+
+    @classmethod
+    def of(
+        cls, methods: Sequence[object], stack: WeightStack, biases: Tensor | None = None
+    ) -> Self | None:
+        """Return the experts of the stack; None if their storages differ."""
+        matrices = [method for method in methods if isinstance(method, TiledMatrix)]
+        storages = {matrix.storage for matrix in matrices if matrix.columns is None}
+        if len(matrices) < len(methods) or len(storages) != 1:
+            return None
+        return cls(storages.pop(), stack.tensors, biases)
+
+    def multiply(self, x: Tensor, index: Tensor | None, starts: Tensor) -> Tensor:
+        from servd.worker.ops.triton import low_bit
+
+        return low_bit.product(x, self.tensors, self.biases, self.constants, index, starts)
+
+
+def _pack(quantized: Quantized, storage: Storage) -> dict[str, Tensor]:
+    """Return the tensors of a TiledMatrix. Scales and offsets are rounded to float16."""
+    (num_rows, size) = quantized.shape
+    num_panels = -(-num_rows // PANEL)
+    num_turns = -(-size // storage.depth)
+    num_scales = -(-size // max(storage.depth, storage.group_size))
+    width = storage.depth // storage.pieces // 2
+    scales = storage.groups if storage.has_offset else (storage.groups + 1) // 2
+    shapes = {
+        "codes": (num_panels, num_turns, PANEL, width),
+        "scale": (num_panels, num_scales, scales, PANEL),
+    }
+    device = quantized.codes.device
+    tensors = {k: torch.empty(x, dtype=torch.int32, device=device) for k, x in shapes.items()}
+    tensors["factor"] = torch.empty(num_rows, device=device)
+    # Some rows at once, as temporary tensors are several times as large.
+    for start in range(0, 0 if quantized.codes.is_meta else num_rows, ROWS):
+        part = quantized.narrow(0, start, min(ROWS, num_rows - start)).without_factors()
+        panels = slice(start // PANEL, (start + ROWS) // PANEL)
+        tensors["codes"][panels] = _pack_codes(part, storage)
+        scale, factor = _pack_scales(part, storage, num_scales)
+        tensors["scale"][panels] = scale
+        tensors["factor"][start : start + ROWS] = factor
+    return tensors
+
+
+def _pack_codes(part: Quantized, storage: Storage) -> Tensor:
+    codes = part.codes
+    table = part.table_on_device()
+    if storage.name == "int8":
+        values = codes.int() if table is None else table[codes.int()].int()
+        codes = (values - storage.shift).to(torch.uint8)
+    (num_rows, size) = codes.shape
+    wide = F.pad(codes.view(torch.uint8), (0, -size % storage.depth, 0, -num_rows % PANEL))
+    turns = wide.unflatten(1, (-1, storage.depth)).unflatten(0, (-1, PANEL))
+    # [panels, 64, turns, pieces, words, 2] -> [panels, turns, 64, words, 2, pieces]
+    bits = turns.unflatten(3, (storage.pieces, -1, 2)).permute(0, 2, 1, 4, 5, 3)
+    if storage.pieces == 4:
+        bits = bits[..., ::2] | bits[..., 1::2] << 4
+    return bits.flatten(-2).contiguous().view(torch.int32).squeeze(-1)
+
+
+def _pack_scales(part: Quantized, storage: Storage, num_scales: int) -> tuple[Tensor, Tensor]:
+    scale = part.scale.float()
+    table = part.table or (0.0,) * 16
+    if storage.name == "fp4":
+        scale = scale * (table[7] / FP4[7])
+    numbers = scale.unsqueeze(-1)
+    if part.offset is not None:
+        offset = part.offset.float()
+        if storage.name == "int4":
+            offset = offset + (table[0] - storage.shift) * scale
+        numbers = torch.stack((scale, offset), dim=-1)
+    (_, exponent) = numbers.abs().amax(dim=(1, 2)).frexp()
+    factor = torch.ones_like(scale[:, 0]).ldexp(exponent)
+    (num_rows, num_groups, count) = numbers.shape
+    single = 1 if storage.groups * count == 1 else 0
+    missing = storage.groups * num_scales - num_groups
+    halves = (numbers / factor[:, None, None]).half()
+    halves = F.pad(halves, (0, single, 0, missing, 0, -num_rows % PANEL))
+    # [panels, 64, turns, words, 2] -> [panels, turns, words, 64, 2]
+    pairs = halves.flatten(1).unflatten(1, (num_scales, -1, 2)).unflatten(0, (-1, PANEL))
+    return pairs.permute(0, 2, 3, 1, 4).contiguous().view(torch.int32).squeeze(-1), factor
