@@ -470,8 +470,9 @@ def test_classes_of_models_are_at_most_two_deep():
 # grammars of calls in free text, of custom tools and of structural tags (850), responses and
 # conversations in SQLite (930), samplers of llama.cpp (550), what Claude Code sends (390), launch
 # and scripted answers (290), long conversations (230), what Codex sends (210), progress (100), and
-# what a review and an attacker found (130). A helper who only simplified: 329 fewer.
-MAX_LINES = 68_320
+# what a review and an attacker found (130). A helper who only simplified: 329 fewer. The models
+# that people serve, on CUDA: what a step moves and launches, by cards, in `servd plan` (500).
+MAX_LINES = 68_820
 
 
 def test_the_package_stays_small():

@@ -37,8 +37,8 @@ def test_a_plan_names_the_model_that_is_drafted_for(tmp_path, monkeypatch):
     from servd.cli import plan
     from servd.worker.runner import dry_run
 
-    def plan_target(config, spec):
-        return plan_of(config.replace(speculative_config=None), spec)
+    def plan_target(config, spec, card):
+        return plan_of(config.replace(speculative_config=None), spec, card)
 
     plan_of = dry_run.plan
     monkeypatch.setattr(dry_run, "plan", plan_target)

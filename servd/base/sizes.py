@@ -56,6 +56,31 @@ class MemorySizes(msgspec.Struct, frozen=True, kw_only=True):
         return max(self.forward, self.sampling)
 
 
+STEP_TOKENS = 1024  # of each request in the decode steps of a plan
+
+
+class StepTime(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the time of a decode step goes, in milliseconds: bytes that are moved, products that
+    take longer than their bytes, and launches.
+    """
+
+    num_rows: int  # requests
+    weights: float
+    kv_cache: float
+    activations: float
+    products: float
+    launches: float
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Return the milliseconds by field."""
+        return {key: x for key, x in msgspec.structs.asdict(self).items() if key != "num_rows"}
+
+
 class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     dtype: str
@@ -63,4 +88,5 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     free: int  # bytes available
     num_blocks: int  # in the KV cache
     kv_windows: tuple[int | None, ...]  # see WorkerReady
+    steps: list[StepTime]  # estimates of decode steps on a known card
     shortage: str  # why not even one request fits, and a remedy; "" if it fits

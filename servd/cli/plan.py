@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from collections.abc import Mapping
 
 import msgspec
 
 from servd import launch
 from servd.base import plugins
+from servd.base.cards import CARDS, Card
 from servd.base.errors import ConfigError
-from servd.base.sizes import MemoryPlan, advise_more_memory, format_bytes
+from servd.base.sizes import STEP_TOKENS, MemoryPlan, StepTime, advise_more_memory, format_bytes
 from servd.checkpoint import hub
 from servd.checkpoint.facts import read_facts
 from servd.checkpoint.model_spec import ModelSpec
 from servd.config import Config
 from servd.config.kv_layout import KVLayout
+from servd.config.machine import Machine
 from servd.ipc.child import import_ahead
 from servd.terminal import engine_flags
 
 WORKER = "servd.worker"
+MAX_GPUS = 8  # of a machine with cards of --device
+ROUNDED = ("fp8", "int8", "int4")  # values of --quantization for 16-bit checkpoints
 LENGTHS = (256, 1024, 4096, 16384, 65536)
 
 
@@ -34,13 +39,31 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="tokens of a request (prompt and answer), to show how many such requests fit",
     )
+    parser.add_argument(
+        "--compare",
+        nargs="+",
+        metavar="CHECKPOINT",
+        default=[],
+        help="other checkpoints of the model, or values of --quantization: which fits, and is fast",
+    )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
-    engine_flags.add_options(parser)
+    engine_flags.add_options(parser, [*CARDS])
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan; return 1 if no request fits."""
-    report = make_report(Config.load(engine_flags.load_options(arguments)))
+    options = engine_flags.load_options(arguments)
+    card = CARDS.get(str(options.get("device")))
+    if card is not None:
+        options["device"] = "cuda"
+    report = make_report(Config.load(options), card)
+    if arguments.compare:
+        reports = {report.config.model.model or "": report}
+        for name in arguments.compare:
+            key = "quantization" if name in ROUNDED else "model"
+            reports[name] = make_report(Config.load(options | {key: name}), card)
+        print(comparison(reports))
+        return 0 if any(report.plan.num_blocks for report in reports.values()) else 1
     lengths = arguments.lengths or sorted(
         {*(n for n in LENGTHS if n < report.max_model_len), report.max_model_len}
     )
@@ -58,19 +81,22 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if report.plan.num_blocks else 1
 
 
-def make_report(config: Config) -> PlanReport:
-    """Return the plan of these options. Raises like `launch.find_and_resolve`."""
+def make_report(config: Config, card: Card | None = None) -> PlanReport:
+    """Return the plan of these options, here or on `card`. Raises like `find_and_resolve`."""
+    machine = None
+    if card is not None:
+        machine = Machine(num_gpus=MAX_GPUS, torch_has_cuda=True, has_triton=True)
     with tempfile.TemporaryDirectory() as scratch:
         model = config.model
         headers = model.model
         if headers is not None:
             headers = hub.find_gguf_headers(headers, model.revision, model.download_dir, scratch)
-        config, spec, _ = launch.find_and_resolve(config.replace(model=headers))
+        config, spec, _ = launch.find_and_resolve(config.replace(model=headers), machine)
         if not spec.folder:
             raise ConfigError("--executor fake has no weights: leave it out")
         config, spec = with_headers(config, spec, scratch)
         import_ahead(f"{WORKER}.runner.dry_run")  # imports torch, a tenth faster
-        plan = plugins.load(f"{WORKER}.runner", "dry_run", "plan")(config, spec)
+        plan = plugins.load(f"{WORKER}.runner", "dry_run", "plan")(config, spec, card)
         if headers != model.model:  # else it stays what a draft names as its target
             config = config.replace(model=model.model)
         return PlanReport(config, spec, plan)
@@ -88,6 +114,24 @@ def with_headers(config: Config, spec: ModelSpec, scratch: str) -> tuple[Config,
         draft = msgspec.structs.replace(draft, model=str(folder))
         config = config.replace(speculative_config=draft)
     return config, spec
+
+
+def comparison(reports: Mapping[str, PlanReport]) -> str:
+    """Return a table of checkpoints of a model, and the fastest that fits."""
+    width = max(map(len, reports))
+    lines = [f"{'checkpoint':<{width}}    weights  KV tokens   ms of a step, by requests"]
+    times: dict[str, float] = {}
+    for name, report in reports.items():
+        plan = report.plan
+        steps = "  ".join(f"{step.num_rows}: {step.total:.2f}" for step in report.steps)
+        tokens = report.num_tokens if plan.num_blocks else "none"
+        size = format_bytes(plan.sizes.weights)
+        lines.append(f"{name:<{width}} {size:>10} {tokens:>10}   {steps or 'unknown'}")
+        if plan.num_blocks and report.steps:
+            times[name] = report.steps[0].total
+    if times:
+        lines += ["", f"the fastest that fits: {min(times, key=times.__getitem__)}"]
+    return "\n".join(lines)
 
 
 class PlanReport:
@@ -114,6 +158,12 @@ class PlanReport:
 
     def fit(self, length: int) -> int:
         return self.plan.num_blocks // self.layout.blocks(length)
+
+    @property
+    def steps(self) -> list[StepTime]:
+        """Return the times of decode steps whose requests fit at once."""
+        num_requests = self.fit(min(STEP_TOKENS, self.max_model_len))
+        return [step for step in self.plan.steps if step.num_rows <= num_requests]
 
     def advice(self) -> list[str]:
         sizes = self.plan.sizes
@@ -195,4 +245,20 @@ class PlanReport:
         lines += [f"  {name:<22}{format_bytes(n):>9}   {note}" for name, n, note in rows if n]
         lines += ["", "  tokens of a request    that fit at once"]
         lines += [f"  {length:>19}    {self.fit(length):>16}" for length in lengths]
+        lines += self.step_lines()
         return "\n".join([*lines, "", *self.advice()]).rstrip()
+
+    def step_lines(self) -> list[str]:
+        """Return a table of where the time of decode steps goes; nothing if it is unknown."""
+        steps = self.steps
+        if not steps:
+            return []
+        columns = "".join(f"{step.num_rows:>9}" for step in steps)
+        lines = ["", f"  ms of a decode step at {columns} requests of {STEP_TOKENS} tokens, about"]
+        for name in steps[0].parts:
+            times = "".join(f"{step.parts[name]:>9.2f}" for step in steps)
+            lines.append(f"  {name.replace('_', ' '):<22} {times}")
+        lines.append(f"  {'in all':<22} " + "".join(f"{step.total:>9.2f}" for step in steps))
+        bounds = [max(step.parts, key=step.parts.__getitem__) for step in steps]
+        names = "".join(f"{name.replace('_', ' '):>9}" for name in bounds)
+        return [*lines, f"  {'bound by':<22} {names}"]

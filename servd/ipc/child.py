@@ -185,6 +185,8 @@ def _descendants(pid: int) -> list[int]:
 
 def import_ahead(module: str, niceness: int = 0) -> None:
     """Import a module that takes long, in a process of servd, before its start message arrives."""
+    if module in sys.modules:  # to freeze again would keep garbage until the end
+        return
     os.nice(niceness)  # on Linux, of this thread alone
     gc.disable()  # a search for garbage among what stays takes a tenth of the time
     try:

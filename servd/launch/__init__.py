@@ -17,7 +17,7 @@ from servd.checkpoint.model_spec import FAKE_SPEC, ModelSpec
 from servd.config import Config
 from servd.config.data_parallel import Decision
 from servd.config.keys import read_keys, tls_context
-from servd.config.machine import look_at_machine
+from servd.config.machine import Machine, look_at_machine
 from servd.config.resolve import decide
 from servd.core.client import identity
 from servd.core.executor import load_executor
@@ -107,7 +107,9 @@ def raise_file_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
 
 
-def find_and_resolve(config: Config) -> tuple[Config, ModelSpec, dict[str, Decision]]:
+def find_and_resolve(
+    config: Config, machine: Machine | None = None
+) -> tuple[Config, ModelSpec, dict[str, Decision]]:
     """Find the model's metadata, downloading its small files or GGUF file; resolve every "auto".
     Return the resolved Config, the model's architecture, and the decisions by option. Raise
     ConfigError if the model does not exist, its architecture is not supported, or options conflict.
@@ -122,7 +124,7 @@ def find_and_resolve(config: Config) -> tuple[Config, ModelSpec, dict[str, Decis
         assert model.model is not None
         folder = hub.find_model(model.model, model.revision, model.download_dir)
         if (drafted := of_speculators(config, folder)) is not None:
-            return find_and_resolve(drafted)
+            return find_and_resolve(drafted, machine)
         _refuse_head(model.model, folder)
         spec = model_spec.read_spec(folder, model.hf_overrides)
     if not executor.needs_weights:  # nothing limits its positions
@@ -142,7 +144,7 @@ def find_and_resolve(config: Config) -> tuple[Config, ModelSpec, dict[str, Decis
             speculative.method,
         )
         config = config.replace(speculative_config=speculative.with_heads(None))
-    config, decided = decide(config, spec, look_at_machine())
+    config, decided = decide(config, spec, machine or look_at_machine())
     model = config.model
     generation_config.read_generation_defaults(
         spec, model.generation_config, model.override_generation_config

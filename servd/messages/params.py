@@ -27,7 +27,7 @@ MAX_GRAMMAR_BYTES = 65536
 MAX_DRY_TOKENS = 8192  # in which DRY looks for repetitions
 MAX_DRY_BREAKERS = 16
 MAX_DRY_BREAKER = 40  # characters
-MAX_VOCAB = 2**18
+MAX_VOCAB = 2**19
 
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 

@@ -6,7 +6,7 @@ import math
 import os
 import tomllib
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -48,11 +48,12 @@ def positive(kind: type[int] | type[float]) -> Callable[[str], float]:
     return read
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser, devices: Sequence[str] = ()) -> None:
     """Add a flag for every field of Config, grouped by section, and the positional MODEL.
 
     Values stay strings here; Config.load converts and checks them. Options not given are absent
     from the result: an argument that you add to the parser later needs an explicit default.
+    `devices`: values of --device that the command knows besides.
     """
     parser.argument_default = argparse.SUPPRESS
     parser.add_argument(
@@ -65,6 +66,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         group = parser.add_argument_group(title_of(section.type))
         for option in msgspec.structs.fields(section.type):
             action = add_option(group, option.name)
+            if option.name == "device" and devices:
+                action.choices = [*(action.choices or ()), *devices]
+                action.metavar = f"{{{','.join(action.choices)}}}"
             if option.name not in COMMON:
                 hidden.append((action, action.help))
                 action.help = argparse.SUPPRESS

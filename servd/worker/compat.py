@@ -8,6 +8,7 @@ Slow imports are inside functions.
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # The oldest and newest versions that tests run with, by `make test-oldest` and `test-newest`.
-TESTED = {"torch": "2.11-2.15", "transformers": "5.17-5.24"}
+TESTED = {"torch": "2.11-2.15", "transformers": "5.17-5.24", "triton": "3.6-3.9"}
 
 # ---- torch ----
 
@@ -72,6 +73,34 @@ def replace_stored_tensor(module: nn.Module, name: str, parameter: nn.Parameter)
     """Replace a parameter or buffer by `parameter`, without the checks of torch's Module."""
     module._buffers.pop(name, None)
     module._parameters[name] = parameter
+
+
+# ---- triton ----
+
+
+@contextmanager
+def intercept_launches(
+    launch: Callable[[Any, dict[str, Any], Callable[[], object]], None],
+) -> Iterator[None]:
+    """Within a `with` block, call `launch` instead of launching kernels of triton: with the kernel,
+    its arguments by name, and a call that launches it. triton's hooks come after the compilation.
+    """
+    from triton.runtime.jit import KernelInterface
+
+    getitem = KernelInterface.__getitem__
+
+    def intercept(kernel: Any, grid: Any) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> None:
+            by_name = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
+            launch(kernel, by_name, partial(getitem(kernel, grid), *args, **kwargs))
+
+        return run
+
+    KernelInterface.__getitem__ = intercept  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        KernelInterface.__getitem__ = getitem
 
 
 # ---- transformers ----

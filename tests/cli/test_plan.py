@@ -41,6 +41,29 @@ def test_the_table_has_what_the_json_has(capsys):
     assert any(row.split() == ["100", str(blocks // 7)] for row in rows)
 
 
+def test_a_card_that_this_machine_lacks(capsys):
+    """A step takes its bytes at nine tenths of the bandwidth, and its launches."""
+    code, facts = plan(capsys, "demo", *SMALL, "--device", "h100", "--dtype", "bfloat16")
+    [step] = facts["steps"]
+    assert code == 0 and facts["device"] == "h100" and step["num_rows"] == 1
+    table = read_facts(str(DEMO_FOLDER))
+    seconds = 2 * (table.num_parameters or 0) / (0.9 * 3.35e12)
+    assert step["weights"] == pytest.approx(1e3 * seconds, rel=0.05)  # a padded vocabulary
+    with pytest.raises(SystemExit):
+        cli.main(["plan", "demo", *SMALL, "--device", "h100"])
+    assert "bound by                launches" in capsys.readouterr().out
+
+
+def test_the_fastest_checkpoint_that_fits(capsys):
+    args = ["plan", "demo", "--device", "h100", "--max-model-len", "1024"]
+    with pytest.raises(SystemExit) as end:
+        cli.main([*args, "--compare", "int8"])
+    *rows, _, last = capsys.readouterr().out.strip().split("\n")
+    times = {row.split()[0]: float(re.findall(r" 1: ([\d.]+)", row)[0]) for row in rows[1:]}
+    assert end.value.code == 0 and times.keys() == {"demo", "int8"}
+    assert last.split()[-1] == min(times, key=times.__getitem__)
+
+
 @pytest.mark.parametrize(("memory", "start"), [("6MiB", "demo fits"), ("1MiB", "demo does not")])
 def test_the_first_line_says_whether_it_fits(capsys, memory, start):
     with pytest.raises(SystemExit):

@@ -6,6 +6,7 @@ import copy
 import json
 import weakref
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from servd.worker.attention import AttentionBatch, torch_sdpa
 from servd.worker.attention import native as _native  # noqa: F401 - keeps the library it imports
+from servd.worker.compat import intercept_launches
 from servd.worker.layers import experts
 from servd.worker.layers.experts import grouped_quant_method
 from servd.worker.models import deepseek_v2
@@ -81,7 +83,11 @@ ON_HOST = weakref.WeakValueDictionary[int, torch.Tensor]()
 class Strict(TorchFunctionMode):
     """Refuses calls that a CUDA graph cannot capture."""
 
+    is_off = False  # while a kernel is interpreted, which is the device's part
+
     def __torch_function__(self, func, types, args=(), kwargs=None):
+        if self.is_off:
+            return func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
         if name in OF_THE_HOST and not (args and ON_HOST.get(id(args[0])) is args[0]):
             raise NotCapturable(f"{name} within a capture")
@@ -96,19 +102,38 @@ def _has_host_indices(index: Any) -> bool:
 
 
 class Recorder(TorchDispatchMode):
-    """Notes every operation with its arguments and results."""
+    """Records each operation of torch and each launch of a kernel. `strict`: the mode around it."""
 
-    def __init__(self) -> None:
+    def __init__(self, strict: Strict) -> None:
         super().__init__()
-        self.calls: list[tuple[Any, ...]] = []
+        self.strict = strict
+        self.calls: list[Callable[[], object]] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if self.strict.is_off:
+            return func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         if name in WAIT or _waits(name, args, kwargs or {}):
             raise NotCapturable(f"{func} within a capture")
         out = func(*args, **(kwargs or {}))
-        self.calls.append((func, args, kwargs or {}, out))
+        self.calls.append(partial(_run_again, func, args, kwargs or {}, out))
         return out
+
+    def launch(self, kernel: Any, arguments: Any, run: Callable[[], object]) -> None:
+        """Launch a kernel; see `intercept_launches`."""
+        self.strict.is_off = True
+        try:
+            run()
+        finally:
+            self.strict.is_off = False
+        self.calls.append(run)
+
+
+def _run_again(func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    for old, new in zip(tree_leaves(out), tree_leaves(func(*args, **kwargs)), strict=True):
+        is_result = isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr()
+        if is_result:  # neither a view nor in place
+            old.copy_(new)
 
 
 def _waits(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -128,16 +153,17 @@ def record(run: Callable[[], None]) -> Callable[[], None]:
         NotCapturable: a CUDA graph could not be made of it.
     """
     refuse = Mock(side_effect=NotCapturable("from_numpy within a capture"))
-    with patch.object(torch, "from_numpy", refuse), Strict(), Recorder() as recorder:
+    with (
+        patch.object(torch, "from_numpy", refuse),
+        Strict() as strict,
+        Recorder(strict) as recorder,
+        intercept_launches(recorder.launch),
+    ):
         run()
 
     def replay() -> None:
-        for func, args, kwargs, out in recorder.calls:
-            for old, new in zip(tree_leaves(out), tree_leaves(func(*args, **kwargs)), strict=True):
-                if (
-                    isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr()
-                ):  # neither a view nor in place
-                    old.copy_(new)
+        for call in recorder.calls:
+            call()
 
     return replay
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from servd.base import plugins
+from servd.base.cards import Card
 from servd.base.errors import NotEnoughMemory
 from servd.checkpoint.hub import DEMO_FOLDER
 from servd.checkpoint.model_spec import read_spec
@@ -103,8 +104,8 @@ class Meter:
 
     total = 100_000_000
 
-    def __init__(self, device: torch.device) -> None:
-        assert device.type == "cuda"
+    def __init__(self, card: Card) -> None:
+        assert card.name == "a GPU"
 
     def used(self) -> int:
         return 10_000_000
@@ -132,11 +133,10 @@ def test_what_is_odd_about_files_is_said_by_the_load_alone(tmp_path: Path, caplo
 @pytest.mark.parametrize("utilization", [0.5, 0.15])
 def test_a_gpu(monkeypatch: pytest.MonkeyPatch, utilization: float):
     """Everything in the model's type; of the device, its share counts."""
-    monkeypatch.setattr(dry_run, "CudaMeter", Meter)
-    monkeypatch.setattr(dry_run, "name_of", lambda _: "a GPU")
+    monkeypatch.setattr(dry_run, "CardMeter", Meter)
     options = {"device": "cuda", "dtype": "bfloat16", "gpu_memory_utilization": utilization}
     config = config_for(DEMO_FOLDER, **options, kv_cache_memory=None, max_model_len=2000)
-    plan = dry_run.plan(config, read_spec(DEMO_FOLDER))
+    plan = dry_run.plan(config, read_spec(DEMO_FOLDER), Card(name="a GPU"))
     sizes = plan.sizes
     shapes = tensor_shapes(str(DEMO_FOLDER)).values()
     padding = 2 * 192 * (4032 - 4000)  # the vocabulary's table has whole 64 rows there

@@ -13,7 +13,13 @@ OPS = "servd.worker.ops.triton"
 SAMPLE = "servd.worker.sample.ops.triton"
 LOGITS = {"COUNT_BITS": 2**30 - 1, "LAST": 2**31 - 1, "ENTRIES": 256, "BLOCK": 4096}
 NO_BIAS = {"starts_ptr": None, "ids_ptr": None, "biases_ptr": None}
-NO_PENALTIES = {"bitmask_ptr": None, "slots_ptr": None, "counts_ptr": None, "factors_ptr": None}
+NO_PENALTIES = {
+    "words_ptr": None,
+    "mask_rows_ptr": None,
+    "slots_ptr": None,
+    "counts_ptr": None,
+    "factors_ptr": None,
+}
 # Llama 3 8B: 32 heads, 8 of keys and values, of 128 numbers each.
 HEADS = {"HEAD_DIM": 128, "GROUP": 4, "KV_HEADS": 8, "WINDOW": None, "BLOCK_SIZE": 16}
 PLAIN = {"tails_ptr": None, "TAIL": 0, "sinks_ptr": None, "SOFT_CAP": None}
@@ -136,7 +142,7 @@ KERNELS = [
     ),
     (
         f"{SAMPLE}.logit_edits.edit_logits_kernel",
-        "*fp32 *i64 *i64 *fp32 *i32 *i64 *i32 *fp32 *i64 i32 i32 i32",
+        "*fp32 *i64 *i64 *fp32 *i32 *i32 *i64 *i32 *fp32 *i64 i32 i32 i32",
         LOGITS,
         8,
     ),

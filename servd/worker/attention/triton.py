@@ -68,7 +68,8 @@ class TritonBackend(AttentionBackend[TritonMetadata]):
 
         if spec.device.type == "cpu" and not knobs.runtime.interpret:
             return "needs CUDA, not cpu (or TRITON_INTERPRET=1, which is for tests)"
-        if spec.device.type == "cuda" and knobs.runtime.interpret:
+        is_real = spec.device.type == "cuda" and target.ASSUMED.get() is None
+        if is_real and knobs.runtime.interpret:
             return "TRITON_INTERPRET is set: kernels would run on the host"
         if spec.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             return f"needs float32, float16 or bfloat16, not {spec.dtype}"

@@ -112,11 +112,6 @@ def cpu_quota(cgroup: Path = CGROUP) -> float | None:
     return int(quota) / int(period)
 
 
-def total_memory(device: torch.device) -> int:
-    """Return a GPU's memory in bytes; of a CPU, what is available."""
-    return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else available_memory()
-
-
 def available_memory(cgroup: Path = CGROUP, meminfo: Path = Path("/proc/meminfo")) -> int:
     """Return the main memory, in bytes, that the kernel and the control group leave available."""
     lines = dict(line.split(":", 1) for line in _read(meminfo).splitlines())

@@ -1,6 +1,7 @@
 """Quantized matrices in the order in which `ops/triton/low_bit.py` reads them on CUDA."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -73,15 +74,24 @@ def _name_of(quantized: Quantized) -> str | None:
     return "int8" if is_int8 else None
 
 
-class TiledMatrix:
-    """A matrix that is multiplied as it is stored, with sums in float32. It has three tensors:
+class Tiles(NamedTuple):
+    """The tensors of a matrix, or with a first dimension those of all experts.
 
-    - codes, int32 [panels, turns, 64, words]: in a word's lower half, and in its upper half, the
-      i-th bits are of columns 2w and 2w + 1 of piece i.
-    - scale, int32 [panels, turns or groups, words, 64]: a word is two float16, which are a scale
-      and its offset, or else the scales of two groups.
-    - factor, float32 [out]: a power of two on a row's scales, as float16 has a small range.
+    Args:
+        codes: int32 [panels, turns, 64, words]: in a word's lower half, and in its upper half, the
+            i-th bits are of columns 2w and 2w + 1 of piece i.
+        scale: int32 [panels, turns or groups, words, 64]: a word is two float16, which are a scale
+            and its offset, or else the scales of two groups.
+        factor: float32 [out]: a power of two on a row's scales, as float16 has a small range.
     """
+
+    codes: Tensor
+    scale: Tensor
+    factor: Tensor
+
+
+class TiledMatrix:
+    """A matrix that is multiplied as it is stored, with sums in float32."""
 
     def __init__(self, quantized: Quantized, storage: Storage) -> None:
         self.storage = storage
@@ -90,25 +100,25 @@ class TiledMatrix:
         self.table = None
         if storage.name == "fp4":
             self.table = quantized.codes.new_tensor(FP4, dtype=torch.float32)
-        self.tensors = _pack(quantized, storage)
-        self.nbytes = sum(tensor.nbytes for tensor in self.tensors.values())
+        self.tiles = _pack(quantized, storage)
+        self.nbytes = sum(tensor.nbytes for tensor in self.tiles)
 
     def move(self, allocate: Callable[[str, Sequence[int], torch.dtype], Tensor]) -> None:
         """Copy the tensors to the memory that `allocate` returns for a name, shape and type."""
-        moved = {k: allocate(k, x.shape, x.dtype).copy_(x) for k, x in self.tensors.items()}
-        self.tensors = moved
+        tensors = self.tiles._asdict().items()
+        self.tiles = Tiles(**{k: allocate(k, x.shape, x.dtype).copy_(x) for k, x in tensors})
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         from servd.worker.ops.triton import low_bit
 
         x = x if self.columns is None else x[:, self.columns]
-        return low_bit.product(x, self.tensors, bias, self.storage.constants)
+        return low_bit.product(x, self.tiles, bias, self.storage.constants)
 
     def rows(self, index: Tensor) -> Tensor:
         storage = self.storage
         panel = index // PANEL
         lane = index % PANEL
-        words = self.tensors["codes"][panel, :, lane]  # [n, turns, words]
+        words = self.tiles.codes[panel, :, lane]  # [n, turns, words]
         bits = 16 // storage.pieces
         places = [(bits * piece, bits * piece + 16) for piece in range(storage.pieces)]
         pairs = [torch.stack((words >> low, words >> high), dim=-1) for low, high in places]
@@ -117,8 +127,8 @@ class TiledMatrix:
             codes = codes.to(torch.uint8).view(torch.float8_e4m3fn)
         elif self.table is None:
             codes += storage.shift
-        numbers = self.tensors["scale"][panel, :, :, lane].flatten(1).view(torch.float16)
-        numbers = numbers * self.tensors["factor"][index, None]
+        numbers = self.tiles.scale[panel, :, :, lane].flatten(1).view(torch.float16)
+        numbers = numbers * self.tiles.factor[index, None]
         is_paired = storage.has_offset or storage.groups == 1
         scale = numbers[:, ::2] if is_paired else numbers
         offset = numbers[:, 1::2] if storage.has_offset else None
@@ -133,11 +143,9 @@ class TiledExperts:
 
     is_capturable = True
 
-    def __init__(
-        self, storage: Storage, tensors: dict[str, Tensor], biases: Tensor | None = None
-    ) -> None:
+    def __init__(self, storage: Storage, tiles: Tiles, biases: Tensor | None = None) -> None:
         self.constants = storage.constants
-        self.tensors = tensors
+        self.tiles = tiles
         self.biases = biases
 
     @classmethod
@@ -149,38 +157,38 @@ class TiledExperts:
         storages = {matrix.storage for matrix in matrices if matrix.columns is None}
         if len(matrices) < len(methods) or len(storages) != 1:
             return None
-        return cls(storages.pop(), stack.tensors, biases)
+        tiles = Tiles(*(stack.tensors[name] for name in Tiles._fields))
+        return cls(storages.pop(), tiles, biases)
 
     def multiply(self, x: Tensor, index: Tensor | None, starts: Tensor) -> Tensor:
         from servd.worker.ops.triton import low_bit
 
-        return low_bit.product(x, self.tensors, self.biases, self.constants, index, starts)
+        return low_bit.product(x, self.tiles, self.biases, self.constants, index, starts)
 
 
-def _pack(quantized: Quantized, storage: Storage) -> dict[str, Tensor]:
-    """Return the tensors of a TiledMatrix. Scales and offsets are rounded to float16."""
+def _pack(quantized: Quantized, storage: Storage) -> Tiles:
+    """Return the matrix with scales and offsets rounded to float16."""
     (num_rows, size) = quantized.shape
     num_panels = -(-num_rows // PANEL)
     num_turns = -(-size // storage.depth)
     num_scales = -(-size // max(storage.depth, storage.group_size))
     width = storage.depth // storage.pieces // 2
     scales = storage.groups if storage.has_offset else (storage.groups + 1) // 2
-    shapes = {
-        "codes": (num_panels, num_turns, PANEL, width),
-        "scale": (num_panels, num_scales, scales, PANEL),
-    }
-    device = quantized.codes.device
-    tensors = {k: torch.empty(x, dtype=torch.int32, device=device) for k, x in shapes.items()}
-    tensors["factor"] = torch.empty(num_rows, device=device)
+    new = partial(torch.empty, device=quantized.codes.device)
+    tiles = Tiles(
+        new(num_panels, num_turns, PANEL, width, dtype=torch.int32),
+        new(num_panels, num_scales, scales, PANEL, dtype=torch.int32),
+        new(num_rows, dtype=torch.float32),
+    )
     # Some rows at once, as temporary tensors are several times as large.
     for start in range(0, 0 if quantized.codes.is_meta else num_rows, ROWS):
         part = quantized.narrow(0, start, min(ROWS, num_rows - start)).without_factors()
         panels = slice(start // PANEL, (start + ROWS) // PANEL)
-        tensors["codes"][panels] = _pack_codes(part, storage)
+        tiles.codes[panels] = _pack_codes(part, storage)
         scale, factor = _pack_scales(part, storage, num_scales)
-        tensors["scale"][panels] = scale
-        tensors["factor"][start : start + ROWS] = factor
-    return tensors
+        tiles.scale[panels] = scale
+        tiles.factor[start : start + ROWS] = factor
+    return tiles
 
 
 def _pack_codes(part: Quantized, storage: Storage) -> Tensor:

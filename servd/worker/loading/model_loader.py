@@ -351,9 +351,10 @@ def _target(
 def init_dummy_weights(model: Loadable, seed: int, make: MakeQuantMethod) -> None:
     """Fill the model with small random numbers, equal for a seed on every rank. Vectors are 1."""
     for index, (_, weight) in enumerate(model.named_parameters()):
-        generator = torch.Generator(device=weight.device).manual_seed(seed + index)
         if isinstance(weight, Matrix):
             weight.take_memory()
+        device = "cpu" if weight.is_meta else weight.device
+        generator = torch.Generator(device=device).manual_seed(seed + index)
         if weight.dim() == 1:
             weight.data.fill_(1.0)
         else:

@@ -1,13 +1,50 @@
-"""What a device can run: Triton's kernels, and by its compute capability, which products.
+"""What a device can run: Triton's kernels, and by its properties, which products and tiles.
 
-Callers read these through the module, so that tests run the CUDA path in Triton's interpreter.
+Callers read these through the module, so that tests run the CUDA path in Triton's interpreter, and
+`servd plan` computes steps of cards that this machine does not have.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
 from importlib.util import find_spec
 
 import torch
+from msgspec.structs import replace
 
+from servd.base.cards import Card, find_card
 from servd.worker.ops import native
+
+ASSUMED = ContextVar[Card | None]("ASSUMED", default=None)
+
+
+@contextmanager
+def assume(card: Card | None) -> Iterator[None]:
+    """Within this context, every CUDA device is `card`, unless it is None."""
+    token = ASSUMED.set(card)
+    try:
+        yield
+    finally:
+        ASSUMED.reset(token)
+
+
+def card_of(device: torch.device) -> Card:
+    if device.type != "cuda":
+        return Card()
+    return ASSUMED.get() or _card(device)
+
+
+@cache
+def _card(device: torch.device) -> Card:
+    properties = torch.cuda.get_device_properties(device)
+    return replace(
+        find_card(properties.name),
+        capability=(properties.major, properties.minor),
+        num_sms=properties.multi_processor_count,
+        shared_memory=properties.shared_memory_per_block_optin,
+        memory=properties.total_memory,
+    )
 
 
 def runs_triton(device: torch.device) -> bool:
@@ -22,4 +59,4 @@ def runs_native(device: torch.device) -> bool:
 
 def capability(device: torch.device) -> tuple[int, int]:
     """Return the compute capability, e.g. (9, 0) of Hopper; (0, 0) without CUDA."""
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    return card_of(device).capability

@@ -11,22 +11,33 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from servd.base.cards import Card
 from servd.base.errors import ConfigError, NotEnoughMemory
-from servd.base.sizes import MemoryPlan, MemorySizes, advise_more_memory, format_bytes
+from servd.base.sizes import (
+    STEP_TOKENS,
+    MemoryPlan,
+    MemorySizes,
+    StepTime,
+    advise_more_memory,
+    format_bytes,
+)
 from servd.checkpoint.model_spec import ModelSpec
 from servd.checkpoint.quantization_config import quantization_of
 from servd.config import Config
 from servd.worker.device.device import available_memory, name_of
-from servd.worker.device.memory import CudaMeter, MemoryUse
+from servd.worker.device.memory import CardMeter, CudaMeter, MemoryUse
 from servd.worker.device.parallel import Parallel
 from servd.worker.layers.linear import ColumnParallelLinear, RowParallelLinear
 from servd.worker.loading import model_loader
-from servd.worker.ops import native
+from servd.worker.ops import native, target
+from servd.worker.runner import step_cost
 from servd.worker.runner.cpu_model_runner import CPUModelRunner, kv_cache_share
 from servd.worker.runner.gpu_model_runner import GPUModelRunner
 from servd.worker.runner.model_runner import ModelRunner
 
 log = logging.getLogger("servd.worker")
+
+STEP_ROWS = (1, 64, 256)  # requests of the decode steps in a plan
 
 
 class Weightless(TorchFunctionMode):
@@ -69,17 +80,23 @@ def _first(value: Tensor | Sequence[Tensor]) -> Tensor:
     return value if isinstance(value, Tensor) else value[0]
 
 
-def plan(config: Config, spec: ModelSpec) -> MemoryPlan:
-    """Return the plan, given the free memory. Raises ConfigError if the model cannot be loaded."""
+def plan(config: Config, spec: ModelSpec, card: Card | None = None) -> MemoryPlan:
+    """Return the plan, given the free memory, or for `card`. Raises ConfigError if the model cannot
+    be loaded.
+    """
+    with target.assume(card):
+        return _plan(config, spec)
+
+
+def _plan(config: Config, spec: ModelSpec) -> MemoryPlan:
     on_cuda = config.parallel.device == "cuda"
-    if on_cuda:  # other backends' caches are as large; skip their checks
-        config = config.replace(attention_backend="torch_sdpa")
     device = torch.device(config.parallel.device)
     runner = load(GPUModelRunner if on_cuda else CPUModelRunner, config, spec, device)
     sizes = _sizes(runner)
     num_ranks = config.parallel.num_workers * max(config.parallel.num_engines_here, 1)
     if isinstance(runner, GPUModelRunner):
-        meter = CudaMeter(runner.device)
+        card = target.ASSUMED.get()
+        meter = CudaMeter(runner.device) if card is None else CardMeter(card)
         use = MemoryUse(
             total=meter.total,
             outside=meter.used() - meter.held(),
@@ -108,23 +125,38 @@ def plan(config: Config, spec: ModelSpec) -> MemoryPlan:
         # Packed matrices keep the checkpoint's type if it is narrower.
         dtype = min(dtype, getattr(torch, spec.dtype), key=lambda kind: kind.itemsize)
     return MemoryPlan(
-        device=name_of(runner.device),
+        device=target.card_of(runner.device).name or name_of(runner.device),
         dtype=str(dtype).removeprefix("torch."),
         sizes=sizes,
         free=free,
         num_blocks=num_blocks,
         kv_windows=runner.kv_windows,
         shortage=shortage,
+        steps=_steps(runner) if isinstance(runner, GPUModelRunner) else [],
     )
+
+
+def _steps(runner: GPUModelRunner) -> list[StepTime]:
+    """Return the times of decode steps on the runner's card; none if they are unknown."""
+    card = target.card_of(runner.device)
+    is_shared = runner.config.parallel.num_workers > 1
+    if not card.bandwidth or is_shared or not runner.backend.supports_graphs:
+        return []
+    num_tokens = min(STEP_TOKENS, runner.max_model_len)
+    with Weightless(runner.device):
+        return [
+            step_cost.time_on(card, step_cost.decode_step(runner, num_rows, num_tokens), num_rows)
+            for num_rows in STEP_ROWS
+            if num_rows <= runner.max_num_seqs
+        ]
 
 
 def predict(runner: ModelRunner) -> MemorySizes | None:
     """Return the sizes of a runner before it loads its model; None if they are unknown."""
-    config = runner.config
-    if runner.device.type == "cuda":
-        config = config.replace(attention_backend="torch_sdpa")
     try:
-        return _sizes(load(type(runner), config, runner.spec, runner.device, runner.parallel))
+        return _sizes(
+            load(type(runner), runner.config, runner.spec, runner.device, runner.parallel)
+        )
     except ConfigError:  # loading reports it
         return None
     except Exception as error:  # a plan must never stop a server

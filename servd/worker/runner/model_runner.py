@@ -31,7 +31,7 @@ from servd.worker.batch.decode_inputs import DecodeBuffers
 from servd.worker.batch.draft_chain import Chain, Drafter
 from servd.worker.batch.input_batch import InputBatch, gather_rows
 from servd.worker.batch.request_states import RequestStates
-from servd.worker.device.device import total_memory, upload
+from servd.worker.device.device import upload
 from servd.worker.device.parallel import Parallel
 from servd.worker.kv import kv_cache, kv_groups
 from servd.worker.kv.block_store import BlockStore
@@ -39,8 +39,10 @@ from servd.worker.layers import state
 from servd.worker.layers.attention import ForwardContext, spec_of
 from servd.worker.loading import model_loader
 from servd.worker.lora.adapters import AdapterSlots, check_modules
+from servd.worker.ops import target
 from servd.worker.output_heads import StepPart
 from servd.worker.runner.isolation import Failures, forward_apart
+from servd.worker.sample.logit_edits import Bitmasks
 from servd.worker.sample.sampled_tokens import SampledTokens
 from servd.worker.sample.sampler import Sampler, SamplerOutput
 from servd.worker.sample.verification import SpecDecodeMetadata
@@ -197,7 +199,7 @@ class ModelRunner(ABC):
         if option != "auto" or quantization_of(self.spec.folder) is None:
             return option
         num_bytes = sum(weight.nbytes for _, weight in self.model.named_parameters())
-        fits = num_bytes <= MOST_WIDENED * total_memory(self.device)
+        fits = num_bytes <= MOST_WIDENED * target.card_of(self.device).memory
         return "auto" if fits else "never"
 
     def _make_adapters(self) -> AdapterSlots | None:
@@ -467,18 +469,18 @@ class ModelRunner(ABC):
         token_ids = [i if 0 <= i < vocab_size else 0 for i in request.token_ids]
         self.states.add(msgspec.structs.replace(request, token_ids=token_ids))
 
-    def _unpack(self, bitmask: GrammarOutput, batch: InputBatch) -> torch.Tensor:
-        """Return bitmasks, int32 [m, ceil(vocab / 32)]; all bits set for rows without a grammar."""
+    def _unpack(self, bitmask: GrammarOutput, batch: InputBatch) -> Bitmasks:
         words = np.frombuffer(bitmask.bitmask, dtype=np.int32).reshape(len(bitmask.indices), -1)
         counts = batch.num_drafts[batch.sample_rows] + 1
-        unpacked = np.full((counts.sum(), words.shape[1]), -1, dtype=np.int32)
+        rows = np.full(counts.sum(), -1, dtype=np.int32)
         firsts = dict(
             zip(batch.sample_rows.tolist(), (counts.cumsum() - counts).tolist(), strict=True)
         )
-        for index, offset, allowed in zip(bitmask.indices, bitmask.offsets, words, strict=True):
+        places = zip(bitmask.indices, bitmask.offsets, strict=True)
+        for number, (index, offset) in enumerate(places):
             if index in firsts:  # rows that do not end their prompt sample no token
-                unpacked[firsts[index] + offset] = allowed
-        return upload(unpacked, self.device)
+                rows[firsts[index] + offset] = number
+        return Bitmasks(upload(words.copy(), self.device), upload(rows, self.device))
 
     # ---- what the device decides ----
 

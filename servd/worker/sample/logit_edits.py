@@ -1,8 +1,10 @@
 """LogitEdits: the changes of logits in one fused pass, which also finds their maximum."""
 
 from dataclasses import dataclass
+from typing import NamedTuple, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 IN_PROMPT = 1 << 30  # bit of a count: the token occurs in the prompt
@@ -31,6 +33,20 @@ class Penalized:
         return slots
 
 
+class Bitmasks(NamedTuple):
+    """The allowed tokens of rows, as in `bitmask.py`."""
+
+    words: Tensor  # int32 [masks, ceil(vocab / 32)]
+    rows: Tensor  # int32 [n]: the number of each row's mask; -1: the row may have any token
+
+    def of_rows(self, index: Tensor) -> Self:
+        return self._replace(rows=self.rows[index])
+
+    def expand(self) -> Tensor:
+        """Return a mask for every row, int32 [n, ceil(vocab / 32)]."""
+        return F.pad(self.words, (0, 0, 0, 1), value=-1)[self.rows]
+
+
 @dataclass(slots=True)
 class LogitEdits:
     """The edits of logits, filled in by logits processors. Biases are added first, then tokens are
@@ -38,14 +54,16 @@ class LogitEdits:
     """
 
     biased: Biased | None = None
-    bitmask: Tensor | None = None  # [n, ceil(vocab / 32)] int32 as in `bitmask.py`; not written to
+    bitmasks: Bitmasks | None = None  # not written to
     penalized: Penalized | None = None
 
     def writable_bitmask(self, logits: Tensor) -> Tensor:
-        """Return a copy of the bitmask for logits [n, vocab]; all bits are set if it is missing."""
-        if self.bitmask is None:
+        """Return a mask for every row of logits [n, vocab]: int32 [n, ceil(vocab / 32)]."""
+        if self.bitmasks is None:
             shape = len(logits), -(-logits.shape[1] // 32)
-            self.bitmask = torch.full(shape, -1, dtype=torch.int32, device=logits.device)
+            words = torch.full(shape, -1, dtype=torch.int32, device=logits.device)
         else:
-            self.bitmask = self.bitmask.clone()
-        return self.bitmask
+            words = self.bitmasks.expand()
+        rows = torch.arange(len(logits), dtype=torch.int32, device=logits.device)
+        self.bitmasks = Bitmasks(words, rows)
+        return words

@@ -30,7 +30,7 @@ from servd.messages.params import MAX_LOGPROBS, LogprobsMode, SamplingParams
 from servd.worker.device.device import upload
 from servd.worker.sample import logits_processors, ops
 from servd.worker.sample.fixed_point import MAX_VOCAB_SIZE
-from servd.worker.sample.logit_edits import LogitEdits
+from servd.worker.sample.logit_edits import Bitmasks, LogitEdits
 from servd.worker.sample.logits_processors import LogitsProcessor, SlotRequest
 from servd.worker.sample.logprobs import LogprobsTensors, SampledLogprobs
 from servd.worker.sample.sampling_metadata import SamplingMetadata
@@ -130,6 +130,7 @@ class Sampler:
             {"top_p": 0.9},
             {"top_k": 50},
             {"min_p": 0.1},
+            {"logit_bias": {0: 1.0}, "repetition_penalty": 1.1},  # in one pass
         ]
         featured = [dict(processor.example) for _, processor in self.processors]
         return [SamplingParams(seed=0, **fields) for fields in [*plain, *featured]]
@@ -188,7 +189,7 @@ class Sampler:
         self,
         logits: Tensor,
         metadata: SamplingMetadata,
-        bitmask: Tensor | None = None,
+        bitmasks: Bitmasks | None = None,
         drafts: SpecDecodeMetadata | None = None,
     ) -> SamplerOutput:
         """Sample one token per row. A request with drafts has one more row for each draft.
@@ -196,12 +197,11 @@ class Sampler:
         Args:
             logits: [n, vocab] float32 or narrower; overwritten. A row without a finite maximum (all
                 -inf, +inf, NaN) yields its argmax, greedy or not, and does not affect other rows.
-            bitmask: [n, ceil(vocab / 32)] int32 on the device, bit set = allowed; all -1 in rows
-                without a grammar.
+            bitmasks: of the rows with a grammar, on the device.
             drafts: the drafts of a step with drafts; then n is `SpecDecodeMetadata`'s m.
         """
         used = int(np.bitwise_or.reduce(metadata.features))
-        if used & ~(RANDOM | FILTERED) or bitmask is not None:
+        if used & ~(RANDOM | FILTERED):  # a mask rounds nothing
             logits = logits.float()
         reported_rows = metadata.subset(LOGPROBS) if used & LOGPROBS else None
         reported = None  # logits to report, of requesting rows; of all rows, if `order` may change
@@ -209,9 +209,9 @@ class Sampler:
         if reported_rows is not None and not self.tells_processed:
             reported = reported_rows.copy_of(logits) if in_order else logits.clone()
         if drafts is not None and used & self.stateful:
-            token_ids = self._choose_in_turn(logits, metadata, bitmask, drafts)
+            token_ids = self._choose_in_turn(logits, metadata, bitmasks, drafts)
         else:
-            token_ids = self._choose(logits, metadata, bitmask)
+            token_ids = self._choose(logits, metadata, bitmasks)
         if reported_rows is not None and reported is None:
             reported = reported_rows.copy_of(logits) if in_order else logits
         best = logits.gather(1, token_ids.unsqueeze(1))
@@ -236,13 +236,13 @@ class Sampler:
         self,
         logits: Tensor,
         metadata: SamplingMetadata,
-        bitmask: Tensor | None,
+        bitmasks: Bitmasks | None,
         is_kept: Tensor | None = None,
     ) -> Tensor:
         """Return sampled tokens [n]. Rows that are not `is_kept`, [n] bool, change no state."""
         used = int(np.bitwise_or.reduce(metadata.features))
         active = [(bit, p, metadata.subset(bit)) for bit, p in self.processors if used & bit]
-        edits = LogitEdits(bitmask=bitmask)
+        edits = LogitEdits(bitmasks=bitmasks)
         for _, processor, rows in active:
             if processor.order < LATE:
                 processor.apply(logits, rows, edits)
@@ -270,7 +270,7 @@ class Sampler:
         self,
         logits: Tensor,
         metadata: SamplingMetadata,
-        bitmask: Tensor | None,
+        bitmasks: Bitmasks | None,
         drafts: SpecDecodeMetadata,
     ) -> Tensor:
         """Sample rows whose processors depend on earlier drafts: draft by draft in all rows."""
@@ -284,7 +284,7 @@ class Sampler:
                 metadata.host_slots[tokens],
                 metadata.features[tokens],
             )
-            masks = None if bitmask is None else bitmask[index]
+            masks = None if bitmasks is None else bitmasks.of_rows(index)
             row_logits = logits[index]
             choices = self._choose(row_logits, part, masks, is_kept[row])
             token_ids[index] = choices

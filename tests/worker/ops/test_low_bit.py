@@ -90,7 +90,7 @@ def test_products_of_a_matrix(name: str, num_rows: int, monkeypatch: pytest.Monk
     bias = torch.randn(weight.shape[0]).to(x.dtype)
     factor = 1.0 if num_rows == 20 else 2.0**-10  # float16's range
     weight = weight.dequantize() * factor
-    matrix.tensors["factor"].mul_(factor)
+    matrix.tiles.factor.mul_(factor)
     got = matrix.multiply(x, bias)
     assert got.dtype == x.dtype and got.shape == (num_rows, len(weight))
     check(got, x, weight, bias)
@@ -141,7 +141,7 @@ def test_products_of_experts(name: str, counts: list[int], monkeypatch: pytest.M
     methods = []
     for number, weight in enumerate(weights):
         matrix = tiled(weight)
-        matrix.tensors["factor"].mul_(2.0**-10)
+        matrix.tiles.factor.mul_(2.0**-10)
         matrix.move(
             lambda *args, at=number: stack.part(args[0], at, *args[1:], torch.device("cpu"))
         )

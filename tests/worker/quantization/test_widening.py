@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from servd.base.cards import Card
 from servd.checkpoint.model_spec import read_spec
 from servd.worker.device.parallel import Parallel
 from servd.worker.layers import _matrix
@@ -17,7 +18,6 @@ from servd.worker.layers.quantized import Quantized, QuantizedMatrix
 from servd.worker.layers.weight_stack import WeightStack
 from servd.worker.loading.model_loader import build_model
 from servd.worker.ops import target
-from servd.worker.runner import model_runner
 from servd.worker.runner.model_runner import ModelRunner
 from tests.worker.driver import config_for
 from tests.worker.quantization import checkpoints
@@ -145,7 +145,7 @@ def test_auto_widens_only_what_fits(
     tiny_qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: int, widening: str
 ):
     checkpoints.write(tiny_qwen, tmp_path, {"quant_method": "awq"}, lambda stem, weight: None)
-    monkeypatch.setattr(model_runner, "total_memory", lambda device: memory)
+    monkeypatch.setattr(target, "card_of", lambda device: Card(memory=memory))
     config = config_for(tmp_path)
     spec = read_spec(tmp_path)
     model = build_model(spec, torch.float16, torch.device("cpu"), Parallel())

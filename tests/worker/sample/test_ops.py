@@ -9,7 +9,7 @@ import torch
 
 from servd.worker.sample import ops
 from servd.worker.sample.fixed_point import MAX_VOCAB_SIZE, WEIGHT_ONE
-from servd.worker.sample.logit_edits import IN_PROMPT, Biased, LogitEdits, Penalized
+from servd.worker.sample.logit_edits import IN_PROMPT, Biased, Bitmasks, LogitEdits, Penalized
 
 MODULES = [module.name for module in pkgutil.iter_modules(ops.__path__)]
 SHAPES = [(1, 7), (3, 100), (2, 5000)]  # the last one is more than one block of a kernel
@@ -116,7 +116,7 @@ def test_shift_equals_float64(module, shape, has_bias, masked, rows, device):
     rng = np.random.default_rng(vocab)
     logits = random_logits(shape, device)
     exact = logits.double().cpu().numpy()
-    biased = bitmask = penalized = None
+    biased = bitmasks = penalized = None
     if has_bias:
         biased, dense = random_biases(shape, vocab, device)
         exact = exact + dense
@@ -124,7 +124,10 @@ def test_shift_equals_float64(module, shape, has_bias, masked, rows, device):
         allowed = rng.random((n, -(-vocab // 32) * 32)) < 0.5
         allowed[:, vocab // 2] = True
         words = np.packbits(allowed, axis=1, bitorder="little").view("<i4")
-        bitmask = torch.from_numpy(words.copy()).to(device)
+        mask_rows = rng.permutation(np.arange(-1, n - 1))  # one row has no grammar
+        words = torch.from_numpy(words.copy()).to(device)
+        bitmasks = Bitmasks(words, torch.from_numpy(mask_rows.astype(np.int32)).to(device))
+        allowed = allowed[mask_rows] | (mask_rows == -1)[:, None]
         exact = np.where(allowed[:, :vocab], exact, -np.inf)
     if rows is not None:
         penalized_rows = np.arange(n) if rows == "all" else np.array([n - 1])
@@ -146,9 +149,25 @@ def test_shift_equals_float64(module, shape, has_bias, masked, rows, device):
         penalized = Penalized(
             index, torch.from_numpy(slots).to(device), counts, torch.from_numpy(factors).to(device)
         )
-    best = module.edit_logits(logits, LogitEdits(biased, bitmask, penalized))
+    best = module.edit_logits(logits, LogitEdits(biased, bitmasks, penalized))
     np.testing.assert_allclose(logits.cpu().numpy(), exact, rtol=1e-5, atol=1e-5)
     assert best.tolist() == logits.argmax(-1).tolist()
+
+
+@each_shape
+def test_a_mask_of_narrow_logits_changes_its_row_alone(module, shape, device):
+    if module.__name__.endswith("native"):
+        pytest.skip("logits of a CPU's kernels have 32 bits")
+    logits = random_logits(shape, device).half()
+    exact = logits.clone()
+    words = torch.zeros(1, -(-shape[1] // 32), dtype=torch.int32, device=device)
+    words[0, 0] = 8
+    rows = torch.full((shape[0],), -1, dtype=torch.int32, device=device)
+    rows[-1] = 0
+    best = module.edit_logits(logits, LogitEdits(bitmasks=Bitmasks(words, rows)))
+    exact[-1] = -torch.inf
+    exact[-1, 3] = logits[-1, 3]
+    assert torch.equal(logits, exact) and best.tolist() == exact.argmax(-1).tolist()
 
 
 @each_shape

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from servd.messages.params import SamplingParams
+from servd.worker.sample.logit_edits import Bitmasks
 from servd.worker.sample.sampler import Sampler
 from tests.worker.sample.reference import distribution
 
@@ -28,12 +29,12 @@ def logits_at(seed: int, rows: int = 1, vocab_size: int = VOCAB) -> torch.Tensor
 
 
 def sample(
-    sampler: Sampler, logits: torch.Tensor, slots: list[int], positions: list[int], bitmask=None
+    sampler: Sampler, logits: torch.Tensor, slots: list[int], positions: list[int], bitmasks=None
 ) -> list[int]:
     output = sampler(
         logits.clone(),
         sampler.make_metadata(torch.tensor(slots), slots, torch.tensor(positions)),
-        bitmask,
+        bitmasks,
     )
     return output.token_ids.tolist()
 
@@ -263,13 +264,13 @@ def test_a_grammar_bitmask_joins_allowed_tokens_and_bias():
     words = np.zeros((1, 2), dtype=np.uint32)
     for token in grammar:
         words[0, token // 32] |= np.uint32(1 << token % 32)
-    bitmask = torch.from_numpy(np.repeat(words, 3, axis=0).view(np.int32))
-    bitmask[2] = -1
+    rows = torch.tensor([0, 0, -1], dtype=torch.int32)
+    bitmasks = Bitmasks(torch.from_numpy(words.view(np.int32)), rows)
     sampler.add(0, SamplingParams(seed=1, logit_bias={6: 100.0}), [1], [], EOS)
     sampler.add(1, SamplingParams(seed=1, allowed_token_ids=[6, 33]), [1], [], EOS)
     sampler.add(2, SamplingParams(seed=1, logit_bias={6: 100.0}), [1], [], EOS)
     drawn = [
-        sample(sampler, logits_at(0, rows=3), [0, 1, 2], [position] * 3, bitmask)
+        sample(sampler, logits_at(0, rows=3), [0, 1, 2], [position] * 3, bitmasks)
         for position in range(200)
     ]
     by_row = [set(tokens) for tokens in zip(*drawn, strict=True)]
@@ -345,12 +346,13 @@ def test_cuda_draws_the_same_tokens_and_never_waits(sync_mode):
         steps = [
             (logits_at(i, rows=len(params)).to(device), on_device * 0 + 3 + i) for i in range(20)
         ]
-        bitmask = torch.full((len(params), 2), -1, dtype=torch.int32, device=device)
+        words = torch.full((len(params), 2), -1, dtype=torch.int32, device=device)
+        bitmasks = Bitmasks(words, on_device.int())
         for slot, p in enumerate(params):
             sampler.add(slot, p, [1, 2, 3], [], EOS)
         with sync_mode("error" if device.type == "cuda" else "default"):
             outputs = [
-                sampler(logits, sampler.make_metadata(on_device, slots, positions), bitmask)
+                sampler(logits, sampler.make_metadata(on_device, slots, positions), bitmasks)
                 for logits, positions in steps
             ]
         tokens.append([output.token_ids.tolist() for output in outputs])

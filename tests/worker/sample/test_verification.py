@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from servd.config.speculative import SpeculativeConfig
 from servd.messages.params import ReasoningTags, SamplingParams
+from servd.worker.sample.logit_edits import Bitmasks
 from servd.worker.sample.sampler import Sampler, SamplerOutput
 from servd.worker.sample.verification import SpecDecodeMetadata
 
@@ -106,7 +107,9 @@ def step(
         sampler.make_metadata(
             torch.tensor(slots), slots, torch.tensor([len(tokens) for tokens in before])
         ),
-        torch.tensor(masks, dtype=torch.int32) if any(row.has_grammar for row in rows) else None,
+        Bitmasks(torch.tensor(masks, dtype=torch.int32), torch.arange(len(masks)).int())
+        if any(row.has_grammar for row in rows)
+        else None,
         SpecDecodeMetadata(np.array(counts) - 1, draft_ids, False, padded) if any(drafts) else None,
     )
     kept = [0] * len(rows) if output.num_kept is None else output.num_kept.tolist()

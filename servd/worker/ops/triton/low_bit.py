@@ -19,32 +19,32 @@ MIN_PROGRAMS = 256  # that fill a GPU
 
 def product(
     x: Tensor,
-    tensors: dict[str, Tensor],
+    tiles: tuple[Tensor, Tensor, Tensor],
     biases: Tensor | None,
     constants: dict[str, Any],
     index: Tensor | None = None,
     starts: Tensor | None = None,
 ) -> Tensor:
-    """Return x @ matrix.T + bias, or with `starts`, the products of `GroupedQuantMethod`. `tensors`
-    are those of a TiledMatrix, `constants` of its Storage.
+    """Return x @ matrix.T + bias, or with `starts`, the products of `GroupedQuantMethod`. `tiles`:
+    see `cuda_matrix.Tiles`; `constants`: of its Storage.
     """
     x = x if x.stride(1) == 1 else x.contiguous()
     num_rows = len(x) if index is None else len(index)
-    num_outputs = tensors["factor"].shape[-1]
-    num_experts = 1 if starts is None else len(tensors["factor"])
+    out_features = tiles[2].shape[-1]
+    num_experts = 1 if starts is None else len(tiles[2])
     max_rows = max(16, triton.next_power_of_2(num_rows // num_experts))
     rows = columns = num_tiles = 0
     for rows, columns in TILES:
         num_tiles = -(-num_rows // rows) if starts is None else num_rows // rows + num_experts
-        if rows <= max_rows and -(-num_outputs // columns) * num_tiles >= MIN_PROGRAMS:
+        if rows <= max_rows and -(-out_features // columns) * num_tiles >= MIN_PROGRAMS:
             break
-    out = x.new_empty(num_rows, num_outputs)
-    pointers = out, x, index, starts, tensors["codes"], tensors["scale"], tensors["factor"], biases
-    low_bit_kernel[triton.cdiv(num_outputs, columns), num_tiles](
+    out = x.new_empty(num_rows, out_features)
+    pointers = out, x, index, starts, *tiles, biases
+    low_bit_kernel[triton.cdiv(out_features, columns), num_tiles](
         *pointers,
         num_experts,
         num_rows,
-        num_outputs,
+        out_features,
         x.shape[1],
         x.stride(0),
         **constants,
@@ -116,7 +116,7 @@ def low_bit_kernel(  # noqa: PLR0915
     bias_ptr,
     num_experts,
     num_rows,
-    num_outputs,
+    out_features,
     size,
     x_stride,
     STORAGE: tl.constexpr,
@@ -162,9 +162,9 @@ def low_bit_kernel(  # noqa: PLR0915
             row_of_x = tl.load(index_ptr + row, mask=row < end, other=0)
         x_row = x_ptr + row_of_x.to(tl.int64)[None, :] * x_stride
         column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-        in_columns = column < num_outputs
+        in_columns = column < out_features
         # Panels are whole in memory: read the last again instead of what is behind it.
-        num_panels = tl.cdiv(num_outputs, PANEL)
+        num_panels = tl.cdiv(out_features, PANEL)
         panel = (expert * num_panels + tl.minimum(column // PANEL, num_panels - 1)).to(tl.int64)
         lane = column % PANEL
         turns = tl.cdiv(size, DEPTH)
@@ -198,13 +198,13 @@ def low_bit_kernel(  # noqa: PLR0915
                     total += (sums if ROWS < 64 else tl.sum(sums, 0)[None, :]) * half_of(pair, 1)
                 else:
                     total += part * half_of(tl.load(at_turn + group // 2 * PANEL), group)
-        of_expert = expert * num_outputs + column
+        of_expert = expert * out_features + column
         total *= tl.load(factor_ptr + of_expert, mask=in_columns, other=0.0)[:, None]
         if bias_ptr is not None:
             bias = tl.load(bias_ptr + of_expert, mask=in_columns, other=0.0)
             total += bias.to(tl.float32)[:, None]
         tl.store(
-            out_ptr + row.to(tl.int64)[None, :] * num_outputs + column[:, None],
+            out_ptr + row.to(tl.int64)[None, :] * out_features + column[:, None],
             total.to(out_ptr.dtype.element_ty),
             mask=in_rows & in_columns[:, None],
         )

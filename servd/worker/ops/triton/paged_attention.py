@@ -29,6 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from servd.worker.ops import target
 from servd.worker.ops._attention_batch import AttentionBatch
 from servd.worker.ops.triton.attend import (
     Keys,
@@ -73,7 +74,7 @@ class Tuning:
 
 
 @cache
-def tunings(head_dim: int, dtype: torch.dtype, device: torch.device) -> tuple[Tuning, Tuning]:
+def tunings(head_dim: int, dtype: torch.dtype, shared_memory: int) -> tuple[Tuning, Tuning]:
     """Return the tunings for decoding and for prompts.
 
     With 16 bits and two stages ahead, Hopper runs three decode programs at once, or one prompt
@@ -84,7 +85,7 @@ def tunings(head_dim: int, dtype: torch.dtype, device: torch.device) -> tuple[Tu
         few = Tuning(DECODE_LINES, 32 if head_dim <= 128 else 16, num_warps=4, num_stages=2)
         return few, replace(few, lines=32)
     tile_keys = max(8192 // max(head_dim, 64), 32)
-    if shared_memory(device) < 160_000:
+    if shared_memory < 160_000:
         decode = Tuning(DECODE_LINES, tile_keys, num_warps=4, num_stages=3)
         return decode, replace(decode, lines=64, tile_keys=min(tile_keys, 64))
     decode = Tuning(DECODE_LINES, tile_keys, num_warps=4, num_stages=5)
@@ -108,19 +109,9 @@ def split_queries(group: int) -> int:
     return min(MAX_SPLIT_QUERIES, max(DECODE_LINES // group, 1))
 
 
-@cache
 def num_sms(device: torch.device) -> int:
     """Return the number of multiprocessors; 1 in the interpreter, to test loops over pieces."""
-    if device.type != "cuda":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@cache
-def shared_memory(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 0
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    return target.card_of(device).num_sms
 
 
 @dataclass(frozen=True)
@@ -154,7 +145,7 @@ class PagedAttention:
 
     @property
     def tunings(self) -> tuple[Tuning, Tuning]:
-        return tunings(self.head_dim, self.dtype, self.device)
+        return tunings(self.head_dim, self.dtype, target.card_of(self.device).shared_memory)
 
     @property
     def tile_queries(self) -> int:

@@ -9,7 +9,7 @@ from servd.worker.sample.logits_processors._token_filter import TokenFilter
 from servd.worker.sample.sampling_metadata import SamplingMetadata
 
 LOWEST = -(2.0**11)  # below the maximum; further logits count as this one
-UNITS = 2**10  # in 1: sums of squares of 2**18 tokens fit in int64
+UNITS = 2**10  # in 1: sums of squares of 2**19 tokens fit in int64
 
 
 class TopNSigmaProcessor(TokenFilter):

@@ -22,8 +22,8 @@ class SamplingOps(Protocol):
     """
 
     def edit_logits(self, logits: Tensor, changes: LogitEdits) -> Tensor:
-        """Add biases, forbid tokens by the bitmask, penalize; in place. Logits without edits may be
-        of a narrower type.
+        """Add biases, forbid tokens by bitmasks, penalize; in place. Logits without biases and
+        penalties may be of a narrower type; on a CPU those without masks.
 
         Returns:
             [n] int64, the most probable token of each row: the first one that is NaN, or else the

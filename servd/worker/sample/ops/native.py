@@ -15,9 +15,11 @@ def edit_logits(logits: Tensor, changes: LogitEdits) -> Tensor:
         add_biases(logits, changes.biased)
     # Integers in float tensors, to be in a graph's buffers.
     best = torch.empty(2 * len(logits)).view(torch.int64)
-    bitmask = changes.bitmask
+    masked = (None, 0, 0)
+    if changes.bitmasks is not None:
+        words = changes.bitmasks.expand()
+        masked = (words, *words.shape)
     penalized = changes.penalized
-    masked = (None, 0, 0) if bitmask is None else (bitmask.contiguous(), *bitmask.shape)
     penalties = (None, 0, None, None)
     if penalized is not None:
         counts = penalized.counts

@@ -18,8 +18,8 @@ DIGITS = ((20, 11), (10, 10), (0, 10))
 def edit_logits(logits: Tensor, changes: LogitEdits) -> Tensor:
     if changes.biased is not None:
         add_biases(logits, changes.biased)
-    if changes.bitmask is not None:
-        apply_bitmask(logits, changes.bitmask)
+    if changes.bitmasks is not None:
+        apply_bitmask(logits, changes.bitmasks.expand())
     if (penalized := changes.penalized) is not None:
         logits[penalized.rows] = _penalize(logits[penalized.rows], penalized)
     return logits.argmax(dim=-1)

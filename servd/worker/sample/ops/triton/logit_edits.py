@@ -14,13 +14,15 @@ ENTRIES = 256
 LAST = 2**31 - 1
 
 
-@triton.jit
+# Another stride, such as that of a single row of a padded vocabulary, is no other kernel.
+@triton.jit(do_not_specialize=["row_stride"])
 def edit_logits_kernel(
     logits_ptr,
     starts_ptr,
     ids_ptr,
     biases_ptr,
-    bitmask_ptr,
+    words_ptr,
+    mask_rows_ptr,
     slots_ptr,
     counts_ptr,
     factors_ptr,
@@ -50,8 +52,10 @@ def edit_logits_kernel(
             tl.store(named_at, tl.load(named_at, mask=is_here, other=0.0) + bias, mask=is_here)
         tl.debug_barrier()  # other threads of this program load what was stored
     x = tl.load(logit_at, mask=valid, other=float("-inf")).to(tl.float32)
-    if bitmask_ptr is not None:
-        word = tl.load(bitmask_ptr + row * words + token // 32, mask=valid, other=0)
+    if words_ptr is not None:
+        mask = tl.load(mask_rows_ptr + row)
+        is_masked = token < tl.where(mask >= 0, vocab, 0)
+        word = tl.load(words_ptr + mask * words + token // 32, mask=is_masked, other=-1)
         x = tl.where(((word >> (token % 32)) & 1) != 0, x, float("-inf"))
     if slots_ptr is not None:
         slot = tl.load(slots_ptr + row)
@@ -65,8 +69,10 @@ def edit_logits_kernel(
         num_outputs = (count & COUNT_BITS).to(tl.float32)
         x = x * tl.where(count == 0, 1.0, factor) - frequency * num_outputs
         x -= tl.where(num_outputs > 0, presence, 0.0)
-    if bitmask_ptr is not None or slots_ptr is not None:
+    if slots_ptr is not None:
         tl.store(logit_at, x, mask=valid)
+    elif words_ptr is not None:
+        tl.store(logit_at, x.to(logits_ptr.dtype.element_ty), mask=is_masked)
     # An integer in the order of (logit, -token): NaN is greatest, the two zeros are equal.
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
     key = tl.where(x != x, LAST, bits ^ ((bits >> 31) & LAST))
@@ -126,32 +132,33 @@ def best_of_blocks(logits: Tensor, changes: LogitEdits) -> Tensor:
     """Return integers, int64 [n, blocks], each the block's maximum in the order (logit, -token)."""
     num_rows, vocab = logits.shape
     biased = changes.biased
-    bitmask = changes.bitmask
     penalized = changes.penalized
-    starts = token_ids = biases = slots = counts = factors = None
+    starts = token_ids = biases = words = mask_rows = slots = counts = factors = None
     if biased is not None:
         starts = biased.starts
         token_ids = biased.token_ids
         biases = biased.biases
+    if changes.bitmasks is not None:
+        words, mask_rows = changes.bitmasks
     if penalized is not None:
         slots = penalized.slot_of_each(num_rows)
         counts = penalized.counts
         factors = penalized.factors
     best = torch.empty(num_rows, triton.cdiv(vocab, BLOCK), dtype=torch.int64, device=logits.device)
-    words = 0 if bitmask is None else bitmask.shape[1]
     edit_logits_kernel[best.shape](
         logits,
         starts,
         token_ids,
         biases,
-        bitmask,
+        words,
+        mask_rows,
         slots,
         counts,
         factors,
         best,
         vocab,
         logits.stride(0),
-        words,
+        0 if words is None else words.shape[1],
         IN_PROMPT - 1,
         LAST,
         ENTRIES,

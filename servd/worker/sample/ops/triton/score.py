@@ -9,7 +9,7 @@ from torch import Tensor
 BLOCK = tl.constexpr(4096)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["row_stride"])
 def score_kernel(logits_ptr, token_ids_ptr, log_sums_ptr, counts_ptr, vocab, row_stride):
     """Compute, for BLOCK tokens of a row per program, the logarithm of the sum of exponentials, and
     the number of logits above the token's.
