@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from servd.worker.layers import packed
-from servd.worker.layers.cuda_matrix import Storage, TiledMatrix
-from servd.worker.layers.fp8_matrix import Fp8Matrix
+from servd.worker.layers.cuda_matrix import Fp8Matrix, Storage, TiledMatrix
 from servd.worker.layers.quantized import Quantized, QuantizedMatrix, stack
 from servd.worker.layers.weight import Copy, Weight
 from servd.worker.layers.weight_stack import WeightStack
@@ -23,8 +22,11 @@ from servd.worker.ops import target
 
 log = logging.getLogger("servd.worker")
 
-# Of `QuantizedMatrix` on CUDA: it moves about 40 bytes for a weight at each use, 16 bits are 2.
-SLOWDOWN = 20
+# `QuantizedMatrix` moves about 40 bytes for a weight at each use; 16 bits are 2.
+SLOW = (
+    "there is no CUDA kernel, and the 16-bit form does not fit or --widen-weights is never: about "
+    "20 times slower than 16 bit"
+)
 PACKABLE = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -184,8 +186,7 @@ class Matrix(Weight):
         method = self._stack(make) if self.quantized else make.dense(self.data)
         self.quantized = {}
         if self.place is not None and isinstance(method, Fp8Matrix):
-            whole = Quantized(method.weight, method.scale, None, method.weight.shape[1])
-            method = self._quant_method_of(whole, make)
+            method = quant_method_of(method.quantized, self.dtype)
         if isinstance(method, Dense):
             self._keep(method.weight)
         elif method is not None:
@@ -198,12 +199,6 @@ class Matrix(Weight):
             self._keep(self.data)
         elif self.device.type == "cpu":
             self.data = self.data.to(self.compute_dtype, copy=True)  # releases the mapped file
-
-    def _quant_method_of(self, quantized: Quantized, make: MakeQuantMethod) -> QuantMethod:
-        is_expert = self.place is not None
-        return quant_method_of(
-            quantized, self.data.dtype, make.x_dtype, make.widening, is_expert=is_expert
-        )
 
     def _keep(self, weight: Tensor) -> None:
         if self.place is not None:
@@ -227,7 +222,13 @@ class Matrix(Weight):
             if parts[0] in self.quantized:
                 # Pop the parts, so that each is freed once it is stacked.
                 quantized = stack([self.quantized.pop(part) for part in parts])
-                methods.append(self._quant_method_of(quantized, make))
+                multiplies_fp8 = self.place is None and make.widening != "always"
+                if multiplies_fp8 and Fp8Matrix.supports(quantized):
+                    log_product(quantized, "products of 8-bit floats, activations rounded by token")
+                    methods.append(Fp8Matrix(quantized.codes, quantized.scale.float()))
+                    continue
+                dtype = self.data.dtype
+                methods.append(quant_method_of(quantized, dtype, make.x_dtype, make.widening))
             else:
                 dense = self.data[first.start : last.stop]
                 kept = make.dense(dense)
@@ -259,41 +260,33 @@ def quant_method_of(
     dtype: torch.dtype,
     x_dtype: torch.dtype = torch.float32,
     widening: str = "auto",
-    is_expert: bool = False,
 ) -> QuantMethod:
     """Return the fastest quant method for quantized weights on their device.
 
-    `dtype`: the model's type, for unquantized parts; `is_expert`: whether the matrix is one of
-    several that are multiplied by one kernel; others: as in `MakeQuantMethod`.
+    `dtype`: the model's type, for unquantized parts; others: as in `MakeQuantMethod`.
     """
     if target.runs_native(quantized.codes.device):
         return packed.GroupedMatrix(quantized, x_dtype)
     if not target.runs_triton(quantized.codes.device):
         return QuantizedMatrix(quantized, dtype)
-    if widening != "always" and not is_expert and Fp8Matrix.supports(quantized):
-        _log_product(quantized.form, "products of 8-bit floats, activations rounded by token")
-        return Fp8Matrix(quantized.codes, quantized.scale.float())
     storage = Storage.of(quantized)
     if widening != "always" and storage is not None:
-        _log_product(quantized.form, "servd's kernel for packed weights")
+        log_product(quantized, "servd's kernel for packed weights")
         return TiledMatrix(quantized, storage)
     if widening != "never":
-        _log_product(quantized.form, f"dequantized to {str(dtype)[6:]}")
+        log_product(quantized, f"dequantized to {str(dtype)[6:]}")
         return Dense(quantized.widened(dtype))
-    _warn_of_slow_product(quantized.form)
+    log_product(quantized, SLOW, logging.WARNING)
     return QuantizedMatrix(quantized, dtype)
 
 
-@functools.cache  # once for a format
-def _log_product(form: str, product: str) -> None:
-    log.info("weights of %s: %s", form, product)
+def log_product(quantized: Quantized, product: str, level: int = logging.INFO) -> None:
+    table = "int8" if quantized.table is None else "4 bits"
+    codes = "fp8" if quantized.codes.dtype.is_floating_point else table
+    size = "rows" if quantized.scale.shape[1] == 1 else str(quantized.group_size)
+    _log_once(f"weights of {codes} in groups of {size}: {product}", level)
 
 
 @functools.cache
-def _warn_of_slow_product(form: str) -> None:
-    log.warning(
-        "weights of %s have no CUDA kernel, and their 16-bit form does not fit or --widen-weights "
-        "is never: about %d times slower than 16 bit",
-        form,
-        SLOWDOWN,
-    )
+def _log_once(text: str, level: int) -> None:
+    log.log(level, text)

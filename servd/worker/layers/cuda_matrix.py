@@ -1,4 +1,4 @@
-"""Quantized matrices in the order in which `ops/triton/low_bit.py` reads them on CUDA."""
+"""Quantized matrices on CUDA: packed for `ops/triton/low_bit.py`, or 8-bit floats as they are."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -8,35 +8,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from servd.worker.layers.quantized import ROWS, Quantized
+from servd.worker.layers.quantized import FP4, ROWS, Quantized
 from servd.worker.layers.weight_stack import WeightStack
+from servd.worker.ops import target
 
+LARGEST = torch.finfo(torch.float8_e4m3fn).max
+MULTIPLE = 16  # tensor cores need multiples of this in both sizes of a matrix of 8-bit floats
+LEAST_CAPABILITY = (9, 0)  # Hopper
 PANEL = 64  # rows that are adjacent in memory
 WHOLE_ROW = 1 << 20  # the group size of a scale per row: more than any row has
 SHIFTS = range(-16, 1)  # values of the code 0 of int4 that the kernel adds exactly
-FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
 class Storage(NamedTuple):
-    """What codes and scales mean.
-
-    Args:
-        name: int4, fp4, int8 or fp8.
-        group_size: weights of a row that share a scale.
-        has_offset: whether a weight is value * scale + offset, and not value * scale.
-        shift: value of the code 0 of integers.
-        pieces: parts of a turn's columns. A word of 32 bits has two neighbors of each.
-        depth: columns of a turn. A piece has one group, or a part of a group.
-        groups: of a turn; 1 if a group has several turns.
+    """What codes and scales mean. A turn of the kernel has `depth` columns in as many `pieces` as
+    a word of 32 bits has pairs of codes. A piece has one group, or a part of a group.
     """
 
-    name: str
-    group_size: int
-    has_offset: bool
-    shift: int
+    name: str  # int4, fp4, int8 or fp8
+    group_size: int  # weights of a row that share a scale
+    has_offset: bool  # whether a weight is value * scale + offset, and not value * scale
+    shift: int  # value of the code 0 of integers
     pieces: int
     depth: int
-    groups: int
+    groups: int  # of a turn; 1 if a group has several turns
 
     @classmethod
     def of(cls, quantized: Quantized) -> Self | None:
@@ -228,3 +223,64 @@ def _pack_scales(part: Quantized, storage: Storage, num_scales: int) -> tuple[Te
     # [panels, 64, turns, words, 2] -> [panels, turns, words, 64, 2]
     pairs = halves.flatten(1).unflatten(1, (num_scales, -1, 2)).unflatten(0, (-1, PANEL))
     return pairs.permute(0, 2, 3, 1, 4).contiguous().view(torch.int32).squeeze(-1), factor
+
+
+class Fp8Matrix:
+    """A matrix float8_e4m3fn [out, in] with a scale per row, float32 [out, 1], multiplied without
+    conversion, with sums in float32 and a bfloat16 result.
+    """
+
+    def __init__(self, weight: Tensor, scale: Tensor) -> None:
+        self.weight = weight
+        self.scale = scale
+        self.round_rows = round_rows
+        # torch would run seven kernels for each product.
+        if target.runs_triton(weight.device):
+            from servd.worker.ops.triton.round_rows import round_rows as fused
+
+            self.round_rows = fused
+        self.nbytes = self.weight.nbytes + self.scale.nbytes
+
+    @staticmethod
+    def supports(quantized: Quantized) -> bool:
+        """Return whether the device multiplies such matrices."""
+        return (
+            quantized.codes.dtype == torch.float8_e4m3fn
+            and quantized.scale.shape[1] == 1
+            and not any(size % MULTIPLE for size in quantized.shape)
+            and target.capability(quantized.codes.device) >= LEAST_CAPABILITY
+        )
+
+    @property
+    def quantized(self) -> Quantized:
+        return Quantized(self.weight, self.scale, None, self.weight.shape[1])
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        # A compiler fuses the plain version with the norm or the gate before it.
+        rounded, scale = round_rows(x) if torch.compiler.is_compiling() else self.round_rows(x)
+        by_row = F.ScalingType.RowWise
+        adds_bias = bias is not None and bias.dtype == torch.bfloat16
+        out = F.scaled_mm(
+            rounded,
+            self.weight.t(),
+            scale,
+            by_row,
+            self.scale.t(),
+            by_row,
+            bias=bias if adds_bias else None,
+            output_dtype=torch.bfloat16,
+            # Sums of some products in fewer bits: else Hopper's tensor cores wait for other units.
+            use_fast_accum=True,
+        )
+        out = out.to(x.dtype)
+        return out if bias is None or adds_bias else out + bias
+
+    def rows(self, index: Tensor) -> Tensor:
+        return self.weight[index].float() * self.scale[index]
+
+
+def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return x [n, size] as 8-bit floats, and the factor of each row, float32 [n, 1]."""
+    wide = x.float()
+    scale = wide.abs().amax(dim=1, keepdim=True).clamp_(min=1e-12) / LARGEST
+    return (wide / scale).to(torch.float8_e4m3fn), scale

@@ -12,6 +12,8 @@ from torch import Tensor
 
 ROWS = 1024  # dequantized at once
 FACTOR_SIZE = 256  # numbers of a row that share a factor
+# Numbers of 4 bits: a sign, two bits of exponent, and one of mantissa.
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 LAYER = re.compile(r"(?:^|\.)(\d+)\.")  # the first number in a tensor's name
 
 
@@ -60,14 +62,6 @@ class Quantized:
         order = None if columns is None or columns.is_meta else tuple(columns.tolist())
         of_codes = self.codes.dtype, self.num_bits, self.table, order
         return *of_codes, self.scale.dtype, has_offset, self.group_size
-
-    @property
-    def form(self) -> str:
-        """The format in words."""
-        integers = "int8" if self.table is None else "4 bits"
-        codes = "fp8" if self.codes.dtype.is_floating_point else integers
-        size = "rows" if self.scale.shape[1] == 1 else self.group_size
-        return f"{codes} in groups of {size}"
 
     def table_on_device(self) -> Tensor | None:
         """Return the table, float32 [16], on the device of the codes."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from servd.base.errors import ConfigError, UnsupportedModel
 from servd.worker.layers._matrix import QuantMethod
-from servd.worker.layers.fp8_matrix import LEAST_CAPABILITY, MULTIPLE, Fp8Matrix, round_rows
+from servd.worker.layers.cuda_matrix import LEAST_CAPABILITY, MULTIPLE, Fp8Matrix, round_rows
 from servd.worker.layers.quantized import NamedTensors, Quantized
 from servd.worker.ops import target
 from servd.worker.quantization._packed import Module, floats, read_modules, take
@@ -57,10 +57,10 @@ def check_device(device: torch.device) -> None:
 def read(files: list[Path], config: dict[str, Any], device: torch.device) -> NamedTensors:
     """Yield a checkpoint's tensors. Activations are not rounded."""
     block = config.get("weight_block_size", [128, 128])
-    return read_modules(files, functools.partial(_weight, block, device))
+    return read_modules(files, functools.partial(decode, block, device))
 
 
-def _weight(
+def decode(
     block: list[int] | None, device: torch.device, name: str, module: Module
 ) -> Quantized | None:
     """Return `weight` float8_e4m3fn [out, in] with its factors: `weight_scale` of the matrix or of

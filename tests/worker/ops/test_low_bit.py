@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from servd.worker.layers.cuda_matrix import FP4, Storage, TiledExperts, TiledMatrix
-from servd.worker.layers.quantized import Quantized
+from servd.worker.layers.cuda_matrix import Storage, TiledExperts, TiledMatrix
+from servd.worker.layers.quantized import FP4, Quantized
 from servd.worker.layers.weight_stack import WeightStack
 from servd.worker.quantization.gguf import BLOCKS, IQ4_NL
 

@@ -13,7 +13,7 @@ from servd.checkpoint.model_spec import read_spec
 from servd.worker.device.parallel import Parallel
 from servd.worker.layers import _matrix
 from servd.worker.layers._matrix import MakeQuantMethod, Matrix, quant_method_of
-from servd.worker.layers.fp8_matrix import Fp8Matrix
+from servd.worker.layers.cuda_matrix import Fp8Matrix, TiledMatrix
 from servd.worker.layers.quantized import Quantized, QuantizedMatrix
 from servd.worker.layers.weight_stack import WeightStack
 from servd.worker.loading.model_loader import build_model
@@ -114,7 +114,7 @@ def test_rounded_experts_leave_no_16_bit_form_in_their_stack():
 
 
 def test_a_format_without_a_kernel_is_named_once(caplog: pytest.LogCaptureFixture):
-    _matrix._warn_of_slow_product.cache_clear()
+    _matrix._log_once.cache_clear()
     for _ in range(2):
         assert isinstance(quant_method_of(nf4(8), torch.float32, widening="never"), QuantizedMatrix)
     [record] = caplog.records
@@ -128,8 +128,11 @@ def test_8_bit_floats_with_a_scale_per_row_are_multiplied_as_they_are(
     monkeypatch.setattr(target, "capability", lambda device: capability)
     codes = torch.randn(32, 64).to(torch.float8_e4m3fn)
     quantized = Quantized(codes, torch.rand(32, 1) + 0.5, None, 64)
-    method = quant_method_of(quantized, torch.bfloat16)
-    assert isinstance(method, Fp8Matrix) == (capability == (9, 0))
+    matrix = Matrix((32, 64), Parallel())
+    matrix.load(quantized)
+    matrix.process_weights(make("auto"))
+    method = matrix.quant_method
+    assert isinstance(method, Fp8Matrix if capability == (9, 0) else TiledMatrix)
     if capability < (9, 0):
         return
     x = torch.randn(5, 64).bfloat16()
