@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from servd.base import plugins
 from servd.base.cards import Card
 from servd.checkpoint.model_spec import read_spec
 from servd.worker.device.parallel import Parallel
@@ -16,11 +17,18 @@ from servd.worker.layers._matrix import MakeQuantMethod, Matrix, quant_method_of
 from servd.worker.layers.cuda_matrix import Fp8Matrix, TiledMatrix
 from servd.worker.layers.quantized import Quantized, QuantizedMatrix
 from servd.worker.layers.weight_stack import WeightStack
-from servd.worker.loading.model_loader import build_model
+from servd.worker.loading.model_loader import (
+    build_model,
+    count_bytes,
+    load_weights,
+    quant_method_maker,
+)
 from servd.worker.ops import target
+from servd.worker.runner.dry_run import Weightless
 from servd.worker.runner.model_runner import ModelRunner
 from tests.worker.driver import config_for
 from tests.worker.quantization import checkpoints
+from tests.worker.quantization.test_nvfp4 import COMPRESSED, compressed
 
 SIZE = 256
 NF4 = tuple(float(torch.linspace(-1, 1, 16)[i] ** 3) for i in range(16))  # no even grid
@@ -154,3 +162,34 @@ def test_auto_widens_only_what_fits(
     model = build_model(spec, torch.float16, torch.device("cpu"), Parallel())
     runner = SimpleNamespace(config=config, spec=spec, model=model, device=torch.device("cpu"))
     assert ModelRunner._widening(runner) == widening  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("widening", ["auto", "always", "never"])
+def test_a_model_multiplies_its_weights_as_they_are_stored(
+    tiny_qwen: Path, tmp_path: Path, widening: str
+):
+    meant = checkpoints.write(tiny_qwen, tmp_path, COMPRESSED, compressed)
+    cpu = torch.device("cpu")
+    spec = read_spec(tmp_path)
+    model = build_model(spec, torch.float32, cpu, Parallel())
+    maker = quant_method_maker(torch.float32, None, str(tmp_path), widening=widening)
+    load_weights(model, str(tmp_path), lambda _: None, maker)
+    with Weightless(cpu):
+        planned = build_model(spec, torch.float32, cpu, Parallel())
+        load_weights(planned, str(tmp_path), lambda _: None, maker)
+    assert count_bytes(planned) == count_bytes(model)
+    weight = dict(model.named_parameters())["model.layers.0.mlp.down_proj.weight"]
+    assert isinstance(weight.quant_method, TiledMatrix) == (widening != "always")
+    x = torch.randn(3, weight.part_shapes[0][1])
+    expected = x.double() @ meant["model.layers.0.mlp.down_proj.weight"].double().t()
+    torch.testing.assert_close(weight.product(x).double(), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_rounded_weights_use_the_same_kernel(name: str):
+    weight = torch.randn(40, 64)
+    method = plugins.load("servd.worker.quantization", name, "quantize")(weight)
+    assert isinstance(method, TiledMatrix)
+    x = torch.randn(3, 64)
+    error = method.multiply(x, None) - x @ weight.t()
+    assert error.abs().max() < {"int8": 0.3, "int4": 3.0}[name]
