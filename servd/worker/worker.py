@@ -15,8 +15,8 @@ from servd.checkpoint.model_spec import ModelSpec
 from servd.config import Config
 from servd.messages.engine import GrammarOutput, ModelRunnerOutput, SchedulerOutput, WorkerReady
 from servd.worker.device.device import (
+    configure_triton,
     count_gpus,
-    keep_compiled_kernels,
     name_of,
     require_c_compiler,
     set_num_threads,
@@ -62,7 +62,7 @@ class Worker:
         runner_class: type[ModelRunner]
         if config.parallel.device == "cuda":
             require_c_compiler()
-            keep_compiled_kernels()
+            configure_triton()
             # Ranks count over all hosts, devices on each host.
             self.device = torch.device("cuda", rank % count_gpus())
             torch.cuda.set_device(self.device)

@@ -7,6 +7,7 @@ import torch
 
 from servd.messages.engine import BlockSwaps
 from servd.worker.device.parallel import Parallel
+from servd.worker.kv import block_store
 from servd.worker.kv.block_store import BlockStore
 
 NUM_BLOCKS = 5
@@ -15,7 +16,10 @@ NUM_SLOTS = 3
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 @pytest.mark.parametrize("shape", [(4, 2, 6), (1, 3, 1), (2, 32)])  # a block's
-def test_each_rank_gets_its_own_part_of_a_block_back(dtype, shape):
+@pytest.mark.parametrize("swap", [BlockStore.swap_blocks, BlockStore.swap_staged])
+def test_each_rank_gets_its_own_part_of_a_block_back(monkeypatch, dtype, shape, swap):
+    monkeypatch.setattr(block_store, "STAGED_BYTES", 1)  # one block at a time
+
     def bits(cache: torch.Tensor) -> torch.Tensor:
         return cache.view(torch.uint8)
 
@@ -32,7 +36,7 @@ def test_each_rank_gets_its_own_part_of_a_block_back(dtype, shape):
     before = [[cache.clone() for cache in rank_caches] for rank_caches in caches]
     swaps = BlockSwaps(path, [(2, 0), (0, 4)], [(3, 0), (1, 2)])
     for store in stores:
-        store.swap_blocks(swaps)
+        swap(store, swaps)
     os.close(memory)
     for ours, theirs in zip(caches, before, strict=True):
         for cache, old in zip(ours, theirs, strict=True):

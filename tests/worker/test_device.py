@@ -11,9 +11,9 @@ import torch
 from servd.base.errors import ConfigError
 from servd.worker.device.device import (
     available_memory,
+    configure_triton,
     count_gpus,
     cpu_quota,
-    keep_compiled_kernels,
     require_c_compiler,
     set_num_threads,
 )
@@ -126,13 +126,25 @@ def test_a_missing_c_compiler_is_named_with_the_remedy(monkeypatch: pytest.Monke
 
 
 def test_compiled_kernels_are_kept_beside_what_else_is(monkeypatch: pytest.MonkeyPatch, tmp_path):
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("TRITON_CACHE_DIR", "theirs")
-    keep_compiled_kernels()
+    configure_triton()
     assert os.environ["TRITON_CACHE_DIR"] == "theirs"
     monkeypatch.delenv("TRITON_CACHE_DIR")
-    keep_compiled_kernels()
+    configure_triton()
     assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "servd" / "triton")
+
+
+def test_kernels_fuse_multiplications_with_additions(monkeypatch: pytest.MonkeyPatch):
+    knobs = pytest.importorskip("triton").knobs
+    if not hasattr(knobs.language, "default_fp_fusion"):
+        pytest.skip("this triton always fuses")
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "0")
+    assert not knobs.language.default_fp_fusion
+    monkeypatch.delenv("TRITON_DEFAULT_FP_FUSION")
+    configure_triton()
+    assert knobs.language.default_fp_fusion
 
 
 def test_no_gpu_that_torch_can_use_is_an_error_with_the_build_named(monkeypatch):

@@ -33,6 +33,7 @@ class Parallel:
     stage: int = 0
     num_stages: int = 1
     group: Any = None  # torch's process group of the stage; None: all ranks
+    host_group: Any = None  # the same ranks, for what the hosts know
     has_whole_experts: bool = False  # expert parallel: whole experts per rank, not slices of each
 
     @classmethod
@@ -50,6 +51,7 @@ class Parallel:
         """
         stage = rank // size
         group = None
+        host_group = None
         total = size * num_stages
         if total > 1:
             assert init_method is not None, "several ranks need an address to meet at"
@@ -65,10 +67,12 @@ class Parallel:
                     f"and it is the wrong one, set {backend.upper()}_SOCKET_IFNAME"
                 ) from None
             log.info("rank %d of %d connected over %s", rank, total, backend)
-            if size < total:  # every rank takes part in making every group
-                groups = [dist.new_group(range(i, i + size)) for i in range(0, total, size)]
-                group = groups[stage]
-        return cls(rank % size, size, stage, num_stages, group, has_whole_experts)
+            stages = [range(i, i + size) for i in range(0, total, size)]
+            # Every rank takes part in making every group.
+            host_group = [dist.new_group(ranks, backend="gloo") for ranks in stages][stage]
+            if size < total:
+                group = [dist.new_group(ranks) for ranks in stages][stage]
+        return cls(rank % size, size, stage, num_stages, group, host_group, has_whole_experts)
 
     @property
     def is_last_stage(self) -> bool:
@@ -98,6 +102,14 @@ class Parallel:
         if self.size > 1:
             dist.all_reduce(x, group=self.group)
         return x
+
+    def is_any(self, value: bool) -> bool:
+        """Return whether `value` is true on any rank. Waits for the other hosts, for no device."""
+        if self.size == 1:
+            return value
+        count = torch.tensor(int(value), device="cpu")
+        dist.all_reduce(count, group=self.host_group)
+        return bool(count)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Return the `x` of all ranks, concatenated along the last dimension."""

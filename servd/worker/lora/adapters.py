@@ -99,10 +99,7 @@ class AdapterSlots:
         except Exception as error:
             failure = error
         # All ranks get the same requests, so all of them meet here.
-        has_failed = torch.tensor(
-            [float(failure is not None)], device=self.rows.adapter_slots.device
-        )
-        if self.parallel.all_reduce(has_failed).item():
+        if self.parallel.is_any(failure is not None):
             raise failure or InvalidRequest(
                 f"the adapter {request.adapter.name} could not be loaded on all ranks: the log of "
                 "another worker explains why"

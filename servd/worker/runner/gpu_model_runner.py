@@ -199,10 +199,13 @@ class GPUModelRunner(ModelRunner):
         kept = meter.allocated()
         graphs = self._graph_bytes(meter)
         self.kv_caches = []
+        outside = meter.used() - meter.held()
+        # What the allocator holds between tensors: its segments have up to 20 MB.
+        fragments = meter.held() - meter.allocated()
         return MemoryUse(
             total=meter.total,
-            outside=meter.used() - meter.held(),
-            persistent=kept - cache_bytes,
+            outside=outside,
+            persistent=kept - cache_bytes + fragments,
             per_request=(kept - cache_bytes - before + self.states.nbytes) // self.max_num_seqs,
             forward=forward - kept,
             sampling=sampling - kept,

@@ -280,6 +280,7 @@ class ModelRunner(ABC):
         num_rows = len(scheduled.decodes.slots), len(scheduled.scheduled)
         self.execute_model_state = ExecuteModelState(num_rows)
         if not any(num_rows):
+            self._finish_swaps()
             return
         batch = self._prepare_inputs(scheduled)
         prepared = now_ns()
@@ -287,6 +288,7 @@ class ModelRunner(ABC):
             hidden = self.forward(batch)
         except Exception as error:
             hidden = self._forward_apart(batch, error)
+        self._finish_swaps()
         read = (head.read(hidden, batch) for head in self.output_heads)
         parts: list[StepPart] = [part for part in read if part is not None]
         if self.failed:
@@ -328,6 +330,10 @@ class ModelRunner(ABC):
             caches = [*self.kv_caches, *(self.proposer.kv_caches if self.proposer else ())]
             self.block_store = BlockStore(swaps.memory, caches, self.parallel)
         self.block_store.swap_blocks(swaps)
+
+    def _finish_swaps(self) -> None:
+        if self.block_store is not None:
+            self.block_store.finish()
 
     def make_chain(self, drafter: Drafter, max_num_rows: int, max_num_tokens: int) -> Chain:
         """Return a chain that drafts with another model, for the requests of this model."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 
@@ -261,6 +262,12 @@ def write_headers(
     with (folder / "model.safetensors").open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + end)
+        for name, entry in header.items():
+            if name.endswith(".g_idx"):  # groups that are checked; scattered with desc_act
+                size = entry["shape"][0]
+                groups = np.arange(size, dtype=np.int32)[::-1] // 128
+                file.seek(8 + len(text) + entry["data_offsets"][0])
+                file.write(groups.tobytes() if stated.get("desc_act") else groups[::-1].tobytes())
     return folder
 
 

@@ -36,6 +36,6 @@ def test_stored_bytes_are_moved_once(tmp_path: Path, family: str, form: str | No
 @pytest.mark.parametrize(("family", "quantization"), ROUNDED, ids=str)
 def test_rounded_bytes_are_moved_once(tmp_path: Path, family: str, quantization: str):
     folder = catalogue.write_headers(tmp_path, family, None)
-    num_bits, most = ROUNDED[family, quantization]
+    num_bits, limit = ROUNDED[family, quantization]
     stored = catalogue.stored_bytes(folder, 1) * num_bits / 16
-    assert bytes_moved(folder, quantization=quantization) <= most * stored
+    assert bytes_moved(folder, quantization=quantization) <= limit * stored

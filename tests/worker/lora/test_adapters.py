@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 
 from servd.base.errors import ConfigError, InvalidRequest
 from servd.checkpoint.model_spec import read_spec
@@ -15,6 +14,7 @@ from tests.adapters import Q_PROJ, write_adapter
 from tests.parity.adapters import store
 from tests.parity.families import CASES, make_checkpoint
 from tests.worker.driver import GREEDY, config_for
+from tests.worker.recorded import Strict
 
 
 @pytest.fixture
@@ -42,8 +42,8 @@ class OtherRank:
 
     fails: bool = True
 
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.fails
+    def is_any(self, value: bool) -> bool:
+        return value or self.fails
 
 
 def test_what_one_rank_cannot_load_is_an_error_on_all(tmp_path: Path, llama: Path):
@@ -62,3 +62,19 @@ def test_what_one_rank_cannot_load_is_an_error_on_all(tmp_path: Path, llama: Pat
     other.fails = False
     adapters.add(request)
     assert adapters.users.total() == 1
+
+
+def test_a_request_of_a_loaded_adapter_waits_for_no_device(tmp_path: Path, llama: Path):
+    """Its steps in flight would end first."""
+    worker = worker_of(llama)
+    worker.load_model()
+    adapters = worker.runner.adapters
+    assert adapters is not None
+    inputs, outputs = adapters.layers["layers.0.self_attn.q_proj"]
+    shapes = {f"{Q_PROJ}.lora_A.weight": (4, inputs), f"{Q_PROJ}.lora_B.weight": (outputs, 4)}
+    stored = store(tmp_path, sql=write_adapter(tmp_path / "sql", shapes=shapes))
+    requests = [NewRequest(i, [1, 2], 2, 0, [0], GREEDY, adapter=stored["sql"]) for i in (2, 3)]
+    adapters.add(requests[0])
+    with Strict():
+        adapters.add(requests[1])
+    assert adapters.users.total() == 2

@@ -52,12 +52,14 @@ def edit_logits_kernel(
             tl.store(named_at, tl.load(named_at, mask=is_here, other=0.0) + bias, mask=is_here)
         tl.debug_barrier()  # other threads of this program load what was stored
     x = tl.load(logit_at, mask=valid, other=float("-inf")).to(tl.float32)
+    is_edited = valid
     if words_ptr is not None:
         mask = tl.load(mask_rows_ptr + row)
-        is_masked = token < tl.where(mask >= 0, vocab, 0)
-        word = tl.load(words_ptr + mask * words + token // 32, mask=is_masked, other=-1)
+        is_edited = token < tl.where(mask >= 0, vocab, 0)
+        word = tl.load(words_ptr + mask * words + token // 32, mask=is_edited, other=-1)
         x = tl.where(((word >> (token % 32)) & 1) != 0, x, float("-inf"))
     if slots_ptr is not None:
+        is_edited = valid
         slot = tl.load(slots_ptr + row)
         uses = slot >= 0
         repetition = tl.load(factors_ptr + slot * 3, mask=uses, other=1.0)
@@ -69,10 +71,8 @@ def edit_logits_kernel(
         num_outputs = (count & COUNT_BITS).to(tl.float32)
         x = x * tl.where(count == 0, 1.0, factor) - frequency * num_outputs
         x -= tl.where(num_outputs > 0, presence, 0.0)
-    if slots_ptr is not None:
-        tl.store(logit_at, x, mask=valid)
-    elif words_ptr is not None:
-        tl.store(logit_at, x.to(logits_ptr.dtype.element_ty), mask=is_masked)
+    if slots_ptr is not None or words_ptr is not None:
+        tl.store(logit_at, x.to(logits_ptr.dtype.element_ty), mask=is_edited)
     # An integer in the order of (logit, -token): NaN is greatest, the two zeros are equal.
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
     key = tl.where(x != x, LAST, bits ^ ((bits >> 31) & LAST))
