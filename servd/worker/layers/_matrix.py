@@ -194,7 +194,7 @@ class Matrix(Weight):
                 with suppress(ValueError):  # another expert has another format
                     method.move(self.allocate)
             self.quant_method = method
-            self.data = torch.empty(0)
+            self.data = self.data.new_empty(0)
         elif self.place is not None:
             self._keep(self.data)
         elif self.device.type == "cpu":

@@ -190,8 +190,8 @@ def _pack_codes(part: Quantized, storage: Storage) -> Tensor:
     codes = part.codes
     table = part.table_on_device()
     if storage.name == "int8":
-        values = codes.int() if table is None else table[codes.int()].int()
-        codes = (values - storage.shift).to(torch.uint8)
+        codes = (codes if table is None else table[codes.int()].to(torch.int8)).view(torch.uint8)
+        codes = codes ^ 128  # codes are unsigned
     (num_rows, size) = codes.shape
     wide = F.pad(codes.view(torch.uint8), (0, -size % storage.depth, 0, -num_rows % PANEL))
     turns = wide.unflatten(1, (-1, storage.depth)).unflatten(0, (-1, PANEL))

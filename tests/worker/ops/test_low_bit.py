@@ -132,6 +132,27 @@ def test_other_formats_have_no_kernel(table: tuple[float, ...], group_size: int)
     assert Storage.of(Quantized(codes, torch.ones(16, 2), None, group_size, table)) is None
 
 
+@pytest.mark.parametrize("name", BLOCKS)
+def test_blocks_of_gguf_have_a_kernel(name: str):
+    """Their scales times factors become scales of float16."""
+    block = BLOCKS[name]
+    generator = torch.Generator().manual_seed(0)
+    shape = (70, 512)
+    most = 2 ** (block.num_bits - 1)
+    codes = torch.randint(-most, most, shape, generator=generator, dtype=torch.int8)
+    if block.table is not None:
+        codes = codes.view(torch.uint8) & 15
+    groups = (shape[0], shape[1] // block.group_size)
+    scale = torch.randint(-128, 128, groups, generator=generator).to(block.scale_dtype)
+    offset = scale.flip(0) if block.has_offset else None
+    factors = None
+    if block.scale_dtype == torch.int8:
+        factors = torch.rand(70, 2 * (1 + block.has_offset), generator=generator).half() * 1e-5
+    weight = Quantized(codes, scale, offset, block.group_size, block.table, factors=factors)
+    x = torch.randn(3, 512)
+    check(tiled(weight).multiply(x, None), x, weight.dequantize(), torch.zeros(1))
+
+
 @pytest.mark.parametrize("name", ["awq", "mxfp4", "int8", "fp8 blocks", "q6_k"])
 @pytest.mark.parametrize("counts", [[0, 3, 0, 17, 1, 0], [64, 0, 70, 130, 70, 60]], ids=str)
 def test_products_of_experts(name: str, counts: list[int], monkeypatch: pytest.MonkeyPatch):

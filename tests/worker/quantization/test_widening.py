@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from servd.base import plugins
@@ -14,7 +15,8 @@ from servd.checkpoint.model_spec import read_spec
 from servd.worker.device.parallel import Parallel
 from servd.worker.layers import _matrix
 from servd.worker.layers._matrix import MakeQuantMethod, Matrix, quant_method_of
-from servd.worker.layers.cuda_matrix import Fp8Matrix, TiledMatrix
+from servd.worker.layers.cuda_matrix import Fp8Matrix, TiledExperts, TiledMatrix
+from servd.worker.layers.linear import ReplicatedLinear
 from servd.worker.layers.quantized import Quantized, QuantizedMatrix
 from servd.worker.layers.weight_stack import WeightStack
 from servd.worker.loading.model_loader import (
@@ -24,6 +26,7 @@ from servd.worker.loading.model_loader import (
     quant_method_maker,
 )
 from servd.worker.ops import target
+from servd.worker.runner.compile import compile_layers
 from servd.worker.runner.dry_run import Weightless
 from servd.worker.runner.model_runner import ModelRunner
 from tests.worker.driver import config_for
@@ -193,3 +196,17 @@ def test_rounded_weights_use_the_same_kernel(name: str):
     x = torch.randn(3, 64)
     error = method.multiply(x, None) - x @ weight.t()
     assert error.abs().max() < {"int8": 0.3, "int4": 3.0}[name]
+
+
+def test_compiled_layers_leave_the_kernel_out(monkeypatch: pytest.MonkeyPatch):
+    for packed in (TiledMatrix, TiledExperts):
+        monkeypatch.setattr(packed, "multiply", packed.multiply)  # restored afterwards
+    linear = ReplicatedLinear(SIZE, SIZE, Parallel(), bias=False)
+    weight = Quantized(torch.ones(SIZE, SIZE, dtype=torch.int8), torch.ones(SIZE, 1), None, SIZE)
+    linear.weight.load(weight)
+    linear.weight.process_weights(make("auto"))
+    model = nn.ModuleDict({"layers": nn.ModuleList([linear])})
+    x = torch.randn(3, SIZE)
+    expected = linear(x)
+    compile_layers(model, backend="eager")  # type: ignore[arg-type]
+    assert torch.equal(linear(x), expected)
