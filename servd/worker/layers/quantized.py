@@ -76,7 +76,7 @@ class Quantized:
         table = self.table_on_device() if table is None else table
         values = self.codes.float() if table is None else table[self.codes.int()]
         groups = self.without_factors()
-        weights = values * self._spread(groups.scale)
+        weights = values.mul_(self._spread(groups.scale))
         if groups.offset is not None:
             weights += self._spread(groups.offset)
         return weights if self.columns is None else weights[:, self.columns.argsort()]
