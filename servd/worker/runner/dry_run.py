@@ -145,7 +145,7 @@ def _steps(runner: GPUModelRunner) -> list[StepTime]:
     num_tokens = min(STEP_TOKENS, runner.max_model_len)
     with Weightless(runner.device):
         return [
-            step_cost.time_on(card, step_cost.decode_step(runner, num_rows, num_tokens), num_rows)
+            step_cost.time_on(card, step_cost.step_launches(runner, num_rows, num_tokens), num_rows)
             for num_rows in STEP_ROWS
             if num_rows <= runner.max_num_seqs
         ]

@@ -140,31 +140,34 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
         yield from _tensors_in([*vars(value).values()])
 
 
-def decode_step(runner: GPUModelRunner, num_rows: int, num_tokens: int) -> list[Launch]:
-    """Return the launches of a decode step of `num_rows` requests with `num_tokens` tokens each, of
-    a runner without memory, in its mode `Weightless`.
+def step_launches(
+    runner: GPUModelRunner, num_rows: int, num_tokens: int, num_queries: int = 1
+) -> list[Launch]:
+    """Return the launches of a step of a runner without memory, in its mode `Weightless`: the last
+    `num_queries` tokens of `num_rows` requests with `num_tokens` tokens each.
     """
     block_size = runner.config.cache.block_size
     num_blocks = -(-num_tokens // block_size)
     caches = kv_cache.allocate(runner.backend, runner.model, num_rows * num_blocks)
     lengths = np.full(num_rows, num_tokens)
-    numbers = torch.empty(NUM_NUMBERS, num_rows, dtype=torch.int64)
+    numbers = torch.empty(NUM_NUMBERS, num_rows * num_queries, dtype=torch.int64)
+    rows = numbers[:, :num_rows]
     batch = AttentionBatch(
-        query_lens=np.ones_like(lengths),
+        query_lens=np.full(num_rows, num_queries),
         seq_lens=lengths,
         query_start_loc=torch.empty(num_rows + 1, dtype=torch.int32),
         seq_lens_device=torch.empty(num_rows, dtype=torch.int32),
         block_tables=torch.empty(num_rows, num_blocks, dtype=torch.int32),
         slot_mapping=numbers[0],
-        slots=numbers[1],
+        slots=rows[1],
     )
     batch = replace(batch, other_groups=[batch] * (len(runner.kv_windows) - 1))
     counter = LaunchCounter(runner.model, caches, num_tokens)
     with intercept_launches(counter.launch), counter:
         ctx = ForwardContext(runner.backend, batch, caches, runner.states.of_layers)
         hidden = runner.model(numbers[0], numbers[1], ctx)
-        logits = runner.model.compute_logits(hidden)
-        runner.sampler.ops.choose(logits, numbers[0], numbers[1], runner.states.token_ids)
+        logits = runner.model.compute_logits(hidden[:num_rows])
+        runner.sampler.ops.choose(logits, rows[0], rows[1], runner.states.token_ids)
     return counter.launches
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import transformers
 
-from servd.base.cards import CARDS
+from servd.base.cards import CARDS, Card
 from servd.checkpoint.model_spec import read_spec
 from servd.worker.ops import target
 from servd.worker.runner import dry_run, step_cost
@@ -278,8 +278,8 @@ def _mxfp4(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[str, 
     yield f"{name}_scales", ("U8", (num_experts, out, size // 32))
 
 
-def load(folder: Path, **options: Any) -> GPUModelRunner:
-    """The runner of a checkpoint on an H100, without memory."""
+def load(folder: Path, card: Card = H100, **options: Any) -> GPUModelRunner:
+    """The runner of a checkpoint on a card, without memory."""
     config = config_for(
         folder,
         **{
@@ -293,13 +293,14 @@ def load(folder: Path, **options: Any) -> GPUModelRunner:
         | options,
     )
     spec = read_spec(folder)
-    with target.assume(H100):
+    with target.assume(card):
         return dry_run.load(GPUModelRunner, config, spec, CUDA)
 
 
 def decode_step(runner: GPUModelRunner, num_rows: int, num_tokens: int) -> list[Launch]:
+    """The launches of a step on an H100."""
     with target.assume(H100), dry_run.Weightless(CUDA):
-        return step_cost.decode_step(runner, num_rows, num_tokens)
+        return step_cost.step_launches(runner, num_rows, num_tokens)
 
 
 def layer_of(launches: list[Launch]) -> list[Launch]:
