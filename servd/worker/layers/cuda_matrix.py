@@ -147,13 +147,14 @@ class TiledExperts:
     def of(
         cls, methods: Sequence[object], stack: WeightStack, biases: Tensor | None = None
     ) -> Self | None:
-        """Return the experts of the stack; None if their storages differ."""
+        """Return the experts of the stack; None if the kernel cannot multiply them together."""
         matrices = [method for method in methods if isinstance(method, TiledMatrix)]
-        storages = {matrix.storage for matrix in matrices if matrix.columns is None}
-        if len(matrices) < len(methods) or len(storages) != 1:
+        kinds = {(matrix.storage, matrix.columns is None) for matrix in matrices}
+        if len(matrices) < len(methods) or len(kinds) != 1:
             return None
+        ((storage, is_ordered),) = kinds
         tiles = Tiles(*(stack.tensors[name] for name in Tiles._fields))
-        return cls(storages.pop(), tiles, biases)
+        return cls(storage, tiles, biases) if is_ordered else None
 
     def multiply(self, x: Tensor, index: Tensor | None, starts: Tensor) -> Tensor:
         from servd.worker.ops.triton import low_bit

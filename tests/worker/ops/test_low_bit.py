@@ -182,6 +182,13 @@ def test_products_of_experts(name: str, counts: list[int], monkeypatch: pytest.M
         check(got[rows], x[index[rows]], weight.dequantize() * 2.0**-10, biases[expert])
 
 
-def test_experts_of_different_storages_are_refused():
-    methods = [tiled(quantized(name)) for name in ("gptq", "awq")]
-    assert TiledExperts.of(methods, WeightStack(2)) is None
+def test_experts_that_differ_are_refused():
+    weight = quantized("gptq")
+    scattered = tiled(weight.with_columns(torch.arange(weight.shape[1]).flip(0)))
+    for other in (tiled(quantized("awq")), scattered, None):
+        stack = WeightStack(2)
+        tiles = dict(zip(("codes", "scale", "factor"), tiled(weight).tiles, strict=True))
+        stack.tensors = {name: torch.stack((x, x)) for name, x in tiles.items()}
+        assert TiledExperts.of([tiled(weight), tiled(weight)], stack) is not None
+        assert TiledExperts.of([tiled(weight), other], stack) is None
+    assert TiledExperts.of([scattered, scattered], stack) is None
