@@ -1,6 +1,7 @@
 """ModelRunner: runs steps of the model, on the rows of requests that it keeps."""
 
 import logging
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -199,7 +200,8 @@ class ModelRunner(ABC):
         if option != "auto" or quantization_of(self.spec.folder) is None:
             return option
         num_bytes = sum(weight.nbytes for _, weight in self.model.named_parameters())
-        fits = num_bytes <= MOST_WIDENED * target.card_of(self.device).memory
+        memory = target.card_of(self.device).memory or math.inf  # 0: unknown
+        fits = num_bytes <= MOST_WIDENED * memory
         return "auto" if fits else "never"
 
     def _make_adapters(self) -> AdapterSlots | None:

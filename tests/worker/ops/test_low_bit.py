@@ -138,8 +138,8 @@ def test_blocks_of_gguf_have_a_kernel(name: str):
     block = BLOCKS[name]
     generator = torch.Generator().manual_seed(0)
     shape = (70, 512)
-    most = 2 ** (block.num_bits - 1)
-    codes = torch.randint(-most, most, shape, generator=generator, dtype=torch.int8)
+    end = 2 ** (block.num_bits - 1)
+    codes = torch.randint(-end, end, shape, generator=generator, dtype=torch.int8)
     if block.table is not None:
         codes = codes.view(torch.uint8) & 15
     groups = (shape[0], shape[1] // block.group_size)
@@ -185,10 +185,10 @@ def test_products_of_experts(name: str, counts: list[int], monkeypatch: pytest.M
 def test_experts_that_differ_are_refused():
     weight = quantized("gptq")
     scattered = tiled(weight.with_columns(torch.arange(weight.shape[1]).flip(0)))
-    for other in (tiled(quantized("awq")), scattered, None):
+    for method in (tiled(quantized("awq")), scattered, None):
         stack = WeightStack(2)
         tiles = dict(zip(("codes", "scale", "factor"), tiled(weight).tiles, strict=True))
         stack.tensors = {name: torch.stack((x, x)) for name, x in tiles.items()}
         assert TiledExperts.of([tiled(weight), tiled(weight)], stack) is not None
-        assert TiledExperts.of([tiled(weight), other], stack) is None
+        assert TiledExperts.of([tiled(weight), method], stack) is None
     assert TiledExperts.of([scattered, scattered], stack) is None

@@ -99,6 +99,8 @@ def test_widened_weights_are_the_dequantized_ones():
     [matrix] = load("auto", 1)
     expected = torch.cat([nf4(SIZE).dequantize()] * 2)
     assert matrix.quant_method is None and torch.equal(matrix.data, expected)
+    with pytest.raises(ValueError, match="come twice"):
+        matrix.load(nf4(SIZE), 0)
     x = torch.randn(3, SIZE)
     assert torch.equal(matrix.product(x), x @ expected.t())
 
