@@ -84,7 +84,10 @@ class Config(Section, frozen=True):
         fields = options_by_name()
         nested: dict[str, dict[str, Any]] = {}
         for name, value in options.items():
+            stated = str(value)
             name, value = flag_aliases.translate(name.replace("-", "_"), value)
+            if why := flag_aliases.IGNORED_VALUES.get(name, {}).get(stated):
+                log.warning("%s %s has no effect: %s", flag_of(name), stated, why)
             if why := flag_aliases.why_ignored(name):
                 log.warning("%s has no effect: %s", flag_of(name), why)
                 continue

@@ -21,6 +21,7 @@ VALUE_ALIASES: dict[str, dict[str, str | None]] = {
 }
 # Option without effect -> why; with "=" if it takes a value.
 IGNORED: dict[str, str] = _DATA["ignored"]
+IGNORED_VALUES: dict[str, dict[str, str]] = _DATA["ignored_values"]
 # Rejected option or short flag -> what to do instead.
 HINTS: dict[str, str] = {flag: hint["text"] for hint in _DATA["hints"] for flag in hint["flags"]}
 SPECULATIVE_KEYS: dict[str, str] = _DATA["speculative_keys"]  # rejected key -> why

@@ -80,8 +80,11 @@ def test_flags_of_other_servers_mean_the_same_here(of_vllm, options):
 
 
 def test_a_flag_without_an_effect_is_told(caplog):
-    load("--disable-log-requests", "--stream-interval", "8")
+    flags = ["--disable-log-requests", "--stream-interval", "8"]
+    config = load(*flags, "--attention-backend", "FLASHINFER")
+    assert config.parallel.attention_backend == "auto"
     assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
+        "--attention-backend FLASHINFER has no effect",
         "--disable-log-requests has no effect",
         "--stream-interval has no effect",
     ]

@@ -24,19 +24,38 @@ NO_PENALTIES = {
     "factors_ptr": None,
 }
 # Llama 3 8B: 32 heads, 8 of keys and values, of 128 numbers each.
-HEADS = {"HEAD_DIM": 128, "GROUP": 4, "KV_HEADS": 8, "WINDOW": None, "BLOCK_SIZE": 16}
+HEADS = {
+    "HEADS": 32,
+    "KV_HEADS": 8,
+    "KEY_SIZE": 128,
+    "VALUE_SIZE": 128,
+    "HEAD_DIM": 128,
+    "ROPE_DIM": 0,
+    "WINDOW": None,
+    "BLOCK_SIZE": 16,
+}
 PLAIN = {"tails_ptr": None, "TAIL": 0, "sinks_ptr": None, "SOFT_CAP": None}
-DECODE = HEADS | PLAIN | {"TILE_KEYS": 64, "MAX_SPLITS": 16, "LINES": 16}
-PREFILL = HEADS | PLAIN | {"TILE_KEYS": 64, "LINES": 128}
-CACHE = "*bf16 *bf16 *bf16 *bf16"
+SMALL = {"LIST": 0, "TILE_HEADS": 4, "TILE_KEYS": 64, "LINES": 16}
+LARGE = {"LIST": 1, "TILE_HEADS": 4, "TILE_KEYS": 64, "LINES": 128}
+CACHE = "*bf16 *bf16 *bf16 *bf16 *fp32 *fp32"
 TREE = HEADS | {"TAIL": 5, "SOFT_CAP": 50.0}  # and sinks
+# DeepSeek V2 Lite: 16 heads with one key of 64 + 512 numbers.
+LATENT = HEADS | {"HEADS": 16, "KV_HEADS": 1, "KEY_SIZE": 576, "VALUE_SIZE": 512}
+LATENT |= {"value_ptr": None, "HEAD_DIM": 512, "ROPE_DIM": 64, "TILE_HEADS": 16, "TILE_KEYS": 32}
 STEP = "*i32 *i32 *i32 *i32"
 SIZES = "i32:16 i32 i32 fp32"
 DECODING = {"num_warps": 4, "num_stages": 5}
 PROMPTS = {"num_warps": 8, "num_stages": 5}
 EXPERTS = {"num_warps": 4}
-WORK = {"SPLIT_QUERIES": 4, "TILE_QUERIES": 32, "TILE_KEYS": 64, "MIN_SPLIT": 256, "MAX_SPLITS": 16}
-ROTARY = {"HEADS": 32, "KV_HEADS": 8, "HEAD_DIM": 128, "ROWS": 32}
+WORK = {
+    "SPLIT_QUERIES": 4,
+    "TILE_QUERIES": 32,
+    "TILE_KEYS": 64,
+    "MIN_SPLIT": 256,
+    "MIN_TILE_SPLIT": 1024,
+    "MAX_SPLITS": 64,
+}
+ROTARY = {"HEADS": 32, "KV_HEADS": 8, "HEAD_DIM": 128, "PAIRS": 64, "HALF": 64, "ROWS": 32}
 NO_NORMS = {"q_weight_ptr": None, "k_weight_ptr": None}
 LOW_RANK = {"DEPTH": 64}
 LOW_BIT = "*bf16 *bf16 *i32 *i32 *fp32 i32 i32 i32:16 i32:16 i32:16"
@@ -56,43 +75,73 @@ KERNELS = [
     (f"{OPS}.low_bit.low_bit_kernel", LOW_BIT, INT8 | MANY_TILES | DENSE, 8),
     (f"{OPS}.low_bit.low_bit_kernel", LOW_BIT, FP8 | FEW_TILES | DENSE, 4),
     (f"{OPS}.low_bit.low_bit_kernel", LOW_BIT, FP8 | MANY_TILES | DENSE, 8),
-    (f"{OPS}.work_list.work_list_kernel", "*i32 *i32 *i32 i32 i32", WORK | {"WINDOW": None}, 4),
-    (f"{OPS}.work_list.work_list_kernel", "*i32 *i32 *i32 i32 i32", WORK | {"WINDOW": 4096}, 4),
+    (f"{OPS}.work_list.work_list_kernel", "*i32 *i32 *i32 i32 i32 i32", WORK | {"WINDOW": None}, 4),
+    (f"{OPS}.work_list.work_list_kernel", "*i32 *i32 *i32 i32 i32 i32", WORK | {"WINDOW": 4096}, 4),
     (
         f"{OPS}.begin_decode.begin_decode_kernel",
         "*i64 *i32 *i32 *i64 *i32 i32 i32 i32",
         {"BLOCK_SIZE": 16},
         8,
     ),
-    (f"{OPS}.paged_attention.prefill_kernel", f"{CACHE} {STEP} {SIZES}", PREFILL, PROMPTS),
     (
-        f"{OPS}.paged_attention.prefill_kernel",
-        f"{CACHE} {STEP} *i64 *bf16 {SIZES}",
-        TREE | {"TILE_KEYS": 64, "LINES": 128, "WINDOW": 4096},
+        f"{OPS}.paged_attention.attention_kernel",
+        f"{CACHE} {STEP} {SIZES}",
+        HEADS | PLAIN | SMALL,
+        DECODING,
+    ),
+    (
+        f"{OPS}.paged_attention.attention_kernel",
+        f"{CACHE} {STEP} {SIZES}",
+        HEADS | PLAIN | LARGE,
         PROMPTS,
     ),
     (
-        f"{OPS}.paged_attention.decode_kernel",
-        f"{CACHE} *fp32 *fp32 {STEP} {SIZES}",
-        DECODE,
+        f"{OPS}.paged_attention.attention_kernel",
+        f"{CACHE} {STEP} *i64 *bf16 {SIZES}",
+        TREE | LARGE | {"WINDOW": 4096},
+        PROMPTS,
+    ),
+    (
+        f"{OPS}.paged_attention.attention_kernel",
+        f"{CACHE} {STEP} *i64 *bf16 {SIZES}",
+        TREE | SMALL,
         DECODING,
     ),
     (
-        f"{OPS}.paged_attention.decode_kernel",
-        f"{CACHE} *fp32 *fp32 {STEP} *i64 *bf16 {SIZES}",
-        TREE | {"TILE_KEYS": 64, "MAX_SPLITS": 16, "LINES": 16},
-        DECODING,
-    ),
-    (
-        f"{OPS}.paged_attention.decode_kernel",
+        f"{OPS}.paged_attention.attention_kernel",
         f"*bf16 *fp8e4nv *fp8e4nv *bf16 *fp32 *fp32 {STEP} {SIZES}",
-        DECODE | {"WINDOW": 4096},
+        HEADS | PLAIN | SMALL | {"WINDOW": 4096},
         DECODING,
+    ),
+    (
+        f"{OPS}.paged_attention.attention_kernel",
+        f"{CACHE} {STEP} {SIZES}",
+        HEADS | PLAIN | LARGE | {"KEY_SIZE": 96, "VALUE_SIZE": 96},
+        PROMPTS,
+    ),
+    (
+        f"{OPS}.paged_attention.attention_kernel",
+        f"*bf16 *bf16 *bf16 *fp32 *fp32 {STEP} {SIZES}",
+        SMALL | LATENT | PLAIN,
+        {"num_warps": 8, "num_stages": 3},
+    ),
+    (
+        f"{OPS}.paged_attention.attention_kernel",
+        f"*bf16 *bf16 *bf16 *fp32 *fp32 {STEP} {SIZES}",
+        LARGE | LATENT | PLAIN | {"LINES": 64},
+        {"num_warps": 8, "num_stages": 3},
     ),
     (
         f"{OPS}.paged_attention.merge_kernel",
         "*fp32 *fp32 *bf16 *i32 *i32 i32",
-        {"sinks_ptr": None, "HEADS": 32, "HEAD_DIM": 128, "MAX_SPLITS": 16},
+        {
+            "sinks_ptr": None,
+            "HEADS": 32,
+            "VALUE_SIZE": 128,
+            "HEAD_DIM": 128,
+            "MAX_SPLITS": 64,
+            "SPLITS": 16,
+        },
         1,
     ),
     (
@@ -130,6 +179,14 @@ KERNELS = [
         f"{OPS}.rotary.rotate_and_store_kernel",
         "*bf16 *bf16 *bf16 *bf16 *fp8e4nv *fp8e4nv *i64 i32 i32:16 i32:16 i32:16 fp32",
         ROTARY | NO_NORMS | {"cos_ptr": None, "sin_ptr": None},
+        4,
+    ),
+    (
+        f"{OPS}.rotary.rotate_and_store_kernel",
+        "*bf16 *bf16 *bf16 *bf16 *bf16 *i64 *bf16 *bf16 i32 i32:16 i32:16 i32:16 fp32",
+        NO_NORMS
+        | {"HEADS": 16, "KV_HEADS": 1, "HEAD_DIM": 576, "PAIRS": 32, "HALF": 512, "ROWS": 4}
+        | {"v_ptr": None},
         4,
     ),
     (

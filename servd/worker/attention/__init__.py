@@ -92,7 +92,7 @@ class AttentionBackend(ABC, Generic[Metadata]):
     supports_batch_invariance: ClassVar[bool] = False  # see AttentionSpec.batch_invariant
     supports_soft_cap: ClassVar[bool] = False  # also stands for sinks
     supports_bidirectional: ClassVar[bool] = False  # see AttentionSpec.is_causal
-    fuses_norms = False  # whether `fused_write` takes norms
+    fuses_norms = False  # whether `fused_write` takes norms, and rotations of a part of heads
     supports_values_in_keys: ClassVar[bool] = False  # see AttentionSpec.value_dim
     # Device type -> place in the order in which "auto" tries backends there, lowest first.
     auto_order: ClassVar[Mapping[str, int]] = {}
@@ -154,14 +154,14 @@ class AttentionBackend(ABC, Generic[Metadata]):
         Returns:
             The queries for `attend`, like q.
         """
-        is_partial = rotation is not None and 2 * rotation[0].shape[-1] < q.shape[-1]
         fused: list[Any] = []
-        if norms is not None and self.fuses_norms and not is_partial:
+        if norms is not None and self.fuses_norms:
             fused = [(norms[0].weight, norms[1].weight, norms[0].eps)]
         elif norms is not None:
             q = norms[0](q)
             k = norms[1](k)
-        if rotation is not None and is_partial:
+        is_partial = rotation is not None and 2 * rotation[0].shape[-1] < q.shape[-1]
+        if rotation is not None and is_partial and not self.fuses_norms:
             q = rotate(q, rotation)
             k = rotate(k, rotation)
             rotation = None
@@ -207,11 +207,7 @@ class AttentionBackend(ABC, Generic[Metadata]):
 
 def fused_write(spec: AttentionSpec) -> Callable[..., Tensor] | None:
     """Return `rotate_and_store` of ops/triton, a `write` in one pass; None if it cannot run."""
-    if (
-        not target.runs_triton(spec.device)
-        or spec.head_dim & (spec.head_dim - 1)
-        or spec.value_dim is not None
-    ):
+    if not target.runs_triton(spec.device) or spec.head_dim % 2:
         return None
     from servd.worker.ops.triton.rotary import rotate_and_store
 

@@ -45,6 +45,7 @@ class NativeBackend(AttentionBackend[NativeMetadata]):
         self.type = TYPES[spec.kv_dtype]
         if spec.value_dim is None:
             self.fused_write = self.rotate_and_store
+            self.fuses_norms = False
 
     @classmethod
     def supports(cls, spec: AttentionSpec) -> str | None:

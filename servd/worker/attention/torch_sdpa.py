@@ -18,6 +18,7 @@ MAX_PADDING = 1.25
 FREE_BLOCKS = 4  # ... or have this many blocks more
 # Keys (or values) that a group gathers. On a CPU they should still be in its caches when read.
 MAX_GATHER_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
+MAX_MASK_NUMBERS = 1 << 26  # of a mask that is repeated for several heads
 
 
 @dataclass(frozen=True)
@@ -168,10 +169,15 @@ class TorchSdpaBackend(AttentionBackend[TorchSdpaMetadata]):
         spec = self.spec
         group = spec.num_heads // spec.num_kv_heads
         if spec.value_dim is not None:  # treat heads as queries: torch would copy the keys for each
-            q = q.flatten(1, 2).unsqueeze(1)
-            mask = mask.repeat(1, 1, group, 1)
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
-            return out.squeeze(1).unflatten(1, (group, -1))
+            num_heads = min(group, max(MAX_MASK_NUMBERS // mask.numel(), 1))
+            mask = mask.repeat(1, 1, num_heads, 1)
+            outputs: list[Tensor] = []
+            for heads in q.split(num_heads, dim=1):
+                lines = heads.flatten(1, 2).unsqueeze(1)
+                lines_mask = mask[:, :, : lines.shape[2]]
+                out = F.scaled_dot_product_attention(lines, k, v, lines_mask, scale=scale)
+                outputs.append(out.squeeze(1).unflatten(1, (heads.shape[1], -1)))
+            return torch.cat(outputs, dim=1)
         if sinks is None and spec.soft_cap is None:
             return F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, scale=scale, enable_gqa=group > 1

@@ -15,6 +15,9 @@ from servd.worker.ops import target
 if TYPE_CHECKING:
     from servd.worker.ops.triton.paged_attention import Plan
 
+MAX_SIZE = 512  # numbers of a value
+MAX_ROPE = 128  # more numbers of a key that holds its value
+
 
 @dataclass(frozen=True)
 class TritonMetadata:
@@ -37,6 +40,7 @@ class TritonBackend(AttentionBackend[TritonMetadata]):
     supports_tails = True
     num_read_before = 0
     supports_soft_cap = True
+    supports_values_in_keys = True
     supports_batch_invariance = True
 
     def __init__(self, spec: AttentionSpec) -> None:
@@ -57,6 +61,7 @@ class TritonBackend(AttentionBackend[TritonMetadata]):
             spec.device,
             spec.sliding_window,
             spec.batch_invariant,
+            spec.value_dim,
         )
 
     @classmethod
@@ -75,8 +80,9 @@ class TritonBackend(AttentionBackend[TritonMetadata]):
             return f"needs float32, float16 or bfloat16, not {spec.dtype}"
         if spec.dtype == torch.bfloat16 and spec.device.type == "cpu":
             return "the interpreter cannot multiply bfloat16"
-        if spec.head_dim & (spec.head_dim - 1) or not 16 <= spec.head_dim <= 256:
-            return f"needs a head_dim that is a power of two from 16 to 256, not {spec.head_dim}"
+        size = spec.value_dim or spec.head_dim
+        if spec.head_dim % 8 or size % 8 or size > MAX_SIZE or spec.head_dim > size + MAX_ROPE:
+            return f"needs a head_dim that is a multiple of 8 up to {MAX_SIZE}, not {spec.head_dim}"
         if spec.kv_dtype == torch.int8:
             return "needs a cache of floats: --kv-cache-dtype fp8 has 8 bits"
         if spec.kv_dtype == torch.float8_e4m3fn and spec.device.type == "cuda":

@@ -52,6 +52,7 @@ class GPUModelRunner(ModelRunner):
             log.info("%d CUDA graphs in %.1f s", num_graphs, time.monotonic() - started)
         else:
             self._warm_up_columns()
+            self._warm_up_attention()
         for done, params in enumerate(ways, num_graphs + 1):
             for has_grammar in (False, True):
                 self._launch(1, 1, 0, params)
@@ -67,6 +68,15 @@ class GPUModelRunner(ModelRunner):
         self.states.begin_decode(step)
         hidden = torch.zeros(1, self.spec.hidden_size, dtype=self.dtype, device=self.device)
         self.sample_greedy(hidden, step)
+
+    def _warm_up_attention(self) -> None:
+        """Compile the kernels of attention over the longest context, for one token and a prompt."""
+        block_size = self.config.cache.block_size
+        longest = min(self.max_model_len, (self.kv_caches[0].shape[1] - 1) * block_size)
+        for num_tokens in (1, min(self.max_num_tokens, longest)):
+            num_computed = (longest - num_tokens) // block_size * block_size
+            self._launch(1, num_tokens, 0, self.sampler.costliest, num_computed)
+            self._sample_all(1)
 
     @property
     def variants(self) -> list[bool]:
@@ -215,17 +225,26 @@ class GPUModelRunner(ModelRunner):
         )
 
     def _launch(
-        self, num_rows: int, num_tokens: int, num_drafts: int, params: SamplingParams
+        self,
+        num_rows: int,
+        num_tokens: int,
+        num_drafts: int,
+        params: SamplingParams,
+        num_computed: int = 0,
     ) -> None:
-        """Launch a step of prompts that share their blocks, because only sizes matter."""
-        num_blocks = -(-num_tokens // self.config.cache.block_size)
+        """Launch a step of prompts that are in the last block, because only sizes matter. The
+        prefix cache has `num_computed` tokens more.
+        """
+        num_prompt_tokens = num_computed + num_tokens
+        num_blocks = -(-num_prompt_tokens // self.config.cache.block_size)
+        last_block = self.kv_caches[0].shape[1] - 1
         new_requests = [
             NewRequest(
                 slot=slot,
-                token_ids=[0] * num_tokens,
-                num_prompt_tokens=num_tokens,
-                num_computed_tokens=0,
-                block_ids=list(range(num_blocks)) * len(self.kv_windows),
+                token_ids=[0] * num_prompt_tokens,
+                num_prompt_tokens=num_prompt_tokens,
+                num_computed_tokens=num_computed,
+                block_ids=[last_block] * num_blocks * len(self.kv_windows),
                 params=params,
             )
             for slot in range(num_rows)
@@ -234,6 +253,7 @@ class GPUModelRunner(ModelRunner):
             ScheduledRequest(
                 slot=slot,
                 num_scheduled_tokens=num_tokens,
+                num_computed_tokens=num_computed,
                 num_drafts=num_drafts,
                 max_new_drafts=num_drafts,
             )

@@ -28,7 +28,7 @@ LAUNCH_SECONDS = 2.2e-6  # of a kernel in a CUDA graph, on an H100
 ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm_v2", "_grouped_mm")
 GATHERS = ("embedding", "index", "index_select")  # which read as many rows as they return
-ATTENTION = ("decode_kernel", "prefill_kernel")
+ATTENTION = ("attention_kernel",)
 # Results of splits: room for the most of any step. Those of a step are a few MB.
 PARTIALS = ("partial_ptr", "lse_ptr")
 

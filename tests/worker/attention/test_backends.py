@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from servd.base import plugins
+from servd.base.cards import CARDS
 from servd.base.errors import ConfigError
 from servd.worker.attention import (
     AttentionBackend,
@@ -16,7 +17,9 @@ from servd.worker.attention import (
     _int8,
     auto_backends,
     make_backend,
+    torch_sdpa,
 )
+from servd.worker.ops import target
 from servd.worker.ops.native import library
 from tests.worker.attention.paged import Rows, rounded
 
@@ -166,6 +169,7 @@ def test_the_last_tokens_of_rows_may_lie_anywhere(name, device, tail, window):
         ("mixed", 5, 16, torch.float16),
         ("mixed", 0, 1, torch.float32),
         ("long", 0, 16, torch.bfloat16),
+        ("mixed", 0, 16, torch.float8_e4m3fn),
     ],
     ids=str,
 )
@@ -173,8 +177,10 @@ def test_the_last_tokens_of_rows_may_lie_anywhere(name, device, tail, window):
 @pytest.mark.parametrize("name", BACKENDS)
 def test_values_may_be_a_part_of_the_keys(name, device, batch, tail, block_size, kv_dtype):
     dtype = torch.float32
+    value_dim = 32 if name == "triton" else 288  # an interpreter computes it
     spec = AttentionSpec(
-        *(17, 1, 304, block_size, None, dtype, kv_dtype, torch.device(device)), value_dim=288
+        *(17, 1, value_dim + 16, block_size, None, dtype, kv_dtype, torch.device(device)),
+        value_dim=value_dim,
     )
     backend_class = plugins.load_class("servd.worker.attention", name, AttentionBackend)
     if not backend_class.supports_values_in_keys:
@@ -188,9 +194,25 @@ def test_values_may_be_a_part_of_the_keys(name, device, batch, tail, block_size,
     if kv_dtype != dtype:  # keys are rounded after they are turned, where tests do not round
         rows.angles = None
     out = rows.run(backend)
-    assert out.shape == (rows.query_lens.sum(), 17, 288)
+    assert out.shape == (rows.query_lens.sum(), 17, value_dim)
     torch.testing.assert_close(out.double(), rows.expected(), atol=1e-5, rtol=0)
     assert backend.kv_cache_shape(1)[0] == 1
+
+
+def test_masks_of_latent_attention_are_not_repeated_for_all_heads(monkeypatch):
+    """128 heads of a prompt of 8,192 tokens would take 17 GB."""
+    monkeypatch.setattr(torch_sdpa, "MAX_MASK_NUMBERS", 2 * 37 * 48)
+    compute = torch.nn.functional.scaled_dot_product_attention
+    masks = []
+
+    def record(q, k, v, mask, **options):
+        masks.append(mask.numel())
+        return compute(q, k, v, mask, **options)
+
+    monkeypatch.setattr(torch_sdpa.F, "scaled_dot_product_attention", record)
+    spec = AttentionSpec(5, 1, 24, 16, None, torch.float32, torch.float32, CPU, value_dim=16)
+    check(Rows(spec, [(0, 37), (11, 1)], rotary=True), torch_sdpa.TorchSdpaBackend(spec))
+    assert masks == [16 * 5, 2 * 37 * 48, 2 * 37 * 48, 37 * 48]
 
 
 @pytest.mark.filterwarnings("ignore:.*deterministic")
@@ -311,10 +333,24 @@ def test_auto_asks_the_backends_in_their_order(device):
     assert auto_backends(device)[-1] == "torch_sdpa", "which can run everything"
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "value_dim"), [(80, None), (96, None), (192, None), (512, None), (576, 512)]
+)
+def test_cuda_computes_heads_that_people_serve_with_our_kernels(head_dim, value_dim):
+    pytest.importorskip("triton")
+    dtype = torch.bfloat16
+    spec = AttentionSpec(
+        *(16, 1, head_dim, 16, None, dtype, dtype, torch.device("cuda")), value_dim=value_dim
+    )
+    with target.assume(CARDS["h100"]):
+        name, backend = make_backend("auto", spec)
+    assert name == "triton" and backend.supports_graphs
+
+
 def test_a_backend_that_cannot_run_says_why():
     spec = AttentionSpec(4, 4, 32, 16, None, torch.float32, torch.float32, torch.device("cpu"))
     with pytest.raises(ConfigError, match="--attention-backend triton: needs a head_dim that is a"):
-        make_backend("triton", replace(spec, head_dim=24))
+        make_backend("triton", replace(spec, head_dim=20))
     with pytest.raises(ConfigError, match=f"there are: {', '.join(BACKENDS)}"):
         make_backend("nonsense", spec)
     assert make_backend("auto", spec)[0] == ("native" if library() else "torch_sdpa")

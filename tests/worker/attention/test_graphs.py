@@ -15,8 +15,7 @@ from servd.worker.batch.request_states import RequestStates
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE, TOLERANCE = (torch.bfloat16, 3e-2) if DEVICE.type == "cuda" else (torch.float32, 1e-5)
 NUM_HEADS = 4
-NUM_KV_HEADS = 2
-HEAD_DIM = 32
+HEADS = {"gqa": (2, 32, None), "padded": (2, 24, None), "latent": (1, 40, 32)}
 BLOCK_SIZE = 16
 MAX_LEN = 96
 STEPS = [
@@ -30,7 +29,7 @@ NUM_ROWS = 4  # the graph's
 def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
     """One query [heads, head_dim] over keys and values [tokens, kv_heads, head_dim], in float64."""
     keys, values = (
-        part.double().repeat_interleave(NUM_HEADS // NUM_KV_HEADS, 1) for part in (keys, values)
+        part.double().repeat_interleave(NUM_HEADS // part.shape[1], 1) for part in (keys, values)
     )
     weights = (torch.einsum("hd,khd->hk", q.double(), keys) * scale).softmax(-1)
     return torch.einsum("hk,khd->hd", weights, values)
@@ -46,13 +45,16 @@ def replace_contents(batch: AttentionBatch, other: AttentionBatch) -> None:
             old.copy_(new)
 
 
+@pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("window", [None, 20], ids=lambda w: f"window={w}")
 @pytest.mark.parametrize("name", plugins.names("servd.worker.attention"))
-def test_later_steps_are_right_too(name: str, window: int | None):
+def test_later_steps_are_right_too(name: str, window: int | None, heads: str):
+    num_kv_heads, head_dim, value_dim = HEADS[heads]
     spec = AttentionSpec(
         num_heads=NUM_HEADS,
-        num_kv_heads=NUM_KV_HEADS,
-        head_dim=HEAD_DIM,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        value_dim=value_dim,
         block_size=BLOCK_SIZE,
         sliding_window=window,
         dtype=DTYPE,
@@ -86,23 +88,25 @@ def test_later_steps_are_right_too(name: str, window: int | None):
         replace_contents(batch, decode_attention(states, *inputs))
         before = cache.clone()
         q, k, v = (
-            random(NUM_ROWS, NUM_HEADS, HEAD_DIM),
-            *random(2, NUM_ROWS, NUM_KV_HEADS, HEAD_DIM),
+            random(NUM_ROWS, NUM_HEADS, head_dim),
+            *random(2, NUM_ROWS, num_kv_heads, head_dim),
         )
-        queries = backend.write(q, k, v, cache, metadata, None)
+        stored = [k, v] if value_dim is None else [k]
+        queries = backend.write(q, k, None if value_dim else v, cache, metadata, None)
         out = backend.attend(queries, cache, metadata, 0.3, None)
         for row, (slot, position) in enumerate(zip(slots, positions, strict=True)):
-            keys, values = (
-                before[:, blocks[slot]].flatten(1, 2).clone()
-            )  # [MAX_LEN, kv_heads, head_dim] each
-            keys[position] = k[row]
-            values[position] = v[row]
+            # [MAX_LEN, kv_heads, head_dim] each
+            parts = before[:, blocks[slot]].flatten(1, 2).clone()
+            for part, x in zip(parts, stored, strict=True):
+                part[position] = x[row]
+            keys = parts[0]
+            values = parts[-1][..., -(value_dim or head_dim) :]
             visible = slice(max(0, position + 1 - (window or MAX_LEN)), position + 1)
             expected = attend(q[row], keys[visible], values[visible], 0.3)
             torch.testing.assert_close(out[row].double(), expected, atol=TOLERANCE, rtol=0)
             assert torch.equal(
                 cache[:, blocks[slot][position // BLOCK_SIZE], position % BLOCK_SIZE],
-                torch.stack([k[row], v[row]]),
+                torch.stack([x[row] for x in stored]),
             )
         changed = (cache != before).flatten(3).any(-1).sum(dim=(1, 2))
         assert (changed <= len(slots) + 1).all(), (

@@ -41,8 +41,18 @@ def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     from servd.worker.ops.triton import paged_attention
 
     monkeypatch.setattr(paged_attention, "MIN_SPLIT", 32)
+    monkeypatch.setattr(paged_attention, "MIN_TILE_SPLIT", 32)
     monkeypatch.setattr(paged_attention, "MAX_SPLITS", 4)
+    monkeypatch.setattr(paged_attention, "MAX_INVARIANT_SPLITS", 4)
     monkeypatch.setattr(paged_attention, "PROGRAMS_PER_SM", 3)
+
+
+@pytest.fixture
+def many_sms(monkeypatch: pytest.MonkeyPatch, short_splits) -> None:
+    """So that prompts have fewer tiles than there are multiprocessors."""
+    from servd.worker.ops.triton import paged_attention
+
+    monkeypatch.setattr(paged_attention, "num_sms", lambda device: 12)
 
 
 # One split; three; more keys than 4 times 32; several query tokens, of which the first see nothing
@@ -59,8 +69,72 @@ def test_split_rows_equal_dense_attention_over_a_poisoned_cache(spec, window, ba
     torch.testing.assert_close(out.double(), rows.expected(), atol=1e-5, rtol=0)
 
 
-@pytest.mark.usefixtures("short_splits")
-def test_a_row_is_the_same_to_the_bit_whatever_else_is_in_the_batch(invariant):
+SIZES = ("head_dim", "value_dim", "num_heads", "num_kv_heads")
+# SIZES, other fields
+HEADS = [
+    ((24, None, 4, 2), {}),
+    ((80, None, 4, 2), {"soft_cap": 3.0, "has_sinks": True}),
+    ((96, None, 3, 3), {"sliding_window": 50}),
+    ((112, None, 6, 1), {}),
+    ((160, None, 2, 1), {"batch_invariant": True}),
+    ((192, None, 2, 1), {"soft_cap": 3.0, "sliding_window": 50}),
+    ((512, None, 2, 1), {}),
+    ((40, 32, 1, 1), {"sliding_window": 50}),
+    ((56, 40, 3, 1), {"soft_cap": 3.0, "has_sinks": True}),
+    ((48, 32, 16, 1), {}),
+    ((48, 32, 68, 1), {}),  # more heads than lines of a tile
+    ((80, 64, 16, 1), {"dtype": torch.float16, "kv_dtype": torch.float16}),
+]
+
+
+@pytest.mark.parametrize(("sizes", "options"), HEADS, ids=str)
+@pytest.mark.usefixtures("many_sms")
+def test_heads_of_all_sizes_in_drafts_prompts_and_split_rows(spec, sizes, options):
+    head_dim, value_dim, num_heads, _ = sizes
+    spec = dataclasses.replace(spec, **dict(zip(SIZES, sizes, strict=True)), **options)
+    rows = Rows(spec, [(70, 1), (150, 7), (0, 12), (0, 1)], rotary=True, tail=3 if options else 0)
+    out = rows.run(TritonBackend(spec), fill=torch.nan)
+    assert out.shape == (21, num_heads, value_dim or head_dim) and out.is_contiguous()
+    tolerance = 5e-3 if spec.dtype == torch.float16 else 1e-5
+    torch.testing.assert_close(out.double(), rows.expected(), atol=tolerance, rtol=0)
+
+
+@pytest.mark.usefixtures("many_sms")
+def test_tiles_are_split_only_where_the_device_would_be_idle(spec):
+    """A long row with many drafts is split, unless prompts have a tile for each program."""
+    few_tiles = Rows(spec, [(900, 20)])
+    many_tiles = Rows(spec, [(900, 20), (0, 200), (0, 200)])
+    for rows, splits in ((few_tiles, 3), (many_tiles, 1)):
+        batch = rows.batch(rows.computed, rows.seq_lens)
+        metadata = TritonBackend(spec).build_metadata(batch)
+        tiles = sum(-(-n // 16) for n in rows.query_lens)  # 32 lines of 2 heads
+        assert metadata.work[1, -1] == tiles * splits
+        assert metadata.work[3, -1] <= metadata.plan.num_partials
+        assert metadata.work[2, -1] <= metadata.plan.num_merged
+    invariant = dataclasses.replace(spec, batch_invariant=True)
+    batch = few_tiles.batch(few_tiles.computed, few_tiles.seq_lens)
+    assert TritonBackend(invariant).build_metadata(batch).work[1, -1] == 2
+
+
+def test_partial_results_of_many_long_rows_take_little_memory():
+    """As many as keep the device busy, not one for each row and split."""
+    from servd.worker.ops._attention_batch import AttentionBatch
+    from servd.worker.ops.triton.paged_attention import PagedAttention
+
+    attention = PagedAttention(32, 8, 128, torch.float16, torch.device("cpu"), None)
+    rows = np.full(256, 1)
+    starts = torch.arange(257, dtype=torch.int32)
+    lens = torch.full((256,), 2**17, dtype=torch.int32)
+    batch = AttentionBatch(rows, rows * 2**17, starts, lens, starts[None], starts[1:].long())
+    plan = attention.plan(batch)
+    work = attention.work(batch)
+    assert work[3, -1] <= plan.num_partials <= 2 * attention.num_wanted[0]
+
+
+@pytest.mark.parametrize("sizes", [(16, None, 4, 2), (24, 16, 16, 1), (96, None, 3, 1)], ids=str)
+@pytest.mark.usefixtures("many_sms")
+def test_a_row_is_the_same_to_the_bit_whatever_else_is_in_the_batch(invariant, sizes):
+    invariant = dataclasses.replace(invariant, **dict(zip(SIZES, sizes, strict=True)))
     together = Rows(invariant, SPLIT_LENS)
     out = together.run(TritonBackend(invariant)).split(together.query_lens.tolist())
     for row in (2, 3, 4):
@@ -155,9 +229,11 @@ def test_writing_leaves_everything_else_alone(spec):
     assert torch.equal(written, expected)
 
 
-@pytest.mark.parametrize("rotary", [False, True])
-def test_heads_are_normed_before_they_are_turned(spec, rotary):
-    rows = Rows(spec, [(0, 5), (7, 3)], rotary=rotary)
+@pytest.mark.parametrize(("num_pairs", "head_dim"), [(0, 16), (8, 16), (3, 16), (8, 48), (20, 40)])
+def test_heads_are_normed_before_they_are_turned(spec, num_pairs, head_dim):
+    """Of `num_pairs` pairs; the numbers behind them are stored as they are."""
+    spec = dataclasses.replace(spec, head_dim=head_dim)
+    rows = Rows(spec, [(0, 5), (7, 3)], rotary=num_pairs > 0)
     eps = 1e-5
     q, k, v = (
         torch.cat([x[first:] for x, first in zip(row_starts, rows.computed, strict=True)])
@@ -168,7 +244,9 @@ def test_heads_are_normed_before_they_are_turned(spec, rotary):
     weights = [torch.randn(spec.head_dim, generator=generator).to(spec.device) for _ in range(2)]
     norms = tuple(make_norm(weight, eps) for weight in weights)
     positions = torch.tensor([0, 1, 2, 3, 4, 7, 8, 9], device=spec.device)
-    rotation = rows.rotation(positions) if rotary else None
+    rotation = rows.rotation(positions)
+    if rotation is not None:
+        rotation = tuple(part[:, :num_pairs].contiguous() for part in rotation)
     exact = [
         x.double() * (x.double().square().mean(-1, keepdim=True) + eps).rsqrt() * weight.double()
         for x, weight in zip((q, k), weights, strict=True)

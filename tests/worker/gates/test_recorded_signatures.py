@@ -26,7 +26,7 @@ PARAMS = [
     SamplingParams(logit_bias={3: 1.0}, frequency_penalty=0.2, max_tokens=None),
 ]
 # Numbers decide nothing about what is launched, so these need not run.
-HEAVY = ("decode", "prefill", "merge", "norm", "gate", "rotate_and_store", "experts", "low_bit")
+HEAVY = ("attention", "merge", "norm", "gate", "rotate_and_store", "experts", "low_bit")
 
 
 class LightSignatures(Signatures):

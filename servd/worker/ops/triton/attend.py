@@ -1,8 +1,8 @@
 """Attention of a tile: lines of queries over keys and values in the blocks of one row.
 
-A line is a (token, head) pair of the row. A tile has all the query heads that share a kv head, so
-that keys and values are read once for the group. Offsets into the cache are int64, because the
-cache can have more than 2**31 numbers.
+A line is a (token, head) pair of the row. A tile has query heads that share a kv head, so that keys
+and values are read once for all of them. Heads are padded to a power of two in registers, not in
+memory. Offsets into the cache are int64, because the cache can have more than 2**31 numbers.
 """
 # pyright: reportMissingParameterType=false, reportArgumentType=false, reportCallIssue=false
 
@@ -13,28 +13,37 @@ import triton.language as tl
 
 
 @triton.jit
-def lines_of(kv_head, first_query, query_len, GROUP: tl.constexpr, LINES: tl.constexpr):
+def lines_of(first_head, first_query, query_len, GROUP: tl.constexpr, LINES: tl.constexpr):
     """Return query token, head, and validity of each line of a tile, [LINES] each."""
     line = tl.arange(0, LINES)
     query = first_query + line // GROUP
     valid = (line < LINES // GROUP * GROUP) & (query < query_len)
-    return query, kv_head * GROUP + line % GROUP, valid
+    return query, first_head + line % GROUP, valid
 
 
 @triton.jit
-def load_queries(q_ptr, token, head, valid, q_stride, HEAD_DIM: tl.constexpr):
-    """Return queries [LINES, HEAD_DIM]; zeros for invalid lines."""
-    at = token.to(tl.int64) * q_stride + head * HEAD_DIM
-    return tl.load(
-        q_ptr + at[:, None] + tl.arange(0, HEAD_DIM)[None, :], mask=valid[:, None], other=0.0
-    )
+def numbers_of(SIZE: tl.constexpr, PADDED: tl.constexpr):
+    """Return the numbers of a head, [PADDED], and whether the head has them: below SIZE. A mask of
+    constants costs nothing.
+    """
+    number = tl.arange(0, PADDED)
+    return number, tl.full([PADDED], True, tl.int1) if SIZE == PADDED else number < SIZE
 
 
 @triton.jit
-def store_lines(ptr, at, valid, lines, HEAD_DIM: tl.constexpr):
-    """Write `lines` [LINES, HEAD_DIM] to the heads with numbers `at` [LINES]."""
-    to = ptr + at.to(tl.int64)[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
-    tl.store(to, lines.to(ptr.dtype.element_ty), mask=valid[:, None])
+def load_queries(ptr, valid, SIZE: tl.constexpr, PADDED: tl.constexpr):
+    """Return queries at `ptr` [LINES]: [LINES, PADDED], zeros for invalid lines and padding."""
+    number, is_real = numbers_of(SIZE, PADDED)
+    mask = valid[:, None] & is_real[None, :]
+    return tl.load(ptr[:, None] + number[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def store_lines(ptr, at, valid, lines, SIZE: tl.constexpr):
+    """Write `lines` [LINES, PADDED] to the heads with numbers `at` [LINES]."""
+    number, is_real = numbers_of(SIZE, lines.shape[1])
+    to = ptr + at.to(tl.int64)[:, None] * SIZE + number[None, :]
+    tl.store(to, lines.to(ptr.dtype.element_ty), mask=valid[:, None] & is_real[None, :])
 
 
 @triton.jit
@@ -49,18 +58,21 @@ def without_sink(lse, sinks_ptr, head):
 
 class Keys(NamedTuple):
     """The keys and values of a row for one kv head, in the blocks of a table. From `tail_begin` on,
-    the last TAIL are in the slots at `tail_ptr`. No line sees a key before `first`.
+    the last TAIL are in the slots at `tail_ptr`. No line sees a key before `first`. A key has
+    KEY_SIZE numbers. Without `value_ptr`, its last VALUE_SIZE are the value.
 
     Make it in the call that needs it: Triton turns the constants of a variable into tensors.
     """
 
     key_ptr: tl.tensor
-    value_ptr: tl.tensor
+    value_ptr: tl.tensor | None
     table_ptr: tl.tensor
     tail_ptr: tl.tensor | None
     tail_begin: tl.tensor
     first: tl.tensor
     KV_HEADS: tl.constexpr
+    KEY_SIZE: tl.constexpr
+    VALUE_SIZE: tl.constexpr
     BLOCK_SIZE: tl.constexpr
     TAIL: tl.constexpr
 
@@ -68,6 +80,7 @@ class Keys(NamedTuple):
 @triton.jit
 def attend(
     q,
+    q_rope,
     position,
     keys,
     begin,
@@ -79,12 +92,14 @@ def attend(
     SOFT_CAP: tl.constexpr,
 ):
     """Compute a one-pass softmax (arXiv:1805.02867) of q [LINES, HEAD_DIM] over the keys from
-    `begin`, a multiple of TILE_KEYS, to `end`. All lines see the keys before `all_see`. Returns the
-    mean of the values [LINES, HEAD_DIM] and, to merge results, the logarithm (base 2) of the sum of
-    exponentials [LINES]. A line that sees no key has 0 and -inf.
+    `begin`, a multiple of TILE_KEYS, to `end`. All lines see the keys before `all_see`. `q_rope`
+    [LINES, ROPE_DIM] has the queries' numbers for those that keys have before the value, or is
+    None. Returns the mean of the values [LINES, HEAD_DIM] and, to merge results, the logarithm
+    (base 2) of the sum of exponentials [LINES]. A line that sees no key has 0 and -inf.
     """
     highest = tl.full([q.shape[0]], float("-inf"), tl.float32)
     softmax = (highest, tl.zeros_like(highest), tl.zeros(q.shape, tl.float32))
+    queries = (q, q_rope, position)
     masked_from = begin
     if WINDOW is None:
         all_see = tl.minimum(all_see, end)
@@ -92,10 +107,10 @@ def attend(
             all_see = tl.minimum(all_see, keys.tail_begin)
         masked_from = tl.maximum(all_see // TILE_KEYS * TILE_KEYS, begin)
         softmax = _continue_softmax(
-            q, position, softmax, keys, begin, masked_from, scale, False, None, TILE_KEYS, SOFT_CAP
+            queries, softmax, keys, begin, masked_from, scale, False, None, TILE_KEYS, SOFT_CAP
         )
     highest, total, result = _continue_softmax(
-        q, position, softmax, keys, masked_from, end, scale, True, WINDOW, TILE_KEYS, SOFT_CAP
+        queries, softmax, keys, masked_from, end, scale, True, WINDOW, TILE_KEYS, SOFT_CAP
     )
     total = tl.where(total > 0.0, total, 1.0)
     return result / total[:, None], highest + tl.log2(total)
@@ -103,8 +118,7 @@ def attend(
 
 @triton.jit
 def _continue_softmax(
-    q,
-    position,
+    queries,
     softmax,
     keys,
     begin,
@@ -118,32 +132,41 @@ def _continue_softmax(
     """Continue the softmax (highest score, sum and result of each line) over more keys. Unless
     MASKED, all lines see all these keys, and none is in the tail.
     """
+    q, q_rope, position = queries
     highest, total, result = softmax
-    HEAD_DIM: tl.constexpr = q.shape[1]
-    dim = tl.arange(0, HEAD_DIM)
+    dim, is_real = numbers_of(keys.VALUE_SIZE, q.shape[1])
     for tile in range(begin, end, TILE_KEYS):
         key = tile + tl.arange(0, TILE_KEYS)
         # Keys that no line sees are not loaded: they may be infinite, and 0 * infinity is not 0.
-        visible = (key >= keys.first) & (key < end)
+        visible = tl.full([TILE_KEYS], True, tl.int1)
         if MASKED:
-            block = tl.load(keys.table_ptr + key // keys.BLOCK_SIZE, mask=visible, other=0)
-        else:
-            block = tl.load(keys.table_ptr + key // keys.BLOCK_SIZE)
+            visible = (key >= keys.first) & (key < end)
+        block = tl.load(keys.table_ptr + key // keys.BLOCK_SIZE, mask=visible, other=0)
         slot = block.to(tl.int64) * keys.BLOCK_SIZE + key % keys.BLOCK_SIZE
         if MASKED and keys.TAIL > 0:
             in_tail = visible & (key >= keys.tail_begin)
             slot = tl.load(keys.tail_ptr + key - keys.tail_begin, mask=in_tail, other=slot)
-        at = slot * (keys.KV_HEADS * HEAD_DIM)
-        k_at = keys.key_ptr + at[None, :] + dim[:, None]
-        v_at = keys.value_ptr + at[:, None] + dim[None, :]
-        if MASKED:
-            k = tl.load(k_at, mask=visible[None, :], other=0.0).to(q.dtype)
-            v = tl.load(v_at, mask=visible[:, None], other=0.0).to(q.dtype)
+        at = slot * (keys.KV_HEADS * keys.KEY_SIZE)
+        mask = visible[:, None] & is_real[None, :]
+        if keys.value_ptr is None:
+            ROPE_SIZE: tl.constexpr = keys.KEY_SIZE - keys.VALUE_SIZE
+            number, is_rope = numbers_of(ROPE_SIZE, q_rope.shape[1])
+            k_rope = tl.load(
+                keys.key_ptr + at[None, :] + number[:, None],
+                mask=visible[None, :] & is_rope[:, None],
+                other=0.0,
+            ).to(q.dtype)
+            v_at = keys.key_ptr + ROPE_SIZE + at[:, None] + dim[None, :]
+            v = tl.load(v_at, mask=mask, other=0.0).to(q.dtype)
+            scores = tl.dot(q_rope, k_rope, input_precision="ieee")
+            scores = tl.dot(q, tl.trans(v), scores, input_precision="ieee") * scale
         else:
-            k = tl.load(k_at).to(q.dtype)
-            v = tl.load(v_at).to(q.dtype)
-
-        scores = tl.dot(q, k, input_precision="ieee") * scale
+            k_at = keys.key_ptr + at[None, :] + dim[:, None]
+            v_at = keys.value_ptr + at[:, None] + dim[None, :]
+            k_mask = visible[None, :] & is_real[:, None]
+            k = tl.load(k_at, mask=k_mask, other=0.0).to(q.dtype)
+            v = tl.load(v_at, mask=mask, other=0.0).to(q.dtype)
+            scores = tl.dot(q, k, input_precision="ieee") * scale
         if SOFT_CAP is not None:  # tanh(x) is 2 * sigmoid(2 * x) - 1
             scores = SOFT_CAP * (2.0 * tl.sigmoid(scores * (2.0 / SOFT_CAP)) - 1.0)
         if MASKED:

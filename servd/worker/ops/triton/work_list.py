@@ -14,95 +14,135 @@ ROWS = tl.constexpr(1024)  # rows counted at a time
 
 
 def work_list(
-    query_start_loc: Tensor, seq_lens: Tensor, num_wanted: int, window: int | None, **sizes: int
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    wanted_splits: int,
+    wanted_tiles: int,
+    window: int | None,
+    **sizes: int,
 ) -> Tensor:
-    """Count the pieces of a step. Returns int32 [3 * (num_rows + 1) + 1]: three lists with, for
-    each row, the number of pieces in earlier rows, then the total. The lists count tiles of unsplit
-    rows, splits, and tokens with several splits. The last number: minimum keys of a split.
+    """Count the pieces of a step: splits of rows with few query tokens, splits of tiles of other
+    rows. Returns int32 [4, num_rows + 1]: lists with, for each row, a number of earlier rows, then
+    the total. The lists count the pieces of rows with few query tokens, those of other rows, tokens
+    with several splits, and the partial results of a head of such tokens.
 
     Args:
         query_start_loc: int32 [num_rows + 1].
         seq_lens: int32 [num_rows].
-        num_wanted: splits of all rows that keep the device busy: more rows get fewer, longer
-            splits. 0: a row's splits depend on its own length only.
-        sizes: SPLIT_QUERIES, TILE_QUERIES, TILE_KEYS, MIN_SPLIT and MAX_SPLITS of the kernels.
+        wanted_splits: splits of all rows with few query tokens that keep the device busy: more
+            rows get fewer, longer splits. 0: splits depend on the row's own length only.
+        wanted_tiles: the same for the pieces of other rows. 0: their tiles are not split.
+        sizes: SPLIT_QUERIES, TILE_QUERIES, TILE_KEYS, MIN_SPLIT, MIN_TILE_SPLIT and MAX_SPLITS of
+            the kernels.
     """
     num_rows = len(seq_lens)
-    work = torch.empty(3 * num_rows + 4, dtype=torch.int32, device=seq_lens.device)
+    work = torch.empty(4, num_rows + 1, dtype=torch.int32, device=seq_lens.device)
     work_list_kernel[(1,)](
-        work, query_start_loc, seq_lens, num_rows, num_wanted, **sizes, WINDOW=window
+        work,
+        query_start_loc,
+        seq_lens,
+        num_rows,
+        wanted_splits,
+        wanted_tiles,
+        **sizes,
+        WINDOW=window,
     )
     return work
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_wanted"])
+@triton.jit(do_not_specialize=["num_rows", "wanted_splits", "wanted_tiles"])
 def work_list_kernel(
     work_ptr,
     starts_ptr,
     seq_lens_ptr,
     num_rows,
-    num_wanted,
+    wanted_splits,
+    wanted_tiles,
     SPLIT_QUERIES: tl.constexpr,
     TILE_QUERIES: tl.constexpr,
     TILE_KEYS: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
+    MIN_TILE_SPLIT: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    num_keys = tl.zeros([ROWS], tl.int32)
+    keys_of_few = tl.zeros([ROWS], tl.int64)
+    keys_of_tiles = tl.zeros([ROWS], tl.int64)
     for row in range(0, num_rows, ROWS):
-        query_len, seq_len = _lengths_of(row, starts_ptr, seq_lens_ptr, num_rows)
-        first_key = first_key_of(seq_len - query_len, WINDOW)
-        keys = seq_len - first_key // TILE_KEYS * TILE_KEYS
-        num_keys += tl.where((query_len > 0) & (query_len <= SPLIT_QUERIES), keys, 0)
-    min_keys = (
-        tl.cdiv(tl.cdiv(tl.sum(num_keys, 0), tl.maximum(num_wanted, 1)), TILE_KEYS) * TILE_KEYS
+        query_len, tiles, keys = _sizes_of(
+            row, starts_ptr, seq_lens_ptr, num_rows, TILE_QUERIES, TILE_KEYS, WINDOW
+        )
+        is_few = query_len <= SPLIT_QUERIES
+        all_keys = tiles.to(tl.int64) * keys
+        keys_of_few += tl.where(is_few, all_keys, 0)
+        keys_of_tiles += tl.where(is_few, 0, all_keys)
+    min_keys = tl.maximum(_keys_per_piece(keys_of_few, wanted_splits, TILE_KEYS), MIN_SPLIT)
+    min_tile_keys = tl.maximum(
+        _keys_per_piece(keys_of_tiles, wanted_tiles, TILE_KEYS), MIN_TILE_SPLIT
     )
-    min_keys = tl.maximum(tl.where(num_wanted > 0, min_keys, 0), MIN_SPLIT)
-    tiles_ptr = work_ptr
-    splits_ptr = work_ptr + num_rows + 1
-    tokens_ptr = splits_ptr + num_rows + 1
-    tl.store(work_ptr + 3 * num_rows + 3, min_keys)
+    num_few = 0
     num_tiles = 0
-    num_splits = 0
     num_tokens = 0
-    for row in range(0, num_rows, ROWS):
-        query_len, seq_len = _lengths_of(row, starts_ptr, seq_lens_ptr, num_rows)
-        is_split = (query_len > 0) & (query_len <= SPLIT_QUERIES)
-        tiles = tl.where(is_split, 0, tl.cdiv(query_len, TILE_QUERIES))
-        first_key = first_key_of(seq_len - query_len, WINDOW)
-        _, _, splits = splits_of(first_key, seq_len, min_keys, TILE_KEYS, MAX_SPLITS)
-        splits = tl.where(is_split, splits, 0)
-        num_tiles = _append(tiles_ptr, tiles, num_tiles, row, num_rows)
-        num_splits = _append(splits_ptr, splits, num_splits, row, num_rows)
+    num_partials = 0
+    for row in range(0, num_rows + 1, ROWS):
+        query_len, tiles, keys = _sizes_of(
+            row, starts_ptr, seq_lens_ptr, num_rows, TILE_QUERIES, TILE_KEYS, WINDOW
+        )
+        is_few = query_len <= SPLIT_QUERIES
+        splits = tl.minimum(tl.cdiv(keys, tl.where(is_few, min_keys, min_tile_keys)), MAX_SPLITS)
+        splits = tl.where(is_few | (wanted_tiles > 0), tl.maximum(splits, 1), 1)
+        splits = tl.cdiv(keys, tl.maximum(split_size(keys, splits, TILE_KEYS), 1))
+        pieces = tiles * splits
         tokens = tl.where(splits > 1, query_len, 0)
-        num_tokens = _append(tokens_ptr, tokens, num_tokens, row, num_rows)
-    tl.store(tiles_ptr + num_rows, num_tiles)
-    tl.store(splits_ptr + num_rows, num_splits)
-    tl.store(tokens_ptr + num_rows, num_tokens)
+        num_few = _append(work_ptr, tl.where(is_few, pieces, 0), num_few, row, num_rows)
+        list_ptr = work_ptr + num_rows + 1
+        num_tiles = _append(list_ptr, tl.where(is_few, 0, pieces), num_tiles, row, num_rows)
+        list_ptr += num_rows + 1
+        num_tokens = _append(list_ptr, tokens, num_tokens, row, num_rows)
+        list_ptr += num_rows + 1
+        num_partials = _append(list_ptr, tokens * splits, num_partials, row, num_rows)
 
 
 @triton.jit
-def _lengths_of(first_row, starts_ptr, seq_lens_ptr, num_rows):
-    """Return tokens in the step and total tokens of some rows; 0 beyond the last row."""
+def _sizes_of(
+    first_row,
+    starts_ptr,
+    seq_lens_ptr,
+    num_rows,
+    TILE_QUERIES: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """Return query tokens, tiles, and keys of the last tile of some rows; 0 beyond the last."""
     row = first_row + tl.arange(0, ROWS)
     valid = row < num_rows
     start = tl.load(starts_ptr + row, mask=valid, other=0)
     query_len = tl.load(starts_ptr + row + 1, mask=valid, other=0) - start
-    return query_len, tl.load(seq_lens_ptr + row, mask=valid, other=0)
+    seq_len = tl.load(seq_lens_ptr + row, mask=valid, other=0)
+    first_key = first_key_of(seq_len - tl.minimum(query_len, TILE_QUERIES), WINDOW)
+    keys = seq_len - first_key // TILE_KEYS * TILE_KEYS
+    return query_len, tl.cdiv(query_len, TILE_QUERIES), keys
+
+
+@triton.jit
+def _keys_per_piece(keys, num_wanted, TILE_KEYS: tl.constexpr):
+    """Return the keys of a piece if num_wanted pieces share all keys; 0 if num_wanted is 0."""
+    size = split_size(tl.sum(keys, 0), tl.maximum(num_wanted, 1), TILE_KEYS)
+    return tl.where(num_wanted > 0, tl.minimum(size, 2**30), 0).to(tl.int32)
 
 
 @triton.jit
 def _append(to_ptr, counts, before, first_row, num_rows):
-    """Write the number of pieces before each row; return the total after these rows."""
+    """Write the number of pieces before each row, and behind the last; return that total."""
     row = first_row + tl.arange(0, ROWS)
-    tl.store(to_ptr + row, before + tl.cumsum(counts, 0) - counts, mask=row < num_rows)
+    total = before + tl.cumsum(counts, 0)
+    tl.store(to_ptr + row, total - counts, mask=row <= num_rows)
     return before + tl.sum(counts, 0)
 
 
 @triton.jit
 def row_of(piece, counts_ptr, num_rows):
-    """Return the row of a piece, and the number of the piece in the row."""
+    """Return the row of a piece, the number of the piece in the row, and the row's pieces."""
     # the row is in [low, high)
     low = 0
     high = num_rows
@@ -111,7 +151,8 @@ def row_of(piece, counts_ptr, num_rows):
         is_before = tl.load(counts_ptr + middle) <= piece
         low = tl.where(is_before, middle, low)
         high = tl.where(is_before, high, middle)
-    return low, piece - tl.load(counts_ptr + low)
+    before = tl.load(counts_ptr + low)
+    return low, piece - before, tl.load(counts_ptr + low + 1) - before
 
 
 @triton.jit
@@ -120,9 +161,6 @@ def first_key_of(first_position, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def splits_of(first_key, seq_len, min_keys, TILE_KEYS: tl.constexpr, MAX_SPLITS: tl.constexpr):
-    """Return first key, keys per split, number of splits; borders are multiples of TILE_KEYS."""
-    begin = first_key // TILE_KEYS * TILE_KEYS
-    num_splits = tl.minimum(tl.cdiv(seq_len - begin, min_keys), MAX_SPLITS)
-    size = tl.cdiv(tl.cdiv(seq_len - begin, tl.maximum(num_splits, 1)), TILE_KEYS) * TILE_KEYS
-    return begin, size, tl.cdiv(seq_len - begin, tl.maximum(size, 1))
+def split_size(keys, num_splits, TILE_KEYS: tl.constexpr):
+    """Return the keys of a split, a multiple of TILE_KEYS; the last splits may have fewer."""
+    return tl.cdiv(tl.cdiv(keys, num_splits), TILE_KEYS) * TILE_KEYS
