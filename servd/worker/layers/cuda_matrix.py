@@ -85,6 +85,9 @@ class Tiles(NamedTuple):
     factor: Tensor
 
 
+TENSORS = ("codes", "scale", "factor")  # names of Tiles in a WeightStack
+
+
 class TiledMatrix:
     """A matrix that is multiplied as it is stored, with sums in float32."""
 
@@ -100,8 +103,8 @@ class TiledMatrix:
 
     def move(self, allocate: Callable[[str, Sequence[int], torch.dtype], Tensor]) -> None:
         """Copy the tensors to the memory that `allocate` returns for a name, shape and type."""
-        tensors = self.tiles._asdict().items()
-        self.tiles = Tiles(**{k: allocate(k, x.shape, x.dtype).copy_(x) for k, x in tensors})
+        tensors = zip(TENSORS, self.tiles, strict=True)
+        self.tiles = Tiles(*(allocate(k, x.shape, x.dtype).copy_(x) for k, x in tensors))
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         from servd.worker.ops.triton import low_bit
@@ -153,7 +156,7 @@ class TiledExperts:
         if len(matrices) < len(methods) or len(kinds) != 1:
             return None
         ((storage, is_ordered),) = kinds
-        tiles = Tiles(*(stack.tensors[name] for name in Tiles._fields))
+        tiles = Tiles(*(stack.tensors[name] for name in TENSORS))
         return cls(storage, tiles, biases) if is_ordered else None
 
     def multiply(self, x: Tensor, index: Tensor | None, starts: Tensor) -> Tensor:
