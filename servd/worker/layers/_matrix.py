@@ -246,8 +246,11 @@ class Matrix(Weight):
                     log_product(quantized, "products of 8-bit floats, activations rounded by token")
                     methods.append(Fp8Matrix(quantized.codes, quantized.scale.float()))
                     continue
+                widening = make.widening
+                if self.place is not None and quantized.columns is not None:
+                    widening = "always"  # the kernel knows no order of columns for each expert
                 dtype = self.data.dtype
-                methods.append(quant_method_of(quantized, dtype, make.x_dtype, make.widening))
+                methods.append(quant_method_of(quantized, dtype, make.x_dtype, widening))
             else:
                 dense = self.data[first.start : last.stop]
                 kept = make.dense(dense)
