@@ -21,6 +21,7 @@ from servd.worker.kv import kv_cache
 from servd.worker.layers._matrix import Matrix
 from servd.worker.layers.attention import ForwardContext
 from servd.worker.layers.weight import Loadable
+from servd.worker.lora.layers import AdaptedMatrix
 from servd.worker.runner.gpu_model_runner import GPUModelRunner
 
 LAUNCH_SECONDS = 2.2e-6  # of a kernel in a CUDA graph, on an H100
@@ -127,7 +128,9 @@ def weights_of(model: Loadable) -> list[Tensor]:
     """Return the tensors of the model's weights as they are multiplied."""
     weights = [weight for _, weight in model.named_parameters()]
     methods = [weight.quant_method for weight in weights if isinstance(weight, Matrix)]
-    return [*weights, *_tensors_in(methods)]
+    # An adapted matrix refers to its weight, which refers to it.
+    bases = [method.base if isinstance(method, AdaptedMatrix) else method for method in methods]
+    return [*weights, *_tensors_in(bases)]
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:
