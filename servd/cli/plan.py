@@ -58,11 +58,17 @@ def run(arguments: argparse.Namespace) -> int:
         options["device"] = "cuda"
     report = make_report(Config.load(options), card)
     if arguments.compare:
+        if arguments.json:
+            raise ConfigError("--json: has no effect with --compare: leave one of them out")
         reports = {report.config.model.model or "": report}
+        failures: dict[str, str] = {}
         for name in arguments.compare:
             key = "quantization" if name in ROUNDED else "model"
-            reports[name] = make_report(Config.load(options | {key: name}), card)
-        print(comparison(reports))
+            try:
+                reports[name] = make_report(Config.load(options | {key: name}), card)
+            except ConfigError as error:
+                failures[name] = str(error)
+        print(comparison(reports, failures))
         return 0 if any(report.plan.num_blocks for report in reports.values()) else 1
     lengths = arguments.lengths or sorted(
         {*(n for n in LENGTHS if n < report.max_model_len), report.max_model_len}
@@ -116,9 +122,11 @@ def with_headers(config: Config, spec: ModelSpec, scratch: str) -> tuple[Config,
     return config, spec
 
 
-def comparison(reports: Mapping[str, PlanReport]) -> str:
-    """Return a table of checkpoints of a model, and the fastest that fits."""
-    width = max(map(len, reports))
+def comparison(reports: Mapping[str, PlanReport], failures: Mapping[str, str]) -> str:
+    """Return a table of checkpoints of a model, and the fastest that fits. `failures`: errors of
+    checkpoints that cannot run.
+    """
+    width = max(map(len, (*reports, *failures)))
     lines = [f"{'checkpoint':<{width}}    weights  KV tokens   ms of a step, by requests"]
     times: dict[str, float] = {}
     for name, report in reports.items():
@@ -129,6 +137,7 @@ def comparison(reports: Mapping[str, PlanReport]) -> str:
         lines.append(f"{name:<{width}} {size:>10} {tokens:>10}   {steps or 'unknown'}")
         if plan.num_blocks and report.steps:
             times[name] = report.steps[0].total
+    lines += [f"{name:<{width}} {error}" for name, error in failures.items()]
     if times:
         lines += ["", f"the fastest that fits: {min(times, key=times.__getitem__)}"]
     return "\n".join(lines)
@@ -254,7 +263,8 @@ class PlanReport:
         if not steps:
             return []
         columns = "".join(f"{step.num_rows:>9}" for step in steps)
-        lines = ["", f"  ms of a decode step at {columns} requests of {STEP_TOKENS} tokens, about"]
+        length = min(STEP_TOKENS, self.max_model_len)
+        lines = ["", f"  ms of a decode step at {columns} requests of {length} tokens, about"]
         for name in steps[0].parts:
             times = "".join(f"{step.parts[name]:>9.2f}" for step in steps)
             lines.append(f"  {name.replace('_', ' '):<22} {times}")

@@ -64,6 +64,31 @@ def test_the_fastest_checkpoint_that_fits(capsys):
     assert last.split()[-1] == min(times, key=times.__getitem__)
 
 
+def test_a_checkpoint_that_cannot_run_is_a_row_of_the_comparison(capsys):
+    """The A100 has no products of 8-bit floats."""
+    with pytest.raises(SystemExit) as end:
+        cli.main(["plan", "demo", *SMALL, "--device", "a100", "--compare", "fp8", "int4"])
+    rows = {row.split(" ")[0]: row for row in capsys.readouterr().out.split("\n")}
+    assert end.value.code == 0 and {"demo", "fp8", "int4"} < rows.keys()
+    assert "9.0 (Hopper)" in rows["fp8"]
+
+
+def test_times_with_adapters_and_without_graphs(capsys):
+    """Times are those of CUDA graphs."""
+    args = ["demo", *SMALL, "--device", "h100", "--dtype", "bfloat16"]
+    _, plain = plan(capsys, *args)
+    code, adapted = plan(capsys, *args, "--enable-lora")
+    assert code == 0 and adapted["steps"] == plain["steps"] != []
+    _, eager = plan(capsys, *args, "--enforce-eager")
+    assert eager["steps"] == []
+
+
+def test_the_kv_cache_is_larger_than_the_card(capsys):
+    code, facts = plan(capsys, "demo", *SMALL, "--device", "h100", "--kv-cache-memory", "100GiB")
+    assert code == 1 and facts["num_blocks"] == 0
+    assert "--kv-cache-memory 100GiB" in facts["advice"][0]
+
+
 @pytest.mark.parametrize(("memory", "start"), [("6MiB", "demo fits"), ("1MiB", "demo does not")])
 def test_the_first_line_says_whether_it_fits(capsys, memory, start):
     with pytest.raises(SystemExit):

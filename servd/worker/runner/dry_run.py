@@ -116,7 +116,14 @@ def _plan(config: Config, spec: ModelSpec) -> MemoryPlan:
         room = kv_cache_share((free - sizes.persistent) * num_ranks, num_ranks)
     num_blocks = 0
     shortage = ""
+    requested = config.cache.kv_cache_memory
+    unused = free - sizes.persistent
     try:
+        if requested is not None and requested > unused >= 0:
+            raise NotEnoughMemory(
+                f"--kv-cache-memory {format_bytes(requested)}: {format_bytes(unused)} are free "
+                "beside weights and requests: lower it, or leave it out"
+            )
         num_blocks = runner.count_blocks(room)
     except NotEnoughMemory as error:
         shortage = str(error)
@@ -140,7 +147,8 @@ def _steps(runner: GPUModelRunner) -> list[StepTime]:
     """Return the times of decode steps on the runner's card; none if they are unknown."""
     card = target.card_of(runner.device)
     is_shared = runner.config.parallel.num_workers > 1
-    if not card.bandwidth or is_shared or not runner.backend.supports_graphs:
+    has_graphs = runner.backend.supports_graphs and not runner.config.model.enforce_eager
+    if not card.bandwidth or is_shared or not has_graphs:
         return []
     num_tokens = min(STEP_TOKENS, runner.max_model_len)
     with Weightless(runner.device):
