@@ -15,6 +15,8 @@ Module = dict[str, Tensor]
 """Tensors of a module by their last name: "qweight", "scales", "weight.absmax"."""
 
 SCALES = ("scales", "weight_scale", "weight_scale_inv")
+CODES = (torch.uint8, torch.int8, torch.float8_e4m3fn)
+FACTORS = (torch.float32, torch.bfloat16, torch.float16)
 UNSIGNED = tuple(map(float, range(16)))
 
 
@@ -55,13 +57,31 @@ def _decoded(
     except Exception as error:  # broken tensors or config.json may raise anything
         why = str(error).partition("\n")[0] or type(error).__name__
         raise UnsupportedModel(f"layer {name} cannot be read: {why[:200]}") from error
-    if weight is not None and not weight.scale.is_meta:
+    if weight is None:
+        stored = module.get("weight")
+        if stored is not None and stored.dtype in CODES:
+            dtype = str(stored.dtype)[6:]
+            raise UnsupportedModel(f"layer {name} has a weight of {dtype} without its scales")
+        return None
+    (num_rows, size) = weight.shape
+    scales = [num_rows, -(-size // weight.group_size)]
+    is_exact = weight.codes.dtype in CODES and weight.scale.dtype in FACTORS
+    if list(weight.scale.shape) != scales or not is_exact:
+        raise UnsupportedModel(
+            f"layer {name} has codes {_kind_of(weight.codes)} and scales "
+            f"{_kind_of(weight.scale)}, expected scales {scales} of 16 or 32 bits"
+        )
+    if not weight.scale.is_meta:
         factors = (weight.scale, weight.offset)
         if not all(
             bool(factor.float().isfinite().all()) for factor in factors if factor is not None
         ):
             raise UnsupportedModel(f"layer {name} has a scale that is not a finite number")
     return weight
+
+
+def _kind_of(tensor: Tensor) -> str:
+    return f"{list(tensor.shape)} of {str(tensor.dtype)[6:]}"
 
 
 def stated_layout(

@@ -62,7 +62,7 @@ def _weight(device: torch.device, name: str, module: Module) -> Quantized | None
         scale.to(device).view(num_rows, -1),
         None,
         block_size,
-        tuple(table.tolist()),
+        tuple(map(float, table.tolist())),
     )
 
 

@@ -79,12 +79,15 @@ def _weight(
     groups: list[dict[str, Any]], device: torch.device, name: str, module: Module
 ) -> Quantized | None:
     scheme = _scheme_of(groups, name)
+    stored = {*module}
     if "weight_packed" in module:
         weight = _packed(scheme, device, name, module)
     elif "weight_scale" in module:
         weight = _plain(scheme, device, name, module)
     else:
         return None
+    if not scheme.get("symmetric", True) and "weight_zero_point" not in stored:
+        raise UnsupportedModel(f"layer {name} has no weight_zero_point, and is not symmetric")
     for leaf in UNUSED:
         module.pop(leaf, None)
     return weight
@@ -96,7 +99,8 @@ def _packed(scheme: dict[str, Any], device: torch.device, name: str, module: Mod
     """
     if "weight_global_scale" in module:
         packed, scale = take(name, module, device, "weight_packed", "weight_scale")
-        return nvfp4(name, packed, scale.float() / module.pop("weight_global_scale").to(device))
+        factor = module.pop("weight_global_scale").float().reshape(()).to(device)
+        return nvfp4(name, packed, scale.float() / factor)
     [words] = take(name, module, device, "weight_packed")
     scale, shape = (module.pop(leaf, None) for leaf in ("weight_scale", "weight_shape"))
     if scale is None or shape is None or shape.numel() != 2:

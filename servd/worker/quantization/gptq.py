@@ -68,6 +68,9 @@ def _weight(
         is_symmetric=config.get("sym", True),
     )
     group_of = module.pop("g_idx", None)
+    lacks_order = group_of is None or not group_of.numel()
+    if lacks_order and config.get("desc_act") and num_groups > 1:
+        raise UnsupportedModel(f"layer {name} has no g_idx, which desc_act needs")
     if group_of is None or (device.type == "meta" and not config.get("desc_act")):
         return weight
     return side_by_side(name, weight, group_of.to(device))

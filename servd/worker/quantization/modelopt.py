@@ -24,4 +24,5 @@ def _weight(device: torch.device, name: str, module: Module) -> Quantized | None
         return fp8.decode(None, device, name, module)
     packed, scale = take(name, module, device, "weight", "weight_scale")
     module.pop("input_scale", None)
-    return nvfp4(name, packed, scale.float() * module.pop("weight_scale_2").to(device))
+    factor = module.pop("weight_scale_2").float().reshape(()).to(device)
+    return nvfp4(name, packed, scale.float() * factor)

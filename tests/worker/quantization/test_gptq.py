@@ -245,6 +245,8 @@ AWQ = {"quant_method": "awq", "checkpoint_format": "gemm"}
         ({}, {"qweight": torch.ones(16, 128).short()}, "words of int16, expected int32"),
         ({}, {"qweight": torch.ones(4, 128).long()}, "words of int64, expected int32"),
         ({}, {"qzeros": torch.ones(2, 32).short()}, "words of int16, expected int32"),
+        ({}, {"scales": torch.ones(2, 128).double()}, "up_proj has .*scales .* of float64"),
+        ({"desc_act": True}, {"g_idx": None}, "up_proj has no g_idx, which desc_act needs"),
         ({}, {"g_idx": torch.zeros(64).int()}, "up_proj has a g_idx whose groups are not of 32"),
         ({}, {"g_idx": torch.zeros(6).int()}, "up_proj has a g_idx whose groups are not of 32"),
     ],

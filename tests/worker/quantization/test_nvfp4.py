@@ -92,8 +92,17 @@ def test_ranks_take_slices(tiny_llama: Path, tmp_path: Path, shard_dim: int):
     check_slices(tmp_path, shard_dim)
 
 
-def test_scales_of_another_shape_are_refused(tiny_llama: Path, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weight_scale": torch.ones(128, 3)}, "up_proj has .* expected NVFP4"),
+        ({"weight_scale": torch.ones(64, 4)}, r"up_proj has .*expected scales \[128, 4\]"),
+        ({"weight_global_scale": torch.ones(4)}, "up_proj cannot be read: .*size 4"),
+    ],
+    ids=["columns", "rows", "factors"],
+)
+def test_scales_of_another_shape_are_refused(tiny_llama: Path, tmp_path: Path, change, message):
     write(tiny_llama, tmp_path, COMPRESSED, compressed)
-    change_layer(tmp_path, {"weight_scale": torch.ones(128, 3)})
-    with pytest.raises(UnsupportedModel, match="up_proj has .* expected NVFP4"):
+    change_layer(tmp_path, change)
+    with pytest.raises(UnsupportedModel, match=message):
         Driver(config_for(tmp_path))
