@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from servd.base.errors import ModelNotFound, UnsupportedModel
+from servd.base.errors import ModelNotFound, NotEnoughMemory, UnsupportedModel
 from servd.checkpoint import model_spec
 from servd.worker.device.parallel import Parallel
 from servd.worker.layers import embedding
@@ -140,6 +140,19 @@ def test_made_up_pickles_are_refused(kind, tmp_path):
     MADE_UP[kind](path)
     with pytest.raises(ModelNotFound, match=r"pytorch_model\.bin cannot be read"):
         list(read_tensors([path]))
+
+
+def test_a_file_larger_than_memory_is_refused_by_name(tiny_gpt2, monkeypatch):
+    """Where memory may not be overcommitted, torch cannot map such a file."""
+
+    def cannot_map(*_: object, **__: object) -> None:
+        raise RuntimeError("unable to mmap 60000000000 bytes: Cannot allocate memory (12)")
+
+    monkeypatch.setattr("servd.worker.quantization._files.safe_open", cannot_map)
+    with pytest.raises(NotEnoughMemory, match=r"model\.safetensors cannot be mapped: unable"):
+        Worker(
+            config_for(tiny_gpt2), model_spec.read_spec(tiny_gpt2), 0, lambda *_: None
+        ).load_model()
 
 
 @pytest.mark.parametrize(

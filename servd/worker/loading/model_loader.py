@@ -234,7 +234,7 @@ def _check(files: list[Path]) -> None:
     for path in files:
         try:
             if path.suffix == ".safetensors":
-                with safe_open(path, framework="pt"):
+                with safe_open(path, framework="np"):  # maps a file of any size
                     pass
         except (OSError, SafetensorError) as error:
             broken.append(f"{path.name} ({error})")

@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from servd.base.errors import ModelNotFound
+from servd.base.errors import ModelNotFound, NotEnoughMemory
 from servd.checkpoint.weight_files import index_of, read_index
 from servd.worker.compat import without_function_modes
 
@@ -20,7 +20,8 @@ def read_tensors(
     files: list[Path], is_wanted: Callable[[str], object] = bool
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield names and mapped tensors of files in a folder, unconverted, without those that the
-    folder's index maps to other files. Raises ModelNotFound if a file is broken.
+    folder's index maps to other files. Raises ModelNotFound if a file is broken,
+    NotEnoughMemory if it is larger than memory and swap space together.
     """
     index = index_of(files[0].parent, files[0].suffix)
     is_whole = files[0].name == index.name.removesuffix(".index.json")
@@ -42,6 +43,11 @@ def read_tensors(
                     yield name, file.get_tensor(name)
         except (OSError, SafetensorError) as error:
             raise ModelNotFound(f"{path} cannot be read: {error}") from None
+        except RuntimeError as error:  # of torch, which maps files as memory that may change
+            raise NotEnoughMemory(
+                f"{path} cannot be mapped: {error}; add swap space, or for a plan of 16-bit weights, "
+                "--load-format dummy"
+            ) from None
 
 
 def _unpickle(path: Path) -> dict[str, Tensor]:
