@@ -103,8 +103,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             table[f"{family}, {form or 'bf16'}"] = times_of(Path(folder), family, form)
     TABLE.write_text(json.dumps(table, indent=2) + "\n")
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    _, _, after = rest.partition("\n\n")
+    before, _, table_and_more = PAGE.read_text().partition(BEGIN)
+    _, _, after = table_and_more.partition("\n\n")
     PAGE.write_text(f"{before}{page_rows(table)}\n{after}")
 
 
