@@ -46,8 +46,9 @@ class Places:
         self.block_tables[:num_rows, : tables.shape[1]] = tables
         if group.tails is not None:
             if self.tails is None:
-                shape = len(self.slot_mapping), group.tails.shape[1]
-                self.tails = np.zeros(shape, dtype=np.int64)
+                self.tails = np.zeros(
+                    (len(self.slot_mapping), group.tails.shape[1]), dtype=np.int64
+                )
             self.tails[:num_rows] = group.tails.numpy()
 
 

@@ -216,8 +216,7 @@ def load(
         options = config.parallel
         size = options.tensor_parallel_size
         num_stages = options.pipeline_parallel_size
-        whole = options.enable_expert_parallel
-        first = Parallel(0, size, 0, num_stages, has_whole_experts=whole)
+        first = Parallel(0, size, 0, num_stages, has_whole_experts=options.enable_expert_parallel)
         runner = runner_class(config, spec, device, parallel or first)
         runner.load_model(lambda _: None)
     return runner

@@ -362,8 +362,7 @@ class ModelRunner(ABC):
         is_synthetic = drafts is not None and drafts.is_synthetic
         if buffers is not None and bitmask is None and not is_synthetic:
             if self.sampler.is_plain(batch.host_slots):
-                token_ids = self.sample_greedy(hidden, buffers)
-                return self._sample_plain(batch, token_ids, drafts)
+                return self._sample_plain(batch, self.sample_greedy(hidden, buffers), drafts)
         sample_hidden = hidden if batch.samples_all else hidden[batch.sample_tokens]
         logits = self.model.compute_logits(sample_hidden)  # [m, vocab]
         metadata = self.sampler.make_metadata(
@@ -436,9 +435,8 @@ class ModelRunner(ABC):
         if isinstance(params, SamplingParams):
             prompt_len = request.num_prompt_tokens
             outputs = request.token_ids[prompt_len:]
-            prompt = request.token_ids[:prompt_len]
             self.states.is_tree[request.slot] = self.sampler.add(
-                request.slot, params, prompt, outputs, request.eos_token_ids
+                request.slot, params, request.token_ids[:prompt_len], outputs, request.eos_token_ids
             )
 
     def _remove(self, slot: int) -> None:

@@ -23,8 +23,7 @@ def edit_logits(logits: Tensor, changes: LogitEdits) -> Tensor:
     penalties = (None, 0, None, None)
     if penalized is not None:
         counts = penalized.counts
-        slots = penalized.slot_of_each(len(logits))
-        penalties = (slots, len(counts), counts, penalized.factors)
+        penalties = (penalized.slot_of_each(len(logits)), len(counts), counts, penalized.factors)
     call("edit_logits", logits, logits.stride(0), *masked, *penalties, *logits.shape, best)
     return best
 
