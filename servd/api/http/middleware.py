@@ -117,8 +117,7 @@ class RequestContext:
         """Check the limit of connections, Content-Length, the timeout, and pages of other sites."""
         length = headers.get("content-length", "0")
         if not LENGTH.fullmatch(length):
-            value = length[:32]
-            raise InvalidRequest(f"Content-Length must be a number of bytes, got {value!r}")
+            raise InvalidRequest(f"Content-Length must be a number of bytes, got {length[:32]!r}")
         is_open = call.route in OPEN_PATHS
         if call.refusal is not None and not is_open:
             if self.metrics is not None:
@@ -192,8 +191,7 @@ class RequestContext:
         def finish(timeline: Timeline) -> None:
             if span is not None:
                 span.add_timeline(timeline)
-            outcome = _outcome(timeline, status, written)
-            self.tracer.finish(timeline, marks, outcome, status)
+            self.tracer.finish(timeline, marks, _outcome(timeline, status, written), status)
 
         done = self.loop.call_for_all(call.client, timelines, finish)
         if span is not None:

@@ -344,10 +344,9 @@ class Metrics(Observer):
 
     def observe_request(self, params: SamplingParams, choices: Sequence[Choice]) -> None:
         """Record that all choices of a request have finished."""
-        longest = max(choice.num_tokens for choice in choices)
         values: dict[str, float] = {
             "vllm:request_params_n": params.n,
-            "vllm:request_max_num_generation_tokens": longest,
+            "vllm:request_max_num_generation_tokens": max(choice.num_tokens for choice in choices),
         }
         if params.max_tokens is not None:
             values["vllm:request_params_max_tokens"] = params.max_tokens

@@ -222,8 +222,7 @@ class ChoiceFormatter(ResponseFormatter):
         self.choices = [CompletionOutput(index=i) for i in range(self.n * len(prompts))]
         self.has_begun = [False] * len(self.choices)  # by choice
         tokenizer = self.info.tokenizer
-        skips = self.params.skip_special_tokens
-        skipped = tokenizer.special_ids if skips else frozenset[int]()
+        skipped = tokenizer.special_ids if self.params.skip_special_tokens else frozenset[int]()
         shows_ids = bool(self.body.return_tokens_as_token_ids)
         shows_sampled = bool(self.params.logprob_token_ids)
         self.token_texts = [
