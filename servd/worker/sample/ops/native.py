@@ -33,17 +33,8 @@ def choose(logits: Tensor, slots: Tensor, columns: Tensor, token_ids: Tensor) ->
         logits = logits.float()
     chosen = torch.empty(len(logits), dtype=torch.int64)
     assert slots.is_contiguous() and columns.is_contiguous() and token_ids.is_contiguous()
-    call(
-        "choose",
-        logits,
-        logits.stride(0),
-        *logits.shape,
-        slots,
-        columns,
-        token_ids,
-        *token_ids.shape,
-        chosen,
-    )
+    rows = logits, logits.stride(0), *logits.shape
+    call("choose", *rows, slots, columns, token_ids, *token_ids.shape, chosen)
     return chosen
 
 
