@@ -142,12 +142,9 @@ class ModelRunner(ABC):
         self.backend_name, self.backend = make_backend(
             self.config.parallel.attention_backend, attention
         )
+        limits = self.max_num_seqs, self.max_model_len
         self.states = RequestStates(
-            self.max_num_seqs,
-            self.max_model_len,
-            attention.block_size,
-            self.device,
-            self.spec.vocab_size,
+            *limits, attention.block_size, self.device, self.spec.vocab_size
         )
         self.states.make_room(state.arrange(self.model))
         mode = self.config.model.logprobs_mode
@@ -191,17 +188,11 @@ class ModelRunner(ABC):
     def _make_adapters(self) -> AdapterSlots | None:
         if not self.config.lora.enable_lora:
             return None
-        max_num_rows = max(self.max_num_tokens, self.max_num_samples)
+        limits = self.max_num_seqs, max(self.max_num_tokens, self.max_num_samples)
         name = self.config.lora.lora_dtype
         dtype = self.compute_dtype if name == "auto" else getattr(torch, name)
         return AdapterSlots(
-            self.config.lora,
-            self.model,
-            dtype,
-            self.device,
-            self.max_num_seqs,
-            max_num_rows,
-            self.parallel,
+            self.config.lora, self.model, dtype, self.device, *limits, self.parallel
         )
 
     def count_blocks(self, room: int | None = None) -> int:
