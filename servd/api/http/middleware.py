@@ -296,5 +296,5 @@ def handler_of(path: str, app: FastAPI) -> str:
 
 def count_refusal(app: FastAPI, status: int, path: str, method: str) -> None:
     """Count a response that `Connections` sent in place of the application."""
-    metrics = app.state.context.async_llm.metrics
-    metrics.observe_refusal(handler_of(path, app), method or "none", status)
+    counts = app.state.context.async_llm.metrics.families.http_requests
+    counts.labels(handler_of(path, app), method or "none", str(status)).inc()

@@ -229,10 +229,6 @@ class Metrics(Observer):
         """Record an HTTP response. `handler` is the template of its route."""
         self.families.answers[handler, method, status].append(seconds)
 
-    def observe_refusal(self, handler: str, method: str, status: int) -> None:
-        """Record a request that was rejected before it was complete."""
-        self.families.http_requests.labels(handler, method, str(status)).inc()
-
     def observe_lag(self, seconds: float) -> None:
         """Record how late the event loop ran a timer. Called ten times a second."""
         lags = self.histograms["servd:event_loop_lag_seconds"].values
