@@ -9,7 +9,11 @@ from servd.checkpoint.account import Account, account_for, object_in, read_table
 from servd.checkpoint.config_json import read_json
 from servd.checkpoint.multimodal_config import TEXT
 
-QUANTIZATION_FILES = {"quant_config.json": "awq", "quantize_config.json": "gptq"}
+QUANTIZATION_FILES = {
+    "quant_config.json": "awq",
+    "quantize_config.json": "gptq",
+    "hf_quant_config.json": "modelopt",
+}
 AGREED_KEYS = ("bits", "group_size", "sym", "checkpoint_format", "format", "version", "zero_point")
 
 

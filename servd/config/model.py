@@ -51,6 +51,10 @@ class ModelConfig(Section, frozen=True):
     """Quantize weights while loading: int8 to 8 bits, int4 to 5 with scales, fp8 to e4m3 (from
     Hopper). Leave it out for quantized checkpoints: servd detects the format.
     """
+    widen_weights: Literal["auto", "always", "never"] = "auto"
+    """On CUDA, dequantize quantized weights once, while loading. auto: formats without a fast
+    kernel, if the 16-bit weights take at most 70 % of the device's memory.
+    """
     quantization_imatrix: str | None = None
     """Importance matrix for --quantization int4: a GGUF file of llama.cpp's `llama-imatrix`."""
     cpu_activation_dtype: Literal["auto", "float32", "int8"] = "auto"

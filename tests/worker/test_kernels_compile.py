@@ -2,8 +2,11 @@
 
 import importlib
 import os
+import re
 import subprocess
 import sys
+import tempfile
+from typing import Any
 
 import pytest
 
@@ -57,7 +60,23 @@ ROTARY = {"HEADS": 32, "KV_HEADS": 8, "HEAD_DIM": 128, "PAIRS": 64, "HALF": 64, 
 NO_NORMS = {"q_weight_ptr": None, "k_weight_ptr": None}
 LOW_RANK = {"DEPTH": 64}
 GATE = {"ALPHA": None, "LIMIT": None}
+LOW_BIT = "*bf16 *bf16 *i32 *i32 *fp32 i32 i32 i32:16 i32:16 i32:16"
+LOW_BIT_EXPERTS = "*bf16 *bf16 *i32 *i32 *i32 *i32 *fp32 *fp32 i32 i32 i32:16 i32:16 i32:16"
+DENSE = {"index_ptr": None, "starts_ptr": None, "bias_ptr": None}
+FEW_TILES = {"ROWS": 16, "COLUMNS": 64, "STAGES": 5}
+MANY_TILES = {"ROWS": 64, "COLUMNS": 128, "STAGES": 3}
+INT4 = {"STORAGE": "int4", "SHIFT": -8, "HAS_OFFSET": True, "GROUP": 32, "PIECES": 4, "DEPTH": 128}
+FP4 = INT4 | {"STORAGE": "fp4", "HAS_OFFSET": False}
+INT8 = FP4 | {"STORAGE": "int8", "SHIFT": -128, "GROUP": 1 << 20, "PIECES": 2}
+FP8 = INT8 | {"STORAGE": "fp8", "GROUP": 128}
 KERNELS = [
+    (f"{OPS}.low_bit.low_bit_kernel", LOW_BIT, INT4 | FEW_TILES | DENSE, 4),
+    (f"{OPS}.low_bit.low_bit_kernel", LOW_BIT, INT4 | MANY_TILES | DENSE, 8),
+    (f"{OPS}.low_bit.low_bit_kernel", LOW_BIT_EXPERTS, FP4 | FEW_TILES, 4),
+    (f"{OPS}.low_bit.low_bit_kernel", LOW_BIT_EXPERTS, FP4 | MANY_TILES, 8),
+    (f"{OPS}.low_bit.low_bit_kernel", LOW_BIT, INT8 | MANY_TILES | DENSE, 8),
+    (f"{OPS}.low_bit.low_bit_kernel", LOW_BIT, FP8 | FEW_TILES | DENSE, 4),
+    (f"{OPS}.low_bit.low_bit_kernel", LOW_BIT, FP8 | MANY_TILES | DENSE, 8),
     (f"{OPS}.work_list.work_list_kernel", "*i32 *i32 *i32 i32 i32 i32", WORK | {"WINDOW": None}, 4),
     (f"{OPS}.work_list.work_list_kernel", "*i32 *i32 *i32 i32 i32 i32", WORK | {"WINDOW": 4096}, 4),
     (
@@ -294,6 +313,12 @@ def main(variants: str) -> None:
         source = ASTSource(kernel, signature, constants, aligned)
         if isinstance(options, int):
             options = {"num_warps": options}
+        if "low_bit" in name:
+            for capability in (80, 89, 90, 100, 120) if variants == "all" else (90,):
+                card = GPUTarget("cuda", capability, 32)
+                compiled = triton.compile(source, target=card, options=options)
+                check_low_bit(compiled, capability, constants)
+            continue
         compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
         if options is DECODING:  # keys and values of two turns are loaded ahead
             tile_bytes = 64 * 128 * (1 if "*fp8e4nv" in types else 2)
@@ -301,6 +326,25 @@ def main(variants: str) -> None:
         if options is EXPERTS:  # weights are not read number by number
             assert "ld.global.b16" not in compiled.asm["ptx"], name
             assert "wgmma" in compiled.asm["ptx"], name
+
+
+def check_low_bit(compiled: Any, capability: int, constants: dict[str, Any]) -> None:
+    """Weights are loaded ahead, in words; registers suffice; Hopper's tensor cores are used."""
+    import triton
+
+    ptx = compiled.asm["ptx"]
+    case = (capability, constants)
+    assert not re.search(r"ld\.global[.\w:]*\.[bus](8|16)\b", ptx), case
+    assert "cp.async.cg" in ptx, case
+    assert capability != 90 or "wgmma.mma_async" in ptx, case
+    # 99 KB on sm_89 and sm_120
+    assert compiled.metadata.shared <= 99 << 10, case
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "STACK:0 " in usage and "LOCAL:0 " in usage, (case, usage)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,10 @@
 """Matrix: a weight for matrix products; QuantMethod: its storage and multiplication."""
 
+import functools
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import groupby
 from types import MappingProxyType
@@ -12,11 +15,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from servd.worker.layers import packed
+from servd.worker.layers.cuda_matrix import Fp8Matrix, Storage, TiledMatrix
 from servd.worker.layers.quantized import Quantized, QuantizedMatrix, stack
 from servd.worker.layers.weight import Copy, Weight
 from servd.worker.layers.weight_stack import WeightStack
-from servd.worker.ops import native
+from servd.worker.ops import target
 
+log = logging.getLogger("servd.worker")
+
+# `QuantizedMatrix` moves about 40 bytes for a weight at each use; 16 bits are 2.
+SLOW = (
+    "there is no CUDA kernel, and the 16-bit form does not fit or --widen-weights is never: about "
+    "20 times slower than 16 bit"
+)
 PACKABLE = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -42,12 +53,14 @@ class MakeQuantMethod(NamedTuple):
         x_dtype: type that x may be rounded to.
         table: like dense, for embeddings and heads; None: use dense.
         importance: importance matrix: checkpoint name -> float32 [in], passed to `dense`.
+        widening: --widen-weights; "never" also if the device has too little memory.
     """
 
     dense: Callable[..., QuantMethod | None]
     x_dtype: torch.dtype = torch.float32
     table: Callable[[Tensor], QuantMethod | None] | None = None
     importance: Mapping[str, Tensor] = MappingProxyType({})
+    widening: str = "auto"
 
     def of(self, name: str, weight: Weight) -> Self:
         """Return a copy with the importance of the tensor `name`. Raises ValueError if the
@@ -114,6 +127,22 @@ class Matrix(Weight):
         self.compute_dtype = self.dtype  # `load` and quant methods may store another type
         self.quantized: dict[int, Quantized] = {}  # by part; moved to the quant method later
 
+    def first_memory(self, shape: Sequence[int]) -> Tensor:
+        """Return a tensor without memory, which quantized parts never need. A CPU's memory costs
+        nothing before something is written to it.
+        """
+        is_late = target.runs_triton(torch.get_default_device())
+        return torch.empty(()).expand(shape) if is_late else torch.empty(shape)
+
+    def take_memory(self) -> None:
+        """Allocate the memory of the ordinary matrix, unless it is there."""
+        if not self.has_memory:
+            self.data = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+
+    @property
+    def has_memory(self) -> bool:
+        return 0 not in self.data.stride()
+
     def allocate(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return uninitialized memory for a tensor of this matrix: in its stack, if it has one."""
         if self.place is None:
@@ -138,7 +167,7 @@ class Matrix(Weight):
         """
         if self.quant_method is not None:
             raise ValueError("come twice")
-        if isinstance(tensor, Tensor) and native.library() and self.device.type == "cpu":
+        if isinstance(tensor, Tensor) and target.runs_native(self.device):
             is_first = len(self.missing) + len(self.quantized) == len(self.part_shapes)
             if is_first and self.data.dtype == torch.float32 and tensor.dtype in PACKABLE:
                 whole = tensor.t() if self.transposed else tensor
@@ -153,20 +182,40 @@ class Matrix(Weight):
 
     def _load_share(self, share: Tensor | Quantized, part: int, copy: Copy) -> None:
         if isinstance(share, Tensor):
+            self.take_memory()
             super()._load_share(share, part, copy)
             return
+        if part not in self.missing:
+            raise ValueError("come twice")
         rows = self.rows_of(part)
         self.quantized[part] = share.padded(rows.stop - rows.start)
         self.missing.discard(part)
 
     def process_weights(self, make: MakeQuantMethod) -> None:
         method = self._stack(make) if self.quantized else make.dense(self.data)
-        if method is not None:
+        self.quantized = {}
+        if self.place is not None and isinstance(method, Fp8Matrix):
+            method = quant_method_of(method.quantized, self.dtype)
+        if isinstance(method, Dense):
+            self._keep(method.weight)
+        elif method is not None:
+            if self.place is not None and isinstance(method, TiledMatrix):
+                with suppress(ValueError):  # another expert has another format
+                    method.move(self.allocate)
             self.quant_method = method
             self.data = self.data.new_empty(0)
-            self.quantized = {}
+        elif self.place is not None:
+            self._keep(self.data)
         elif self.device.type == "cpu":
             self.data = self.data.to(self.compute_dtype, copy=True)  # releases the mapped file
+
+    def _keep(self, weight: Tensor) -> None:
+        if self.place is not None:
+            self.data = self.allocate("weight", weight.shape, weight.dtype)
+        if self.has_memory:
+            self.data[: len(weight)] = weight  # a table may have more rows
+        else:
+            self.data = weight
 
     def widen(self) -> None:
         """Replace the quant method, if there is one, by the ordinary matrix."""
@@ -192,13 +241,25 @@ class Matrix(Weight):
             if parts[0] in self.quantized:
                 # Pop the parts, so that each is freed once it is stacked.
                 quantized = stack([self.quantized.pop(part) for part in parts])
-                methods.append(quant_method_of(quantized, self.data.dtype, make.x_dtype))
+                multiplies_fp8 = self.place is None and make.widening != "always"
+                if multiplies_fp8 and Fp8Matrix.supports(quantized):
+                    log_product(quantized, "products of 8-bit floats, activations rounded by token")
+                    methods.append(Fp8Matrix(quantized.codes, quantized.scale.float()))
+                    continue
+                widening = make.widening
+                if self.place is not None and quantized.columns is not None:
+                    widening = "always"  # the kernel knows no order of columns for each expert
+                dtype = self.data.dtype
+                methods.append(quant_method_of(quantized, dtype, make.x_dtype, widening))
             else:
                 dense = self.data[first.start : last.stop]
                 kept = make.dense(dense)
                 methods.append(kept or Dense(dense.to(self.compute_dtype, copy=True)))
         if len(methods) == 1:
             return methods[0]
+        widened = [method.weight for method in methods if isinstance(method, Dense)]
+        if len(widened) == len(methods):
+            return Dense(torch.cat(widened))
         parts = [method for method in methods if isinstance(method, packed.Packed)]
         return packed.Stacked(parts) if len(parts) == len(methods) else Stacked(methods, rows)
 
@@ -217,12 +278,37 @@ class Matrix(Weight):
 
 
 def quant_method_of(
-    quantized: Quantized, dtype: torch.dtype, x_dtype: torch.dtype = torch.float32
+    quantized: Quantized,
+    dtype: torch.dtype,
+    x_dtype: torch.dtype = torch.float32,
+    widening: str = "auto",
 ) -> QuantMethod:
     """Return the fastest quant method for quantized weights on their device.
 
-    `dtype`: the model's type, for unquantized parts; `x_dtype`: as in `MakeQuantMethod`.
+    `dtype`: the model's type, for unquantized parts; others: as in `MakeQuantMethod`.
     """
-    if quantized.codes.device.type == "cpu" and native.library() is not None:
+    if target.runs_native(quantized.codes.device):
         return packed.GroupedMatrix(quantized, x_dtype)
+    if not target.runs_triton(quantized.codes.device):
+        return QuantizedMatrix(quantized, dtype)
+    storage = Storage.of(quantized)
+    if widening != "always" and storage is not None:
+        log_product(quantized, "servd's kernel for packed weights")
+        return TiledMatrix(quantized, storage)
+    if widening != "never":
+        log_product(quantized, f"dequantized to {str(dtype)[6:]}")
+        return Dense(quantized.widened(dtype))
+    log_product(quantized, SLOW, logging.WARNING)
     return QuantizedMatrix(quantized, dtype)
+
+
+def log_product(quantized: Quantized, product: str, level: int = logging.INFO) -> None:
+    table = "int8" if quantized.table is None else "4 bits"
+    codes = "fp8" if quantized.codes.dtype.is_floating_point else table
+    size = "rows" if quantized.scale.shape[1] == 1 else str(quantized.group_size)
+    _log_once(f"weights of {codes} in groups of {size}: {product}", level)
+
+
+@functools.cache
+def _log_once(text: str, level: int) -> None:
+    log.log(level, text)

@@ -12,6 +12,7 @@ from servd.worker.device.parallel import Parallel
 from servd.worker.layers import packed
 from servd.worker.layers._matrix import MakeQuantMethod, Matrix
 from servd.worker.layers.activation import Activation, Gate
+from servd.worker.layers.cuda_matrix import TiledExperts
 from servd.worker.layers.linear import ColumnParallelLinear, RowParallelLinear
 from servd.worker.layers.weight import Weight
 from servd.worker.layers.weight_stack import WeightStack
@@ -49,13 +50,12 @@ class OneByOne:
 
 def share_memory(matrices: Sequence[Matrix], biases: Sequence[Weight | None] = ()) -> WeightStack:
     """Place biases in one tensor, "bias", float32 [num_experts, out]; and where Triton's kernels
-    run, matrices in another one, "weight". Return these tensors.
+    run, matrices in other ones when they are loaded. Return these tensors.
     """
     stack = WeightStack(len(matrices))
     for number, matrix in enumerate(matrices):
         if target.runs_triton(torch.get_default_device()):
             matrix.place = stack, number
-            matrix.data = matrix.allocate("weight", matrix.shape, matrix.dtype)
     for number, bias in enumerate(biases):
         if bias is not None:
             bias.data = stack.part("bias", number, bias.shape, torch.float32, bias.device)
@@ -68,6 +68,8 @@ def grouped_quant_method(
     """Return the multiplication of matrices, with biases [num_experts, out] if there are any."""
     methods = [matrix.quant_method for matrix in matrices]
     if (place := matrices[0].place) is not None:
+        if (tiled := TiledExperts.of(methods, place[0], biases)) is not None:
+            return tiled
         from servd.worker.ops.triton.experts import ExpertMatrices
 
         for matrix in matrices:

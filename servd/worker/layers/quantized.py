@@ -10,7 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+ROWS = 1024  # dequantized at once
 FACTOR_SIZE = 256  # numbers of a row that share a factor
+# Numbers of 4 bits: a sign, two bits of exponent, and one of mantissa.
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 LAYER = re.compile(r"(?:^|\.)(\d+)\.")  # the first number in a tensor's name
 
 
@@ -73,10 +76,19 @@ class Quantized:
         table = self.table_on_device() if table is None else table
         values = self.codes.float() if table is None else table[self.codes.int()]
         groups = self.without_factors()
-        weights = values * self._spread(groups.scale)
+        weights = values.mul_(self._spread(groups.scale))
         if groups.offset is not None:
             weights += self._spread(groups.offset)
         return weights if self.columns is None else weights[:, self.columns.argsort()]
+
+    def widened(self, dtype: torch.dtype) -> Tensor:
+        """Return the dequantized weights in another type, [out, in]."""
+        out = torch.empty(self.shape, dtype=dtype, device=self.codes.device)
+        # Some rows at once: float32 and the scales of all columns take several times as much.
+        for start in range(0, 0 if out.is_meta else len(out), ROWS):
+            part = self.narrow(0, start, min(ROWS, len(out) - start))
+            out[start : start + ROWS] = part.dequantize()
+        return out
 
     def _spread(self, of_groups: Tensor) -> Tensor:
         return of_groups.float().repeat_interleave(self.group_size, dim=1)[:, : self.shape[1]]

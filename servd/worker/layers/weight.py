@@ -52,7 +52,10 @@ class Weight(nn.Parameter):
             local[0] = sum(map(Parallel.share, self.sharing, parts or shape[:1]))
         elif shard_dim is not None:
             local[shard_dim] = parallel.share(shape[shard_dim])
-        self.data = torch.empty(local)
+        self.data = self.first_memory(local)
+
+    def first_memory(self, shape: Sequence[int]) -> Tensor:
+        return torch.empty(shape)
 
     def load(
         self, tensor: Tensor | Quantized, part: int | None = None, copy: Copy = Tensor.copy_

@@ -38,7 +38,7 @@ from servd.worker.layers.quantized import NamedTensors, Quantized
 from servd.worker.layers.weight import Loadable, Weight
 from servd.worker.loading.output_head import HEAD, find_head, use_as_embedding
 from servd.worker.loading.pipeline_model import MissingHead, cut
-from servd.worker.ops import native
+from servd.worker.ops import target
 from servd.worker.quantization import _imatrix
 from servd.worker.quantization._files import read_tensors
 
@@ -175,14 +175,14 @@ def load_weights(
             is_quantized = isinstance(tensor, Quantized)
             num_quantized += is_quantized
             if is_quantized or not _load_kv_scale(model, attentions, renamed, tensor):
-                target, part = _target(model, weights, renamed)
-                if target is not None:
+                weight, part = _target(model, weights, renamed)
+                if weight is not None:
                     _check_finite(tensor)
-                    target.load(tensor, part, copy)
+                    weight.load(tensor, part, copy)
                     names.add(renamed)
-                    if isinstance(target, Matrix) and not target.missing:
-                        target.process_weights(make.of(renamed, target))
-                        if type(target) is Matrix and renamed not in make.importance:
+                    if isinstance(weight, Matrix) and not weight.missing:
+                        weight.process_weights(make.of(renamed, weight))
+                        if type(weight) is Matrix and renamed not in make.importance:
                             plain.append(renamed)
         except ValueError as error:
             layer = IN_LAYER.search(name)
@@ -351,6 +351,8 @@ def _target(
 def init_dummy_weights(model: Loadable, seed: int, make: MakeQuantMethod) -> None:
     """Fill the model with small random numbers, equal for a seed on every rank. Vectors are 1."""
     for index, (_, weight) in enumerate(model.named_parameters()):
+        if isinstance(weight, Matrix):
+            weight.take_memory()
         device = "cpu" if weight.is_meta else weight.device
         generator = torch.Generator(device=device).manual_seed(seed + index)
         if weight.dim() == 1:
@@ -367,17 +369,18 @@ def quant_method_maker(
     folder: str,
     activations: str = "auto",
     imatrix: str | None = None,
+    widening: str = "auto",
 ) -> MakeQuantMethod:
     """Return the converter of matrices. Raises ConfigError if the checkpoint is quantized already,
     or should be but is not. `dtype`: type of unquantized matrices; narrower matrices keep
     their type. `quantization`: a module of servd/worker/quantization, or None. `activations`:
-    --cpu-activation-dtype.
+    --cpu-activation-dtype; `widening`: see MakeQuantMethod.
     """
     method = quant_method_of(folder, quantization)
     is_rounded = rounds_activations(activations, quantization, folder)
     x_dtype = torch.int8 if is_rounded else torch.float32
     if not quantization or quantization.replace("-", "_") == method:
-        return MakeQuantMethod(partial(_pack, dtype), x_dtype)
+        return MakeQuantMethod(partial(_pack, dtype), x_dtype, widening=widening)
     if (quantize := plugins.load(QUANTIZATIONS, quantization, "quantize", None)) is None:
         raise ConfigError(
             f"--quantization {quantization}: only for checkpoints in that format, and this one "
@@ -392,7 +395,7 @@ def quant_method_maker(
 
 
 def _pack(dtype: torch.dtype, weight: Tensor) -> QuantMethod | None:
-    if weight.device.type != "cpu" or native.library() is None:
+    if not target.runs_native(weight.device):
         return None
     kept = weight.to(dtype) if dtype.itemsize < weight.dtype.itemsize else weight
     return packed.PackedMatrix(kept, x_dtype=dtype)

@@ -14,6 +14,7 @@ import torch
 from msgspec.structs import replace
 
 from servd.base.cards import Card, find_card
+from servd.worker.ops import native
 
 ASSUMED = ContextVar[Card | None]("ASSUMED", default=None)
 
@@ -48,6 +49,12 @@ def _card(device: torch.device) -> Card:
 
 def runs_triton(device: torch.device) -> bool:
     return device.type == "cuda" and find_spec("triton") is not None
+
+
+def runs_native(device: torch.device) -> bool:
+    """Return whether the CPU library multiplies the device's matrices."""
+    is_cpu = device.type == "cpu" and not runs_triton(device)
+    return is_cpu and native.library() is not None
 
 
 def capability(device: torch.device) -> tuple[int, int]:

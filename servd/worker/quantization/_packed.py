@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from servd.base.errors import UnsupportedModel
-from servd.worker.layers.quantized import NamedTensors, Quantized
+from servd.worker.layers.quantized import FP4, NamedTensors, Quantized
 from servd.worker.quantization._files import read_tensors
 
 Module = dict[str, Tensor]
@@ -231,3 +231,16 @@ def floats(
         raise UnsupportedModel(f"layer {name} has a weight that is not a number")
     scale, group_size = scales_of_rows(name, codes.shape, scale, block)
     return Quantized(codes, scale, None, group_size)
+
+
+def nvfp4(name: str, packed: Tensor, scale: Tensor) -> Quantized:
+    """Return the matrix of 4-bit floats: uint8 `packed` [out, in / 2], the first code in the lower
+    bits, times `scale` [out, in / 16]. Raises UnsupportedModel if they are of another format.
+    """
+    if packed.dtype != torch.uint8 or 8 * scale.shape[1] != packed.shape[1]:
+        raise UnsupportedModel(
+            f"layer {name} has {list(packed.shape)} of {str(packed.dtype)[6:]} and scales "
+            f"{list(scale.shape)}, expected NVFP4: bytes and a scale for 8 of them"
+        )
+    codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
+    return Quantized(codes, scale, None, 16, FP4)

@@ -1,4 +1,4 @@
-"""compressed-tensors: integers of 4 and 8 bits, packed or not, and 8-bit floats.
+"""compressed-tensors: integers of 4 and 8 bits, packed or not, and floats of both.
 
 Activations are not rounded to 8 bits, which is faster on other devices but less exact.
 """
@@ -16,6 +16,7 @@ from servd.worker.quantization._packed import (
     Module,
     affine,
     floats,
+    nvfp4,
     read_modules,
     scales_of_rows,
     side_by_side,
@@ -25,13 +26,14 @@ from servd.worker.quantization._packed import (
 
 FORMATS = (
     "pack-quantized",
+    "nvfp4-pack-quantized",
     "int-quantized",
     "float-quantized",
     "naive-quantized",
     "mixed-precision",
     "dense",
 )
-UNUSED = ("input_scale", "input_zero_point")  # scales of activations
+UNUSED = ("input_scale", "input_zero_point", "input_global_scale")  # scales of activations
 PATTERN_SECONDS = 1.0  # for a pattern and a layer
 
 
@@ -92,6 +94,9 @@ def _packed(scheme: dict[str, Any], device: torch.device, name: str, module: Mod
     """Return the weight from `weight_packed` int32 [out, words of a row], `weight_shape` [2],
     `weight_scale`, `weight_zero_point` int32 [words of a column, groups], `weight_g_idx` int [in].
     """
+    if "weight_global_scale" in module:
+        packed, scale = take(name, module, device, "weight_packed", "weight_scale")
+        return nvfp4(name, packed, scale.float() / module.pop("weight_global_scale").to(device))
     [words] = take(name, module, device, "weight_packed")
     scale, shape = (module.pop(leaf, None) for leaf in ("weight_scale", "weight_shape"))
     if scale is None or shape is None or shape.numel() != 2:

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from servd.worker.compat import multiply_int8
 from servd.worker.layers import packed
-from servd.worker.layers._matrix import QuantMethod
-from servd.worker.ops import native
+from servd.worker.layers._matrix import QuantMethod, quant_method_of
+from servd.worker.layers.quantized import Quantized
+from servd.worker.ops import native, target
 
 ROWS = 1024  # rows at once: intermediate float32 tensors are several times as large
 MAX_PACKED_ROWS = 8  # above, torch's product of packed bytes is slower than its float product
@@ -19,7 +20,7 @@ MAX_PACKED_ROWS = 8  # above, torch's product of packed bytes is slower than its
 
 def quantize(weight: Tensor, x_dtype: torch.dtype = torch.float32) -> QuantMethod:
     """Return the quant method of a rounded weight [out, in]. `x_dtype`: see `PackedMatrix`."""
-    is_native = weight.device.type == "cpu" and native.library() is not None
+    is_native = target.runs_native(weight.device)
     weight = weight.contiguous()  # torch transposes a whole matrix faster than its parts
     codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     scale = torch.empty(len(weight), device=weight.device)
@@ -34,6 +35,9 @@ def quantize(weight: Tensor, x_dtype: torch.dtype = torch.float32) -> QuantMetho
             codes[part] = (wide / scale[part].unsqueeze(1)).round_()
     if is_native:
         return packed.PackedMatrix(codes, scale, x_dtype, is_spread=True)
+    if target.runs_triton(weight.device):
+        quantized = Quantized(codes, scale.unsqueeze(1), None, weight.shape[1])
+        return quant_method_of(quantized, weight.dtype)
     return Int8Matrix(codes, scale.to(weight.dtype))
 
 

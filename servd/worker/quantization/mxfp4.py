@@ -8,11 +8,9 @@ import torch
 from torch import Tensor
 
 from servd.base.errors import UnsupportedModel
-from servd.worker.layers.quantized import NamedTensors, Quantized
+from servd.worker.layers.quantized import FP4, NamedTensors, Quantized
 from servd.worker.quantization._files import read_tensors
 
-MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-TABLE = MAGNITUDES + tuple(-value for value in MAGNITUDES)
 GROUP_SIZE = 32
 BIAS = 127  # of exponents; 255 is no number
 
@@ -57,4 +55,4 @@ def _matrices(name: str, pair: dict[str, Tensor], device: torch.device) -> Itera
             raise UnsupportedModel(f"{name} has a scale that is not a number")
         codes = torch.stack((data & 15, data >> 4), dim=-1).flatten(1)
         scale = torch.exp2(exponents.float() - BIAS).to(torch.bfloat16)  # exact: powers of two
-        yield Quantized(codes, scale, None, GROUP_SIZE, TABLE)
+        yield Quantized(codes, scale, None, GROUP_SIZE, FP4)

@@ -10,6 +10,7 @@ from torch import nn
 
 from servd.worker import compat
 from servd.worker.layers.attention import Attention
+from servd.worker.layers.cuda_matrix import TiledExperts, TiledMatrix
 from servd.worker.loading.model_loader import Model
 from servd.worker.ops import reference
 
@@ -28,6 +29,9 @@ def compile_layers(model: Model, backend: str | Callable[..., Any] = "inductor")
     compat.use_a_symbol_per_size()
     # One function for all layers, else each would be compiled again.
     attend = torch.compiler.disable(Attention.forward)
+    tiled: list[Any] = [TiledMatrix, TiledExperts]  # tiles of their kernel depend on a step's rows
+    for method in tiled:
+        method.multiply = torch.compiler.disable(method.multiply)
     layers: list[Any] = [
         layer
         for _, part in model.named_modules()

@@ -1,6 +1,7 @@
 """ModelRunner: runs steps of the model, on the rows of requests that it keeps."""
 
 import logging
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import torch
 from servd.base.errors import InvalidRequest
 from servd.base.tracing import now_ns
 from servd.checkpoint.model_spec import ModelSpec
+from servd.checkpoint.quantization_config import quantization_of
 from servd.config import Config
 from servd.config.kv_layout import KVLayout
 from servd.config.speculative import max_num_samples
@@ -38,6 +40,7 @@ from servd.worker.layers import state
 from servd.worker.layers.attention import ForwardContext, spec_of
 from servd.worker.loading import model_loader
 from servd.worker.lora.adapters import AdapterSlots, check_modules
+from servd.worker.ops import target
 from servd.worker.output_heads import StepPart
 from servd.worker.runner.isolation import Failures, forward_apart
 from servd.worker.sample.logit_edits import Bitmasks
@@ -47,6 +50,8 @@ from servd.worker.sample.verification import SpecDecodeMetadata
 from servd.worker.spec_decode import Target
 
 log = logging.getLogger("servd.worker")
+
+MOST_WIDENED = 0.7  # of the device's memory, for weights that are dequantized without being asked
 
 
 @dataclass(frozen=True)
@@ -177,6 +182,7 @@ class ModelRunner(ABC):
             self.spec.folder,
             config.cpu_activation_dtype,
             config.quantization_imatrix,
+            self._widening(),
         )
         if config.load_format == "dummy":
             model_loader.init_dummy_weights(self.model, config.seed, make)
@@ -184,6 +190,16 @@ class ModelRunner(ABC):
             folder = self.spec.folder
             form = config.load_format
             model_loader.load_weights(self.model, folder, progress, make, load_format=form)
+
+    def _widening(self) -> str:
+        """Return --widen-weights; "never" for auto if the model in 16 bits does not fit."""
+        option = self.config.model.widen_weights
+        if option != "auto" or quantization_of(self.spec.folder) is None:
+            return option
+        num_bytes = sum(weight.nbytes for _, weight in self.model.named_parameters())
+        memory = target.card_of(self.device).memory or math.inf  # 0: unknown
+        fits = num_bytes <= MOST_WIDENED * memory
+        return "auto" if fits else "never"
 
     def _make_adapters(self) -> AdapterSlots | None:
         if not self.config.lora.enable_lora:

@@ -84,7 +84,10 @@ class Target:
         with defaults(spec.dtype, spec.device):
             draft = make()
         dtype = getattr(torch, self.config.model.dtype)
-        make_quant_method = model_loader.quant_method_maker(dtype, speculative.quantization, folder)
+        widening = self.config.model.widen_weights
+        make_quant_method = model_loader.quant_method_maker(
+            dtype, speculative.quantization, folder, widening=widening
+        )
         model_loader.load_weights(draft, folder, lambda _: None, make_quant_method, rename)
         return draft
 

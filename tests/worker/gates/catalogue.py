@@ -166,9 +166,10 @@ def _gptq(out: int, size: int) -> Shapes:
 
 
 def _w4a16(out: int, size: int) -> Shapes:
+    group = 128 if size % 128 == 0 else 32
     return {
         "weight_packed": ("I32", (out, size // 8)),
-        "weight_scale": ("BF16", (out, size // 128)),
+        "weight_scale": ("BF16", (out, size // group)),
         "weight_shape": ("I64", (2,)),
     }
 

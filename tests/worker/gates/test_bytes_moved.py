@@ -8,18 +8,20 @@ from tests.worker.gates import catalogue
 
 # Bytes that the matrices of a layer move per byte that is stored, at batch 1.
 MOST = {
-    ("8B", None): 1.01,
-    ("8B", "fp8 rows"): 33.0,
-    ("8B", "fp8 blocks"): 33.0,
-    ("8B", "AWQ"): 126.0,
-    ("8B", "GPTQ"): 87.0,
-    ("8B", "GPTQ desc_act"): 102.0,
-    ("8B", "c-t w4a16"): 88.0,
-    ("8B", "c-t w8a16"): 33.0,
-    ("Gemma 3 27B", None): 1.01,
+    (family, form): 1.12
+    for family in ("8B", "30B-A3B", "V2-Lite")
+    for form in (None, *catalogue.FORMATS)
+    # Experts with scattered columns are dequantized, as is what has no kernel: 16 bits for 4.
+    if form != "GPTQ desc_act" or family == "8B"
+} | {
+    ("30B-A3B", "GPTQ desc_act"): 4.0,
+    ("GPT-OSS-20B", None): 1.02,
+    ("GPT-OSS-20B", "MXFP4"): 1.06,
+    ("Phi-3 mini", "AWQ"): 1.05,
+    ("Gemma 3 27B", "fp8 rows"): 1.02,
 }
 # Checkpoints that servd rounds while it loads them: the bits of a weight.
-ROUNDED = {("8B", "fp8"): (8, 1.05), ("8B", "int8"): (8, 5.1), ("8B", "int4"): (5, 110.0)}
+ROUNDED = {"fp8": 8, "int8": 8, "int4": 5}
 
 
 def bytes_moved(folder: Path, **options: object) -> int:
@@ -33,9 +35,9 @@ def test_stored_bytes_are_moved_once(tmp_path: Path, family: str, form: str | No
     assert bytes_moved(folder) <= MOST[family, form] * catalogue.stored_bytes(folder, 1)
 
 
-@pytest.mark.parametrize(("family", "quantization"), ROUNDED, ids=str)
+@pytest.mark.parametrize("family", ["8B", "30B-A3B"])
+@pytest.mark.parametrize("quantization", ROUNDED)
 def test_rounded_bytes_are_moved_once(tmp_path: Path, family: str, quantization: str):
     folder = catalogue.write_headers(tmp_path, family, None)
-    num_bits, limit = ROUNDED[family, quantization]
-    stored = catalogue.stored_bytes(folder, 1) * num_bits / 16
-    assert bytes_moved(folder, quantization=quantization) <= limit * stored
+    stored = catalogue.stored_bytes(folder, 1) * ROUNDED[quantization] / 16
+    assert bytes_moved(folder, quantization=quantization) <= 1.05 * stored

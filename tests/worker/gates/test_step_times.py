@@ -13,7 +13,21 @@ from servd.worker.runner import step_cost
 from tests.worker.gates import catalogue
 
 TABLE = Path(__file__).with_name("step_times.json")
-MODELS = [("8B", None), ("8B", "fp8 rows"), ("8B", "AWQ"), ("30B-A3B", None), ("Gemma 3 27B", None)]
+MODELS = [
+    ("8B", None),
+    ("8B", "fp8 rows"),
+    ("8B", "fp8 blocks"),
+    ("8B", "AWQ"),
+    ("8B", "c-t w8a16"),
+    ("30B-A3B", None),
+    ("30B-A3B", "fp8 blocks"),
+    ("30B-A3B", "AWQ"),
+    ("GPT-OSS-20B", "MXFP4"),
+    ("Gemma 3 27B", None),
+    ("Gemma 3 27B", "AWQ"),
+    ("Phi-3 mini", None),
+    ("V2-Lite", None),
+]
 ROWS = (1, 64, 256)
 
 

@@ -271,7 +271,7 @@ UP = "layer model.layers.0.mlp.up_proj has "
 @pytest.mark.parametrize(
     ("scheme", "config", "change", "message"),
     [
-        ("w4a16", {"format": "nvfp4-pack-quantized"}, {}, "format 'nvfp4-pack-quantized' of compr"),
+        ("w4a16", {"format": "mxfp4-pack-quantized"}, {}, "format 'mxfp4-pack-quantized' of compr"),
         ("w4a16", {"sparsity_config": {"format": "sparse-24-bitmask"}}, {}, "'sparse-24-bitmask'"),
         ("w4a16", {"transform_config": {"config_groups": {"a": {}}}}, {}, "transforms of compress"),
         ("w4a16", {}, {"weight_shape": torch.tensor([128, 99])}, UP + r"\[128, 8\] words for a"),

@@ -12,6 +12,7 @@ from torch.nn.functional import kl_div
 
 from servd.base.errors import ConfigError, UnsupportedModel
 from servd.checkpoint.hub import DEMO_FOLDER
+from servd.worker.ops import target
 from servd.worker.quantization.fp8 import CPU_TORCH, quantize, round_rows
 from tests.worker.driver import Driver, config_for
 
@@ -109,7 +110,7 @@ def test_an_older_gpu_is_refused(monkeypatch: pytest.MonkeyPatch):
     class OnCuda:
         device = torch.device("cuda")
 
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(target, "capability", lambda device: (8, 0))
     with pytest.raises(
         ConfigError,
         match=r"compute capability 9\.0 \(Hopper\) or later, not 8\.0: use --quantization int8",
