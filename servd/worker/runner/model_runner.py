@@ -119,14 +119,9 @@ class ModelRunner(ABC):
         """Build the model, load its weights, choose the attention backend, create the request
         states. Raises ConfigError if the model or the backend cannot run here.
         """
+        options = self.config.model.model_impl, self.max_model_len, self.config.model.load_format
         self.model = model_loader.build_model(
-            self.spec,
-            self.compute_dtype,
-            self.device,
-            self.parallel,
-            self.config.model.model_impl,
-            self.max_model_len,
-            self.config.model.load_format,
+            self.spec, self.compute_dtype, self.device, self.parallel, *options
         )
         self._load_weights(progress)
         self.adapters = self._make_adapters()
@@ -155,17 +150,8 @@ class ModelRunner(ABC):
         mode = self.config.model.logprobs_mode
         self.sampler = Sampler(self.spec.vocab_size, self.max_num_seqs, self.device, mode)
         self.output_heads = output_heads.load(self.states, self.model.compute_logits, self.spec)
-        self.proposer = spec_decode.load(
-            Target(
-                self.config,
-                self.spec,
-                self.model,
-                self.states,
-                self.parallel,
-                self.backend,
-                self.make_chain,
-            )
-        )
+        parts = self.model, self.states, self.parallel, self.backend
+        self.proposer = spec_decode.load(Target(self.config, self.spec, *parts, self.make_chain))
         has_draft = self.proposer is not None and self.proposer.bytes_per_block > 0
         self.kv_windows = kv_groups.arrange(self.model, self.config, self.backend, has_draft)
         self.states.block_tables.arrange(len(self.kv_windows))
