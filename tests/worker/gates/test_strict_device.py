@@ -44,7 +44,9 @@ CONTRACT = [
         id=f"{family}-{variant}-{quantization}-{extra}",
     )
     for family in FAMILIES
-    for number, variant in enumerate(CASES[family])
+    for number, (variant, options) in enumerate(CASES[family].items())
+    # Triton's attention computes heads whose size is a multiple of 8.
+    if options.get("head_dim", 8) % 8 == 0 and options.get("n_embd") != 48
     for quantization, extra in itertools.product(FORMATS, EXTRAS)
     for is_quick in [number == 0 and (quantization, extra) in QUICK.get(family, ())]
     # Every variant, and of the first one every format and every extra.
