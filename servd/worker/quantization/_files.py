@@ -45,7 +45,7 @@ def read_tensors(
             raise ModelNotFound(f"{path} cannot be read: {error}") from None
         except RuntimeError as error:  # of torch, which maps files as memory that may change
             raise NotEnoughMemory(
-                f"{path} cannot be mapped: {error}; add swap space, or for a plan of 16-bit weights, "
+                f"{path} cannot be mapped: {error}; add swap space, or plan 16-bit weights with "
                 "--load-format dummy"
             ) from None
 
