@@ -60,7 +60,7 @@ class GPUModelRunner(ModelRunner):
             log.info("%d CUDA graphs in %.1f s", num_graphs, time.monotonic() - started)
         else:
             self._warm_up_columns()
-            self._warm_up_attention()
+        self._warm_up_eager()
         for done, params in enumerate(ways, num_graphs + 1):
             for has_grammar in (False, True):
                 self._launch(1, 1, 0, params)
@@ -77,14 +77,19 @@ class GPUModelRunner(ModelRunner):
         hidden = torch.zeros(1, self.spec.hidden_size, dtype=self.dtype, device=self.device)
         self.sample_greedy(hidden, step)
 
-    def _warm_up_attention(self) -> None:
-        """Compile the kernels of attention over the longest context, for one token and a prompt."""
+    def _warm_up_eager(self) -> None:
+        """Compile the kernels of steps that are no graphs, over the longest context. Tiles depend
+        on the number of tokens.
+        """
         block_size = self.config.cache.block_size
         longest = min(self.max_model_len, (self.kv_caches[0].shape[1] - 1) * block_size)
-        for num_tokens in (1, min(self.max_num_tokens, longest)):
+        captured = 0 if self.graphs is None else max(self.graphs.mixed_sizes, default=0)
+        num_tokens = min(self.max_num_tokens, longest)
+        while num_tokens > captured:
             num_computed = (longest - num_tokens) // block_size * block_size
             self._launch(1, num_tokens, 0, self.sampler.costliest, num_computed)
             self._sample_all(1)
+            num_tokens //= 2
 
     @property
     def variants(self) -> list[bool]:
