@@ -13,6 +13,7 @@ from servd.worker.layers._matrix import MakeQuantMethod, Matrix
 from servd.worker.layers.experts import SparseMoE, grouped_quant_method, share_memory
 from servd.worker.models.deepseek_v2 import OfHeads
 from servd.worker.ops import target
+from servd.worker.runner.gpu_model_runner import count_active_weights
 from tests.parity.families import CASES, greedy, logits_of, make_checkpoint
 from tests.worker.driver import Driver, config_for
 from tests.worker.ops.test_low_bit import quantized
@@ -104,6 +105,18 @@ def test_ranks_with_whole_experts_add_up(monkeypatch, num_tokens: int):
     x = torch.randn(num_tokens, 24, generator=torch.Generator().manual_seed(1))
     monkeypatch.setattr(Parallel, "all_reduce", lambda parallel, out: out)
     torch.testing.assert_close(sum(layer(x) for layer in layers), alone(x), atol=1e-3, rtol=1e-5)
+
+
+def test_ranks_count_as_many_active_weights():
+    """They decide which steps are graphs, and all ranks take part in the sums within graphs."""
+    counts = {
+        count_active_weights(
+            SparseMoE(24, 40, 5, 2, True, "silu", Parallel(rank, 2, has_whole_experts=True))  # type: ignore[arg-type]
+        )
+        for rank in range(2)
+    }
+    halves = SparseMoE(24, 40, 5, 2, True, "silu", Parallel(0, 2))
+    assert counts == {count_active_weights(halves)}  # type: ignore[arg-type]
 
 
 def test_matrices_of_heads_are_one_product():

@@ -182,9 +182,11 @@ class SparseMoE(nn.Module):
                     "expert"
                 )
         experts = {number: Expert(hidden_size, size, slices, bias) for number in expert_range}
+        # Equal on all ranks in sum, though some may have one expert more.
+        use = top_k * slices.size / (len(experts) * parallel.size)
         for expert in experts.values():
-            expert.gate_up_proj.weight.use = top_k / num_experts
-            expert.down_proj.weight.use = top_k / num_experts
+            expert.gate_up_proj.weight.use = use
+            expert.down_proj.weight.use = use
         self.experts = nn.ModuleList(
             experts.get(number) or ExpertElsewhere(parallel, bias) for number in range(num_experts)
         )
