@@ -13,6 +13,7 @@ from servd.messages.params import SamplingParams
 from servd.worker.batch.decode_inputs import PLACE, DecodeBuffers
 from servd.worker.batch.input_batch import InputBatch, captured_attention, mixed_attention
 from servd.worker.device.memory import CudaMeter, MemoryUse, Meter
+from servd.worker.kv.block_store import STAGED_BYTES
 from servd.worker.layers._matrix import Matrix
 from servd.worker.layers.weight import Loadable
 from servd.worker.output_heads import StepPart
@@ -215,10 +216,11 @@ class GPUModelRunner(ModelRunner):
         outside = meter.used() - meter.held()
         # What the allocator holds between tensors: its segments have up to 20 MB.
         fragments = meter.held() - meter.allocated()
+        staged = STAGED_BYTES if self.config.cache.has_connector else 0
         return MemoryUse(
             total=meter.total,
             outside=outside,
-            persistent=kept - cache_bytes + fragments,
+            persistent=kept - cache_bytes + fragments + staged,
             per_request=(kept - cache_bytes - before + self.states.nbytes) // self.max_num_seqs,
             forward=forward - kept,
             sampling=sampling - kept,
