@@ -116,7 +116,7 @@ test-sanitizers: $(VENV)/.dev ## Run the tests of the CPU kernels with AddressSa
 
 test-gpu: .gpu ## Run the tests that need a GPU with GPU_PYTHON, in less than 8 minutes
 	@if $(HAS_GPU); then failed=0; \
-		for tests in "tests/worker/test_kernels_compile.py" "-n 8 $(GPU_TESTS)" "$(GPU_TESTS_ALONE)"; do \
+		for tests in "tests/worker/gates/test_kernels_compile.py" "-n 8 $(GPU_TESTS)" "$(GPU_TESTS_ALONE)"; do \
 			$(GPU_PYTEST) $$tests $(ARGS) || failed=1; done; exit $$failed; \
 	else echo "no NVIDIA GPU here: nothing to test"; fi
 

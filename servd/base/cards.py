@@ -2,6 +2,7 @@
 
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -24,26 +25,19 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     products: float = 0.0  # floating point operations per second in 16-bit products
 
 
-def _card(
-    name: str,
-    memory: float,
-    shared_memory: int,
-    bandwidth: float,
-    products: float,
-    **properties: object,
-) -> Card:
-    facts = {
+def _card(name: str, row: dict[str, Any]) -> Card:
+    facts = row | {
         "name": name,
-        "memory": int(memory * (1 << 30)),
-        "shared_memory": shared_memory << 10,
-        "bandwidth": bandwidth * 1e12 * COPIES,
-        "products": products * 1e12 * PRODUCTS,
+        "memory": int(row["memory"] * (1 << 30)),
+        "shared_memory": row["shared_memory"] << 10,
+        "bandwidth": row["bandwidth"] * 1e12 * COPIES,
+        "products": row["products"] * 1e12 * PRODUCTS,
     }
-    return msgspec.convert(facts | properties, Card)
+    return msgspec.convert(facts, Card)
 
 
 _FILE = Path(__file__).with_name("cards.toml")
-CARDS = {name: _card(name, **row) for name, row in tomllib.loads(_FILE.read_text("utf8")).items()}
+CARDS = {name: _card(name, row) for name, row in tomllib.loads(_FILE.read_text("utf8")).items()}
 
 
 def find_card(name: str) -> Card:

@@ -132,6 +132,9 @@ def check_device(config: Config) -> Iterator[Finding]:
     else:
         hint = "install a CUDA build of torch"
         yield judge(machine.torch_has_cuda, "GPU", f"{machine.num_gpus} by the driver", hint)
+    if machine.num_gpus and machine.torch_has_cuda:
+        names = plugins.load(f"{WORKER}.ops", "target", "abilities_of_cuda")()
+        yield Finding("GPU kernels", "ok", ", ".join(names))
     library = plugins.load(f"{WORKER}.ops", "native", "library")()
     hint = plugins.load(f"{WORKER}.ops", "native", "explain_absence")()
     text = "none" if library is None else library.name

@@ -220,7 +220,6 @@ class PlanReport:
         size = self.config.parallel.num_workers
         budget = self.config.scheduler.max_num_batched_tokens
         lora = self.config.lora
-        per_token = format_bytes(self.kv_bytes_per_token)
         rows = [
             ("weights", sizes.weights, self.quantization or plan.dtype),
             ("weights of the draft", sizes.draft_weights, ""),
@@ -234,7 +233,7 @@ class PlanReport:
             (
                 "KV cache",
                 plan.num_blocks * sizes.kv_per_block,
-                f"{self.num_tokens} tokens of {per_token}",
+                f"{self.num_tokens} tokens of {format_bytes(self.kv_bytes_per_token)}",
             ),
         ]
         where = f"{plan.device} ({size} ranks, each)" if size > 1 else plan.device

@@ -192,8 +192,7 @@ class EngineCore:
         the workers know the real tokens. Depth 1 is therefore synchronous serving.
         """
         grammars = self.grammars
-        running = self.scheduler.running
-        idle = self.micro_batches.choose_idle(running, grammars.choose_idle())
+        idle = self.micro_batches.choose_idle(self.scheduler.running, grammars.choose_idle())
         scheduled = self.scheduler.schedule(idle, grammars.grammar_tokens())
         if scheduled is not None:
             record = self.scheduler.newest
@@ -203,8 +202,7 @@ class EngineCore:
             grammars.begin_step(scheduled)
             while grammars.awaits_tokens:
                 self._collect_outputs()
-            grammar_output = grammars.get_grammar_bitmask()
-            self.in_flight.append(self.executor.sample_tokens(grammar_output))
+            self.in_flight.append(self.executor.sample_tokens(grammars.get_grammar_bitmask()))
         depth = self.depth
         if self.scheduler.is_background:
             # One step less is in flight, so that a new request starts a step earlier; but no

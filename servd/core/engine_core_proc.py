@@ -385,8 +385,7 @@ class EngineCoreProc:
         if self.start.uplink is not None:
             inbox = HubInbox(self.start.uplink, ToEngine, end_process)
         else:
-            address = engine_address(self.start.ipc_dir, self.start.generation)
-            inbox = Inbox(address, ToEngine)
+            inbox = Inbox(engine_address(self.start.ipc_dir, self.start.generation), ToEngine)
         while True:
             self.receive_message(inbox)
 
@@ -412,8 +411,7 @@ class EngineCoreProc:
     def attach(self, client: Attach) -> None:
         """Connect to a client, in a thread: it takes time to notice that a client has died."""
         if self.hub_outbox is not None:
-            outbox = HubSender(self.hub_outbox, client.inbox)
-            self.output_queue.put(Attached(client, outbox))
+            self.output_queue.put(Attached(client, HubSender(self.hub_outbox, client.inbox)))
             return
         try:
             self.output_queue.put(Attached(client, Outbox(client.inbox, must_exist=True)))

@@ -88,14 +88,8 @@ class Step(msgspec.Struct):
             slots = [request.slot for request in self.decoding]
             computed = [request.num_computed_tokens - 1 for request in self.decoding]
             self.decodes = DecodeBatch(slots, computed, self.new_blocks)
-        return SchedulerOutput(
-            self.record.step,
-            self.scheduled,
-            self.new_requests,
-            freed_slots,
-            self.swaps,
-            self.decodes,
-        )
+        rows = self.scheduled, self.new_requests, freed_slots
+        return SchedulerOutput(self.record.step, *rows, self.swaps, self.decodes)
 
     def append_decoded(
         self, result: ModelRunnerOutput, ends: Mapping[int, OutputEnd]

@@ -168,10 +168,9 @@ class Worker:
         """Record the operations of torch, until `stop_profile` or for MAX_PROFILED_STEPS."""
         if self.profiler is None:
             self.num_profiled_steps = 0
-            device = "cuda" if self.device.type == "cuda" else None
             # torch.profiler would first import the compiler, for seconds.
             self.profiler = self.profiling.enter_context(
-                profile(use_device=device, use_kineto=True)
+                profile(use_device="cuda" if self.device.type == "cuda" else None, use_kineto=True)
             )
 
     def _count_profiled_step(self) -> None:

@@ -134,7 +134,7 @@ def run_on_bare_machine(*command: str) -> subprocess.CompletedProcess[str]:
 def test_a_bare_gpu_machine_collects_all_tests_of_the_makefile():
     makefile = (ROOT / "Makefile").read_text().replace("\\\n", " ")
     variables = dict(re.findall(r"^(GPU_TESTS\w*) = (.*)$", makefile, flags=re.MULTILINE))
-    paths = ["tests/worker/test_kernels_compile.py", *" ".join(variables.values()).split()]
+    paths = ["tests/worker/gates/test_kernels_compile.py", *" ".join(variables.values()).split()]
     assert "tests/worker/attention" in paths and "tests/worker/test_memory.py" in paths
     options = ("-p", "no:cacheprovider", "-m", "not slow", "--collect-only", "-q")
     done = run_on_bare_machine("pytest", *options, *paths)

@@ -12,9 +12,12 @@ from types import SimpleNamespace
 import pytest
 
 from servd import cli
+from servd.base.cards import CARDS
 from servd.checkpoint.hub import DEMO_FOLDER
-from servd.cli.check import check_hub
+from servd.cli.check import check_device, check_hub
 from servd.config import Config
+from servd.config.machine import Machine
+from servd.worker.ops import target
 from tests.adapters import write_adapter
 
 Findings = dict[str, dict[str, str]]
@@ -190,6 +193,18 @@ def test_limits_of_the_system(check, monkeypatch):
     for name, hint in hints.items():
         finding = findings[name]
         assert finding["status"] == "warning" and hint in finding["remedy"], finding
+
+
+def test_what_a_gpu_can_run(monkeypatch):
+    machine = Machine(num_gpus=1, torch_has_cuda=True)
+    monkeypatch.setattr("servd.cli.check.look_at_machine", lambda: machine)
+    texts = {}
+    for name in ("a100", "l40s", "h100"):
+        with target.assume(CARDS[name]):
+            findings = {x.name: x.text for x in check_device(Config())}
+            texts[name] = findings["GPU kernels"]
+    assert "fp8" not in texts["a100"] and "packed weights" in texts["a100"]
+    assert "keys and values in fp8" in texts["l40s"] and "products in fp8" in texts["h100"]
 
 
 @pytest.mark.parametrize("answers", [True, False])

@@ -99,21 +99,6 @@ def test_room_for_adapters_is_counted_apart_and_said_at_start(tmp_path: Path, ca
     assert "room for 3 of rank 16" in caplog.text
 
 
-class Meter:
-    """A GPU of 100 MB with 10 MB in use."""
-
-    total = 100_000_000
-
-    def __init__(self, card: Card) -> None:
-        assert card.name == "a GPU"
-
-    def used(self) -> int:
-        return 10_000_000
-
-    def held(self) -> int:
-        return 0
-
-
 def test_what_is_odd_about_files_is_said_by_the_load_alone(tmp_path: Path, caplog):
     folder = make_checkpoint(tmp_path / "m", "llama", CASES["llama"]["untied"])
     (folder / "other.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
@@ -133,10 +118,10 @@ def test_what_is_odd_about_files_is_said_by_the_load_alone(tmp_path: Path, caplo
 @pytest.mark.parametrize("utilization", [0.5, 0.15])
 def test_a_gpu(monkeypatch: pytest.MonkeyPatch, utilization: float):
     """Everything in the model's type; of the device, its share counts."""
-    monkeypatch.setattr(dry_run, "CardMeter", Meter)
+    monkeypatch.setattr(dry_run, "DRIVER_BYTES", 10_000_000)
     options = {"device": "cuda", "dtype": "bfloat16", "gpu_memory_utilization": utilization}
     config = config_for(DEMO_FOLDER, **options, kv_cache_memory=None, max_model_len=2000)
-    plan = dry_run.plan(config, read_spec(DEMO_FOLDER), Card(name="a GPU"))
+    plan = dry_run.plan(config, read_spec(DEMO_FOLDER), Card(name="a GPU", memory=100_000_000))
     sizes = plan.sizes
     shapes = tensor_shapes(str(DEMO_FOLDER)).values()
     padding = 2 * 192 * (4032 - 4000)  # the vocabulary's table has whole 64 rows there

@@ -105,17 +105,10 @@ class AsyncLLM:
         self.admission = Admission(config.scheduler, metrics)
         for _ in clients[1:]:
             Metrics(metrics.labels["model_name"], beside=metrics)
+        listeners = self.observer, self._engine_changed, self._move
         self.engines = [
             EngineClient(
-                rank,
-                config,
-                client,
-                self.output_processor,
-                self.tracer,
-                engine_metrics,
-                self.observer,
-                self._engine_changed,
-                self._move,
+                rank, config, client, self.output_processor, self.tracer, engine_metrics, *listeners
             )
             for rank, (client, engine_metrics) in enumerate(
                 zip(clients, metrics.engines, strict=True)

@@ -50,8 +50,7 @@ class BeamSearch:
         assert self.inputs.params.max_tokens is not None
         self.max_tokens = self.inputs.params.max_tokens
         self.num_beams = self.inputs.params.n
-        stop_token_ids = self.inputs.params.stop_token_ids
-        self.ends = frozenset(self.request.eos_token_ids).union(stop_token_ids)
+        self.ends = frozenset(self.request.eos_token_ids).union(self.inputs.params.stop_token_ids)
         # There are more candidates than end tokens: some beam continues.
         self.num_candidates = min(max(2, 1 + len(self.ends)) * self.num_beams, MAX_CANDIDATES)
         self.running = [Beam([], 0.0)]
@@ -76,15 +75,13 @@ class BeamSearch:
             reason = FinishReason.ERROR
             raise
         finally:
-            begin_ns = timeline.begin_ns
-            timeline.choices = self._count(metrics, begin_ns, answers, reason)
+            timeline.choices = self._count(metrics, timeline.begin_ns, answers, reason)
         return answers
 
     async def _step(self, generate: Generate, timeline: Timeline) -> list[TokenLogprobs]:
         requests = self.requests()
         logprobs: dict[int, TokenLogprobs] = {}
-        params = requests[0].params
-        parts = generate(requests, params, self.request.request_id, parent=timeline)
+        parts = generate(requests, requests[0].params, self.request.request_id, parent=timeline)
         async with aclosing(parts):
             async for part in parts:
                 for output in part.outputs:

@@ -75,8 +75,7 @@ class EngineClient:
 
     def __post_init__(self) -> None:
         self.is_stalled = False  # found hung by its parent, which is about to kill it
-        status = EngineStatus("starting the engine")
-        self.status: EngineStatus | EngineReady | EngineGone = status
+        self.status: EngineStatus | EngineReady | EngineGone = EngineStatus("starting the engine")
         self.stats = SchedulerStats()
         self.loading_since = time.monotonic()
         self.running: dict[str, RequestState] = {}

@@ -40,17 +40,8 @@ class OutputProcessor:
         ]
         if not is_part:
             timeline.choices = choices
-        return RequestState(
-            request,
-            inputs.params,
-            inputs.prompt,
-            inputs.expected,
-            timeline,
-            choices,
-            collector,
-            index,
-            is_part,
-        )
+        prompt = inputs.params, inputs.prompt, inputs.expected
+        return RequestState(request, *prompt, timeline, choices, collector, index, is_part)
 
     def process_outputs(
         self, outputs: Sequence[EngineCoreOutput], state: RequestState, choice: Choice

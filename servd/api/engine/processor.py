@@ -89,9 +89,8 @@ class Processor:
         eos = dict.fromkeys((*spec.eos_token_ids, tokenizer.eos_token_id))
         # A token that a file of the tokenizer adds may have no row in the model.
         self._eos_token_ids = [i for i in eos if i is not None and i < spec.vocab_size]
-        end_ids = frozenset(self._eos_token_ids)
         self.model_format = ModelFormat.choose(
-            config, self.chat_template, tokenizer, end_ids, spec.vocab_size
+            config, self.chat_template, tokenizer, frozenset(self._eos_token_ids), spec.vocab_size
         )
         self.grammars = GrammarChecker(config, spec)
         self._ordinal = itertools.count()  # of requests without a seed; `next` is safe in threads
@@ -449,8 +448,7 @@ class Processor:
             filled["seed"] = random.Random(root).getrandbits(63)
         filled |= self._tokens_of_texts(params)
         if prompt.suffix and self.fill_in_middle:
-            ends = self.fill_in_middle.end_token_ids
-            filled["stop_token_ids"] = [*params.stop_token_ids, *ends]
+            filled["stop_token_ids"] = [*params.stop_token_ids, *self.fill_in_middle.end_token_ids]
         if params.thinking_token_budget is not None and params.reasoning_tags is None:
             filled |= self._limit_reasoning(prompt, expected, token_ids)
         completed = msgspec.structs.replace(params, **filled)
@@ -466,8 +464,7 @@ class Processor:
         if params.bad_words:
             filled["bad_words_token_ids"] = self._encode_each(params.bad_words)
         if params.dry_multiplier:
-            texts = tuple(params.dry_sequence_breakers)
-            filled["dry_breaker_token_ids"] = self._tokens_with(texts)
+            filled["dry_breaker_token_ids"] = self._tokens_with(tuple(params.dry_sequence_breakers))
         return filled
 
     @lru_cache(maxsize=16)  # noqa: B019 - a processor lives as long as its process

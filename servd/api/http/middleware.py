@@ -117,8 +117,7 @@ class RequestContext:
         """Check the limit of connections, Content-Length, the timeout, and pages of other sites."""
         length = headers.get("content-length", "0")
         if not LENGTH.fullmatch(length):
-            value = length[:32]
-            raise InvalidRequest(f"Content-Length must be a number of bytes, got {value!r}")
+            raise InvalidRequest(f"Content-Length must be a number of bytes, got {length[:32]!r}")
         is_open = call.route in OPEN_PATHS
         if call.refusal is not None and not is_open:
             if self.metrics is not None:
@@ -192,8 +191,7 @@ class RequestContext:
         def finish(timeline: Timeline) -> None:
             if span is not None:
                 span.add_timeline(timeline)
-            outcome = _outcome(timeline, status, written)
-            self.tracer.finish(timeline, marks, outcome, status)
+            self.tracer.finish(timeline, marks, _outcome(timeline, status, written), status)
 
         done = self.loop.call_for_all(call.client, timelines, finish)
         if span is not None:
@@ -298,5 +296,5 @@ def handler_of(path: str, app: FastAPI) -> str:
 
 def count_refusal(app: FastAPI, status: int, path: str, method: str) -> None:
     """Count a response that `Connections` sent in place of the application."""
-    metrics = app.state.context.async_llm.metrics
-    metrics.observe_refusal(handler_of(path, app), method or "none", status)
+    counts = app.state.context.async_llm.metrics.families.http_requests
+    counts.labels(handler_of(path, app), method or "none", str(status)).inc()

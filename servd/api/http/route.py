@@ -169,8 +169,7 @@ def _query_names(params: Iterable[Any]) -> Iterator[str]:
 @functools.cache
 def schema_of(kind: Any) -> Schema:
     """Return the JSON schema of a msgspec type, and add its structs to `ANSWERS`."""
-    template = SCHEMAS + "{name}"
-    (schema,), structs = msgspec.json.schema_components((kind,), ref_template=template)
+    (schema,), structs = msgspec.json.schema_components((kind,), ref_template=SCHEMAS + "{name}")
     for name, struct in structs.items():
         assert ANSWERS.setdefault(name, struct) == struct, f"there are two structs {name}"
     return schema

@@ -111,8 +111,7 @@ class WithExemplars(Collector):
         self, name: str, engine: str, bucket: str, value: float, leads_to: dict[str, str]
     ) -> None:
         """Keep the exemplar of a histogram's new value. `leads_to` is the label of the trace."""
-        exemplar = Exemplar(leads_to, value, time.time())
-        self._exemplars[f"{name}_bucket", engine, bucket] = exemplar
+        self._exemplars[f"{name}_bucket", engine, bucket] = Exemplar(leads_to, value, time.time())
 
     def collect(self) -> Iterator[Metric]:
         for family in chain.from_iterable(source.collect() for source in self.sources):

@@ -229,10 +229,6 @@ class Metrics(Observer):
         """Record an HTTP response. `handler` is the template of its route."""
         self.families.answers[handler, method, status].append(seconds)
 
-    def observe_refusal(self, handler: str, method: str, status: int) -> None:
-        """Record a request that was rejected before it was complete."""
-        self.families.http_requests.labels(handler, method, str(status)).inc()
-
     def observe_lag(self, seconds: float) -> None:
         """Record how late the event loop ran a timer. Called ten times a second."""
         lags = self.histograms["servd:event_loop_lag_seconds"].values
@@ -344,10 +340,9 @@ class Metrics(Observer):
 
     def observe_request(self, params: SamplingParams, choices: Sequence[Choice]) -> None:
         """Record that all choices of a request have finished."""
-        longest = max(choice.num_tokens for choice in choices)
         values: dict[str, float] = {
             "vllm:request_params_n": params.n,
-            "vllm:request_max_num_generation_tokens": longest,
+            "vllm:request_max_num_generation_tokens": max(choice.num_tokens for choice in choices),
         }
         if params.max_tokens is not None:
             values["vllm:request_params_max_tokens"] = params.max_tokens

@@ -31,5 +31,4 @@ class RequestLog(Observer):
             "prompt_token_ids": state.prompt_token_ids[: self.max_length],
             "params": changed,
         }
-        text = "%s: prompt %r, %d tokens %s, %s"
-        log.info(text, *fields.values(), extra={"fields": fields})
+        log.info("%s: prompt %r, %d tokens %s, %s", *fields.values(), extra={"fields": fields})

@@ -19,8 +19,7 @@ ANY_TEXT = "/(?s:.*)/"
 def structural_tag_grammar(output: StructuredOutput, tokens: AddedTokens) -> str:
     """Return the grammar of a structural tag. Raise InvalidRequest if it is not valid."""
     try:
-        tag = json.loads(output.value)
-        return _grammar(tag, tokens)
+        return _grammar(json.loads(output.value), tokens)
     except (_NotATag, ValueError, AttributeError, RecursionError) as error:
         raise InvalidRequest(
             f"the structural tag is not valid: {error}", param=output.param

@@ -17,15 +17,13 @@ router = APIRouter(route_class=Route)
 @router.post("/v1/batches", response_model=Batch)
 async def create_batch(request: Request, body: JsonBody[BatchRequest]) -> Response:
     """Start a batch: answer the lines of a file in the background."""
-    shelf = shelf_of(request)
-    return json_response(await asyncio.to_thread(shelf.add_batch, body))
+    return json_response(await asyncio.to_thread(shelf_of(request).add_batch, body))
 
 
 @router.get("/v1/batches", response_model=Batches, responses=refusals(404))
 async def list_batches(request: Request, page: Annotated[Page, Query()]) -> Response:
     """List the batches of this API key."""
-    shelf = shelf_of(request)
-    batches = await asyncio.to_thread(shelf.all, "batch_", Batch)
+    batches = await asyncio.to_thread(shelf_of(request).all, "batch_", Batch)
     return json_response(Batches(*page.of(batches, lambda batch: batch.id)))
 
 

@@ -112,8 +112,7 @@ class FilesPage(Page):
 @router.get("/v1/files", response_model=Files, responses=refusals(404))
 async def list_files(request: Request, page: Annotated[FilesPage, Query()]) -> Response:
     """List the files of this API key, including results of batches."""
-    shelf = shelf_of(request)
-    files = await asyncio.to_thread(shelf.all, "file-", FileObject)
+    files = await asyncio.to_thread(shelf_of(request).all, "file-", FileObject)
     chosen = [file for file in files if page.purpose in (None, file.purpose)]
     return json_response(Files(*page.of(chosen, lambda file: file.id)))
 

@@ -26,8 +26,7 @@ async def unload_lora_adapter(request: Request, body: JsonBody[UnloadAdapterRequ
     adapter loads it again.
     """
     if await _adapters(request).unload(body.lora_name) is None:
-        name = body.lora_name[:200]
-        raise UnknownModel(f"the adapter {name!r} is not loaded", param="lora_name")
+        raise UnknownModel(f"the adapter {body.lora_name[:200]!r} is not loaded", param="lora_name")
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
 

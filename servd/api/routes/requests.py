@@ -59,8 +59,7 @@ async def list_steps(
 ) -> Response:
     """List the engine's latest steps, and the tokens computed in each of the last seconds."""
     steps, tokens = await context_of(request).peers.list_steps(ListSteps(recent))
-    size = CHARS_PER_STEP * len(steps)
-    data = await run_for(request, size, lambda: render_steps(steps, 0))
+    data = await run_for(request, CHARS_PER_STEP * len(steps), lambda: render_steps(steps, 0))
     at_ns = now_ns()
     seconds = range(at_ns // SECOND - MAX_SECONDS, at_ns // SECOND)
     generated, prompts = zip(*(tokens.get(second, (0, 0)) for second in seconds), strict=True)

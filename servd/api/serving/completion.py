@@ -29,8 +29,7 @@ class OpenAIServingCompletion(OpenAIServing):
         params = self.sampling_params(body, request)
         info = self.response_info(request, response_id, body.request_options, len(prompts))
         formatter = CompletionFormatter(info, body, params, len(prompts))
-        outputs = self.generate(request, formatter, prompts)
-        return await self.respond(request, formatter, outputs)
+        return await self.respond(request, formatter, self.generate(request, formatter, prompts))
 
 
 class CompletionFormatter(ChoiceFormatter):

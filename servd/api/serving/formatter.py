@@ -222,8 +222,7 @@ class ChoiceFormatter(ResponseFormatter):
         self.choices = [CompletionOutput(index=i) for i in range(self.n * len(prompts))]
         self.has_begun = [False] * len(self.choices)  # by choice
         tokenizer = self.info.tokenizer
-        skips = self.params.skip_special_tokens
-        skipped = tokenizer.special_ids if skips else frozenset[int]()
+        skipped = tokenizer.special_ids if self.params.skip_special_tokens else frozenset[int]()
         shows_ids = bool(self.body.return_tokens_as_token_ids)
         shows_sampled = bool(self.params.logprob_token_ids)
         self.token_texts = [
@@ -309,15 +308,9 @@ class ChoiceFormatter(ResponseFormatter):
         num_output = self.num_output_tokens
         times = stage_times(prompt.timeline for prompt in self.prompts if prompt.timeline)
         prompt_ms, output_ms = (round(times.get(n, 0) / 1e6, 3) for n in ("prefill", "decode"))
-        return Timings(
-            num_cached,
-            num_prompt,
-            prompt_ms,
-            *_rates(num_prompt, prompt_ms),
-            num_output,
-            output_ms,
-            *_rates(num_output, output_ms),
-        )
+        of_prompt = num_prompt, prompt_ms, *_rates(num_prompt, prompt_ms)
+        of_output = num_output, output_ms, *_rates(num_output, output_ms)
+        return Timings(num_cached, *of_prompt, *of_output)
 
     def metrics(self) -> ResponseMetrics | UnsetType:
         """Return the speculative decoding metrics, if enabled and there is only one choice."""

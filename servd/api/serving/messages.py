@@ -61,8 +61,7 @@ class AnthropicServingMessages(OpenAIServing):
                 formatter.body_so_far.context_management = AppliedEdits(applied)
             prompt = msgspec.structs.replace(chat.prompt, may_fill_context=True)
             outputs = self.generate(request, formatter, prompt)
-            headers = {"request-id": call.request_id}
-            return await self.respond(request, formatter, outputs, headers)
+            return await self.respond(request, formatter, outputs, {"request-id": call.request_id})
 
     async def count_tokens(self, body: CountTokensRequest, request: Request) -> Response:
         """Count the tokens of a conversation's prompt, with and without the edits."""
@@ -75,8 +74,7 @@ class AnthropicServingMessages(OpenAIServing):
                 if await self.edit_context(body, request):
                     chat = await self.chat_of(body, request)
                     counted.input_tokens = len(await self.tokenize(request, chat.prompt))
-        headers = {"request-id": call_of(request).request_id}
-        return json_response(counted, headers=headers)
+        return json_response(counted, headers={"request-id": call_of(request).request_id})
 
     async def edit_context(self, body: CountTokensRequest, request: Request) -> list[AppliedEdit]:
         """Edit the conversation as the body asks, and return what changed it."""
@@ -85,8 +83,7 @@ class AnthropicServingMessages(OpenAIServing):
         def count(text: str) -> int:
             return len(self.processor.tokenizer.encode(text, add_special_tokens=False))
 
-        size = call_of(request).num_bytes
-        return await run_for(request, size, lambda: body.edit_context(count))
+        return await run_for(request, call_of(request).num_bytes, lambda: body.edit_context(count))
 
     async def chat_of(self, body: CountTokensRequest, request: Request) -> ChatCompletionRequest:
         size = call_of(request).num_bytes

@@ -92,8 +92,7 @@ class OllamaServing(OpenAIServingEmbedding):
             info = self.response_info(request, request_id, chat.request_options)
             formatter = OllamaFormatter(info, body, chat, params)
             prompt = msgspec.structs.replace(prompt, may_fill_context=True)
-            outputs = self.generate(request, formatter, prompt)
-            return await self.respond(request, formatter, outputs)
+            return await self.respond(request, formatter, self.generate(request, formatter, prompt))
 
     async def create_embeddings(self, body: OllamaEmbedRequest, request: Request) -> Response:
         """Return the embeddings of texts."""

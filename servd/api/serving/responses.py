@@ -450,8 +450,7 @@ class ResponsesFormatter(EventFormatter):
     def last_frame(self) -> bytes:
         # OpenAI has no event for a cancelled response.
         name = "completed" if self.body_so_far.status == "completed" else "incomplete"
-        event = self._event(f"response.{name}", response=self.body_so_far)
-        return self.encode_events([event])
+        return self.encode_events([self._event(f"response.{name}", response=self.body_so_far)])
 
     def fail(self, reply: ErrorReply) -> Iterator[Event]:
         """Yield the failed response, or only an error if no event was sent before."""

@@ -97,8 +97,7 @@ def _text_of_part(part: Any, param: str) -> str:
             if isinstance(part.get(key), str):
                 return part[key]
         part = part.get("type")
-    message = f"{param}: servd reads text parts only, got {part!r}"
-    raise InvalidRequest(message, param="messages")
+    raise InvalidRequest(f"{param}: servd reads text parts only, got {part!r}", param="messages")
 
 
 def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:

@@ -173,7 +173,9 @@ class FakeExecutor(executor.Executor):
         if scheduled.swaps is not None:
             self._swap_blocks(scheduled.swaps)
         for slot in scheduled.freed_slots:
-            self._free_row(self.rows.pop(slot))
+            row = self.rows.pop(slot)
+            if self.script and len(row.token_ids) - row.num_prompt_tokens < len(row.answer):
+                self.script.interrupt(row.token_ids[: row.num_prompt_tokens], row.answer)
         for request in scheduled.new_requests:
             self.rows[request.slot] = self._row(request)
         for item in scheduled.rows:
@@ -245,10 +247,6 @@ class FakeExecutor(executor.Executor):
             first_state=first_state(request.adapter.digest) if request.adapter else 0,
             answer=self.script.begin(request) if self.script and answers else [],
         )
-
-    def _free_row(self, row: FakeRow) -> None:
-        if self.script and len(row.token_ids) - row.num_prompt_tokens < len(row.answer):
-            self.script.interrupt(row.token_ids[: row.num_prompt_tokens], row.answer)
 
     def _compute(self, row: FakeRow, num_tokens: int) -> None:
         first = row.num_computed_tokens

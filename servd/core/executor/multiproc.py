@@ -65,8 +65,7 @@ class MultiProcExecutor(executor.Executor):
     def prepare(cls, standby: list[Child], num_workers: int, niceness: int = 0) -> None:
         """Start the processes early, because they import torch."""
         for rank in range(num_workers):
-            worker = Child(f"worker-{rank}", cls.worker_module, None, args=[str(niceness)])
-            standby.append(worker)
+            standby.append(Child(f"worker-{rank}", cls.worker_module, None, args=[str(niceness)]))
 
     def start(self) -> WorkerReady:
         for rank in range(self.config.parallel.num_workers):
@@ -102,8 +101,7 @@ class MultiProcExecutor(executor.Executor):
     @property
     def meeting_point(self) -> str | None:
         """The init_method of torch.distributed; None with a single worker."""
-        several = self.config.parallel.num_workers > 1
-        return f"file://{self.folder}/rendezvous" if several else None
+        return f"file://{self.folder}/rendezvous" if self.config.parallel.num_workers > 1 else None
 
     def execute_model(self, scheduled: SchedulerOutput) -> None:
         if self.is_launched:

@@ -157,15 +157,9 @@ class RayExecutor(MultiProcExecutor):
         meeting_point = self.meeting_point
         runs: list[Any] = []
         for rank, actor in enumerate(self.actors):
-            start = StartWorker(
-                self.config.replace(api_key=[]),
-                self.spec,
-                rank,
-                "",
-                self.inbox.at,
-                meeting_point,
-                self.hub.uplink(f"worker-{rank}"),
-            )
+            addresses = self.inbox.at, meeting_point, self.hub.uplink(f"worker-{rank}")
+            config = self.config.replace(api_key=[])
+            start = StartWorker(config, self.spec, rank, "", *addresses)
             num_here = self.hosts.count(self.hosts[rank])
             offset = clock_offset(self.ray, actor)
             runs.append(actor.run.remote(msgspec.msgpack.encode(start), num_here, offset))

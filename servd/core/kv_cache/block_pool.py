@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Sequence
 
 from servd.base.tracing import Clock, now_ns
 from servd.core.kv_cache.block_times import BlockTimes
-from servd.messages.stats import BlockEviction
 
 
 class BlockPool:
@@ -107,9 +106,6 @@ class BlockPool:
         """Remove all free blocks from the cache. Owned blocks stay cached."""
         while self._cached:
             self._blank.append(self._evict(None))
-
-    def take_evictions(self) -> list[BlockEviction]:
-        return self.times.news() if self.times is not None else []
 
     def _evict(self, on_evict: Callable[[int, bytes], None] | None) -> int:
         block, _ = self._cached.popitem(last=False)

@@ -91,7 +91,6 @@ class KVEvents(NullEvents):
         size = self.block_size
         keys = root_hash(*request.options.cache_keys)
         for start, stop in self._find_new(first, blocks):
-            count = stop - start
             self._events.append(
                 BlockStored(
                     hashes[start:stop],
@@ -101,7 +100,7 @@ class KVEvents(NullEvents):
                     None,
                     DEVICE,
                     request.adapter.name if request.adapter else None,
-                    None if keys == NO_KEYS else [(keys.hex(),)] * count,
+                    None if keys == NO_KEYS else [(keys.hex(),)] * (stop - start),
                 )
             )
 

@@ -210,7 +210,7 @@ class KVCacheManager:
         self.prefix_cache.unpin(self.pool.num_blocks)
         stats.num_pinned = len(self.prefix_cache.pinned)
         stats.kv_cache_usage = self.usage
-        stats.evictions = self.pool.take_evictions()
+        stats.evictions = [] if self.pool.times is None else self.pool.times.news()
         self.events.publish()
         self.connector.report(stats)
 

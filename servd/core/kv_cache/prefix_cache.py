@@ -89,8 +89,7 @@ class PrefixCache:
         filled = self.find_blocks(request, slice(first, None))
         sharers: list[Request] = []
         for other in candidates:
-            attached = self.find_blocks(other, slice(other.num_attached_blocks))
-            if not filled.isdisjoint(attached):
+            if not filled.isdisjoint(self.find_blocks(other, slice(other.num_attached_blocks))):
                 sharers.append(other)
         return sharers
 

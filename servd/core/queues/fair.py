@@ -196,8 +196,7 @@ class FairQueue(FcfsQueue):
 
     def _push_turn(self, owner: OwnerState, is_long: bool) -> None:
         """Put the first waiting request of an owner into the heap of its class."""
-        request = owner.waiting[is_long][0]
-        priority_class, priority, _ = request.order
+        priority_class, priority, _ = owner.waiting[is_long][0].order
         share = owner.num_running / owner.weight
         turn = (priority, owner.counter(self._step), share, next(self._pushes), owner)
         owner.turns[is_long] = turn

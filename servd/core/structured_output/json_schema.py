@@ -99,8 +99,7 @@ def _drop_neutral_keywords(schema: Schema) -> None:
 def _close_object(schema: Schema) -> None:
     """Where no other schema applies, what is not evaluated is what is additional."""
     if "unevaluatedProperties" in schema and not schema.keys() & APPLICATORS:
-        unevaluated = schema.pop("unevaluatedProperties")
-        schema.setdefault("additionalProperties", unevaluated)
+        schema.setdefault("additionalProperties", schema.pop("unevaluatedProperties"))
 
 
 def _expand_dependencies(schema: Schema) -> None:

@@ -111,27 +111,10 @@ class NativeBackend(AttentionBackend[NativeMetadata]):
         )
         cos, sin = rotation or (None, None)
         turned = None if rotation is None else torch.empty(q.shape)
-        call(
-            "write_kv",
-            self.type,
-            q,
-            q.stride(0),
-            k,
-            k.stride(0),
-            v,
-            v.stride(0),
-            turned,
-            cos,
-            sin,
-            *kv_cache,
-            kv_cache.shape[1],
-            slots,
-            len(q),
-            spec.num_heads,
-            spec.num_kv_heads,
-            spec.head_dim,
-            spec.block_size,
-        )
+        inputs = q, q.stride(0), k, k.stride(0), v, v.stride(0)
+        cache = *kv_cache, kv_cache.shape[1], slots
+        sizes = len(q), spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.block_size
+        call("write_kv", self.type, *inputs, turned, cos, sin, *cache, *sizes)
         return q if turned is None else turned
 
     def move(self, kv_cache: Tensor, sources: Tensor, targets: Tensor) -> None:
@@ -161,36 +144,15 @@ class NativeBackend(AttentionBackend[NativeMetadata]):
     ) -> Tensor:
         spec = self.spec
         tables = metadata.block_tables
-        tails = metadata.tails
         size = spec.value_dim or spec.head_dim
         keys, values = kv_cache if spec.value_dim is None else (kv_cache[0], None)
         out = torch.empty(*q.shape[:2], size)
-        call(
-            "attend",
-            self.type,
-            q,
-            q.stride(0),
-            len(q),
-            keys,
-            values,
-            kv_cache.shape[1],
-            tables,
-            tables.shape[1],
-            metadata.query_lens,
-            metadata.seq_lens,
-            len(tables),
-            spec.num_heads,
-            spec.num_kv_heads,
-            spec.head_dim,
-            size,
-            spec.block_size,
-            spec.sliding_window or 0,
-            int(spec.is_causal),
-            tails,
-            0 if tails is None else tails.shape[1],
-            scale,
-            spec.soft_cap or 0.0,
-            sinks,
-            out,
-        )
+        queries = q, q.stride(0), len(q)
+        cache = keys, values, kv_cache.shape[1]
+        rows = tables, tables.shape[1], metadata.query_lens, metadata.seq_lens, len(tables)
+        sizes = spec.num_heads, spec.num_kv_heads, spec.head_dim, size, spec.block_size
+        window = spec.sliding_window or 0, int(spec.is_causal)
+        tails = (None, 0) if metadata.tails is None else (metadata.tails, metadata.tails.shape[1])
+        scores = scale, spec.soft_cap or 0.0, sinks
+        call("attend", self.type, *queries, *cache, *rows, *sizes, *window, *tails, *scores, out)
         return out

@@ -196,8 +196,7 @@ class TorchSdpaBackend(AttentionBackend[TorchSdpaMetadata]):
     def _gather(self, blocks: Tensor, group: Group) -> Tensor:
         """Return the group's keys or values, [num_rows, kv_heads, num_keys, head_dim]."""
         spec = self.spec
-        size = _int8.row_size(spec.kv_dtype, spec.head_dim)
-        shape = (-1, spec.num_kv_heads, size)
+        shape = (-1, spec.num_kv_heads, _int8.row_size(spec.kv_dtype, spec.head_dim))
 
         def wide(rows: Tensor) -> Tensor:
             is_packed = rows.dtype == torch.int8

@@ -53,16 +53,9 @@ class TritonBackend(AttentionBackend[TritonMetadata]):
         self.fused_write = rotate_and_store
         self.fuses_norms = True
         self.is_batch_invariant = spec.batch_invariant
-        self.attention = PagedAttention(
-            spec.num_heads,
-            spec.num_kv_heads,
-            spec.head_dim,
-            spec.dtype,
-            spec.device,
-            spec.sliding_window,
-            spec.batch_invariant,
-            spec.value_dim,
-        )
+        sizes = spec.num_heads, spec.num_kv_heads, spec.head_dim
+        options = spec.sliding_window, spec.batch_invariant, spec.value_dim
+        self.attention = PagedAttention(*sizes, spec.dtype, spec.device, *options)
 
     @classmethod
     def supports(cls, spec: AttentionSpec) -> str | None:
@@ -103,7 +96,5 @@ class TritonBackend(AttentionBackend[TritonMetadata]):
         scale: float,
         sinks: Tensor | None,
     ) -> Tensor:
-        batch = metadata.batch
-        plan = metadata.plan
-        work = metadata.work
-        return self.attention(q, kv_cache, batch, plan, work, scale, self.spec.soft_cap, sinks)
+        step = metadata.batch, metadata.plan, metadata.work
+        return self.attention(q, kv_cache, *step, scale, self.spec.soft_cap, sinks)

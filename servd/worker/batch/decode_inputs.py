@@ -113,7 +113,7 @@ class DecodeInputs:
         """
         num_tokens = len(slots)
         num_changes = len(changes) // 3
-        size = self.size_for(num_tokens)
+        size = self.sizes[bisect_left(self.sizes, num_tokens)] if self.sizes else num_tokens
         numbers, pinned, is_sent = self._next_buffer()
         inputs = numbers[: NUM_GIVEN * size].reshape(NUM_GIVEN, size)
         inputs[SLOT, :num_tokens] = slots
@@ -138,9 +138,6 @@ class DecodeInputs:
 
     def clear(self, size: int) -> None:
         self.buffers_of(size).step[:NUM_GIVEN] = self.padding_d
-
-    def size_for(self, num_tokens: int) -> int:
-        return self.sizes[bisect_left(self.sizes, num_tokens)] if self.sizes else num_tokens
 
     def _next_buffer(self) -> tuple[np.ndarray, Tensor, Any]:
         """Return a buffer for the host to write to, the same memory as a tensor, and the event

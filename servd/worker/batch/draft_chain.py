@@ -56,8 +56,7 @@ class Pass:
         else:
             attention = self.rows.gather(states, slots, columns)
         ids = torch.as_tensor(self.token_ids)
-        positions = torch.as_tensor(self.positions)
-        return ids, positions, attention, *self.read
+        return ids, torch.as_tensor(self.positions), attention, *self.read
 
 
 @dataclass(eq=False)

@@ -126,9 +126,8 @@ class DeviceTokens(NamedTuple):
 
     @classmethod
     def from_buffers(cls, step: DecodeBuffers) -> DeviceTokens:
-        positions = step.columns
         return cls(
-            step.tokens, positions, step.indices, step.slots, step.next_columns, buffers=step
+            step.tokens, step.columns, step.indices, step.slots, step.next_columns, buffers=step
         )
 
     @classmethod
@@ -209,8 +208,7 @@ class InputBatch:
             device = DeviceTokens.from_buffers(states.begin_decodes(rows["slot"]))
         else:
             host = TokenIndices.from_rows(rows, states)
-            num_samples = len(host.sample_tokens)
-            is_decode = len(host.slots) == num_samples <= inputs.max_num_tokens
+            is_decode = len(host.slots) == len(host.sample_tokens) <= inputs.max_num_tokens
             if is_decode and inputs.is_shared and not inputs.sizes and states.tree is None:
                 step = states.begin_verify(rows["slot"], host.slots, host.offsets)
                 device = DeviceTokens.from_buffers(step)

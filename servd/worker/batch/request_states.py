@@ -57,8 +57,7 @@ class RequestStates:
     def make_room(self, num_columns: int) -> None:
         if num_columns:
             shape = (len(self.token_ids), num_columns)
-            device = self.token_ids.device
-            self.of_layers = torch.empty(shape, dtype=torch.float32, device=device)
+            self.of_layers = torch.empty(shape, dtype=torch.float32, device=self.token_ids.device)
 
     @property
     def nbytes(self) -> int:

@@ -6,7 +6,6 @@ from typing import Protocol
 
 import torch
 
-from servd.base.cards import Card
 from servd.base.sizes import format_bytes
 
 
@@ -56,25 +55,6 @@ class CudaMeter:
 
     def held(self) -> int:
         return torch.cuda.memory_reserved(self.device)
-
-
-class CardMeter:
-    """The memory of a card that this machine need not have. The driver takes some of it."""
-
-    def __init__(self, card: Card) -> None:
-        self.total = card.memory
-
-    def allocated(self) -> int:
-        return 0
-
-    def peak(self) -> int:
-        return 0
-
-    def used(self) -> int:
-        return 600 << 20
-
-    def held(self) -> int:
-        return 0
 
 
 @dataclass(frozen=True)

@@ -138,8 +138,7 @@ class ExpertElsewhere(nn.Module):
         super().__init__()
         leaves = ("weight", "bias") if bias else ("weight",)
         for name in ("gate_up_proj", "down_proj"):
-            weights = {leaf: Elsewhere(parallel) for leaf in leaves}
-            self.add_module(name, nn.ParameterDict(weights))
+            self.add_module(name, nn.ParameterDict({leaf: Elsewhere(parallel) for leaf in leaves}))
 
 
 class SparseMoE(nn.Module):

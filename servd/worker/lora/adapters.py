@@ -157,8 +157,7 @@ class AdapterSlots:
                     if not (a.isfinite().all() and b.isfinite().all()):
                         raise ConfigError(f"the adapter {adapter.name}: {module} is not finite")
                     matrix, part = self.targets[module]
-                    shares = matrix.shares(part, a, b)
-                    loaded += [(matrix, *share) for share in shares]
+                    loaded += [(matrix, *share) for share in matrix.shares(part, a, b)]
         except (ConfigError, SafetensorError, OSError) as error:
             raise InvalidRequest(f"{error} (loaded as {adapter.digest[:12]})") from None
         log.info("adapter %s loaded (%s)", adapter.name, adapter.digest[:12])

@@ -40,8 +40,7 @@ def make_rotary(spec: ModelSpec, layer_type: str) -> Rotary:
 def norm(spec: ModelSpec, parallel: Parallel) -> LayerNorm:
     config = spec.config
     eps = config.get("norm_eps", 1e-5)
-    bias = config.get("norm_bias", False)
-    return LayerNorm(spec.hidden_size, eps, parallel, bias=bias)
+    return LayerNorm(spec.hidden_size, eps, parallel, bias=config.get("norm_bias", False))
 
 
 class ModernBertEmbeddings(nn.Module):

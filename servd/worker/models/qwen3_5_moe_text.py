@@ -32,8 +32,7 @@ class Qwen3_5MoeForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def make_mlp(cls, spec: ModelSpec, layer: int, parallel: Parallel) -> SharedMoE:
-        config = spec.config | {"norm_topk_prob": True}
-        return SharedMoE(replace(spec, config=config), parallel)
+        return SharedMoE(replace(spec, config=spec.config | {"norm_topk_prob": True}), parallel)
 
     def convert(self, tensors: NamedTensors) -> NamedTensors:
         return one_by_one(convert_text(tensors))

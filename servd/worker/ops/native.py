@@ -299,18 +299,9 @@ def begin_decode(
     tables: Tensor,
     block_size: int,
 ) -> None:
-    call(
-        "begin_decode",
-        step,
-        step.shape[1],
-        seq_lens,
-        token_ids,
-        *token_ids.shape,
-        num_computed,
-        tables,
-        *tables.shape,
-        block_size,
-    )
+    tokens = token_ids, *token_ids.shape
+    blocks = tables, *tables.shape, block_size
+    call("begin_decode", step, step.shape[1], seq_lens, *tokens, num_computed, *blocks)
 
 
 def embed(index: Tensor, table: Tensor) -> Tensor:
@@ -359,24 +350,11 @@ def _norm(
     size = x.shape[-1]
     heads = x.dim() == 3 and x.stride()[1:] == (size, 1)  # a slice of qkv, with strided tokens
     x = x if heads else x.contiguous()
-    per_stride, stride = (x.shape[1], x.stride(0)) if heads else (1, size)
+    rows = (x, x.shape[1], x.stride(0)) if heads else (x, 1, size)
     out = torch.empty(x.shape)
     sums = None if residual is None else torch.empty(x.shape)
-    call(
-        "norm",
-        centered,
-        x,
-        per_stride,
-        stride,
-        residual,
-        weight,
-        bias,
-        eps,
-        out,
-        sums,
-        x.numel() // size,
-        size,
-    )
+    sizes = x.numel() // size, size
+    call("norm", centered, *rows, residual, weight, bias, eps, out, sums, *sizes)
     return out, x if sums is None else sums
 
 
@@ -468,19 +446,6 @@ def add_low_rank(out: Tensor, x: Tensor, factors: LowRank, places: Tensor) -> No
     if not _fits(out) or x.dtype != torch.float32:
         reference.add_low_rank(out, x, factors, places)
         return
-    call(
-        "add_low_rank",
-        TYPES[a.dtype],
-        x.contiguous(),
-        *x.shape,
-        a,
-        a.shape[2],
-        b,
-        b.shape[1],
-        factors.ranks,
-        factors.part_ends,
-        *factors.ranks.shape,
-        places,
-        out,
-        out.shape[1],
-    )
+    inputs = TYPES[a.dtype], x.contiguous(), *x.shape
+    adapters = a, a.shape[2], b, b.shape[1], factors.ranks, factors.part_ends, *factors.ranks.shape
+    call("add_low_rank", *inputs, *adapters, places, out, out.shape[1])

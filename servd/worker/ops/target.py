@@ -47,6 +47,19 @@ def _card(device: torch.device) -> Card:
     )
 
 
+def abilities_of_cuda() -> list[str]:
+    """Return what the CUDA device can run, for people."""
+    device = torch.device("cuda")
+    if not runs_triton(device):
+        return ["torch's operations only: install triton"]
+    names = ["packed weights of 4 and 8 bits"]
+    if capability(device) >= (8, 9):
+        names.append("keys and values in fp8")
+    if capability(device) >= (9, 0):
+        names.append("products in fp8")
+    return names
+
+
 def runs_triton(device: torch.device) -> bool:
     return device.type == "cuda" and find_spec("triton") is not None
 

@@ -52,5 +52,4 @@ def make_batch_invariant(runner: ModelRunner) -> None:
             )
         weight.quant_method = InvariantMatrix(weight.data)
         weight.data = weight.data.new_empty(0)
-    spec = replace(runner.backend.spec, batch_invariant=True)
-    runner.backend = type(runner.backend)(spec)
+    runner.backend = type(runner.backend)(replace(runner.backend.spec, batch_invariant=True))

@@ -46,8 +46,9 @@ class Places:
         self.block_tables[:num_rows, : tables.shape[1]] = tables
         if group.tails is not None:
             if self.tails is None:
-                shape = len(self.slot_mapping), group.tails.shape[1]
-                self.tails = np.zeros(shape, dtype=np.int64)
+                self.tails = np.zeros(
+                    (len(self.slot_mapping), group.tails.shape[1]), dtype=np.int64
+                )
             self.tails[:num_rows] = group.tails.numpy()
 
 
@@ -73,22 +74,18 @@ class CPUGraphRunner:
         self.variant: Callable[[], Hashable] = lambda: False  # see `ModelRunner.variant`
 
     def __call__(
-        self,
-        input_ids: Tensor,
-        positions: Tensor,
-        attention: AttentionBatch,
-        *extra_inputsinputs: Tensor,
+        self, input_ids: Tensor, positions: Tensor, attention: AttentionBatch, *extra_inputs: Tensor
     ) -> Tensor:
         """Return hidden states [num_rows, hidden] of a decode step, valid until the next call.
         `extra_inputs` are float32 [num_rows, n] each.
         """
         if self.is_recordable:
             try:
-                return self._run(input_ids, positions, attention, *extra_inputsinputs)
+                return self._run(input_ids, positions, attention, *extra_inputs)
             except NotRecordable as error:
                 log.warning("decode steps run without recorded graphs, which is slower: %s", error)
                 self.is_recordable = False
-        return self.forward(input_ids, positions, attention, *extra_inputsinputs)
+        return self.forward(input_ids, positions, attention, *extra_inputs)
 
     def _run(
         self, input_ids: Tensor, positions: Tensor, attention: AttentionBatch, *extra_inputs: Tensor

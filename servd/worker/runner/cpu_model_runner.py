@@ -65,14 +65,10 @@ class CPUModelRunner(ModelRunner):
             proposer = self.proposer
             self.graphs.variant = lambda: (self.variant, proposer is None or proposer.is_reading)
 
-    @property
-    def makes_graphs(self) -> bool:
-        is_alone = self.parallel.size == 1
-        return native.library() is not None and is_alone and not self.config.model.enforce_eager
-
     def make_graphs(self, forward: Forward, max_num_rows: int) -> CPUGraphRunner | None:
         """Return a runner of recorded passes; None if graphs cannot be used."""
-        if not self.makes_graphs:
+        is_alone = self.parallel.size == 1
+        if native.library() is None or not is_alone or self.config.model.enforce_eager:
             return None
         tables = self.states.block_tables
         return CPUGraphRunner(forward, max_num_rows, tables.tables.shape[1], tables.num_groups)

@@ -25,7 +25,7 @@ from servd.checkpoint.model_spec import ModelSpec
 from servd.checkpoint.quantization_config import quantization_of
 from servd.config import Config
 from servd.worker.device.device import available_memory, name_of
-from servd.worker.device.memory import CardMeter, CudaMeter, MemoryUse
+from servd.worker.device.memory import CudaMeter, MemoryUse
 from servd.worker.device.parallel import Parallel
 from servd.worker.layers.linear import ColumnParallelLinear, RowParallelLinear
 from servd.worker.loading import model_loader
@@ -37,6 +37,7 @@ from servd.worker.runner.model_runner import ModelRunner
 
 log = logging.getLogger("servd.worker")
 
+DRIVER_BYTES = 600 << 20  # of a card that this machine need not have
 STEP_ROWS = (1, 64, 256)  # requests of the decode steps in a plan
 
 
@@ -96,10 +97,16 @@ def _plan(config: Config, spec: ModelSpec) -> MemoryPlan:
     num_ranks = config.parallel.num_workers * max(config.parallel.num_engines_here, 1)
     if isinstance(runner, GPUModelRunner):
         card = target.ASSUMED.get()
-        meter = CudaMeter(runner.device) if card is None else CardMeter(card)
+        if card is None:
+            meter = CudaMeter(runner.device)
+            total = meter.total
+            outside = meter.used() - meter.held()
+        else:
+            total = card.memory
+            outside = DRIVER_BYTES
         use = MemoryUse(
-            total=meter.total,
-            outside=meter.used() - meter.held(),
+            total=total,
+            outside=outside,
             persistent=sizes.persistent,
             per_request=sizes.requests // runner.max_num_seqs,
             forward=sizes.forward,
@@ -216,8 +223,7 @@ def load(
         options = config.parallel
         size = options.tensor_parallel_size
         num_stages = options.pipeline_parallel_size
-        whole = options.enable_expert_parallel
-        first = Parallel(0, size, 0, num_stages, has_whole_experts=whole)
+        first = Parallel(0, size, 0, num_stages, has_whole_experts=options.enable_expert_parallel)
         runner = runner_class(config, spec, device, parallel or first)
         runner.load_model(lambda _: None)
     return runner

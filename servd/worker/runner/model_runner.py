@@ -119,14 +119,9 @@ class ModelRunner(ABC):
         """Build the model, load its weights, choose the attention backend, create the request
         states. Raises ConfigError if the model or the backend cannot run here.
         """
+        options = self.config.model.model_impl, self.max_model_len, self.config.model.load_format
         self.model = model_loader.build_model(
-            self.spec,
-            self.compute_dtype,
-            self.device,
-            self.parallel,
-            self.config.model.model_impl,
-            self.max_model_len,
-            self.config.model.load_format,
+            self.spec, self.compute_dtype, self.device, self.parallel, *options
         )
         self._load_weights(progress)
         self.adapters = self._make_adapters()
@@ -147,28 +142,16 @@ class ModelRunner(ABC):
         self.backend_name, self.backend = make_backend(
             self.config.parallel.attention_backend, attention
         )
+        limits = self.max_num_seqs, self.max_model_len
         self.states = RequestStates(
-            self.max_num_seqs,
-            self.max_model_len,
-            attention.block_size,
-            self.device,
-            self.spec.vocab_size,
+            *limits, attention.block_size, self.device, self.spec.vocab_size
         )
         self.states.make_room(state.arrange(self.model))
         mode = self.config.model.logprobs_mode
         self.sampler = Sampler(self.spec.vocab_size, self.max_num_seqs, self.device, mode)
         self.output_heads = output_heads.load(self.states, self.model.compute_logits, self.spec)
-        self.proposer = spec_decode.load(
-            Target(
-                self.config,
-                self.spec,
-                self.model,
-                self.states,
-                self.parallel,
-                self.backend,
-                self.make_chain,
-            )
-        )
+        parts = self.model, self.states, self.parallel, self.backend
+        self.proposer = spec_decode.load(Target(self.config, self.spec, *parts, self.make_chain))
         has_draft = self.proposer is not None and self.proposer.bytes_per_block > 0
         self.kv_windows = kv_groups.arrange(self.model, self.config, self.backend, has_draft)
         self.states.block_tables.arrange(len(self.kv_windows))
@@ -207,17 +190,11 @@ class ModelRunner(ABC):
     def _make_adapters(self) -> AdapterSlots | None:
         if not self.config.lora.enable_lora:
             return None
-        max_num_rows = max(self.max_num_tokens, self.max_num_samples)
+        limits = self.max_num_seqs, max(self.max_num_tokens, self.max_num_samples)
         name = self.config.lora.lora_dtype
         dtype = self.compute_dtype if name == "auto" else getattr(torch, name)
         return AdapterSlots(
-            self.config.lora,
-            self.model,
-            dtype,
-            self.device,
-            self.max_num_seqs,
-            max_num_rows,
-            self.parallel,
+            self.config.lora, self.model, dtype, self.device, *limits, self.parallel
         )
 
     def count_blocks(self, room: int | None = None) -> int:
@@ -378,8 +355,7 @@ class ModelRunner(ABC):
         is_synthetic = drafts is not None and drafts.is_synthetic
         if buffers is not None and bitmask is None and not is_synthetic:
             if self.sampler.is_plain(batch.host_slots):
-                token_ids = self.sample_greedy(hidden, buffers)
-                return self._sample_plain(batch, token_ids, drafts)
+                return self._sample_plain(batch, self.sample_greedy(hidden, buffers), drafts)
         sample_hidden = hidden if batch.samples_all else hidden[batch.sample_tokens]
         logits = self.model.compute_logits(sample_hidden)  # [m, vocab]
         metadata = self.sampler.make_metadata(
@@ -452,9 +428,8 @@ class ModelRunner(ABC):
         if isinstance(params, SamplingParams):
             prompt_len = request.num_prompt_tokens
             outputs = request.token_ids[prompt_len:]
-            prompt = request.token_ids[:prompt_len]
             self.states.is_tree[request.slot] = self.sampler.add(
-                request.slot, params, prompt, outputs, request.eos_token_ids
+                request.slot, params, request.token_ids[:prompt_len], outputs, request.eos_token_ids
             )
 
     def _remove(self, slot: int) -> None:

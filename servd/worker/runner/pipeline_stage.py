@@ -24,9 +24,8 @@ class Stage:
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner
         self.parallel = runner.parallel
-        modules = runner.model.named_modules()
         self.intermediate_tensors = next(
-            (m for _, m in modules if isinstance(m, IntermediateTensors)), None
+            (m for _, m in runner.model.named_modules() if isinstance(m, IntermediateTensors)), None
         )
         if self.intermediate_tensors is not None:
             self.intermediate_tensors.make_room(runner.max_num_tokens)
@@ -78,7 +77,6 @@ class Stage:
         ]
         if tokens:
             states = self.runner.states
-            columns = np.array(tokens, dtype=np.int64).T
-            rows, offsets, ids = upload(columns, states.token_ids.device)
+            rows, offsets, ids = upload(np.array(tokens, dtype=np.int64).T, states.token_ids.device)
             states.write(rows, states.num_computed[rows] + offsets, ids)
             states.num_computed.index_add_(0, rows, (offsets > 0).long())  # accepted drafts

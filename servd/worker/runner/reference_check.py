@@ -148,8 +148,7 @@ class ReferenceCheck:
             end = block - (-len(ids) // size) * len(runner.kv_windows)
             blocks = list(range(block, end))
             block = end
-            params = _params(self.files, ids)
-            new.append(NewRequest(slot, ids, len(ids), 0, [], params, []))
+            new.append(NewRequest(slot, ids, len(ids), 0, [], _params(self.files, ids), []))
             scheduled.append(ScheduledRequest(slot, len(ids), blocks, True, 0))
         pooled = run_step(SchedulerOutput(0, scheduled, new, [])).pooled
         run_step(SchedulerOutput(0, [], [], [*range(len(new))]))

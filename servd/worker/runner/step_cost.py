@@ -146,8 +146,7 @@ def step_launches(
     """Return the launches of a step of a runner without memory, in its mode `Weightless`: the last
     `num_queries` tokens of `num_rows` requests with `num_tokens` tokens each.
     """
-    block_size = runner.config.cache.block_size
-    num_blocks = -(-num_tokens // block_size)
+    num_blocks = -(-num_tokens // runner.config.cache.block_size)
     caches = kv_cache.allocate(runner.backend, runner.model, num_rows * num_blocks)
     lengths = np.full(num_rows, num_tokens)
     numbers = torch.empty(NUM_NUMBERS, num_rows * num_queries, dtype=torch.int64)

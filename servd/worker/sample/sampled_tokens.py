@@ -29,7 +29,10 @@ class SampledTokens:
         if sampled.best is not None:
             best = sampled.best_logits
             is_void = ~(best < np.inf)
-            self._add_dead_ends(output, best == -np.inf)
+            is_forbidden = best == -np.inf
+            for row, part in self._parts() if is_forbidden.any() else ():
+                if is_forbidden[part].any():  # the first choice among forbidden tokens
+                    output.dead_ends[row] = int(is_forbidden[part].argmax()) + 1
         token_ids = np.where(numbers < 0, ~numbers, numbers).tolist()
         output.decoded = token_ids[:num_decodes]
         for row, part in self._parts(num_decodes) if output.sampled_token_ids else ():
@@ -41,14 +44,6 @@ class SampledTokens:
             logprobs = sampled.logprobs.to_lists()
             row_logprobs = {row: [x for x in logprobs[part] if x] for row, part in self._parts()}
             output.logprobs |= {row: entries for row, entries in row_logprobs.items() if entries}
-
-    def _add_dead_ends(self, output: ModelRunnerOutput, is_forbidden: np.ndarray) -> None:
-        """Add the first token of each row that stands for a choice among forbidden tokens."""
-        if not is_forbidden.any():
-            return
-        for row, part in self._parts():
-            if is_forbidden[part].any():
-                output.dead_ends[row] = int(is_forbidden[part].argmax()) + 1
 
     def _parts(self, first: int = 0) -> Iterator[tuple[int, slice]]:
         """Yield rows from number `first` on, with slices of tokens. Earlier rows have one token."""

@@ -53,10 +53,8 @@ class TopKTopPFilter:
         lowest = self.min_p[rows.slots]
         if (rows.features & bit).any():
             part = rows.subset(bit)
+            limits = self.top_k[part.slots], self.top_p[part.slots]
             lowest[part.index] = self.ops.filter_top_k_top_p(
-                weights[part.index],
-                lowest[part.index],
-                self.top_k[part.slots],
-                self.top_p[part.slots],
+                weights[part.index], lowest[part.index], *limits
             )
         return lowest

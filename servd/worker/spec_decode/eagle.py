@@ -70,7 +70,9 @@ class EagleHead(nn.Module):
         self.make_layers(spec, names, target)
         self.rotary = Rotary(spec)
         self.ops = ops.for_device(target.backend.spec.device)
-        self.embed: Callable[[Tensor], Tensor] = embedding_of(target)
+        parts = (part for _, part in target.model.named_modules())
+        embeddings = (part.forward for part in parts if isinstance(part, VocabEmbedding))
+        self.embed: Callable[[Tensor], Tensor] = next(embeddings)
         if "embed_tokens.weight" in names:
             self.embed_tokens = VocabEmbedding(spec.vocab_size, spec.hidden_size, parallel)
             self.embed = self.embed_tokens.forward
@@ -122,11 +124,6 @@ class EagleHead(nn.Module):
     def top(self, features: Tensor) -> Tensor:
         """Return the likeliest tokens after the features' tokens, int64 [n], for [n, hidden]."""
         return self.ops.edit_logits(self.compute_logits(features), LogitEdits())
-
-
-def embedding_of(target: Target) -> Callable[[Tensor], Tensor]:
-    parts = (part for _, part in target.model.named_modules())
-    return next(part.forward for part in parts if isinstance(part, VocabEmbedding))
 
 
 class EagleProposer(Proposer):

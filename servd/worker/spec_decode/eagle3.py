@@ -205,5 +205,4 @@ class Eagle3Proposer(EagleProposer):
             super().check(names)
             return
         size = self.spec.vocab_size
-        target_size = self.target.spec.vocab_size
-        self.check_size("tokens in the vocabulary", size, target_size)
+        self.check_size("tokens in the vocabulary", size, self.target.spec.vocab_size)

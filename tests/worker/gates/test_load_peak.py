@@ -37,15 +37,15 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self.live = 0
         self.peak = 0
-        self.known = weakref.WeakSet[Any]()
+        self.storages = weakref.WeakSet[Any]()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         inputs = {id(x.untyped_storage()) for x in tensors_in((args, kwargs))}
         for tensor in tensors_in(out):
             storage = tensor.untyped_storage()
-            if id(storage) not in inputs and storage not in self.known:
-                self.known.add(storage)
+            if id(storage) not in inputs and storage not in self.storages:
+                self.storages.add(storage)
                 self.live += storage.nbytes()
                 self.peak = max(self.peak, self.live)
                 weakref.finalize(storage, self.free, storage.nbytes())

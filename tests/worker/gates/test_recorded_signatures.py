@@ -12,7 +12,7 @@ from servd.worker.compat import intercept_launches
 from servd.worker.runner import graph_runner
 from tests.parity.families import CASES, make_checkpoint
 from tests.worker.driver import Driver, config_for
-from tests.worker.gates.signatures import Signatures
+from tests.worker.gates.signatures import Signatures, compile_all
 from tests.worker.gates.simulated import use_simulated_device
 
 PARAMS = [
@@ -44,6 +44,8 @@ def test_steps_launch_kernels_that_are_compiled(tmp_path: Path, monkeypatch, eag
     folder = make_checkpoint(tmp_path, "llama", CASES["llama"]["llama3 rope"])
     config = config_for(
         folder,
+        dtype="float16",
+        enable_lora=not eager,
         attention_backend="triton",
         block_size=16,
         max_num_seqs=5,
@@ -62,6 +64,18 @@ def test_steps_launch_kernels_that_are_compiled(tmp_path: Path, monkeypatch, eag
                 serve(driver, num_rows, params)
     missing = served.by_text.keys() - warm.by_text.keys()
     assert not missing, "\n".join(sorted(missing))
+    if eager:
+        return
+    # Those of attention and of products are compiled as true models launch them.
+    signatures = [
+        signature
+        for signature in warm.by_text.values()
+        if ".sample." in signature["kernel"] or "low_rank" in signature["kernel"]
+    ]
+    results = compile_all(signatures, 90, tmp_path / "cache")
+    assert {"draw_kernel", "shrink_kernel"} <= {result["kernel"] for result in results}
+    # The search of top-k and top-p spills 56 bytes, outside of its loops.
+    assert {x["kernel"] for x in results if x["spilled"]} <= {"top_k_top_p_kernel"}
 
 
 def serve(driver: Driver, num_rows: int, params: SamplingParams) -> None:

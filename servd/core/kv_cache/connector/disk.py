@@ -66,8 +66,7 @@ class Disk:
             if status.st_uid not in (os.geteuid(), 0):
                 raise PermissionError("another user owns it, who could change answers")
             if status.st_mode & 0o022:
-                mode = stat.filemode(status.st_mode)
-                self._warn("others can change answers: chmod go-w", mode)
+                self._warn("others can change answers: chmod go-w", stat.filemode(status.st_mode))
             self._folder = folder
             self.trim()
         except Exception as error:

@@ -60,14 +60,8 @@ def _digest(file: Path, memory: Path | None) -> str:
         with open(path, "rb") as opened:
             return hashlib.file_digest(opened, "sha256").hexdigest()
     status = path.stat()
-    known_by = (
-        path,
-        status.st_dev,
-        status.st_ino,
-        status.st_size,
-        status.st_mtime_ns,
-        status.st_ctime_ns,
-    )
+    times = status.st_mtime_ns, status.st_ctime_ns
+    known_by = path, status.st_dev, status.st_ino, status.st_size, *times
     note = memory / hashlib.sha256(repr(known_by).encode()).hexdigest()
     with contextlib.suppress(OSError):
         with open(note, encoding="ascii", errors="replace", opener=at_once) as cached:

@@ -116,8 +116,7 @@ class OffloadConnector(KVConnector):
         self.stop_waiting(request)
         slots: list[int] = []
         if self.costs.is_worth_loading(self.host.name):
-            hashes = loadable_hashes(request, self.block_size, num_cached)
-            slots = self.host.find_prefix(hashes)
+            slots = self.host.find_prefix(loadable_hashes(request, self.block_size, num_cached))
         self.host.share(slots)
         self.host.num_hits += len(slots)
         if request.num_preemptions == 0:

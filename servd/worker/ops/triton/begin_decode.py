@@ -22,18 +22,9 @@ def begin_decode(
 ) -> None:
     assert step.is_contiguous() and token_ids.stride(1) == tables.stride(1) == 1
     if num_tokens := step.shape[1]:
-        begin_decode_kernel[(1,)](
-            step,
-            seq_lens,
-            token_ids,
-            num_computed,
-            tables,
-            num_tokens,
-            token_ids.stride(0),
-            tables.stride(0),
-            block_size,
-            num_warps=8,
-        )
+        tensors = step, seq_lens, token_ids, num_computed, tables
+        sizes = num_tokens, token_ids.stride(0), tables.stride(0), block_size
+        begin_decode_kernel[(1,)](*tensors, *sizes, num_warps=8)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

@@ -29,21 +29,11 @@ def add_low_rank(out: Tensor, x: Tensor, factors: LowRank, places: Tensor) -> No
     shrink_kernel[tiles, num_adapter_slots, triton.cdiv(width, COLUMNS.value)](
         x, a, places, hidden, num_rows, k, width, MAX_DEPTH
     )
+    depth = max(16, min(triton.next_power_of_2(max_rank), MAX_DEPTH))
     for part, (start, end) in enumerate(pairwise([0, *factors.part_ends.tolist()])):
+        columns = part * max_rank, width, max_rank
         expand_kernel[tiles, num_adapter_slots, triton.cdiv(end - start, COLUMNS.value)](
-            hidden,
-            b,
-            places,
-            out,
-            num_rows,
-            part * max_rank,
-            width,
-            max_rank,
-            start,
-            end,
-            n,
-            out.stride(0),
-            max(16, min(triton.next_power_of_2(max_rank), MAX_DEPTH)),
+            hidden, b, places, out, num_rows, *columns, start, end, n, out.stride(0), depth
         )
 
 

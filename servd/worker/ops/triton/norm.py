@@ -75,21 +75,9 @@ def _norm(
     block = triton.next_power_of_2(size)
     rows = max(1, MIN_TILE // block)
     if num_rows:
-        norm_kernel[(triton.cdiv(num_rows, rows),)](
-            rows3,
-            residual,
-            weight,
-            bias,
-            stream,
-            out,
-            num_rows,
-            size,
-            rows3.shape[1],
-            rows3.stride(0),
-            rows3.stride(1),
-            eps,
-            rows,
-            block,
-            num_warps=min(16, max(4, rows * block // 512)),
-        )
+        tensors = rows3, residual, weight, bias, stream, out
+        sizes = num_rows, size, rows3.shape[1], rows3.stride(0), rows3.stride(1)
+        num_warps = min(16, max(4, rows * block // 512))
+        grid = (triton.cdiv(num_rows, rows),)
+        norm_kernel[grid](*tensors, *sizes, eps, rows, block, num_warps=num_warps)
     return out, stream

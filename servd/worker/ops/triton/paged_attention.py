@@ -228,7 +228,7 @@ class PagedAttention:
         return work_list(
             batch.query_start_loc,
             batch.seq_lens_device,
-            *self.num_wanted,
+            self.num_wanted,
             self.window,
             SPLIT_QUERIES=few,
             TILE_QUERIES=many,
@@ -267,25 +267,17 @@ class PagedAttention:
         lses = q.new_empty(plan.num_partials, self.num_heads, dtype=torch.float32)
         num_rows = len(batch.seq_lens_device)
         rope_size = self.head_dim - size
+        cache = kv_cache[0], kv_cache[1] if self.value_dim is None else None
+        rows = batch.block_tables, batch.query_start_loc, batch.seq_lens_device, batch.tails
+        tensors = q, *cache, out, partials, lses, work, *rows, sinks
+        strides = q.stride(0), batch.block_tables.stride(0)
         for number, num_pieces in enumerate((plan.num_splits, plan.num_tiles)):
             if not num_pieces:
                 continue
             tuning = self.tunings[number]
             attention_kernel[self._grid(num_pieces * self.num_heads // tuning.heads)](
-                q,
-                kv_cache[0],
-                kv_cache[1] if self.value_dim is None else None,
-                out,
-                partials,
-                lses,
-                work,
-                batch.block_tables,
-                batch.query_start_loc,
-                batch.seq_lens_device,
-                batch.tails,
-                sinks,
-                q.stride(0),
-                batch.block_tables.stride(0),
+                *tensors,
+                *strides,
                 num_rows,
                 scale * LOG2E,
                 LIST=number,
@@ -302,13 +294,9 @@ class PagedAttention:
                 **tuning.options(),
             )
         if plan.num_merged:
+            tensors = partials, lses, out, work, batch.query_start_loc, sinks
             merge_kernel[self._grid(plan.num_merged * self.num_heads, 4)](
-                partials,
-                lses,
-                out,
-                work,
-                batch.query_start_loc,
-                sinks,
+                *tensors,
                 num_rows,
                 HEADS=self.num_heads,
                 VALUE_SIZE=size,

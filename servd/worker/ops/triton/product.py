@@ -20,17 +20,10 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     assert weight.is_contiguous() and rows.stride(1) == 1
     tiles = triton.cdiv(len(rows), ROWS.value) * triton.cdiv(num_outputs, COLUMNS.value)
     if tiles:
+        num_stages = 4 if x.element_size() == 2 else 2  # 99 KB on most devices
+        sizes = len(rows), num_outputs, size, rows.stride(0)
         product_kernel[(tiles,)](
-            rows,
-            weight,
-            bias,
-            out,
-            len(rows),
-            num_outputs,
-            size,
-            rows.stride(0),
-            num_warps=4,
-            num_stages=4 if x.element_size() == 2 else 2,  # 99 KB on most devices
+            rows, weight, bias, out, *sizes, num_warps=4, num_stages=num_stages
         )
     return out.view(*x.shape[:-1], num_outputs)
 

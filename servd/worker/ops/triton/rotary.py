@@ -48,30 +48,11 @@ def rotate_and_store(
     rows = max(TILE // (2 * half), 1)
     # Axis 1 is the tensor: 0 keys, 1 values, 2 queries.
     grid = (triton.cdiv(num_tokens * num_heads, rows), 2 if is_same else 3)
-    rotate_and_store_kernel[grid](
-        q,
-        k,
-        v,
-        turned,
-        kv_cache[0],
-        kv_cache[-1],
-        slot_mapping,
-        cos,
-        sin,
-        q_weight,
-        k_weight,
-        num_tokens,
-        q.stride(0),
-        k.stride(0),
-        parts[-1].stride(0),
-        eps,
-        num_heads,
-        k.shape[1],
-        head_dim,
-        head_dim // 2 if cos is None else cos.shape[1],
-        half,
-        rows,
-    )
+    num_pairs = head_dim // 2 if cos is None else cos.shape[1]
+    tensors = q, k, v, turned, kv_cache[0], kv_cache[-1], slot_mapping, cos, sin, q_weight, k_weight
+    strides = q.stride(0), k.stride(0), parts[-1].stride(0)
+    sizes = num_heads, k.shape[1], head_dim, num_pairs, half, rows
+    rotate_and_store_kernel[grid](*tensors, num_tokens, *strides, eps, *sizes)
     return turned
 
 
@@ -105,42 +86,25 @@ def rotate_and_store_kernel(
     # Pointers of two types cannot be one variable: the cache may be narrower than k and v.
     if tensor == 2:
         token, head = _heads(HEADS, ROWS)
-        _turn(
-            q_ptr + token * q_stride + head * HEAD_DIM,
-            turned_ptr + (token * HEADS + head) * HEAD_DIM,
-            cos_ptr,
-            sin_ptr,
-            q_weight_ptr,
-            eps,
-            token,
-            token < num_tokens,
-            HEAD_DIM,
-            PAIRS,
-            HALF,
-        )
+        q_at = q_ptr + token * q_stride + head * HEAD_DIM
+        q_to = turned_ptr + (token * HEADS + head) * HEAD_DIM
+        exists = token < num_tokens
+        _turn(q_at, q_to, cos_ptr, sin_ptr, q_weight_ptr, eps, token, exists, HEAD_DIM, PAIRS, HALF)
     else:
         token, head = _heads(KV_HEADS, ROWS)
         slot = tl.load(slots_ptr + token, mask=token < num_tokens, other=-1)
         to = (slot * KV_HEADS + head) * HEAD_DIM
         valid = slot >= 0
         if tensor == 0:
+            k_at = k_ptr + token * k_stride + head * HEAD_DIM
+            k_to = key_ptr + to
             _turn(
-                k_ptr + token * k_stride + head * HEAD_DIM,
-                key_ptr + to,
-                cos_ptr,
-                sin_ptr,
-                k_weight_ptr,
-                eps,
-                token,
-                valid,
-                HEAD_DIM,
-                PAIRS,
-                HALF,
+                k_at, k_to, cos_ptr, sin_ptr, k_weight_ptr, eps, token, valid, HEAD_DIM, PAIRS, HALF
             )
         elif v_ptr is not None:
-            from_ptr = v_ptr + token * v_stride + head * HEAD_DIM
-            to_ptr = value_ptr + to
-            _turn(from_ptr, to_ptr, None, None, None, eps, token, valid, HEAD_DIM, PAIRS, HALF)
+            v_at = v_ptr + token * v_stride + head * HEAD_DIM
+            v_to = value_ptr + to
+            _turn(v_at, v_to, None, None, None, eps, token, valid, HEAD_DIM, PAIRS, HALF)
 
 
 @triton.jit

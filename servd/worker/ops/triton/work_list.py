@@ -16,8 +16,7 @@ ROWS = tl.constexpr(1024)  # rows counted at a time
 def work_list(
     query_start_loc: Tensor,
     seq_lens: Tensor,
-    wanted_splits: int,
-    wanted_tiles: int,
+    num_wanted: tuple[int, int],
     window: int | None,
     **sizes: int,
 ) -> Tensor:
@@ -29,23 +28,16 @@ def work_list(
     Args:
         query_start_loc: int32 [num_rows + 1].
         seq_lens: int32 [num_rows].
-        wanted_splits: splits of all rows with few query tokens that keep the device busy: more
-            rows get fewer, longer splits. 0: splits depend on the row's own length only.
-        wanted_tiles: the same for the pieces of other rows. 0: their tiles are not split.
+        num_wanted: splits of all rows with few query tokens that keep the device busy: more rows
+            get fewer, longer splits (0: splits depend on the row's own length only); and the same
+            for the pieces of other rows (0: their tiles are not split).
         sizes: SPLIT_QUERIES, TILE_QUERIES, TILE_KEYS, MIN_SPLIT, MIN_TILE_SPLIT and MAX_SPLITS of
             the kernels.
     """
     num_rows = len(seq_lens)
     work = torch.empty(4, num_rows + 1, dtype=torch.int32, device=seq_lens.device)
     work_list_kernel[(1,)](
-        work,
-        query_start_loc,
-        seq_lens,
-        num_rows,
-        wanted_splits,
-        wanted_tiles,
-        **sizes,
-        WINDOW=window,
+        work, query_start_loc, seq_lens, num_rows, *num_wanted, **sizes, WINDOW=window
     )
     return work
 

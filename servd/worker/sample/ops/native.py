@@ -23,8 +23,7 @@ def edit_logits(logits: Tensor, changes: LogitEdits) -> Tensor:
     penalties = (None, 0, None, None)
     if penalized is not None:
         counts = penalized.counts
-        slots = penalized.slot_of_each(len(logits))
-        penalties = (slots, len(counts), counts, penalized.factors)
+        penalties = (penalized.slot_of_each(len(logits)), len(counts), counts, penalized.factors)
     call("edit_logits", logits, logits.stride(0), *masked, *penalties, *logits.shape, best)
     return best
 
@@ -34,17 +33,8 @@ def choose(logits: Tensor, slots: Tensor, columns: Tensor, token_ids: Tensor) ->
         logits = logits.float()
     chosen = torch.empty(len(logits), dtype=torch.int64)
     assert slots.is_contiguous() and columns.is_contiguous() and token_ids.is_contiguous()
-    call(
-        "choose",
-        logits,
-        logits.stride(0),
-        *logits.shape,
-        slots,
-        columns,
-        token_ids,
-        *token_ids.shape,
-        chosen,
-    )
+    rows = logits, logits.stride(0), *logits.shape
+    call("choose", *rows, slots, columns, token_ids, *token_ids.shape, chosen)
     return chosen
 
 

@@ -133,9 +133,8 @@ def smallest_keeping(weights: Tensor, masses: Tensor, limits: Tensor) -> Tensor:
 
 def draw(weights: Tensor, lowest: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
     cumulative = _at_least(weights, lowest).to(torch.int64).cumsum_(dim=-1)
-    total = cumulative[:, -1]
     # < total: the largest u never rounds up to it.
-    target = (uniform(seeds, positions) * total).to(torch.int64)
+    target = (uniform(seeds, positions) * cumulative[:, -1]).to(torch.int64)
     token_ids = torch.searchsorted(cumulative, target.unsqueeze(1), right=True).squeeze(1)
     return token_ids.clamp_(max=weights.shape[1] - 1)
 

@@ -69,16 +69,7 @@ def draw(weights: Tensor, lowest: Tensor, seeds: Tensor, positions: Tensor) -> T
     masses = torch.empty(num_rows, num_blocks, dtype=torch.int64, device=weights.device)
     block_masses_kernel[(num_rows, num_blocks)](weights, lowest, masses, vocab, num_warps=8)
     out = torch.empty(num_rows, dtype=torch.int64, device=weights.device)
-    draw_kernel[(num_rows,)](
-        weights,
-        lowest,
-        masses,
-        seeds,
-        positions,
-        out,
-        vocab,
-        num_blocks,
-        triton.next_power_of_2(num_blocks),
-        num_warps=8,
-    )
+    tensors = weights, lowest, masses, seeds, positions, out
+    sizes = vocab, num_blocks, triton.next_power_of_2(num_blocks)
+    draw_kernel[(num_rows,)](*tensors, *sizes, num_warps=8)
     return out

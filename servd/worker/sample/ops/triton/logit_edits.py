@@ -88,18 +88,9 @@ def choose(logits: Tensor, slots: Tensor, columns: Tensor, token_ids: Tensor) ->
     best = best_of_blocks(logits, LogitEdits())
     (num_rows, num_blocks) = best.shape
     chosen = torch.empty_like(slots)
-    choose_kernel[(num_rows,)](
-        best,
-        slots,
-        columns,
-        token_ids,
-        chosen,
-        num_blocks,
-        token_ids.stride(0),
-        LAST,
-        triton.next_power_of_2(num_blocks),
-        num_warps=1,
-    )
+    tensors = best, slots, columns, token_ids, chosen
+    sizes = num_blocks, token_ids.stride(0), LAST, triton.next_power_of_2(num_blocks)
+    choose_kernel[(num_rows,)](*tensors, *sizes, num_warps=1)
     return chosen
 
 
@@ -133,36 +124,21 @@ def best_of_blocks(logits: Tensor, changes: LogitEdits) -> Tensor:
     num_rows, vocab = logits.shape
     biased = changes.biased
     penalized = changes.penalized
-    starts = token_ids = biases = words = mask_rows = slots = counts = factors = None
+    biases = None, None, None
+    masks = None, None
+    penalties = None, None, None
+    num_words = 0
     if biased is not None:
-        starts = biased.starts
-        token_ids = biased.token_ids
-        biases = biased.biases
+        biases = biased.starts, biased.token_ids, biased.biases
     if changes.bitmasks is not None:
-        words, mask_rows = changes.bitmasks
+        masks = changes.bitmasks
+        num_words = masks.words.shape[1]
     if penalized is not None:
-        slots = penalized.slot_of_each(num_rows)
-        counts = penalized.counts
-        factors = penalized.factors
+        penalties = penalized.slot_of_each(num_rows), penalized.counts, penalized.factors
     best = torch.empty(num_rows, triton.cdiv(vocab, BLOCK), dtype=torch.int64, device=logits.device)
+    sizes = vocab, logits.stride(0), num_words
+    constants = IN_PROMPT - 1, LAST, ENTRIES, BLOCK
     edit_logits_kernel[best.shape](
-        logits,
-        starts,
-        token_ids,
-        biases,
-        words,
-        mask_rows,
-        slots,
-        counts,
-        factors,
-        best,
-        vocab,
-        logits.stride(0),
-        0 if words is None else words.shape[1],
-        IN_PROMPT - 1,
-        LAST,
-        ENTRIES,
-        BLOCK,
-        num_warps=8,
+        logits, *biases, *masks, *penalties, best, *sizes, *constants, num_warps=8
     )
     return best
