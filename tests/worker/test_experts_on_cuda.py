@@ -2,6 +2,7 @@
 
 import os
 import zlib
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -79,6 +80,16 @@ def test_experts_of_several_formats_are_dequantized():
         [weights[e].dequantize() @ row for e, row in zip(expert, x, strict=True)]
     )
     torch.testing.assert_close(method.multiply(x, None, starts), expected, atol=1e-5, rtol=2e-3)
+
+
+def test_experts_without_a_kernel_are_dequantized_while_loading(caplog: pytest.LogCaptureFixture):
+    """Whatever --widen-weights states: the first step must not find too little memory."""
+    [matrix] = matrices = [Matrix((48, 64), Parallel())]
+    stack = share_memory(matrices)
+    weight = replace(quantized("int8", (48, 64)), scale=torch.rand(48, 8), group_size=8)
+    matrix.load(weight)
+    matrix.process_weights(PLAIN._replace(widening="never"))
+    assert torch.equal(stack.tensors["weight"][0], weight.dequantize()) and not caplog.records
 
 
 def filled(module: torch.nn.Module) -> torch.nn.Module:
