@@ -53,7 +53,8 @@ class ModelConfig(Section, frozen=True):
     """
     widen_weights: Literal["auto", "always", "never"] = "auto"
     """On CUDA, dequantize quantized weights once, while loading. auto: formats without a fast
-    kernel, if the 16-bit weights take at most 70 % of the device's memory.
+    kernel, if the 16-bit weights take at most 70 % of the device's memory. never: only
+    experts of such formats.
     """
     quantization_imatrix: str | None = None
     """Importance matrix for --quantization int4: a GGUF file of llama.cpp's `llama-imatrix`."""

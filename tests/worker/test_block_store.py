@@ -1,6 +1,7 @@
 """BlockStore: ranks share slots, and blocks come back as they were."""
 
 import os
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
@@ -53,3 +54,29 @@ def test_blocks_are_swapped_out_before_others_are_swapped_in():
         store.swap_blocks(BlockSwaps("", [(0, block + 1)], [(block, 0)]))
     os.close(memory)
     assert torch.equal(cache, old[:, [0, 0, 2, 2, 4]])
+
+
+def test_copies_of_many_blocks_take_turns_in_the_same_memory(monkeypatch):
+    """Memory that copies still read cannot be allocated again, and the host runs ahead of them."""
+    monkeypatch.setattr(block_store, "STAGED_BYTES", 1)
+    turns: list[int] = []  # 0: the kernels wait for the copies
+    staged: list[torch.Tensor] = []
+
+    class Store(BlockStore):
+        def finish(self) -> None:
+            turns.append(0)
+
+        def _beside(self, memory: torch.Tensor) -> AbstractContextManager[None]:
+            turns.append(1)
+            staged.append(memory)  # kept, as by copies
+            return nullcontext()
+
+    memory = os.memfd_create("test")
+    os.ftruncate(memory, NUM_SLOTS * 2 * 8 * 4)
+    cache = torch.zeros(2, NUM_BLOCKS, 8)
+    store = Store(f"/proc/self/fd/{memory}", [cache], Parallel())
+    pairs = [(number, number) for number in range(NUM_SLOTS)]
+    store.swap_staged(BlockSwaps("", pairs, pairs))
+    os.close(memory)
+    assert len({rows.untyped_storage().data_ptr() for rows in staged}) == 1
+    assert turns == [0, 1] * NUM_SLOTS + [1, 0] * NUM_SLOTS

@@ -2,6 +2,7 @@
 
 import os
 import zlib
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -10,11 +11,13 @@ import torch
 
 from servd.worker.device.parallel import Parallel
 from servd.worker.layers._matrix import MakeQuantMethod, Matrix
-from servd.worker.layers.experts import SparseMoE
+from servd.worker.layers.experts import SparseMoE, grouped_quant_method, share_memory
 from servd.worker.models.deepseek_v2 import OfHeads
 from servd.worker.ops import target
+from servd.worker.runner.gpu_model_runner import count_active_weights
 from tests.parity.families import CASES, greedy, logits_of, make_checkpoint
 from tests.worker.driver import Driver, config_for
+from tests.worker.ops.test_low_bit import quantized
 from tests.worker.quantization.test_mxfp4 import write as write_mxfp4
 
 pytestmark = [
@@ -49,14 +52,44 @@ def test_tokens_are_those_of_transformers(tmp_path: Path, family: str, variant: 
     torch.testing.assert_close(torch.stack(driver.logits[slot]), expected, atol=1e-4, rtol=0)
 
 
-def test_experts_of_formats_without_a_kernel_are_dequantized(tmp_path: Path):
-    """MXFP4 is one until it has a kernel."""
+def test_tokens_of_packed_experts_are_those_of_transformers(tmp_path: Path):
     driver = Driver(config_for(write_mxfp4(tmp_path)))
     slot = driver.add(PROMPT)
     driver.generate([slot], 3, chunk=5)
     tokens = driver.tokens[slot]
     expected = logits_of(tmp_path / "plain", tokens)[len(PROMPT) - 1 : -1]
     torch.testing.assert_close(torch.stack(driver.logits[slot]), expected, atol=1e-4, rtol=0)
+
+
+def test_experts_of_several_formats_are_dequantized():
+    """And nothing keeps the memory of what was packed."""
+    from servd.worker.ops.triton.experts import ExpertMatrices
+
+    matrices = [Matrix((48, 64), Parallel()) for _ in range(3)]
+    stack = share_memory(matrices)
+    weights = [quantized(name, (48, 64)) for name in ("mxfp4", "int8", "mxfp4")]
+    for matrix, weight in zip(matrices, weights, strict=True):
+        matrix.load(weight)
+        matrix.process_weights(PLAIN)
+    method = grouped_quant_method(matrices)
+    assert isinstance(method, ExpertMatrices) and stack.tensors.keys() == {"weight"}
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1))
+    starts = torch.tensor([0, 1, 4, 5], dtype=torch.int32)
+    expert = [0, 1, 1, 1, 2]
+    expected = torch.stack(
+        [weights[e].dequantize() @ row for e, row in zip(expert, x, strict=True)]
+    )
+    torch.testing.assert_close(method.multiply(x, None, starts), expected, atol=1e-5, rtol=2e-3)
+
+
+def test_experts_without_a_kernel_are_dequantized_while_loading(caplog: pytest.LogCaptureFixture):
+    """Whatever --widen-weights states: the first step must not find too little memory."""
+    [matrix] = matrices = [Matrix((48, 64), Parallel())]
+    stack = share_memory(matrices)
+    weight = replace(quantized("int8", (48, 64)), scale=torch.rand(48, 8), group_size=8)
+    matrix.load(weight)
+    matrix.process_weights(PLAIN._replace(widening="never"))
+    assert torch.equal(stack.tensors["weight"][0], weight.dequantize()) and not caplog.records
 
 
 def filled(module: torch.nn.Module) -> torch.nn.Module:
@@ -83,6 +116,18 @@ def test_ranks_with_whole_experts_add_up(monkeypatch, num_tokens: int):
     x = torch.randn(num_tokens, 24, generator=torch.Generator().manual_seed(1))
     monkeypatch.setattr(Parallel, "all_reduce", lambda parallel, out: out)
     torch.testing.assert_close(sum(layer(x) for layer in layers), alone(x), atol=1e-3, rtol=1e-5)
+
+
+def test_ranks_count_as_many_active_weights():
+    """They decide which steps are graphs, and all ranks take part in the sums within graphs."""
+    counts = {
+        count_active_weights(
+            SparseMoE(24, 40, 5, 2, True, "silu", Parallel(rank, 2, has_whole_experts=True))  # type: ignore[arg-type]
+        )
+        for rank in range(2)
+    }
+    halves = SparseMoE(24, 40, 5, 2, True, "silu", Parallel(0, 2))
+    assert counts == {count_active_weights(halves)}  # type: ignore[arg-type]
 
 
 def test_matrices_of_heads_are_one_product():

@@ -66,6 +66,26 @@ def test_without_graphs_the_warm_up_runs_each_kernel_of_attention(folder: Path):
     assert {("attention_kernel", 0), ("attention_kernel", 1), ("merge_kernel", None)} <= launches
 
 
+@pytest.mark.parametrize("eager", [False, True])
+def test_the_warm_up_runs_steps_of_each_size_without_a_graph(folder: Path, monkeypatch, eager):
+    """Kernels have tiles for some sizes, which are at least a factor of two apart. Graphs end early
+    for large models, and no profile runs steps with --kv-cache-memory.
+    """
+    monkeypatch.setattr("servd.worker.runner.graph_runner.MOST_MIXED_TOKENS", 16)
+    sizes: set[int] = set()
+    run_model = RecordedRunner.run_model
+
+    def run(runner: RecordedRunner, input_ids: Any, *inputs: Any) -> Any:
+        sizes.add(len(input_ids))
+        return run_model(runner, input_ids, *inputs)
+
+    monkeypatch.setattr(RecordedRunner, "run_model", run)
+    options = {"load_format": "dummy", "enforce_eager": eager, "max_num_batched_tokens": 200}
+    Driver(config_for(folder, max_model_len=512, kv_cache_memory=1 << 24, **options))
+    for num_tokens in range(1, 200):
+        assert sizes & {*range(num_tokens, 2 * num_tokens)}, (num_tokens, sizes)
+
+
 @pytest.mark.parametrize("max_num_rows", [1, 3, 8, 9, 60, 256, 300, 1024])
 def test_sizes_are_close_to_each_other(max_num_rows: int):
     sizes = decode_sizes(max_num_rows)

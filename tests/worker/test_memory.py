@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from servd.base.errors import NotEnoughMemory
 from servd.checkpoint.model_spec import read_spec
+from servd.config.cache import CacheConfig
 from servd.config.speculative import MAX_GRAMMAR_TOKENS
 from servd.worker.device.memory import MemoryUse
 from servd.worker.runner.graph_runner import mixed_sizes
@@ -92,7 +93,12 @@ def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Worker:
     return Worker(config, read_spec(tmp_path), 0, lambda *_: None)
 
 
-def test_the_profile_runs_the_largest_steps(worker: Worker, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("staged", [0, 50_000], ids=["", "with swaps of blocks"])
+def test_the_profile_runs_the_largest_steps(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch, staged: int
+):
+    monkeypatch.setattr("servd.worker.runner.gpu_model_runner.STAGED_BYTES", staged)
+    monkeypatch.setattr(CacheConfig, "has_connector", bool(staged))
     steps = []
     execute_model = RecordedRunner.execute_model
 
@@ -108,7 +114,7 @@ def test_the_profile_runs_the_largest_steps(worker: Worker, monkeypatch: pytest.
     ]  # max_model_len; the budget over max_num_seqs
     use = worker.runner.memory_use
     assert use.outside == 2_000_000
-    assert use.persistent == 1_500_000 + 200_000
+    assert use.persistent == 1_500_000 + 200_000 + staged
     assert (use.forward, use.sampling) == (5_000_000 - 1_900_000, 9_900_000 - 1_900_000)
     # For 1, 2, 4, 8, 16 and all requests, one with as many grammar tokens as it may; and for steps
     # with prompts.
@@ -116,7 +122,7 @@ def test_the_profile_runs_the_largest_steps(worker: Worker, monkeypatch: pytest.
     # Hidden states, slots and columns, and the tokens of all requests.
     buffers = 256 * (48 * 4 + 2 * 8) + 8 * (8 + MAX_GRAMMAR_TOKENS)
     assert use.graphs == 5_000_000 + 500_000 * (num_graphs - 3) + buffers
-    assert use.available == 50_000_000 - 2_000_000 - 1_700_000 - 8_000_000 - use.graphs
+    assert use.available == 50_000_000 - 2_000_000 - use.persistent - 8_000_000 - use.graphs
     block = ready.kv_bytes_per_block
     assert ready.num_blocks == min(use.available // block - 1, 8 * 32)
 

@@ -1,6 +1,7 @@
 """Two ranks give the logits and tokens of one."""
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -174,15 +175,21 @@ def test_two_ranks_with_experts_of_their_own_equal_one(tmp_path, model_type, opt
     check(make_checkpoint(tmp_path / "model", model_type, options), enable_expert_parallel=True)
 
 
-def test_ranks_that_cannot_meet_name_the_address_and_the_variable(monkeypatch):
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_ranks_that_cannot_meet_name_the_address_and_the_variable(monkeypatch, device):
+    """GPUs meet over NCCL, their hosts over Gloo."""
+
     def fail(*args: object, **options: object) -> None:
         raise RuntimeError("Gloo connectFullMesh failed")
 
-    monkeypatch.setattr("torch.distributed.init_process_group", fail)
+    monkeypatch.setattr(
+        "torch.distributed.init_process_group", Mock() if device == "cuda" else fail
+    )
+    monkeypatch.setattr("torch.distributed.new_group", fail)
     monkeypatch.setattr("socket.gethostbyname", lambda name: "127.0.1.1")
     words = r"tcp://10\.0\.0\.1:29500: Gloo .* 127\.0\.1\.1.*GLOO_SOCKET_IFNAME"
     with pytest.raises(ConfigError, match=words):
-        Parallel.connect(0, 2, torch.device("cpu"), "tcp://10.0.0.1:29500")
+        Parallel.connect(0, 2, torch.device(device), "tcp://10.0.0.1:29500")
 
 
 def test_fewer_experts_than_ranks_are_refused():

@@ -56,20 +56,21 @@ class Parallel:
         if total > 1:
             assert init_method is not None, "several ranks need an address to meet at"
             backend = "nccl" if device.type == "cuda" else "gloo"
+            stages = [range(i, i + size) for i in range(0, total, size)]
             try:
                 dist.init_process_group(
                     backend, init_method=init_method, rank=rank, world_size=total
                 )
+                log.info("rank %d of %d connected over %s", rank, total, backend)
+                backend = "gloo"
+                # Every rank takes part in making every group.
+                host_group = [dist.new_group(ranks, backend=backend) for ranks in stages][stage]
             except RuntimeError as error:
                 raise ConfigError(
                     f"rank {rank} of {total} cannot join the others at {init_method}: {error}. "
                     f"This host's name is {_address_of_name()}: if {backend} takes that interface, "
                     f"and it is the wrong one, set {backend.upper()}_SOCKET_IFNAME"
                 ) from None
-            log.info("rank %d of %d connected over %s", rank, total, backend)
-            stages = [range(i, i + size) for i in range(0, total, size)]
-            # Every rank takes part in making every group.
-            host_group = [dist.new_group(ranks, backend="gloo") for ranks in stages][stage]
             if size < total:
                 group = [dist.new_group(ranks) for ranks in stages][stage]
         return cls(rank % size, size, stage, num_stages, group, host_group, has_whole_experts)

@@ -65,16 +65,20 @@ class BlockStore:
         by block and layer by layer, launches would take longer than the bytes.
         """
         device = self._caches[0].device
-        for pairs in self._batches(swaps.blocks_to_swap_out):
-            staged = self._slots.new_empty(len(pairs), self._slots.shape[1], device=device)
+        size = max(STAGED_BYTES // self._slots[0].nbytes, 1)
+        num_blocks = max(len(swaps.blocks_to_swap_out), len(swaps.blocks_to_swap_in))
+        memory = self._slots.new_empty(min(size, num_blocks), self._slots.shape[1], device=device)
+        for pairs in _batches(swaps.blocks_to_swap_out, size):
+            self.finish()  # the memory is in use by the copies of earlier blocks
+            staged = memory[: len(pairs)]
             blocks = upload(np.array([block for block, _ in pairs]), device)
             for cache, numbers in self._of_layers(staged):
                 numbers.copy_(cache[:, blocks].transpose(0, 1))
             with self._beside(staged):
                 for row, (_, slot) in zip(staged, pairs, strict=True):
                     self._slots[slot].copy_(row, non_blocking=True)
-        for pairs in self._batches(swaps.blocks_to_swap_in):
-            staged = self._slots.new_empty(len(pairs), self._slots.shape[1], device=device)
+        for pairs in _batches(swaps.blocks_to_swap_in, size):
+            staged = memory[: len(pairs)]
             blocks = upload(np.array([block for _, block in pairs]), device)
             with self._beside(staged):
                 for row, (slot, _) in zip(staged, pairs, strict=True):
@@ -93,11 +97,6 @@ class BlockStore:
         for cache, part in zip(self._caches, numbers.split(self._sizes, dim=-1), strict=True):
             yield cache, part.unflatten(-1, (len(cache), -1))
 
-    def _batches(self, pairs: Sequence[tuple[int, int]]) -> Iterator[Sequence[tuple[int, int]]]:
-        size = max(STAGED_BYTES // self._slots[0].nbytes, 1)
-        for start in range(0, len(pairs), size):
-            yield pairs[start : start + size]
-
     def _beside(self, staged: Tensor) -> AbstractContextManager[Any]:
         """Return a context in which copies of `staged` run in their own stream."""
         if self._stream is None:
@@ -105,3 +104,8 @@ class BlockStore:
         self._stream.wait_stream(torch.cuda.current_stream(staged.device))
         staged.record_stream(self._stream)
         return torch.cuda.stream(self._stream)
+
+
+def _batches(pairs: Sequence[tuple[int, int]], size: int) -> Iterator[Sequence[tuple[int, int]]]:
+    for start in range(0, len(pairs), size):
+        yield pairs[start : start + size]

@@ -247,8 +247,9 @@ class Matrix(Weight):
                     methods.append(Fp8Matrix(quantized.codes, quantized.scale.float()))
                     continue
                 widening = make.widening
-                if self.place is not None and quantized.columns is not None:
-                    widening = "always"  # the kernel knows no order of columns for each expert
+                is_packable = quantized.columns is None and Storage.of(quantized) is not None
+                if self.place is not None and not is_packable:
+                    widening = "always"  # experts have no third way
                 dtype = self.data.dtype
                 methods.append(quant_method_of(quantized, dtype, make.x_dtype, widening))
             else:

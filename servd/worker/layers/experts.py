@@ -12,7 +12,7 @@ from servd.worker.device.parallel import Parallel
 from servd.worker.layers import packed
 from servd.worker.layers._matrix import MakeQuantMethod, Matrix
 from servd.worker.layers.activation import Activation, Gate
-from servd.worker.layers.cuda_matrix import TiledExperts
+from servd.worker.layers.cuda_matrix import TENSORS, TiledExperts
 from servd.worker.layers.linear import ColumnParallelLinear, RowParallelLinear
 from servd.worker.layers.weight import Weight
 from servd.worker.layers.weight_stack import WeightStack
@@ -74,6 +74,8 @@ def grouped_quant_method(
 
         for matrix in matrices:
             matrix.widen()
+        for name in TENSORS:  # of matrices that were packed
+            place[0].tensors.pop(name, None)
         return ExpertMatrices(place[0].tensors["weight"], biases)
     kinds = {packed.ExpertMatrices.kind(method) for method in methods}
     method = OneByOne(matrices)
@@ -179,9 +181,11 @@ class SparseMoE(nn.Module):
                     "expert"
                 )
         experts = {number: Expert(hidden_size, size, slices, bias) for number in expert_range}
+        # Equal on all ranks in sum, though some may have one expert more.
+        use = top_k * slices.size / (len(experts) * parallel.size)
         for expert in experts.values():
-            expert.gate_up_proj.weight.use = top_k / num_experts
-            expert.down_proj.weight.use = top_k / num_experts
+            expert.gate_up_proj.weight.use = use
+            expert.down_proj.weight.use = use
         self.experts = nn.ModuleList(
             experts.get(number) or ExpertElsewhere(parallel, bias) for number in range(num_experts)
         )

@@ -13,6 +13,7 @@ from servd.messages.params import SamplingParams
 from servd.worker.batch.decode_inputs import PLACE, DecodeBuffers
 from servd.worker.batch.input_batch import InputBatch, captured_attention, mixed_attention
 from servd.worker.device.memory import CudaMeter, MemoryUse, Meter
+from servd.worker.kv.block_store import STAGED_BYTES
 from servd.worker.layers._matrix import Matrix
 from servd.worker.layers.weight import Loadable
 from servd.worker.output_heads import StepPart
@@ -60,7 +61,7 @@ class GPUModelRunner(ModelRunner):
             log.info("%d CUDA graphs in %.1f s", num_graphs, time.monotonic() - started)
         else:
             self._warm_up_columns()
-            self._warm_up_attention()
+        self._warm_up_eager()
         for done, params in enumerate(ways, num_graphs + 1):
             for has_grammar in (False, True):
                 self._launch(1, 1, 0, params)
@@ -77,14 +78,19 @@ class GPUModelRunner(ModelRunner):
         hidden = torch.zeros(1, self.spec.hidden_size, dtype=self.dtype, device=self.device)
         self.sample_greedy(hidden, step)
 
-    def _warm_up_attention(self) -> None:
-        """Compile the kernels of attention over the longest context, for one token and a prompt."""
+    def _warm_up_eager(self) -> None:
+        """Compile the kernels of steps that are no graphs, over the longest context. Tiles depend
+        on the number of tokens.
+        """
         block_size = self.config.cache.block_size
         longest = min(self.max_model_len, (self.kv_caches[0].shape[1] - 1) * block_size)
-        for num_tokens in (1, min(self.max_num_tokens, longest)):
+        captured = 0 if self.graphs is None else max(self.graphs.mixed_sizes, default=0)
+        num_tokens = min(self.max_num_tokens, longest)
+        while num_tokens > captured:
             num_computed = (longest - num_tokens) // block_size * block_size
             self._launch(1, num_tokens, 0, self.sampler.costliest, num_computed)
             self._sample_all(1)
+            num_tokens //= 2
 
     @property
     def variants(self) -> list[bool]:
@@ -210,10 +216,11 @@ class GPUModelRunner(ModelRunner):
         outside = meter.used() - meter.held()
         # What the allocator holds between tensors: its segments have up to 20 MB.
         fragments = meter.held() - meter.allocated()
+        staged = STAGED_BYTES if self.config.cache.has_connector else 0
         return MemoryUse(
             total=meter.total,
             outside=outside,
-            persistent=kept - cache_bytes + fragments,
+            persistent=kept - cache_bytes + fragments + staged,
             per_request=(kept - cache_bytes - before + self.states.nbytes) // self.max_num_seqs,
             forward=forward - kept,
             sampling=sampling - kept,

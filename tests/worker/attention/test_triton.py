@@ -8,6 +8,7 @@ import torch
 
 from servd.worker.attention import AttentionSpec
 from servd.worker.attention.triton import TritonBackend
+from servd.worker.compat import intercept_launches
 from servd.worker.device.parallel import Parallel
 from servd.worker.layers.norm import RMSNorm
 from servd.worker.ops.reference import rotate
@@ -97,6 +98,22 @@ def test_heads_of_all_sizes_in_drafts_prompts_and_split_rows(spec, sizes, option
     assert out.shape == (21, num_heads, value_dim or head_dim) and out.is_contiguous()
     tolerance = 5e-3 if spec.dtype == torch.float16 else 1e-5
     torch.testing.assert_close(out.double(), rows.expected(), atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("size", [96, 384, 448])
+@pytest.mark.usefixtures("many_sms")
+def test_launches_have_a_power_of_two_of_warps(spec, size):
+    """Triton's compiler refuses others; its interpreter does not."""
+    rows = Rows(dataclasses.replace(spec, head_dim=size), [(70, 1), (0, 12)])
+    warps: dict[str, int] = {}
+
+    def launch(kernel, arguments, run) -> None:
+        warps[kernel.__name__] = arguments.get("num_warps", 4)
+        run()
+
+    with intercept_launches(launch):
+        rows.run(TritonBackend(rows.spec))
+    assert "merge_kernel" in warps and all(n & (n - 1) == 0 for n in warps.values()), warps
 
 
 @pytest.mark.usefixtures("many_sms")

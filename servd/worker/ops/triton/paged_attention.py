@@ -303,7 +303,7 @@ class PagedAttention:
                 HEAD_DIM=triton.next_power_of_2(size),
                 MAX_SPLITS=self.max_splits,
                 SPLITS=MERGED_SPLITS,
-                num_warps=max(size // 128, 1),
+                num_warps=max(triton.next_power_of_2(size) // 128, 1),
             )
         return out
 
