@@ -108,6 +108,11 @@ class AdapterSlots:
         self.users[adapter_slot] += 1
         self.adapter_slot_of[request.slot] = adapter_slot
 
+    def occupy(self, slot: int) -> None:
+        """Give a request's slot the first adapter slot, which is empty, until it is removed."""
+        self.adapter_slot_of[slot] = 0
+        self.users[0] += 1
+
     def _take_adapter_slot(self, adapter: Adapter) -> int:
         for adapter_slot, digest in self.adapter_slots.items():
             if digest == adapter.digest:

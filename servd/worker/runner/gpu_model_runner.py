@@ -88,8 +88,11 @@ class GPUModelRunner(ModelRunner):
         num_tokens = min(self.max_num_tokens, longest)
         while num_tokens > captured:
             num_computed = (longest - num_tokens) // block_size * block_size
-            self._launch(1, num_tokens, 0, self.sampler.costliest, num_computed)
-            self._sample_all(1)
+            for has_adapter in self.variants:
+                if has_adapter and self.adapters is not None:
+                    self.adapters.occupy(0)
+                self._launch(1, num_tokens, 0, self.sampler.costliest, num_computed)
+                self._sample_all(1)
             num_tokens //= 2
 
     @property

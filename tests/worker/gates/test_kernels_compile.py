@@ -83,3 +83,10 @@ def test_kernels_compile(
         is_wide = signature["constants"].get("VALUE_SIZE") == 512
         assert result["spilled"] <= is_wide * SPILLED.get(result["kernel"], 0), (result, signature)
         assert result["shared"] <= card.shared_memory, (result, signature)
+        constants = signature["constants"]
+        if "ROWS" in constants and result["kernel"] in ("low_bit_kernel", "experts_kernel"):
+            assert not result["narrow_loads"], (result, signature)
+        # Hopper's tensor cores take tiles of 64 lines, or of 64 outputs.
+        lines = max(constants.get("LINES", 0), constants.get("COLUMNS", 0))
+        if card.capability == (9, 0) and lines >= 64:
+            assert result["wgmma"], (result, signature)
