@@ -471,9 +471,9 @@ def test_classes_of_models_are_at_most_two_deep():
 # conversations in SQLite (930), samplers of llama.cpp (550), what Claude Code sends (390), launch
 # and scripted answers (290), long conversations (230), what Codex sends (210), progress (100), and
 # what a review and an attacker found (130). A helper who only simplified: 329 fewer. The models
-# that people serve, on CUDA: packed weights of 4 and 8 bits and more formats (700), what a step moves
-# and launches, by cards, in `servd plan` (600), experts in few launches (220), attention of more
-# shapes (155), faults of that path (120); a helper who only simplified: 390 fewer.
+# that people serve, on CUDA: packed weights of 4 and 8 bits and more formats (700), what a step
+# moves and launches, by cards, in `servd plan` (600), experts in few launches (220), attention of
+# more shapes (155), faults of that path (120); a helper who only simplified: 390 fewer.
 MAX_LINES = 69_648
 
 
