@@ -1,7 +1,7 @@
-"""Run the tests in seven processes beside each other and show how far each of them is.
+"""Run the tests in eight processes beside each other and show how far each of them is.
 
-`make test` runs it. Tests of whole servers mostly wait, so that two processes of them and five
-that compute keep two CPUs busy to the end.
+`make test` runs it. Tests of whole servers mostly wait, so that two processes of them and six that
+compute keep two CPUs busy to the end.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ API = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/api/test_*
 FIRST_API = [path for path in API if Path(path).name < "test_h"]
 FIRST_SERVERS = [path for path in SERVERS if Path(path).name < "test_q"]
 ATTENTION = "tests/worker/attention"  # a fifth of the time of the worker's tests
+GATES = "tests/worker/gates"  # of the CUDA path: interpreted and compiled kernels
 GROUPS = {
     "api a-g, attention": [*FIRST_API, ATTENTION],
     "api h-z": ["tests/api", *(f"--ignore={path}" for path in FIRST_API)],
     "core, parity": PACKAGES,
-    "worker": ["tests/worker", f"--ignore={ATTENTION}"],
+    "worker": ["tests/worker", f"--ignore={ATTENTION}", f"--ignore={GATES}"],
+    "gates": [GATES],
     "servers a-p": FIRST_SERVERS,
     "servers q-z": [path for path in SERVERS if path not in FIRST_SERVERS],
     "others": [f"--ignore={path}" for path in OTHERWISE],

@@ -26,14 +26,14 @@ def quantize(weight: Tensor) -> QuantMethod | None:
     """Return the quant method of a weight [out, in] of any float type; None if products do not
     support its sizes. Raises ConfigError like `check_device`.
     """
-    check_device(weight.device)
+    check_device(weight.device, target.capability(weight.device))
     if any(size % MULTIPLE for size in weight.shape):
         return None
     return Fp8Matrix(*round_rows(weight))
 
 
 @functools.cache
-def check_device(device: torch.device) -> None:
+def check_device(device: torch.device, capability: tuple[int, int]) -> None:
     """Log a warning, once, if fp8 is slow here. Raises ConfigError if the GPU, or this torch on a
     CPU, has no products of 8-bit floats.
     """
@@ -47,7 +47,7 @@ def check_device(device: torch.device) -> None:
             "--quantization fp8 is made for GPUs and very slow on a CPU: use --quantization int8 "
             "here"
         )
-    elif (capability := target.capability(device)) < LEAST_CAPABILITY:
+    elif capability < LEAST_CAPABILITY:
         raise ConfigError(
             f"--quantization fp8 needs a GPU of compute capability 9.0 (Hopper) or later, not "
             f"{capability[0]}.{capability[1]}: use --quantization int8, or none"

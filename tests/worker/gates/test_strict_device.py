@@ -30,9 +30,8 @@ FAMILIES = [name for name in CASES if not keeps_state(name)]
 # What differs most: dense, experts, latent attention, experts with biases and groups of layers.
 QUICK = {
     "llama": {("int8", "adapters")},
-    "mixtral": {("int4", "plain")},
     "deepseek_v3": {(None, "drafts")},
-    "gpt_oss": {("fp8", "grammar")},
+    "gpt_oss": {("int4", "grammar")},
 }
 CONTRACT = [
     pytest.param(

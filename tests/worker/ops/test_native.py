@@ -19,7 +19,7 @@ from servd.worker.layers.quantized import Quantized
 from servd.worker.ops import LowRank, native
 from servd.worker.ops.reference import RoutingRule
 from servd.worker.quantization import gguf, int4, int8
-from servd.worker.sample.logit_edits import LogitEdits, Penalized
+from servd.worker.sample.logit_edits import Bitmasks, LogitEdits, Penalized
 from servd.worker.sample.ops import native as sampling
 from tests.worker.cpu_kernels import EXACT_SUMS, INTEGER_SUMS, forced
 from tests.worker.driver import Driver, config_for
@@ -305,7 +305,8 @@ def call_many(tiny_llama: Path) -> None:
     ends = torch.tensor([64])
     factors = LowRank(torch.rand(2, 64, 16), torch.rand(2, 16, 64), torch.tensor([[4], [8]]), ends)
     native.add_low_rank(x.clone(), x, factors, torch.tensor([0, 1, -1]))
-    sampling.edit_logits(x, LogitEdits(bitmask=torch.full((3, 2), -1, dtype=torch.int32)))
+    words = torch.full((3, 2), -1, dtype=torch.int32)
+    sampling.edit_logits(x, LogitEdits(bitmasks=Bitmasks(words, torch.arange(3).int())))
     weights = sampling.to_weights(x, x.amax(dim=1), torch.ones(3))
     lowest = torch.zeros(3)
     top_p = torch.ones(3, dtype=torch.float64)
@@ -372,9 +373,9 @@ def penalize(slots: list[int]) -> None:
 
 
 def mask(*shape: int) -> None:
-    sampling.edit_logits(
-        torch.zeros(2, 50), LogitEdits(bitmask=torch.full(shape, -1, dtype=torch.int32))
-    )
+    words = torch.full(shape, -1, dtype=torch.int32)
+    bitmasks = Bitmasks(words, torch.arange(shape[0]).int())
+    sampling.edit_logits(torch.zeros(2, 50), LogitEdits(bitmasks=bitmasks))
 
 
 @pytest.mark.usefixtures("kernels")
