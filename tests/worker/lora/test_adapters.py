@@ -7,8 +7,10 @@ import pytest
 
 from servd.base.errors import ConfigError, InvalidRequest
 from servd.checkpoint.model_spec import read_spec
+from servd.messages.adapter import Adapter
 from servd.messages.engine import NewRequest
 from servd.worker.loading import model_loader
+from servd.worker.lora.adapters import AdapterSlots
 from servd.worker.worker import Worker
 from tests.adapters import Q_PROJ, write_adapter
 from tests.parity.adapters import store
@@ -36,6 +38,18 @@ def test_an_adapter_of_another_model_is_refused_before_weights_are_read(
         worker_of(llama, lora_modules=[f"sql={adapter}"]).load_model()
 
 
+def make_adapters(tmp_path: Path, llama: Path) -> tuple[AdapterSlots, Adapter]:
+    """The adapters of a loaded model, and one that fits and is not loaded yet."""
+    worker = worker_of(llama)
+    worker.load_model()
+    adapters = worker.runner.adapters
+    assert adapters is not None
+    inputs, outputs = adapters.layers["layers.0.self_attn.q_proj"]
+    shapes = {f"{Q_PROJ}.lora_A.weight": (4, inputs), f"{Q_PROJ}.lora_B.weight": (outputs, 4)}
+    stored = store(tmp_path, sql=write_adapter(tmp_path / "sql", shapes=shapes))
+    return adapters, stored["sql"]
+
+
 @dataclass
 class OtherRank:
     """The other of two ranks."""
@@ -47,14 +61,8 @@ class OtherRank:
 
 
 def test_what_one_rank_cannot_load_is_an_error_on_all(tmp_path: Path, llama: Path):
-    worker = worker_of(llama)
-    worker.load_model()
-    adapters = worker.runner.adapters
-    assert adapters is not None
-    inputs, outputs = adapters.layers["layers.0.self_attn.q_proj"]
-    shapes = {f"{Q_PROJ}.lora_A.weight": (4, inputs), f"{Q_PROJ}.lora_B.weight": (outputs, 4)}
-    stored = store(tmp_path, sql=write_adapter(tmp_path / "sql", shapes=shapes))
-    request = NewRequest(2, [1, 2], 2, 0, [0], GREEDY, adapter=stored["sql"])
+    adapters, adapter = make_adapters(tmp_path, llama)
+    request = NewRequest(2, [1, 2], 2, 0, [0], GREEDY, adapter=adapter)
     adapters.parallel = other = OtherRank()  # type: ignore[assignment]
     with pytest.raises(InvalidRequest, match="sql could not be loaded on all ranks"):
         adapters.add(request)
@@ -66,14 +74,8 @@ def test_what_one_rank_cannot_load_is_an_error_on_all(tmp_path: Path, llama: Pat
 
 def test_a_request_of_a_loaded_adapter_waits_for_no_device(tmp_path: Path, llama: Path):
     """Its steps in flight would end first."""
-    worker = worker_of(llama)
-    worker.load_model()
-    adapters = worker.runner.adapters
-    assert adapters is not None
-    inputs, outputs = adapters.layers["layers.0.self_attn.q_proj"]
-    shapes = {f"{Q_PROJ}.lora_A.weight": (4, inputs), f"{Q_PROJ}.lora_B.weight": (outputs, 4)}
-    stored = store(tmp_path, sql=write_adapter(tmp_path / "sql", shapes=shapes))
-    requests = [NewRequest(i, [1, 2], 2, 0, [0], GREEDY, adapter=stored["sql"]) for i in (2, 3)]
+    adapters, adapter = make_adapters(tmp_path, llama)
+    requests = [NewRequest(i, [1, 2], 2, 0, [0], GREEDY, adapter=adapter) for i in (2, 3)]
     adapters.add(requests[0])
     with Strict():
         adapters.add(requests[1])

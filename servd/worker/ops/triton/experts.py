@@ -44,6 +44,24 @@ class ExpertMatrices:
 
 
 @triton.jit
+def tile_of_expert(tile, starts_ptr, num_experts, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
+    """Return the expert of a tile of ROWS rows, the first row, and the end of the expert's rows.
+    Beyond the last tile, the first row is the end. EXPERTS: a power of two, `num_experts` or more.
+    """
+    number = tl.arange(0, EXPERTS)
+    exists = number < num_experts
+    starts = tl.load(starts_ptr + number, mask=exists, other=0)
+    ends = tl.load(starts_ptr + number + 1, mask=exists, other=0)
+    tile_ends = tl.cumsum(tl.cdiv(ends - starts, ROWS), 0)
+    is_before = tile_ends <= tile
+    expert = tl.minimum(tl.sum((is_before & exists).to(tl.int32), 0), num_experts - 1)
+    end = tl.load(starts_ptr + expert + 1)
+    first_tile = tl.max(tl.where(is_before, tile_ends, 0), 0)
+    first = tl.load(starts_ptr + expert) + (tile - first_tile) * ROWS
+    return expert, tl.where(tile < tl.max(tile_ends, 0), first, end), end
+
+
+@triton.jit
 def experts_kernel(
     out_ptr,
     x_ptr,
@@ -62,25 +80,15 @@ def experts_kernel(
     """Run one program per tile of an expert's rows (axis 0) and of columns (axis 1). Programs of
     one expert follow each other, so that its weights are in the cache.
     """
-    tile = tl.program_id(0)
-    number = tl.arange(0, EXPERTS)
-    exists = number < num_experts
-    starts = tl.load(starts_ptr + number, mask=exists, other=0)
-    ends = tl.load(starts_ptr + number + 1, mask=exists, other=0)
-    tile_ends = tl.cumsum(tl.cdiv(ends - starts, ROWS), 0)
-    is_before = tile_ends <= tile
-    expert = tl.sum(is_before.to(tl.int32), 0)
-    if expert < num_experts:
-        first_tile = tl.max(tl.where(is_before, tile_ends, 0), 0)
-        row = tl.load(starts_ptr + expert) + (tile - first_tile) * ROWS + tl.arange(0, ROWS)
-        valid = (row < tl.load(starts_ptr + expert + 1))[:, None]
+    expert, first, end = tile_of_expert(tl.program_id(0), starts_ptr, num_experts, EXPERTS, ROWS)
+    if first < end:
+        row = first + tl.arange(0, ROWS)
+        valid = (row < end)[:, None]
         column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         depth = tl.arange(0, DEPTH)[None, :]
         row_of_x = row
         if index_ptr is not None:
-            row_of_x = tl.load(
-                index_ptr + row, mask=row < tl.load(starts_ptr + expert + 1), other=0
-            )
+            row_of_x = tl.load(index_ptr + row, mask=row < end, other=0)
         x_at = x_ptr + row_of_x.to(tl.int64)[:, None] * size + depth
         weights_at = matrices_ptr + expert.to(tl.int64) * out_features * size
         weights_at += column[:, None] * size + depth

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from servd.worker.ops.triton.experts import tile_of_expert
+
 PANEL = tl.constexpr(64)  # outputs that are adjacent in memory
 # Plausible, not measured: rows and columns of a tile; tensor cores multiply at least 16 rows.
 TILES = ((64, 128), (32, 64), (16, 64), (16, 32))
@@ -48,6 +50,7 @@ def product(
         x.shape[1],
         x.stride(0),
         **constants,
+        EXPERTS=triton.next_power_of_2(num_experts),
         ROWS=rows,
         COLUMNS=columns,
         # Turns that are loaded ahead, in 99 KB.
@@ -125,31 +128,19 @@ def low_bit_kernel(  # noqa: PLR0915
     GROUP: tl.constexpr,
     PIECES: tl.constexpr,
     DEPTH: tl.constexpr,
+    EXPERTS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Run one program per tile of COLUMNS outputs (axis 0) and of ROWS rows of an expert (axis 1).
-
-    Expert e has the tiles from `starts[e] // ROWS + e` on. These suffice for the expert, whatever
-    the number of rows of other experts.
-    """
+    """Run one program per tile of COLUMNS outputs (axis 0) and ROWS rows of an expert (axis 1)."""
     tile = tl.program_id(1)
-    # the tile's expert is in [expert, after)
     expert = 0
-    start = 0
+    first = tile * ROWS
     end = num_rows
     if starts_ptr is not None:
-        after = num_experts
-        while after - expert > 1:
-            middle = (expert + after) // 2
-            is_before = tl.load(starts_ptr + middle) // ROWS + middle <= tile
-            expert = tl.where(is_before, middle, expert)
-            after = tl.where(is_before, after, middle)
-        start = tl.load(starts_ptr + expert)
-        end = tl.load(starts_ptr + expert + 1)
-    first = start + (tile - start // ROWS - expert) * ROWS
-    if (first >= start) & (first < end):
+        expert, first, end = tile_of_expert(tile, starts_ptr, num_experts, EXPERTS, ROWS)
+    if first < end:
         PART: tl.constexpr = DEPTH // PIECES  # columns of a piece
         WIDTH: tl.constexpr = PART // 2  # words of a row
         GROUPS: tl.constexpr = DEPTH // GROUP if GROUP < DEPTH else 1
