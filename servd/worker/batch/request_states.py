@@ -11,6 +11,7 @@ from servd.worker.batch.block_table import NO_CHANGES, BlockTables
 from servd.worker.batch.decode_inputs import DecodeBuffers, DecodeInputs
 from servd.worker.batch.draft_tree import DraftTree
 from servd.worker.device.device import upload
+from servd.worker.ops._state_rows import StateMemory
 
 
 class RequestStates:
@@ -48,25 +49,27 @@ class RequestStates:
         self.zeros = np.zeros_like(self.indices)
         self.inputs = DecodeInputs(max_num_seqs, self.null_slot, device)
         self.ops = ops.for_device(device)
-        # Recurrent state of layers, float32 [max_num_seqs + 1, n]; see layers/state.py. Each number
-        # is written before it is read.
-        self.of_layers: torch.Tensor | None = None
+        self.state_memory: StateMemory | None = None  # numbers are written before they are read
         self.tree: DraftTree | None = None  # the shape of drafts in slots with `is_tree`
         self.is_tree = np.zeros(max_num_seqs + 1, dtype=bool)  # by slot, on the host
 
     def make_room(self, num_columns: int) -> None:
         if num_columns:
-            shape = (len(self.token_ids), num_columns)
-            self.of_layers = torch.empty(shape, dtype=torch.float32, device=self.token_ids.device)
+            live, checkpoints = (
+                torch.empty(n, num_columns, dtype=torch.float32, device=self.token_ids.device)
+                for n in (len(self.token_ids), 0)
+            )
+            saves = torch.empty(0, 2, dtype=torch.int64)
+            self.state_memory = StateMemory(live, checkpoints, saves)
 
     @property
     def nbytes(self) -> int:
-        parts = self.token_ids, self.block_tables.tables, self.of_layers
-        return sum(part.nbytes for part in parts if part is not None)
+        parts = self.token_ids, self.block_tables.tables, *(self.state_memory or ())
+        return sum(part.nbytes for part in parts)
 
     def add(self, request: NewRequest) -> None:
         """Put a request in its slot. Raises InvalidRequest if a token id is out of vocabulary."""
-        assert self.of_layers is None or not request.num_computed_tokens, "states are not cached"
+        assert self.state_memory is None or not request.num_computed_tokens, "states are not cached"
         slot = request.slot
         token_ids = np.asarray(request.token_ids, dtype=np.int64)
         if token_ids.min() < 0 or token_ids.max() >= self.vocab_size:

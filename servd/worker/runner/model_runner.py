@@ -295,7 +295,9 @@ class ModelRunner(ABC):
 
     def _forward_apart(self, batch: InputBatch, error: Exception) -> torch.Tensor:
         """Return hidden states after `error`; requests that fail alone are added to `failed`."""
-        if self.parallel.size * self.parallel.num_stages > 1:  # other ranks would wait
+        # Other ranks would wait; and layers before the error have updated their states.
+        is_alone = self.parallel.size * self.parallel.num_stages == 1
+        if not is_alone or self.states.state_memory is not None:
             raise error
         hidden, errors = forward_apart(batch, self.forward, error)
         if self.adapters is not None:
@@ -322,10 +324,8 @@ class ModelRunner(ABC):
         self, input_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBatch
     ) -> torch.Tensor:
         """Return hidden states [num_tokens, hidden] from int64 [num_tokens] ids and positions."""
-        ctx = ForwardContext(self.backend, attention, self.kv_caches, self.states.of_layers)
-        hidden = self.model(input_ids, positions, ctx)
-        ctx.finish()
-        return hidden
+        ctx = ForwardContext(self.backend, attention, self.kv_caches, self.states.state_memory)
+        return self.model(input_ids, positions, ctx)
 
     @torch.inference_mode()
     def sample_tokens(self, bitmask: GrammarOutput | None = None) -> AsyncOutput:
