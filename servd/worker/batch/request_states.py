@@ -60,6 +60,14 @@ class RequestStates:
             self.of_layers = torch.empty(shape, dtype=torch.float32, device=self.token_ids.device)
 
     @property
+    def state_bytes(self) -> int:
+        """The bytes of a request's recurrent states."""
+        return 0 if self.of_layers is None else self.of_layers[0].nbytes
+
+    def allocate_checkpoints(self, num_checkpoints: int) -> None:
+        """Allocate checkpoints of the states: more requests' states, which no slot has."""
+
+    @property
     def nbytes(self) -> int:
         parts = self.token_ids, self.block_tables.tables, self.of_layers
         return sum(part.nbytes for part in parts if part is not None)
