@@ -51,6 +51,7 @@ class RequestStates:
         # Recurrent state of layers, float32 [max_num_seqs + 1, n]; see layers/state.py. Each number
         # is written before it is read.
         self.of_layers: torch.Tensor | None = None
+        self.checkpoints: torch.Tensor | None = None
         self.tree: DraftTree | None = None  # the shape of drafts in slots with `is_tree`
         self.is_tree = np.zeros(max_num_seqs + 1, dtype=bool)  # by slot, on the host
 

@@ -326,7 +326,8 @@ class ModelRunner(ABC):
         """Copy blocks between the cache and the engine's host memory, mapped by the first copy."""
         if self.block_store is None:
             caches = [*self.kv_caches, *(self.proposer.kv_caches if self.proposer else ())]
-            self.block_store = BlockStore(swaps.memory, caches, self.parallel)
+            checkpoints = self.states.checkpoints
+            self.block_store = BlockStore(swaps.memory, caches, self.parallel, checkpoints)
         self.block_store.swap_blocks(swaps)
 
     def _finish_swaps(self) -> None:
