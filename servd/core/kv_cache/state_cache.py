@@ -5,7 +5,7 @@ It is cached under the hash of the last block of these tokens.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Self
 
