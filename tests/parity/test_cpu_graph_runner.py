@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from servd.worker.models.gpt2 import GPT2MLP
+from servd.worker.models.llama import LlamaMLP
 from servd.worker.ops import native
 from servd.worker.runner.cpu_graph_runner import CPUGraphRunner, Memory, NotRecordable, OnlyViews
 from servd.worker.runner.cpu_model_runner import CPUModelRunner
@@ -27,6 +28,10 @@ FAMILIES = [
     ("olmo2", "of heads"),
     ("qwen3_moe", "renormalized"),
     ("phi3", "window"),
+    ("qwen3_5_moe_text", "experts"),
+    ("qwen3_5_text", "of four layers"),
+    ("qwen3_next", "experts"),
+    ("qwen3_next", "some layers dense"),
 ]
 PLAIN = {"block_size": 16}
 RECORDED = [(*family, PLAIN) for family in FAMILIES] + [
@@ -72,7 +77,7 @@ def test_steps_have_the_bits_of_single_calls(checkpoints, model_type, variant, o
     assert graphs is not None and graphs_of(by_calls) is None
     results = churn(driver)
     expected = churn(by_calls)
-    assert graphs_of(driver) is graphs and len(graphs.graphs) > 5
+    assert graphs_of(driver) is graphs and graphs.is_recordable and len(graphs.graphs) > 5
     assert len(results) > 5
     for (tokens, logits), (expected_tokens, expected_logits) in zip(results, expected, strict=True):
         assert tokens == expected_tokens
@@ -168,11 +173,18 @@ def test_what_takes_memory_or_changes_it_is_not_recorded(copies):
     assert all(view.untyped_storage().data_ptr() == x.data_ptr() for view in views)
 
 
-def test_a_model_that_does_more_runs_call_by_call(checkpoints, monkeypatch, caplog):
-    """Otherwise what torch computes would be missing from the second step on."""
-    folder = checkpoints("gpt2", "tied")
-    forward = GPT2MLP.forward
-    monkeypatch.setattr(GPT2MLP, "forward", lambda self, x: forward(self, x * 0.5))
+@pytest.mark.parametrize(
+    ("family", "mlp"),
+    [(("gpt2", "tied"), GPT2MLP), (("qwen3_5_text", "of four layers"), LlamaMLP)],
+    ids=["gpt2", "states"],
+)
+def test_a_model_that_does_more_runs_call_by_call(checkpoints, monkeypatch, caplog, family, mlp):
+    """Otherwise what torch computes would be missing from the second step on. The layers before
+    have updated their states: the step must begin with the former ones.
+    """
+    folder = checkpoints(*family)
+    forward = mlp.forward
+    monkeypatch.setattr(mlp, "forward", lambda self, x: forward(self, x * 0.5))
     driver, by_calls = (
         Driver(config_for(folder, block_size=16, enforce_eager=eager)) for eager in (False, True)
     )

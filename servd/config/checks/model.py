@@ -105,15 +105,21 @@ def resolve_states(config: Config, spec: ModelSpec) -> dict[str, Decision]:
         (model.speculative_config, "--speculative-config", "drafts that are not kept stay in it"),
         (num_stages > 1, f"--pipeline-parallel-size {num_stages}", "stages have none"),
         (model.compile, "--compile", "torch would compile it anew for each step"),
-        (model.batch_invariant, "--batch-invariant", "its rounding depends on chunks of prompts"),
+        (
+            on_cuda and model.batch_invariant,
+            "--batch-invariant",
+            "its rounding depends on chunks of prompts",
+        ),
         (sends, "--kv-transfer-config", "engines do not send states to each other yet"),
     ):
         if is_asked:
             raise ConfigError(f"{flag}: {what}; {why}: leave it out")
-    decided = {"enforce_eager": Decision(True, "linear attention runs operation by operation")}
-    if on_cuda:
-        decided["enable_prefix_caching"] = Decision(False, f"{what}, and has checkpoints on CPUs")
-    return decided
+    if not on_cuda:
+        return {}
+    return {
+        "enable_prefix_caching": Decision(False, f"{what}, and has checkpoints on CPUs"),
+        "enforce_eager": Decision(True, "linear attention runs operation by operation"),
+    }
 
 
 def check_activations(config: Config, spec: ModelSpec) -> None:

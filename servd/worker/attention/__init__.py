@@ -92,7 +92,8 @@ class AttentionBackend(ABC, Generic[Metadata]):
     supports_batch_invariance: ClassVar[bool] = False  # see AttentionSpec.batch_invariant
     supports_soft_cap: ClassVar[bool] = False  # also stands for sinks
     supports_bidirectional: ClassVar[bool] = False  # see AttentionSpec.is_causal
-    fuses_norms = False  # whether `fused_write` takes norms, and rotations of a part of heads
+    fuses_norms = False  # whether `fused_write` takes norms
+    rotates_parts = False  # whether `fused_write` takes rotations of a part of heads
     supports_values_in_keys: ClassVar[bool] = False  # see AttentionSpec.value_dim
     # Device type -> place in the order in which "auto" tries backends there, lowest first.
     auto_order: ClassVar[Mapping[str, int]] = {}
@@ -100,7 +101,7 @@ class AttentionBackend(ABC, Generic[Metadata]):
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec
         self.fused_write = fused_write(spec)
-        self.fuses_norms = self.fused_write is not None
+        self.fuses_norms = self.rotates_parts = self.fused_write is not None
         self.other_windows: dict[int | None, Self] = {}
 
     def with_window(self, sliding_window: int | None) -> Self:
@@ -161,7 +162,7 @@ class AttentionBackend(ABC, Generic[Metadata]):
             q = norms[0](q)
             k = norms[1](k)
         is_partial = rotation is not None and 2 * rotation[0].shape[-1] < q.shape[-1]
-        if rotation is not None and is_partial and not self.fuses_norms:
+        if rotation is not None and is_partial and not self.rotates_parts:
             q = rotate(q, rotation)
             k = rotate(k, rotation)
             rotation = None

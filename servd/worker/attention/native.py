@@ -46,6 +46,7 @@ class NativeBackend(AttentionBackend[NativeMetadata]):
         if spec.value_dim is None:
             self.fused_write = self.rotate_and_store
             self.fuses_norms = False
+            self.rotates_parts = True
 
     @classmethod
     def supports(cls, spec: AttentionSpec) -> str | None:
@@ -111,10 +112,11 @@ class NativeBackend(AttentionBackend[NativeMetadata]):
         )
         cos, sin = rotation or (None, None)
         turned = None if rotation is None else torch.empty(q.shape)
+        pairs = 0 if cos is None else cos.shape[1]
         inputs = q, q.stride(0), k, k.stride(0), v, v.stride(0)
         cache = *kv_cache, kv_cache.shape[1], slots
         sizes = len(q), spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.block_size
-        call("write_kv", self.type, *inputs, turned, cos, sin, *cache, *sizes)
+        call("write_kv", self.type, *inputs, turned, cos, sin, pairs, *cache, *sizes)
         return q if turned is None else turned
 
     def move(self, kv_cache: Tensor, sources: Tensor, targets: Tensor) -> None:

@@ -8,7 +8,7 @@ from servd.worker.device.parallel import Parallel
 from servd.worker.layers.norm import OffsetRMSNorm
 from servd.worker.layers.quantized import NamedTensors
 from servd.worker.models.llama import LlamaForCausalLM
-from servd.worker.models.qwen3_5_text import Qwen3_5DeltaNet
+from servd.worker.models.qwen3_5_text import PACKED, Qwen3_5DeltaNet
 from servd.worker.models.qwen3_moe import one_by_one
 from servd.worker.models.qwen3_next import (
     Qwen3NextLayer,
@@ -25,6 +25,7 @@ class Qwen3_5MoeForCausalLM(LlamaForCausalLM):
     layer_class = Qwen3NextLayer
     norm_class = OffsetRMSNorm
     rotary_class = Qwen3NextRotary
+    packed = PACKED
 
     @classmethod
     def make_attention(cls, spec: ModelSpec, layer: int, parallel: Parallel) -> nn.Module:

@@ -17,19 +17,21 @@ from servd.worker.models.qwen3_next import (
     make_mixer,
 )
 
+PACKED = LlamaForCausalLM.packed | {"in_proj_b": ("in_proj_ba", 0), "in_proj_a": ("in_proj_ba", 1)}
+
 
 class Qwen3_5DeltaNet(GatedDeltaNet):
     def make_projections(
         self, hidden: int, keys: int, values: int, num_values: int, parallel: Parallel
     ) -> None:
-        sizes = [keys, keys, values], [values], [num_values], [num_values]
-        self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a = (
+        sizes = [keys, keys, values], [values], [num_values, num_values]
+        self.in_proj_qkv, self.in_proj_z, self.in_proj_ba = (
             ColumnParallelLinear(hidden, size, parallel, bias=False) for size in sizes
         )
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        gate = self.in_proj_z(x).unflatten(-1, (-1, self.value_dim))
-        return self.in_proj_qkv(x), gate, self.in_proj_b(x), self.in_proj_a(x)
+        b, a = self.in_proj_ba(x).chunk(2, dim=-1)
+        return self.in_proj_qkv(x), self.in_proj_z(x), b, a
 
 
 class Qwen3_5ForCausalLM(LlamaForCausalLM):
@@ -37,6 +39,7 @@ class Qwen3_5ForCausalLM(LlamaForCausalLM):
     norm_class = OffsetRMSNorm
     rotary_class = Qwen3NextRotary
     convert = staticmethod(convert_text)
+    packed = PACKED
 
     @classmethod
     def make_attention(cls, spec: ModelSpec, layer: int, parallel: Parallel) -> nn.Module:

@@ -14,6 +14,7 @@ from servd.base.errors import UnsupportedModel
 from servd.checkpoint.model_spec import ModelSpec
 from servd.worker import ops
 from servd.worker.device.parallel import Parallel
+from servd.worker.layers._matrix import Matrix
 from servd.worker.layers.attention import ForwardContext
 from servd.worker.layers.experts import Router, SparseMoE
 from servd.worker.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -21,6 +22,7 @@ from servd.worker.layers.norm import GatedRMSNorm, L2Norm, OffsetRMSNorm, RMSNor
 from servd.worker.layers.quantized import NamedTensors
 from servd.worker.layers.rotary import Rotary, Rotation, rope_parameters
 from servd.worker.layers.state import Convolution, HeadWeight, State
+from servd.worker.models.deepseek_v2 import take
 from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM, LlamaMLP
 from servd.worker.models.qwen3_moe import expert_options, has_experts
 
@@ -48,8 +50,9 @@ class Qwen3NextAttention(LlamaAttention):
         """Return the output [num_tokens, hidden] for x of the same shape."""
         q, k, v = self.qkv_proj(x).split(self.qkv_proj.local_features, dim=-1)
         q, gate = q.unflatten(-1, (-1, 2, self.head_dim)).unbind(-2)
-        out = self.attention(q.flatten(1), k, v, ctx, rotation, norms=self.norms)
-        return self.o_proj(out * gate.flatten(1).sigmoid())
+        out = self.attention(q, k, v, ctx, rotation, norms=self.norms)
+        out = self.q_norm.ops.multiply_sigmoid(out.view(gate.shape), gate)
+        return self.o_proj(out.flatten(1))
 
 
 class GatedDeltaNet(nn.Module):
@@ -99,23 +102,28 @@ class GatedDeltaNet(nn.Module):
         self.in_proj_qkvz, self.in_proj_ba = (
             ColumnParallelLinear(hidden, size, parallel, bias=False) for size in sizes
         )
+        per_key = self.num_values // self.num_keys
+        gate = per_key * self.value_dim
+        of_qkvz = self.row_order([self.key_dim, self.key_dim, gate, gate], parallel)
+        self.in_proj_qkvz.weight.row_order = of_qkvz
+        self.in_proj_ba.weight.row_order = self.row_order([per_key, per_key], parallel)
+
+    def row_order(self, sizes: list[int], parallel: Parallel) -> Tensor:
+        """Return the order of the checkpoint's rows, in which each key head has parts of `sizes`.
+        Here each rank has all heads of a part before the next part.
+        """
+        with torch.device("cpu"):
+            rows = torch.arange(parallel.size * self.num_keys * sum(sizes))
+        parts = rows.view(parallel.size, self.num_keys, -1).split(sizes, dim=2)
+        return torch.cat([part.flatten(1) for part in parts], dim=1).flatten()
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return, for x [num_tokens, hidden]: q, k and v concatenated; the output gate [num_tokens,
-        num_values, value_dim]; beta and decay inputs [num_tokens, num_values] each. The checkpoint
-        groups these outputs by key head.
+        values]; b and a of the operation `linear_scan`.
         """
-        per_key = self.num_values // self.num_keys
-        size = per_key * self.value_dim
-        q, k, v, gate = (
-            part.flatten(1)
-            for part in self.in_proj_qkvz(x)
-            .unflatten(-1, (self.num_keys, -1))
-            .split([self.key_dim, self.key_dim, size, size], dim=-1)
-        )
-        b, a = self.in_proj_ba(x).unflatten(-1, (self.num_keys, 2, per_key)).unbind(-2)
-        gate = gate.unflatten(-1, (-1, self.value_dim))
-        return torch.cat((q, k, v), dim=-1), gate, b.flatten(1), a.flatten(1)
+        qkv, gate = self.in_proj_qkvz(x).split([sum(self.sizes), self.sizes[2]], dim=-1)
+        b, a = self.in_proj_ba(x).chunk(2, dim=-1)
+        return qkv, gate, b, a
 
     def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         """Return the output [num_tokens, hidden] for x of the same shape."""
@@ -123,7 +131,7 @@ class GatedDeltaNet(nn.Module):
         q, k, v = self.conv1d(qkv, ctx).split(self.sizes, dim=-1)
         q = self.q_norm(q.unflatten(-1, (-1, self.key_dim)))
         k = self.k_norm(k.unflatten(-1, (-1, self.key_dim)))
-        v = v.unflatten(-1, (-1, self.value_dim))
+        v, gate = (x.unflatten(-1, (-1, self.value_dim)) for x in (v, gate))
         rows = self.state.rows(ctx)
         out = self.ops.linear_scan(q, k, v, a, self.dt_bias, self.A_log, b, None, NO_LIMITS, rows)
         return self.out_proj(self.norm(out, gate).flatten(1).to(x.dtype))
@@ -140,7 +148,8 @@ class SharedMoE(SparseMoE):
         self.shared_expert_gate = Router(spec.hidden_size, 1, parallel, bias=False)
 
     def shared(self, x: Tensor) -> Tensor:
-        return self.shared_expert_gate(x).sigmoid() * self.shared_expert(x)
+        gate = self.shared_expert_gate(x)
+        return self.activation.ops.multiply_sigmoid(self.shared_expert(x), gate)
 
 
 class Qwen3NextLayer(nn.Module):
@@ -206,7 +215,19 @@ class Qwen3NextForCausalLM(LlamaForCausalLM):
     layer_class = Qwen3NextLayer
     norm_class = OffsetRMSNorm
     rotary_class = Qwen3NextRotary
-    convert = staticmethod(convert_text)
+
+    def convert(self, tensors: NamedTensors) -> NamedTensors:
+        """Yield the tensors of the text model, with their rows in our order."""
+        orders = {
+            name.rpartition("layers.")[2]: weight.row_order
+            for name, weight in self.named_parameters()
+            if isinstance(weight, Matrix) and weight.row_order is not None
+        }
+        for name, tensor in convert_text(tensors):
+            order = orders.get(name.rpartition("layers.")[2])
+            if order is not None and len(order) == tensor.shape[0]:  # loading refuses others
+                tensor = take(tensor, order)
+            yield name, tensor
 
     @classmethod
     def make_attention(cls, spec: ModelSpec, layer: int, parallel: Parallel) -> nn.Module:

@@ -94,14 +94,17 @@ class Ops(Protocol):
         ...
 
     def multiply_sigmoid(self, x: Tensor, gate: Tensor) -> Tensor:
-        """Return `x * sigmoid(gate)` for x [n, size] and gate [n, size] or [n, 1]."""
+        """Return `x * sigmoid(gate)` for x [..., size] and gate [..., size] or [..., 1]. The gate
+        may have any strides before the last one.
+        """
         ...
 
     def gated_norm(
         self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, gates_first: bool
     ) -> Tensor:
-        """Return RMSNorm of x [..., size], with a weight, times silu(gate); or RMSNorm of the
-        product, if `gates_first`. The gate has x's shape, and any strides before the last one.
+        """Return RMSNorm of x [n, size] or [n, heads, size] times silu(gate); or RMSNorm of the
+        product, if `gates_first`. The weight is [size] or [heads, size]. The gate has x's shape;
+        both may have any strides before the last one.
         """
         ...
 

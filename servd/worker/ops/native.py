@@ -362,15 +362,21 @@ def _norm(
     bias: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    size = x.shape[-1]
-    heads = x.dim() == 3 and x.stride()[1:] == (size, 1)  # a slice of qkv, with strided tokens
-    x = x if heads else x.contiguous()
-    rows = (x, x.shape[1], x.stride(0)) if heads else (x, 1, size)
     out = torch.empty(x.shape)
     sums = None if residual is None else torch.empty(x.shape)
-    sizes = x.numel() // size, size
-    call("norm", centered, *rows, residual, weight, bias, eps, out, sums, *sizes)
+    call("norm", centered, *_rows(x), residual, weight, bias, eps, out, sums, *_sizes(x))
     return out, x if sums is None else sums
+
+
+def _rows(x: Tensor) -> tuple[Tensor, int, int, int]:
+    """Return x, [n, size] or of heads, [n, heads, size]; with its heads and the strides of both."""
+    x = x if x.dim() <= 3 and x.stride(-1) == 1 else x.contiguous().flatten(0, -2)
+    return x, x.shape[1] if x.dim() == 3 else 1, x.stride(0), x.stride(-2)
+
+
+def _sizes(x: Tensor) -> tuple[int, int]:
+    """Return the number of rows of x [..., size], and their size."""
+    return math.prod(x.shape[:-1]), x.shape[-1]
 
 
 def can_add(x: Any, residual: Any) -> bool:
@@ -467,20 +473,19 @@ def add_low_rank(out: Tensor, x: Tensor, factors: LowRank, places: Tensor) -> No
 
 
 def multiply_sigmoid(x: Tensor, gate: Tensor) -> Tensor:
-    if not (_fits(x) and _fits_by_token(gate)):
+    if not _fits(x) or gate.dtype != torch.float32:
         return reference.multiply_sigmoid(x, gate)
     out = torch.empty(x.shape)
-    call("multiply_sigmoid", x, gate, gate.stride(0), gate.shape[1], *x.shape, out)
+    call("multiply_sigmoid", x, *_rows(gate), gate.shape[-1], *_sizes(x), out)
     return out
 
 
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, gates_first: bool) -> Tensor:
-    if not (_fits(x, weight) and _fits_by_token(gate)):
+    if not _fits(weight) or {x.dtype, gate.dtype} != {torch.float32}:
         return reference.gated_norm(x, gate, weight, eps, gates_first)
     out = torch.empty(x.shape)
-    size = x.shape[-1]
-    gates = gate, math.prod(x.shape[1:-1]), gate.stride(0)
-    call("gated_norm", x, *gates, weight, eps, gates_first, x.numel() // size, size, out)
+    weights = weight, weight.numel() // x.shape[-1]
+    call("gated_norm", *_rows(x), *_rows(gate), *weights, eps, gates_first, *_sizes(x), out)
     return out
 
 

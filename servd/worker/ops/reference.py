@@ -198,7 +198,7 @@ def multiply_sigmoid(x: Tensor, gate: Tensor) -> Tensor:
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, gates_first: bool) -> Tensor:
     factor = F.silu(gate.float())
     y = x.float() * factor if gates_first else x.float()
-    y = F.rms_norm(y, weight.shape, weight.float(), eps)
+    y = F.rms_norm(y, x.shape[-1:], eps=eps) * weight.float()
     return (y if gates_first else y * factor).to(x.dtype)
 
 

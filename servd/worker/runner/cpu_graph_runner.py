@@ -55,13 +55,18 @@ class Places:
 class CPUGraphRunner:
     """Records a graph when a number of rows first runs. If a model needs operations outside the
     native library, its steps run without graphs. `max_num_rows`: per step; each row has one token,
-    known or a draft. `max_num_blocks`: per row.
+    known or a draft. `max_num_blocks`: per row. `states` [slots, n]: those that passes update.
     """
 
     is_recordable = True
 
     def __init__(
-        self, forward: Forward, max_num_rows: int, max_num_blocks: int, num_groups: int = 1
+        self,
+        forward: Forward,
+        max_num_rows: int,
+        max_num_blocks: int,
+        num_groups: int = 1,
+        states: Tensor | None = None,
     ) -> None:
         self.forward = forward
         # Inputs are NumPy arrays: torch takes four times as long to copy a few numbers.
@@ -69,6 +74,7 @@ class CPUGraphRunner:
         self.query_lens, self.seq_lens, self.slots = np.ones((3, max_num_rows), dtype=np.int64)
         self.places = [Places(max_num_rows, max_num_blocks) for _ in range(num_groups)]
         self.extra_inputs: list[np.ndarray] = []
+        self.states = None if states is None else states.numpy()
         self.memory = Memory(max_num_rows)
         self.graphs: dict[tuple[int, Hashable], CPUGraph] = {}
         self.variant: Callable[[], Hashable] = lambda: False  # see `ModelRunner.variant`
@@ -149,8 +155,15 @@ class CPUGraphRunner:
 
     def _record(self, num_rows: int) -> CPUGraph:
         inputs = self.inputs(num_rows)
-        with KernelRecorder(self.memory, num_rows) as recorder, OnlyViews():
-            hidden = self.forward(*inputs)
+        slots = self.slots[:num_rows]
+        states = None if self.states is None else self.states[slots]
+        try:
+            with KernelRecorder(self.memory, num_rows) as recorder, OnlyViews():
+                hidden = self.forward(*inputs)
+        except NotRecordable:  # the pass will run again
+            if self.states is not None:
+                self.states[slots] = states
+            raise
         return CPUGraph(b"".join(recorder.calls), [self.memory.lend(hidden)])
 
 

@@ -72,7 +72,9 @@ class CPUModelRunner(ModelRunner):
         if native.library() is None or not is_alone or self.config.model.enforce_eager:
             return None
         tables = self.states.block_tables
-        return CPUGraphRunner(forward, max_num_rows, tables.tables.shape[1], tables.num_groups)
+        sizes = max_num_rows, tables.tables.shape[1], tables.num_groups
+        memory = self.states.state_memory
+        return CPUGraphRunner(forward, *sizes, None if memory is None else memory.live)
 
     def make_chain(self, drafter: Drafter, max_num_rows: int, max_num_tokens: int) -> Chain:
         chain = super().make_chain(drafter, max_num_rows, max_num_tokens)

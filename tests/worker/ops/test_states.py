@@ -38,23 +38,16 @@ def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 class Inputs(NamedTuple):
-    """Arguments of an operation: those with a row for each token, and others."""
+    """Arguments of an operation: those with a row for each token, and its options."""
 
     name: str
     by_token: dict[str, Tensor | None]
-    others: dict[str, Any]
+    options: dict[str, Any]
     state_shape: tuple[int, ...]
 
     def run(self, module: ops.Ops, rows: StateRows, tokens: slice = slice(None)) -> Tensor:
         parts = {key: None if x is None else x[tokens] for key, x in self.by_token.items()}
-        return getattr(module, self.name)(**parts, **self.others, rows=rows)
-
-    def take(self, tokens: Sequence[slice]) -> "Inputs":
-        chosen = {
-            key: None if x is None else torch.cat([x[part] for part in tokens])
-            for key, x in self.by_token.items()
-        }
-        return self._replace(by_token=chosen)
+        return getattr(module, self.name)(**parts, **self.options, rows=rows)
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -66,34 +59,34 @@ def scan_inputs(shape: tuple[int, ...], kind: str, num_tokens: int = sum(LENGTHS
     groups, heads, key_dim, value_dim = shape
     sizes = [groups * key_dim, groups * key_dim, heads * value_dim, heads, heads]
     whole = random(num_tokens, sum(sizes) + 4)
-    q, k, v, a, b, rest = whole.split([*sizes, 4], dim=1)
-    rest.fill_(torch.nan)
+    q, k, v, a, b, padding = whole.split([*sizes, 4], dim=1)
+    padding.fill_(torch.nan)
     q, k = (x.unflatten(1, (groups, key_dim)) for x in (q, k))
     k /= k.norm(dim=-1, keepdim=True)
     by_token = {"q": q, "k": k, "v": v.unflatten(1, (heads, value_dim)), "a": a}
     is_mamba = kind == "mamba"
     by_token["b"] = None if is_mamba else b
-    others = {
+    options = {
         "dt_bias": random(heads),
         "A": random(heads, seed=1).exp(),
         "D": random(heads, seed=2) if is_mamba else None,
         "dt_limits": (0.3, 0.9) if is_mamba else (0.0, math.inf),
     }
-    return Inputs("linear_scan", by_token, others, (heads, key_dim, value_dim))
+    return Inputs("linear_scan", by_token, options, (heads, key_dim, value_dim))
 
 
 def convolution_inputs(
     channels: int, size: int, is_gated: bool, num_tokens: int = sum(LENGTHS)
 ) -> Inputs:
     x, before, after = random(num_tokens, 3 * channels).split(channels, dim=1)
-    others = {
+    options = {
         "weight": random(size, channels).t(),
         "bias": None if is_gated else random(channels),
         "activation": None if is_gated else "silu",
     }
     by_token = {"x": x, "before": before if is_gated else None}
     by_token["after"] = after if is_gated else None
-    return Inputs("convolve", by_token, others, (size - 1, channels))
+    return Inputs("convolve", by_token, options, (size - 1, channels))
 
 
 def state_rows(
@@ -153,7 +146,7 @@ def exact(inputs: Inputs, rows: StateRows) -> tuple[Tensor, Tensor, dict[int, Te
         return x.double() if isinstance(x, Tensor) else x
 
     compute = {"linear_scan": scan_token, "convolve": convolve_token}[inputs.name]
-    others = {key: double(x) for key, x in inputs.others.items()}
+    options = {key: double(x) for key, x in inputs.options.items()}
     saves = dict(rows.saves.tolist())
     outputs = []
     states = []
@@ -169,7 +162,7 @@ def exact(inputs: Inputs, rows: StateRows) -> tuple[Tensor, Tensor, dict[int, Te
                 key: None if x is None else x[len(outputs)].double()
                 for key, x in inputs.by_token.items()
             }
-            state, out = compute(state, others | token)
+            state, out = compute(state, options | token)
             outputs.append(out)
         states.append(state.flatten())
     return torch.stack(outputs), torch.stack(states), checkpoints

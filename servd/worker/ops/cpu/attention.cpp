@@ -498,26 +498,29 @@ inline void write_head(const float* from, int64_t size, int8_t* to, int64_t stri
     }
 }
 
+// Rotates the pairs (i, i + pairs) of a head; the other numbers stay as they are.
+inline void rotate_head(const float* from, int64_t size, const float* cos, const float* sin,
+                        int64_t pairs, float* to) {
+    for (int64_t d = 0; d < pairs; d++) {
+        to[d] = from[d] * cos[d] - from[d + pairs] * sin[d];
+        to[d + pairs] = from[d + pairs] * cos[d] + from[d] * sin[d];
+    }
+    for (int64_t d = 2 * pairs; d < size; d++) to[d] = from[d];
+}
+
 // Rotates queries (into q_out) and keys, and writes keys and values to the cache.
 template <typename C>
 void write_tokens(const float* q, int64_t q_stride, const float* k, int64_t k_stride,
                   const float* v, int64_t v_stride, float* q_out, const float* cos,
-                  const float* sin, C* keys, C* values, const int64_t* slot_mapping,
+                  const float* sin, int64_t pairs, C* keys, C* values, const int64_t* slot_mapping,
                   int64_t num_tokens, int64_t num_heads, int64_t kv_heads, int64_t head_dim,
                   int64_t block_size) {
-    const int64_t half = head_dim / 2, head_size = size_with_scale<C>(head_dim) * block_size;
+    const int64_t head_size = size_with_scale<C>(head_dim) * block_size;
     parallel_for(num_tokens, 1, [&](int64_t token) {
-        const float* c = cos ? cos + token * half : nullptr;
-        const float* s = sin ? sin + token * half : nullptr;
-        if (c)
-            for (int64_t head = 0; head < num_heads; head++) {
-                const float* from = q + token * q_stride + head * head_dim;
-                float* to = q_out + (token * num_heads + head) * head_dim;
-                for (int64_t d = 0; d < half; d++) {
-                    to[d] = from[d] * c[d] - from[d + half] * s[d];
-                    to[d + half] = from[d + half] * c[d] + from[d] * s[d];
-                }
-            }
+        const float *const c = cos + token * pairs, *const s = sin + token * pairs;
+        for (int64_t head = 0; cos && head < num_heads; head++)
+            rotate_head(q + token * q_stride + head * head_dim, head_dim, c, s, pairs,
+                        q_out + (token * num_heads + head) * head_dim);
         const int64_t block = slot_mapping[token] / block_size;
         const int64_t offset = slot_mapping[token] % block_size;
         for (int64_t head = 0; head < kv_heads; head++) {
@@ -534,10 +537,7 @@ void write_tokens(const float* q, int64_t q_stride, const float* k, int64_t k_st
             // head's lines meanwhile.
             for (int64_t d = 0; d < head_dim && head + 1 < kv_heads; d++)
                 __builtin_prefetch(key + head_size + d * block_size, 1);
-            for (int64_t d = 0; d < half; d++) {
-                turned[d] = c ? from[d] * c[d] - from[d + half] * s[d] : from[d];
-                turned[d + half] = c ? from[d + half] * c[d] + from[d] * s[d] : from[d + half];
-            }
+            rotate_head(from, head_dim, c, s, pairs, turned);
             write_head(turned, head_dim, key, block_size, scale_in(key_head));
             write_head(v + token * v_stride + head * head_dim, head_dim,
                        value_head + offset * head_dim, 1, scale_in(value_head));
@@ -560,17 +560,18 @@ void with_cache_type(int type, Call call) {
 
 namespace kernels {
 
-// Rotates queries and keys, and writes keys and values to the cache. cos and sin are null in a model
-// without rotary positions; then queries stay where they are.
+// Rotates queries and keys, and writes keys and values to the cache. cos and sin [num_tokens, pairs] are
+// null in a model without rotary positions; then `pairs` is 0, and queries stay where they are.
 void write_kv(int type, const float* q, int64_t q_stride, const float* k, int64_t k_stride,
               const float* v, int64_t v_stride, float* q_out, const float* cos, const float* sin,
-              void* keys, void* values, int64_t num_blocks, const int64_t* slot_mapping,
-              int64_t num_tokens, int64_t num_heads, int64_t kv_heads, int64_t head_dim,
-              int64_t block_size) {
+              int64_t pairs, void* keys, void* values, int64_t num_blocks,
+              const int64_t* slot_mapping, int64_t num_tokens, int64_t num_heads, int64_t kv_heads,
+              int64_t head_dim, int64_t block_size) {
+    check_at_most("pairs", 2 * pairs, head_dim);
     check_ids("slot_mapping", slot_mapping, 0, num_tokens, num_blocks * block_size);
     with_cache_type(type, [&](auto* p) {
-        write_tokens(q, q_stride, k, k_stride, v, v_stride, q_out, cos, sin, (decltype(p))keys,
-                     (decltype(p))values, slot_mapping, num_tokens, num_heads, kv_heads, head_dim,
+        write_tokens(q, q_stride, k, k_stride, v, v_stride, q_out, cos, sin, pairs,
+                     (decltype(p))keys, (decltype(p))values, slot_mapping, num_tokens, num_heads, kv_heads, head_dim,
                      block_size);
     });
 }

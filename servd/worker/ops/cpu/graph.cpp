@@ -167,8 +167,8 @@ extern const Kernel servd_kernel_table[] = {
            "type, q{(num_tokens - 1) * q_stride + num_heads * head_dim}, q_stride, "
            "k{(num_tokens - 1) * k_stride + kv_heads * head_dim}, k_stride, "
            "v{(num_tokens - 1) * v_stride + kv_heads * head_dim}, v_stride, "
-           "q_out?cos[num_tokens * num_heads * head_dim], cos?[num_tokens * head_dim // 2], "
-           "sin?cos[num_tokens * head_dim // 2], "
+           "q_out?cos[num_tokens * num_heads * head_dim], cos?[num_tokens * pairs], "
+           "sin?cos[num_tokens * pairs], pairs, "
            "keys<type>[num_blocks * kv_heads * block_size * row_size(type, head_dim)], "
            "values<type>[num_blocks * kv_heads * block_size * row_size(type, head_dim)], "
            "num_blocks, slot_mapping[num_tokens], num_tokens, num_heads, kv_heads, head_dim, "
@@ -186,8 +186,8 @@ extern const Kernel servd_kernel_table[] = {
            "positions[count], count, inv_freq[size], size, magnitude, cos[count * size], "
            "sin[count * size]"),
     KERNEL(norm,
-           "centered, x{(rows // per_stride - 1) * stride + per_stride * size}, per_stride, stride, "
-           "residual?[rows * size], weight[size], bias?[size], eps, out[rows * size], "
+           "centered, x{(rows // per_stride - 1) * stride + (per_stride - 1) * row_stride + size}, "
+           "per_stride, stride, row_stride, residual?[rows * size], weight[size], bias?[size], eps, out[rows * size], "
            "sums?residual[rows * size], rows, size"),
     KERNEL(scale, "x[count], factor, residual?[count], count, out[count]"),
     KERNEL(spread, "x[rows * size], rows, size, is_inverse, out[rows * size]"),
@@ -214,11 +214,15 @@ extern const Kernel servd_kernel_table[] = {
            "num_tokens, heads, groups, key_dim, value_dim, "
            STATE_ROWS("heads * key_dim * value_dim") ", out[num_tokens * heads * value_dim]"),
     KERNEL(gated_norm,
-           "x[rows * size], gate{(rows // per_stride - 1) * stride + per_stride * size}, "
-           "per_stride, stride, weight[size], eps, gates_first, rows, size, out[rows * size]"),
+           "x{(rows // x_per_stride - 1) * x_stride + (x_per_stride - 1) * x_row_stride + size}, "
+           "x_per_stride, x_stride, x_row_stride, "
+           "gate{(rows // per_stride - 1) * stride + (per_stride - 1) * row_stride + size}, "
+           "per_stride, stride, row_stride, weight[weight_rows * size], weight_rows, eps, "
+           "gates_first, rows, size, out[rows * size]"),
     KERNEL(multiply_sigmoid,
-           "x[rows * size], gate{(rows - 1) * gate_stride + gate_size}, gate_stride, gate_size, "
-           "rows, size, out[rows * size]"),
+           "x[rows * size], "
+           "gate{(rows // per_stride - 1) * stride + (per_stride - 1) * row_stride + gate_size}, "
+           "per_stride, stride, row_stride, gate_size, rows, size, out[rows * size]"),
     KERNEL(edit_logits,
            "logits{(rows - 1) * stride + vocab}, stride, bitmask?[bitmask_rows * words], "
            "bitmask_rows, words, slots?[rows], num_slots, counts?slots[num_slots * vocab], "

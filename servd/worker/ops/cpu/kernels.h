@@ -86,8 +86,8 @@ void add_low_rank(int type, const float* x, int64_t rows, int64_t k, const void*
 // Attention: attention.cpp
 void write_kv(int type, const float* q, int64_t q_stride, const float* k, int64_t k_stride,
               const float* v, int64_t v_stride, float* q_out, const float* cos, const float* sin,
-              void* keys, void* values, int64_t num_blocks, const int64_t* slot_mapping,
-              int64_t num_tokens, int64_t num_heads, int64_t kv_heads, int64_t head_dim,
+              int64_t pairs, void* keys, void* values, int64_t num_blocks,
+              const int64_t* slot_mapping, int64_t num_tokens, int64_t num_heads, int64_t kv_heads, int64_t head_dim,
               int64_t block_size);
 void attend(int type, const float* q, int64_t q_stride, int64_t num_tokens, const void* keys,
             const void* values, int64_t num_blocks, const int32_t* block_tables,
@@ -102,8 +102,8 @@ void embed(const float* table, int64_t num_rows, int64_t size, const int64_t* in
            float* out);
 void rotation(const int64_t* positions, int64_t count, const float* inv_freq, int64_t size,
               float magnitude, float* cos, float* sin);
-void norm(int centered, const float* x, int64_t per_stride, int64_t stride, const float* residual,
-          const float* weight, const float* bias, float eps, float* out, float* sums, int64_t rows,
+void norm(int centered, const float* x, int64_t per_stride, int64_t stride, int64_t row_stride,
+          const float* residual, const float* weight, const float* bias, float eps, float* out, float* sums, int64_t rows,
           int64_t size);
 void scale(const float* x, float factor, const float* residual, int64_t count, float* out);
 void spread(const float* x, int64_t rows, int64_t size, int is_inverse, float* out);
@@ -125,11 +125,12 @@ void linear_scan(const float* q, int64_t q_stride, const float* k, int64_t k_str
                  const float* A, const float* b, int64_t b_stride, const float* D, float min_dt,
                  float max_dt, int64_t num_tokens, int64_t heads, int64_t groups, int64_t key_dim,
                  int64_t value_dim, StateRows rows, float* out);
-void gated_norm(const float* x, const float* gate, int64_t per_stride, int64_t stride,
-                const float* weight, float eps, int gates_first, int64_t rows, int64_t size,
-                float* out);
-void multiply_sigmoid(const float* x, const float* gate, int64_t gate_stride, int64_t gate_size,
-                      int64_t rows, int64_t size, float* out);
+void gated_norm(const float* x, int64_t x_per_stride, int64_t x_stride, int64_t x_row_stride,
+                const float* gate, int64_t per_stride, int64_t stride, int64_t row_stride,
+                const float* weight, int64_t weight_rows, float eps, int gates_first, int64_t rows,
+                int64_t size, float* out);
+void multiply_sigmoid(const float* x, const float* gate, int64_t per_stride, int64_t stride,
+                      int64_t row_stride, int64_t gate_size, int64_t rows, int64_t size, float* out);
 
 // The sampler: sampling.cpp
 void edit_logits(float* logits, int64_t stride, const int32_t* bitmask, int64_t bitmask_rows, int64_t words,

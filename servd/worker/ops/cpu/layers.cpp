@@ -33,13 +33,13 @@ inline Vec apply(int function, Vec x) {
 }
 
 template <bool CENTERED>
-void norm_rows(const float* x, int64_t per_stride, int64_t stride, const float* residual,
-               const float* weight, const float* bias, float eps, float* out, float* sums,
+void norm_rows(const float* x, int64_t per_stride, int64_t stride, int64_t row_stride,
+               const float* residual, const float* weight, const float* bias, float eps, float* out, float* sums,
                int64_t rows, int64_t size) {
     const int64_t full = size / WIDTH * WIDTH;
     const int rest = int(size - full);
     parallel_for(rows, 1 + 16384 / size, [&](int64_t row) {
-        const float* from = x + row / per_stride * stride + row % per_stride * size;
+        const float* from = x + row / per_stride * stride + row % per_stride * row_stride;
         if (residual) {
             float* to = sums + row * size;
             const float* r = residual + row * size;
@@ -118,13 +118,13 @@ void rotation(const int64_t* positions, int64_t count, const float* inv_freq, in
 }
 
 // Computes the layer norm if `centered`, else the RMS norm, of x + residual, and writes x + residual to
-// `sums`. residual and bias may be null. `per_stride` rows of x [rows, size] are contiguous; the next
-// ones begin `stride` after the first of them.
-void norm(int centered, const float* x, int64_t per_stride, int64_t stride, const float* residual,
-          const float* weight, const float* bias, float eps, float* out, float* sums, int64_t rows,
+// `sums`. residual and bias may be null. Of x [rows, size], `per_stride` rows are `row_stride` apart;
+// the next ones begin `stride` after the first of them.
+void norm(int centered, const float* x, int64_t per_stride, int64_t stride, int64_t row_stride,
+          const float* residual, const float* weight, const float* bias, float eps, float* out, float* sums, int64_t rows,
           int64_t size) {
     const auto run = centered ? norm_rows<true> : norm_rows<false>;
-    run(x, per_stride, stride, residual, weight, bias, eps, out, sums, rows, size);
+    run(x, per_stride, stride, row_stride, residual, weight, bias, eps, out, sums, rows, size);
 }
 
 // Computes x [count] times the factor, plus the residual if it is not null.

@@ -246,14 +246,15 @@ void linear_scan(const float* q, int64_t q_stride, const float* k, int64_t k_str
 }
 
 // Computes the RMS norm of x [rows, size], times SiLU of the gate; or the norm of that product, if
-// `gates_first`. `per_stride` rows of the gate are contiguous; the next ones begin `stride` after the
-// first of them.
-void gated_norm(const float* x, const float* gate, int64_t per_stride, int64_t stride,
-                const float* weight, float eps, int gates_first, int64_t rows, int64_t size,
-                float* out) {
+// `gates_first`. Row r has row r % weight_rows of the weight [weight_rows, size]. For strides see `norm`.
+void gated_norm(const float* x, int64_t x_per_stride, int64_t x_stride, int64_t x_row_stride,
+                const float* gate, int64_t per_stride, int64_t stride, int64_t row_stride,
+                const float* weight, int64_t weight_rows, float eps, int gates_first, int64_t rows,
+                int64_t size, float* out) {
     parallel_for(rows, 1 + 8192 / size, [&](int64_t row) {
-        const float* const from = x + row * size;
-        const float* const gates = gate + row / per_stride * stride + row % per_stride * size;
+        const float* const from = x + row / x_per_stride * x_stride + row % x_per_stride * x_row_stride;
+        const float* const gates = gate + row / per_stride * stride + row % per_stride * row_stride;
+        const float* const weights = weight + row % weight_rows * size;
         float* const to = out + row * size;
         const auto factor = [&](int64_t i, int left) {
             const Vec y = load_up_to(gates + i, left);
@@ -270,18 +271,19 @@ void gated_norm(const float* x, const float* gate, int64_t per_stride, int64_t s
         const float scale = 1.0f / sqrtf(sum(squares) / float(size) + eps);
         for (int64_t i = 0; i < size; i += WIDTH) {
             const int left = int(std::min<int64_t>(WIDTH, size - i));
-            Vec y = load_up_to(to + i, left) * scale * load_up_to(weight + i, left);
+            Vec y = load_up_to(to + i, left) * scale * load_up_to(weights + i, left);
             if (!gates_first) y *= factor(i, left);
             store_up_to(to + i, y, left);
         }
     });
 }
 
-// Multiplies x [rows, size] with sigmoids of the gate [rows, gate_size]; gate_size is `size`, or 1 for all.
-void multiply_sigmoid(const float* x, const float* gate, int64_t gate_stride, int64_t gate_size,
-                      int64_t rows, int64_t size, float* out) {
+// Multiplies x [rows, size] with sigmoids of the gate [rows, gate_size]; gate_size is `size`, or 1 for all
+// numbers of a row. For strides see `norm`.
+void multiply_sigmoid(const float* x, const float* gate, int64_t per_stride, int64_t stride,
+                      int64_t row_stride, int64_t gate_size, int64_t rows, int64_t size, float* out) {
     parallel_for(rows, 1 + 8192 / size, [&](int64_t row) {
-        const float* const gates = gate + row * gate_stride;
+        const float* const gates = gate + row / per_stride * stride + row % per_stride * row_stride;
         for (int64_t i = 0; i < size; i += WIDTH) {
             const int left = int(std::min<int64_t>(WIDTH, size - i));
             const Vec y = gate_size == 1 ? splat(*gates) : load_up_to(gates + i, left);

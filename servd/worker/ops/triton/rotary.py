@@ -25,8 +25,8 @@ def rotate_and_store(
     the rotated queries, contiguous; or q itself if unchanged.
 
     Args:
-        q: [num_tokens, num_heads, head_dim]; heads are contiguous, tokens may be strided, as in
-            slices of qkv.
+        q: [num_tokens, num_heads, head_dim]. It is copied if heads are not contiguous. Tokens may
+            be strided, as in slices of qkv.
         k: [num_tokens, num_kv_heads, head_dim].
         v: like k; None: k holds the values.
         kv_cache: [2, num_blocks, block_size, num_kv_heads, head_dim], of any floating type; numbers
@@ -38,6 +38,8 @@ def rotate_and_store(
         norms: weights [head_dim] of q's and k's RMSNorm before the rotation, and eps; or None.
     """
     num_tokens, num_heads, head_dim = q.shape
+    if q.stride(1) != head_dim:
+        q = q.flatten(1).view(q.shape)
     parts = [x for x in (q, k, v) if x is not None]
     assert all(x.stride()[1:] == (head_dim, 1) for x in parts) and kv_cache.is_contiguous()
     cos, sin = rotation or (None, None)
