@@ -79,6 +79,7 @@ class Convolution(nn.Module):
         super().__init__()
         total = sum(parts)
         self.weight = Weight((total, 1, size), parallel, shard_dim=0, parts=parts)
+        self.weight.data = self.weight.permute(2, 1, 0).contiguous().permute(2, 1, 0)
         self.bias = Weight((total,), parallel, shard_dim=0, parts=parts) if bias else None
         self.activation = None if activation is None else Activation(activation).name
         self.ops = ops.for_device(torch.get_default_device())
