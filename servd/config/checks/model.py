@@ -98,10 +98,8 @@ def resolve_states(config: Config, spec: ModelSpec) -> dict[str, Decision]:
     """Resolve options for a recurrent state. Raises ConfigError if one needs earlier states."""
     what = f"layers of {spec.model_type} keep a state, which is that of the last token alone"
     model = config.model
-    num_stages = config.parallel.pipeline_parallel_size
     for is_asked, flag, why in (
         (model.speculative_config, "--speculative-config", "drafts that are not kept stay in it"),
-        (num_stages > 1, f"--pipeline-parallel-size {num_stages}", "stages have none"),
         (model.compile, "--compile", "torch would compile it anew for each step"),
         (model.batch_invariant, "--batch-invariant", "its rounding depends on chunks of prompts"),
     ):
