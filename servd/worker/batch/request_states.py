@@ -5,7 +5,7 @@ import torch
 
 from servd.base.errors import InvalidRequest
 from servd.config.speculative import MOST_DRAFTS
-from servd.messages.engine import NewRequest, ScheduledRequest
+from servd.messages.engine import BlockSwaps, NewRequest, ScheduledRequest
 from servd.worker import ops
 from servd.worker.batch.block_table import NO_CHANGES, BlockTables
 from servd.worker.batch.decode_inputs import DecodeBuffers, DecodeInputs
@@ -63,13 +63,48 @@ class RequestStates:
             self.state_memory = StateMemory(live, checkpoints, saves)
 
     @property
+    def state_bytes(self) -> int:
+        """The bytes of a request's recurrent states."""
+        return 0 if self.state_memory is None else self.state_memory.live[0].nbytes
+
+    def allocate_checkpoints(self, num_checkpoints: int) -> None:
+        memory = self.state_memory
+        if memory is not None:
+            # By NumPy: see `kv_cache.allocate`.
+            shape = num_checkpoints, memory.live.shape[1]
+            checkpoints = torch.from_numpy(np.zeros(shape, np.float32)).to(memory.live.device)
+            self.state_memory = memory._replace(checkpoints=checkpoints)
+
+    def begin_states(self, swaps: BlockSwaps | None, rows: np.ndarray) -> None:
+        """Copy checkpoints to and from slots, as they are before a step of these rows (see ROW);
+        leave the other saves, which are inside of rows, to the layers.
+        """
+        memory = self.state_memory
+        if memory is None or (swaps is None and not len(memory.saves)):
+            return
+        saves: list[tuple[int, int]] = []
+        if swaps is not None:
+            for checkpoint, slot in swaps.states_to_load:
+                memory.live[slot] = memory.checkpoints[checkpoint]
+            starts = (rows["num_tokens"].cumsum() - rows["num_tokens"]).tolist()
+            firsts = rows["num_computed_tokens"].tolist()
+            places = dict(zip(rows["slot"].tolist(), zip(starts, firsts, strict=True), strict=True))
+            for slot, num_tokens, checkpoint in swaps.states_to_save:
+                start, first = places[slot]
+                if num_tokens == first:
+                    memory.checkpoints[checkpoint] = memory.live[slot]
+                else:
+                    saves.append((start + num_tokens - first, checkpoint))
+        saved = torch.tensor(sorted(saves), dtype=torch.int64).view(-1, 2)
+        self.state_memory = memory._replace(saves=saved)
+
+    @property
     def nbytes(self) -> int:
         parts = self.token_ids, self.block_tables.tables, *(self.state_memory or ())
         return sum(part.nbytes for part in parts)
 
     def add(self, request: NewRequest) -> None:
         """Put a request in its slot. Raises InvalidRequest if a token id is out of vocabulary."""
-        assert self.state_memory is None or not request.num_computed_tokens, "states are not cached"
         slot = request.slot
         token_ids = np.asarray(request.token_ids, dtype=np.int64)
         if token_ids.min() < 0 or token_ids.max() >= self.vocab_size:
