@@ -107,11 +107,11 @@ def check(folder: Path, engine: EngineCore) -> None:
         log = run(engine, requests)
     finally:
         engine.executor.shutdown()
-    caching = engine.config.cache.enable_prefix_caching
-    has_blocks = read_spec(folder).num_heads > 0  # whose number is limited
+    spec = read_spec(folder)
+    has_blocks = spec.num_heads > 0  # whose number is limited
     assert (log.total("num_preemptions") > 0) == has_blocks
-    assert (log.total("prefix_cache_hits") > 0) == caching
-    whole = make_engine(uniproc.UniProcExecutor, folder, enable_prefix_caching=caching)
+    assert log.total("prefix_cache_hits") > 0 or spec.keeps_state
+    whole = make_engine(uniproc.UniProcExecutor, folder)
     expected = run(whole, requests)
     whole.executor.shutdown()
     for request in requests:
@@ -151,7 +151,7 @@ def test_stages_with_states_equal_one_worker(
 ):
     """Of three stages, some have states alone, and no KV cache."""
     folder = checkpoints(model_type, variant)
-    options = cramped(folder, pipeline_parallel_size=num_stages, enable_prefix_caching=False)
+    options = cramped(folder, pipeline_parallel_size=num_stages)
     check(folder, make_engine(stages.Executor, folder, **options))
 
 
