@@ -27,6 +27,15 @@ class CacheConfig(Section, frozen=True):
     """
     enable_prefix_caching: bool = True
     """Reuse the KV blocks of earlier prompts with the same beginning."""
+    max_state_memory: Positive | None = None
+    """Memory for checkpoints of a model with recurrent states, in bytes or as "2GiB". A prompt goes
+    on from a checkpoint instead of its beginning. Default: half of the KV cache's memory.
+    """
+    state_checkpoint_interval: Positive | None = None
+    """Tokens of a prompt from a checkpoint of its states to the next. Default: as many as take the
+    bytes of a checkpoint in the KV cache; 1024 for models without attention. The last blocks of
+    prompt, output and earlier turns always have one.
+    """
     max_pinned_share: Annotated[float, Meta(ge=0, le=0.9)] = 0.25
     """Maximum share of the KV cache that requests (`retention`) and --pin-prefix may keep."""
     pin_prefix: list[str] = []

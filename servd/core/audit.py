@@ -11,7 +11,8 @@ def problems(engine: EngineCore) -> list[str]:
     """Return a message for each invariant that is violated between two steps.
 
     Reference counts of blocks match the requests, and no block is both free and owned. Each slot is
-    free or has one request. Each request runs or waits. An idle engine owns no blocks.
+    free or has one request. Each request runs or waits. An idle engine owns no blocks. The same is
+    true of checkpoints.
     """
     scheduler = engine.scheduler
     pool = engine.scheduler.kv_cache.pool
@@ -42,6 +43,15 @@ def problems(engine: EngineCore) -> list[str]:
         or scheduler.has_work
         or not (engine.in_flight or len(owned) > len(pinned)),
     }
+    if (states := scheduler.kv_cache.states) is not None:
+        holders = Counter(states.owned)
+        counts = states.pool.ref_counts
+        misfits = [c for c in range(len(counts)) if counts[c] != holders[c]]
+        checks[f"checkpoints {misfits[:8]} do not have as many references as holders"] = not misfits
+        num_owners = len(states.owned) - len(list(states.pinned.blocks))
+        checks[f"{num_owners} checkpoints belong to no running request"] = num_owners <= len(
+            scheduler.running
+        )
     violated = [problem for problem, is_well in checks.items() if not is_well]
     return violated + scheduler.kv_cache.connector.find_problems()
 

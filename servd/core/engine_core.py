@@ -13,6 +13,7 @@ from servd.config.kv_layout import KVLayout
 from servd.core.executor import Executor, PendingOutput, start_executor
 from servd.core.kv_cache.connector import KVConnector
 from servd.core.kv_cache.manager import KVCacheManager
+from servd.core.kv_cache.state_cache import StateCache
 from servd.core.replacement import find_replacement
 from servd.core.request import OutputEnd
 from servd.core.scheduler.micro_batches import MicroBatches
@@ -56,10 +57,12 @@ class EngineCore:
         max_model_len = config.model.max_model_len or spec.max_position_embeddings
         speculative = config.model.speculative_config
         layout = KVLayout.from_config(config, worker.kv_windows)
+        num_ranks = config.parallel.tensor_parallel_size
+        states = StateCache.from_worker(worker, config.cache, num_ranks, clock)
         self.scheduler = Scheduler(
             config.scheduler,
             max_model_len,
-            KVCacheManager(worker.num_blocks, config.cache, layout, clock),
+            KVCacheManager(worker.num_blocks, config.cache, layout, clock, states),
             speculative.num_speculative_tokens if speculative else 0,
             config.lora.max_loras,
             clock,
@@ -87,12 +90,15 @@ class EngineCore:
     def wake_up(self) -> None:
         """Load the model again, with as many blocks as before, whatever memory is free now."""
         num_blocks = self.worker.num_blocks
-        memory = num_blocks * self.worker.kv_bytes_per_block
-        config = self.config.replace(kv_cache_memory=memory)
+        config = self.config.replace(
+            kv_cache_memory=num_blocks * self.worker.kv_bytes_per_block,
+            max_state_memory=max(self.worker.num_checkpoints * self.worker.state_bytes, 1),
+        )
         executor, worker = start_executor(
             config, self.spec, lambda phase, fraction: None, plans_memory=False
         )
         assert worker.num_blocks == num_blocks, worker
+        assert worker.num_checkpoints == self.worker.num_checkpoints, worker
         self.connect(executor, worker)
 
     def collective_rpc(self, method: RpcMethod, args: Sequence[str | int]) -> list[str | None]:

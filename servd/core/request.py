@@ -129,6 +129,12 @@ class Request:
     block_hashes: list[bytes] = field(default_factory=list)  # of full blocks of known tokens
     num_registered_blocks: int = 0  # first blocks that are in the prefix cache
     num_attached_blocks: int = 0  # first blocks that came from the prefix cache
+    # Models with states, as of the last look: how many blocks a checkpoint covers, what the KV
+    # connector must load for that (blocks, then parts of the checkpoint), and cached tokens after
+    # the checkpoint.
+    border: int | None = None
+    loads: list[bytes] | None = None
+    num_uncovered_tokens: int = 0
     marks: list[Mark] = field(default_factory=list)  # not yet sent to the client
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # from the second token on
 
@@ -299,6 +305,7 @@ class Request:
             output.num_cached_tokens = self.num_cached_tokens
             output.num_external_tokens = self.num_external_tokens
             output.evicted_at_ns = self.evicted_at_ns
+            output.num_uncovered_tokens = self.num_uncovered_tokens
             output.prompt_logprobs = self.prompt_logprobs or None
             self.marks.append(Mark("first_token", now, step))
         if self.options.is_watched and (is_first or finish_reason or end):

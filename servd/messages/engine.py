@@ -67,6 +67,9 @@ class RequestOptions(msgspec.Struct, array_like=True, omit_defaults=True, frozen
     # Where truncate_prompt_tokens drops tokens. None: as the model was trained, or in the engine.
     truncation_side: Literal["left", "right"] | None = None
     reports_progress: bool = False  # StepRecords say how much of its prompt is computed
+    # How many tokens of its prompt come before the last user message; 0: unknown. A model with
+    # states keeps a checkpoint there.
+    turn_start: int = 0
 
     @property
     def cache_keys(self) -> tuple[str | None, ...]:
@@ -186,6 +189,9 @@ class WorkerReady(Message, tag=True):
     # With --enable-lora: (inputs, outputs) of each layer that adapters may change.
     adaptable: dict[str, tuple[int, int]] = {}
     warning: str = ""  # why the worker is slower than necessary, and a remedy
+    # Models with states: the checkpoints that fit, and the bytes of one on this rank.
+    num_checkpoints: int = 0
+    state_bytes: int = 0
 
 
 class EngineReady(Message, tag=True):
@@ -272,6 +278,9 @@ class EngineCoreOutput(Message):
     # On the first output: how many of num_cached_tokens the KV connector loaded.
     num_external_tokens: int = 0
     block_ids: list[int] = []  # block table; on the first and last output of a watched request
+    # On the first output: cached prompt tokens that had to be computed, because they come after the
+    # last checkpoint of the states.
+    num_uncovered_tokens: int = 0
 
 
 class EngineCoreOutputs(Message, tag=True):
@@ -340,9 +349,10 @@ class LoadModel(Message, tag=True):
 
 
 class AllocateKVCache(Message, tag=True):
-    """Allocate the KV cache. `num_blocks` is the smallest number that a worker reported."""
+    """Allocate the KV cache. The numbers are the smallest that a worker reported."""
 
     num_blocks: int
+    num_checkpoints: int = 0
 
 
 class NewRequest(Message):
@@ -388,15 +398,23 @@ class DecodeBatch(Message):
 
 
 class BlockSwaps(Message):
-    """Copies between KV cache blocks and slots of host memory, which have a part per rank.
+    """Copies between KV cache blocks and slots of host memory, which have a part per rank; and
+    between checkpoints and the states of running requests.
 
     Workers swap out first: slots that are filled may be read, and blocks that are saved may be
-    filled again, in the same step.
+    filled again, in the same step. They load states after that, and save them in the forward pass.
     """
 
     memory: str  # file that workers map: slots of kv_bytes_per_block times the number of ranks
     blocks_to_swap_in: list[tuple[int, int]] = []  # (slot, block)
     blocks_to_swap_out: list[tuple[int, int]] = []  # (block, slot)
+    # A checkpoint takes several slots of host memory, in order.
+    states_to_swap_in: list[tuple[list[int], int]] = []  # (slots, checkpoint)
+    states_to_swap_out: list[tuple[int, list[int]]] = []  # (checkpoint, slots)
+    states_to_load: list[tuple[int, int]] = []  # (checkpoint, request's slot)
+    # (request's slot, number of its tokens, checkpoint): the states after these tokens, of which
+    # the step computes the last.
+    states_to_save: list[tuple[int, int, int]] = []
 
 
 class SchedulerOutput(Message, tag=True):

@@ -87,3 +87,10 @@ class SchedulerStats(Stats):
     num_read: int = 0  # waiting requests whose blocks have been read
     num_pinned: int = 0  # blocks
     num_prompt_tokens: int = 0  # computed, with the chunks of unfinished prompts
+    # Models with states: requests that looked for a checkpoint, and that began at one.
+    state_cache_queries: int = 0
+    state_cache_hits: int = 0
+    num_state_evictions: int = 0  # checkpoints
+    num_checkpoints: int = 0  # that are cached or in use
+    state_cache_bytes: int = 0  # of these, on all devices
+    max_state_cache_bytes: int = 0

@@ -107,7 +107,7 @@ class Worker:
         if warning and self.parallel.rank == 0:
             log.warning("%s", warning)
         self.progress("measuring memory", 0.0)
-        num_blocks = self.runner.count_blocks()
+        num_blocks, num_checkpoints = self.runner.count_blocks()
         if planned is not None:
             dry_run.compare(self.runner, planned)
         return WorkerReady(
@@ -120,12 +120,17 @@ class Worker:
             kv_windows=self.runner.kv_windows,
             adaptable=self.runner.adapters.layers if self.runner.adapters else {},
             warning=warning,
+            num_checkpoints=num_checkpoints,
+            state_bytes=self.runner.state_bytes,
         )
 
-    def allocate_kv_cache(self, num_blocks: int) -> None:
-        """Allocate the cache, with as many blocks as other workers have; prepare to run steps."""
+    def allocate_kv_cache(self, num_blocks: int, num_checkpoints: int = 0) -> None:
+        """Allocate the cache, with as many blocks and checkpoints of states as other workers have;
+        prepare to run steps.
+        """
         self.num_blocks = num_blocks
-        self.runner.allocate_kv_cache(num_blocks)
+        self.num_checkpoints = num_checkpoints
+        self.runner.allocate_kv_cache(num_blocks, num_checkpoints)
         self.reference_check.run(self.run_step)
         self.runner.warm_up(lambda fraction: self.progress("warming up", fraction))
 
@@ -155,14 +160,16 @@ class Worker:
         """Load another checkpoint of the same architecture, in place of this one. The KV cache is
         empty afterwards, and as large as before.
         """
-        memory = self.num_blocks * self.runner.bytes_per_block
-        config = self.runner.config.replace(kv_cache_memory=memory)
+        config = self.runner.config.replace(
+            kv_cache_memory=self.num_blocks * self.runner.bytes_per_block,
+            max_state_memory=max(self.num_checkpoints * self.runner.state_bytes, 1),
+        )
         self.release()
         self.progress = lambda phase, fraction: None  # it is no start
         spec = msgspec.structs.replace(self.runner.spec, folder=folder)
         self.runner = type(self.runner)(config, spec, self.device, self.parallel)
         self.load_model(plans_memory=False)
-        self.allocate_kv_cache(self.num_blocks)
+        self.allocate_kv_cache(self.num_blocks, self.num_checkpoints)
 
     def start_profile(self) -> None:
         """Record the operations of torch, until `stop_profile` or for MAX_PROFILED_STEPS."""

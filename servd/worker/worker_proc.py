@@ -81,9 +81,11 @@ class WorkerProc:
             case messages.LoadModel(plans_memory):
                 self.ready: messages.WorkerReady = self.worker.load_model(plans_memory)
                 self.answers.put(lambda: self.ready)
-            case messages.AllocateKVCache(num_blocks):
-                self.worker.allocate_kv_cache(num_blocks)
-                ready = msgspec.structs.replace(self.ready, num_blocks=num_blocks)
+            case messages.AllocateKVCache(num_blocks, num_checkpoints):
+                self.worker.allocate_kv_cache(num_blocks, num_checkpoints)
+                ready = msgspec.structs.replace(
+                    self.ready, num_blocks=num_blocks, num_checkpoints=num_checkpoints
+                )
                 self.answers.put(lambda: ready)
 
     def output(self, result: Callable[[], messages.ModelRunnerOutput]) -> messages.FromWorker:

@@ -80,3 +80,30 @@ def test_copies_of_many_blocks_take_turns_in_the_same_memory(monkeypatch):
     os.close(memory)
     assert len({rows.untyped_storage().data_ptr() for rows in staged}) == 1
     assert turns == [0, 1] * NUM_SLOTS + [1, 0] * NUM_SLOTS
+
+
+@pytest.mark.parametrize("num_columns", [7, 40])
+@pytest.mark.parametrize("has_cache", [True, False])
+def test_checkpoints_of_each_rank_come_back_from_several_slots(num_columns, has_cache):
+    cache_bytes = 2 * 8 * 4  # a block of a layer
+    slot_bytes = cache_bytes if has_cache else num_columns * 4
+    num_parts = -(-num_columns * 4 // slot_bytes)
+    memory = os.memfd_create("test")
+    os.ftruncate(memory, 2 * num_parts * 2 * slot_bytes)
+    stores = []
+    checkpoints = [torch.randn(3, num_columns) for _ in range(2)]
+    for rank in range(2):
+        caches = [torch.randn(2, NUM_BLOCKS, 8)] if has_cache else []
+        path = f"/proc/self/fd/{memory}"
+        stores.append(BlockStore(path, caches, Parallel(rank, 2), checkpoints[rank]))
+    before = [states.clone() for states in checkpoints]
+    slots = list(reversed(range(num_parts)))
+    out = BlockSwaps("", states_to_swap_out=[(1, slots)])
+    no_part = BlockSwaps("", states_to_swap_out=[(2, [-1] * num_parts)])
+    for store in stores:
+        store.swap_blocks(out)
+        store.swap_blocks(no_part)
+        store.swap_blocks(BlockSwaps("", states_to_swap_in=[(slots, 0)]))
+    os.close(memory)
+    for states, old in zip(checkpoints, before, strict=True):
+        assert torch.equal(states, old[[1, 1, 2]])

@@ -75,7 +75,7 @@ class MultiProcExecutor(executor.Executor):
         self._send(LoadModel(self.plans_memory))
         ready = self._recv_ready()
         self.progress("allocating KV cache", 0.0)
-        self._send(AllocateKVCache(ready.num_blocks))
+        self._send(AllocateKVCache(ready.num_blocks, ready.num_checkpoints))
         return self._recv_ready()
 
     def start_workers(self) -> None:
@@ -163,7 +163,9 @@ class MultiProcExecutor(executor.Executor):
             outbox.send(encoded)
 
     def _recv_ready(self) -> WorkerReady:
-        """Wait for all workers and return the answer of the worker with the fewest blocks."""
+        """Wait for all workers and return the answer of the worker with the fewest blocks, with the
+        fewest checkpoints of those that have states.
+        """
         ready: list[WorkerReady] = []
         while len(ready) < len(self.outboxes):
             match self._recv():
@@ -171,7 +173,12 @@ class MultiProcExecutor(executor.Executor):
                     self.progress(phase, progress)
                 case WorkerReady() as message:
                     ready.append(message)
-        return min(ready, key=lambda message: message.num_blocks)
+        fewest = min(ready, key=lambda message: message.num_blocks)
+        with_states = [message for message in ready if message.state_bytes]
+        if with_states:
+            fewest.num_checkpoints = min(message.num_checkpoints for message in with_states)
+            fewest.state_bytes = max(message.state_bytes for message in with_states)
+        return fewest
 
     def _recv(self) -> FromWorker:
         while True:

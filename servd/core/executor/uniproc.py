@@ -25,7 +25,7 @@ class UniProcExecutor(executor.Executor):
         self.worker = worker_class(self.config, self.spec, 0, self.progress)
         ready: WorkerReady = self.worker.load_model(self.plans_memory)
         self.progress("allocating KV cache", 0.0)
-        self.worker.allocate_kv_cache(ready.num_blocks)
+        self.worker.allocate_kv_cache(ready.num_blocks, ready.num_checkpoints)
         return ready
 
     def execute_model(self, scheduled: SchedulerOutput) -> None:

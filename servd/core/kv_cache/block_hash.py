@@ -29,5 +29,10 @@ def of_group(block_hash: bytes, group: int) -> bytes:
     return block_hash + bytes((group,)) if group else block_hash
 
 
+def part_hash(block_hash: bytes, part: int) -> bytes:
+    """Return the key of a part of the checkpoint after these tokens, in slots of host memory."""
+    return sha256(b"state" + block_hash + part.to_bytes(4, "big")).digest()
+
+
 def is_of_other_group(block_hash: bytes) -> bool:
     return len(block_hash) > len(NO_KEYS)

@@ -35,6 +35,10 @@ class BlockPool:
         return len(self._blank) + len(self._cached)
 
     @property
+    def num_blank(self) -> int:
+        return len(self._blank)
+
+    @property
     def num_cached(self) -> int:
         return len(self._block_of_hash)
 

@@ -11,7 +11,9 @@ from servd.core.kv_cache.connector import KVConnector
 from servd.core.kv_cache.events import KVEvents, NullEvents
 from servd.core.kv_cache.grouped_prefix_cache import GroupedPrefixCache
 from servd.core.kv_cache.prefix_cache import NO_BLOCK, PrefixCache, only_held
+from servd.core.kv_cache.state_cache import StateCache
 from servd.core.request import Request
+from servd.messages.engine import BlockSwaps
 from servd.messages.stats import SchedulerStats
 
 
@@ -21,11 +23,17 @@ class KVCacheManager:
     Each group of layers has its own blocks, all from one pool. Counts of a request's blocks, such
     as `num_registered_blocks`, are per group. Blocks before a group's window are freed while the
     request runs. The connector loads blocks from other storage and saves them there. The initial
-    connector does nothing; with any other connector, there is only one group.
+    connector does nothing; with any other connector, there is only one group. In models with
+    states, a cached prefix ends at one of the checkpoints of `states`.
     """
 
     def __init__(
-        self, num_blocks: int, config: CacheConfig, layout: KVLayout, clock: Clock = now_ns
+        self,
+        num_blocks: int,
+        config: CacheConfig,
+        layout: KVLayout,
+        clock: Clock = now_ns,
+        states: StateCache | None = None,
     ) -> None:
         self.layout = layout
         self.windows = layout.windows
@@ -40,6 +48,7 @@ class KVCacheManager:
             self.events = KVEvents(config.kv_events_config, self.pool, config.block_size)
         make_cache = PrefixCache if self.windows == (None,) else GroupedPrefixCache
         self.prefix_cache = make_cache(self.pool, config, layout, self.events, clock)
+        self.states = states
         self.connector = KVConnector()
         self.num_holders = 0  # requests that have blocks
 
@@ -47,6 +56,8 @@ class KVCacheManager:
         self.connector.close()
         self.connector = connector
         self.pool.on_evict = connector.save_block
+        if self.states is not None:
+            self.states.connector = connector
 
     @property
     def usage(self) -> float:
@@ -65,7 +76,11 @@ class KVCacheManager:
         """
         if not self.enable_prefix_caching:
             return []
-        return self.prefix_cache.find_prefix(request)
+        cached = self.prefix_cache.find_prefix(request)
+        if self.states is not None:
+            self.states.find(request, len(cached))
+            cached = cached[: request.border]
+        return cached
 
     def fits(self, request: Request, cached: Sequence[int]) -> bool:
         """Return whether there are enough blocks for all known tokens and the next token, besides
@@ -92,7 +107,11 @@ class KVCacheManager:
         return num_needed - self.pool.num_free
 
     def can_allocate(self, request: Request, cached: Sequence[int]) -> bool:
-        """Return whether a request fits, and no block after the `cached` ones is loading."""
+        """Return whether a request fits, and need not wait for a step that loads or computes what
+        comes after the `cached` blocks.
+        """
+        if self.states is not None and self.states.is_saving(request):
+            return False
         return self.fits(request, cached) and not self.connector.is_loading(request, len(cached))
 
     # ---- requests that run ----
@@ -103,18 +122,26 @@ class KVCacheManager:
         """
         assert not request.block_ids
         self.num_holders += 1
+        slots = self.connector.claim_slots(request, len(cached))
+        num_loaded = len(slots)
+        if self.states is not None:
+            slots = self.states.swap_in(request, len(cached), slots)
+            cached = cached[: request.border]
+            num_loaded = (request.border or 0) - len(cached)
         self.pool.share(only_held(cached))
         request.block_ids = cached.copy()
-        slots = self.connector.claim_slots(request, len(cached))
-        if slots:
-            blocks = self.pool.take(len(slots))
+        if num_loaded:
+            blocks = self.pool.take(num_loaded)
             request.block_ids += blocks
             self.prefix_cache.register(request, len(cached), len(request.block_ids))
-            self.connector.load(slots, blocks)
+            if slots:
+                self.connector.load(slots, blocks)
         num_blocks = len(request.block_ids) // self.num_groups
         request.num_registered_blocks = num_blocks
         request.num_attached_blocks = num_blocks
         request.num_computed_tokens = num_blocks * self.block_size
+        if self.states is not None:
+            self.states.begin(request, num_blocks)
 
     def extend(self, request: Request, num_tokens: int) -> list[int] | None:
         """Return blocks for the next `num_tokens` tokens; None if too few are free."""
@@ -138,7 +165,11 @@ class KVCacheManager:
             num_blocks = len(request.block_ids) // self.num_groups
             if request.num_computed_tokens + num_tokens > num_blocks * self.block_size:
                 self._free_before_windows(request)
-        return self.extend(request, num_tokens)
+        new_block_ids = self.extend(request, num_tokens)
+        if self.states is not None and new_block_ids is not None:
+            self.commit(request)
+            self.states.save_borders(request, num_tokens)
+        return new_block_ids
 
     def _free_before_windows(self, request: Request) -> None:
         """Free blocks that are no longer read. Steps in flight may still read them, but run before
@@ -172,6 +203,10 @@ class KVCacheManager:
         self.num_holders -= 1
         if request.options.retention and request.is_finished:
             self.prefix_cache.pin_prompt(request)
+            if self.states is not None:
+                self.states.pin_prompt(request)
+        if self.states is not None:
+            self.states.free(request)
         self.connector.save_request(request, self.pool)
         self.pool.release(reversed(only_held(request.block_ids)))
         request.block_ids = []
@@ -191,12 +226,16 @@ class KVCacheManager:
         # A finished request may have stored the blocks that it computed; the others are shared.
         first = request.num_attached_blocks if request.is_finished else 0
         self.connector.forget(request.block_hashes[first:])
+        if self.states is not None:
+            self.states.forget(request, request.block_hashes[request.num_attached_blocks :])
 
     # ---- all requests ----
 
     def reset(self) -> None:
         """Remove all blocks that no request owns from the cache."""
         self.prefix_cache.clear()
+        if self.states is not None:
+            self.states.clear()
         self.connector.reset()
         self.events.publish()
 
@@ -206,6 +245,11 @@ class KVCacheManager:
         stats.prefix_cache_queries += request.num_prompt_tokens
         stats.prefix_cache_hits += request.num_cached_tokens - request.num_external_tokens
 
+    def take_swaps(self) -> BlockSwaps | None:
+        """Return the copies for the step that was just scheduled."""
+        swaps = self.connector.take_swaps()
+        return swaps if self.states is None else self.states.take_copies(swaps)
+
     def report(self, stats: SchedulerStats) -> None:
         self.prefix_cache.unpin(self.pool.num_blocks)
         stats.num_pinned = len(self.prefix_cache.pinned)
@@ -213,6 +257,8 @@ class KVCacheManager:
         stats.evictions = [] if self.pool.times is None else self.pool.times.news()
         self.events.publish()
         self.connector.report(stats)
+        if self.states is not None:
+            self.states.report(stats)
 
     def close(self) -> None:
         self.connector.close()

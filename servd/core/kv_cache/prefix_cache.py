@@ -25,6 +25,15 @@ def loadable_hashes(request: Request, block_size: int, num_cached: int = 0) -> S
     return request.block_hashes[num_cached : (len(request.token_ids) - 1) // block_size]
 
 
+def hashes_to_load(request: Request, block_size: int, num_cached: int) -> Sequence[bytes]:
+    """Return the hashes of what a KV connector may load for a request that the device has the first
+    `num_cached` blocks of.
+    """
+    if request.loads is not None:
+        return request.loads
+    return loadable_hashes(request, block_size, num_cached)
+
+
 def only_held(block_ids: Iterable[int]) -> list[int]:
     return [block for block in block_ids if block != NO_BLOCK]
 

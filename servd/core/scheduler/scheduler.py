@@ -144,7 +144,7 @@ class Scheduler:
                 budget = self._schedule_prompts(step, budget, partial, priority_class)
             if record.prefills:
                 break
-        step.swaps = self.kv_cache.connector.take_swaps()
+        step.swaps = self.kv_cache.take_swaps()
         if not (step.decoding or step.scheduled) and step.swaps is None:
             return None
         self._num_steps += 1

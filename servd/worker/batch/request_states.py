@@ -51,6 +51,7 @@ class RequestStates:
         # Recurrent state of layers, float32 [max_num_seqs + 1, n]; see layers/state.py. Each number
         # is written before it is read.
         self.of_layers: torch.Tensor | None = None
+        self.checkpoints: torch.Tensor | None = None
         self.tree: DraftTree | None = None  # the shape of drafts in slots with `is_tree`
         self.is_tree = np.zeros(max_num_seqs + 1, dtype=bool)  # by slot, on the host
 
@@ -58,6 +59,14 @@ class RequestStates:
         if num_columns:
             shape = (len(self.token_ids), num_columns)
             self.of_layers = torch.empty(shape, dtype=torch.float32, device=self.token_ids.device)
+
+    @property
+    def state_bytes(self) -> int:
+        """The bytes of a request's recurrent states."""
+        return 0 if self.of_layers is None else self.of_layers[0].nbytes
+
+    def allocate_checkpoints(self, num_checkpoints: int) -> None:
+        """Allocate checkpoints of the states: more requests' states, which no slot has."""
 
     @property
     def nbytes(self) -> int:

@@ -22,24 +22,36 @@ STAGED_BYTES = 256 << 20  # on a GPU, of blocks that are gathered for one copy e
 class BlockStore:
     """Slots of host memory. Each holds the bytes of one block: rank by rank, layer by layer.
     `caches`: one tensor per layer, [2, num_blocks, ...] or [1, num_blocks, ...]; `parallel`: the
-    ranks.
+    ranks. A row of `checkpoints`, float32 [num_checkpoints, num_columns], takes several slots; one
+    without caches.
     """
 
-    def __init__(self, path: str, caches: Sequence[Tensor], parallel: Parallel) -> None:
+    def __init__(
+        self,
+        path: str,
+        caches: Sequence[Tensor],
+        parallel: Parallel,
+        checkpoints: Tensor | None = None,
+    ) -> None:
         with open(path, "r+b") as file:
             self._memory = mmap.mmap(file.fileno(), 0)
         # Elements as wide as possible: torch splits copies of many elements over threads, which
         # costs more than it gains.
         bytes_each = [cache[0, 0].numel() * cache.itemsize for cache in caches]
+        if checkpoints is not None:
+            bytes_each.append(checkpoints.shape[1] * checkpoints.itemsize)
         dtype = torch.uint8 if any(size % 8 for size in bytes_each) else torch.int64
         memory = torch.frombuffer(self._memory, dtype=dtype)
         self._caches = [cache.flatten(2).view(dtype) for cache in caches]  # [2 or 1, num_blocks, n]
         sizes = [len(cache) * cache.shape[2] for cache in self._caches]
+        self._checkpoints = None if checkpoints is None else checkpoints.view(dtype)
+        if self._checkpoints is not None and not caches:
+            sizes = [self._checkpoints.shape[1]]
         # [num_slots, numbers of a block in all layers]
         self._slots = memory.view(-1, parallel.size, sum(sizes))[:, parallel.rank]
         self._sizes = sizes
         self._stream: torch.cuda.Stream | None = None
-        if caches[0].is_cuda:  # copies are asynchronous if the memory is pinned
+        if caches and caches[0].is_cuda:  # copies are asynchronous if the memory is pinned
             self._stream = torch.cuda.Stream(caches[0].device)
             cudart: Any = torch.cuda.cudart()
             error = cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
@@ -56,9 +68,16 @@ class BlockStore:
         for block, slot in swaps.blocks_to_swap_out:
             for cache, numbers in self._of_layers(self._slots[slot]):
                 numbers.copy_(cache[:, block])
+        for checkpoint, slots in swaps.states_to_swap_out:
+            for part, slot in zip(self._parts_of(checkpoint), slots, strict=True):
+                if slot >= 0:
+                    self._slots[slot, : len(part)] = part
         for slot, block in swaps.blocks_to_swap_in:
             for cache, numbers in self._of_layers(self._slots[slot]):
                 cache[:, block].copy_(numbers)
+        for slots, checkpoint in swaps.states_to_swap_in:
+            for part, slot in zip(self._parts_of(checkpoint), slots, strict=True):
+                part.copy_(self._slots[slot, : len(part)])
 
     def swap_staged(self, swaps: BlockSwaps) -> None:
         """Swap with one gather per layer and one copy per block, beside the device's kernels: block
@@ -91,6 +110,11 @@ class BlockStore:
         """Let the device's next kernels wait for the copies."""
         if self._stream is not None:
             torch.cuda.current_stream(self._caches[0].device).wait_stream(self._stream)
+
+    def _parts_of(self, checkpoint: int) -> Sequence[Tensor]:
+        """Return the parts of a checkpoint that slots hold: all full but the last."""
+        assert self._checkpoints is not None
+        return self._checkpoints[checkpoint].split(self._slots.shape[1])
 
     def _of_layers(self, numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield each layer's cache, and its part of blocks [..., n] as [..., 2 or 1, n]."""

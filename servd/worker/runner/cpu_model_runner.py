@@ -45,9 +45,10 @@ class CPUModelRunner(ModelRunner):
         """Return a share of the available memory, divided among the ranks of this host."""
         return kv_cache_share(available_memory(), self.num_workers)
 
-    def allocate_kv_cache(self, num_blocks: int) -> None:
+    def allocate_kv_cache(self, num_blocks: int, num_checkpoints: int = 0) -> None:
         """Allocate the cache, then record graphs, which contain the cache's addresses."""
-        size = num_blocks * self.bytes_per_block * self.num_workers
+        size = num_blocks * self.bytes_per_block + num_checkpoints * self.state_bytes
+        size *= self.num_workers
         free = available_memory()
         if size > free:
             log.warning(
@@ -56,7 +57,7 @@ class CPUModelRunner(ModelRunner):
                 format_bytes(size),
                 format_bytes(free),
             )
-        super().allocate_kv_cache(num_blocks)
+        super().allocate_kv_cache(num_blocks, num_checkpoints)
         self.num_threads = torch.get_num_threads()
         keep_freed_memory()  # only now: memory freed by loading goes back to the system
         self.states.inputs.reserve(self.max_num_samples)

@@ -131,7 +131,7 @@ def _plan(config: Config, spec: ModelSpec) -> MemoryPlan:
                 f"--kv-cache-memory {format_bytes(requested)}: {format_bytes(unused)} are free "
                 "beside weights and requests: lower it, or leave it out"
             )
-        num_blocks = runner.count_blocks(room)
+        num_blocks, _ = runner.count_blocks(room)
     except NotEnoughMemory as error:
         shortage = str(error)
     dtype = runner.dtype

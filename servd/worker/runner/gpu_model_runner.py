@@ -41,9 +41,9 @@ class GPUModelRunner(ModelRunner):
 
     # ---- steps as graphs ----
 
-    def allocate_kv_cache(self, num_blocks: int) -> None:
+    def allocate_kv_cache(self, num_blocks: int, num_checkpoints: int = 0) -> None:
         """Allocate the cache with one more block, to which padding is written."""
-        super().allocate_kv_cache(num_blocks + 1)
+        super().allocate_kv_cache(num_blocks + 1, num_checkpoints)
         self.states.pad(num_blocks)
         self.graphs = self.make_graphs()
         if self.graphs is not None:

@@ -197,14 +197,24 @@ class ModelRunner(ABC):
             self.config.lora, self.model, dtype, self.device, *limits, self.parallel
         )
 
-    def count_blocks(self, room: int | None = None) -> int:
+    def count_blocks(self, room: int | None = None) -> tuple[int, int]:
         """Return the KV-cache blocks that fit in --kv-cache-memory, else in `room`, else in free
-        memory. Raises NotEnoughMemory if they are too few for one request.
+        memory; and the checkpoints of states. Raises NotEnoughMemory if the blocks are too few for
+        one request.
         """
-        memory = self.config.cache.kv_cache_memory
+        cache = self.config.cache
+        memory = cache.kv_cache_memory
+        states_memory = cache.max_state_memory
+        if not (self.state_bytes and cache.enable_prefix_caching):
+            states_memory = 0
         if memory is None:
             memory = self.kv_cache_memory() if room is None else room
-        return kv_cache.count_blocks(
+            if states_memory is None:
+                states_memory = memory // 2 if self.bytes_per_block else memory
+            memory -= states_memory
+        elif states_memory is None:
+            states_memory = memory
+        num_blocks = kv_cache.count_blocks(
             self.config,
             KVLayout.from_config(self.config, self.kv_windows),
             self.bytes_per_block,
@@ -212,6 +222,14 @@ class ModelRunner(ABC):
             self.weights_bytes,
             self.more_memory,
         )
+        if not self.state_bytes:
+            return num_blocks, 0
+        return num_blocks, min(states_memory // self.state_bytes, num_blocks)
+
+    @property
+    def state_bytes(self) -> int:
+        """The bytes of a request's states in all layers, on this rank."""
+        return self.states.state_bytes
 
     @property
     def variant(self) -> bool:
@@ -223,7 +241,8 @@ class ModelRunner(ABC):
         num_bytes = kv_cache.bytes_per_block(self.backend, self.model)
         return num_bytes + (self.proposer.bytes_per_block if self.proposer else 0)
 
-    def allocate_kv_cache(self, num_blocks: int) -> None:
+    def allocate_kv_cache(self, num_blocks: int, num_checkpoints: int = 0) -> None:
+        self.states.allocate_checkpoints(num_checkpoints)
         self.kv_caches = kv_cache.allocate(self.backend, self.model, num_blocks)
         if self.proposer is not None:
             self.proposer.allocate_kv_cache(num_blocks)
@@ -307,7 +326,8 @@ class ModelRunner(ABC):
         """Copy blocks between the cache and the engine's host memory, mapped by the first copy."""
         if self.block_store is None:
             caches = [*self.kv_caches, *(self.proposer.kv_caches if self.proposer else ())]
-            self.block_store = BlockStore(swaps.memory, caches, self.parallel)
+            checkpoints = self.states.checkpoints
+            self.block_store = BlockStore(swaps.memory, caches, self.parallel, checkpoints)
         self.block_store.swap_blocks(swaps)
 
     def _finish_swaps(self) -> None:

@@ -28,7 +28,7 @@ class Worker:
         ready = self.executor.start()
         return msgspec.structs.replace(ready, num_blocks=ready.num_blocks - self.rank)
 
-    def allocate_kv_cache(self, num_blocks):
+    def allocate_kv_cache(self, num_blocks, num_checkpoints=0):
         assert num_blocks <= len(self.executor.cache) // self.executor.block_size
 
     def execute_model(self, scheduled):

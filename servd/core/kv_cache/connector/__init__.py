@@ -21,6 +21,12 @@ class KVConnector:
     def measure_copies(self, executor: Executor) -> None:
         """Measure how fast workers load blocks. Afterwards they have mapped the host memory."""
 
+    max_loads = 0  # blocks and parts of states that a request may load
+
+    def may_have(self, block_hash: bytes) -> bool:
+        """Return whether a block, or a part of a state, can probably be loaded."""
+        return False
+
     def is_loading(self, request: Request, num_cached: int) -> bool:
         """Return whether a waiting request must wait for blocks after its first `num_cached`, which
         the device has. The first call starts loading the blocks.
@@ -55,6 +61,15 @@ class KVConnector:
 
     def save_request(self, request: Request, pool: BlockPool) -> None:
         """Save the blocks of a request that are worth saving, before they are freed."""
+
+    def load_state(self, slots: Sequence[int], checkpoint: int) -> None:
+        """Copy claimed slots to a checkpoint of the device before the next step runs."""
+
+    def save_state(self, checkpoint: int, hashes: Sequence[bytes]) -> None:
+        """Save a checkpoint before it is evicted; `hashes`: of its parts."""
+
+    def offer_state(self, checkpoint: int, hashes: Sequence[bytes]) -> None:
+        """Save a checkpoint that is cached until it is evicted, if that is worth it."""
 
     def forget(self, hashes: Sequence[bytes]) -> None:
         """Drop these blocks from every store: their contents may be wrong."""

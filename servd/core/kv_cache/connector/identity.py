@@ -47,6 +47,7 @@ def identity(config: Config, spec: ModelSpec, worker: WorkerReady, memory: Path 
         (model.model_impl, model.quantization, model.max_model_len, model.compile, draft),
         (model.cpu_activation_dtype, model.widen_weights, config.lora.lora_dtype),
         (worker.dtype, worker.attention_backend, worker.kv_bytes_per_block),
+        (worker.state_bytes, "float32"),
         (config.cache.block_size, config.cache.kv_cache_dtype),
         (config.parallel.device, config.parallel.tensor_parallel_size),
     ]

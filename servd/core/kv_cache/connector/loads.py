@@ -9,7 +9,7 @@ from servd.core.kv_cache.connector.disk import Disk
 from servd.core.kv_cache.connector.host import HostMemory
 from servd.core.kv_cache.connector.io_workers import IOWorkers
 from servd.core.kv_cache.connector.remote import RemoteStore, Store
-from servd.core.kv_cache.prefix_cache import loadable_hashes
+from servd.core.kv_cache.prefix_cache import hashes_to_load
 from servd.core.request import Request
 from servd.messages.stats import SchedulerStats
 
@@ -53,7 +53,7 @@ class Loads:
         if load.deadline_ns == NOTHING_TO_LOAD:
             return False
         self.io_workers.collect_finished()
-        load.hashes = loadable_hashes(request, self.costs.block_size, num_cached)
+        load.hashes = hashes_to_load(request, self.costs.block_size, num_cached)
         load.loaded = self.host.find_prefix(load.hashes)
         load.missing = load.hashes[len(load.loaded) :]
         if load.deadline_ns == UNDECIDED:

@@ -28,7 +28,7 @@ from servd.core.kv_cache.connector.identity import identity
 from servd.core.kv_cache.connector.io_workers import IOWorkers
 from servd.core.kv_cache.connector.loads import Loads
 from servd.core.kv_cache.connector.remote import RemoteStore, Store
-from servd.core.kv_cache.prefix_cache import loadable_hashes
+from servd.core.kv_cache.prefix_cache import hashes_to_load
 from servd.core.request import Request, RequestStatus
 from servd.core.step import Step
 from servd.ipc.channels import CurveKeys
@@ -40,6 +40,7 @@ logger = logging.getLogger("servd.engine")
 GIB = 1 << 30
 MAX_STAGING = GIB  # bytes of host memory for blocks on their way to and from files
 MAX_SAVES = 16  # blocks copied to the host in a step because a request ended
+NO_SLOT = -1  # in place of a part of a checkpoint that the host has
 
 
 class OffloadConnector(KVConnector):
@@ -50,6 +51,8 @@ class OffloadConnector(KVConnector):
     the same step, because the host still has it. `disk`: files, or None; `remote`:
     blocks from and for peers, or None; `block_size`: tokens per block.
     """
+
+    stores_blocks = True  # False for models without attention, which only have states
 
     def __init__(
         self, host: HostMemory, disk: Disk | None, remote: RemoteStore | None, block_size: int
@@ -66,6 +69,8 @@ class OffloadConnector(KVConnector):
         self._swaps = BlockSwaps(host.path)  # for the next step
         self._num_copying = 0  # slots in copies of the next step and of steps in flight
         self._offers: dict[bytes, int] = {}  # hash -> block of an ended request, oldest first
+        # Likewise: hash of the first part -> checkpoint, and hashes of all parts.
+        self._state_offers: dict[bytes, tuple[int, Sequence[bytes]]] = {}
         self._num_swapped = 0  # waiting requests with this status
         self._counts = SchedulerStats()  # what was done since the last report
         if disk is not None:  # which may take long, and nobody waits for it at exit
@@ -92,6 +97,15 @@ class OffloadConnector(KVConnector):
 
     # ---- a waiting request ----
 
+    @property
+    def max_loads(self) -> int:
+        return self.host.num_blocks
+
+    def may_have(self, block_hash: bytes) -> bool:
+        if self.host.find(block_hash) is not None:
+            return True
+        return self.disk is not None and self.disk.may_have(block_hash)
+
     def is_loading(self, request: Request, num_cached: int) -> bool:
         return self.loads.is_loading(request, num_cached)
 
@@ -115,12 +129,18 @@ class OffloadConnector(KVConnector):
     def claim_slots(self, request: Request, num_cached: int) -> list[int]:
         self.stop_waiting(request)
         slots: list[int] = []
+        hashes = hashes_to_load(request, self.block_size, num_cached)
         if self.costs.is_worth_loading(self.host.name):
-            slots = self.host.find_prefix(loadable_hashes(request, self.block_size, num_cached))
+            slots = self.host.find_prefix(hashes)
+        if request.loads is not None and len(slots) < len(hashes):
+            slots = []  # blocks are of no use without the states after them
         self.host.share(slots)
         self.host.num_hits += len(slots)
         if request.num_preemptions == 0:
-            num_tokens = len(slots) * self.block_size
+            num_blocks = len(slots)
+            if slots and request.border is not None:
+                num_blocks = request.border - num_cached
+            num_tokens = num_blocks * self.block_size
             num_lacking = request.num_prompt_tokens - num_cached * self.block_size
             request.num_external_tokens = num_tokens
             self._counts.external_prefix_cache_queries += num_lacking
@@ -133,9 +153,16 @@ class OffloadConnector(KVConnector):
             self._swaps.blocks_to_swap_in.append((slot, block))
         self._num_copying += len(slots)
 
+    def load_state(self, slots: Sequence[int], checkpoint: int) -> None:
+        self._counts.num_bytes_loaded += len(slots) * self.host.slot_bytes
+        self._swaps.states_to_swap_in.append(([*slots], checkpoint))
+        self._num_copying += len(slots)
+
     # ---- from the device to the host, and on ----
 
     def save_block(self, block: int, block_hash: bytes) -> None:
+        if not self.stores_blocks:
+            return
         self._offers.pop(block_hash, None)
         slot = self.host.find(block_hash)
         if slot is not None:
@@ -152,8 +179,28 @@ class OffloadConnector(KVConnector):
             self._swaps.blocks_to_swap_out.append((block, slot))
             self._num_copying += 1
 
+    def save_state(self, checkpoint: int, hashes: Sequence[bytes]) -> None:
+        self._state_offers.pop(hashes[0], None)
+        missing = [block_hash for block_hash in hashes if self.host.find(block_hash) is None]
+        if self.host.num_free < len(missing):
+            self._counts.num_stores_skipped += len(missing)
+            return
+        slots: dict[bytes, int] = {}
+        for block_hash in missing:
+            [slots[block_hash]] = self.host.take(1)
+            self.host.register(slots[block_hash], block_hash)
+        self._counts.num_bytes_stored += len(slots) * self.host.slot_bytes
+        self._num_copying += len(slots)
+        if slots:
+            parts = [slots.get(block_hash, NO_SLOT) for block_hash in hashes]
+            self._swaps.states_to_swap_out.append((checkpoint, parts))
+
+    def offer_state(self, checkpoint: int, hashes: Sequence[bytes]) -> None:
+        if any(self._stores_for(block_hash) for block_hash in hashes):
+            self._state_offers[hashes[0]] = checkpoint, hashes
+
     def save_request(self, request: Request, pool: BlockPool) -> None:
-        if not self._stores:
+        if not self._stores or not self.stores_blocks:
             return
         # A block matches its hash until it is evicted; then it is saved or dropped.
         blocks: dict[bytes, int] = {}
@@ -170,6 +217,7 @@ class OffloadConnector(KVConnector):
     def forget(self, hashes: Sequence[bytes]) -> None:
         for block_hash in hashes:
             self._offers.pop(block_hash, None)
+            self._state_offers.pop(block_hash, None)
             slot = self.host.find(block_hash)
             if slot is not None:
                 self.host.forget([slot])
@@ -179,6 +227,7 @@ class OffloadConnector(KVConnector):
     def reset(self) -> None:
         """Drop all blocks in host memory. Files stay, because other engines share them."""
         self._offers.clear()
+        self._state_offers.clear()
         if self.remote is not None:
             self.remote.clear()
         self.host.forget(
@@ -206,7 +255,7 @@ class OffloadConnector(KVConnector):
 
     @property
     def has_swaps(self) -> bool:
-        return bool(self._offers)
+        return bool(self._offers or self._state_offers)
 
     def take_swaps(self) -> BlockSwaps | None:
         self.io_workers.collect_finished()
@@ -215,8 +264,18 @@ class OffloadConnector(KVConnector):
         for _ in range(num_saves):
             block_hash, block = next(iter(self._offers.items()))
             self.save_block(block, block_hash)
+        if self._state_offers and not self._offers:
+            checkpoint, hashes = next(iter(self._state_offers.values()))
+            num_busy = self._num_copying + self.io_workers.num_slots
+            if num_busy == 0 or num_busy + len(hashes) <= self.io_workers.max_slots:
+                self.save_state(checkpoint, hashes)
         swaps = self._swaps
-        if not swaps.blocks_to_swap_in and not swaps.blocks_to_swap_out:
+        if not (
+            swaps.blocks_to_swap_in
+            or swaps.blocks_to_swap_out
+            or swaps.states_to_swap_in
+            or swaps.states_to_swap_out
+        ):
             return None
         self._swaps = BlockSwaps(self.host.path)
         return swaps
@@ -230,6 +289,10 @@ class OffloadConnector(KVConnector):
             return
         loaded = [slot for slot, _ in step.swaps.blocks_to_swap_in]
         saved = [slot for _, slot in step.swaps.blocks_to_swap_out]
+        for slots, _ in step.swaps.states_to_swap_in:
+            loaded += slots
+        for _, slots in step.swaps.states_to_swap_out:
+            saved += [slot for slot in slots if slot != NO_SLOT]
         self._num_copying -= len(loaded) + len(saved)
         self.host.release(loaded)
         for slot in saved:
@@ -244,7 +307,8 @@ class OffloadConnector(KVConnector):
         if self._offers and self.io_workers.is_hung:
             logger.warning("--kv-cache-dir does not respond: dropping %d blocks", len(self._offers))
             self._offers.clear()
-        is_due = bool(self.io_workers.num_slots or self._offers)
+            self._state_offers.clear()
+        is_due = bool(self.io_workers.num_slots or self.has_swaps)
         if is_due:
             self.io_workers.wait()
         return is_due
@@ -293,15 +357,21 @@ def make_connector(config: Config, spec: ModelSpec, worker: WorkerReady) -> Offl
     the host memory cannot hold a block.
     """
     cache = config.cache
-    slot_bytes = worker.kv_bytes_per_block * config.parallel.tensor_parallel_size
+    # Without attention, a slot has the states of all layers.
+    rank_bytes = worker.kv_bytes_per_block or worker.state_bytes
+    slot_bytes = rank_bytes * config.parallel.tensor_parallel_size
+    num_parts = -(-worker.state_bytes // rank_bytes)  # of a checkpoint
     if cache.kv_offloading_size is not None:
         num_slots = int(cache.kv_offloading_size * GIB) // slot_bytes
     else:
-        num_slots = min(worker.num_blocks, max(MAX_STAGING // slot_bytes, 1))
-    if num_slots < 1:
+        num_slots = min(worker.num_blocks, max(MAX_STAGING // slot_bytes, 1)) + 2 * num_parts
+    if num_slots < 1 + num_parts:
+        what = (
+            "a block of the KV cache and a checkpoint" if num_parts else "a block of the KV cache"
+        )
         raise ConfigError(
-            f"--kv-offloading-size {cache.kv_offloading_size}: a block of the KV cache takes "
-            f"{format_bytes(slot_bytes)}; raise it, or lower --block-size"
+            f"--kv-offloading-size {cache.kv_offloading_size}: {what} take "
+            f"{format_bytes((1 + num_parts) * slot_bytes)}; raise it, or lower --block-size"
         )
     root = None if cache.kv_cache_dir is None else Path(cache.kv_cache_dir)
     identify = partial(identity, config, spec, worker, root and root / "weights")
@@ -310,4 +380,6 @@ def make_connector(config: Config, spec: ModelSpec, worker: WorkerReady) -> Offl
     if cache.kv_transfer_config is not None:
         remote = RemoteStore(cache.kv_transfer_config, CurveKeys(read_token(config)), identify)
     host = HostMemory(num_slots, slot_bytes)
-    return OffloadConnector(host, disk, remote, cache.block_size)
+    connector = OffloadConnector(host, disk, remote, cache.block_size)
+    connector.stores_blocks = worker.kv_bytes_per_block > 0
+    return connector
