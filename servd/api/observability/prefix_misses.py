@@ -39,6 +39,10 @@ def explain_prefix(
         report.reason = "prompt_is_read"
     elif num_matched >= num_blocks:
         report.reason = "complete"
+    elif choice.num_uncovered_tokens:
+        report.reason = "no_checkpoint"
+        report.num_uncovered = choice.num_uncovered_tokens // size
+        texts.update(uncovered=choice.num_uncovered_tokens, covered=timeline.num_cached_tokens)
     elif choice.evicted_at_ns:
         report.reason = "evicted"
         ago_ns = (first(timeline.marks, "scheduled") or 0) - choice.evicted_at_ns
