@@ -44,7 +44,7 @@ PATHS = ["model", "tokenizer", "chat_template", "api_key_file", "join_token_file
 PATHS += ["ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "download_dir", "kv_cache_dir"]
 PATHS += ["batch_dir", "lora_dir", "ipc_dir", "models_dir", "generation_config", "record_trace"]
 PATHS += ["response_db", "fake_script"]
-SIZES = ("kv_cache_memory", "response_max_bytes")
+SIZES = ("kv_cache_memory", "max_state_memory", "response_max_bytes")
 # Ends of the names of options whose path may not exist yet.
 WRITTEN = ("_dir", "_db", "record_trace")
 

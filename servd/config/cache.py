@@ -81,12 +81,12 @@ class CacheConfig(Section, frozen=True):
             and not self.enable_prefix_caching
         ):
             raise ConfigError(
-                "--kv-events-config needs the prefix cache, which is off (always, for encoders and "
-                "linear attention): remove the option"
+                "--kv-events-config needs the prefix cache, which is off (always for encoders, and "
+                "on CUDA for models with states): remove the option"
             )
         if self.has_connector and not self.enable_prefix_caching:
             raise ConfigError(
                 "--kv-cache-dir, --kv-offloading-size and --kv-transfer-config need the prefix "
-                "cache, which is off (always, for encoders and linear attention): remove the "
-                "options"
+                "cache, which is off (always for encoders, and on CUDA for models with states): "
+                "remove the options"
             )

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from servd.base.errors import ConfigError
-from servd.config import Config, choices, descriptions, flag_of, options_by_name, title_of
+from servd.config import SIZES, Config, choices, descriptions, flag_of, options_by_name, title_of
 from servd.config._section import plain
 from servd.config.flag_aliases import ALIASES, IGNORED, OTHER_FLAGS, VALUE_ALIASES
 from servd.terminal.output import HELP
@@ -160,4 +160,4 @@ def argument_style(kind: Any, name: str) -> dict[str, Any]:
         return {"action": "append", "metavar": metavar}
     if typing.get_origin(kind) is list:
         return {"nargs": "+", "action": "extend", "metavar": metavar}
-    return {"metavar": "SIZE" if name == "kv_cache_memory" else metavar}
+    return {"metavar": "SIZE" if name in SIZES else metavar}

@@ -98,19 +98,22 @@ def resolve_states(config: Config, spec: ModelSpec) -> dict[str, Decision]:
     """Resolve options for a recurrent state. Raises ConfigError if one needs earlier states."""
     what = f"layers of {spec.model_type} keep a state, which is that of the last token alone"
     model = config.model
+    on_cuda = config.parallel.device == "cuda"
+    sends = config.cache.kv_transfer_config is not None
     num_stages = config.parallel.pipeline_parallel_size
     for is_asked, flag, why in (
         (model.speculative_config, "--speculative-config", "drafts that are not kept stay in it"),
         (num_stages > 1, f"--pipeline-parallel-size {num_stages}", "stages have none"),
         (model.compile, "--compile", "torch would compile it anew for each step"),
         (model.batch_invariant, "--batch-invariant", "its rounding depends on chunks of prompts"),
+        (sends, "--kv-transfer-config", "engines do not send states to each other yet"),
     ):
         if is_asked:
             raise ConfigError(f"{flag}: {what}; {why}: leave it out")
-    return {
-        "enable_prefix_caching": Decision(False, what),
-        "enforce_eager": Decision(True, "linear attention runs operation by operation"),
-    }
+    decided = {"enforce_eager": Decision(True, "linear attention runs operation by operation")}
+    if on_cuda:
+        decided["enable_prefix_caching"] = Decision(False, f"{what}, and has checkpoints on CPUs")
+    return decided
 
 
 def check_activations(config: Config, spec: ModelSpec) -> None:

@@ -227,7 +227,7 @@ class KVCacheManager:
         first = request.num_attached_blocks if request.is_finished else 0
         self.connector.forget(request.block_hashes[first:])
         if self.states is not None:
-            self.states.forget(request, request.block_hashes[request.num_attached_blocks :])
+            self.states.forget(request)
 
     # ---- all requests ----
 

@@ -5,7 +5,7 @@ It is cached under the hash of the last block of these tokens.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -246,10 +246,9 @@ class StateCache:
         end_ns = self.clock() + round(request.options.retention * 1e9)
         self.pinned.add(self._find_all(reversed(hashes)), end_ns)
 
-    def forget(self, request: Request, hashes: Sequence[bytes]) -> None:
-        """Drop the checkpoints under these hashes, and the last of the request: the states may be
-        wrong.
-        """
+    def forget(self, request: Request) -> None:
+        """Drop all checkpoints of a request's tokens: the states may be wrong."""
+        hashes = request.block_hashes
         self._drop_last(self._checkpoints[request])
         checkpoints = self._find_all(hashes)
         self.pinned.drop(checkpoints)

@@ -5,12 +5,13 @@ import torch
 
 from servd.base.errors import InvalidRequest
 from servd.config.speculative import MOST_DRAFTS
-from servd.messages.engine import NewRequest, ScheduledRequest
+from servd.messages.engine import BlockSwaps, NewRequest, ScheduledRequest
 from servd.worker import ops
 from servd.worker.batch.block_table import NO_CHANGES, BlockTables
 from servd.worker.batch.decode_inputs import DecodeBuffers, DecodeInputs
 from servd.worker.batch.draft_tree import DraftTree
 from servd.worker.device.device import upload
+from servd.worker.ops._state_rows import StateMemory
 
 
 class RequestStates:
@@ -48,34 +49,62 @@ class RequestStates:
         self.zeros = np.zeros_like(self.indices)
         self.inputs = DecodeInputs(max_num_seqs, self.null_slot, device)
         self.ops = ops.for_device(device)
-        # Recurrent state of layers, float32 [max_num_seqs + 1, n]; see layers/state.py. Each number
-        # is written before it is read.
-        self.of_layers: torch.Tensor | None = None
-        self.checkpoints: torch.Tensor | None = None
+        self.state_memory: StateMemory | None = None  # numbers are written before they are read
         self.tree: DraftTree | None = None  # the shape of drafts in slots with `is_tree`
         self.is_tree = np.zeros(max_num_seqs + 1, dtype=bool)  # by slot, on the host
 
     def make_room(self, num_columns: int) -> None:
         if num_columns:
-            shape = (len(self.token_ids), num_columns)
-            self.of_layers = torch.empty(shape, dtype=torch.float32, device=self.token_ids.device)
+            live, checkpoints = (
+                torch.empty(n, num_columns, dtype=torch.float32, device=self.token_ids.device)
+                for n in (len(self.token_ids), 0)
+            )
+            saves = torch.empty(0, 2, dtype=torch.int64)
+            self.state_memory = StateMemory(live, checkpoints, saves)
 
     @property
     def state_bytes(self) -> int:
         """The bytes of a request's recurrent states."""
-        return 0 if self.of_layers is None else self.of_layers[0].nbytes
+        return 0 if self.state_memory is None else self.state_memory.live[0].nbytes
 
     def allocate_checkpoints(self, num_checkpoints: int) -> None:
-        """Allocate checkpoints of the states: more requests' states, which no slot has."""
+        memory = self.state_memory
+        if memory is not None:
+            # By NumPy: see `kv_cache.allocate`.
+            shape = num_checkpoints, memory.live.shape[1]
+            checkpoints = torch.from_numpy(np.zeros(shape, np.float32)).to(memory.live.device)
+            self.state_memory = memory._replace(checkpoints=checkpoints)
+
+    def begin_states(self, swaps: BlockSwaps | None, rows: np.ndarray) -> None:
+        """Copy checkpoints to and from slots, as they are before a step of these rows (see ROW);
+        leave the other saves, which are inside of rows, to the layers.
+        """
+        memory = self.state_memory
+        if memory is None or (swaps is None and not len(memory.saves)):
+            return
+        saves: list[tuple[int, int]] = []
+        if swaps is not None:
+            for checkpoint, slot in swaps.states_to_load:
+                memory.live[slot] = memory.checkpoints[checkpoint]
+            starts = (rows["num_tokens"].cumsum() - rows["num_tokens"]).tolist()
+            firsts = rows["num_computed_tokens"].tolist()
+            places = dict(zip(rows["slot"].tolist(), zip(starts, firsts, strict=True), strict=True))
+            for slot, num_tokens, checkpoint in swaps.states_to_save:
+                start, first = places[slot]
+                if num_tokens == first:
+                    memory.checkpoints[checkpoint] = memory.live[slot]
+                else:
+                    saves.append((start + num_tokens - first, checkpoint))
+        saved = torch.tensor(sorted(saves), dtype=torch.int64).view(-1, 2)
+        self.state_memory = memory._replace(saves=saved)
 
     @property
     def nbytes(self) -> int:
-        parts = self.token_ids, self.block_tables.tables, self.of_layers
-        return sum(part.nbytes for part in parts if part is not None)
+        parts = self.token_ids, self.block_tables.tables, *(self.state_memory or ())
+        return sum(part.nbytes for part in parts)
 
     def add(self, request: NewRequest) -> None:
         """Put a request in its slot. Raises InvalidRequest if a token id is out of vocabulary."""
-        assert self.of_layers is None or not request.num_computed_tokens, "states are not cached"
         slot = request.slot
         token_ids = np.asarray(request.token_ids, dtype=np.int64)
         if token_ids.min() < 0 or token_ids.max() >= self.vocab_size:

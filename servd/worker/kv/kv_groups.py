@@ -11,6 +11,7 @@ from servd.config import Config
 from servd.config.kv_layout import KVLayout
 from servd.worker.attention import AttentionBackend
 from servd.worker.layers.attention import attention_layers
+from servd.worker.layers.state import State
 from servd.worker.layers.weight import Loadable
 
 log = logging.getLogger("servd.worker")
@@ -36,7 +37,7 @@ def arrange(
         caches.setdefault(window, []).append(number)
     if [*caches] == [longest]:
         return (None,)
-    if why := _obstacle(config, backend, has_draft):
+    if why := _obstacle(model, config, backend, has_draft):
         log.info("layers with a window keep all tokens in the KV cache: %s", why)
         return (None,)
     counts = {window: len(numbers) for window, numbers in caches.items()}
@@ -62,7 +63,9 @@ def arrange(
     return tuple(windows)
 
 
-def _obstacle(config: Config, backend: AttentionBackend[Any], has_draft: bool) -> str:
+def _obstacle(
+    model: Loadable, config: Config, backend: AttentionBackend[Any], has_draft: bool
+) -> str:
     """Return why the layers cannot be grouped; "" if they can."""
     if config.cache.has_connector:
         return "the KV connector moves blocks of all layers at once"
@@ -70,6 +73,8 @@ def _obstacle(config: Config, backend: AttentionBackend[Any], has_draft: bool) -
         return "stages of a pipeline have different layers"
     if has_draft:
         return "the layers of the draft need them"
+    if any(isinstance(module, State) for _, module in model.named_modules()):
+        return "a checkpoint of states belongs to the blocks of all layers"
     if backend.num_read_before is None:
         return "this --attention-backend may read any before a window"
     return ""

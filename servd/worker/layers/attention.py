@@ -11,6 +11,7 @@ from servd.base.errors import UnsupportedModel
 from servd.worker.attention import AttentionBackend, AttentionBatch, AttentionSpec, Norms
 from servd.worker.layers.rotary import Rotation
 from servd.worker.layers.weight import Loadable
+from servd.worker.ops._state_rows import StateMemory, StateRows
 
 
 class ForwardContext:
@@ -21,13 +22,11 @@ class ForwardContext:
         backend: AttentionBackend[Any],
         batch: AttentionBatch,
         kv_caches: Sequence[Tensor],
-        states: Tensor | None = None,
+        state_memory: StateMemory | None = None,
     ) -> None:
         self.kv_caches = kv_caches
-        self.states = states
+        self.state_memory = state_memory
         self.batch = batch
-        # (part of `states`, its new rows): `finish` writes them, once nothing can fail.
-        self.pending: list[tuple[Tensor, Tensor]] = []
 
         def of_layers(window: int | None, group: int) -> tuple[AttentionBackend[Any], Any]:
             chosen = backend.with_window(window)
@@ -37,20 +36,20 @@ class ForwardContext:
         self.of_layers = cache(of_layers)
 
     @cached_property
-    def begins(self) -> Tensor:
-        """Whether each row starts at the first token of its request, bool [num_rows]."""
-        return self.batch.seq_lens_device == self.batch.query_start_loc.diff()
-
-    @property
-    def slots(self) -> Tensor:
-        """The slots of the rows' requests, int64 [num_rows]."""
-        assert self.batch.slots is not None
-        return self.batch.slots
-
-    def finish(self) -> None:
-        """Store the new recurrent states. Call after the forward pass."""
-        for states, rows in self.pending:
-            states.index_copy_(0, self.slots, rows)
+    def state_rows(self) -> StateRows:
+        """The states of the step's rows, in the columns of all layers."""
+        memory = self.state_memory
+        batch = self.batch
+        assert memory is not None and batch.slots is not None
+        return StateRows(
+            memory.live,
+            batch.slots,
+            torch.from_numpy(batch.query_lens),
+            torch.from_numpy(batch.seq_lens),
+            cache(lambda: batch.seq_lens_device == batch.query_start_loc.diff()),
+            memory.checkpoints,
+            memory.saves,
+        )
 
 
 class Attention(nn.Module):

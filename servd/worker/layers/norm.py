@@ -63,3 +63,32 @@ class LayerNorm(nn.Module):
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """Add x [num_tokens, size] to the residual stream; return the normed and the raw stream."""
         return self.ops.layer_norm(x, residual, self.weight, self.bias, self.eps)
+
+
+class L2Norm(nn.Module):
+    """Computes `x / sqrt(sum(x * x) + eps) * factor`, without a weight."""
+
+    def __init__(self, size: int, eps: float, factor: float = 1.0) -> None:
+        super().__init__()
+        self.weight = nn.Buffer(torch.full((size,), factor * size**-0.5, dtype=torch.float32))
+        self.eps = eps / size
+        self.ops = ops.for_device(torch.get_default_device())
+
+    def forward(self, x: Tensor) -> Tensor:  # [..., size] -> [..., size]
+        return self.ops.rms_norm(x, None, self.weight, self.eps)[0]
+
+
+class GatedRMSNorm(nn.Module):
+    """Computes `x / rms(x) * weight * silu(gate)`, or the norm of the product: `gates_first`."""
+
+    def __init__(
+        self, size: int, eps: float, parallel: Parallel, *, gates_first: bool = False
+    ) -> None:
+        super().__init__()
+        self.weight = Weight((size,), parallel)
+        self.eps = eps
+        self.gates_first = gates_first
+        self.ops = ops.for_device(torch.get_default_device())
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # [..., size] each -> [..., size]
+        return self.ops.gated_norm(x, gate, self.weight, self.eps, self.gates_first)

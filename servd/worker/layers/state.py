@@ -1,50 +1,99 @@
 """State: a layer's recurrent state, of fixed size for each request (linear attention, SSM)."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from servd.worker import ops
+from servd.worker.device.parallel import Parallel
+from servd.worker.layers.activation import Activation
 from servd.worker.layers.attention import ForwardContext
-from servd.worker.layers.weight import Loadable
+from servd.worker.layers.quantized import Quantized
+from servd.worker.layers.weight import Copy, Loadable, Weight
+from servd.worker.ops._state_rows import StateRows
 
 
 class State(nn.Module):
-    """Tensors of these shapes for each request, float32; zeros before its first token. They are the
-    state after the last computed token. Requests cannot share the state of a prefix, and rejected
-    drafts cannot be rolled back.
+    """A tensor of this shape for each request, float32; zeros before its first token. It is the
+    state after the last computed token, so rejected drafts cannot be rolled back.
     """
 
-    def __init__(self, *shapes: Sequence[int]) -> None:
+    def __init__(self, *shape: int) -> None:
         super().__init__()
-        self.shapes = [torch.Size(shape) for shape in shapes]
-        self.first = 0  # column of RequestStates.of_layers
+        self.num_columns = math.prod(shape)
+        self.first = 0  # column of StateMemory
 
-    @property
-    def num_columns(self) -> int:
-        return sum(shape.numel() for shape in self.shapes)
-
-    def read(self, ctx: ForwardContext) -> list[Tensor]:
-        """Return copies of the rows' states, [num_rows, *shape] each, for the layer to update in
-        place. `ForwardContext.finish` stores them.
-        """
-        assert ctx.states is not None
-        begins = ctx.begins.unsqueeze(1)
-        first = self.first
-        parts = list[Tensor]()
-        for shape in self.shapes:
-            part = ctx.states.narrow(1, first, shape.numel())
-            rows = part.index_select(0, ctx.slots).masked_fill_(begins, 0)
-            ctx.pending.append((part, rows))
-            parts.append(rows.view(-1, *shape))
-            first += shape.numel()
-        return parts
+    def rows(self, ctx: ForwardContext) -> StateRows:
+        return ctx.state_rows.narrow(self.first, self.num_columns)
 
 
 def arrange(model: Loadable) -> int:
+    """Give each state of a model its columns, and return their number."""
     first = 0
     for _, module in model.named_modules():
         if isinstance(module, State):
             module.first = first
             first += module.num_columns
     return first
+
+
+class HeadWeight(Weight):
+    """A number for each head, float32: that of the checkpoint, changed by `change`."""
+
+    def __init__(
+        self, num_heads: int, parallel: Parallel, change: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
+        super().__init__((num_heads,), parallel, shard_dim=0)
+        self.data = self.data.float()
+        self.change = change
+
+    def load(
+        self, tensor: Tensor | Quantized, part: int | None = None, copy: Copy = Tensor.copy_
+    ) -> None:
+        assert isinstance(tensor, Tensor)
+        tensor = tensor.float()
+        super().load(tensor if self.change is None else self.change(tensor), part, copy)
+
+
+class Convolution(nn.Module):
+    """A causal depthwise convolution over the tokens of each request. Its state has the last inputs
+    of a request.
+
+    Args:
+        parts: channels of each of the concatenated inputs, over all ranks.
+        size: tokens that an output depends on.
+        activation: of the outputs, if any. Raises UnsupportedModel if its name is unknown.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[int],
+        size: int,
+        parallel: Parallel,
+        *,
+        bias: bool = False,
+        activation: str | None = None,
+    ) -> None:
+        super().__init__()
+        total = sum(parts)
+        self.weight = Weight((total, 1, size), parallel, shard_dim=0, parts=parts)
+        self.bias = Weight((total,), parallel, shard_dim=0, parts=parts) if bias else None
+        self.activation = None if activation is None else Activation(activation).name
+        self.ops = ops.for_device(torch.get_default_device())
+        self.state = State(size - 1, len(self.weight))
+
+    def forward(
+        self,
+        x: Tensor,
+        ctx: ForwardContext,
+        before: Tensor | None = None,
+        after: Tensor | None = None,
+    ) -> Tensor:
+        """Return the outputs, float32, for x [num_tokens, channels]. `before`, `after`: factors of
+        inputs and outputs, of the same shape.
+        """
+        rows = self.state.rows(ctx)
+        weight = self.weight.squeeze(1)
+        return self.ops.convolve(x, weight, self.bias, self.activation, before, after, rows)

@@ -2,32 +2,29 @@
 recurrent state instead of a KV cache. The other layers have attention with an output gate.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
-import torch.nn.functional as F
 from msgspec.structs import replace
 from torch import Tensor, nn
 
 from servd.base.errors import UnsupportedModel
 from servd.checkpoint.model_spec import ModelSpec
-from servd.worker.device.device import upload
+from servd.worker import ops
 from servd.worker.device.parallel import Parallel
-from servd.worker.layers.activation import Activation
 from servd.worker.layers.attention import ForwardContext
 from servd.worker.layers.experts import Router, SparseMoE
 from servd.worker.layers.linear import ColumnParallelLinear, RowParallelLinear
-from servd.worker.layers.norm import OffsetRMSNorm, RMSNorm
+from servd.worker.layers.norm import GatedRMSNorm, L2Norm, OffsetRMSNorm, RMSNorm
 from servd.worker.layers.quantized import NamedTensors
 from servd.worker.layers.rotary import Rotary, Rotation, rope_parameters
-from servd.worker.layers.state import State
-from servd.worker.layers.weight import Weight
+from servd.worker.layers.state import Convolution, HeadWeight, State
 from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM, LlamaMLP
 from servd.worker.models.qwen3_moe import expert_options, has_experts
 
-CHUNK = 64  # tokens per chunk of the parallel scan of prompts
+NO_LIMITS = (0.0, math.inf)  # of a decay's time step
 
 
 class Qwen3NextRotary(Rotary):
@@ -55,28 +52,6 @@ class Qwen3NextAttention(LlamaAttention):
         return self.o_proj(out * gate.flatten(1).sigmoid())
 
 
-class Convolution(nn.Module):
-    """A causal depthwise convolution over tokens."""
-
-    def __init__(self, parts: list[int], size: int, activation: str, parallel: Parallel) -> None:
-        super().__init__()
-        self.weight = Weight((sum(parts), 1, size), parallel, shard_dim=0, parts=parts)
-        self.activation = Activation(activation)
-
-    def forward(self, x: Tensor, before: Tensor) -> Tensor:
-        """Return a tensor of the shape of x [..., num_tokens, channels], float32. `before`: the
-        size - 1 previous inputs, replaced by the last inputs.
-        """
-        num_tokens = x.shape[-2]
-        whole = torch.cat((before, x), dim=-2)
-        before.copy_(whole[..., num_tokens:, :])
-        weight = self.weight.float().permute(2, 1, 0)  # [size, 1, channels]
-        out = whole.narrow(-2, 0, num_tokens) * weight[0]
-        for at in range(1, len(weight)):
-            out.addcmul_(whole.narrow(-2, at, num_tokens), weight[at])
-        return self.activation(out)
-
-
 class GatedDeltaNet(nn.Module):
     """Linear attention by the gated delta rule. Each head's state is a matrix from keys to values.
     Each token decays the state, then corrects its value for the token's key.
@@ -102,19 +77,20 @@ class GatedDeltaNet(nn.Module):
         values = num_values * self.value_dim
         self.sizes = [keys // size, keys // size, values // size]  # sizes of q, k, v on this rank
         self.make_projections(hidden, keys, values, num_values, parallel)
-        conv_size = config.get("linear_conv_kernel_dim", 4)
-        activation = config.get("hidden_act", "silu")
-        self.conv1d = Convolution([keys, keys, values], conv_size, activation, parallel)
-        self.dt_bias = Weight((num_values,), parallel, shard_dim=0)
-        self.A_log = Weight((num_values,), parallel, shard_dim=0)
-        for weight in (self.dt_bias, self.A_log):
-            weight.data = weight.data.float()
-        self.norm = RMSNorm(self.value_dim, config.get("rms_norm_eps", 1e-6), parallel)
-        self.activation = Activation("silu")  # of the gate, whatever config.json has
+        self.conv1d = Convolution(
+            [keys, keys, values],
+            config.get("linear_conv_kernel_dim", 4),
+            parallel,
+            activation=config.get("hidden_act", "silu"),
+        )
+        self.q_norm = L2Norm(self.key_dim, 1e-6, self.key_dim**-0.5)
+        self.k_norm = L2Norm(self.key_dim, 1e-6)
+        self.dt_bias = HeadWeight(num_values, parallel)
+        self.A_log = HeadWeight(num_values, parallel, torch.exp)
+        self.state = State(self.num_values, self.key_dim, self.value_dim)
+        self.norm = GatedRMSNorm(self.value_dim, config.get("rms_norm_eps", 1e-6), parallel)
         self.out_proj = RowParallelLinear(values, hidden, parallel, bias=False)
-        # The last inputs of the convolution, and the state matrices.
-        matrices = self.num_values, self.key_dim, self.value_dim
-        self.state = State((conv_size - 1, sum(self.sizes)), matrices)
+        self.ops = ops.for_device(torch.get_default_device())
 
     def make_projections(
         self, hidden: int, keys: int, values: int, num_values: int, parallel: Parallel
@@ -144,86 +120,13 @@ class GatedDeltaNet(nn.Module):
     def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         """Return the output [num_tokens, hidden] for x of the same shape."""
         qkv, gate, b, a = self.project(x)
-        # Logarithm of the decay.
-        decay = -self.A_log.exp() * F.softplus(a.float() + self.dt_bias)
-        inputs = qkv.float(), decay, b.float().sigmoid()
-        out = self.norm(self._of_rows(ctx, *inputs).to(x.dtype))
-        out = out * self.activation(gate.float().contiguous())
-        return self.out_proj(out.flatten(1).to(x.dtype))
-
-    def _of_rows(self, ctx: ForwardContext, *inputs: Tensor) -> Tensor:
-        """Return the outputs of a step's tokens, [num_tokens, num_values, value_dim], float32. Rows
-        of one token run together, longer rows one by one.
-        """
-        lens = ctx.batch.query_lens
-        device = inputs[0].device
-        before, matrices = self.state.read(ctx)
-        if (lens == 1).all():
-            return self._step(inputs, before, matrices)
-        out = inputs[0].new_empty(len(inputs[0]), self.num_values, self.value_dim)
-        ends = np.cumsum(lens)
-        if len(single := np.flatnonzero(lens == 1)):
-            rows = upload(single, device)
-            tokens = upload(ends[single] - 1, device)
-            kept = before[rows], matrices[rows]
-            out[tokens] = self._step([x[tokens] for x in inputs], *kept)
-            before[rows], matrices[rows] = kept
-        for row in np.flatnonzero(lens > 1):
-            part = slice(ends[row] - lens[row], ends[row])
-            out[part] = self._scan([x[part] for x in inputs], before[row], matrices[row])
-        return out
-
-    def _heads(self, qkv: Tensor, before: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, k, v [..., num_tokens, num_values, size] of qkv [..., num_tokens, channels]."""
-        q, k, v = self.conv1d(qkv, before).split(self.sizes, dim=-1)
-        q, k = (x.unflatten(-1, (self.num_keys, self.key_dim)) for x in (q, k))
-        q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
-        per_key = self.num_values // self.num_keys
-        q, k = (x.repeat_interleave(per_key, dim=-2) for x in (q, k))
-        return q * self.key_dim**-0.5, k, v.unflatten(-1, (self.num_values, self.value_dim))
-
-    def _step(self, inputs: Sequence[Tensor], before: Tensor, matrices: Tensor) -> Tensor:
-        """Return the outputs of one token of each row, rows first. Update the state in place."""
-        qkv, decay, rate = inputs
-        q, k, v = (x.squeeze(1) for x in self._heads(qkv.unsqueeze(1), before))
-        matrices.mul_(decay.exp()[..., None, None])
-        values = (k.unsqueeze(-2) @ matrices).squeeze(-2)
-        change = (v - values) * rate.unsqueeze(-1)
-        flat = matrices.view(-1, self.key_dim, self.value_dim)
-        flat.baddbmm_(k.reshape(-1, self.key_dim, 1), change.view(-1, 1, self.value_dim))
-        return (q.unsqueeze(-2) @ matrices).squeeze(-2)
-
-    def _scan(self, inputs: Sequence[Tensor], before: Tensor, matrix: Tensor) -> Tensor:
-        """Return the outputs of one row, chunk by chunk (https://arxiv.org/abs/2406.06484):
-        corrections within a chunk solve a triangular system. Updates the state in place.
-        """
-        qkv, decay, rate = inputs
-        num_tokens = len(qkv)
-        size = min(CHUNK, num_tokens)
-
-        def chunks(x: Tensor) -> Tensor:  # -> [num_values, num_chunks, size, n]
-            x = F.pad(x, (0, 0, 0, 0, 0, -num_tokens % size))
-            return x.unflatten(0, (-1, size)).permute(2, 0, 1, 3)
-
-        q, k, v = (chunks(x) for x in self._heads(qkv, before))
-        decay = chunks(decay.unsqueeze(-1)).cumsum(2)
-        rate = chunks(rate.unsqueeze(-1))
-        between = (decay - decay.mT).exp().tril()  # decay from a token to later ones
-        system = (k * rate) @ k.mT * between
-        sides = torch.cat((v * rate, k * rate * decay.exp()), dim=-1)
-        solved = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
-        new, old = solved.split((self.value_dim, self.key_dim), dim=-1)
-        among = (q @ k.mT) * between
-        last = decay[:, :, -1:]
-        q = q * decay.exp()
-        k = k * (last - decay).exp()
-        faded = last.exp()
-        out = torch.empty_like(new)
-        for at in range(out.shape[1]):
-            change = new[:, at] - old[:, at] @ matrix
-            out[:, at] = q[:, at] @ matrix + among[:, at] @ change
-            matrix.mul_(faded[:, at]).baddbmm_(k[:, at].mT, change)
-        return out.permute(1, 2, 0, 3).flatten(0, 1)[:num_tokens]
+        q, k, v = self.conv1d(qkv, ctx).split(self.sizes, dim=-1)
+        q = self.q_norm(q.unflatten(-1, (-1, self.key_dim)))
+        k = self.k_norm(k.unflatten(-1, (-1, self.key_dim)))
+        v = v.unflatten(-1, (-1, self.value_dim))
+        rows = self.state.rows(ctx)
+        out = self.ops.linear_scan(q, k, v, a, self.dt_bias, self.A_log, b, None, NO_LIMITS, rows)
+        return self.out_proj(self.norm(out, gate).flatten(1).to(x.dtype))
 
 
 class SharedMoE(SparseMoE):

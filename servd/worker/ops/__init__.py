@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from servd.worker.ops import native, reference, target
+from servd.worker.ops._state_rows import StateRows
 from servd.worker.ops.reference import LowRank, Routing, RoutingRule
 
 
@@ -89,6 +90,68 @@ class Ops(Protocol):
     def add_low_rank(self, out: Tensor, x: Tensor, factors: LowRank, places: Tensor) -> None:
         """Add `x @ a @ b` to out [n, out], for x [n, in], with the a and b of each row's place in
         `factors`: `places`, int64 [n]; -1 adds nothing.
+        """
+        ...
+
+    def multiply_sigmoid(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Return `x * sigmoid(gate)` for x [n, size] and gate [n, size] or [n, 1]."""
+        ...
+
+    def gated_norm(
+        self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, gates_first: bool
+    ) -> Tensor:
+        """Return RMSNorm of x [..., size], with a weight, times silu(gate); or RMSNorm of the
+        product, if `gates_first`. The gate has x's shape, and any strides before the last one.
+        """
+        ...
+
+    def convolve(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        activation: str | None,
+        before: Tensor | None,
+        after: Tensor | None,
+        rows: StateRows,
+    ) -> Tensor:
+        """Convolve the channels of x [num_tokens, channels], of any row stride, over the tokens of
+        each row, and apply the activation. Return float32 [num_tokens, channels].
+
+        Args:
+            weight: [channels, size]; the last column is for the token itself.
+            bias: [channels].
+            before: factors of the inputs, like x.
+            after: factors of the outputs, like x.
+            rows: states [size - 1, channels]: the last inputs, times `before`.
+        """
+        ...
+
+    def linear_scan(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        a: Tensor,
+        dt_bias: Tensor,
+        A: Tensor,
+        b: Tensor | None,
+        D: Tensor | None,
+        dt_limits: tuple[float, float],
+        rows: StateRows,
+    ) -> Tensor:
+        """Update the matrix S of each head by a row's tokens in order, and return their outputs,
+        float32 [num_tokens, heads, value_dim]. With dt = softplus(a + dt_bias) within its limits,
+        S decays by exp(-A * dt). Then the gated delta rule adds the outer product of k and
+        sigmoid(b) * (v - k S), and the output is q S. Without b this is Mamba-2, with names of
+        attention: S gets the outer product of k and dt * v, and the output is q S + D * v.
+
+        Args:
+            q, k: [num_tokens, groups, key_dim], of any token stride; a group of heads shares them.
+            v: [num_tokens, heads, value_dim], of any token stride.
+            a, b: [num_tokens, heads], of any token stride.
+            dt_bias, A, D: float32 [heads]; A is positive.
+            rows: states [heads, key_dim, value_dim].
         """
         ...
 

@@ -289,6 +289,10 @@ def _fits(*tensors: Tensor | None) -> bool:
 # ---- Ops ----
 
 clamped_gate = reference.clamped_gate
+convolve = reference.convolve
+gated_norm = reference.gated_norm
+linear_scan = reference.linear_scan
+multiply_sigmoid = reference.multiply_sigmoid
 
 
 def begin_decode(

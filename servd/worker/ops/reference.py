@@ -1,6 +1,6 @@
 """The operations in plain torch, for any device."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -10,6 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from servd.worker.ops._decode_rows import KV_SLOT, NEXT_COLUMN, NUM_GIVEN, TOKEN_ID
+from servd.worker.ops._state_rows import StateRows
+
+CHUNK = 64  # tokens per chunk of a parallel scan
 
 Rotation = tuple[Tensor, Tensor]
 """cos and sin of a step's positions, each [num_tokens, pairs]; at most head_dim / 2 pairs."""
@@ -186,3 +189,171 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     cos, sin = (part.unsqueeze(1) for part in rotation)
     first, second, passed = x.tensor_split((cos.shape[-1], 2 * cos.shape[-1]), dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin, passed), dim=-1)
+
+
+def multiply_sigmoid(x: Tensor, gate: Tensor) -> Tensor:
+    return x * gate.sigmoid()
+
+
+def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, gates_first: bool) -> Tensor:
+    factor = F.silu(gate.float())
+    y = x.float() * factor if gates_first else x.float()
+    y = F.rms_norm(y, weight.shape, weight.float(), eps)
+    return (y if gates_first else y * factor).to(x.dtype)
+
+
+def convolve(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    before: Tensor | None,
+    after: Tensor | None,
+    rows: StateRows,
+) -> Tensor:
+    size = weight.shape[1]
+    factors = weight.float().t()
+
+    def compute(x: Tensor, last: Tensor) -> Tensor:
+        """Return the sums for x [n, num_tokens, channels]. `last` [n, size - 1, channels]: the
+        inputs before, replaced by the last ones.
+        """
+        num_tokens = x.shape[1]
+        whole = torch.cat((last, x), dim=1)
+        last.copy_(whole[:, num_tokens:])
+        out = whole[:, :num_tokens] * factors[0]
+        for index in range(1, size):
+            out.addcmul_(whole[:, index : index + num_tokens], factors[index])
+        return out
+
+    x = x.float() if before is None else x.float() * before.float()
+    out = _compute_rows(compute, [x], torch.empty_like(x), (size - 1, x.shape[1]), rows)
+    out = out if bias is None else out + bias.float()
+    out = out if activation is None else ACTIVATIONS[activation](out)
+    return out if after is None else out * after.float()
+
+
+def linear_scan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    dt_bias: Tensor,
+    A: Tensor,
+    b: Tensor | None,
+    D: Tensor | None,
+    dt_limits: tuple[float, float],
+    rows: StateRows,
+) -> Tensor:
+    corrects = b is not None
+    dt = F.softplus(a.float() + dt_bias).clamp(*dt_limits)
+    decay = -A * dt  # the logarithm
+    rate = b.float().sigmoid() if corrects else dt
+    v = v.float()
+    heads_per_group = v.shape[1] // k.shape[1]
+
+    def compute(
+        q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rate: Tensor, matrices: Tensor
+    ) -> Tensor:
+        """Return the outputs for v [n, num_tokens, heads, value_dim]; several tokens of one row, or
+        one token of each. Updates `matrices` [n, heads, key_dim, value_dim].
+        """
+        q, k = (x.float().repeat_interleave(heads_per_group, dim=2) for x in (q, k))
+        if v.shape[1] > 1:
+            inputs = (x[0] for x in (q, k, v, decay, rate))
+            return _scan(*inputs, matrix=matrices[0], corrects=corrects).unsqueeze(0)
+        matrices.mul_(decay[:, 0].exp()[..., None, None])
+        k = k[:, 0].unsqueeze(-2)
+        change = v[:, 0].unsqueeze(-2)
+        if corrects:
+            change = change - k @ matrices
+        matrices += k.mT @ (change * rate[:, 0, :, None, None])
+        return (q[:, 0].unsqueeze(-2) @ matrices).movedim(-2, 1)
+
+    shape = v.shape[1], k.shape[2], v.shape[2]
+    out = _compute_rows(compute, [q, k, v, decay, rate], torch.empty_like(v), shape, rows)
+    return out if D is None else out + D.unsqueeze(-1) * v
+
+
+def _scan(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rate: Tensor, matrix: Tensor, corrects: bool
+) -> Tensor:
+    """Return the outputs of one row [num_tokens, heads, value_dim], chunk by chunk. Corrections
+    within a chunk solve a triangular system (https://arxiv.org/abs/2406.06484); without
+    corrections, see https://arxiv.org/abs/2405.21060. Updates the matrix in place.
+    """
+    num_tokens = len(v)
+    size = min(CHUNK, num_tokens)
+
+    def chunks(x: Tensor) -> Tensor:  # -> [heads, num_chunks, size, n]
+        x = F.pad(x, (0, 0, 0, 0, 0, -num_tokens % size))
+        return x.unflatten(0, (-1, size)).permute(2, 0, 1, 3)
+
+    q, k, v = (chunks(x) for x in (q, k, v))
+    decay = chunks(decay.unsqueeze(-1)).cumsum(2)
+    rate = chunks(rate.unsqueeze(-1))
+    between = (decay - decay.mT).exp().tril()  # decay from a token to later ones
+    new = v * rate
+    old = None
+    if corrects:
+        system = (k * rate) @ k.mT * between
+        sides = torch.cat((new, k * rate * decay.exp()), dim=-1)
+        solved = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
+        new, old = solved.split((v.shape[-1], k.shape[-1]), dim=-1)
+    among = (q @ k.mT) * between
+    last = decay[:, :, -1:]
+    q = q * decay.exp()
+    k = k * (last - decay).exp()
+    faded = last.exp()
+    out = torch.empty_like(new)
+    for index in range(out.shape[1]):
+        change = new[:, index]
+        if old is not None:
+            change = change - old[:, index] @ matrix
+        out[:, index] = q[:, index] @ matrix + among[:, index] @ change
+        matrix.mul_(faded[:, index]).baddbmm_(k[:, index].mT, change)
+    return out.permute(1, 2, 0, 3).flatten(0, 1)[:num_tokens]
+
+
+def _compute_rows(
+    compute: Callable[..., Tensor],
+    inputs: Sequence[Tensor],
+    out: Tensor,
+    shape: Sequence[int],
+    rows: StateRows,
+) -> Tensor:
+    """Write the outputs of a step's tokens to `out`, and return it. Update the states of its rows.
+    Rows of one token run together, longer rows one by one, cut where a state is saved.
+
+    Args:
+        compute: returns outputs [n, num_tokens, ...] of inputs [n, num_tokens, ...] and states [n,
+            *shape], which it updates in place.
+        inputs: [num_tokens, ...] each.
+    """
+    states = rows.states.index_select(0, rows.slots)
+    states.masked_fill_(rows.begins().unsqueeze(1), 0)
+    by_row = states.unflatten(1, shape)
+    is_single = rows.query_lens == 1
+    ends = rows.query_lens.cumsum(0)
+    if is_single.all():
+        out.copy_(compute(*(x.unsqueeze(1) for x in inputs), by_row).squeeze(1))
+    elif is_single.any():
+        singles = is_single.nonzero()[:, 0]
+        tokens = (ends[singles] - 1).to(out.device)
+        singles = singles.to(out.device)
+        kept = by_row[singles]
+        out[tokens] = compute(*(x[tokens].unsqueeze(1) for x in inputs), kept).squeeze(1)
+        by_row[singles] = kept
+    saves = dict[int, int](rows.saves.tolist())
+    begin = 0
+    for row, stop in enumerate(ends.tolist()):
+        if stop - begin > 1:
+            for end in [*(end for end in saves if begin < end < stop), stop]:
+                part = (x[None, begin:end] for x in inputs)
+                out[begin:end] = compute(*part, by_row[row : row + 1])[0]
+                if end < stop:
+                    rows.checkpoints[saves[end]] = states[row]
+                begin = end
+        begin = stop
+    rows.states.index_copy_(0, rows.slots, states)
+    return out

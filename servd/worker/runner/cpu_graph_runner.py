@@ -66,7 +66,7 @@ class CPUGraphRunner:
         self.forward = forward
         # Inputs are NumPy arrays: torch takes four times as long to copy a few numbers.
         self.tokens = np.zeros((2, max_num_rows), dtype=np.int64)  # ids, positions
-        self.query_lens, self.seq_lens = np.ones((2, max_num_rows), dtype=np.int64)
+        self.query_lens, self.seq_lens, self.slots = np.ones((3, max_num_rows), dtype=np.int64)
         self.places = [Places(max_num_rows, max_num_blocks) for _ in range(num_groups)]
         self.extra_inputs: list[np.ndarray] = []
         self.memory = Memory(max_num_rows)
@@ -107,6 +107,8 @@ class CPUGraphRunner:
         self.tokens[0, :num_rows] = input_ids.numpy()
         self.tokens[1, :num_rows] = positions.numpy()
         self.seq_lens[:num_rows] = attention.seq_lens
+        if attention.slots is not None:
+            self.slots[:num_rows] = attention.slots.numpy()
         for places, group in zip(self.places, (attention, *attention.other_groups), strict=True):
             places.fill(group, num_rows)
         self.fill_others(extra_inputs)
@@ -123,6 +125,7 @@ class CPUGraphRunner:
         input_ids, positions = torch.from_numpy(self.tokens)[:, :num_rows]
         starts = torch.arange(num_rows + 1, dtype=torch.int32)
         seq_lens = self.seq_lens[:num_rows]
+        slots = torch.from_numpy(self.slots)[:num_rows]
         attention, *groups = [
             AttentionBatch(
                 query_lens=self.query_lens[:num_rows],
@@ -132,6 +135,7 @@ class CPUGraphRunner:
                 block_tables=torch.from_numpy(places.block_tables[:num_rows]),
                 slot_mapping=torch.from_numpy(places.slot_mapping[:num_rows]),
                 tails=None if places.tails is None else torch.from_numpy(places.tails[:num_rows]),
+                slots=slots,
             )
             for places in self.places
         ]

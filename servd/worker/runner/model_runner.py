@@ -272,7 +272,7 @@ class ModelRunner(ABC):
         if self.execute_model_state is not None:
             raise RuntimeError("execute_model was called twice without sample_tokens")
         begin = now_ns()
-        if scheduled.swaps is not None:
+        if scheduled.swaps is not None and scheduled.swaps.memory:
             self._swap_blocks(scheduled.swaps)
         self._update_states(scheduled)
         num_rows = len(scheduled.decodes.slots), len(scheduled.scheduled)
@@ -281,6 +281,7 @@ class ModelRunner(ABC):
             self._finish_swaps()
             return
         batch = self._prepare_inputs(scheduled)
+        self.states.begin_states(scheduled.swaps, batch.rows)
         prepared = now_ns()
         try:
             hidden = self.forward(batch)
@@ -314,7 +315,9 @@ class ModelRunner(ABC):
 
     def _forward_apart(self, batch: InputBatch, error: Exception) -> torch.Tensor:
         """Return hidden states after `error`; requests that fail alone are added to `failed`."""
-        if self.parallel.size * self.parallel.num_stages > 1:  # other ranks would wait
+        # Other ranks would wait; and layers before the error have updated their states.
+        is_alone = self.parallel.size * self.parallel.num_stages == 1
+        if not is_alone or self.states.state_memory is not None:
             raise error
         hidden, errors = forward_apart(batch, self.forward, error)
         if self.adapters is not None:
@@ -326,7 +329,8 @@ class ModelRunner(ABC):
         """Copy blocks between the cache and the engine's host memory, mapped by the first copy."""
         if self.block_store is None:
             caches = [*self.kv_caches, *(self.proposer.kv_caches if self.proposer else ())]
-            checkpoints = self.states.checkpoints
+            memory = self.states.state_memory
+            checkpoints = None if memory is None else memory.checkpoints
             self.block_store = BlockStore(swaps.memory, caches, self.parallel, checkpoints)
         self.block_store.swap_blocks(swaps)
 
@@ -342,10 +346,8 @@ class ModelRunner(ABC):
         self, input_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBatch
     ) -> torch.Tensor:
         """Return hidden states [num_tokens, hidden] from int64 [num_tokens] ids and positions."""
-        ctx = ForwardContext(self.backend, attention, self.kv_caches, self.states.of_layers)
-        hidden = self.model(input_ids, positions, ctx)
-        ctx.finish()
-        return hidden
+        ctx = ForwardContext(self.backend, attention, self.kv_caches, self.states.state_memory)
+        return self.model(input_ids, positions, ctx)
 
     @torch.inference_mode()
     def sample_tokens(self, bitmask: GrammarOutput | None = None) -> AsyncOutput:

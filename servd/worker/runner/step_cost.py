@@ -166,7 +166,7 @@ def step_launches(
     batch = replace(batch, other_groups=[batch] * (len(runner.kv_windows) - 1))
     counter = LaunchCounter(runner.model, caches, num_tokens)
     with intercept_launches(counter.launch), counter:
-        ctx = ForwardContext(runner.backend, batch, caches, runner.states.of_layers)
+        ctx = ForwardContext(runner.backend, batch, caches, runner.states.state_memory)
         hidden = runner.model(numbers[0], numbers[1], ctx)
         logits = runner.model.compute_logits(hidden[:num_rows])
         runner.sampler.ops.choose(logits, rows[0], rows[1], runner.states.token_ids)

@@ -301,3 +301,20 @@ def test_what_comes_back_from_the_host_is_what_went_there(
         state_checkpoint_interval=12,
         kv_offloading_size=num_slots * slot_bytes / 2**30,
     )
+
+
+def test_a_failed_request_drops_its_checkpoints():
+    engine = make_engine(64, 1, stateful(), state_checkpoint_interval=8)
+    generate(engine, make_request("before", PROMPT[:10], 2))
+    engine.handle(make_request("a", PROMPT[:30], 20))
+    for _ in range(9):
+        engine.step()
+    [request] = engine.scheduler.running
+    pool = engine.scheduler.kv_cache.states.pool
+    engine.scheduler.kv_cache.forget(request)
+    assert request.num_attached_blocks and len(request.block_hashes) > 7
+    assert all(pool.find(key) is None for key in request.block_hashes)
+    engine.handle(AbortRequests(["a"]))
+    Log().run(engine)
+    log = generate(engine, make_request("b", PROMPT[:30], 2))
+    assert cached_tokens(log, "b") == 0
