@@ -342,6 +342,15 @@ def test_cached_blocks_without_a_checkpoint_of_the_states():
     assert (report.num_matched, report.num_uncovered) == (2, 3)
     assert report.reason == "no_checkpoint"
     assert re.findall(r"\d+", report.text) == ["48", "32"]
+    # Most of a longer prompt has another reason.
+    earlier = Timeline(
+        "a", choices=[choice], tokens=array("I", [*range(85), 7]), marks=[Mark("", 0)]
+    )
+    timeline.tokens = array("I", range(400))
+    timeline.marks = [Mark("", 1), Mark("scheduled", 1)]
+    report = explain_prefix(timeline, [timeline, earlier], CacheConfig(), str)
+    assert (report.num_uncovered, report.reason) == (3, "different_token")
+    assert report.difference and report.difference.index == 85
 
 
 async def test_a_prompt_that_was_evicted():
