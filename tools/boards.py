@@ -90,6 +90,14 @@ ENGINE: list[Panel] = [
         },
     ),
     (
+        "Checkpoints of recurrent states: share of requests that began at one",
+        "percentunit",
+        {
+            "hits": f"{rate('servd:state_cache_hits_total')} / "
+            f"{rate('servd:state_cache_queries_total')}"
+        },
+    ),
+    (
         "Restarts of engines in the last 15 minutes",
         "short",
         {"engine {{engine}}": f"increase(servd:engine_restarts_total{OF}[15m])"},

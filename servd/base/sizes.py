@@ -40,15 +40,23 @@ class MemorySizes(msgspec.Struct, frozen=True, kw_only=True):
     weights: int
     draft_weights: int
     adapters: int  # of --max-loras adapters
-    requests: int  # state of max_num_seqs requests
+    requests: int  # token ids and block tables of max_num_seqs requests
+    states: int  # recurrent states of these requests
     forward: int  # estimated peak of a forward pass
     sampling: int  # estimated peak of sampling
     kv_per_block: int
+    per_checkpoint: int  # the recurrent states of a request
 
     @property
     def persistent(self) -> int:
-        """All memory that is allocated permanently, except the KV cache."""
-        return self.weights + self.draft_weights + self.adapters + self.requests
+        """All memory that is allocated permanently, except the KV cache and checkpoints."""
+        weights = self.weights + self.draft_weights + self.adapters
+        return weights + self.per_requests
+
+    @property
+    def per_requests(self) -> int:
+        """The part of `persistent` that is proportional to max_num_seqs."""
+        return self.requests + self.states
 
     @property
     def step(self) -> int:
@@ -87,6 +95,7 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     sizes: MemorySizes
     free: int  # bytes available
     num_blocks: int  # in the KV cache
+    num_checkpoints: int  # of recurrent states
     kv_windows: tuple[int | None, ...]  # see WorkerReady
     steps: list[StepTime]  # estimates of decode steps on a known card
     shortage: str  # why not even one request fits, and a remedy; "" if it fits

@@ -163,7 +163,8 @@ class PlanReport:
         self.max_num_seqs = max_num_seqs
         longest = self.layout.max_tokens(plan.num_blocks, max_model_len)
         self.max_model_len = min(max_model_len, longest) or max_model_len
-        self.for_kv_cache = plan.free - plan.sizes.persistent - plan.sizes.step  # at most
+        self.for_checkpoints = plan.num_checkpoints * plan.sizes.per_checkpoint
+        self.for_caches = plan.free - plan.sizes.persistent - plan.sizes.step  # at most
 
     def fit(self, length: int) -> int:
         return self.plan.num_blocks // self.layout.blocks(length)
@@ -178,37 +179,44 @@ class PlanReport:
         sizes = self.plan.sizes
         length = self.max_model_len
         seqs = self.max_num_seqs
-        if self.for_kv_cache < 0:
-            rows = sizes.requests + sizes.step
-            if self.plan.free > sizes.persistent - sizes.requests and seqs > 1:
+        if self.for_caches < 0:
+            rows = sizes.per_requests + sizes.step
+            if self.plan.free > sizes.persistent - sizes.per_requests and seqs > 1:
                 return [f"lower --max-num-seqs: {seqs} requests take {format_bytes(rows)}"]
-            return [advise_more_memory(-self.for_kv_cache, bool(self.quantization))]
+            return [advise_more_memory(-self.for_caches, bool(self.quantization))]
         if self.plan.shortage:
             return [self.plan.shortage]
+        room = self.for_caches - self.for_checkpoints
         sequence_bytes = self.layout.blocks(length) * sizes.kv_per_block
         if self.fit(length) < seqs:
             shorter = self.layout.max_tokens(self.plan.num_blocks // seqs, length)
             lower = [f"lower --max-num-seqs to {self.fit(length)}"]
             lower += [f"--max-model-len to {shorter}"] if shorter else []
             hints = [f"for all to run at their longest, {' or '.join(lower)}"]
-            if sequence_bytes * seqs <= self.for_kv_cache:
-                hints[0] += f", or raise --kv-cache-memory to {format_bytes(sequence_bytes * seqs)}"
+            if sequence_bytes * seqs <= room:
+                hints[0] += f", or raise {self.cache_options(sequence_bytes * seqs, 'to ')}"
             return hints
         # What one more request, or one more block of each, takes beside the cache.
         budget = self.config.scheduler.max_num_batched_tokens or 1
-        row = (sizes.requests + sizes.sampling) // seqs + sizes.forward // budget
+        row = (sizes.per_requests + sizes.sampling) // seqs + sizes.forward // budget
         hints = []
-        if (more := (self.for_kv_cache + sizes.requests) // (sequence_bytes + row)) > seqs:
-            cache = format_bytes(more * sequence_bytes)
-            hints.append(f"--max-num-seqs could be {more}, with --kv-cache-memory {cache}")
+        if (more := (room + sizes.per_requests) // (sequence_bytes + row)) > seqs:
+            cache = self.cache_options(more * sequence_bytes)
+            hints.append(f"--max-num-seqs could be {more}, with {cache}")
         block = sizes.kv_per_block + sizes.requests // (seqs * self.layout.blocks(length))
         max_positions = self.spec.max_position_embeddings
-        max_tokens = self.layout.max_tokens(self.for_kv_cache // (seqs * block), max_positions)
+        max_tokens = self.layout.max_tokens(room // (seqs * block), max_positions)
         longer = min(max_tokens, max_positions)
         if longer > length:
-            cache = format_bytes(self.layout.blocks(longer) * seqs * sizes.kv_per_block)
-            hints.append(f"--max-model-len could be {longer}, with --kv-cache-memory {cache}")
+            cache = self.cache_options(self.layout.blocks(longer) * seqs * sizes.kv_per_block)
+            hints.append(f"--max-model-len could be {longer}, with {cache}")
         return hints
+
+    def cache_options(self, kv_bytes: int, to: str = "") -> str:
+        """Return the options of a KV cache of this size beside as many checkpoints as now."""
+        sizes = {"--kv-cache-memory": kv_bytes, "--max-state-memory": self.for_checkpoints}
+        options = [f"{name} {to}{format_bytes(size)}" for name, size in sizes.items() if size]
+        return " and ".join(options)
 
     def facts(self, lengths: list[int]) -> dict[str, object]:
         """Return the whole plan as data. Sizes are in bytes."""
@@ -238,11 +246,22 @@ class PlanReport:
                 f"--max-loras {lora.max_loras}, --max-lora-rank {lora.max_lora_rank}",
             ),
             ("requests", sizes.requests, f"--max-num-seqs {self.max_num_seqs}"),
+            (
+                "states of requests",
+                sizes.states,
+                f"{format_bytes(sizes.per_checkpoint)} of each, --max-num-seqs",
+            ),
             ("largest step", sizes.step, f"about, --max-num-batched-tokens {budget}"),
             (
                 "KV cache",
                 plan.num_blocks * sizes.kv_per_block,
                 f"{self.num_tokens} tokens of {format_bytes(self.kv_bytes_per_token)}",
+            ),
+            (
+                "checkpoints of states",
+                self.for_checkpoints,
+                f"{plan.num_checkpoints} of {format_bytes(sizes.per_checkpoint)}, "
+                "--max-state-memory",
             ),
         ]
         where = f"{plan.device} ({size} ranks, each)" if size > 1 else plan.device

@@ -163,6 +163,7 @@ CALLS = {  # a call of each parser, without spaces around it
     "jamba": f"<tool_calls>[{JSON_CALL}]</tool_calls>",
     "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0"
     f"<|tool_call_argument_begin|>{ROME}<|tool_call_end|><|tool_calls_section_end|>",
+    "lfm2": "<|tool_call_start|>[weather(city='Rome')]<|tool_call_end|>",
     "llama3_json": f"<|python_tag|>{JSON_CALL}",
     "minimax": f"<tool_calls>{JSON_CALL}</tool_calls>",
     "minimax_m2": '<minimax:tool_call><invoke name="weather"><parameter name="city">Rome'

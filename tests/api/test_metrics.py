@@ -123,6 +123,17 @@ def test_failures_tiers_deferred_requests_and_drafts_of_two_steps():
     assert [value(metrics, accepted, position=str(i)) for i in range(3)] == [8, 4, 0]
 
 
+def test_checkpoints_of_states():
+    metrics = Metrics("m")
+    assert "servd:state_cache_bytes" not in read(metrics.render()[0])  # a model without states
+    held = {"num_checkpoints": 3, "state_cache_bytes": 96, "max_state_cache_bytes": 128}
+    metrics.observe_step(SchedulerStats(state_cache_queries=2, num_prompt_tokens=5, **held))
+    metrics.observe_step(SchedulerStats(num_state_evictions=4, **held))  # of a decode step
+    samples = read(metrics.render()[0])
+    names = "checkpoints bytes max_bytes queries_total hits_total evictions_total".split()
+    assert [samples[f"servd:state_cache_{name}"] for name in names] == [3, 96, 128, 2, 0, 4]
+
+
 def test_tokens_of_a_prompt_are_counted_while_it_is_computed():
     metrics = Metrics("m")
     for num_tokens in (8, 8, 3):

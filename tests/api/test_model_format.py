@@ -18,7 +18,6 @@ from servd.config import Config
 from servd.core.structured_output.vocabulary import ByteVocabulary
 from servd.messages.params import StructuredOutput
 
-# Lines of the models' own templates that tell the format.
 # Lines of the models' own templates that tell the format, by the parsers of tools and reasoning.
 TEMPLATES = {
     "hermes none": [  # Qwen 2.5, Granite 4
@@ -29,6 +28,17 @@ TEMPLATES = {
         r"{% if enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
     ],
     "qwen3_coder none": [r"<tool_call>\n<function=example_function_name>\n<parameter=a>"],
+    "qwen3_coder qwen3": [  # Qwen 3.5 and 3.6, Granite 4.2
+        r"<tool_call>\n<function=example_function_name>\n<parameter=a> tool_call.arguments|items"
+        r"{% if enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}{% else %}<think>\n"
+    ],
+    "lfm2 none": [  # LFM2, LFM2.5
+        'ns.system_prompt + "List of tools: <|tool_list_start|>[" + tool + "]<|tool_list_end|>"',
+        'ns.system_prompt + "List of tools: [" + tool | tojson + "]"',
+    ],
+    "lfm2 qwen3": [  # LFM2.5 that thinks
+        "'List of tools: ' + (tools | tojson) <|tool_call_start|>[ content.split('</think>')[-1]"
+    ],
     "glm45 qwen3": [r"<tool_call>{function-name}\n<arg_key>{k}</arg_key> arguments </think>"],
     "kimi_k2 qwen3": ["<|tool_calls_section_begin|><|tool_call_argument_begin|> </think>"],
     "minimax_m2 qwen3": ["begin_token = '<minimax:tool_call>' -%} arguments <think> </think>"],
@@ -154,6 +164,7 @@ FORMATS = {
     "mistral": '[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Rome"}}, {"name": '
     '"now", "arguments": {}}]',
     "pythonic": '[get_weather(city="Rome"), now()]',
+    "lfm2": '<|tool_call_start|>[get_weather(city="Rome"), now()]<|tool_call_end|>',
     "qwen3_coder": "<tool_call>\n<function=get_weather>\n<parameter=city>\nRome\n</parameter>\n"
     "</function>\n</tool_call>\n"
     "<tool_call>\n<function=now>\n</function>\n</tool_call>",
@@ -228,7 +239,7 @@ def test_any_name_can_be_forced(name):
         tool = {"type": "function", "function": {"name": function}}
         options = ToolOptions([tool], forced=[tool])
         output = choose("", tool_call_parser=name).expect("", options).structured_output
-        form = FORMATS["none" if name == "pythonic" and "-" in function else name]
+        form = FORMATS["none" if name in ("lfm2", "pythonic") and "-" in function else name]
         for arguments in (
             'city="Rome"',
             "<parameter=city>\nRome\n</parameter>\n",

@@ -264,3 +264,58 @@ def test_breakers_of_dry_are_tokens_with_their_text(breakers: list[str] | None):
     assert request.params.dry_sequence_breakers == SamplingParams().dry_sequence_breakers
     idle = make().process_inputs("r", prompt_of("hi"), SamplingParams()).request
     assert idle.params.dry_breaker_token_ids == []
+
+
+CHATML = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+# Needs a user, and shows reasoning only after its last message, as that of Qwen 3.5.
+REASONING = """{% set ns = namespace(last=-1) %}
+{% for m in messages %}
+{% if m.role == "user" %}{% set ns.last = loop.index0 %}{% endif %}
+{% endfor %}
+{% if ns.last < 0 %}{{ raise_exception("No user") }}{% endif %}
+{% for m in messages %}<{{ m.role }}>
+{% if m.reasoning and loop.index0 > ns.last %}{{ m.reasoning }}{% endif %}
+{{ m.content }}{% endfor %}
+"""
+SYSTEM = {"role": "system", "content": "Be brief. " * 9}
+ANSWER = {"role": "assistant", "content": "Paris.", "reasoning": "France has one capital."}
+ASKED = [SYSTEM, {"role": "user", "content": "The capital?"}, ANSWER]
+RESULT = {"role": "tool", "content": "A long result. " * 20}
+
+
+@pytest.mark.parametrize("template", [CHATML, REASONING])
+@pytest.mark.parametrize("before", [[], [SYSTEM], ASKED, ASKED[1:]])
+@pytest.mark.parametrize("after", [[], [ANSWER, RESULT]])
+def test_where_the_last_turn_of_a_chat_begins(template, before, after):
+    """Two chats that differ in their last user message have the same tokens up to there."""
+    spec = msgspec.structs.replace(FAKE_SPEC, config={"linear_num_key_heads": 1})
+    processor = make(2000, spec, chat_template=template)
+    requests = []
+    for content in ("Why?", [{"type": "text", "text": "And Rome?"}]):
+        chat = Chat(messages=[*before, {"role": "user", "content": content}, *after])
+        inputs = processor.process_inputs("r", prompt_of(chat), SamplingParams())
+        requests.append(inputs.request)
+    pairs = zip(*(request.prompt_token_ids for request in requests), strict=False)
+    shared = next(i for i, (first, second) in enumerate(pairs) if first != second)
+    assert [request.options.turn_start for request in requests] == [shared] * 2
+
+
+def test_chats_without_a_turn_to_keep():
+    spec = msgspec.structs.replace(FAKE_SPEC, config={"linear_num_key_heads": 1})
+    chat = prompt_of(Chat(messages=[*ASKED, {"role": "user", "content": "Why?"}]))
+
+    def turn_start(prompt: Prompt, spec: ModelSpec, template: str, **options) -> int:
+        processor = make(2000, spec, chat_template=template)
+        params = SamplingParams(max_tokens=1)
+        inputs = processor.process_inputs("r", prompt, params, RequestOptions(**options))
+        return inputs.request.options.turn_start
+
+    assert turn_start(chat, spec, CHATML)
+    assert not turn_start(chat, FAKE_SPEC, CHATML)  # no states
+    assert not turn_start(chat, spec, CHATML, truncate_prompt_tokens=20)
+    assert not turn_start(chat, spec, "{{ messages | length }}{{ messages[0].content }}")
+    assert not turn_start(prompt_of(Chat(messages=[SYSTEM])), spec, CHATML)
+    assert not turn_start(prompt_of("Hello"), spec, CHATML)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import re
 import socket
 from array import array
 from collections.abc import AsyncIterator
@@ -13,9 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from servd.api.engine import peers
-from servd.api.observability.prefix_misses import common_length
+from servd.api.observability.prefix_misses import common_length, explain_prefix
+from servd.api.request.choice import Choice
+from servd.api.request.timeline import Timeline
 from servd.base.tracing import Mark, StepRecord, now_ns
 from servd.checkpoint.model_spec import FAKE_SPEC
+from servd.config import CacheConfig
+from servd.messages.engine import EngineCoreOutput
 from tests.adapters import write_adapter
 from tests.api.harness import ALIAS, Served, events, output_text, serve, until, user
 from tests.api.hostile import VALID
@@ -325,6 +330,27 @@ async def test_why_no_more_of_a_prompt_was_cached(served: Served):
     assert (longer["num_matched"], longer["reason"]) == (3, "last_block")
     read = await prefix_cache_of(served, PREFIX, prompt_logprobs=1)
     assert (read["num_matched"], read["reason"]) == (0, "prompt_is_read")
+
+
+def test_cached_blocks_without_a_checkpoint_of_the_states():
+    choice = Choice(0, num_prompt_tokens=100)
+    output = EngineCoreOutput("r", [1], num_cached_tokens=32, num_uncovered_tokens=48)
+    choice.add_report(output)
+    choice.add_report(EngineCoreOutput("r", [1]))
+    timeline = Timeline("r", choices=[choice], tokens=array("I", range(100)))
+    report = explain_prefix(timeline, [timeline], CacheConfig(), str)
+    assert (report.num_matched, report.num_uncovered) == (2, 3)
+    assert report.reason == "no_checkpoint"
+    assert re.findall(r"\d+", report.text) == ["48", "32"]
+    # Most of a longer prompt has another reason.
+    earlier = Timeline(
+        "a", choices=[choice], tokens=array("I", [*range(85), 7]), marks=[Mark("", 0)]
+    )
+    timeline.tokens = array("I", range(400))
+    timeline.marks = [Mark("", 1), Mark("scheduled", 1)]
+    report = explain_prefix(timeline, [timeline, earlier], CacheConfig(), str)
+    assert (report.num_uncovered, report.reason) == (3, "different_token")
+    assert report.difference and report.difference.index == 85
 
 
 async def test_a_prompt_that_was_evicted():

@@ -12,6 +12,7 @@ from servd.base.sizes import parse_bytes
 from servd.checkpoint import hub
 from servd.checkpoint.facts import read_facts
 from servd.checkpoint.hub import DEMO_FOLDER
+from tests.parity.families import CASES, make_checkpoint
 
 SMALL = ["--max-model-len", "1024", "--max-num-seqs", "4"]
 
@@ -135,6 +136,29 @@ def test_what_could_be_raised(capsys, monkeypatch):
         step = max(sizes["forward"], sizes["sampling"])
         used_bytes = sizes["weights"] + sizes["requests"] + step
         assert used_bytes + more["num_blocks"] * sizes["kv_per_block"] <= 200 << 20
+
+
+def test_states_take_their_part(capsys, monkeypatch, tmp_path):
+    """Advice leaves room for as many checkpoints, and holds when it is followed."""
+    folder = str(make_checkpoint(tmp_path, "qwen3_next", CASES["qwen3_next"]["experts"]))
+    args = [folder, "--device", "cpu", "--max-num-seqs", "4"]
+    with pytest.raises(SystemExit):
+        cli.main(["plan", *args])
+    rows = capsys.readouterr().out
+    assert "states of requests" in rows and "checkpoints of states" in rows
+    _, plain = plan(capsys, *args, "--no-enable-prefix-caching")
+    assert plain["num_checkpoints"] == 0 < plain["sizes"]["states"]
+
+    monkeypatch.setattr("servd.worker.runner.dry_run.available_memory", lambda: 8 << 20)
+    code, facts = plan(capsys, *args, "--kv-cache-memory", "64KiB")
+    assert code == 0 and facts["requests"]["128"] == 1
+    change = following(facts["advice"][0], "kv-cache-memory|--max-state-memory")
+    _, more = plan(capsys, *args, *change)
+    assert more["requests"]["128"] == 4
+    assert more["num_checkpoints"] == facts["num_checkpoints"] > 0
+
+    code, facts = plan(capsys, *args, "--kv-cache-memory", "6900KiB")
+    assert code == 1 and "--max-state-memory" in facts["shortage"]
 
 
 @pytest.mark.parametrize("length", ["0", "9999999"])

@@ -190,7 +190,7 @@ def test_a_quantized_model_that_does_not_fit_is_named_with_numbers(monkeypatch):
         report = plan_of(config)
         report.quantization = "gptq"
         report.plan = msgspec.structs.replace(report.plan, num_blocks=0, free=1 << 20)
-        report.for_kv_cache = -(2 << 30)
+        report.for_caches = -(2 << 30)
         return report
 
     plan_of = plan.make_report

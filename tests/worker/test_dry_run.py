@@ -56,6 +56,19 @@ def test_weights_and_kv_cache_are_as_planned(tmp_path, family, variant, options)
     assert sizes.kv_per_block * 5 == cache
 
 
+def test_states_and_their_checkpoints_are_as_planned(tmp_path: Path):
+    folder = make_checkpoint(tmp_path, "qwen3_next", CASES["qwen3_next"]["experts"])
+    config = config_for(folder)
+    plan = dry_run.plan(config, read_spec(folder))
+    worker = Worker(config, read_spec(folder), 0, lambda *_: None)
+    ready = worker.load_model()
+    worker.allocate_kv_cache(ready.num_blocks, ready.num_checkpoints)
+    memory = worker.runner.states.state_memory
+    assert memory is not None
+    assert plan.sizes.states == memory.live.nbytes > 0
+    assert plan.num_checkpoints * plan.sizes.per_checkpoint == memory.checkpoints.nbytes > 0
+
+
 def test_heads_of_4_bits_are_as_planned(tmp_path: Path):
     """Whose matrices are made of one that the checkpoint has quantized."""
     folder = make_checkpoint(tmp_path / "whole", "deepseek_v2", CASES["deepseek_v2"]["any group"])

@@ -141,6 +141,9 @@ class Processor:
             options = msgspec.structs.replace(
                 options, truncate_prompt_tokens=None, truncation_side=None
             )
+        if self.spec.keeps_state and isinstance(chat, Chat) and not was_cut:
+            start = self._turn_start(prompt, chat, str(marked), len(token_ids))
+            options = msgspec.structs.replace(options, turn_start=start)
         if not isinstance(params, PoolingParams):
             params = msgspec.structs.replace(sampling, **NO_TEXT)
         eos_token_ids = [] if sampling.ignore_eos else self._eos_token_ids
@@ -394,6 +397,13 @@ class Processor:
         for piece in pieces:
             token_ids += self.tokenizer.encode(piece, False)
         return token_ids
+
+    def _turn_start(self, prompt: Prompt, chat: Chat, text: str, num_tokens: int) -> int:
+        """Return about how many tokens of a chat come before its last user message; 0: unknown."""
+        beginning = self.chat_template.before_last_turn(chat, text)
+        if 2 * len(beginning) < len(text):
+            return len(self._token_ids(prompt, beginning))
+        return max(num_tokens - len(self._token_ids(prompt, text[len(beginning) :])), 0)
 
     def _beginning(self, token_ids: list[int], limit: int) -> list[int]:
         """Return the first `limit` token ids, but keep the special tokens at the end."""

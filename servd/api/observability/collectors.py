@@ -41,6 +41,10 @@ class EngineState(msgspec.Struct):
         ):
             yield "vllm:num_requests_kv_fetch_by_stage", count, {"stage": stage}
         yield "vllm:kv_cache_usage_perc", stats.kv_cache_usage, {}
+        if stats.max_state_cache_bytes:
+            yield "servd:state_cache_checkpoints", stats.num_checkpoints, {}
+            yield "servd:state_cache_bytes", stats.state_cache_bytes, {}
+            yield "servd:state_cache_max_bytes", stats.max_state_cache_bytes, {}
         in_host_memory = [tier.num_blocks / tier.max_blocks for tier in stats.kv_stores[:1]]
         yield "vllm:kv_offload_cpu_cache_usage_perc", sum(in_host_memory), {}
         if self.is_asleep is not None:

@@ -244,7 +244,8 @@ class Metrics(Observer):
         self._note_steps(filter(None, stats.step_tokens))
         # Most steps have nothing else to count, and calls of the library are slow.
         counts = (stats.prefix_cache_queries, stats.num_prompt_tokens, stats.num_failed)
-        if any(counts) or stats.num_preemptions or stats.drafts.num_drafts or stats.kv_stores:
+        counts += (stats.num_preemptions, stats.num_state_evictions)
+        if any(counts) or stats.drafts.num_drafts or stats.kv_stores:
             for name, count_of in names.OF_STEPS.items():
                 if count := count_of(stats):
                     self.counters[name].inc(count)

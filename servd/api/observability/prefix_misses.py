@@ -29,16 +29,22 @@ def explain_prefix(
     prompt = timeline.tokens  # which may be dropped meanwhile
     # The last token is always computed: its logits give the first output token.
     num_blocks = max(len(prompt) - 1, 0) // size
-    num_matched = timeline.num_cached_tokens // size
     choice = timeline.choices[0]
-    report = PrefixCacheReport(size, num_blocks, num_matched, choice.num_external_tokens // size)
-    texts: dict[str, object] = {"block": num_matched, "rest": len(prompt) - num_matched * size}
+    counts = choice.num_cached_tokens, choice.num_external_tokens, choice.num_uncovered_tokens
+    num_matched, num_external, num_uncovered = (count // size for count in counts)
+    report = PrefixCacheReport(size, num_blocks, num_matched, num_external, num_uncovered)
+    num_lacking = num_blocks - num_matched
+    num_found = num_matched + num_uncovered
+    texts: dict[str, object] = {"block": num_found, "rest": len(prompt) - num_matched * size}
     if not config.enable_prefix_caching:
         report.reason = "disabled"
     elif timeline.reads_prompt:
         report.reason = "prompt_is_read"
-    elif num_matched >= num_blocks:
+    elif num_lacking <= 0:
         report.reason = "complete"
+    elif 2 * num_uncovered >= num_lacking:
+        report.reason = "no_checkpoint"
+        texts.update(uncovered=num_uncovered * size, covered=num_matched * size)
     elif choice.evicted_at_ns:
         report.reason = "evicted"
         ago_ns = (first(timeline.marks, "scheduled") or 0) - choice.evicted_at_ns
@@ -47,9 +53,9 @@ def explain_prefix(
     elif nearest := _find_nearest(timeline, prompt, timelines):
         length, earlier, tokens = nearest
         texts.update(id=earlier.request_id, length=length)
-        if length >= (num_matched + 1) * size:
+        if length >= (num_found + 1) * size:
             report.reason = _obstacle(timeline, earlier)
-        elif length < num_matched * size:
+        elif length < num_found * size:
             report.reason = "unknown"  # another API server has the prompt whose blocks were found
         elif length == len(tokens):
             report.reason = "last_block"

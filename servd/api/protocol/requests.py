@@ -112,8 +112,9 @@ class PrefixCacheReport(msgspec.Struct):
     num_blocks: int  # full blocks of the prompt
     num_matched: int
     num_external: int = 0  # matched blocks from host memory or files
+    num_uncovered: int = 0  # cached blocks after these, which no checkpoint of states covers
     # "complete", "different_token", "salt", "adapter", "engine", "emptied", "last_block",
-    # "evicted", "disabled", "prompt_is_read" or "unknown"
+    # "no_checkpoint", "evicted", "disabled", "prompt_is_read" or "unknown"
     reason: str = "unknown"
     text: str = ""
     difference: PrefixDifference | UnsetType = UNSET

@@ -27,6 +27,7 @@ class Choice(msgspec.Struct, gc=False):
     num_external_tokens: int = 0  # cached tokens loaded from host memory or files
     num_preemptions: int = 0
     evicted_at_ns: int = 0  # see EngineCoreOutput
+    num_uncovered_tokens: int = 0  # see EngineCoreOutput
     last_ns: int = 0  # arrival of the latest tokens
     finish_reason: FinishReason | None = None  # also None if the client disconnected
     block_ids: Sequence[int] = ()  # recorded only on request
@@ -46,6 +47,7 @@ class Choice(msgspec.Struct, gc=False):
         self.num_external_tokens = max(self.num_external_tokens, output.num_external_tokens)
         self.block_ids = output.block_ids or self.block_ids
         self.evicted_at_ns = max(self.evicted_at_ns, output.evicted_at_ns)
+        self.num_uncovered_tokens = max(self.num_uncovered_tokens, output.num_uncovered_tokens)
         for mark in output.marks:
             # Keep the first mark: after a preemption, a request is scheduled again.
             self.marks.setdefault(mark.stage, mark.at_ns)

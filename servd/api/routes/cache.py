@@ -43,6 +43,10 @@ class EngineCache(msgspec.Struct):
     tiers: list[Tier]  # the fastest first
     pinned: int = 0  # blocks of the device that stay until a time
     max_pinned: int = 0
+    # Models with recurrent states: checkpoints that are cached or in use, and bytes on all devices.
+    checkpoints: int = 0
+    state_bytes: int = 0
+    max_state_bytes: int = 0
 
 
 class Cache(msgspec.Struct):
@@ -118,5 +122,13 @@ def _cache_of(rank: int, ready: EngineReady, stats: SchedulerStats, share: float
     tiers = [Tier("device", used, num_blocks, used * block, num_blocks * block)]
     tiers += [Tier(*msgspec.structs.astuple(store)) for store in stats.kv_stores or ready.kv_stores]
     return EngineCache(
-        rank, ready.block_size, stats.num_swapped, tiers, stats.num_pinned, int(num_blocks * share)
+        rank,
+        ready.block_size,
+        stats.num_swapped,
+        tiers,
+        stats.num_pinned,
+        int(num_blocks * share),
+        stats.num_checkpoints,
+        stats.state_cache_bytes,
+        stats.max_state_cache_bytes,
     )

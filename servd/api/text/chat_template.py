@@ -12,6 +12,7 @@ import functools
 import json
 import re
 import time
+import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from datetime import datetime
@@ -210,6 +211,26 @@ class ChatTemplate:
             if marked is None:
                 raise
         return self._specials.split(marked)
+
+    def before_last_turn(self, chat: Chat, prompt: str) -> str:
+        """Return the beginning of a rendered chat, up to the text of the last user message. Return
+        "" if the template does not show where that is.
+        """
+        messages = [*chat.messages]
+        roles = [message.get("role") for message in messages]
+        if "user" not in roles:
+            return ""
+        last = len(roles) - 1 - roles[::-1].index("user")
+        content = messages[last].get("content") or ""
+        parts = content if isinstance(content, list) else [content]
+        mark = uuid.uuid4().hex  # a text that no chat has in it
+        messages[last] = {**messages[last], "content": [mark, *parts]}
+        try:
+            probed = self.render(msgspec.structs.replace(chat, messages=messages))
+        except InvalidRequest:
+            return ""
+        beginning, _, end = probed.partition(mark)
+        return beginning if end and prompt.startswith(beginning) else ""
 
     def _render(
         self,

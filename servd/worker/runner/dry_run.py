@@ -108,7 +108,7 @@ def _plan(config: Config, spec: ModelSpec) -> MemoryPlan:
             total=total,
             outside=outside,
             persistent=sizes.persistent,
-            per_request=sizes.requests // runner.max_num_seqs,
+            per_request=sizes.per_requests // runner.max_num_seqs,
             forward=sizes.forward,
             sampling=sizes.sampling,
             graphs=0,
@@ -121,17 +121,20 @@ def _plan(config: Config, spec: ModelSpec) -> MemoryPlan:
     else:
         free = available_memory() // num_ranks
         room = kv_cache_share((free - sizes.persistent) * num_ranks, num_ranks)
-    num_blocks = 0
+    num_blocks = num_checkpoints = 0
     shortage = ""
     requested = config.cache.kv_cache_memory
     unused = free - sizes.persistent
     try:
-        if requested is not None and requested > unused >= 0:
+        counts = runner.count_blocks(room)
+        for_states = counts[1] * sizes.per_checkpoint
+        if requested is not None and requested + for_states > unused >= 0:
+            beside = f" and {format_bytes(for_states)} of --max-state-memory" if for_states else ""
             raise NotEnoughMemory(
-                f"--kv-cache-memory {format_bytes(requested)}: {format_bytes(unused)} are free "
-                "beside weights and requests: lower it, or leave it out"
+                f"--kv-cache-memory {format_bytes(requested)}{beside}: {format_bytes(unused)} are "
+                "free beside weights and requests: lower it, or leave it out"
             )
-        num_blocks, _ = runner.count_blocks(room)
+        num_blocks, num_checkpoints = counts
     except NotEnoughMemory as error:
         shortage = str(error)
     dtype = runner.dtype
@@ -144,6 +147,7 @@ def _plan(config: Config, spec: ModelSpec) -> MemoryPlan:
         sizes=sizes,
         free=free,
         num_blocks=num_blocks,
+        num_checkpoints=num_checkpoints,
         kv_windows=runner.kv_windows,
         shortage=shortage,
         steps=_steps(runner) if isinstance(runner, GPUModelRunner) else [],
@@ -256,8 +260,10 @@ def _sizes(runner: ModelRunner) -> MemorySizes:
         draft_weights=sum(map(model_loader.count_bytes, drafts)),
         adapters=adapters,
         requests=sum(x.nbytes for x in kept if isinstance(x, Tensor)),
+        states=states.state_bytes * len(states.token_ids),
         forward=runner.max_num_tokens * width * runner.compute_dtype.itemsize,
         # Logits, the shifted logits, and the weights of the draw.
         sampling=3 * runner.max_num_samples * spec.vocab_size * 4,
         kv_per_block=runner.bytes_per_block,
+        per_checkpoint=runner.state_bytes,
     )

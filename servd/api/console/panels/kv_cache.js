@@ -1,5 +1,5 @@
 // The blocks of the KV cache, by the request that owns them.
-import { count, counted, h, percent } from "../dom.js";
+import { count, counted, gib, h, percent } from "../dom.js";
 
 export const title = "KV cache";
 export const order = 3;
@@ -20,6 +20,7 @@ export default () => ({ metrics, requests }) => {
     { length: Math.max(1, Math.round(num / perCell)) },
     () => h("i", { class: `owner${i % SHADES}`, title: `${id}: ${counted(num, "block")}` })));
   const free = Math.max(0, Math.ceil(blocks / perCell) - cells.length);
+  const stateBytes = metrics.sum("servd:state_cache_max_bytes");
   const label = `${percent(used / blocks)} of the blocks in use by `
     + counted(owners.length, "request");
   return [
@@ -27,6 +28,9 @@ export default () => ({ metrics, requests }) => {
       + `${percent(used / blocks)}. There is room for ${counted(blocks * size, "token")}.`),
     h("div.map", { role: "img", "aria-label": label }, cells,
       Array.from({ length: free }, () => h("i"))),
+    stateBytes ? h("p", {}, "States of earlier prompts: "
+      + `${counted(metrics.sum("servd:state_cache_checkpoints"), "checkpoint")}, `
+      + `${gib(metrics.sum("servd:state_cache_bytes"))} of ${gib(stateBytes)}.`) : null,
     h("p.hint", {}, `A cell is ${counted(perCell, "block")} of ${counted(size, "token")}; each `
       + "colour is a request, by its number of tokens. Free blocks keep earlier prompts until "
       + "they are needed.")];

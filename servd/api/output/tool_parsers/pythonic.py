@@ -9,9 +9,11 @@ import warnings
 from typing import Any
 
 from servd.api.output.call_grammar import (
+    ANY_OBJECT,
     CallSyntax,
     NotExpressible,
     json_rule,
+    parameters_of,
     properties_of,
     quoted,
 )
@@ -26,7 +28,7 @@ END = "<|python_end|>"
 MAX_CALL = 1 << 16  # characters; longer calls are content
 MAX_DEPTH = 64
 
-_NAME = re.compile(r"[\w.]*")
+_NAME = re.compile(r"[\w.-]*")
 _PLAIN = re.compile(r"[^'\"()\[\]{}]*")
 
 
@@ -44,6 +46,9 @@ class PythonicToolParser(ToolParser):
         """Return rules for keyword arguments with JSON values. The parser reads them as Python,
         plus `true`, `false` and `null`.
         """
+        if parameters_of(function) == ANY_OBJECT:
+            anything = rf"{rule}_any: /[A-Za-z_]\w*=/ {json_rule({})}"
+            return [f'{rule}: ({rule}_any (", " {rule}_any)*)?', anything]
         properties = properties_of(function)
         names = function["name"].split(".") + [name for name, *_ in properties]
         if not all(name.isidentifier() and name.isascii() for name in names):
@@ -82,7 +87,8 @@ class PythonicToolParser(ToolParser):
         while True:
             yield from reader.space()
             name = yield from reader.run(_NAME)
-            is_name = all(part.isidentifier() for part in name.split("."))
+            # MCP servers have names with hyphens.
+            is_name = all(part.isidentifier() for part in name.replace("-", "_").split("."))
             text = (yield from self._parenthesis()) if is_name else None
             yield from reader.space()
             last = yield from reader.peek()
@@ -93,7 +99,7 @@ class PythonicToolParser(ToolParser):
             self.begin_call(name)
             self.arguments(arguments)
             if last == "]":
-                yield from reader.accept_after_space(END)
+                yield from reader.accept_after_space(self.markers[1])
                 return True
 
     def _parenthesis(self) -> Steps[str | None]:

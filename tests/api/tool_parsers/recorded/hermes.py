@@ -1,4 +1,4 @@
-"""Hermes 2 Pro and 3, Qwen 2.5 and Qwen 3."""
+"""Hermes 2 Pro and 3, Qwen 2.5 and Qwen 3, Granite 4."""
 
 from tests.api.tool_parsers.recorded import Case
 
@@ -23,6 +23,11 @@ CASES = {
         '<tool_call>{"name":"now","arguments":{}}</tool_call>\nThat is all.',
         [("now", "{}")],
         "\nThat is all.",
+    ),
+    "Granite 4": Case(
+        '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Boston"}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>\n',
+        [("get_weather", '{"city": "Boston"}'), ("get_weather", '{"city": "Paris"}')],
     ),
     "unicode": Case(
         '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich 東京 \\u00e9 '

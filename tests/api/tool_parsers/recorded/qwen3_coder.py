@@ -1,4 +1,4 @@
-"""Qwen3-Coder and Qwen3-Next-Coder."""
+"""Qwen3-Coder, Qwen3-Coder-Next, Qwen 3.5 and 3.6, Granite 4.2."""
 
 from tests.api.tool_parsers.recorded import Case
 
