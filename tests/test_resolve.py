@@ -297,7 +297,6 @@ def test_what_a_plugin_option_may_be_are_the_files_of_its_package(option):
     "options",
     [
         {"speculative_config": {"method": "ngram"}},
-        {"pipeline_parallel_size": 2},
         {"kv_transfer_config": {"kv_role": "kv_producer"}},
     ],
     ids=lambda options: next(iter(options)),
