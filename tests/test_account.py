@@ -157,3 +157,31 @@ def test_a_missing_key_has_the_default_of_its_model_type(folder: Path):
         config.pop("rms_norm_eps", None)
         (folder / "config.json").write_text(json.dumps(config))
         assert read_spec(folder).config["rms_norm_eps"] == eps
+
+
+REFUSED = {
+    "bamba": "half of each head",
+    "falcon_h1": "add up Mamba-2 and attention",
+    "falcon_mamba": "Mamba-1",
+    "jamba": "Mamba-1",
+    "kimi_linear": "channel of its keys",
+    "mamba": "Mamba-1",
+    "minimax": "lightning attention",
+    "nemotron_h": "a mixer or a feed-forward alone",
+    "olmo_hybrid": "negative eigenvalues",
+    "qwen4_exp": "hyper-connections",
+    "rwkv": "time mixing",
+    "zamba2": "share weights",
+}
+
+
+@pytest.mark.parametrize("model_type", REFUSED)
+def test_models_whose_states_servd_does_not_compute_are_refused_by_name(
+    folder: Path, model_type: str
+):
+    import transformers
+
+    config = transformers.CONFIG_MAPPING[model_type]().to_dict()
+    (folder / "config.json").write_text(json.dumps(config, default=str))
+    with pytest.raises(UnsupportedModel, match=f"model_type {model_type}.* {REFUSED[model_type]}"):
+        read_spec(folder)

@@ -32,6 +32,7 @@ class AccountTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     nullable: list[str] = []  # keys with a default for which null means none
     aliases: dict[str, list[str]] = {}  # key -> its names in other families, which count after it
     untyped: list[str] = []  # keys with a default whose values may be of another type
+    refused: str = ""  # why servd does not run models of this type
 
 
 @cache  # read where it is needed: it takes 10 ms, and most processes get a complete ModelSpec

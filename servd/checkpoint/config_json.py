@@ -47,6 +47,5 @@ def read_config(folder: Path) -> dict[str, Any]:
     config = read_json(folder / "config.json")
     # Draft heads in *speculators* format keep a decoder's keys in transformer_layer_config.
     config = (object_in(config, "transformer_layer_config") or {}) | config
-    config = upgrade_old_keys(config)
-    config = with_defaults(text_part(config))
+    config = with_defaults(upgrade_old_keys(text_part(config)))
     return extend_positions(config)

@@ -178,6 +178,7 @@ def make_folder(files: Sequence[Path], folder: Path) -> None:
             raise ValueError("two of its files have the same tensor")
         config = make_config(path, values, tensors)
         num_layers = len({name.split(".")[1] for name in tensors if name.startswith("blk.")})
+        num_layers -= count_drafts(values)
         if num_layers != config["num_hidden_layers"]:
             raise ValueError(f"{num_layers} layers, not {config['num_hidden_layers']}")
         contents = {
@@ -197,6 +198,13 @@ def make_folder(files: Sequence[Path], folder: Path) -> None:
         (folder / name).write_text(content, encoding="utf8")
     for number, file in enumerate(files):
         (folder / (f"model-{number:05}.gguf" if number else WEIGHTS)).symlink_to(file)
+
+
+def count_drafts(values: dict[str, Any]) -> int:
+    """Return the number of the last layers, which draft and which servd does not read."""
+    name = values.get("general.architecture")
+    has_drafts = ARCHITECTURES.get(str(name), {}).get("may_have_drafts")
+    return values.get(f"{name}.nextn_predict_layers", 0) if has_drafts else 0
 
 
 def _shorten(value: Any) -> Any:
@@ -235,7 +243,6 @@ def make_config(
         "architectures": [architecture["class"]],
         "model_type": architecture.get("model_type", name),
         "vocab_size": int(tensors["token_embd.weight"].shape[-1]),
-        "attention_bias": "blk.0.attn_q.bias" in tensors,
         "tie_word_embeddings": "output.weight" not in tensors,
         "eos_token_id": _find_ends(values, architecture),
         "bos_token_id": values.get("tokenizer.ggml.bos_token_id"),
@@ -246,10 +253,15 @@ def make_config(
         },
         **architecture.get("set", {}),
     }
+    metadata["block_count"] -= count_drafts(values)
+    config |= _read_states(metadata, architecture)
+    for key, suffix in architecture.get("has", {"attention_bias": "attn_q.bias"}).items():
+        config[key] = any(tensor.endswith(f".{suffix}") for tensor in tensors)
     for key, source in (TABLE["config"] | architecture.get("config", {})).items():
-        if metadata.get(source) or source not in TABLE["optional"]:
+        if source and (metadata.get(source) or source not in TABLE["optional"]):
             config[key] = _number(metadata, source)
-    heads = config["num_attention_heads"]
+    if (heads := config.get("num_attention_heads")) is None:
+        return config
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     rope = _make_rope(path, metadata, tensors) | architecture.get("rope", {})
     if (length := rope.get(FIRST_LENGTH)) is not None:  # before the default of the model_type
@@ -261,12 +273,33 @@ def make_config(
     config["rope_parameters"] = rope
     if metadata.get("rope.dimension_count", head_dim) != head_dim:
         config["partial_rotary_factor"] = _number(metadata, "rope.dimension_count") / head_dim
-    if (router := tensors.get("blk.0.ffn_gate_inp.weight")) is not None:
-        if not metadata["expert_used_count"] <= metadata["expert_count"] == router.shape[-1]:
-            raise ValueError(f"a router of {router.shape[-1]} experts")
+    _check_routers(metadata, tensors)
     if (wide := architecture.get("wide_layers")) is not None:
         is_wide = config["num_hidden_layers"] == wide
         config["query_pre_attn_scalar"] = config["hidden_size"] // heads if is_wide else head_dim
+    return config
+
+
+def _check_routers(metadata: dict[str, Any], tensors: dict[str, ReaderTensor]) -> None:
+    for name, router in tensors.items():
+        is_router = name.endswith(".ffn_gate_inp.weight")
+        count = int(router.shape[-1])
+        if is_router and not metadata["expert_used_count"] <= metadata["expert_count"] == count:
+            raise ValueError(f"a router of {count} experts")
+
+
+def _read_states(metadata: dict[str, Any], architecture: dict[str, Any]) -> dict[str, Any]:
+    """Return keys of config.json for layers with states, and put numbers for lists in metadata."""
+    config: dict[str, Any] = {}
+    kind = architecture.get("state_layers")
+    if kind and isinstance(counts := metadata.get("attention.head_count_kv"), list):
+        config["layer_types"] = ["full_attention" if count else kind for count in counts]
+        metadata["attention.head_count_kv"] = max(counts)
+    if (inner := metadata.get("ssm.inner_size")) is not None:
+        metadata["ssm.head_dim"] = inner // metadata["ssm.time_step_rank"]
+    if architecture.get("may_lack_positions"):
+        has_positions = metadata.get("rope.scaling.finetuned", True)
+        config["position_embedding_type"] = "rope" if has_positions else "nope"
     return config
 
 

@@ -7,13 +7,14 @@ from typing import Any
 import msgspec
 
 from servd.base.errors import UnsupportedModel
-from servd.checkpoint.account import read_tables
+from servd.checkpoint.account import AccountTable, read_tables
 from servd.checkpoint.config_json import read_config, read_json
 from servd.checkpoint.overrides import override
 
 log = logging.getLogger("servd.hf")
 
-NO_ATTENTION = "models without attention, such as Mamba and RWKV, do not run in servd; "
+WITHOUT_ATTENTION = ("mamba2",)  # model types
+STATE_LAYERS = ("conv", "linear_attention", "mamba")  # in layer_types
 MAX_SIZE = 2**31 - 1  # of any size in config.json
 
 
@@ -39,14 +40,25 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def keeps_state(self) -> bool:
-        """Whether layers have a recurrent state besides the KV cache (linear attention)."""
-        return "linear_num_key_heads" in self.config
+        """Whether layers have a recurrent state besides the KV cache, or in place of it."""
+        kinds = self.config.get("layer_types") or ()
+        has_states = any(kind in STATE_LAYERS for kind in kinds)
+        return has_states or "linear_num_key_heads" in self.config or not self.num_heads
+
+    def cache_number(self, layer: int) -> int | None:
+        """Return the number of a layer's KV cache; None if the layer keeps a state instead."""
+        kinds = self.config["layer_types"]
+        if kinds[layer] in STATE_LAYERS:
+            return None
+        return sum(kind not in STATE_LAYERS for kind in kinds[:layer])
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
         numbers = 2 * self.num_kv_heads * self.head_dim
         if (latent := self.config.get("kv_lora_rank")) is not None:  # MLA caches only this
             numbers = latent + self.config["qk_rope_head_dim"]
-        return self.num_layers * numbers * dtype_bytes
+        kinds = self.config.get("layer_types") or [""] * self.num_layers
+        num_caches = sum(kind not in STATE_LAYERS for kind in kinds)
+        return num_caches * numbers * dtype_bytes
 
 
 # A model for `--executor fake`: one token per byte plus an end-of-sequence token.
@@ -84,10 +96,9 @@ def read_spec(folder: Path | str, overrides: dict[str, Any] | None = None) -> Mo
         names = [name, *aliases.get(name, [])]
         value = next((config[key] for key in names if config.get(key) is not None), default)
         if value is None:
-            why = NO_ATTENTION if name == "num_attention_heads" else ""
             raise wrong(
-                f"it has none of: {', '.join(names)}; {why}"
-                "docs/reference/models.md lists what servd runs"
+                f"it has none of: {', '.join(names)}; docs/reference/models.md lists what servd "
+                "runs"
             )
         return value
 
@@ -97,19 +108,23 @@ def read_spec(folder: Path | str, overrides: dict[str, Any] | None = None) -> Mo
             raise wrong(f"{name} {value!r:.50} is not a size")
         return value
 
-    num_heads = size("num_attention_heads")
-    hidden_size = size("hidden_size")
     model_type = find("model_type")
     if not isinstance(model_type, str):
         raise wrong(f"model_type {model_type!r:.50} is no name")
+    if reason := read_tables().get(f"config.{model_type}", AccountTable()).refused:
+        raise wrong(f"model_type {model_type} is not supported: {reason}")
+    has_attention = model_type not in WITHOUT_ATTENTION
+    num_heads = size("num_attention_heads") if has_attention else 0
+    hidden_size = size("hidden_size")
     architectures = find("architectures", [""])
     if not isinstance(architectures, list) or not all(isinstance(a, str) for a in architectures):
         raise wrong("architectures must be a list of names")
     vocab_size = size("vocab_size")
     eos = generation.get("eos_token_id", config.get("eos_token_id"))
-    head_dim = size("head_dim", hidden_size // num_heads or 1)
+    head_dim = size("head_dim", hidden_size // num_heads or 1) if has_attention else 0
     # Multi-head latent attention has sizes of its own.
-    if hidden_size % num_heads and not (config.get("head_dim") or config.get("kv_lora_rank")):
+    has_sizes = not has_attention or config.get("head_dim") or config.get("kv_lora_rank")
+    if not has_sizes and hidden_size % num_heads:
         raise wrong(f"hidden_size {hidden_size} is no multiple of {num_heads} heads")
     num_layers = size("num_hidden_layers")
     types = config.get("layer_types")
@@ -123,7 +138,7 @@ def read_spec(folder: Path | str, overrides: dict[str, Any] | None = None) -> Mo
         hidden_size=hidden_size,
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=size("num_key_value_heads", num_heads),
+        num_kv_heads=size("num_key_value_heads", num_heads) if has_attention else 0,
         head_dim=head_dim,
         max_position_embeddings=size("max_position_embeddings"),
         dtype=find("dtype", "float32"),

@@ -1,12 +1,20 @@
-"""config.json in transformers' current form, for models that were published with their own code.
-servd never runs such code.
+"""config.json in transformers' current form, for models that were published with their own code,
+or with other names of keys. servd never runs such code.
 """
 
 from typing import Any
 
+from servd.base.errors import UnsupportedModel
 from servd.checkpoint.account import is_number
 
 GTE = "new"  # Alibaba's name for it
+MAX_LAYERS = 10_000
+# Names of LFM2's keys = those that other models have.
+LIQUID = {
+    "block_ff_dim": "intermediate_size",
+    "norm_eps": "rms_norm_eps",
+    "tie_embedding": "tie_word_embeddings",
+}
 
 
 def upgrade_old_keys(config: dict[str, Any]) -> dict[str, Any]:
@@ -16,7 +24,37 @@ def upgrade_old_keys(config: dict[str, Any]) -> dict[str, Any]:
         if isinstance(classes, list):
             classes = [str(name).replace("New", "Gte", 1) for name in classes]
         config = {"rope_theta": 10000.0} | config | {"model_type": "gte", "architectures": classes}
-    return config | _rotation(config) if config.get("model_type") == "gte" else config
+    model_type = config.get("model_type")
+    if model_type in ("lfm2", "lfm2_moe", "lfm3"):
+        config = config | {new: config[old] for old, new in LIQUID.items() if old in config}
+    num_layers = config.get("num_hidden_layers")
+    if config.get("layer_types") is None and type(num_layers) is int:
+        config = config | _layer_types(model_type, config, min(num_layers, MAX_LAYERS))
+    return config | _rotation(config) if model_type == "gte" else config
+
+
+def _layer_types(model_type: Any, config: dict[str, Any], num_layers: int) -> dict[str, Any]:
+    """Return the layer_types that transformers takes where config.json has none."""
+    state = "linear_attention"
+    layers = range(num_layers)
+    match model_type:
+        case "lfm2":
+            state = "conv"
+            stated = config.get("full_attn_idxs")
+            with_attention = stated if isinstance(stated, list) else layers
+        case "lfm3":
+            cycle = ("sliding_attention", "conv", "full_attention", "conv")
+            return {"layer_types": ["conv", *(cycle[i % 4] for i in layers[1:])]}
+        case "granitemoehybrid":
+            with_attention = []
+        case "qwen3_next" | "qwen3_5_text" | "qwen3_5_moe_text":
+            every = config.get("full_attention_interval", 4)
+            if type(every) is not int or every < 1:
+                raise UnsupportedModel(f"config.json: full_attention_interval {every!r:.50}")
+            with_attention = layers[every - 1 :: every]
+        case _:
+            return {}
+    return {"layer_types": ["full_attention" if i in with_attention else state for i in layers]}
 
 
 def _rotation(config: dict[str, Any]) -> dict[str, Any]:

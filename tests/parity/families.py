@@ -105,6 +105,43 @@ QWEN3_NEXT = QWEN3_MOE | {
     "linear_num_value_heads": 6,
     "pad_token_id": None,
 }
+GRANITE_HYBRID = GRANITE | {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "mamba_n_heads": 8,
+    "mamba_d_state": 10,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "shared_intermediate_size": 40,
+}
+LFM2 = LLAMA | {
+    "layer_types": ["conv", "full_attention", "conv"],
+    "head_dim": 16,
+    "pad_token_id": None,
+}
+LFM2_MOE = LFM2 | {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "num_dense_layers": 1,
+}
+LFM3 = LFM2 | {
+    "num_hidden_layers": 4,
+    "layer_types": ["conv", "full_attention", "sliding_attention", "conv"],
+    "sliding_window": 7,
+}
+MAMBA2 = {
+    "vocab_size": 199,
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_heads": 8,
+    "head_dim": 12,
+    "state_size": 10,
+    "n_groups": 2,
+    "initializer_range": 0.15,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
 PHI3 = LLAMA | {"hidden_size": 64, "num_attention_heads": 4, "pad_token_id": None}
 
 DEEPSEEK = LLAMA | {
@@ -157,6 +194,40 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         "clamped": GPT_OSS | {"swiglu_limit": 0.5, "swiglu_alpha": 1.1, "attention_bias": False},
     },
     "granite": {"factors": GRANITE},
+    "granitemoehybrid": {
+        "experts, no positions": GRANITE_HYBRID,
+        "dense, positions, groups": GRANITE_HYBRID
+        | {
+            "num_local_experts": 0,
+            "position_embedding_type": "rope",
+            "mamba_n_groups": 4,
+            "mamba_d_conv": 3,
+            "mamba_proj_bias": True,
+            "mamba_conv_bias": False,
+            "attention_bias": True,
+        },
+    },
+    "lfm2": {
+        "tied": LFM2,
+        "untied, biases, a size": LFM2
+        | {
+            "tie_word_embeddings": False,
+            "conv_bias": True,
+            "conv_L_cache": 5,
+            "block_multiple_of": 20,
+            "block_ffn_dim_multiplier": 1.1,
+        },
+    },
+    "lfm2_moe": {
+        "biased router": LFM2_MOE,
+        "plain router": LFM2_MOE
+        | {"use_expert_bias": False, "norm_topk_prob": False, "routed_scaling_factor": 1.7},
+    },
+    "lfm3": {
+        "norms and gates": LFM3,
+        "neither": LFM3
+        | {"use_sandwich_norm": False, "use_attention_gate": False, "conv_bias": True},
+    },
     "llama": {
         "untied": LLAMA,
         "tied, biases": LLAMA
@@ -166,6 +237,11 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         "linear rope": LLAMA
         | {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}},
         "yarn rope": LLAMA | {"rope_parameters": YARN_ROPE},
+    },
+    "mamba2": {
+        "groups": MAMBA2,
+        "one group, biases, tied": MAMBA2
+        | {"n_groups": 1, "use_bias": True, "use_conv_bias": False, "tie_word_embeddings": True},
     },
     "mistral": {
         "window": LLAMA | {"sliding_window": 7, "head_dim": 16},
@@ -218,6 +294,17 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 
+STATES = (
+    "granitemoehybrid",
+    "lfm2",
+    "lfm2_moe",
+    "lfm3",
+    "mamba2",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
+    "qwen3_next",
+)
+
 ENCODER = {
     "vocab_size": 199,
     "hidden_size": 48,
@@ -256,8 +343,8 @@ ENCODERS: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def keeps_state(model_type: str) -> bool:
-    """Whether there is linear attention in its layers, and so no prefix cache."""
-    return any("linear_num_key_heads" in case for case in CASES.get(model_type, {}).values())
+    """Whether some of its layers keep a state."""
+    return model_type in STATES
 
 
 @cache
@@ -324,7 +411,7 @@ def make_checkpoint(
             if parameter.dim() == 1:
                 parameter.data.add_(torch.randn_like(parameter) * 0.1)
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.add_(torch.randn_like(buffer) * 0.1)
     model.save_pretrained(folder)
     return folder

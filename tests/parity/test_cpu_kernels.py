@@ -24,7 +24,14 @@ FAMILIES = [
     ("gpt2", "tied"),
     ("gpt_oss", "sinks"),
     ("granite", "factors"),
+    ("granitemoehybrid", "dense, positions, groups"),
+    ("granitemoehybrid", "experts, no positions"),
+    ("lfm2", "untied, biases, a size"),
+    ("lfm2_moe", "plain router"),
+    ("lfm3", "norms and gates"),
     ("llama", "llama3 rope"),
+    ("mamba2", "groups"),
+    ("mamba2", "one group, biases, tied"),
     ("mistral", "no window"),
     ("mistral", "window"),
     ("mixtral", "window"),
@@ -39,7 +46,7 @@ FAMILIES = [
 
 
 # Each family by what servd takes on this machine; every instruction set by what differs most.
-VARIED = ["gpt_oss", "qwen3_5_moe_text"]
+VARIED = ["gpt_oss", "granitemoehybrid", "qwen3_5_moe_text"]
 BY_FAMILY = [("", *family) for family in FAMILIES] + [
     (switch, *family) for switch in SWITCHES for family in FAMILIES if family[0] in VARIED
 ]

@@ -26,6 +26,8 @@ LONG_ROPE = families.LONG_ROPE
 # The converter writes no scale of queries. The factor of embeddings is rounded to bfloat16: 8 is 8.
 GEMMA = {"query_pre_attn_scalar": 16, "hidden_size": 64, "num_attention_heads": 4}
 MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 96}
+GRANITE = families.GRANITE_HYBRID | {"shared_intermediate_size": 96, "intermediate_size": 96}
+QWEN3_NEXT = families.QWEN3_NEXT | {"layer_types": None, "full_attention_interval": 2}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", LLAMA),
     "llama, tied, biases": ("llama", LLAMA | {"tie_word_embeddings": True, "attention_bias": True}),
@@ -70,6 +72,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         families.GPT2 | {"tie_word_embeddings": False, "n_inner": 70},
     ),
     "gpt-oss": ("gpt_oss", families.GPT_OSS),
+    "granitehybrid": ("granitemoehybrid", GRANITE),
+    "granitehybrid, dense": (
+        "granitemoehybrid",
+        GRANITE | {"num_local_experts": 0, "position_embedding_type": "rope"},
+    ),
+    "lfm2": ("lfm2", families.LFM2 | {"block_auto_adjust_ff_dim": False}),
+    "lfm2moe": ("lfm2_moe", families.LFM2_MOE),
+    "mamba2": ("mamba2", families.MAMBA2),
+    "mamba2, biases, tied": ("mamba2", families.CASES["mamba2"]["one group, biases, tied"]),
+    "qwen3next": ("qwen3_next", QWEN3_NEXT | {"norm_topk_prob": True}),
+    "qwen35": ("qwen3_5_text", QWEN3_NEXT | {"moe_intermediate_size": None}),
+    "qwen35moe": ("qwen3_5_moe_text", QWEN3_NEXT),
 }
 
 

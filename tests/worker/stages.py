@@ -70,8 +70,11 @@ class Executor(executor.Executor):
                 self.workers.append(Worker(self.config, self.spec, stage, self.progress))
         self.ready = [worker.load_model() for worker in self.workers]
         smallest = min(self.ready, key=lambda ready: ready.num_blocks)
+        if with_states := [ready for ready in self.ready if ready.state_bytes]:
+            smallest.num_checkpoints = min(ready.num_checkpoints for ready in with_states)
+            smallest.state_bytes = max(ready.state_bytes for ready in with_states)
         for worker in self.workers:
-            worker.allocate_kv_cache(smallest.num_blocks)
+            worker.allocate_kv_cache(smallest.num_blocks, smallest.num_checkpoints)
         return smallest
 
     def execute_model(self, scheduled: SchedulerOutput) -> None:

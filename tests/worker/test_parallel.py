@@ -114,6 +114,8 @@ def adapter_of(folder: Path, num_kv_heads: int) -> Adapter:
             marks=pytest.mark.slow,
         ),
         ("qwen3_moe", QWEN3_MOE),
+        # B and C are on both ranks, and the norm is over both.
+        ("mamba2", CASES["mamba2"]["one group, biases, tied"]),
         *(
             pytest.param(name, next(iter(CASES[name].values())), marks=pytest.mark.slow)
             for name in (
@@ -122,6 +124,11 @@ def adapter_of(folder: Path, num_kv_heads: int) -> Adapter:
                 "gemma3_text",
                 "gpt_oss",
                 "granite",
+                "granitemoehybrid",
+                "lfm2",
+                "lfm2_moe",
+                "lfm3",
+                "mamba2",
                 "mixtral",
                 "olmo2",
                 "phi3",
@@ -164,6 +171,8 @@ def test_neighbour_ranks_share_kv_heads():
             for case in (
                 ("deepseek_v3", CASES["deepseek_v3"]["renormalized"]),
                 ("gpt_oss", CASES["gpt_oss"]["sinks"]),
+                ("granitemoehybrid", CASES["granitemoehybrid"]["experts, no positions"]),
+                ("lfm2_moe", CASES["lfm2_moe"]["biased router"]),
                 ("mixtral", CASES["mixtral"]["experts"]),  # 2 and 3 of them
                 ("qwen3_moe", QWEN3_MOE),
                 ("qwen3_5_moe_text", CASES["qwen3_5_moe_text"]["experts"]),

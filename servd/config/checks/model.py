@@ -100,10 +100,8 @@ def resolve_states(config: Config, spec: ModelSpec) -> dict[str, Decision]:
     model = config.model
     on_cuda = config.parallel.device == "cuda"
     sends = config.cache.kv_transfer_config is not None
-    num_stages = config.parallel.pipeline_parallel_size
     for is_asked, flag, why in (
         (model.speculative_config, "--speculative-config", "drafts that are not kept stay in it"),
-        (num_stages > 1, f"--pipeline-parallel-size {num_stages}", "stages have none"),
         (model.compile, "--compile", "torch would compile it anew for each step"),
         (model.batch_invariant, "--batch-invariant", "its rounding depends on chunks of prompts"),
         (sends, "--kv-transfer-config", "engines do not send states to each other yet"),

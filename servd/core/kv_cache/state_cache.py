@@ -248,13 +248,14 @@ class StateCache:
 
     def forget(self, request: Request) -> None:
         """Drop all checkpoints of a request's tokens: the states may be wrong."""
-        hashes = request.block_hashes
-        self._drop_last(self._checkpoints[request])
-        checkpoints = self._find_all(hashes)
+        if request in self._checkpoints:  # else it has ended, and its last one is cached
+            self._drop_last(self._checkpoints[request])
+        checkpoints = self._find_all(request.block_hashes)
         self.pinned.drop(checkpoints)
         self.pool.forget(checkpoints)
-        for key in hashes:
-            self.connector.forget(self._parts_of(key))
+        if self.connector.max_loads:
+            for key in request.block_hashes:
+                self.connector.forget(self._parts_of(key))
 
     # ---- all requests ----
 

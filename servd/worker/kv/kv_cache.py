@@ -52,7 +52,9 @@ def count_blocks(
         return max_num_seqs * per_request
     needed = per_request * block_bytes
     hints = more_memory(needed - memory) or [f"raise --kv-cache-memory to {format_bytes(needed)}"]
-    num_blocks = min(max(memory, 0) // block_bytes, max_num_seqs * per_request)
+    num_blocks = max_num_seqs * per_request
+    if block_bytes:  # else no layer here has attention
+        num_blocks = min(max(memory, 0) // block_bytes, num_blocks)
     numbers = (
         f"weights {format_bytes(weights_bytes)}, KV cache {num_blocks} blocks of {block_size} "
         f"tokens "

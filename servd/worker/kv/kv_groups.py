@@ -35,7 +35,7 @@ def arrange(
     caches: dict[int, list[int]] = {}  # window -> cache numbers, full attention first
     for number, window in sorted(widest.items(), key=lambda item: -item[1]):
         caches.setdefault(window, []).append(number)
-    if [*caches] == [longest]:
+    if [*caches] in ([], [longest]):
         return (None,)
     if why := _obstacle(model, config, backend, has_draft):
         log.info("layers with a window keep all tokens in the KV cache: %s", why)

@@ -149,7 +149,8 @@ def spec_of(model: Loadable, **options: Any) -> AttentionSpec:
     """Return the attention that a backend must compute. `options`: its other fields. Raises
     UnsupportedModel if layers differ in more than their windows.
     """
-    first, *other_layers = attention_layers(model)
+    # Without attention, any shape will do.
+    first, *other_layers = attention_layers(model) or [Attention(0, 1, 1, 16, 1.0)]
     for layer in other_layers:
         if layer.shape != first.shape:
             raise UnsupportedModel(

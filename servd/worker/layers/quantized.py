@@ -133,6 +133,18 @@ class Quantized:
         """Return the matrix with reordered columns. `columns`: int64 [in], each column once."""
         return replace(self, codes=self.codes[:, columns], columns=columns)
 
+    def reordered(self, order: Tensor, dim: int, size: int) -> Self | Tensor:
+        """Return the matrix with rows or columns in another order, int64, which keeps `size` of
+        them together. The matrix is dequantized if that many columns are no whole groups.
+        """
+        if dim == 0:
+            return self.map(lambda x: x[order])
+        if size % self.group_size:
+            return self.dequantize()[:, order]
+        matrix = self.without_factors()
+        groups = order[:: self.group_size] // self.group_size
+        return matrix.map(lambda x: x[:, groups], matrix.codes[:, order])
+
     def padded(self, num_rows: int) -> Self:
         """Return the matrix with rows of zeros appended, up to `num_rows` rows."""
         missing = num_rows - self.shape[0]

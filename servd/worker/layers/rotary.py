@@ -73,6 +73,8 @@ def frequencies(
     unknown or lacks a key.
     """
     partial_factor = rope.get("partial_rotary_factor") or 1.0
+    if rope["rope_type"] == "proportional":
+        return _proportional(rope, spec.head_dim, partial_factor), 1.0
     if partial_factor > 1 or partial_factor < 1 and not is_partial:
         raise UnsupportedModel(f"partial_rotary_factor {partial_factor} is not supported")
     size = int(spec.head_dim * partial_factor)
@@ -99,8 +101,17 @@ def frequencies(
         case other:
             raise UnsupportedModel(
                 f"config.json: rope_type {other!r} is not supported; there are: default, "
-                "dynamic, linear, llama3, longrope, yarn"
+                "dynamic, linear, llama3, longrope, proportional, yarn"
             )
+
+
+def _proportional(rope: dict[str, Any], head_dim: int, share: float) -> Tensor:
+    """Return frequencies of which only the first are above zero, those of a share of each head."""
+    num_turned = int(share * head_dim // 2)
+    exponents = torch.arange(0, 2 * num_turned, 2, dtype=torch.float32) / head_dim
+    inv_freq = torch.zeros(head_dim // 2)
+    inv_freq[:num_turned] = 1.0 / rope["rope_theta"] ** exponents
+    return inv_freq / (rope.get("factor") or 1.0)
 
 
 def _dynamic(inv_freq: Tensor, rope: dict[str, Any], spec: ModelSpec) -> Tensor:

@@ -75,11 +75,15 @@ class Convolution(nn.Module):
         *,
         bias: bool = False,
         activation: str | None = None,
+        copies: Sequence[int] = (),
     ) -> None:
         super().__init__()
         total = sum(parts)
-        self.weight = Weight((total, 1, size), parallel, shard_dim=0, parts=parts)
-        self.bias = Weight((total,), parallel, shard_dim=0, parts=parts) if bias else None
+        self.weight = Weight((total, 1, size), parallel, shard_dim=0, parts=parts, copies=copies)
+        self.weight.data = self.weight.permute(2, 1, 0).contiguous().permute(2, 1, 0)
+        self.bias = None
+        if bias:
+            self.bias = Weight((total,), parallel, shard_dim=0, parts=parts, copies=copies)
         self.activation = None if activation is None else Activation(activation).name
         self.ops = ops.for_device(torch.get_default_device())
         self.state = State(size - 1, len(self.weight))

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from servd.base.errors import UnsupportedModel
 from servd.worker.device.parallel import Parallel
-from servd.worker.layers.attention import attention_layers
+from servd.worker.layers.attention import Attention
 from servd.worker.layers.embedding import Embedding, VocabEmbedding
 from servd.worker.layers.norm import LayerNorm, RMSNorm
 from servd.worker.layers.quantized import LAYER
+from servd.worker.layers.state import State
 
 
 class IntermediateTensors(nn.Module):
@@ -59,14 +60,17 @@ def cut(model: Any, parallel: Parallel, num_layers: int) -> None:
     """Reduce a model to this stage, before its weights are loaded. Raises UnsupportedModel if the
     model does not build its layers with `Parallel.layers`.
     """
-    layers = attention_layers(model)
     layer_range = parallel.own_layers(num_layers)
-    if len(layers) != len(layer_range):
+    layers: dict[int, Attention | None] = {}  # those in which tokens interact
+    for name, module in model.named_modules():
+        if isinstance(module, Attention | State) and (layer := LAYER.search(name)) is not None:
+            layers[int(layer[1])] = module if isinstance(module, Attention) else None
+    if [*layers] != [*layer_range]:
         raise UnsupportedModel(
             f"{type(model).__name__} has no stages: leave --pipeline-parallel-size at 1"
         )
-    for number, layer in enumerate(layers):
-        layer.layer = number  # index of its KV cache
+    for number, attention in enumerate(filter(None, layers.values())):
+        attention.layer = number  # index of its KV cache
     whole = _names(model)
     embedding = _replace_ends(model, parallel)
     here = _names(model)

@@ -3,6 +3,7 @@
 import ctypes
 import hashlib
 import logging
+import math
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from servd.base.errors import ConfigError
 from servd.worker.ops import reference
 from servd.worker.ops._huge_pages import HugePages
+from servd.worker.ops._state_rows import StateRows
 from servd.worker.ops.reference import LowRank, Routing, RoutingRule
 
 log = logging.getLogger("servd.worker")
@@ -68,6 +70,9 @@ PARAMETER = re.compile(  # see the table in cpu/graph.cpp
 )
 
 ZERO = torch.zeros(1, dtype=torch.int64)
+# Limits of cpu/states.cpp.
+CONVOLUTIONS = (2, 3, 4)  # sizes
+MAX_KEY_DIM = 256
 
 Argument = Tensor | float | None
 """An argument of a kernel. A tensor stands for its address, None for a null pointer."""
@@ -286,13 +291,19 @@ def _fits(*tensors: Tensor | None) -> bool:
     return all(t is None or (t.dtype == torch.float32 and t.is_contiguous()) for t in tensors)
 
 
+def _fits_by_token(*tensors: Tensor | None) -> bool:
+    """Return whether tensors are float32 [num_tokens, ...], and contiguous but for tokens."""
+    return all(t is None or (t.dtype == torch.float32 and _are_dense(t)) for t in tensors)
+
+
+def _are_dense(x: Tensor) -> bool:
+    sizes = x.shape[1:]
+    return x.stride()[1:] == tuple(math.prod(sizes[i:]) for i in range(1, len(sizes) + 1))
+
+
 # ---- Ops ----
 
 clamped_gate = reference.clamped_gate
-convolve = reference.convolve
-gated_norm = reference.gated_norm
-linear_scan = reference.linear_scan
-multiply_sigmoid = reference.multiply_sigmoid
 
 
 def begin_decode(
@@ -453,3 +464,72 @@ def add_low_rank(out: Tensor, x: Tensor, factors: LowRank, places: Tensor) -> No
     inputs = TYPES[a.dtype], x.contiguous(), *x.shape
     adapters = a, a.shape[2], b, b.shape[1], factors.ranks, factors.part_ends, *factors.ranks.shape
     call("add_low_rank", *inputs, *adapters, places, out, out.shape[1])
+
+
+def multiply_sigmoid(x: Tensor, gate: Tensor) -> Tensor:
+    if not (_fits(x) and _fits_by_token(gate)):
+        return reference.multiply_sigmoid(x, gate)
+    out = torch.empty(x.shape)
+    call("multiply_sigmoid", x, gate, gate.stride(0), gate.shape[1], *x.shape, out)
+    return out
+
+
+def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, gates_first: bool) -> Tensor:
+    if not (_fits(x, weight) and _fits_by_token(gate)):
+        return reference.gated_norm(x, gate, weight, eps, gates_first)
+    out = torch.empty(x.shape)
+    size = x.shape[-1]
+    gates = gate, math.prod(x.shape[1:-1]), gate.stride(0)
+    call("gated_norm", x, *gates, weight, eps, gates_first, x.numel() // size, size, out)
+    return out
+
+
+def convolve(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    before: Tensor | None,
+    after: Tensor | None,
+    rows: StateRows,
+) -> Tensor:
+    size = weight.shape[1]
+    fits = _fits_by_token(x, before, after) and _fits(weight.t(), bias)
+    if not fits or size not in CONVOLUTIONS or activation not in ("silu", None):
+        return reference.convolve(x, weight, bias, activation, before, after, rows)
+    out = torch.empty(x.shape)
+    inputs = x, x.stride(0), *x.shape, weight.t(), size, bias, activation == "silu"
+    strides = (0 if factor is None else factor.stride(0) for factor in (before, after))
+    call("convolve", *inputs, before, next(strides), after, next(strides), *_numbers(rows), out)
+    return out
+
+
+def linear_scan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    dt_bias: Tensor,
+    A: Tensor,
+    b: Tensor | None,
+    D: Tensor | None,
+    dt_limits: tuple[float, float],
+    rows: StateRows,
+) -> Tensor:
+    if not _fits_by_token(q, k, v, a, b) or k.shape[2] > MAX_KEY_DIM:
+        return reference.linear_scan(q, k, v, a, dt_bias, A, b, D, dt_limits, rows)
+    out = torch.empty(v.shape)
+    inputs = (number for x in (q, k, v, a) for number in (x, x.stride(0)))
+    rates = dt_bias, A, b, 0 if b is None else b.stride(0), D, *dt_limits
+    sizes = *v.shape[:2], *k.shape[1:], v.shape[2]
+    call("linear_scan", *inputs, *rates, *sizes, *_numbers(rows), out)
+    return out
+
+
+def _numbers(rows: StateRows) -> tuple[Argument, ...]:
+    """Return the arguments of a kernel for states."""
+    checkpoints = rows.checkpoints if len(rows.checkpoints) else None
+    states = rows.states, len(rows.states), rows.states.stride(0)
+    of_rows = rows.slots, rows.query_lens, rows.seq_lens, len(rows.query_lens)
+    kept = checkpoints, len(rows.checkpoints), rows.checkpoints.stride(0)
+    return *states, *of_rows, *kept, rows.saves, len(rows.saves)

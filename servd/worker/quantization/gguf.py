@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from servd.base.errors import UnsupportedModel
-from servd.checkpoint.gguf import ARCHITECTURES, FLOATS, TABLE, open_file
+from servd.checkpoint.gguf import ARCHITECTURES, FLOATS, TABLE, count_drafts, open_file
 from servd.worker.layers.quantized import NamedTensors, Quantized
 from servd.worker.ops import native
 
@@ -34,8 +34,12 @@ def read(files: list[Path], config: dict[str, Any], device: torch.device) -> Nam
     opened = [open_file(file, has_texts=False, mode=mode) for file in files]
     values = opened[0][1]
     name = values["general.architecture"]
+    num_layers = values[f"{name}.block_count"] - count_drafts(values)
     for reader, _ in opened:
         for entry in reader.tensors:
+            layer = re.match(r"blk\.(\d+)\.", entry.name)
+            if layer and int(layer[1]) >= num_layers:
+                continue
             renamed = rename(entry.name, name)
             if "{}" in renamed:
                 if entry.data.ndim < 2:
@@ -50,13 +54,16 @@ def read(files: list[Path], config: dict[str, Any], device: torch.device) -> Nam
 def rename(name: str, architecture: str = "llama") -> str:
     """Return the Hugging Face name of a GGUF tensor; {} is for the number of an expert."""
     form = ARCHITECTURES.get(architecture, {})
-    stem, _, leaf = name.rpartition(".")
-    layer = re.match(r"blk\.(\d+)\.", stem)
-    prefix = f"{form.get('layers', 'model.layers')}.{layer[1]}." if layer else ""
     names = TABLE["tensors"] | form.get("tensors", {})
-    if expert := re.fullmatch(r"blk\.\d+\.(\w+)\.(\d+)", stem):  # in files of early 2024
+    layer = re.match(r"blk\.(\d+)\.", name)
+    prefix = f"{form.get('layers', 'model.layers')}.{layer[1]}." if layer else ""
+    name = name[layer.end() :] if layer else name
+    if name in names:
+        return f"{prefix}{names[name]}"
+    stem, _, leaf = name.rpartition(".")
+    if expert := re.fullmatch(r"(\w+)\.(\d+)", stem):  # in files of early 2024
         return f"{prefix}{names.get(f'{expert[1]}_exps', stem).format(expert[2])}.{leaf}"
-    return f"{prefix}{names.get(stem.rpartition('.')[2], stem)}.{leaf}"
+    return f"{prefix}{names.get(stem, stem)}.{leaf}"
 
 
 def _as_original(
@@ -65,17 +72,62 @@ def _as_original(
     """Return a tensor as the original checkpoint has it, before llama.cpp's converter."""
     architecture = values["general.architecture"]
     form = ARCHITECTURES[architecture]
-    part = re.fullmatch(r"blk\.\d+\.attn_([qk])\.\w+", name)
+    layer = re.match(r"blk\.\d+\.", name)
+    name = name[layer.end() :] if layer else name
+    part = re.fullmatch(r"attn_([qk])\.\w+", name)
     if part is not None and form.get("rotates_neighbors"):
         heads = f"{architecture}.attention.head_count"
-        num_kv_heads = values.get(f"{heads}_kv") or values[heads]
+        counts = values.get(f"{heads}_kv") or values[heads]
+        num_kv_heads = max(counts) if isinstance(counts, list) else counts
         return _by_halves(tensor, num_kv_heads if part[1] == "k" else values[heads])
-    if isinstance(tensor, Tensor):
-        if form.get("adds_one_to_norms") and name.endswith("norm.weight"):
-            return tensor.float() - 1.0
-        if form.get("is_transposed") and name.startswith("blk.") and tensor.dim() == 2:
-            return tensor.t()
+    if form.get("tiles_value_heads"):
+        tensor = _by_key_head(tensor, name, values)
+    if not isinstance(tensor, Tensor):
+        return tensor
+    if name in ("ssm_conv1d.weight", "shortconv.conv.weight"):
+        return tensor.unsqueeze(1)
+    if name == "ssm_a":  # minus the exponential of A_log
+        return tensor.float().neg().log().flatten()
+    if name in ("ssm_d", "ssm_norm.weight"):
+        return tensor.flatten()
+    if name == "ffn_gate_inp_shexp.weight":
+        return tensor.view(1, -1)
+    if form.get("adds_one_to_norms") and name.endswith("norm.weight"):
+        return tensor.float() - 1.0
+    if form.get("is_transposed") and layer and tensor.dim() == 2:
+        return tensor.t()
     return tensor
+
+
+def _by_key_head(
+    tensor: Tensor | Quantized, name: str, values: dict[str, Any]
+) -> Tensor | Quantized:
+    """Return a tensor with heads of values in the order of their heads of keys. GGUF has the first
+    head of values of each head of keys, then the second ones, and so on.
+    """
+    prefix = f"{values['general.architecture']}.ssm."
+    num_keys = values[f"{prefix}group_count"]
+    num_values = values[f"{prefix}time_step_rank"]
+    first = 0
+    size = values[f"{prefix}inner_size"] // num_values
+    dim = 0
+    if name in ("attn_qkv.weight", "ssm_conv1d.weight"):
+        first = 2 * num_keys * values[f"{prefix}state_size"]  # queries and keys come before
+    elif name in ("ssm_alpha.weight", "ssm_beta.weight", "ssm_a", "ssm_dt.bias"):
+        size = 1
+    elif name == "ssm_out.weight":
+        dim = 1
+    elif name != "attn_gate.weight":
+        return tensor
+    whole = tensor if isinstance(tensor, Tensor) else tensor.codes
+    if whole.shape[dim] != first + num_values * size or num_values % num_keys:
+        raise UnsupportedModel(f"tensor {name} is not of {num_keys} and {num_values} heads")
+    order = torch.arange(first + num_values * size, device=whole.device)
+    tiles = order[first:].view(num_values // num_keys, num_keys, size)
+    order = torch.cat((order[:first], tiles.transpose(0, 1).flatten()))
+    if isinstance(tensor, Quantized):
+        return tensor.reordered(order, dim, size)
+    return tensor.index_select(dim, order)
 
 
 def _by_halves(tensor: Tensor | Quantized, num_heads: int) -> Tensor | Quantized:

@@ -3,7 +3,6 @@
 from functools import reduce
 from types import SimpleNamespace
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,17 +23,21 @@ class StatefulExecutor(AuditedExecutor):
 
     num_checkpoints = 16
     num_parts = 2  # of a checkpoint in host memory
+    has_blocks = True  # False: blocks hold nothing, as in a model without attention
 
     def start(self):
         self.live: dict[int, int] = {}  # slot -> hash of its computed tokens
         self.checkpoints = [0] * self.num_checkpoints
         self.loaded: dict[int, int] = {}  # of this step: slot -> state
         self.saves: dict[tuple[int, int], int] = {}  # (slot, tokens) -> checkpoint
-        return msgspec.structs.replace(
-            super().start(),
-            num_checkpoints=self.num_checkpoints,
-            state_bytes=self.num_parts * self.bytes_per_block,
-        )
+        ready = super().start()
+        ready.num_checkpoints = self.num_checkpoints
+        ready.state_bytes = self.num_parts * self.bytes_per_block
+        if not self.has_blocks:
+            self.num_parts = 1
+            ready.state_bytes = self.bytes_per_block
+            ready.kv_bytes_per_block = 0
+        return ready
 
     def _forward(self, scheduled: SchedulerOutput) -> SchedulerOutput:
         self.loaded = {}
@@ -78,7 +81,15 @@ class StatefulExecutor(AuditedExecutor):
                 self.checkpoints[checkpoint] = state
             state = next_state(state, row.token_ids[at])
         self.live[slot] = state
+        if first and not self.has_blocks:
+            self.cache[self._position(row, first - 1)] = reduce(
+                next_state, row.token_ids[:first], 0
+            )
         super()._compute(row, num_tokens)
+
+    def _audit(self, row, free: set[int]) -> None:
+        if self.has_blocks:
+            super()._audit(row, free)
 
 
 def stateful(base=AuditedExecutor, **options):
@@ -251,7 +262,8 @@ def settle(engine) -> None:
 
 @pytest.mark.parametrize("has_blocks", [True, False], ids=["hybrid", "only states"])
 def test_evicted_checkpoints_come_back_from_the_host(has_blocks):
-    engine = make_engine(64, 1, stateful(num_checkpoints=3), kv_offloading_size=MIB)
+    executor_class = stateful(num_checkpoints=3, has_blocks=has_blocks)
+    engine = make_engine(64, 1, executor_class, kv_offloading_size=MIB)
     request = make_request("a", PROMPT[:30], 9)
     log = generate(engine, request)
     text = [*PROMPT[:30], *log.token_ids("a")]
@@ -263,10 +275,12 @@ def test_evicted_checkpoints_come_back_from_the_host(has_blocks):
     assert log.token_ids("b") == solo(again)
 
 
-def test_a_conversation_goes_on_after_a_restart(tmp_path):
+@pytest.mark.parametrize("has_blocks", [True, False], ids=["hybrid", "only states"])
+def test_a_conversation_goes_on_after_a_restart(tmp_path, has_blocks):
     text = PROMPT[:18]
     for turn in range(4):
-        engine = make_engine(64, 1, stateful(), max_model_len=128, kv_cache_dir=str(tmp_path))
+        options = {"max_model_len": 128, "kv_cache_dir": str(tmp_path)}
+        engine = make_engine(64, 1, stateful(has_blocks=has_blocks), **options)
         engine.scheduler.kv_cache.connector.disk.is_open.wait()
         request = make_request(f"a{turn}", text, 13)
         log = generate(engine, request)
@@ -284,18 +298,19 @@ def test_a_conversation_goes_on_after_a_restart(tmp_path):
     depth=st.integers(1, 3),
     num_blocks=st.sampled_from([16, 24, 200]),
     num_checkpoints=st.integers(0, 12),
+    has_blocks=st.booleans(),
     num_slots=st.integers(8, 60),
     budget=st.sampled_from([8, 24, 64]),
 )
 def test_what_comes_back_from_the_host_is_what_went_there(
-    arrivals, depth, num_blocks, num_checkpoints, num_slots, budget
+    arrivals, depth, num_blocks, num_checkpoints, has_blocks, num_slots, budget
 ):
     slot_bytes = SIZE * FAKE_SPEC.kv_bytes_per_token(4)
     run_schedule(
         arrivals,
         num_blocks=num_blocks,
         depth=depth,
-        executor_class=stateful(num_checkpoints=num_checkpoints),
+        executor_class=stateful(num_checkpoints=num_checkpoints, has_blocks=has_blocks),
         max_num_seqs=4,
         max_num_batched_tokens=budget,
         state_checkpoint_interval=12,

@@ -84,6 +84,11 @@ template <>
 struct Parameter<PackedExperts>
     : Struct<PackedExperts, int, int, int64_t, Table, const float*, int, Table, Table, Table,
              int64_t, int64_t, int64_t> {};
+using Numbers = const int64_t*;
+template <>
+struct Parameter<StateRows>
+    : Struct<StateRows, float*, int64_t, int64_t, Numbers, Numbers, Numbers, int64_t, float*,
+             int64_t, int64_t, Numbers, int64_t> {};
 
 template <auto FUNCTION>
 struct Adapter;
@@ -116,6 +121,13 @@ struct Adapter<FUNCTION> {
     "offset?<scale_type>[packed_size(scale_type, 0, n, -(-k // group_size))], " \
     "factors?<2>[packed_size(2, 0, n, -(-k // 256) * (1 + (offset is not None)))], " \
     "group_size, n, k"
+
+// The members of StateRows, with states of `size` numbers.
+#define STATE_ROWS(size) \
+    "states{(num_slots - 1) * state_stride + " size "}, num_slots, state_stride, slots[num_rows], " \
+    "query_lens[num_rows], seq_lens[num_rows], num_rows, " \
+    "checkpoints?{(num_checkpoints - 1) * checkpoint_stride + " size "}, num_checkpoints, " \
+    "checkpoint_stride, saves[2 * num_saves], num_saves"
 
 #define KERNEL(name, parameters) \
     {#name, Adapter<kernels::name>::TYPES.data(), parameters, Adapter<kernels::name>::call}
@@ -187,6 +199,26 @@ extern const Kernel servd_kernel_table[] = {
     KERNEL(combine,
            "y[num_pairs * size], num_pairs, places[rows * top_k], weights[rows * top_k], rows, "
            "top_k, size, out[rows * size]"),
+    KERNEL(convolve,
+           "x{(num_tokens - 1) * x_stride + channels}, x_stride, num_tokens, channels, "
+           "weight[size * channels], size, bias?[channels], silu, "
+           "before?{(num_tokens - 1) * before_stride + channels}, before_stride, "
+           "after?{(num_tokens - 1) * after_stride + channels}, after_stride, "
+           STATE_ROWS("(size - 1) * channels") ", out[num_tokens * channels]"),
+    KERNEL(linear_scan,
+           "q{(num_tokens - 1) * q_stride + groups * key_dim}, q_stride, "
+           "k{(num_tokens - 1) * k_stride + groups * key_dim}, k_stride, "
+           "v{(num_tokens - 1) * v_stride + heads * value_dim}, v_stride, "
+           "a{(num_tokens - 1) * a_stride + heads}, a_stride, dt_bias[heads], A[heads], "
+           "b?{(num_tokens - 1) * b_stride + heads}, b_stride, D?[heads], min_dt, max_dt, "
+           "num_tokens, heads, groups, key_dim, value_dim, "
+           STATE_ROWS("heads * key_dim * value_dim") ", out[num_tokens * heads * value_dim]"),
+    KERNEL(gated_norm,
+           "x[rows * size], gate{(rows // per_stride - 1) * stride + per_stride * size}, "
+           "per_stride, stride, weight[size], eps, gates_first, rows, size, out[rows * size]"),
+    KERNEL(multiply_sigmoid,
+           "x[rows * size], gate{(rows - 1) * gate_stride + gate_size}, gate_stride, gate_size, "
+           "rows, size, out[rows * size]"),
     KERNEL(edit_logits,
            "logits{(rows - 1) * stride + vocab}, stride, bitmask?[bitmask_rows * words], "
            "bitmask_rows, words, slots?[rows], num_slots, counts?slots[num_slots * vocab], "

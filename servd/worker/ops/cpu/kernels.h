@@ -38,6 +38,18 @@ struct PackedExperts {
     }
 };
 
+// The states of a step's rows, in a layer's columns: StateRows of ../_state_rows.py.
+struct StateRows {
+    float* states;  // [num_slots, stride]
+    int64_t num_slots, stride;
+    const int64_t *slots, *query_lens, *seq_lens;  // [num_rows]
+    int64_t num_rows;
+    float* checkpoints;  // [num_checkpoints, checkpoint_stride], or null
+    int64_t num_checkpoints, checkpoint_stride;
+    const int64_t* saves;  // [num_saves, 2]: an end and a checkpoint
+    int64_t num_saves;
+};
+
 namespace kernels {
 
 void set_threads(int number);
@@ -102,6 +114,22 @@ void route(const float* logits, int64_t rows, int64_t num_experts, int64_t top_k
            int32_t* tokens, int32_t* starts, int32_t* places, float* weights);
 void combine(const float* y, int64_t num_pairs, const int32_t* places, const float* weights,
              int64_t rows, int64_t top_k, int64_t size, float* out);
+
+// Recurrent states: states.cpp
+void convolve(const float* x, int64_t x_stride, int64_t num_tokens, int64_t channels,
+              const float* weight, int64_t size, const float* bias, int silu, const float* before,
+              int64_t before_stride, const float* after, int64_t after_stride, StateRows rows,
+              float* out);
+void linear_scan(const float* q, int64_t q_stride, const float* k, int64_t k_stride, const float* v,
+                 int64_t v_stride, const float* a, int64_t a_stride, const float* dt_bias,
+                 const float* A, const float* b, int64_t b_stride, const float* D, float min_dt,
+                 float max_dt, int64_t num_tokens, int64_t heads, int64_t groups, int64_t key_dim,
+                 int64_t value_dim, StateRows rows, float* out);
+void gated_norm(const float* x, const float* gate, int64_t per_stride, int64_t stride,
+                const float* weight, float eps, int gates_first, int64_t rows, int64_t size,
+                float* out);
+void multiply_sigmoid(const float* x, const float* gate, int64_t gate_stride, int64_t gate_size,
+                      int64_t rows, int64_t size, float* out);
 
 // The sampler: sampling.cpp
 void edit_logits(float* logits, int64_t stride, const int32_t* bitmask, int64_t bitmask_rows, int64_t words,

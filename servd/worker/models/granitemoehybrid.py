@@ -1,0 +1,147 @@
+"""Granite 4: most layers are Mamba-2, the others have attention, mostly without positions.
+Feed-forwards are dense, or experts beside a shared one.
+"""
+
+from collections.abc import Callable
+
+from msgspec.structs import replace
+from torch import Tensor, nn
+
+from servd.base.errors import UnsupportedModel
+from servd.checkpoint.model_spec import ModelSpec
+from servd.worker.device.parallel import Parallel
+from servd.worker.layers.attention import ForwardContext
+from servd.worker.layers.experts import SparseMoE
+from servd.worker.layers.mamba2 import Mamba2, Mamba2Sizes, read_limits
+from servd.worker.layers.norm import RMSNorm
+from servd.worker.layers.quantized import NamedTensors
+from servd.worker.layers.rotary import Rotary, Rotation
+from servd.worker.models.granite import GraniteAttention, GraniteForCausalLM, GraniteLayer
+from servd.worker.models.llama import LlamaMLP
+from servd.worker.models.qwen3_moe import one_by_one
+
+# Names of tensors, and of servd's parts.
+RENAMED = {
+    ".shared_mlp.": ".mlp.",
+    ".block_sparse_moe.router.layer.": ".mlp.gate.",
+    ".block_sparse_moe.router.": ".mlp.gate.",
+    ".block_sparse_moe.input_linear.weight": ".mlp.experts.gate_up_proj",
+    ".block_sparse_moe.output_linear.weight": ".mlp.experts.down_proj",
+    ".block_sparse_moe.": ".mlp.",
+    ".input_linear.": ".gate_up_proj.",
+    ".output_linear.": ".down_proj.",
+}
+
+
+class GraniteRotary(nn.Module):
+    """Rotary positions, or none: then layers with a state are all that knows the order."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        has_positions = spec.config.get("position_embedding_type") == "rope"
+        self.rotary = Rotary(spec) if has_positions else None
+
+    def forward(self, positions: Tensor) -> Rotation | None:
+        return None if self.rotary is None else self.rotary(positions)
+
+
+class GraniteMoE(SparseMoE):
+    """Experts, and a feed-forward for all tokens."""
+
+    def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
+        config = spec.config
+        super().__init__(
+            spec.hidden_size,
+            config["intermediate_size"],
+            config["num_local_experts"],
+            config["num_experts_per_tok"],
+            renormalize=True,
+            activation=config["hidden_act"],
+            parallel=parallel,
+        )
+        self.shared_mlp = shared_mlp(spec, parallel)
+
+    def shared(self, x: Tensor) -> Tensor:
+        return self.shared_mlp(x)
+
+
+def shared_mlp(spec: ModelSpec, parallel: Parallel) -> LlamaMLP:
+    size = spec.config["shared_intermediate_size"]
+    return LlamaMLP(replace(spec, config=spec.config | {"intermediate_size": size}), parallel)
+
+
+class GraniteMoeHybridLayer(GraniteLayer):
+    """A layer in which tokens interact by attention or by Mamba-2."""
+
+    def __init__(
+        self, spec: ModelSpec, norm: Callable[[], RMSNorm], mixer: nn.Module, mlp: nn.Module
+    ) -> None:
+        super().__init__(spec, norm, mixer, mlp)
+        self.has_state = isinstance(mixer, Mamba2)
+        if self.has_state:
+            del self.self_attn
+            self.mamba = mixer
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, rotation: Rotation | None, ctx: ForwardContext
+    ) -> tuple[Tensor, Tensor]:
+        x, residual = self.input_layernorm.add(x, residual)
+        mixed = self.mamba(x, ctx) if self.has_state else self.self_attn(x, rotation, ctx)
+        x, residual = self.post_attention_layernorm.add(self.scale(mixed, self.factor), residual)
+        return self.scale(self.mlp(x), self.factor), residual
+
+
+class GraniteMoeHybridForCausalLM(GraniteForCausalLM):
+    layer_class = GraniteMoeHybridLayer
+    rotary_class = GraniteRotary
+
+    def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
+        super().__init__(spec, parallel)
+        self.has_experts = spec.config["num_local_experts"] > 0
+
+    @classmethod
+    def make_attention(cls, spec: ModelSpec, layer: int, parallel: Parallel) -> nn.Module:
+        number = spec.cache_number(layer)
+        return (
+            make_mamba(spec, parallel)
+            if number is None
+            else GraniteAttention(spec, number, parallel)
+        )
+
+    @classmethod
+    def make_mlp(cls, spec: ModelSpec, layer: int, parallel: Parallel) -> nn.Module:
+        has_experts = spec.config["num_local_experts"] > 0
+        return GraniteMoE(spec, parallel) if has_experts else shared_mlp(spec, parallel)
+
+    def convert(self, tensors: NamedTensors) -> NamedTensors:
+        return one_by_one(self._renamed(tensors))
+
+    def _renamed(self, tensors: NamedTensors) -> NamedTensors:
+        shared = ".mlp.shared_mlp." if self.has_experts else ".mlp."
+        for name, tensor in tensors:
+            for old, new in (RENAMED | {".shared_mlp.": shared}).items():
+                name = name.replace(old, new)
+            yield name, tensor
+
+
+def make_mamba(spec: ModelSpec, parallel: Parallel) -> Mamba2:
+    config = spec.config
+    heads = config["mamba_n_heads"]
+    inner = config["mamba_expand"] * spec.hidden_size
+    head_dim = config.get("mamba_d_head", "auto")
+    head_dim = inner // heads if head_dim == "auto" else head_dim
+    groups, state_size, conv_size = (
+        config[f"mamba_{key}"] for key in ("n_groups", "d_state", "d_conv")
+    )
+    if heads * head_dim != inner:
+        raise UnsupportedModel(f"config.json: {heads} heads of {head_dim} are not {inner} channels")
+    return Mamba2(
+        spec.hidden_size,
+        Mamba2Sizes(heads, head_dim, groups, state_size, conv_size),
+        config["hidden_act"],
+        config["rms_norm_eps"],
+        read_limits(config.get("time_step_limit")),
+        parallel,
+        bias=config["mamba_proj_bias"],
+        conv_bias=config["mamba_conv_bias"],
+    )
