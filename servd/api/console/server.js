@@ -1,6 +1,6 @@
 // How the server is set up, and why.
 import { health, json } from "./api.js";
-import { count, facts, gib, h, problem, span, table } from "./dom.js";
+import { count, counted, facts, gib, h, problem, span, table } from "./dom.js";
 import { bar } from "./timeline.js";
 
 const SOURCES = { decided: "Decided by servd", given: "Given at the start", default: "Default" };
@@ -66,6 +66,7 @@ function describe(health) {
 
 function engineFacts(engine) {
   if (!engine) return { Engine: "still loading" };
+  const checkpoints = engine.num_checkpoints;
   const tokens = engine.num_blocks * engine.block_size;
   return {
     Device: `${engine.device}, ${engine.dtype}`,
@@ -73,6 +74,7 @@ function engineFacts(engine) {
     Weights: gib(engine.weights_bytes),
     "KV cache": `${gib(engine.num_blocks * engine.kv_bytes_per_block)}: ${count(tokens)} tokens in `
       + `${count(engine.num_blocks)} blocks of ${engine.block_size}`,
+    ...checkpoints && { States: `room for ${counted(checkpoints, "checkpoint")}` },
     "Longest context": `${count(engine.max_model_len)} tokens`,
   };
 }

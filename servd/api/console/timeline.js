@@ -64,10 +64,11 @@ export const bar = (kind, name, parts, whole, ms, title, ...notes) => h(`li.${ki
   h("span.figure", {}, span(ms)), notes);
 
 function prefix({ num_blocks: all, num_matched: matched, num_external: lower, block_size: size,
-  text }) {
+  num_uncovered: beyond, text }) {
   const where = lower ? `, ${lower} of them in host memory or files` : "";
+  const more = beyond ? `, and ${beyond} more beyond the last checkpoint of the states` : "";
   return h("p.hint", {}, `Prefix cache: ${matched} of ${counted(all, "block")} of ${size} tokens `
-    + `were there${where}: ${text}`);
+    + `were there${where}${more}: ${text}`);
 }
 
 function neighbours({ neighbours: others, behind }) {

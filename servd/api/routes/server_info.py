@@ -40,6 +40,8 @@ class Engine(msgspec.Struct):
     block_size: int
     kv_bytes_per_block: int
     weights_bytes: int
+    num_checkpoints: int  # of recurrent states
+    state_bytes: int  # of a checkpoint, on the rank
 
 
 class ServerInfo(msgspec.Struct):
