@@ -133,12 +133,10 @@ class Quantized:
         """Return the matrix with reordered columns. `columns`: int64 [in], each column once."""
         return replace(self, codes=self.codes[:, columns], columns=columns)
 
-    def reordered(self, order: Tensor, dim: int, size: int) -> Self | Tensor:
-        """Return the matrix with rows or columns in another order, int64, which keeps `size` of
-        them together. The matrix is dequantized if that many columns are no whole groups.
+    def with_heads(self, order: Tensor, size: int) -> Self | Tensor:
+        """Return the matrix with columns in another order, int64, which keeps heads of `size`. It
+        is dequantized if a head is no whole number of groups.
         """
-        if dim == 0:
-            return self.map(lambda x: x[order])
         if size % self.group_size:
             return self.dequantize()[:, order]
         matrix = self.without_factors()

@@ -4,7 +4,7 @@ recurrent state instead of a KV cache. The other layers have attention with an o
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from msgspec.structs import replace
@@ -98,24 +98,17 @@ class GatedDeltaNet(nn.Module):
     def make_projections(
         self, hidden: int, keys: int, values: int, num_values: int, parallel: Parallel
     ) -> None:
-        sizes = [2 * (keys + values)], [2 * num_values]
+        sizes = [keys, keys, values, values], [num_values, num_values]
         self.in_proj_qkvz, self.in_proj_ba = (
             ColumnParallelLinear(hidden, size, parallel, bias=False) for size in sizes
         )
-        per_key = self.num_values // self.num_keys
-        gate = per_key * self.value_dim
-        of_qkvz = self.row_order([self.key_dim, self.key_dim, gate, gate], parallel)
-        self.in_proj_qkvz.weight.row_order = of_qkvz
-        self.in_proj_ba.weight.row_order = self.row_order([per_key, per_key], parallel)
-
-    def row_order(self, sizes: list[int], parallel: Parallel) -> Tensor:
-        """Return the order of the checkpoint's rows, in which each key head has parts of `sizes`.
-        Here each rank has all heads of a part before the next part.
-        """
-        with torch.device("cpu"):
-            rows = torch.arange(parallel.size * self.num_keys * sum(sizes))
-        parts = rows.view(parallel.size, self.num_keys, -1).split(sizes, dim=2)
-        return torch.cat([part.flatten(1) for part in parts], dim=1).flatten()
+        num_keys = keys // self.key_dim
+        for linear, parts in zip((self.in_proj_qkvz, self.in_proj_ba), sizes, strict=True):
+            # The checkpoint has all parts of a key head before the next head.
+            with torch.device("cpu"):
+                rows = torch.arange(sum(parts)).view(num_keys, -1)
+            heads = rows.split([part // num_keys for part in parts], dim=1)
+            linear.weight.row_order = torch.cat([head.flatten() for head in heads])
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return, for x [num_tokens, hidden]: q, k and v concatenated; the output gate [num_tokens,
@@ -177,29 +170,13 @@ class Qwen3NextLayer(nn.Module):
         return self.mlp(x), residual
 
 
-def linear_layers(spec: ModelSpec) -> list[bool]:
-    """Return which layers have linear attention. Raises UnsupportedModel if all have it."""
-    types = spec.config.get("layer_types")
-    every = spec.config.get("full_attention_interval", 4)
-    parts = [
-        types[layer] == "linear_attention" if types else (layer + 1) % every > 0
-        for layer in range(spec.num_layers)
-    ]
-    if all(parts):
-        raise UnsupportedModel(
-            "linear attention in all layers: at least one layer must have a KV cache"
-        )
-    return parts
-
-
 def make_mixer(
     spec: ModelSpec, layer: int, parallel: Parallel, linear_class: type[GatedDeltaNet]
 ) -> nn.Module:
-    is_linear = linear_layers(spec)
-    if is_linear[layer]:
+    number = spec.cache_number(layer)
+    if number is None:
         return linear_class(spec, parallel)
-    # Layers with attention are numbered by KV cache.
-    return Qwen3NextAttention(spec, is_linear[:layer].count(False), parallel)
+    return Qwen3NextAttention(spec, number, parallel)
 
 
 def convert_text(tensors: NamedTensors) -> NamedTensors:
@@ -215,19 +192,30 @@ class Qwen3NextForCausalLM(LlamaForCausalLM):
     layer_class = Qwen3NextLayer
     norm_class = OffsetRMSNorm
     rotary_class = Qwen3NextRotary
+    packed: ClassVar[dict[str, tuple[str, int]]] = LlamaForCausalLM.packed | {
+        f"in_proj_{part}": ("in_proj_qkvz", number) for number, part in enumerate("qkvz")
+    }
 
     def convert(self, tensors: NamedTensors) -> NamedTensors:
         """Yield the tensors of the text model, with their rows in our order."""
-        orders = {
-            name.rpartition("layers.")[2]: weight.row_order
+        weights = {
+            name.rpartition("layers.")[2]: weight
             for name, weight in self.named_parameters()
             if isinstance(weight, Matrix) and weight.row_order is not None
         }
         for name, tensor in convert_text(tensors):
-            order = orders.get(name.rpartition("layers.")[2])
-            if order is not None and len(order) == tensor.shape[0]:  # loading refuses others
-                tensor = take(tensor, order)
-            yield name, tensor
+            place = name.rpartition("layers.")[2]
+            weight = weights.get(place.replace("_qkv.", "_qkvz."))
+            if weight is None or weight.row_order is None:
+                yield name, tensor
+            elif name.endswith("_qkv.weight"):  # of a GGUF file, where z is a tensor of its own
+                sizes = [shape[0] for shape in weight.part_shapes[:3]]
+                for part, piece in zip("qkv", tensor.split(sizes), strict=True):
+                    yield name.replace("_qkv.", f"_{part}."), piece
+            elif len(weight.row_order) == tensor.shape[0]:
+                yield name, take(tensor, weight.row_order)
+            else:  # loading refuses it
+                yield name, tensor
 
     @classmethod
     def make_attention(cls, spec: ModelSpec, layer: int, parallel: Parallel) -> nn.Module:

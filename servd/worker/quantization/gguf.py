@@ -125,9 +125,9 @@ def _by_key_head(
     order = torch.arange(first + num_values * size, device=whole.device)
     tiles = order[first:].view(num_values // num_keys, num_keys, size)
     order = torch.cat((order[:first], tiles.transpose(0, 1).flatten()))
-    if isinstance(tensor, Quantized):
-        return tensor.reordered(order, dim, size)
-    return tensor.index_select(dim, order)
+    if isinstance(tensor, Tensor):
+        return tensor.index_select(dim, order)
+    return tensor.with_heads(order, size) if dim else tensor.map(lambda x: x[order])
 
 
 def _by_halves(tensor: Tensor | Quantized, num_heads: int) -> Tensor | Quantized:
