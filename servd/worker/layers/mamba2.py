@@ -16,31 +16,42 @@ from servd.worker.layers.state import Convolution, HeadWeight, State
 from servd.worker.layers.weight import Weight
 
 
-class Mamba2Sizes(NamedTuple):
-    """Sizes of a layer, over all ranks."""
+class Mamba2Options(NamedTuple):
+    """Sizes over all ranks, and what config.json says about a layer."""
 
     num_heads: int
     head_dim: int
     num_groups: int  # keys and queries (B and C), each for as many heads
     state_size: int  # of keys and queries
     conv_size: int  # tokens that the convolution reads
+    activation: str
+    eps: float
+    bias: bool  # of the projections
+    conv_bias: bool
+    time_step_limit: list[Any] | None
 
-    @property
-    def inner(self) -> int:
-        return self.num_heads * self.head_dim
+    def read_limits(self) -> tuple[float, float]:
+        """Return the lowest and the highest time step of a token."""
+        # transformers 5 writes {"__float__": "Infinity"}.
+        ends = [
+            end["__float__"] if isinstance(end, dict) else end
+            for end in self.time_step_limit or (0, math.inf)
+        ]
+        low, high = map(float, ends)
+        return low, high
 
 
 class GatedNorm(nn.Module):
     """Computes `norm(x * silu(gate)) * weight`, with an RMS norm of each group of channels."""
 
-    def __init__(self, sizes: Mamba2Sizes, eps: float, parallel: Parallel) -> None:
+    def __init__(self, size: int, num_groups: int, eps: float, parallel: Parallel) -> None:
         super().__init__()
-        self.weight = Weight((sizes.inner,), parallel, shard_dim=0)
-        self.num_groups = sizes.num_groups
-        self.group_size = sizes.inner // sizes.num_groups
+        self.weight = Weight((size,), parallel, shard_dim=0)
+        self.num_groups = num_groups
+        self.group_size = size // num_groups
         self.eps = eps
         self.parallel = parallel
-        self.num_copies = parallel.num_copies(sizes.num_groups)  # ranks that share a group
+        self.num_copies = parallel.num_copies(num_groups)  # ranks that share a group
         self.ops = ops.for_device(torch.get_default_device())
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
@@ -62,59 +73,51 @@ class GatedNorm(nn.Module):
 
 
 class Mamba2(nn.Module):
-    """
-    Args:
-        time_step_limit: lowest and highest time step of a token.
-        bias: whether the projections have biases.
-        conv_bias: whether the convolution has one.
-    """
-
     def __init__(
-        self,
-        hidden_size: int,
-        sizes: Mamba2Sizes,
-        activation: str,
-        eps: float,
-        time_step_limit: tuple[float, float],
-        parallel: Parallel,
-        *,
-        bias: bool,
-        conv_bias: bool,
+        self, hidden_size: int, inner_size: int, options: Mamba2Options, parallel: Parallel
     ) -> None:
         super().__init__()
-        heads = sizes.num_heads
-        groups = sizes.num_groups
+        heads = options.num_heads
+        groups = options.num_groups
+        inner = heads * options.head_dim
         size = parallel.size
-        if heads % size or heads % groups or (groups % size and size % groups):
+        if inner != inner_size or heads % groups:
+            raise UnsupportedModel(
+                f"config.json: {heads} heads of {options.head_dim} in {groups} groups are not "
+                f"{inner_size} channels"
+            )
+        if heads % size or (groups % size and size % groups):
             raise UnsupportedModel(
                 f"Mamba-2: --tensor-parallel-size {size} must divide its {heads} heads, and divide "
                 f"its {groups} groups or be a multiple of them"
             )
-        copies = parallel.num_copies(groups)
-        keys = groups * sizes.state_size
+        keys = groups * options.state_size
+        parts = [inner, keys, keys]  # values, keys, queries
+        copies = [1, *2 * [parallel.num_copies(groups)]]
         self.in_proj = ColumnParallelLinear(
             hidden_size,
-            [sizes.inner, sizes.inner, keys, keys, heads],  # gate, values, keys, queries, times
+            [inner, *parts, heads],  # the gate, and time steps
             parallel,
-            bias=bias,
-            copies=[1, 1, copies, copies, 1],
+            bias=options.bias,
+            copies=[1, *copies, 1],
         )
         self.conv1d = Convolution(
-            [sizes.inner, keys, keys],
-            sizes.conv_size,
+            parts,
+            options.conv_size,
             parallel,
-            bias=conv_bias,
-            activation=activation,
-            copies=[1, copies, copies],
+            bias=options.conv_bias,
+            activation=options.activation,
+            copies=copies,
         )
         self.dt_bias = HeadWeight(heads, parallel)
         self.A_log = HeadWeight(heads, parallel, Tensor.exp)
         self.D = HeadWeight(heads, parallel)
-        self.norm = GatedNorm(sizes, eps, parallel)
-        self.out_proj = RowParallelLinear(sizes.inner, hidden_size, parallel, bias=bias)
-        self.sizes = sizes
-        self.time_step_limit = time_step_limit
-        self.state = State(heads // size, sizes.state_size, sizes.head_dim)
+        self.norm = GatedNorm(inner, groups, options.eps, parallel)
+        self.out_proj = RowParallelLinear(inner, hidden_size, parallel, bias=options.bias)
+        self.state_size = options.state_size
+        self.head_dim = options.head_dim
+        self.limits = options.read_limits()
+        self.state = State(heads // size, options.state_size, options.head_dim)
         self.ops = ops.for_device(torch.get_default_device())
 
     def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
@@ -122,29 +125,9 @@ class Mamba2(nn.Module):
         inner, *parts, heads = self.in_proj.local_features
         gate, mixed, times = self.in_proj(x).split((inner, sum(parts), heads), dim=-1)
         v, k, q = self.conv1d(mixed, ctx).split(parts, dim=-1)
-        sizes = self.sizes
-        q, k = (part.unflatten(-1, (-1, sizes.state_size)) for part in (q, k))
-        y = self.ops.linear_scan(
-            q,
-            k,
-            v.unflatten(-1, (-1, sizes.head_dim)),
-            times,
-            self.dt_bias,
-            self.A_log,
-            None,
-            self.D,
-            self.time_step_limit,
-            self.state.rows(ctx),
-        )
+        q, k = (part.unflatten(-1, (-1, self.state_size)) for part in (q, k))
+        v = v.unflatten(-1, (-1, self.head_dim))
+        decay = times, self.dt_bias, self.A_log
+        rows = self.state.rows(ctx)
+        y = self.ops.linear_scan(q, k, v, *decay, None, self.D, self.limits, rows)
         return self.out_proj(self.norm(y.flatten(1), gate).to(x.dtype))
-
-
-def read_limits(value: Any) -> tuple[float, float]:
-    """Return time_step_limit of config.json. Raises UnsupportedModel if it is no range."""
-    if value is None:
-        return 0.0, math.inf
-    # transformers 5 writes {"__float__": "Infinity"}.
-    ends = [float(end["__float__"]) if isinstance(end, dict) else float(end) for end in value]
-    if len(ends) != 2 or not ends[0] <= ends[1]:
-        raise UnsupportedModel(f"config.json: time_step_limit {value!r:.50} is no range")
-    return ends[0], ends[1]

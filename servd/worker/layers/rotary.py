@@ -41,6 +41,18 @@ class Rotary(nn.Module):
         return self.ops.rotation(positions, self.inv_freq, self.magnitude, self.dtype)
 
 
+class OptionalRotary(nn.Module):
+    """Rotary positions if config.json asks for them. Layers with a state know the order, too."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        has_positions = spec.config.get("position_embedding_type") == "rope"
+        self.rotary = Rotary(spec) if has_positions else None
+
+    def forward(self, positions: Tensor) -> Rotation | None:
+        return None if self.rotary is None else self.rotary(positions)
+
+
 def rope_parameters(spec: ModelSpec) -> dict[str, Any]:
     """Return rope_type, rope_theta and the scaling's own keys, from either form of config.json.
     transformers 5 writes `rope_parameters`; earlier checkpoints have `rope_theta` and

@@ -7,15 +7,14 @@ from collections.abc import Callable
 from msgspec.structs import replace
 from torch import Tensor, nn
 
-from servd.base.errors import UnsupportedModel
 from servd.checkpoint.model_spec import ModelSpec
 from servd.worker.device.parallel import Parallel
 from servd.worker.layers.attention import ForwardContext
 from servd.worker.layers.experts import SparseMoE
-from servd.worker.layers.mamba2 import Mamba2, Mamba2Sizes, read_limits
+from servd.worker.layers.mamba2 import Mamba2, Mamba2Options
 from servd.worker.layers.norm import RMSNorm
 from servd.worker.layers.quantized import NamedTensors
-from servd.worker.layers.rotary import Rotary, Rotation
+from servd.worker.layers.rotary import OptionalRotary, Rotation
 from servd.worker.models.granite import GraniteAttention, GraniteForCausalLM, GraniteLayer
 from servd.worker.models.llama import LlamaMLP
 from servd.worker.models.qwen3_moe import one_by_one
@@ -31,18 +30,6 @@ RENAMED = {
     ".input_linear.": ".gate_up_proj.",
     ".output_linear.": ".down_proj.",
 }
-
-
-class GraniteRotary(nn.Module):
-    """Rotary positions, or none: then layers with a state are all that knows the order."""
-
-    def __init__(self, spec: ModelSpec) -> None:
-        super().__init__()
-        has_positions = spec.config.get("position_embedding_type") == "rope"
-        self.rotary = Rotary(spec) if has_positions else None
-
-    def forward(self, positions: Tensor) -> Rotation | None:
-        return None if self.rotary is None else self.rotary(positions)
 
 
 class GraniteMoE(SparseMoE):
@@ -93,7 +80,7 @@ class GraniteMoeHybridLayer(GraniteLayer):
 
 class GraniteMoeHybridForCausalLM(GraniteForCausalLM):
     layer_class = GraniteMoeHybridLayer
-    rotary_class = GraniteRotary
+    rotary_class = OptionalRotary
 
     def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
         super().__init__(spec, parallel)
@@ -126,22 +113,19 @@ class GraniteMoeHybridForCausalLM(GraniteForCausalLM):
 
 def make_mamba(spec: ModelSpec, parallel: Parallel) -> Mamba2:
     config = spec.config
-    heads = config["mamba_n_heads"]
     inner = config["mamba_expand"] * spec.hidden_size
+    heads = config["mamba_n_heads"]
     head_dim = config.get("mamba_d_head", "auto")
-    head_dim = inner // heads if head_dim == "auto" else head_dim
-    groups, state_size, conv_size = (
-        config[f"mamba_{key}"] for key in ("n_groups", "d_state", "d_conv")
-    )
-    if heads * head_dim != inner:
-        raise UnsupportedModel(f"config.json: {heads} heads of {head_dim} are not {inner} channels")
-    return Mamba2(
-        spec.hidden_size,
-        Mamba2Sizes(heads, head_dim, groups, state_size, conv_size),
+    options = Mamba2Options(
+        heads,
+        inner // heads if head_dim == "auto" else head_dim,
+        config["mamba_n_groups"],
+        config["mamba_d_state"],
+        config["mamba_d_conv"],
         config["hidden_act"],
         config["rms_norm_eps"],
-        read_limits(config.get("time_step_limit")),
-        parallel,
-        bias=config["mamba_proj_bias"],
-        conv_bias=config["mamba_conv_bias"],
+        config["mamba_proj_bias"],
+        config["mamba_conv_bias"],
+        config.get("time_step_limit"),
     )
+    return Mamba2(spec.hidden_size, inner, options, parallel)

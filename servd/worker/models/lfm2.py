@@ -6,18 +6,18 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
+from msgspec.structs import replace
 from torch import Tensor, nn
 
 from servd.checkpoint.model_spec import ModelSpec
 from servd.worker.device.parallel import Parallel
-from servd.worker.layers.activation import Gate
 from servd.worker.layers.attention import ForwardContext
 from servd.worker.layers.linear import ColumnParallelLinear, RowParallelLinear
 from servd.worker.layers.norm import RMSNorm
 from servd.worker.layers.quantized import NamedTensors
 from servd.worker.layers.rotary import Rotation
 from servd.worker.layers.state import Convolution
-from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM
+from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM, LlamaMLP
 
 
 class Lfm2Attention(LlamaAttention):
@@ -43,15 +43,9 @@ class ShortConvolution(nn.Module):
         return self.out_proj(self.conv(x, ctx, before, after))
 
 
-class Lfm2MLP(nn.Module):
-    def __init__(self, hidden_size: int, size: int, parallel: Parallel) -> None:
-        super().__init__()
-        self.gate_up_proj = ColumnParallelLinear(hidden_size, [size, size], parallel, bias=False)
-        self.down_proj = RowParallelLinear(size, hidden_size, parallel, bias=False)
-        self.gate = Gate("silu")
-
-    def forward(self, x: Tensor) -> Tensor:  # [num_tokens, hidden] -> [num_tokens, hidden]
-        return self.down_proj(self.gate(self.gate_up_proj(x)))
+def make_mlp(spec: ModelSpec, parallel: Parallel, size: int | None = None) -> LlamaMLP:
+    changes = {"intermediate_size": size or spec.config["intermediate_size"], "hidden_act": "silu"}
+    return LlamaMLP(replace(spec, config=spec.config | changes), parallel)
 
 
 class Lfm2Layer(nn.Module):
@@ -118,7 +112,7 @@ class Lfm2ForCausalLM(LlamaForCausalLM):
             if (factor := config.get("block_ffn_dim_multiplier")) is not None:
                 multiple = config["block_multiple_of"]
                 size = -(-int(factor * size) // multiple) * multiple
-        return Lfm2MLP(spec.hidden_size, size, parallel)
+        return make_mlp(spec, parallel, size)
 
     def convert(self, tensors: NamedTensors) -> NamedTensors:
         for name, tensor in tensors:

@@ -8,7 +8,7 @@ from servd.worker.device.parallel import Parallel
 from servd.worker.layers.experts import SparseMoE
 from servd.worker.layers.quantized import NamedTensors
 from servd.worker.layers.weight import Weight
-from servd.worker.models.lfm2 import Lfm2ForCausalLM, Lfm2MLP
+from servd.worker.models.lfm2 import Lfm2ForCausalLM, make_mlp
 from servd.worker.models.qwen3_moe import expert_options, one_by_one
 
 
@@ -34,7 +34,7 @@ class Lfm2MoeForCausalLM(Lfm2ForCausalLM):
     @classmethod
     def make_mlp(cls, spec: ModelSpec, layer: int, parallel: Parallel) -> nn.Module:
         if layer < spec.config["num_dense_layers"]:
-            return Lfm2MLP(spec.hidden_size, spec.config["intermediate_size"], parallel)
+            return make_mlp(spec, parallel)
         return Lfm2MoE(spec, parallel)
 
     def convert(self, tensors: NamedTensors) -> NamedTensors:

@@ -4,17 +4,19 @@ attention, and an output gate for each head.
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from servd.checkpoint.model_spec import STATE_LAYERS, ModelSpec
 from servd.checkpoint.overrides import FULL
+from servd.worker import ops
 from servd.worker.device.parallel import Parallel
 from servd.worker.layers.attention import ForwardContext
 from servd.worker.layers.linear import ColumnParallelLinear
 from servd.worker.layers.quantized import NamedTensors
 from servd.worker.layers.rotary import Rotation
 from servd.worker.models.gemma3_text import rotary
-from servd.worker.models.lfm2 import Lfm2Attention, Lfm2ForCausalLM, Lfm2Layer, Lfm2MLP
+from servd.worker.models.lfm2 import Lfm2Attention, Lfm2ForCausalLM, Lfm2Layer, make_mlp
 
 SLIDING = "sliding_attention"
 ROPES = {
@@ -40,6 +42,7 @@ class Lfm3Rotary(nn.Module):
 class Lfm3Attention(Lfm2Attention):
     def __init__(self, spec: ModelSpec, layer: int, parallel: Parallel) -> None:
         super().__init__(spec, layer, parallel)
+        self.ops = ops.for_device(torch.get_default_device())
         self.g_proj = None
         if spec.config["use_attention_gate"]:
             heads = [spec.num_heads]
@@ -57,8 +60,8 @@ class Lfm3Attention(Lfm2Attention):
         q, k, v = self.qkv_proj(x).split(self.qkv_proj.local_features, dim=-1)
         out = self.attention(q, k, v, ctx, local if is_local else full, norms=self.norms)
         if self.g_proj is not None:
-            gates = self.g_proj(x).sigmoid().unsqueeze(-1)
-            out = (out.unflatten(-1, (-1, self.head_dim)) * gates).flatten(1)
+            gates = self.g_proj(x).view(-1, 1)
+            out = self.ops.multiply_sigmoid(out.view(-1, self.head_dim), gates).view(out.shape)
         return self.o_proj(out)
 
 
@@ -89,7 +92,7 @@ class Lfm3ForCausalLM(Lfm2ForCausalLM):
 
     @classmethod
     def make_mlp(cls, spec: ModelSpec, layer: int, parallel: Parallel) -> nn.Module:
-        return Lfm2MLP(spec.hidden_size, spec.config["intermediate_size"], parallel)
+        return make_mlp(spec, parallel)
 
     def convert(self, tensors: NamedTensors) -> NamedTensors:
         for name, tensor in super().convert(tensors):

@@ -2,82 +2,68 @@
 feed-forwards.
 """
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from servd.base.errors import UnsupportedModel
 from servd.checkpoint.model_spec import ModelSpec
 from servd.worker.device.parallel import Parallel
 from servd.worker.layers.attention import ForwardContext
-from servd.worker.layers.embedding import VocabEmbedding
-from servd.worker.layers.mamba2 import Mamba2, Mamba2Sizes, read_limits
+from servd.worker.layers.mamba2 import Mamba2, Mamba2Options
 from servd.worker.layers.norm import RMSNorm
+from servd.worker.layers.quantized import NamedTensors
+from servd.worker.layers.rotary import OptionalRotary
+from servd.worker.models.llama import LlamaForCausalLM
+
+KEYS = ("num_heads", "head_dim", "n_groups", "state_size", "conv_kernel")
+# Names of tensors, and of servd's parts.
+RENAMED = {
+    "backbone.": "model.",
+    "embedding.": "embed_tokens.",  # of the first checkpoints
+    "embeddings.": "embed_tokens.",
+    "norm_f.": "norm.",
+}
 
 
 class Mamba2Layer(nn.Module):
-    def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
+    def __init__(self, norm: RMSNorm, mixer: Mamba2) -> None:
         super().__init__()
-        config = spec.config
-        keys = ("num_heads", "head_dim", "n_groups", "state_size", "conv_kernel")
-        sizes = Mamba2Sizes(*(config[key] for key in keys))
-        if sizes.inner != config["expand"] * spec.hidden_size:
-            raise UnsupportedModel(
-                f"config.json: {sizes.num_heads} heads of {sizes.head_dim} are not "
-                f"{config['expand']} times hidden_size"
-            )
-        eps = config["layer_norm_epsilon"]
-        self.norm = RMSNorm(spec.hidden_size, eps, parallel)
-        self.mixer = Mamba2(
-            spec.hidden_size,
-            sizes,
-            config["hidden_act"],
-            eps,
-            read_limits(config.get("time_step_limit")),
-            parallel,
-            bias=config["use_bias"],
-            conv_bias=config["use_conv_bias"],
-        )
+        self.norm = norm
+        self.mixer = mixer
 
     def forward(
-        self, x: Tensor, residual: Tensor | None, ctx: ForwardContext
+        self, x: Tensor, residual: Tensor | None, rotation: None, ctx: ForwardContext
     ) -> tuple[Tensor, Tensor]:
         """Return the term that the next norm adds, and the residual: [num_tokens, hidden] each."""
         x, residual = self.norm.add(x, residual)
         return self.mixer(x, ctx), residual
 
 
-class Mamba2Model(nn.Module):
-    def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
-        super().__init__()
-        self.embeddings = VocabEmbedding(spec.vocab_size, spec.hidden_size, parallel)
-        self.layers = parallel.layers(spec.num_layers, lambda _: Mamba2Layer(spec, parallel))
-        self.norm_f = RMSNorm(spec.hidden_size, spec.config["layer_norm_epsilon"], parallel)
+class Mamba2ForCausalLM(LlamaForCausalLM):
+    rotary_class = OptionalRotary
+    packed: ClassVar[dict[str, Any]] = {}
 
-    def forward(self, input_ids: Tensor, ctx: ForwardContext) -> Tensor:
-        """Return hidden states [num_tokens, hidden] for [num_tokens] ids."""
-        x = self.embeddings(input_ids)
-        residual = None
-        for layer in self.layers:
-            x, residual = layer(x, residual, ctx)
-        return self.norm_f.add(x, residual)[0]
+    @classmethod
+    def make_norm(cls, spec: ModelSpec, parallel: Parallel) -> RMSNorm:
+        return RMSNorm(spec.hidden_size, spec.config["layer_norm_epsilon"], parallel)
 
+    @classmethod
+    def make_layer(cls, spec: ModelSpec, layer: int, parallel: Parallel) -> nn.Module:
+        config = spec.config
+        options = Mamba2Options(
+            *(config[key] for key in KEYS),
+            activation=config["hidden_act"],
+            eps=config["layer_norm_epsilon"],
+            bias=config["use_bias"],
+            conv_bias=config["use_conv_bias"],
+            time_step_limit=config.get("time_step_limit"),
+        )
+        size = spec.hidden_size
+        mixer = Mamba2(size, config["expand"] * size, options, parallel)
+        return Mamba2Layer(cls.make_norm(spec, parallel), mixer)
 
-class Mamba2ForCausalLM(nn.Module):
-    packed: ClassVar[dict[str, tuple[str, int]]] = {"embedding": ("embeddings", 0)}
-    ignored: ClassVar[tuple[str, ...]] = ()
-    base_prefix: ClassVar[str] = "backbone."
-
-    def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
-        super().__init__()
-        self.backbone = Mamba2Model(spec, parallel)
-        self.lm_head = self.backbone.embeddings
-        if not spec.config.get("tie_word_embeddings", False):
-            self.lm_head = VocabEmbedding(spec.vocab_size, spec.hidden_size, parallel)
-
-    def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
-        """Return hidden states [num_tokens, hidden] for [num_tokens] ids."""
-        return self.backbone(input_ids, ctx)
-
-    def compute_logits(self, hidden: Tensor) -> Tensor:  # [n, hidden] -> [n, vocab]
-        return self.lm_head.logits(hidden)
+    def convert(self, tensors: NamedTensors) -> NamedTensors:
+        for name, tensor in tensors:
+            for old, new in RENAMED.items():
+                name = name.replace(old, new)
+            yield name, tensor
