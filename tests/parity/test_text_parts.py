@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from servd.base import plugins
 from servd.base.errors import ConfigError
 from servd.checkpoint.multimodal_config import CLASSES, DEFAULTS, SAME
-from tests.parity.families import GEMMA3, LLAMA, QWEN3_MOE, QWEN3_NEXT
+from tests.parity.families import GEMMA3, LFM2, LLAMA, QWEN3_MOE, QWEN3_NEXT
 from tests.worker.driver import Driver, config_for
 
 CLIP = {
@@ -26,6 +26,7 @@ CLIP = {
     "image_size": 28,
     "patch_size": 14,
 }
+SIGLIP2 = CLIP | {"model_type": "siglip2_vision_model", "num_patches": 16}
 QWEN_EYES = {"depth": 1, "hidden_size": 32, "num_heads": 2, "out_hidden_size": 48}
 QWEN3_EYES = QWEN_EYES | {
     "intermediate_size": 32,
@@ -60,6 +61,7 @@ WHOLE: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         QWEN3_EYES,
         {},
     ),
+    "lfm2_vl": (LFM2 | {"model_type": "lfm2"}, SIGLIP2, {}),
     "qwen3_5": (QWEN3_NEXT, QWEN3_EYES, {}),
     "qwen3_5_moe": (QWEN3_NEXT, QWEN3_EYES, {}),
 }
