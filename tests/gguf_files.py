@@ -202,6 +202,8 @@ def _add_states(writer: gguf.GGUFWriter, config: Any) -> None:
             writer.add_ssm_time_step_rank(config.linear_num_value_heads)
             writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
             writer.add_full_attention_interval(config.layer_types.index("full_attention") + 1)
+            are_states = [kind == "linear_attention" for kind in config.layer_types]
+            writer.add_array(f"{writer.arch}.attention.recurrent_layers", are_states)
             if config.model_type != "qwen3_5_text":
                 size = config.shared_expert_intermediate_size
                 writer.add_expert_shared_feed_forward_length(size)
