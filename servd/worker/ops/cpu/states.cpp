@@ -135,15 +135,21 @@ struct Scan {
     template <bool CORRECTS>
     void run(const StateRows& rows, const Span& span, int64_t row, int64_t head,
              int64_t column) const {
-        alignas(64) Vec matrix[MAX_KEY_DIM][VECTORS];
+        alignas(64) float panel[MAX_KEY_DIM * PANEL];
+        float* matrix = panel;  // of rows `stride` apart
+        int64_t stride = PANEL;
         int left[VECTORS];  // columns of each vector
         for (int c = 0; c < VECTORS; c++)
             left[c] = int(std::clamp<int64_t>(value_dim - column - c * WIDTH, 0, WIDTH));
-        const auto load_state = [&](const float* state) {
+        const auto load_state = [&](float* state) {
+            if (state && span.end - span.begin == 1 && left[VECTORS - 1] == WIDTH) {
+                matrix = state, stride = value_dim;  // a copy would not pay for a token
+                return;
+            }
             for (int64_t i = 0; i < key_dim; i++)
                 for (int c = 0; c < VECTORS; c++)
-                    matrix[i][c] =
-                        state ? load_up_to(state + i * value_dim + c * WIDTH, left[c]) : Vec{};
+                    store(panel + i * PANEL + c * WIDTH,
+                          state ? load_up_to(state + i * value_dim + c * WIDTH, left[c]) : Vec{});
         };
         const int64_t group = head / (heads / groups);
         const auto compute = [&](int64_t begin, int64_t end) {
@@ -160,21 +166,25 @@ struct Scan {
                     int64_t i = 0;
                     for (; i + 1 < key_dim; i += 2)
                         for (int c = 0; c < VECTORS; c++) {
-                            even[c] += keys[i] * matrix[i][c];
-                            odd[c] += keys[i + 1] * matrix[i + 1][c];
+                            even[c] += keys[i] * load(matrix + i * stride + c * WIDTH);
+                            odd[c] += keys[i + 1] * load(matrix + (i + 1) * stride + c * WIDTH);
                         }
                     for (int c = 0; c < VECTORS; c++) {
-                        if (i < key_dim) even[c] += keys[i] * matrix[i][c];
+                        if (i < key_dim) even[c] += keys[i] * load(matrix + i * stride + c * WIDTH);
                         change[c] = rate * (value[c] - decay * (even[c] + odd[c]));
                     }
                 } else {
                     for (int c = 0; c < VECTORS; c++) change[c] = rate * value[c];
                 }
-                for (int64_t i = 0; i < key_dim; i++)
+                float* numbers = matrix;
+                for (int64_t i = 0; i < key_dim; i++, numbers += stride) {
+                    const float key = keys[i], query = queries[i];
                     for (int c = 0; c < VECTORS; c++) {
-                        matrix[i][c] = decay * matrix[i][c] + keys[i] * change[c];
-                        result[c] += queries[i] * matrix[i][c];
+                        const Vec updated = decay * load(numbers + c * WIDTH) + key * change[c];
+                        store(numbers + c * WIDTH, updated);
+                        result[c] += query * updated;
                     }
+                }
                 float* const to = out + (t * heads + head) * value_dim + column;
                 for (int c = 0; c < VECTORS; c++) {
                     if (skip) result[c] += skip[head] * value[c];
@@ -184,9 +194,10 @@ struct Scan {
         };
         const int64_t first = head * key_dim * value_dim + column;
         run_row(rows, span, row, first, load_state, compute, [&](float* state) {
-            for (int64_t i = 0; i < key_dim; i++)
+            for (int64_t i = 0; matrix == panel && i < key_dim; i++)
                 for (int c = 0; c < VECTORS; c++)
-                    store_up_to(state + i * value_dim + c * WIDTH, matrix[i][c], left[c]);
+                    store_up_to(state + i * value_dim + c * WIDTH, load(panel + i * PANEL + c * WIDTH),
+                                left[c]);
         });
     }
 };
