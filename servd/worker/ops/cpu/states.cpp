@@ -64,7 +64,6 @@ int64_t parts_at_once(int64_t num_rows, int64_t num_tokens, int64_t work) {
 }
 
 constexpr int CHANNELS = 4;  // vectors of channels of a convolution that stay in registers
-constexpr int MAX_SIZE = 4;  // of a convolution
 
 struct Convolution {
     const float* x;
@@ -136,15 +135,21 @@ struct Scan {
     template <bool CORRECTS>
     void run(const StateRows& rows, const Span& span, int64_t row, int64_t head,
              int64_t column) const {
-        alignas(64) Vec matrix[MAX_KEY_DIM][VECTORS];
+        alignas(64) float panel[MAX_KEY_DIM * PANEL];
+        float* matrix = panel;  // of rows `stride` apart
+        int64_t stride = PANEL;
         int left[VECTORS];  // columns of each vector
         for (int c = 0; c < VECTORS; c++)
             left[c] = int(std::clamp<int64_t>(value_dim - column - c * WIDTH, 0, WIDTH));
-        const auto load_state = [&](const float* state) {
+        const auto load_state = [&](float* state) {
+            if (state && span.end - span.begin == 1 && left[VECTORS - 1] == WIDTH) {
+                matrix = state, stride = value_dim;  // a copy would not pay for a token
+                return;
+            }
             for (int64_t i = 0; i < key_dim; i++)
                 for (int c = 0; c < VECTORS; c++)
-                    matrix[i][c] =
-                        state ? load_up_to(state + i * value_dim + c * WIDTH, left[c]) : Vec{};
+                    store(panel + i * PANEL + c * WIDTH,
+                          state ? load_up_to(state + i * value_dim + c * WIDTH, left[c]) : Vec{});
         };
         const int64_t group = head / (heads / groups);
         const auto compute = [&](int64_t begin, int64_t end) {
@@ -161,21 +166,25 @@ struct Scan {
                     int64_t i = 0;
                     for (; i + 1 < key_dim; i += 2)
                         for (int c = 0; c < VECTORS; c++) {
-                            even[c] += keys[i] * matrix[i][c];
-                            odd[c] += keys[i + 1] * matrix[i + 1][c];
+                            even[c] += keys[i] * load(matrix + i * stride + c * WIDTH);
+                            odd[c] += keys[i + 1] * load(matrix + (i + 1) * stride + c * WIDTH);
                         }
                     for (int c = 0; c < VECTORS; c++) {
-                        if (i < key_dim) even[c] += keys[i] * matrix[i][c];
+                        if (i < key_dim) even[c] += keys[i] * load(matrix + i * stride + c * WIDTH);
                         change[c] = rate * (value[c] - decay * (even[c] + odd[c]));
                     }
                 } else {
                     for (int c = 0; c < VECTORS; c++) change[c] = rate * value[c];
                 }
-                for (int64_t i = 0; i < key_dim; i++)
+                float* numbers = matrix;
+                for (int64_t i = 0; i < key_dim; i++, numbers += stride) {
+                    const float key = keys[i], query = queries[i];
                     for (int c = 0; c < VECTORS; c++) {
-                        matrix[i][c] = decay * matrix[i][c] + keys[i] * change[c];
-                        result[c] += queries[i] * matrix[i][c];
+                        const Vec updated = decay * load(numbers + c * WIDTH) + key * change[c];
+                        store(numbers + c * WIDTH, updated);
+                        result[c] += query * updated;
                     }
+                }
                 float* const to = out + (t * heads + head) * value_dim + column;
                 for (int c = 0; c < VECTORS; c++) {
                     if (skip) result[c] += skip[head] * value[c];
@@ -185,9 +194,10 @@ struct Scan {
         };
         const int64_t first = head * key_dim * value_dim + column;
         run_row(rows, span, row, first, load_state, compute, [&](float* state) {
-            for (int64_t i = 0; i < key_dim; i++)
+            for (int64_t i = 0; matrix == panel && i < key_dim; i++)
                 for (int c = 0; c < VECTORS; c++)
-                    store_up_to(state + i * value_dim + c * WIDTH, matrix[i][c], left[c]);
+                    store_up_to(state + i * value_dim + c * WIDTH, load(panel + i * PANEL + c * WIDTH),
+                                left[c]);
         });
     }
 };
@@ -202,17 +212,18 @@ void convolve(const float* x, int64_t x_stride, int64_t num_tokens, int64_t chan
               const float* weight, int64_t size, const float* bias, int silu, const float* before,
               int64_t before_stride, const float* after, int64_t after_stride, StateRows rows,
               float* out) {
-    check_ids("size", &size, 0, 1, MAX_SIZE + 1, 2);
+    using Run = void (Convolution::*)(const StateRows&, const Span&, int64_t, int64_t) const;
+    constexpr Run RUNS[] = {&Convolution::run<2>, &Convolution::run<3>, &Convolution::run<4>,
+                            &Convolution::run<5>, &Convolution::run<6>, &Convolution::run<7>,
+                            &Convolution::run<8>};
+    check_ids("size", &size, 0, 1, 9, 2);
     const std::vector<Span> spans = spans_of(rows, num_tokens);
     const Convolution layer{x,      x_stride, channels,      weight, bias,
                             silu,   before,   before_stride, after,  after_stride,
                             out};
     const int64_t parts = (channels + CHANNELS * WIDTH - 1) / (CHANNELS * WIDTH);
-    const auto run = size == 2   ? &Convolution::run<2>
-                     : size == 3 ? &Convolution::run<3>
-                                 : &Convolution::run<4>;
     parallel_for(rows.num_rows * parts, parts_at_once(rows.num_rows, num_tokens, 64), [&](int64_t i) {
-        (layer.*run)(rows, spans[i / parts], i / parts, i % parts * CHANNELS * WIDTH);
+        (layer.*RUNS[size - 2])(rows, spans[i / parts], i / parts, i % parts * CHANNELS * WIDTH);
     });
 }
 
