@@ -2,6 +2,7 @@
 attention, and an output gate for each head.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,10 +14,11 @@ from servd.worker import ops
 from servd.worker.device.parallel import Parallel
 from servd.worker.layers.attention import ForwardContext
 from servd.worker.layers.linear import ColumnParallelLinear
-from servd.worker.layers.quantized import NamedTensors
+from servd.worker.layers.norm import RMSNorm
 from servd.worker.layers.rotary import Rotation
 from servd.worker.models.gemma3_text import rotary
-from servd.worker.models.lfm2 import Lfm2Attention, Lfm2ForCausalLM, Lfm2Layer, make_mlp
+from servd.worker.models.lfm2 import PACKED, Lfm2Layer, make_mixer, make_mlp, rename
+from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM
 
 SLIDING = "sliding_attention"
 ROPES = {
@@ -39,7 +41,9 @@ class Lfm3Rotary(nn.Module):
         return self.full(positions), self.local(positions)
 
 
-class Lfm3Attention(Lfm2Attention):
+class Lfm3Attention(LlamaAttention):
+    head_norm_class = RMSNorm
+
     def __init__(self, spec: ModelSpec, layer: int, parallel: Parallel) -> None:
         super().__init__(spec, layer, parallel)
         self.ops = ops.for_device(torch.get_default_device())
@@ -66,12 +70,15 @@ class Lfm3Attention(Lfm2Attention):
 
 
 class Lfm3Layer(Lfm2Layer):
-    """LFM2's layer with norms on the outputs of mixer and feed-forward, too."""
+    """LFM2's layer, by default with norms on the outputs of mixer and feed-forward, too."""
 
-    def __init__(self, norm: Any, mixer: nn.Module, feed_forward: nn.Module) -> None:
-        super().__init__(norm, mixer, feed_forward)
-        self.post_operator_norm = norm()
-        self.post_ffn_norm = norm()
+    def __init__(
+        self, spec: ModelSpec, norm: Callable[[], RMSNorm], mixer: nn.Module, mlp: nn.Module
+    ) -> None:
+        super().__init__(spec, norm, mixer, mlp)
+        last = norm if spec.config["use_sandwich_norm"] else nn.Identity
+        self.post_operator_norm = last()
+        self.post_ffn_norm = last()
 
     def forward(
         self, x: Tensor, residual: Tensor | None, rotation: Any, ctx: ForwardContext
@@ -82,18 +89,17 @@ class Lfm3Layer(Lfm2Layer):
         return self.post_ffn_norm(self.feed_forward(x)), residual
 
 
-class Lfm3ForCausalLM(Lfm2ForCausalLM):
-    attention_class = Lfm3Attention
+class Lfm3ForCausalLM(LlamaForCausalLM):
+    layer_class = Lfm3Layer
     rotary_class = Lfm3Rotary
+    is_tied = True
+    packed = PACKED
+    convert = staticmethod(rename)
 
     @classmethod
-    def choose_layer(cls, config: dict[str, Any]) -> type[Lfm2Layer]:
-        return Lfm3Layer if config["use_sandwich_norm"] else Lfm2Layer
+    def make_attention(cls, spec: ModelSpec, layer: int, parallel: Parallel) -> nn.Module:
+        return make_mixer(spec, layer, parallel, Lfm3Attention)
 
     @classmethod
     def make_mlp(cls, spec: ModelSpec, layer: int, parallel: Parallel) -> nn.Module:
         return make_mlp(spec, parallel)
-
-    def convert(self, tensors: NamedTensors) -> NamedTensors:
-        for name, tensor in super().convert(tensors):
-            yield name.replace(".self_attn.gate_proj.", ".self_attn.g_proj."), tensor
