@@ -71,7 +71,7 @@ PARAMETER = re.compile(  # see the table in cpu/graph.cpp
 
 ZERO = torch.zeros(1, dtype=torch.int64)
 # Limits of cpu/states.cpp.
-CONVOLUTIONS = (2, 3, 4)  # sizes
+CONVOLUTIONS = range(2, 9)  # sizes
 MAX_KEY_DIM = 256
 
 Argument = Tensor | float | None
@@ -437,7 +437,7 @@ def gate(x: Tensor, name: str) -> Tensor:
 
 
 def route(logits: Tensor, rule: RoutingRule) -> Routing:
-    if not _fits(logits) or rule.bias is not None or rule.num_groups > rule.top_groups:
+    if not _fits(logits, rule.bias) or rule.num_groups > rule.top_groups:
         return reference.route(logits, rule)
     top_k = rule.top_k
     num_tokens, num_experts = logits.shape
@@ -447,7 +447,8 @@ def route(logits: Tensor, rule: RoutingRule) -> Routing:
         for shape in ((num_tokens * top_k,), (num_experts + 1,), (num_tokens, top_k))
     )
     weights = torch.empty(places.shape)
-    call("route", logits, *logits.shape, top_k, rule.renormalize, tokens, starts, places, weights)
+    sizes = *logits.shape, top_k, rule.renormalize
+    call("route", logits, rule.bias, *sizes, tokens, starts, places, weights)
     return Routing(tokens, starts, places, weights, rule.factor)
 
 

@@ -170,7 +170,13 @@ def exact(inputs: Inputs, rows: StateRows) -> tuple[Tensor, Tensor, dict[int, Te
 
 CASES = [scan_inputs(shape, kind) for shape in SHAPES for kind in ("delta", "mamba")] + [
     convolution_inputs(channels, size, is_gated)
-    for channels, size, is_gated in ((1, 2, True), (70, 3, True), (131, 4, False), (5, 6, False))
+    for channels, size, is_gated in (
+        (1, 2, True),
+        (70, 3, True),
+        (131, 4, False),
+        (5, 8, True),
+        (5, 9, False),
+    )
 ]
 
 

@@ -4,6 +4,7 @@
 // an expert are the rows of one product.
 
 #include <memory>
+#include <vector>
 
 #include "checks.h"
 #include "kernels.h"
@@ -14,29 +15,40 @@ namespace kernels {
 
 // Chooses the experts of each token from logits [rows, num_experts]. Writes to `tokens` the token of each
 // place [rows * top_k], to `starts` the first place of each expert and the end [num_experts + 1], and to
-// `places` and `weights` those of each token [rows, top_k], by falling weight. Weights are probabilities;
-// with `renormalize`, they are divided by their sum.
-void route(const float* logits, int64_t rows, int64_t num_experts, int64_t top_k, int renormalize,
-           int32_t* tokens, int32_t* starts, int32_t* places, float* weights) {
+// `places` and `weights` those of each token [rows, top_k], by falling score. Scores and weights are
+// probabilities; with a bias [num_experts], weights are sigmoids, and scores are weights plus bias. With
+// `renormalize`, weights are divided by their sum.
+void route(const float* logits, const float* bias, int64_t rows, int64_t num_experts, int64_t top_k,
+           int renormalize, int32_t* tokens, int32_t* starts, int32_t* places, float* weights) {
     check_at_most("top_k", top_k, num_experts);
+    std::vector<float> scores(bias ? rows * num_experts : 0);
+    const auto sigmoid_of = [](float x) { return 1.0f / (1.0f + expf(-x)); };
     parallel_for(rows, 1 + 4096 / num_experts, [&](int64_t row) {
-        const float* from = logits + row * num_experts;
+        const float* const from = logits + row * num_experts;
+        float* const biased = scores.data() + row * num_experts;
+        for (int64_t expert = 0; bias && expert < num_experts; expert++)
+            biased[expert] = sigmoid_of(from[expert]) + bias[expert];
+        const float* const score = bias ? biased : from;
         int32_t* chosen = places + row * top_k;  // experts at first
         float* weight = weights + row * top_k;
         float total = 0, sum = 0;
         for (int64_t i = 0; i < top_k; i++) {
             int32_t best = -1;
             for (int32_t expert = 0; expert < num_experts; expert++)
-                if ((best < 0 || from[expert] > from[best]) &&
+                if ((best < 0 || score[expert] > score[best]) &&
                     std::find(chosen, chosen + i, expert) == chosen + i)
                     best = expert;
             chosen[i] = best;
         }
         const float highest = from[chosen[0]];
-        for (int64_t expert = 0; expert < num_experts; expert++)
+        for (int64_t expert = 0; !bias && expert < num_experts; expert++)
             total += expf(from[expert] - highest);
-        for (int64_t i = 0; i < top_k; i++) sum += weight[i] = expf(from[chosen[i]] - highest);
-        for (int64_t i = 0; i < top_k; i++) weight[i] /= renormalize ? sum : total;
+        for (int64_t i = 0; i < top_k; i++) {
+            const float x = from[chosen[i]];
+            sum += weight[i] = bias ? sigmoid_of(x) : expf(x - highest);
+        }
+        const float divisor = renormalize ? sum : bias ? 1.0f : total;
+        for (int64_t i = 0; i < top_k; i++) weight[i] /= divisor;
     });
     std::fill_n(starts, num_experts + 1, 0);
     for (int64_t pair = 0; pair < rows * top_k; pair++) starts[places[pair] + 1]++;

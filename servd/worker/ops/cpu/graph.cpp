@@ -193,7 +193,7 @@ extern const Kernel servd_kernel_table[] = {
     KERNEL(spread, "x[rows * size], rows, size, is_inverse, out[rows * size]"),
     KERNEL(activate, "x[rows * size * (1 + gated)], rows, size, function, gated, out[rows * size]"),
     KERNEL(route,
-           "logits[rows * num_experts], rows, num_experts, top_k, renormalize, "
+           "logits[rows * num_experts], bias?[num_experts], rows, num_experts, top_k, renormalize, "
            "tokens[rows * top_k], starts[num_experts + 1], places[rows * top_k], "
            "weights[rows * top_k]"),
     KERNEL(combine,

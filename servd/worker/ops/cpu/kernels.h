@@ -110,8 +110,8 @@ void spread(const float* x, int64_t rows, int64_t size, int is_inverse, float* o
 void activate(const float* x, int64_t rows, int64_t size, int function, int gated, float* out);
 
 // Routing tokens to experts, and adding the results: experts.cpp
-void route(const float* logits, int64_t rows, int64_t num_experts, int64_t top_k, int renormalize,
-           int32_t* tokens, int32_t* starts, int32_t* places, float* weights);
+void route(const float* logits, const float* bias, int64_t rows, int64_t num_experts, int64_t top_k,
+           int renormalize, int32_t* tokens, int32_t* starts, int32_t* places, float* weights);
 void combine(const float* y, int64_t num_pairs, const int32_t* places, const float* weights,
              int64_t rows, int64_t top_k, int64_t size, float* out);
 

@@ -64,7 +64,6 @@ int64_t parts_at_once(int64_t num_rows, int64_t num_tokens, int64_t work) {
 }
 
 constexpr int CHANNELS = 4;  // vectors of channels of a convolution that stay in registers
-constexpr int MAX_SIZE = 4;  // of a convolution
 
 struct Convolution {
     const float* x;
@@ -202,17 +201,18 @@ void convolve(const float* x, int64_t x_stride, int64_t num_tokens, int64_t chan
               const float* weight, int64_t size, const float* bias, int silu, const float* before,
               int64_t before_stride, const float* after, int64_t after_stride, StateRows rows,
               float* out) {
-    check_ids("size", &size, 0, 1, MAX_SIZE + 1, 2);
+    using Run = void (Convolution::*)(const StateRows&, const Span&, int64_t, int64_t) const;
+    constexpr Run RUNS[] = {&Convolution::run<2>, &Convolution::run<3>, &Convolution::run<4>,
+                            &Convolution::run<5>, &Convolution::run<6>, &Convolution::run<7>,
+                            &Convolution::run<8>};
+    check_ids("size", &size, 0, 1, 9, 2);
     const std::vector<Span> spans = spans_of(rows, num_tokens);
     const Convolution layer{x,      x_stride, channels,      weight, bias,
                             silu,   before,   before_stride, after,  after_stride,
                             out};
     const int64_t parts = (channels + CHANNELS * WIDTH - 1) / (CHANNELS * WIDTH);
-    const auto run = size == 2   ? &Convolution::run<2>
-                     : size == 3 ? &Convolution::run<3>
-                                 : &Convolution::run<4>;
     parallel_for(rows.num_rows * parts, parts_at_once(rows.num_rows, num_tokens, 64), [&](int64_t i) {
-        (layer.*run)(rows, spans[i / parts], i / parts, i % parts * CHANNELS * WIDTH);
+        (layer.*RUNS[size - 2])(rows, spans[i / parts], i / parts, i % parts * CHANNELS * WIDTH);
     });
 }
 
