@@ -131,6 +131,5 @@ def make_mamba(spec: ModelSpec, parallel: Parallel) -> Mamba2:
         config["rms_norm_eps"],
         config["mamba_proj_bias"],
         config["mamba_conv_bias"],
-        config.get("time_step_limit"),
     )
     return Mamba2(spec.hidden_size, inner, options, parallel)

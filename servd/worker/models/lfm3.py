@@ -9,36 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from servd.checkpoint.model_spec import STATE_LAYERS, ModelSpec
-from servd.checkpoint.overrides import FULL
 from servd.worker import ops
 from servd.worker.device.parallel import Parallel
 from servd.worker.layers.attention import ForwardContext
 from servd.worker.layers.linear import ColumnParallelLinear
 from servd.worker.layers.norm import RMSNorm
-from servd.worker.layers.rotary import Rotation
-from servd.worker.models.gemma3_text import rotary
+from servd.worker.models.gemma3_text import Gemma3Rotary
 from servd.worker.models.lfm2 import PACKED, Lfm2Layer, make_mixer, make_mlp, rename
 from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM
-
-SLIDING = "sliding_attention"
-ROPES = {
-    FULL: {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
-    SLIDING: {"rope_type": "default", "rope_theta": 1e4},
-}
-
-
-class Lfm3Rotary(nn.Module):
-    """Rotary positions of layers without a window, which turn a part of each head, and with one."""
-
-    def __init__(self, spec: ModelSpec) -> None:
-        super().__init__()
-        ropes = spec.config.get("rope_parameters") or ROPES
-        self.full = rotary(spec, ropes.get(FULL, {}) | (spec.config.get("rope_scaling") or {}))
-        self.local = rotary(spec, ropes.get(SLIDING, {}))
-
-    def forward(self, positions: Tensor) -> tuple[Rotation, Rotation]:
-        """Return the rotations of layers without a window, and with one."""
-        return self.full(positions), self.local(positions)
 
 
 class Lfm3Attention(LlamaAttention):
@@ -55,10 +33,14 @@ class Lfm3Attention(LlamaAttention):
     @staticmethod
     def options(config: dict[str, Any], layer: int) -> dict[str, Any]:
         kinds = [kind for kind in config["layer_types"] if kind not in STATE_LAYERS]
-        return {"sliding_window": config["sliding_window"] if kinds[layer] == SLIDING else None}
+        return {
+            "sliding_window": config["sliding_window"]
+            if kinds[layer] == "sliding_attention"
+            else None
+        }
 
     def forward(self, x: Tensor, rotation: Any, ctx: ForwardContext) -> Tensor:
-        """Return the output [num_tokens, hidden]. `rotation` comes from Lfm3Rotary."""
+        """Return the output [num_tokens, hidden]. `rotation` comes from Gemma3Rotary."""
         full, local = rotation
         is_local = self.attention.sliding_window is not None
         q, k, v = self.qkv_proj(x).split(self.qkv_proj.local_features, dim=-1)
@@ -91,7 +73,7 @@ class Lfm3Layer(Lfm2Layer):
 
 class Lfm3ForCausalLM(LlamaForCausalLM):
     layer_class = Lfm3Layer
-    rotary_class = Lfm3Rotary
+    rotary_class = Gemma3Rotary
     is_tied = True
     packed = PACKED
     convert = staticmethod(rename)
