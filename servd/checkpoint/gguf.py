@@ -151,7 +151,7 @@ def as_folder(path: Path) -> Path:
     files = [*name_parts(path)]
     check_files(files)
     # Raise the number when what is made changes.
-    return make_cached_folder("gguf", files, "8", partial(make_folder, files))
+    return make_cached_folder("gguf", files, "9", partial(make_folder, files))
 
 
 def make_folder(files: Sequence[Path], folder: Path) -> None:
@@ -295,6 +295,9 @@ def _read_states(metadata: dict[str, Any], architecture: dict[str, Any]) -> dict
     if kind and isinstance(counts := metadata.get("attention.head_count_kv"), list):
         config["layer_types"] = ["full_attention" if count else kind for count in counts]
         metadata["attention.head_count_kv"] = max(counts)
+    if (are_states := metadata.get("attention.recurrent_layers")) is not None:
+        names = ("full_attention", "linear_attention")
+        config["layer_types"] = [names[bool(is_state)] for is_state in are_states]
     if (inner := metadata.get("ssm.inner_size")) is not None:
         metadata["ssm.head_dim"] = inner // metadata["ssm.time_step_rank"]
     if architecture.get("may_lack_positions"):
