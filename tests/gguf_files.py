@@ -380,7 +380,9 @@ def matrices_of(model: Any) -> Iterator[Tensor]:
     transposed = {"gpt2": ("c_attn", "c_proj", "c_fc"), "gpt_oss": ("gate_up_proj", "down_proj")}
     names = transposed.get(model.config.model_type, ())
     for name, parameter in model.named_parameters():
-        is_router = name.endswith(("mlp.gate.weight", "router.weight"))
+        is_router = name.endswith(
+            ("gate.weight", "router.weight", "conv1d.weight", "conv.conv.weight")
+        )
         if parameter.dim() < 2 or is_router or name.endswith("_bias"):
             continue
         last = name.removesuffix(".weight").rpartition(".")[2]

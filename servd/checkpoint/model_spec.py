@@ -42,8 +42,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     def keeps_state(self) -> bool:
         """Whether layers have a recurrent state besides the KV cache, or in place of it."""
         kinds = self.config.get("layer_types") or ()
-        has_states = any(kind in STATE_LAYERS for kind in kinds)
-        return has_states or "linear_num_key_heads" in self.config or not self.num_heads
+        return any(kind in STATE_LAYERS for kind in kinds) or not self.num_heads
 
     def cache_number(self, layer: int) -> int | None:
         """Return the number of a layer's KV cache; None if the layer keeps a state instead."""

@@ -42,11 +42,6 @@ def _layer_types(model_type: Any, config: dict[str, Any], num_layers: int) -> di
             state = "conv"
             stated = config.get("full_attn_idxs")
             with_attention = stated if isinstance(stated, list) else layers
-        case "lfm3":
-            cycle = ("sliding_attention", "conv", "full_attention", "conv")
-            return {"layer_types": ["conv", *(cycle[i % 4] for i in layers[1:])]}
-        case "granitemoehybrid":
-            with_attention = []
         case "qwen3_next" | "qwen3_5_text" | "qwen3_5_moe_text":
             every = config.get("full_attention_interval", 4)
             if type(every) is not int or every < 1:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from servd.worker.ops import native
-from tests.parity.families import CASES, greedy, logits_of, tolerance_of
+from tests.parity.families import CASES, STATES, greedy, logits_of, tolerance_of
 from tests.worker.cpu_kernels import forced
 from tests.worker.driver import Driver, config_for
 
@@ -86,7 +86,7 @@ def test_tokens_and_logits_equal_transformers(checkpoints, kernels, model_type, 
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("model_type", ["gpt2", "qwen3_moe"])
+@pytest.mark.parametrize("model_type", ["gpt2", "granitemoehybrid", "qwen3_moe"])
 def test_a_request_gets_the_same_bits_alone_and_among_31_others(
     checkpoints, kernels, model_type, dtype
 ):
@@ -119,3 +119,21 @@ def test_int8_weights_give_nearly_the_same_distribution(checkpoints, kernels: st
     exact = logits_of(folder, prompt)[-1].log_softmax(-1)
     got = driver.logits[slot][0].log_softmax(-1)
     assert 0 < torch.nn.functional.kl_div(got, exact, log_target=True, reduction="sum") < 1e-3
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("model_type", STATES)
+def test_layers_with_states_multiply_weights_of_few_bits(checkpoints, model_type, quantization):
+    folder = checkpoints(model_type, next(iter(CASES[model_type])))
+    [prompt] = prompts(40)
+    logits = []
+    for chunk in (40, 7):
+        driver = Driver(config_for(folder, block_size=16, quantization=quantization))
+        slot = driver.add(prompt)
+        driver.generate([slot], num_outputs=3, chunk=chunk)
+        logits.append(torch.stack(driver.logits[slot]))
+    assert torch.equal(*logits)
+    exact = logits_of(folder, prompt)[-1].log_softmax(-1)
+    got = logits[0][0].log_softmax(-1)
+    error = torch.nn.functional.kl_div(got, exact, log_target=True, reduction="sum")
+    assert 0 < error < {"int8": 0.15, "int4": 1.0}[quantization]

@@ -27,7 +27,13 @@ LONG_ROPE = families.LONG_ROPE
 GEMMA = {"query_pre_attn_scalar": 16, "hidden_size": 64, "num_attention_heads": 4}
 MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 96}
 GRANITE = families.GRANITE_HYBRID | {"shared_intermediate_size": 96, "intermediate_size": 96}
-QWEN3_NEXT = families.QWEN3_NEXT | {"layer_types": None, "full_attention_interval": 2}
+QWEN3_NEXT = families.QWEN3_NEXT | {
+    "layer_types": None,
+    "full_attention_interval": 2,
+    "linear_value_head_dim": 32,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 64,
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", LLAMA),
     "llama, tied, biases": ("llama", LLAMA | {"tie_word_embeddings": True, "attention_bias": True}),
@@ -283,6 +289,10 @@ def test_a_long_context_of_phi3_has_its_own_factors(written):
         ("phi3", Quant.MXFP4),
         ("gpt2", Quant.Q8_0),
         ("gpt-oss", Quant.MXFP4),
+        ("granitehybrid, dense", Quant.Q8_0),
+        ("lfm2", Quant.Q4_0),
+        ("qwen35", Quant.Q8_0),
+        ("qwen3next", Quant.Q5_1),
     ],
 )
 def test_blocks_are_the_numbers_that_gguf_dequantizes(written, tmp_path, case, quant):

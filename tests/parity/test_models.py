@@ -17,7 +17,6 @@ ALL = [(model_type, variant) for model_type, variants in CASES.items() for varia
 CACHED = [name for name in MODELS if not families.keeps_state(name)]
 PAGE = Path(__file__).parents[2] / "docs/reference/models.md"
 NUM_OUTPUTS = 10
-TOLERANCE = 1e-4
 
 
 def prompts(*lengths: int) -> list[list[int]]:
@@ -31,7 +30,8 @@ def check(driver: Driver, folder: Path, slot: int, prompt: list[int]) -> None:
     assert tokens == greedy(folder, prompt, len(tokens) - len(prompt))
     expected = logits_of(folder, tokens)[len(prompt) - 1 : -1]
     got = torch.stack(driver.logits[slot])
-    torch.testing.assert_close(got, expected[-len(got) :], atol=TOLERANCE, rtol=0)
+    tolerance = families.tolerance_of(driver.spec.model_type)
+    torch.testing.assert_close(got, expected[-len(got) :], atol=tolerance, rtol=0)
 
 
 @pytest.mark.parametrize("model_type", MODELS)

@@ -1,7 +1,6 @@
 """Mamba2: a layer whose state decays, and gets a product of each token (arXiv:2405.21060)."""
 
-import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +11,7 @@ from servd.worker import ops
 from servd.worker.device.parallel import Parallel
 from servd.worker.layers.attention import ForwardContext
 from servd.worker.layers.linear import ColumnParallelLinear, RowParallelLinear
-from servd.worker.layers.state import Convolution, HeadWeight, State
+from servd.worker.layers.state import NO_LIMITS, Convolution, HeadWeight, State
 from servd.worker.layers.weight import Weight
 
 
@@ -28,17 +27,6 @@ class Mamba2Options(NamedTuple):
     eps: float
     bias: bool  # of the projections
     conv_bias: bool
-    time_step_limit: list[Any] | None
-
-    def read_limits(self) -> tuple[float, float]:
-        """Return the lowest and the highest time step of a token."""
-        # transformers 5 writes {"__float__": "Infinity"}.
-        ends = [
-            end["__float__"] if isinstance(end, dict) else end
-            for end in self.time_step_limit or (0, math.inf)
-        ]
-        low, high = map(float, ends)
-        return low, high
 
 
 class GatedNorm(nn.Module):
@@ -116,7 +104,6 @@ class Mamba2(nn.Module):
         self.out_proj = RowParallelLinear(inner, hidden_size, parallel, bias=options.bias)
         self.state_size = options.state_size
         self.head_dim = options.head_dim
-        self.limits = options.read_limits()
         self.state = State(heads // size, options.state_size, options.head_dim)
         self.ops = ops.for_device(torch.get_default_device())
 
@@ -129,5 +116,5 @@ class Mamba2(nn.Module):
         v = v.unflatten(-1, (-1, self.head_dim))
         decay = times, self.dt_bias, self.A_log
         rows = self.state.rows(ctx)
-        y = self.ops.linear_scan(q, k, v, *decay, None, self.D, self.limits, rows)
+        y = self.ops.linear_scan(q, k, v, *decay, None, self.D, NO_LIMITS, rows)
         return self.out_proj(self.norm(y.flatten(1), gate).to(x.dtype))

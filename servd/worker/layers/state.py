@@ -14,6 +14,8 @@ from servd.worker.layers.quantized import Quantized
 from servd.worker.layers.weight import Copy, Loadable, Weight
 from servd.worker.ops._state_rows import StateRows
 
+NO_LIMITS = (0.0, math.inf)  # of a token's time step, in `linear_scan`
+
 
 class State(nn.Module):
     """A tensor of this shape for each request, float32; zeros before its first token. It is the

@@ -15,8 +15,8 @@ from servd.worker.layers.mamba2 import Mamba2, Mamba2Options
 from servd.worker.layers.norm import RMSNorm
 from servd.worker.layers.quantized import NamedTensors
 from servd.worker.layers.rotary import OptionalRotary, Rotation
-from servd.worker.models.granite import GraniteAttention, GraniteForCausalLM, GraniteLayer
-from servd.worker.models.llama import LlamaMLP
+from servd.worker.models.granite import GraniteAttention
+from servd.worker.models.llama import LlamaForCausalLM, LlamaLayer, LlamaMLP
 from servd.worker.models.qwen3_moe import one_by_one
 
 # Names of tensors, and of servd's parts.
@@ -57,7 +57,7 @@ def shared_mlp(spec: ModelSpec, parallel: Parallel) -> LlamaMLP:
     return LlamaMLP(replace(spec, config=spec.config | {"intermediate_size": size}), parallel)
 
 
-class GraniteMoeHybridLayer(GraniteLayer):
+class GraniteMoeHybridLayer(LlamaLayer):
     """A layer in which tokens interact by attention or by Mamba-2."""
 
     def __init__(
@@ -68,6 +68,8 @@ class GraniteMoeHybridLayer(GraniteLayer):
         if self.has_state:
             del self.self_attn
             self.mamba = mixer
+        self.factor = spec.config["residual_multiplier"]
+        self.scale = self.input_layernorm.ops.scale
 
     def forward(
         self, x: Tensor, residual: Tensor | None, rotation: Rotation | None, ctx: ForwardContext
@@ -78,22 +80,25 @@ class GraniteMoeHybridLayer(GraniteLayer):
         return self.scale(self.mlp(x), self.factor), residual
 
 
-class GraniteMoeHybridForCausalLM(GraniteForCausalLM):
+class GraniteMoeHybridForCausalLM(LlamaForCausalLM):
     layer_class = GraniteMoeHybridLayer
     rotary_class = OptionalRotary
 
     def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
         super().__init__(spec, parallel)
         self.has_experts = spec.config["num_local_experts"] > 0
+        self.model.embed_tokens.factor = spec.config["embedding_multiplier"]
+        self.logits_scaling = spec.config["logits_scaling"]
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:  # [n, hidden] -> [n, vocab]
+        return super().compute_logits(hidden) / self.logits_scaling
 
     @classmethod
     def make_attention(cls, spec: ModelSpec, layer: int, parallel: Parallel) -> nn.Module:
         number = spec.cache_number(layer)
-        return (
-            make_mamba(spec, parallel)
-            if number is None
-            else GraniteAttention(spec, number, parallel)
-        )
+        if number is None:
+            return make_mamba(spec, parallel)
+        return GraniteAttention(spec, number, parallel)
 
     @classmethod
     def make_mlp(cls, spec: ModelSpec, layer: int, parallel: Parallel) -> nn.Module:
@@ -126,6 +131,5 @@ def make_mamba(spec: ModelSpec, parallel: Parallel) -> Mamba2:
         config["rms_norm_eps"],
         config["mamba_proj_bias"],
         config["mamba_conv_bias"],
-        config.get("time_step_limit"),
     )
     return Mamba2(spec.hidden_size, inner, options, parallel)

@@ -3,8 +3,6 @@ others have attention with norms of queries and keys.
 """
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any, ClassVar
 
 from msgspec.structs import replace
 from torch import Tensor, nn
@@ -18,10 +16,7 @@ from servd.worker.layers.quantized import NamedTensors
 from servd.worker.layers.rotary import Rotation
 from servd.worker.layers.state import Convolution
 from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM, LlamaMLP
-
-
-class Lfm2Attention(LlamaAttention):
-    head_norm_class = RMSNorm
+from servd.worker.models.qwen3 import Qwen3Attention
 
 
 class ShortConvolution(nn.Module):
@@ -43,16 +38,11 @@ class ShortConvolution(nn.Module):
         return self.out_proj(self.conv(x, ctx, before, after))
 
 
-def make_mlp(spec: ModelSpec, parallel: Parallel, size: int | None = None) -> LlamaMLP:
-    changes = {"intermediate_size": size or spec.config["intermediate_size"], "hidden_act": "silu"}
-    return LlamaMLP(replace(spec, config=spec.config | changes), parallel)
-
-
 class Lfm2Layer(nn.Module):
     """A layer in which tokens interact by attention or by a short convolution."""
 
     def __init__(
-        self, norm: Callable[[], RMSNorm], mixer: nn.Module, feed_forward: nn.Module
+        self, spec: ModelSpec, norm: Callable[[], RMSNorm], mixer: nn.Module, mlp: nn.Module
     ) -> None:
         super().__init__()
         self.has_state = isinstance(mixer, ShortConvolution)
@@ -62,7 +52,7 @@ class Lfm2Layer(nn.Module):
         else:
             self.self_attn = mixer
         self.ffn_norm = norm()
-        self.feed_forward = feed_forward
+        self.feed_forward = mlp
 
     def mix(self, x: Tensor, rotation: Rotation, ctx: ForwardContext) -> Tensor:
         return self.conv(x, ctx) if self.has_state else self.self_attn(x, rotation, ctx)
@@ -76,32 +66,45 @@ class Lfm2Layer(nn.Module):
         return self.feed_forward(x), residual
 
 
+PACKED = LlamaForCausalLM.packed | {
+    "w1": ("gate_up_proj", 0),
+    "w3": ("gate_up_proj", 1),
+    "w2": ("down_proj", 0),
+    "out_proj": ("o_proj", 0),  # of attention
+    "q_layernorm": ("q_norm", 0),
+    "k_layernorm": ("k_norm", 0),
+}
+
+
+def make_mixer(
+    spec: ModelSpec, layer: int, parallel: Parallel, attention_class: type[LlamaAttention]
+) -> nn.Module:
+    number = spec.cache_number(layer)
+    if number is None:
+        return ShortConvolution(spec, parallel)
+    return attention_class(spec, number, parallel)
+
+
+def make_mlp(spec: ModelSpec, parallel: Parallel, size: int | None = None) -> LlamaMLP:
+    changes = {"intermediate_size": size or spec.config["intermediate_size"], "hidden_act": "silu"}
+    return LlamaMLP(replace(spec, config=spec.config | changes), parallel)
+
+
+def rename(tensors: NamedTensors) -> NamedTensors:
+    for name, tensor in tensors:
+        name = name.replace("embedding_norm.", "norm.")
+        yield name.replace(".self_attn.gate_proj.", ".self_attn.g_proj."), tensor  # of LFM3
+
+
 class Lfm2ForCausalLM(LlamaForCausalLM):
-    attention_class = Lfm2Attention
+    layer_class = Lfm2Layer
     is_tied = True
-    packed: ClassVar[dict[str, tuple[str, int]]] = LlamaForCausalLM.packed | {
-        "w1": ("gate_up_proj", 0),
-        "w3": ("gate_up_proj", 1),
-        "w2": ("down_proj", 0),
-        "out_proj": ("o_proj", 0),  # of attention
-        "q_layernorm": ("q_norm", 0),
-        "k_layernorm": ("k_norm", 0),
-    }
+    packed = PACKED
+    convert = staticmethod(rename)
 
     @classmethod
-    def make_layer(cls, spec: ModelSpec, layer: int, parallel: Parallel) -> nn.Module:
-        number = spec.cache_number(layer)
-        if number is None:
-            mixer = ShortConvolution(spec, parallel)
-        else:
-            mixer = cls.attention_class(spec, number, parallel)
-        norm = partial(cls.make_norm, spec, parallel)
-        layer_class = cls.choose_layer(spec.config)
-        return layer_class(norm, mixer, cls.make_mlp(spec, layer, parallel))
-
-    @classmethod
-    def choose_layer(cls, config: dict[str, Any]) -> type[Lfm2Layer]:
-        return Lfm2Layer
+    def make_attention(cls, spec: ModelSpec, layer: int, parallel: Parallel) -> nn.Module:
+        return make_mixer(spec, layer, parallel, Qwen3Attention)
 
     @classmethod
     def make_mlp(cls, spec: ModelSpec, layer: int, parallel: Parallel) -> nn.Module:
@@ -113,7 +116,3 @@ class Lfm2ForCausalLM(LlamaForCausalLM):
                 multiple = config["block_multiple_of"]
                 size = -(-int(factor * size) // multiple) * multiple
         return make_mlp(spec, parallel, size)
-
-    def convert(self, tensors: NamedTensors) -> NamedTensors:
-        for name, tensor in tensors:
-            yield name.replace("embedding_norm.", "norm."), tensor

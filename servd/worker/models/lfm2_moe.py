@@ -8,7 +8,9 @@ from servd.worker.device.parallel import Parallel
 from servd.worker.layers.experts import SparseMoE
 from servd.worker.layers.quantized import NamedTensors
 from servd.worker.layers.weight import Weight
-from servd.worker.models.lfm2 import Lfm2ForCausalLM, make_mlp
+from servd.worker.models.lfm2 import PACKED, Lfm2Layer, make_mixer, make_mlp, rename
+from servd.worker.models.llama import LlamaForCausalLM
+from servd.worker.models.qwen3 import Qwen3Attention
 from servd.worker.models.qwen3_moe import expert_options, one_by_one
 
 
@@ -30,7 +32,15 @@ class Lfm2MoE(SparseMoE):
         return out if self.factor == 1 else self.activation.ops.scale(out, self.factor)
 
 
-class Lfm2MoeForCausalLM(Lfm2ForCausalLM):
+class Lfm2MoeForCausalLM(LlamaForCausalLM):
+    layer_class = Lfm2Layer
+    is_tied = True
+    packed = PACKED
+
+    @classmethod
+    def make_attention(cls, spec: ModelSpec, layer: int, parallel: Parallel) -> nn.Module:
+        return make_mixer(spec, layer, parallel, Qwen3Attention)
+
     @classmethod
     def make_mlp(cls, spec: ModelSpec, layer: int, parallel: Parallel) -> nn.Module:
         if layer < spec.config["num_dense_layers"]:
@@ -38,4 +48,4 @@ class Lfm2MoeForCausalLM(Lfm2ForCausalLM):
         return Lfm2MoE(spec, parallel)
 
     def convert(self, tensors: NamedTensors) -> NamedTensors:
-        return one_by_one(super().convert(tensors))
+        return one_by_one(rename(tensors))

@@ -2,44 +2,26 @@
 attention, and an output gate for each head.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from servd.checkpoint.model_spec import STATE_LAYERS, ModelSpec
-from servd.checkpoint.overrides import FULL
 from servd.worker import ops
 from servd.worker.device.parallel import Parallel
 from servd.worker.layers.attention import ForwardContext
 from servd.worker.layers.linear import ColumnParallelLinear
-from servd.worker.layers.quantized import NamedTensors
-from servd.worker.layers.rotary import Rotation
-from servd.worker.models.gemma3_text import rotary
-from servd.worker.models.lfm2 import Lfm2Attention, Lfm2ForCausalLM, Lfm2Layer, make_mlp
-
-SLIDING = "sliding_attention"
-ROPES = {
-    FULL: {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
-    SLIDING: {"rope_type": "default", "rope_theta": 1e4},
-}
+from servd.worker.layers.norm import RMSNorm
+from servd.worker.models.gemma3_text import Gemma3Rotary
+from servd.worker.models.lfm2 import PACKED, Lfm2Layer, make_mixer, make_mlp, rename
+from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM
 
 
-class Lfm3Rotary(nn.Module):
-    """Rotary positions of layers without a window, which turn a part of each head, and with one."""
+class Lfm3Attention(LlamaAttention):
+    head_norm_class = RMSNorm
 
-    def __init__(self, spec: ModelSpec) -> None:
-        super().__init__()
-        ropes = spec.config.get("rope_parameters") or ROPES
-        self.full = rotary(spec, ropes.get(FULL, {}) | (spec.config.get("rope_scaling") or {}))
-        self.local = rotary(spec, ropes.get(SLIDING, {}))
-
-    def forward(self, positions: Tensor) -> tuple[Rotation, Rotation]:
-        """Return the rotations of layers without a window, and with one."""
-        return self.full(positions), self.local(positions)
-
-
-class Lfm3Attention(Lfm2Attention):
     def __init__(self, spec: ModelSpec, layer: int, parallel: Parallel) -> None:
         super().__init__(spec, layer, parallel)
         self.ops = ops.for_device(torch.get_default_device())
@@ -51,10 +33,14 @@ class Lfm3Attention(Lfm2Attention):
     @staticmethod
     def options(config: dict[str, Any], layer: int) -> dict[str, Any]:
         kinds = [kind for kind in config["layer_types"] if kind not in STATE_LAYERS]
-        return {"sliding_window": config["sliding_window"] if kinds[layer] == SLIDING else None}
+        return {
+            "sliding_window": config["sliding_window"]
+            if kinds[layer] == "sliding_attention"
+            else None
+        }
 
     def forward(self, x: Tensor, rotation: Any, ctx: ForwardContext) -> Tensor:
-        """Return the output [num_tokens, hidden]. `rotation` comes from Lfm3Rotary."""
+        """Return the output [num_tokens, hidden]. `rotation` comes from Gemma3Rotary."""
         full, local = rotation
         is_local = self.attention.sliding_window is not None
         q, k, v = self.qkv_proj(x).split(self.qkv_proj.local_features, dim=-1)
@@ -66,12 +52,15 @@ class Lfm3Attention(Lfm2Attention):
 
 
 class Lfm3Layer(Lfm2Layer):
-    """LFM2's layer with norms on the outputs of mixer and feed-forward, too."""
+    """LFM2's layer, by default with norms on the outputs of mixer and feed-forward, too."""
 
-    def __init__(self, norm: Any, mixer: nn.Module, feed_forward: nn.Module) -> None:
-        super().__init__(norm, mixer, feed_forward)
-        self.post_operator_norm = norm()
-        self.post_ffn_norm = norm()
+    def __init__(
+        self, spec: ModelSpec, norm: Callable[[], RMSNorm], mixer: nn.Module, mlp: nn.Module
+    ) -> None:
+        super().__init__(spec, norm, mixer, mlp)
+        last = norm if spec.config["use_sandwich_norm"] else nn.Identity
+        self.post_operator_norm = last()
+        self.post_ffn_norm = last()
 
     def forward(
         self, x: Tensor, residual: Tensor | None, rotation: Any, ctx: ForwardContext
@@ -82,18 +71,17 @@ class Lfm3Layer(Lfm2Layer):
         return self.post_ffn_norm(self.feed_forward(x)), residual
 
 
-class Lfm3ForCausalLM(Lfm2ForCausalLM):
-    attention_class = Lfm3Attention
-    rotary_class = Lfm3Rotary
+class Lfm3ForCausalLM(LlamaForCausalLM):
+    layer_class = Lfm3Layer
+    rotary_class = Gemma3Rotary
+    is_tied = True
+    packed = PACKED
+    convert = staticmethod(rename)
 
     @classmethod
-    def choose_layer(cls, config: dict[str, Any]) -> type[Lfm2Layer]:
-        return Lfm3Layer if config["use_sandwich_norm"] else Lfm2Layer
+    def make_attention(cls, spec: ModelSpec, layer: int, parallel: Parallel) -> nn.Module:
+        return make_mixer(spec, layer, parallel, Lfm3Attention)
 
     @classmethod
     def make_mlp(cls, spec: ModelSpec, layer: int, parallel: Parallel) -> nn.Module:
         return make_mlp(spec, parallel)
-
-    def convert(self, tensors: NamedTensors) -> NamedTensors:
-        for name, tensor in super().convert(tensors):
-            yield name.replace(".self_attn.gate_proj.", ".self_attn.g_proj."), tensor

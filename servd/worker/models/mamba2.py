@@ -56,7 +56,6 @@ class Mamba2ForCausalLM(LlamaForCausalLM):
             eps=config["layer_norm_epsilon"],
             bias=config["use_bias"],
             conv_bias=config["use_conv_bias"],
-            time_step_limit=config.get("time_step_limit"),
         )
         size = spec.hidden_size
         mixer = Mamba2(size, config["expand"] * size, options, parallel)

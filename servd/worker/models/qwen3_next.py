@@ -2,7 +2,6 @@
 recurrent state instead of a KV cache. The other layers have attention with an output gate.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -21,12 +20,10 @@ from servd.worker.layers.linear import ColumnParallelLinear, RowParallelLinear
 from servd.worker.layers.norm import GatedRMSNorm, L2Norm, OffsetRMSNorm, RMSNorm
 from servd.worker.layers.quantized import NamedTensors
 from servd.worker.layers.rotary import Rotary, Rotation, rope_parameters
-from servd.worker.layers.state import Convolution, HeadWeight, State
+from servd.worker.layers.state import NO_LIMITS, Convolution, HeadWeight, State
 from servd.worker.models.deepseek_v2 import take
 from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM, LlamaMLP
 from servd.worker.models.qwen3_moe import expert_options, has_experts
-
-NO_LIMITS = (0.0, math.inf)  # of a decay's time step
 
 
 class Qwen3NextRotary(Rotary):

@@ -310,3 +310,14 @@ def test_slices_are_slices_of_the_weights(case):
     assert torch.equal(padded[:num_rows], exact) and not padded[num_rows:].any()
     rows = [2, num_rows - 2]
     assert torch.equal(stack(quantized.split(rows)).dequantize(), exact)
+
+
+@pytest.mark.parametrize("size", [32, 64, 20])
+def test_columns_take_their_scales_along(size: int):
+    """Heads of Qwen 3.5 in a GGUF file; those of 20 columns are no whole groups."""
+    matrix = example((6, 1280), 32, torch.uint8, torch.int8, True, SIGNED)
+    order = torch.arange(1280).view(-1, 4, size).transpose(0, 1).flatten()
+    reordered = matrix.with_heads(order, size)
+    whole = reordered if isinstance(reordered, torch.Tensor) else reordered.dequantize()
+    assert torch.equal(whole, matrix.dequantize()[:, order])
+    assert isinstance(reordered, torch.Tensor) == (size == 20)
