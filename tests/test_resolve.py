@@ -304,7 +304,8 @@ def test_what_a_plugin_option_may_be_are_the_files_of_its_package(option):
 def test_of_layers_that_keep_a_state_only_the_last_token_s_is_there(options: dict[str, Any]):
     config = {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2}
     spec = msgspec.structs.replace(SPEC, model_type="qwen3_next", config=SPEC.config | config)
-    assert resolve(Config.load({}), spec, CPU).cache.enable_prefix_caching
+    resolved = resolve(Config.load({}), spec, CPU)
+    assert resolved.cache.enable_prefix_caching and not resolved.model.enforce_eager
     flag = next(iter(options)).replace("_", "-")
     with pytest.raises(ConfigError, match=f"--{flag}.*.*(leave it out|remove the options)"):
         resolve(Config.load(options), spec, CPU)

@@ -86,7 +86,9 @@ def test_tokens_and_logits_equal_transformers(checkpoints, kernels, model_type, 
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("model_type", ["gpt2", "granitemoehybrid", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "model_type", ["gpt2", "granitemoehybrid", "qwen3_5_moe_text", "qwen3_moe"]
+)
 def test_a_request_gets_the_same_bits_alone_and_among_31_others(
     checkpoints, kernels, model_type, dtype
 ):
