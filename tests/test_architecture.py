@@ -474,7 +474,7 @@ def test_classes_of_models_are_at_most_two_deep():
 # that people serve, on CUDA: packed weights of 4 and 8 bits and more formats (700), what a step
 # moves and launches, by cards, in `servd plan` (600), experts in few launches (220), attention of
 # more shapes (155), faults of that path (120); a helper who only simplified: 390 fewer.
-MAX_LINES = 69_647
+MAX_LINES = 71_574
 
 
 def test_the_package_stays_small():

@@ -16,6 +16,7 @@ from servd.checkpoint.generation_config import (
 )
 from servd.checkpoint.hub import download_weights, find_model
 from servd.checkpoint.model_spec import FAKE_SPEC, read_spec
+from servd.checkpoint.pooling import num_positions
 from servd.checkpoint.weight_files import check_regular, find_weight_files
 
 # config.json of the hub's `gpt2`, without the keys that nobody reads.
@@ -363,3 +364,26 @@ def test_the_defaults_that_older_files_write_out_are_understood():
     spec = msgspec.structs.replace(FAKE_SPEC, generation=defaults)
     (account,) = generation_accounts(spec, "auto")
     assert not account.unknown
+
+
+def test_mamba_2_has_no_heads_and_its_length_is_a_choice(tmp_path):
+    config = {"model_type": "mamba2", "vocab_size": 99, "hidden_size": 48, "num_hidden_layers": 2}
+    spec = read_spec(write(tmp_path, "config.json", config))
+    assert (spec.num_heads, spec.num_kv_heads, spec.head_dim) == (0, 0, 0)
+    assert spec.keeps_state and spec.kv_bytes_per_token(4) == 0
+    assert spec.max_position_embeddings == 32768 < 1 << 20 < num_positions(spec)
+
+
+def test_layers_with_a_state_have_no_kv_cache(tmp_path):
+    """The keys of the first LFM2 and of Qwen 3.5, which transformers reads as layer_types."""
+    common = {"vocab_size": 99, "hidden_size": 48, "num_attention_heads": 4}
+    common |= {"num_hidden_layers": 6, "max_position_embeddings": 64}
+    for keys in (
+        {"model_type": "lfm2", "full_attn_idxs": [2, 5]},
+        {"model_type": "qwen3_5_text", "full_attention_interval": 3},
+    ):
+        spec = read_spec(write(tmp_path, "config.json", common | keys))
+        assert [spec.cache_number(layer) for layer in range(6)] == [None, None, 0, None, None, 1]
+        assert spec.keeps_state
+    spec = read_spec(write(tmp_path, "config.json", common | {"model_type": "lfm2"}))
+    assert not spec.keeps_state

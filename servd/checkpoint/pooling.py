@@ -15,7 +15,7 @@ from servd.base.errors import InvalidRequest, ModelNotFound, UnsupportedModel
 from servd.checkpoint.account import Account, account_for, object_in, without_nulls
 from servd.checkpoint.config_json import read_json, read_json_list
 from servd.checkpoint.facts import read_page
-from servd.checkpoint.model_spec import ModelSpec
+from servd.checkpoint.model_spec import MAX_SIZE, ModelSpec
 from servd.checkpoint.weight_files import leads_out
 from servd.messages.params import PoolingParams
 
@@ -167,6 +167,8 @@ def is_encoder(spec: ModelSpec) -> bool:
 
 def num_positions(spec: ModelSpec) -> int:
     """Return the longest sequence, in tokens, for which the model has positions."""
+    if not spec.num_heads:  # Mamba-2 has none, and its length is a choice
+        return MAX_SIZE
     return spec.max_position_embeddings - first_position(spec)
 
 

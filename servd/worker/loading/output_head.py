@@ -23,7 +23,9 @@ from servd.worker.quantization._files import read_tensors
 log = logging.getLogger("servd.worker")
 
 HEAD = "lm_head.weight"
-ENDS = re.compile(r"(?:^|\.)(?:lm_head\.(?!bias).+|(?:embed_tokens|wte)\.weight)")
+ENDS = re.compile(
+    r"(?:^|\.)(?:lm_head\.(?!bias).+|(?:embed_tokens|wte|backbone\.embeddings?)\.weight)"
+)
 Head = Literal["as stated", "its own", "as embedding", "missing"]
 
 
