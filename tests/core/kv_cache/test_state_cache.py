@@ -296,6 +296,24 @@ def test_a_conversation_goes_on_after_a_restart(tmp_path, has_blocks):
         engine.scheduler.kv_cache.connector.flush()
 
 
+def test_no_request_starts_on_blocks_that_a_lost_checkpoint_would_have_spared(monkeypatch):
+    executor_class = stateful(num_checkpoints=2)
+    engine = make_engine(16, 1, executor_class, kv_offloading_size=MIB)
+    log = Log()
+    engine.handle(make_request("a", PROMPT[:30], 34))
+    for _ in range(5):
+        log.step(engine)
+    engine.handle(make_request("b", [50, *PROMPT[:4]], 1))  # evicts the checkpoint of a's prompt
+    log.step(engine)
+    connector = engine.scheduler.kv_cache.connector
+    monkeypatch.setattr(connector, "claim_slots", lambda request, num_cached: [])
+    again = make_request("c", [*PROMPT[:30], 99], 4)
+    engine.handle(again)  # there is only room for it with blocks of a, up to that checkpoint
+    log.run(engine)
+    assert log.token_ids("c") == solo(again)
+    assert not log.total("num_preemptions")
+
+
 def test_a_disk_that_hangs_keeps_no_engine_busy(tmp_path, monkeypatch):
     """If only checkpoints wait for it, as they do in the end: each is saved after all blocks."""
     executor_class = stateful(num_checkpoints=64, has_blocks=False)
