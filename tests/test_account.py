@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -68,14 +69,20 @@ def test_keys_without_effect_pass(folder: Path, keys: dict[str, Any]):
     start(folder)
 
 
-# Keys of published files that servd does not use: DeepSeek-R1-0528-Qwen3-8B, Gemma 2, Llama 2,
-# Pixtral, Qwen2.5-7B-Instruct-1M, Qwen3-Coder, Qwen3.5, SmolLM3, SmolVLM, Snowflake Arctic, files
-# of AutoRound and GPTQModel.
+# Keys of published files that servd does not use: Codestral Mamba, DeepSeek-R1-0528-Qwen3-8B, Gemma
+# 2, Granite 4 H, LFM2, Llama 2, Pixtral, Qwen2.5-7B-Instruct-1M, Qwen3-Coder, Qwen3.5, SmolLM3,
+# SmolVLM, Snowflake Arctic, files of AutoRound and GPTQModel.
 PUBLISHED: dict[str, dict[str, Any]] = {
     "config config.bert": {"eos_token_ids": 0, "is_decoder": False, "matryoshka_dimensions": [256]},
     "config config.gemma2": {"sliding_window_size": 4096},
     "config config.llama": {"do_sample": True, "is_decoder": True, "max_length": 4096}
     | {"neftune_noise_alpha": 0.0, "pixel_shuffle_factor": 4, "qk_layer_norms": False},
+    "config config.granitemoehybrid": {"init_method": "mup", "normalization_function": "rmsnorm"}
+    | {"layer_types": ["mamba", "attention"], "time_step_limit": [0.0, math.inf]},
+    "config config.lfm2": {"block_dim": 2048, "block_use_xavier_init": True, "use_pos_enc": True}
+    | {"block_use_swiglu": True, "conv_dim_out": 2048, "num_heads": 32, "tie_embedding": True},
+    "config config.mamba2": {"norm_before_gate": True, "time_step_init_scheme": "random"}
+    | {"rms_norm": True, "time_step_limit": [0.0, math.inf], "time_step_scale": 1.0},
     "config config.mistral": {"is_composition": True},
     "config config.qwen2": {"dual_chunk_attention_config": {"chunk_size": 262144}},
     "config config.qwen3_5_text": {"mlp_only_layers": [], "mtp_num_hidden_layers": 1},

@@ -100,6 +100,17 @@ def test_adapters_of_joined_layers(checkpoints, tmp_path: Path):
     check(engine, base, merged, requests_of(stored, 8))
 
 
+@pytest.mark.parametrize("model_type", ["lfm2", "qwen3_5_text"])
+def test_adapters_of_layers_with_states(checkpoints, tmp_path: Path, model_type: str):
+    """All their projections, under their names in checkpoints."""
+    base = checkpoints(model_type, next(iter(CASES[model_type])))
+    options = {"r": 8, "target_modules": "all-linear", "lora_alpha": 4}
+    merged = {"all": make_adapter(base, tmp_path, options, 1)}
+    stored = store(tmp_path, all=tmp_path / "adapter")
+    engine = make_engine(base, num_blocks=80, depth=1, enable_lora=True)
+    check(engine, base, merged, requests_of(stored, 4))
+
+
 def test_more_adapters_than_places_take_turns(adapters):
     base, stored, merged = adapters("llama")
     engine = make_engine(base, num_blocks=60, depth=2, enable_lora=True, max_cpu_loras=2)

@@ -19,7 +19,7 @@ from servd.worker.layers import state
 from servd.worker.models.llama import LlamaMLP
 from tests.core.engines import Log
 from tests.core.test_overlap import with_grammars
-from tests.parity.families import CASES, greedy, make_checkpoint
+from tests.parity.families import CASES, STATES, greedy, make_checkpoint
 from tests.worker.driver import Driver, config_for
 from tests.worker.test_overlap import ThreadedExecutor
 
@@ -98,6 +98,32 @@ def test_a_prompt_may_begin_at_every_border(folder: Path, depth):
         engine.handle(msgspec.structs.replace(request, request_id=name, prompt_token_ids=prompt))
         log = Log().run(engine)
         assert log.outputs[name][0].num_cached_tokens == length // 4 * 4
+        assert prompt + log.token_ids(name) == greedy(folder, prompt, 9)
+
+
+@pytest.mark.parametrize("model_type", STATES)
+def test_cached_states_give_the_same_bits(tmp_path: Path, model_type: str):
+    """At every border, whatever the prompt before it was cut into."""
+    options = next(iter(CASES[model_type].values()))
+    folder = make_checkpoint(tmp_path, model_type, options)
+    sizes = {"block_size": 16, "max_model_len": 96, "num_blocks": 2000}
+    cached = engine_of(folder, state_checkpoint_interval=16, max_num_batched_tokens=23, **sizes)
+    plain = engine_of(folder, enable_prefix_caching=False, max_num_batched_tokens=96, **sizes)
+    params = msgspec.structs.replace(GREEDY, logprobs=3)
+    [request] = requests(70, params=params)
+    cached.handle(request)
+    Log().run(cached)
+    for length in (1, 15, 16, 17, 33, 48, 64, 69):
+        prompt = [*request.prompt_token_ids[:length], 7]
+        outputs = []
+        for engine in (plain, cached):
+            name = f"{length}"
+            message = msgspec.structs.replace(request, request_id=name, prompt_token_ids=prompt)
+            engine.handle(message)
+            log = Log().run(engine)
+            outputs.append([output.logprobs for output in log.outputs[name]])
+        assert log.outputs[name][0].num_cached_tokens == length // 16 * 16
+        assert outputs[0] == outputs[1]
         assert prompt + log.token_ids(name) == greedy(folder, prompt, 9)
 
 

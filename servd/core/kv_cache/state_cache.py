@@ -174,10 +174,10 @@ class StateCache:
         """
         first = request.num_computed_tokens
         end = first + num_tokens
-        last = request.num_tokens - 1
         size = self.block_size
         borders = {*range(-(-first // self.interval) * self.interval, end, self.interval)}
-        for token in (last, request.options.turn_start):
+        ends = request.num_tokens - 1, request.num_prompt_tokens - 1
+        for token in (*ends, request.options.turn_start):
             border = token // size * size
             if first <= border < end:
                 borders.add(border)

@@ -51,7 +51,7 @@ class TritonBackend(AttentionBackend[TritonMetadata]):
 
         # in the interpreter too
         self.fused_write = rotate_and_store
-        self.fuses_norms = True
+        self.fuses_norms = self.rotates_parts = True
         self.is_batch_invariant = spec.batch_invariant
         sizes = spec.num_heads, spec.num_kv_heads, spec.head_dim
         options = spec.sliding_window, spec.batch_invariant, spec.value_dim

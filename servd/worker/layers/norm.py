@@ -79,16 +79,13 @@ class L2Norm(nn.Module):
 
 
 class GatedRMSNorm(nn.Module):
-    """Computes `x / rms(x) * weight * silu(gate)`, or the norm of the product: `gates_first`."""
+    """Computes `x / rms(x) * weight * silu(gate)`."""
 
-    def __init__(
-        self, size: int, eps: float, parallel: Parallel, *, gates_first: bool = False
-    ) -> None:
+    def __init__(self, size: int, eps: float, parallel: Parallel) -> None:
         super().__init__()
         self.weight = Weight((size,), parallel)
         self.eps = eps
-        self.gates_first = gates_first
         self.ops = ops.for_device(torch.get_default_device())
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # [..., size] each -> [..., size]
-        return self.ops.gated_norm(x, gate, self.weight, self.eps, self.gates_first)
+        return self.ops.gated_norm(x, gate, self.weight, self.eps, gates_first=False)

@@ -148,7 +148,9 @@ def _linear_layers(model: Model) -> dict[str, tuple[Matrix, int | None]]:
         if not IN_A_LAYER.search(name) or ".experts." in name:
             continue
         parent, _, last = name.rpartition(".")
-        parts = fused.get(last) if len(matrix.part_shapes) > 1 else None
+        parts = fused.get(last, [])
+        if len(matrix.part_shapes) == 1:  # fused names are other names of the whole
+            parts = [(None, last), *((None, leaf) for _, leaf in parts)]
         for part, leaf in parts or [(None, last)]:
             if (layer := layer_of(f"{parent}.{leaf}")) is not None:
                 layers[layer] = matrix, part

@@ -4,7 +4,6 @@ Feed-forwards are dense, or experts beside a shared one.
 
 from collections.abc import Callable
 
-from msgspec.structs import replace
 from torch import Tensor, nn
 
 from servd.checkpoint.model_spec import ModelSpec
@@ -46,15 +45,10 @@ class GraniteMoE(SparseMoE):
             activation=config["hidden_act"],
             parallel=parallel,
         )
-        self.shared_mlp = shared_mlp(spec, parallel)
+        self.shared_mlp = LlamaMLP(spec, parallel, config["shared_intermediate_size"])
 
     def shared(self, x: Tensor) -> Tensor:
         return self.shared_mlp(x)
-
-
-def shared_mlp(spec: ModelSpec, parallel: Parallel) -> LlamaMLP:
-    size = spec.config["shared_intermediate_size"]
-    return LlamaMLP(replace(spec, config=spec.config | {"intermediate_size": size}), parallel)
 
 
 class GraniteMoeHybridLayer(LlamaLayer):
@@ -102,8 +96,9 @@ class GraniteMoeHybridForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def make_mlp(cls, spec: ModelSpec, layer: int, parallel: Parallel) -> nn.Module:
-        has_experts = spec.config["num_local_experts"] > 0
-        return GraniteMoE(spec, parallel) if has_experts else shared_mlp(spec, parallel)
+        if spec.config["num_local_experts"] > 0:
+            return GraniteMoE(spec, parallel)
+        return LlamaMLP(spec, parallel, spec.config["shared_intermediate_size"])
 
     def convert(self, tensors: NamedTensors) -> NamedTensors:
         return one_by_one(self._renamed(tensors))

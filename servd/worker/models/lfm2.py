@@ -4,7 +4,6 @@ others have attention with norms of queries and keys.
 
 from collections.abc import Callable
 
-from msgspec.structs import replace
 from torch import Tensor, nn
 
 from servd.checkpoint.model_spec import ModelSpec
@@ -85,11 +84,6 @@ def make_mixer(
     return attention_class(spec, number, parallel)
 
 
-def make_mlp(spec: ModelSpec, parallel: Parallel, size: int | None = None) -> LlamaMLP:
-    changes = {"intermediate_size": size or spec.config["intermediate_size"], "hidden_act": "silu"}
-    return LlamaMLP(replace(spec, config=spec.config | changes), parallel)
-
-
 def rename(tensors: NamedTensors) -> NamedTensors:
     for name, tensor in tensors:
         name = name.replace("embedding_norm.", "norm.")
@@ -115,4 +109,4 @@ class Lfm2ForCausalLM(LlamaForCausalLM):
             if (factor := config.get("block_ffn_dim_multiplier")) is not None:
                 multiple = config["block_multiple_of"]
                 size = -(-int(factor * size) // multiple) * multiple
-        return make_mlp(spec, parallel, size)
+        return LlamaMLP(spec, parallel, size)

@@ -8,17 +8,15 @@ from servd.worker.device.parallel import Parallel
 from servd.worker.layers.experts import SparseMoE
 from servd.worker.layers.quantized import NamedTensors
 from servd.worker.layers.weight import Weight
-from servd.worker.models.lfm2 import PACKED, Lfm2Layer, make_mixer, make_mlp, rename
-from servd.worker.models.llama import LlamaForCausalLM
+from servd.worker.models.lfm2 import PACKED, Lfm2Layer, make_mixer, rename
+from servd.worker.models.llama import LlamaForCausalLM, LlamaMLP
 from servd.worker.models.qwen3 import Qwen3Attention
 from servd.worker.models.qwen3_moe import expert_options, one_by_one
 
 
 class Lfm2MoE(SparseMoE):
     def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
-        options = expert_options(spec)
-        options["activation"] = "silu"
-        super().__init__(**options, parallel=parallel)
+        super().__init__(**expert_options(spec), parallel=parallel)
         bias = torch.zeros(spec.config["num_experts"])
         if spec.config["use_expert_bias"]:
             self.expert_bias = Weight(bias.shape, parallel)
@@ -44,7 +42,7 @@ class Lfm2MoeForCausalLM(LlamaForCausalLM):
     @classmethod
     def make_mlp(cls, spec: ModelSpec, layer: int, parallel: Parallel) -> nn.Module:
         if layer < spec.config["num_dense_layers"]:
-            return make_mlp(spec, parallel)
+            return LlamaMLP(spec, parallel)
         return Lfm2MoE(spec, parallel)
 
     def convert(self, tensors: NamedTensors) -> NamedTensors:

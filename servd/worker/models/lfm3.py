@@ -15,7 +15,7 @@ from servd.worker.layers.attention import ForwardContext
 from servd.worker.layers.linear import ColumnParallelLinear
 from servd.worker.layers.norm import RMSNorm
 from servd.worker.models.gemma3_text import Gemma3Rotary
-from servd.worker.models.lfm2 import PACKED, Lfm2Layer, make_mixer, make_mlp, rename
+from servd.worker.models.lfm2 import PACKED, Lfm2Layer, make_mixer, rename
 from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM
 
 
@@ -81,7 +81,3 @@ class Lfm3ForCausalLM(LlamaForCausalLM):
     @classmethod
     def make_attention(cls, spec: ModelSpec, layer: int, parallel: Parallel) -> nn.Module:
         return make_mixer(spec, layer, parallel, Lfm3Attention)
-
-    @classmethod
-    def make_mlp(cls, spec: ModelSpec, layer: int, parallel: Parallel) -> nn.Module:
-        return make_mlp(spec, parallel)

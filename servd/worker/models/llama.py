@@ -90,14 +90,13 @@ class LlamaAttention(nn.Module):
 
 
 class LlamaMLP(nn.Module):
-    def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
+    def __init__(self, spec: ModelSpec, parallel: Parallel, size: int | None = None) -> None:
         super().__init__()
-        size = spec.config["intermediate_size"]
+        inner: int = spec.config["intermediate_size"] if size is None else size
         bias = spec.config.get("mlp_bias", False)
-        self.gate_up_proj = ColumnParallelLinear(
-            spec.hidden_size, [size, size], parallel, bias=bias
-        )
-        self.down_proj = RowParallelLinear(size, spec.hidden_size, parallel, bias=bias)
+        sizes = [inner, inner]
+        self.gate_up_proj = ColumnParallelLinear(spec.hidden_size, sizes, parallel, bias=bias)
+        self.down_proj = RowParallelLinear(inner, spec.hidden_size, parallel, bias=bias)
         config = spec.config
         self.gate = Gate(config.get("hidden_activation") or config.get("hidden_act", "silu"))
 

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
-from msgspec.structs import replace
 from torch import Tensor, nn
 
 from servd.base.errors import UnsupportedModel
@@ -133,8 +132,7 @@ class SharedMoE(SparseMoE):
     def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
         super().__init__(**expert_options(spec), parallel=parallel)
         size = spec.config["shared_expert_intermediate_size"]
-        spec = replace(spec, config=spec.config | {"intermediate_size": size})
-        self.shared_expert = LlamaMLP(spec, parallel)
+        self.shared_expert = LlamaMLP(spec, parallel, size)
         self.shared_expert_gate = Router(spec.hidden_size, 1, parallel, bias=False)
 
     def shared(self, x: Tensor) -> Tensor:

@@ -94,9 +94,7 @@ class Ops(Protocol):
         ...
 
     def multiply_sigmoid(self, x: Tensor, gate: Tensor) -> Tensor:
-        """Return `x * sigmoid(gate)` for x [..., size] and gate [..., size] or [..., 1]. The gate
-        may have any strides before the last one.
-        """
+        """Return `x * sigmoid(gate)` for x [..., size], and gate [..., size] or [..., 1]."""
         ...
 
     def gated_norm(

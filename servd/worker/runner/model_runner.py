@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from servd.base.errors import InvalidRequest
+from servd.base.sizes import format_bytes
 from servd.base.tracing import now_ns
 from servd.checkpoint.model_spec import ModelSpec
 from servd.checkpoint.quantization_config import quantization_of
@@ -222,9 +223,13 @@ class ModelRunner(ABC):
             self.weights_bytes,
             self.more_memory,
         )
-        if not self.state_bytes:
+        if not states_memory:
             return num_blocks, 0
-        return num_blocks, min(states_memory // self.state_bytes, num_blocks)
+        num_checkpoints = min(states_memory // self.state_bytes, num_blocks)
+        log.info(
+            "%d checkpoints of states (%s each)", num_checkpoints, format_bytes(self.state_bytes)
+        )
+        return num_blocks, num_checkpoints
 
     @property
     def state_bytes(self) -> int:

@@ -377,3 +377,10 @@ def test_a_failed_request_drops_its_checkpoints():
     Log().run(engine)
     log = generate(engine, make_request("b", PROMPT[:30], 2))
     assert cached_tokens(log, "b") == 0
+
+
+def test_a_replayed_request_keeps_the_border_of_its_prompt():
+    engine = make_engine(64, 1, stateful(), state_checkpoint_interval=1000)
+    generate(engine, make_request("a", PROMPT[:14], 20, output_token_ids={0: [1] * 12}))
+    log = generate(engine, make_request("b", PROMPT[:14], 2))
+    assert cached_tokens(log, "b") == 12

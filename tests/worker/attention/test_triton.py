@@ -281,6 +281,19 @@ def test_heads_are_normed_before_they_are_turned(spec, num_pairs, head_dim):
             torch.testing.assert_close(got.double(), expected, atol=1e-5, rtol=1e-5)
 
 
+def test_queries_may_lie_between_gates(spec):
+    """As those of Qwen 3-Next, whose heads are not contiguous."""
+    rows = Rows(spec, [(0, 5)])
+    backend = TritonBackend(spec)
+    metadata = backend.build_metadata(rows.batch(rows.computed, rows.seq_lens))
+    q, k, v = (torch.cat(x) for x in (rows.q, rows.keys, rows.values))
+    rotation = rows.rotation(torch.arange(5, device=spec.device))
+    between = torch.stack((q, q + 1), dim=2).unbind(2)[0]
+    cache = torch.zeros(backend.kv_cache_shape(rows.num_blocks), device=spec.device)
+    turned = [backend.write(x, k, v, cache, metadata, rotation) for x in (q, between)]
+    assert between.stride(1) == 2 * spec.head_dim and torch.equal(*turned)
+
+
 def make_norm(weight: torch.Tensor, eps: float) -> RMSNorm:
     with torch.device(weight.device):
         norm = RMSNorm(len(weight), eps, Parallel())

@@ -59,6 +59,7 @@ def test_blocks_of_gguf_are_moved_once(tmp_path: Path, kind: str):
     (tmp_path / "config.json").write_text(json.dumps(config | stated))
     file = tmp_path / "8B.gguf"
     writer = gguf.GGUFWriter(file, "llama")
+    writer.add_block_count(config["num_hidden_layers"])
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, catalogue.NUM_LAYERS)
