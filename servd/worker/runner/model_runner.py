@@ -227,7 +227,7 @@ class ModelRunner(ABC):
             return num_blocks, 0
         num_checkpoints = min(states_memory // self.state_bytes, num_blocks)
         size = format_bytes(self.state_bytes)
-        log.info("%d checkpoints of states (%s each)", num_checkpoints, size)
+        log.info("checkpoints of states: %d (%s each)", num_checkpoints, size)
         if not num_checkpoints:
             log.warning("no prompt is cached: --max-state-memory is below a checkpoint, %s", size)
         return num_blocks, num_checkpoints
