@@ -14,6 +14,7 @@ from servd.worker.device.parallel import Parallel
 from servd.worker.layers.activation import Gate
 from servd.worker.layers.attention import Attention, ForwardContext
 from servd.worker.layers.embedding import VocabEmbedding
+from servd.worker.layers.hybrid import StateMixer
 from servd.worker.layers.linear import ColumnParallelLinear, RowParallelLinear
 from servd.worker.layers.norm import RMSNorm
 from servd.worker.layers.rotary import Rotary, Rotation
@@ -150,6 +151,7 @@ class LlamaForCausalLM(nn.Module):
 
     layer_class: ClassVar[type[Any]] = LlamaLayer
     attention_class: ClassVar[type[nn.Module]] = LlamaAttention
+    state_class: ClassVar[type[StateMixer] | None] = None  # of layers without a KV cache
     norm_class: ClassVar[type[RMSNorm]] = RMSNorm
     rotary_class: ClassVar[type[nn.Module]] = Rotary
     packed: ClassVar[dict[str, tuple[str, int]]] = {
@@ -190,7 +192,11 @@ class LlamaForCausalLM(nn.Module):
 
     @classmethod
     def make_attention(cls, spec: ModelSpec, layer: int, parallel: Parallel) -> nn.Module:
-        return cls.attention_class(spec, layer, parallel)
+        if cls.state_class is None:
+            return cls.attention_class(spec, layer, parallel)
+        if layer not in spec.layers_with_cache:
+            return cls.state_class(spec, parallel)
+        return cls.attention_class(spec, spec.layers_with_cache.index(layer), parallel)
 
     @classmethod
     def make_mlp(cls, spec: ModelSpec, layer: int, parallel: Parallel) -> nn.Module:
