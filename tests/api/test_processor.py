@@ -291,7 +291,7 @@ RESULT = {"role": "tool", "content": "A long result. " * 20}
 @pytest.mark.parametrize("after", [[], [ANSWER, RESULT]])
 def test_where_the_last_turn_of_a_chat_begins(template, before, after):
     """Two chats that differ in their last user message have the same tokens up to there."""
-    spec = msgspec.structs.replace(FAKE_SPEC, config={"linear_num_key_heads": 1})
+    spec = msgspec.structs.replace(FAKE_SPEC, config={"layer_types": ["linear_attention"]})
     processor = make(2000, spec, chat_template=template)
     requests = []
     for content in ("Why?", [{"type": "text", "text": "And Rome?"}]):
@@ -304,7 +304,7 @@ def test_where_the_last_turn_of_a_chat_begins(template, before, after):
 
 
 def test_chats_without_a_turn_to_keep():
-    spec = msgspec.structs.replace(FAKE_SPEC, config={"linear_num_key_heads": 1})
+    spec = msgspec.structs.replace(FAKE_SPEC, config={"layer_types": ["linear_attention"]})
     chat = prompt_of(Chat(messages=[*ASKED, {"role": "user", "content": "Why?"}]))
 
     def turn_start(prompt: Prompt, spec: ModelSpec, template: str, **options) -> int:

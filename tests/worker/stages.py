@@ -11,6 +11,7 @@ from unittest.mock import patch
 import torch
 
 from servd.core import executor
+from servd.core.executor import multiproc
 from servd.messages.engine import (
     GrammarOutput,
     ModelRunnerOutput,
@@ -69,10 +70,7 @@ class Executor(executor.Executor):
             with patch("servd.worker.worker.Parallel.connect", return_value=parallel):
                 self.workers.append(Worker(self.config, self.spec, stage, self.progress))
         self.ready = [worker.load_model() for worker in self.workers]
-        smallest = min(self.ready, key=lambda ready: ready.num_blocks)
-        if with_states := [ready for ready in self.ready if ready.state_bytes]:
-            smallest.num_checkpoints = min(ready.num_checkpoints for ready in with_states)
-            smallest.state_bytes = max(ready.state_bytes for ready in with_states)
+        smallest = multiproc.combine(self.ready)
         for worker in self.workers:
             worker.allocate_kv_cache(smallest.num_blocks, smallest.num_checkpoints)
         return smallest

@@ -40,6 +40,18 @@ POLL_INTERVAL = 0.1  # seconds between looks at the workers while their message 
 STOP_TIMEOUT = 1.0  # seconds from Shutdown to SIGTERM, and from there to SIGKILL
 
 
+def combine(ready: Sequence[WorkerReady]) -> WorkerReady:
+    """Return what all workers have room for. Stages of a pipeline have different layers: some may
+    have no KV cache, and some no states.
+    """
+    smallest = min(ready, key=lambda message: message.num_blocks)
+    smallest.kv_bytes_per_block = max(message.kv_bytes_per_block for message in ready)
+    if with_states := [message for message in ready if message.state_bytes]:
+        smallest.num_checkpoints = min(message.num_checkpoints for message in with_states)
+        smallest.state_bytes = max(message.state_bytes for message in with_states)
+    return smallest
+
+
 class MultiProcExecutor(executor.Executor):
     """Sends every message to all workers. The output rank answers with the sampled tokens, the
     other workers with their times only.
@@ -163,9 +175,7 @@ class MultiProcExecutor(executor.Executor):
             outbox.send(encoded)
 
     def _recv_ready(self) -> WorkerReady:
-        """Wait for all workers and return the answer of the worker with the fewest blocks, with the
-        fewest checkpoints of those that have states.
-        """
+        """Wait for all workers and return what all of them can do."""
         ready: list[WorkerReady] = []
         while len(ready) < len(self.outboxes):
             match self._recv():
@@ -173,12 +183,7 @@ class MultiProcExecutor(executor.Executor):
                     self.progress(phase, progress)
                 case WorkerReady() as message:
                     ready.append(message)
-        fewest = min(ready, key=lambda message: message.num_blocks)
-        with_states = [message for message in ready if message.state_bytes]
-        if with_states:
-            fewest.num_checkpoints = min(message.num_checkpoints for message in with_states)
-            fewest.state_bytes = max(message.state_bytes for message in with_states)
-        return fewest
+        return combine(ready)
 
     def _recv(self) -> FromWorker:
         while True:

@@ -1,6 +1,7 @@
 """Chained block hashes: equal if and only if the blocks and all blocks before them are equal."""
 
 from array import array
+from functools import lru_cache
 from hashlib import sha256
 
 NO_KEYS = bytes(32)
@@ -29,6 +30,7 @@ def of_group(block_hash: bytes, group: int) -> bytes:
     return block_hash + bytes((group,)) if group else block_hash
 
 
+@lru_cache(1 << 15)  # a waiting request is looked at in every step
 def part_hash(block_hash: bytes, part: int) -> bytes:
     """Return the key of a part of the checkpoint after these tokens, in slots of host memory."""
     return sha256(b"state" + block_hash + part.to_bytes(4, "big")).digest()

@@ -110,9 +110,13 @@ class KVCacheManager:
         """Return whether a request fits, and need not wait for a step that loads or computes what
         comes after the `cached` blocks.
         """
-        if self.states is not None and self.states.is_saving(request):
-            return False
-        return self.fits(request, cached) and not self.connector.is_loading(request, len(cached))
+        num_cached = len(cached)
+        if self.states is not None:
+            if self.states.is_saving(request):
+                return False
+            if request.loads:  # which may get lost: then fewer blocks are of use
+                cached = cached[: self.states.find_border(request, num_cached, only_here=True)]
+        return self.fits(request, cached) and not self.connector.is_loading(request, num_cached)
 
     # ---- requests that run ----
 

@@ -95,7 +95,7 @@ class StateCache:
         """Set a request's border, and what the connector must load to reach it. The device has the
         first `num_cached` blocks.
         """
-        border = self._find_border(request, num_cached)
+        border = self.find_border(request, num_cached)
         request.border = border
         request.num_uncovered_tokens = max(num_cached - border, 0) * self.block_size
         request.loads = []
@@ -106,7 +106,7 @@ class StateCache:
             if self.pool.find(key) is None:
                 request.loads += self._parts_of(key)
 
-    def _find_border(self, request: Request, num_cached: int, only_here: bool = False) -> int:
+    def find_border(self, request: Request, num_cached: int, only_here: bool = False) -> int:
         """Return how many blocks a request need not compute, if the device has its first
         `num_cached`: up to the last checkpoint that is here or, unless `only_here`, at the
         connector.
@@ -157,7 +157,7 @@ class StateCache:
         """
         assert request.border is not None and request.loads is not None
         if len(slots) < len(request.loads):
-            request.border = self._find_border(request, num_cached, only_here=True)
+            request.border = self.find_border(request, num_cached, only_here=True)
             return []
         key = request.block_hashes[request.border - 1] if request.border else b""
         if not request.border or self.pool.find(key) is not None:

@@ -48,13 +48,11 @@ def count_blocks(
     assert max_model_len is not None and max_num_seqs is not None, "config must be resolved"
     block_size = layout.block_size
     per_request = layout.blocks(max_model_len)
-    if not block_bytes:  # without attention, blocks only count tokens
+    if not block_bytes:  # no layer here has attention: blocks only count tokens
         return max_num_seqs * per_request
     needed = per_request * block_bytes
     hints = more_memory(needed - memory) or [f"raise --kv-cache-memory to {format_bytes(needed)}"]
-    num_blocks = max_num_seqs * per_request
-    if block_bytes:  # else no layer here has attention
-        num_blocks = min(max(memory, 0) // block_bytes, num_blocks)
+    num_blocks = min(max(memory, 0) // block_bytes, max_num_seqs * per_request)
     numbers = (
         f"weights {format_bytes(weights_bytes)}, KV cache {num_blocks} blocks of {block_size} "
         f"tokens "

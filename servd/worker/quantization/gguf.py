@@ -34,11 +34,14 @@ def read(files: list[Path], config: dict[str, Any], device: torch.device) -> Nam
     opened = [open_file(file, has_texts=False, mode=mode) for file in files]
     values = opened[0][1]
     name = values["general.architecture"]
-    num_layers = values[f"{name}.block_count"] - count_drafts(values)
+    drafts = range(0)
+    if num_drafts := count_drafts(values):
+        end = values[f"{name}.block_count"]
+        drafts = range(end - num_drafts, end)
     for reader, _ in opened:
         for entry in reader.tensors:
             layer = re.match(r"blk\.(\d+)\.", entry.name)
-            if layer and int(layer[1]) >= num_layers:
+            if layer and int(layer[1]) in drafts:
                 continue
             renamed = rename(entry.name, name)
             if "{}" in renamed:

@@ -16,6 +16,7 @@ from servd.config import Config
 from servd.core.engine_core import EngineCore
 from servd.core.executor import fake, load_executor, multiproc, uniproc
 from servd.ipc.child import Child
+from servd.messages.engine import WorkerReady
 from tests.core.engines import generate, make_request, solo
 from tests.limits import WAIT_SECONDS
 
@@ -111,6 +112,20 @@ def test_all_workers_run_every_step_and_the_smallest_cache_decides(start):
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
     assert not folder.exists()
+
+
+def test_stages_without_attention_or_without_states_do_not_speak_for_all():
+    """All have room for as many blocks; the first has no KV cache, and the last has no states."""
+    sizes = [(0, 9, 64), (100, 7, 80), (200, 0, 0)]
+    ready = [
+        WorkerReady(
+            "cpu", "", "", 96, 0, kv_bytes, num_checkpoints=num_checkpoints, state_bytes=state_bytes
+        )
+        for kv_bytes, num_checkpoints, state_bytes in sizes
+    ]
+    combined = multiproc.combine(ready)
+    assert combined.num_blocks == 96 and combined.kv_bytes_per_block == 200
+    assert combined.num_checkpoints == 7 and combined.state_bytes == 80
 
 
 def test_workers_that_wait_ready_are_used_and_dead_ones_replaced(start):

@@ -1,5 +1,6 @@
 """Checkpoints of recurrent states: every request goes on from the states of its own tokens."""
 
+import threading
 from functools import reduce
 from types import SimpleNamespace
 
@@ -9,10 +10,13 @@ from hypothesis import strategies as st
 
 from servd.checkpoint.model_spec import FAKE_SPEC
 from servd.core.executor.fake import next_state
+from servd.core.kv_cache.connector import io_workers
 from servd.core.kv_cache.connector.costs import LoadCosts
+from servd.core.kv_cache.connector.disk import Disk
 from servd.messages.engine import AbortRequests, BlockSwaps, SchedulerOutput
 from tests.core.devices import SlowExecutor
 from tests.core.engines import AuditedExecutor, Log, generate, make_engine, make_request, solo
+from tests.limits import WAIT_SECONDS
 
 SIZE = 4
 PROMPT = list(range(40))
@@ -290,6 +294,46 @@ def test_a_conversation_goes_on_after_a_restart(tmp_path, has_blocks):
         text = [*text, *log.token_ids(request.request_id), 1, 2, 3]
         settle(engine)
         engine.scheduler.kv_cache.connector.flush()
+
+
+def test_no_request_starts_on_blocks_that_a_lost_checkpoint_would_have_spared(monkeypatch):
+    executor_class = stateful(num_checkpoints=2)
+    engine = make_engine(16, 1, executor_class, kv_offloading_size=MIB)
+    log = Log()
+    engine.handle(make_request("a", PROMPT[:30], 34))
+    for _ in range(5):
+        log.step(engine)
+    engine.handle(make_request("b", [50, *PROMPT[:4]], 1))  # evicts the checkpoint of a's prompt
+    log.step(engine)
+    connector = engine.scheduler.kv_cache.connector
+    monkeypatch.setattr(connector, "claim_slots", lambda request, num_cached: [])
+    again = make_request("c", [*PROMPT[:30], 99], 4)
+    engine.handle(again)  # there is only room for it with blocks of a, up to that checkpoint
+    log.run(engine)
+    assert log.token_ids("c") == solo(again)
+    assert not log.total("num_preemptions")
+
+
+def test_a_disk_that_hangs_keeps_no_engine_busy(tmp_path, monkeypatch):
+    """If only checkpoints wait for it, as they do in the end: each is saved after all blocks."""
+    executor_class = stateful(num_checkpoints=64, has_blocks=False)
+    memory = 8 * SIZE * FAKE_SPEC.kv_bytes_per_token(4) / 2**30
+    options = {"kv_cache_dir": str(tmp_path), "kv_offloading_size": memory}
+    engine = make_engine(64, 1, executor_class, state_checkpoint_interval=4, **options)
+    engine.scheduler.kv_cache.connector.flush()
+    monkeypatch.setattr(io_workers, "HANG_TIMEOUT", 0.05)
+    may_write = threading.Event()
+    write = Disk.write
+    monkeypatch.setattr(
+        Disk, "write", lambda *arguments: may_write.wait(WAIT_SECONDS) and write(*arguments)
+    )
+    request = make_request("a", PROMPT, 5)
+    try:
+        assert generate(engine, request).token_ids("a") == solo(request)
+        assert not engine.has_work
+    finally:
+        may_write.set()
+    settle(engine)
 
 
 @settings(max_examples=120, deadline=None)

@@ -23,6 +23,7 @@ from servd.worker.sample.logit_edits import Bitmasks, LogitEdits, Penalized
 from servd.worker.sample.ops import native as sampling
 from tests.worker.cpu_kernels import EXACT_SUMS, INTEGER_SUMS, forced
 from tests.worker.driver import Driver, config_for
+from tests.worker.ops.test_states import convolution_inputs, scan_inputs, state_rows
 
 # [out, in]: whole panels and not, one piece and more, nothing to add up.
 SHAPES = [(33, 20), (1, 1), (64, 768), (100, 1024), (50, 2500), (5, 0)]
@@ -314,6 +315,10 @@ def call_many(tiny_llama: Path) -> None:
     sampling.draw(weights, lowest, positions, positions)
     sampling.score(x, positions)
     int8.quantize(x)
+    for inputs in (scan_inputs((2, 6, 12, 10), "delta"), convolution_inputs(16, 4, is_gated=True)):
+        inputs.run(native, state_rows(inputs))
+    native.gated_norm(x, x, x[0].contiguous(), 1e-6, gates_first=False)
+    native.multiply_sigmoid(x, x)
     int4.quantize(x, importance=torch.rand(64))
     blocks = torch.zeros(3, 2 * 20, dtype=torch.uint8)
     gguf._unpack(gguf.BLOCKS["Q4_1"], blocks, 32, 20, torch.device("cpu"))

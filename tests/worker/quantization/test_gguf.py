@@ -266,7 +266,7 @@ def test_a_gguf_list_longer_than_its_file_is_refused(tmp_path, kind):
 
 def test_an_expert_that_is_unknown_keeps_its_name():
     assert rename("blk.0.ffn_up.1.weight", "llama") != rename("blk.0.ffn_up.2.weight", "llama")
-    assert rename("blk.0.foo.1.weight", "llama") == "model.layers.0.blk.0.foo.1.weight"
+    assert rename("blk.0.foo.1.weight", "llama") == "model.layers.0.foo.1.weight"
 
 
 @pytest.mark.parametrize("share", [0.001, 0.02, 0.5, 0.999])

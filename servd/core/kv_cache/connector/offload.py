@@ -304,8 +304,9 @@ class OffloadConnector(KVConnector):
 
     def wait(self) -> bool:
         """Wait briefly for reads and writes; drop pending blocks if the disk hangs."""
-        if self._offers and self.io_workers.is_hung:
-            logger.warning("--kv-cache-dir does not respond: dropping %d blocks", len(self._offers))
+        if self.has_swaps and self.io_workers.is_hung:
+            num_dropped = len(self._offers) + len(self._state_offers)
+            logger.warning("--kv-cache-dir does not respond: dropping %d entries", num_dropped)
             self._offers.clear()
             self._state_offers.clear()
         is_due = bool(self.io_workers.num_slots or self.has_swaps)
