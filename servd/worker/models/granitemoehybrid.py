@@ -2,22 +2,17 @@
 Feed-forwards are dense, or experts beside a shared one.
 """
 
-from typing import Any
-
-import torch
 from torch import Tensor, nn
 
 from servd.checkpoint.model_spec import ModelSpec
-from servd.worker import ops
 from servd.worker.device.parallel import Parallel
-from servd.worker.layers.attention import ForwardContext
 from servd.worker.layers.experts import SparseMoE
-from servd.worker.layers.hybrid import HybridLayer
 from servd.worker.layers.mamba2 import Mamba2, Mamba2Options
-from servd.worker.layers.quantized import NamedTensors
+from servd.worker.layers.quantized import NamedTensors, rename
 from servd.worker.layers.rotary import OptionalRotary
-from servd.worker.models.granite import GraniteAttention
+from servd.worker.models.granite import GraniteAttention, GraniteLayer
 from servd.worker.models.llama import LlamaForCausalLM, LlamaMLP
+from servd.worker.models.mixtral import expert_options
 from servd.worker.models.qwen3_moe import one_by_one
 
 # Names of tensors, and of servd's parts.
@@ -37,17 +32,8 @@ class GraniteMoE(SparseMoE):
     """Experts, and a feed-forward for all tokens."""
 
     def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
-        config = spec.config
-        super().__init__(
-            spec.hidden_size,
-            config["intermediate_size"],
-            config["num_local_experts"],
-            config["num_experts_per_tok"],
-            renormalize=True,
-            activation=config["hidden_act"],
-            parallel=parallel,
-        )
-        self.shared_mlp = LlamaMLP(spec, parallel, config["shared_intermediate_size"])
+        super().__init__(**expert_options(spec), parallel=parallel)
+        self.shared_mlp = LlamaMLP(spec, parallel, spec.config["shared_intermediate_size"])
 
     def shared(self, x: Tensor) -> Tensor:
         return self.shared_mlp(x)
@@ -75,26 +61,8 @@ class GraniteMamba(Mamba2):
         super().__init__(spec.hidden_size, inner, options, parallel)
 
 
-class GraniteMoeHybridLayer(HybridLayer):
-    """A layer that scales the outputs of mixer and feed-forward before adding them."""
-
-    def __init__(self, spec: ModelSpec, *parts: Any) -> None:
-        super().__init__(spec, *parts)
-        self.factor = spec.config["residual_multiplier"]
-        self.scale = ops.for_device(torch.get_default_device()).scale
-
-    def mix(self, x: Tensor, rotation: Any, ctx: ForwardContext) -> Tensor:
-        return self.scale(super().mix(x, rotation, ctx), self.factor)
-
-    def forward(
-        self, x: Tensor, residual: Tensor | None, rotation: Any, ctx: ForwardContext
-    ) -> tuple[Tensor, Tensor]:
-        x, residual = super().forward(x, residual, rotation, ctx)
-        return self.scale(x, self.factor), residual
-
-
 class GraniteMoeHybridForCausalLM(LlamaForCausalLM):
-    layer_class = GraniteMoeHybridLayer
+    layer_class = GraniteLayer
     attention_class = GraniteAttention
     state_class = GraniteMamba
     rotary_class = OptionalRotary
@@ -115,11 +83,5 @@ class GraniteMoeHybridForCausalLM(LlamaForCausalLM):
         return LlamaMLP(spec, parallel, spec.config["shared_intermediate_size"])
 
     def convert(self, tensors: NamedTensors) -> NamedTensors:
-        return one_by_one(self._renamed(tensors))
-
-    def _renamed(self, tensors: NamedTensors) -> NamedTensors:
         shared = ".mlp.shared_mlp." if self.has_experts else ".mlp."
-        for name, tensor in tensors:
-            for old, new in (RENAMED | {".shared_mlp.": shared}).items():
-                name = name.replace(old, new)
-            yield name, tensor
+        return one_by_one(rename(tensors, RENAMED | {".shared_mlp.": shared}))

@@ -9,7 +9,7 @@ from servd.worker.device.parallel import Parallel
 from servd.worker.layers.attention import ForwardContext
 from servd.worker.layers.hybrid import HybridLayer, StateMixer
 from servd.worker.layers.linear import ColumnParallelLinear, RowParallelLinear
-from servd.worker.layers.quantized import NamedTensors
+from servd.worker.layers.quantized import NamedTensors, rename
 from servd.worker.layers.state import Convolution
 from servd.worker.models.llama import LlamaForCausalLM, LlamaMLP
 from servd.worker.models.qwen3 import Qwen3Attention
@@ -50,10 +50,9 @@ PACKED = LlamaForCausalLM.packed | {
 }
 
 
-def rename(tensors: NamedTensors) -> NamedTensors:
-    for name, tensor in tensors:
-        name = name.replace("embedding_norm.", "norm.")
-        yield name.replace(".self_attn.gate_proj.", ".self_attn.g_proj."), tensor  # of LFM3
+def with_our_names(tensors: NamedTensors) -> NamedTensors:
+    names = {"embedding_norm.": "norm.", ".self_attn.gate_proj.": ".self_attn.g_proj."}
+    return rename(tensors, names)  # the second name is of LFM3
 
 
 class Lfm2ForCausalLM(LlamaForCausalLM):
@@ -62,7 +61,7 @@ class Lfm2ForCausalLM(LlamaForCausalLM):
     state_class = ShortConvolution
     is_tied = True
     packed = PACKED
-    convert = staticmethod(rename)
+    convert = staticmethod(with_our_names)
 
     @classmethod
     def make_mlp(cls, spec: ModelSpec, layer: int, parallel: Parallel) -> nn.Module:

@@ -8,7 +8,7 @@ from servd.worker.device.parallel import Parallel
 from servd.worker.layers.experts import SparseMoE
 from servd.worker.layers.quantized import NamedTensors
 from servd.worker.layers.weight import FloatWeight
-from servd.worker.models.lfm2 import PACKED, Lfm2Layer, ShortConvolution, rename
+from servd.worker.models.lfm2 import PACKED, Lfm2Layer, ShortConvolution, with_our_names
 from servd.worker.models.llama import LlamaForCausalLM, LlamaMLP
 from servd.worker.models.qwen3 import Qwen3Attention
 from servd.worker.models.qwen3_moe import expert_options, one_by_one
@@ -43,4 +43,4 @@ class Lfm2MoeForCausalLM(LlamaForCausalLM):
         return Lfm2MoE(spec, parallel)
 
     def convert(self, tensors: NamedTensors) -> NamedTensors:
-        return one_by_one(rename(tensors))
+        return one_by_one(with_our_names(tensors))

@@ -16,7 +16,7 @@ from servd.worker.layers.hybrid import HybridLayer
 from servd.worker.layers.linear import ColumnParallelLinear
 from servd.worker.layers.norm import RMSNorm
 from servd.worker.models.gemma3_text import Gemma3Rotary
-from servd.worker.models.lfm2 import PACKED, Lfm2Layer, ShortConvolution, rename
+from servd.worker.models.lfm2 import PACKED, Lfm2Layer, ShortConvolution, with_our_names
 from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM
 
 
@@ -82,4 +82,4 @@ class Lfm3ForCausalLM(LlamaForCausalLM):
     rotary_class = Gemma3Rotary
     is_tied = True
     packed = PACKED
-    convert = staticmethod(rename)
+    convert = staticmethod(with_our_names)

@@ -270,15 +270,8 @@ class OffloadConnector(KVConnector):
             if num_busy == 0 or num_busy + len(hashes) <= self.io_workers.max_slots:
                 self.save_state(checkpoint, hashes)
         swaps = self._swaps
-        if not (
-            swaps.blocks_to_swap_in
-            or swaps.blocks_to_swap_out
-            or swaps.states_to_swap_in
-            or swaps.states_to_swap_out
-        ):
-            return None
         self._swaps = BlockSwaps(self.host.path)
-        return swaps
+        return None if swaps == self._swaps else swaps
 
     def collect_outputs(self, step: Step) -> None:
         """Process a computed step: the blocks that it copied to the host may be written."""
