@@ -56,12 +56,9 @@ class RequestStates:
 
     def make_room(self, num_columns: int) -> None:
         if num_columns:
-            live, checkpoints = (
-                torch.empty(n, num_columns, dtype=torch.float32, device=self.token_ids.device)
-                for n in (len(self.token_ids), 0)
-            )
-            saves = torch.empty(0, 2, dtype=torch.int64)
-            self.state_memory = StateMemory(live, checkpoints, saves)
+            shape = len(self.token_ids), num_columns
+            live = torch.empty(shape, dtype=torch.float32, device=self.token_ids.device)
+            self.state_memory = StateMemory(live, live[:0], torch.empty(0, 2, dtype=torch.int64))
 
     @property
     def state_bytes(self) -> int:

@@ -34,11 +34,8 @@ class Lfm3Attention(LlamaAttention):
     @staticmethod
     def options(config: dict[str, Any], layer: int) -> dict[str, Any]:
         kinds = [kind for kind in config["layer_types"] if kind not in STATE_LAYERS]
-        return {
-            "sliding_window": config["sliding_window"]
-            if kinds[layer] == "sliding_attention"
-            else None
-        }
+        is_local = kinds[layer] == "sliding_attention"
+        return {"sliding_window": config["sliding_window"] if is_local else None}
 
     def forward(self, x: Tensor, rotation: Any, ctx: ForwardContext) -> Tensor:
         """Return the output [num_tokens, hidden]. `rotation` comes from Gemma3Rotary."""

@@ -1,4 +1,4 @@
-"""StateMemory: the recurrent states of all requests; StateRows: what a step reads and writes."""
+"""The states of requests, and the numbers of a layer that computes with them."""
 
 import math
 from collections.abc import Callable
