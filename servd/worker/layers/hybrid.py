@@ -9,18 +9,14 @@ from servd.checkpoint.model_spec import ModelSpec
 from servd.worker.layers.attention import ForwardContext
 from servd.worker.layers.norm import RMSNorm
 
-
-class StateMixer(nn.Module):
-    """A part that has a state for each request, in place of attention and its KV cache. It is made
-    from a ModelSpec and Parallel; `forward` maps x [num_tokens, hidden] and a ForwardContext to
-    outputs of the same shape.
-    """
-
-    name: ClassVar[str]  # of this part in a layer
+ATTENTION = "self_attn"
 
 
 class HybridLayer(nn.Module):
-    """A layer of an attention or a StateMixer, and a feed-forward."""
+    """A layer of a mixer of tokens and a feed-forward. The mixer is attention, or a part that keeps
+    a state in place of a KV cache. Such a part has a `part_name`, its name in a layer, and maps x
+    [num_tokens, hidden] and a ForwardContext to outputs of the same shape.
+    """
 
     # Names of the norms and of the feed-forward.
     names: ClassVar[tuple[str, str, str]] = ("input_layernorm", "post_attention_layernorm", "mlp")
@@ -29,14 +25,14 @@ class HybridLayer(nn.Module):
         self, spec: ModelSpec, norm: Callable[[], RMSNorm], mixer: nn.Module, mlp: nn.Module
     ) -> None:
         super().__init__()
-        self.mixer_name = mixer.name if isinstance(mixer, StateMixer) else "self_attn"
+        self.mixer_name: str = getattr(mixer, "part_name", ATTENTION)
         self.add_module(self.mixer_name, mixer)
         for name, part in zip(self.names, (norm(), norm(), mlp), strict=True):
             self.add_module(name, part)
 
     def mix(self, x: Tensor, rotation: Any, ctx: ForwardContext) -> Tensor:
         mixer = getattr(self, self.mixer_name)
-        return mixer(x, ctx) if isinstance(mixer, StateMixer) else mixer(x, rotation, ctx)
+        return mixer(x, rotation, ctx) if self.mixer_name == ATTENTION else mixer(x, ctx)
 
     def forward(
         self, x: Tensor, residual: Tensor | None, rotation: Any, ctx: ForwardContext

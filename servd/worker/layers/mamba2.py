@@ -10,7 +10,6 @@ from servd.base.errors import UnsupportedModel
 from servd.worker import ops
 from servd.worker.device.parallel import Parallel
 from servd.worker.layers.attention import ForwardContext
-from servd.worker.layers.hybrid import StateMixer
 from servd.worker.layers.linear import ColumnParallelLinear, RowParallelLinear
 from servd.worker.layers.state import Convolution, State
 from servd.worker.layers.weight import FloatWeight, Weight
@@ -58,8 +57,8 @@ class GatedNorm(nn.Module):
         return x * (mean + self.eps).rsqrt().unsqueeze(1) * self.weight
 
 
-class Mamba2(StateMixer):
-    name = "mixer"
+class Mamba2(nn.Module):
+    part_name = "mamba"
 
     def __init__(
         self, hidden_size: int, inner_size: int, options: Mamba2Options, parallel: Parallel

@@ -40,8 +40,6 @@ class GraniteMoE(SparseMoE):
 
 
 class GraniteMamba(Mamba2):
-    name = "mamba"
-
     def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
         config = spec.config
         inner = config["mamba_expand"] * spec.hidden_size

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from servd.checkpoint.model_spec import ModelSpec
 from servd.worker.device.parallel import Parallel
 from servd.worker.layers.attention import ForwardContext
-from servd.worker.layers.hybrid import HybridLayer, StateMixer
+from servd.worker.layers.hybrid import HybridLayer
 from servd.worker.layers.linear import ColumnParallelLinear, RowParallelLinear
 from servd.worker.layers.quantized import NamedTensors, rename
 from servd.worker.layers.state import Convolution
@@ -15,12 +15,12 @@ from servd.worker.models.llama import LlamaForCausalLM, LlamaMLP
 from servd.worker.models.qwen3 import Qwen3Attention
 
 
-class ShortConvolution(StateMixer):
+class ShortConvolution(nn.Module):
     """A convolution over the last few tokens, with a gate before and a gate after it. The last
     inputs of the convolution are its state.
     """
 
-    name = "conv"
+    part_name = "conv"
 
     def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
         super().__init__()

@@ -14,7 +14,6 @@ from servd.worker.device.parallel import Parallel
 from servd.worker.layers.activation import Gate
 from servd.worker.layers.attention import Attention, ForwardContext
 from servd.worker.layers.embedding import VocabEmbedding
-from servd.worker.layers.hybrid import StateMixer
 from servd.worker.layers.linear import ColumnParallelLinear, RowParallelLinear
 from servd.worker.layers.norm import RMSNorm
 from servd.worker.layers.rotary import Rotary, Rotation
@@ -151,7 +150,7 @@ class LlamaForCausalLM(nn.Module):
 
     layer_class: ClassVar[type[Any]] = LlamaLayer
     attention_class: ClassVar[type[nn.Module]] = LlamaAttention
-    state_class: ClassVar[type[StateMixer] | None] = None  # of layers without a KV cache
+    state_class: ClassVar[type[Any] | None] = None  # of layers without a KV cache
     norm_class: ClassVar[type[RMSNorm]] = RMSNorm
     rotary_class: ClassVar[type[nn.Module]] = Rotary
     packed: ClassVar[dict[str, tuple[str, int]]] = {

@@ -14,7 +14,7 @@ from servd.worker.device.parallel import Parallel
 from servd.worker.layers._matrix import Matrix
 from servd.worker.layers.attention import ForwardContext
 from servd.worker.layers.experts import Router, SparseMoE
-from servd.worker.layers.hybrid import HybridLayer, StateMixer
+from servd.worker.layers.hybrid import HybridLayer
 from servd.worker.layers.linear import ColumnParallelLinear, RowParallelLinear
 from servd.worker.layers.norm import GatedRMSNorm, L2Norm, OffsetRMSNorm
 from servd.worker.layers.quantized import NamedTensors
@@ -53,12 +53,12 @@ class Qwen3NextAttention(LlamaAttention):
         return self.o_proj(out.flatten(1))
 
 
-class GatedDeltaNet(StateMixer):
+class GatedDeltaNet(nn.Module):
     """Linear attention by the gated delta rule. Each head's state is a matrix from keys to values.
     Each token decays the state, then corrects its value for the token's key.
     """
 
-    name = "linear_attn"
+    part_name = "linear_attn"
 
     def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
         super().__init__()
