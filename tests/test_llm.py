@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from servd import LLM, BeamSearchParams, LoRARequest, PoolingParams, SamplingParams
-from servd.base.errors import EngineError, InvalidRequest
+from servd.base.errors import EngineDeadError, EngineError, InvalidRequest
 from servd.checkpoint.pooling import PoolingSpec
 from servd.core.executor.fake import next_state, vector
 from servd.core.structured_output import manager
@@ -166,6 +166,20 @@ def test_generate_raises_what_the_engine_cannot_do(monkeypatch, make_llm):
     with pytest.raises(EngineError, match="too many items"):
         llm.generate(["b", "c"], [letters, SamplingParams()])
     assert not llm.engine.has_unfinished_requests()
+
+
+def test_a_step_that_fails_ends_the_engine(monkeypatch, make_llm):
+    def fail(*args: object) -> None:
+        raise KeyError("a kernel")
+
+    llm = make_llm(separate_process=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.engine_core.engine.executor, "execute_model", fail)
+        with pytest.raises(KeyError, match="a kernel"):
+            llm.generate("a")
+    with pytest.raises(EngineDeadError, match="make a new LLM"):
+        llm.generate("a")
+    llm.close()  # waits for no step
 
 
 def test_a_script_need_not_close_its_engine():

@@ -135,6 +135,7 @@ class InprocClient(EngineCoreClient):
     """A client whose engine runs a step in each call of `get_output`."""
 
     client = 0
+    has_failed = False  # a step raised an error: its outputs never come, no step can follow
 
     def __init__(
         self, config: Config, spec: ModelSpec, progress: Callable[[str, float], None]
@@ -188,7 +189,11 @@ class InprocClient(EngineCoreClient):
             not self.engine.has_work and self.engine.grammars.is_compiling
         ):
             self.engine.handle(self.compiled.get())
+        if self.has_failed:
+            raise EngineDeadError("an earlier step failed, which ended the engine: make a new LLM")
+        self.has_failed = True
         outputs = self.engine.step().get(self.client)
+        self.has_failed = False
         return (outputs.all_outputs, outputs.stats) if outputs else ([], None)
 
     def close(self) -> None:
@@ -200,7 +205,7 @@ class InprocClient(EngineCoreClient):
         self.engine.scheduler.kv_cache.close()
 
     def _end_steps(self) -> None:
-        while self.engine.has_work and not self.engine.scheduler.requests:
+        while self.engine.has_work and not (self.engine.scheduler.requests or self.has_failed):
             self.engine.step()
 
 

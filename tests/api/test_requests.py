@@ -328,6 +328,12 @@ async def test_why_no_more_of_a_prompt_was_cached(served: Served):
     assert (salted["num_matched"], salted["reason"]) == (0, "salt")
     longer = await prefix_cache_of(served, PREFIX + "everybody likes, and more")
     assert (longer["num_matched"], longer["reason"]) == (3, "last_block")
+    body = {"prompt": PREFIX + "has", "max_tokens": 30}  # 43 tokens, and 29 of the output
+    answer = (await served.http.post(COMPLETIONS, json=body)).json()
+    text = answer["choices"][0]["text"]
+    follow_up = await prefix_cache_of(served, body["prompt"] + text + " - and more of it")
+    assert (follow_up["num_matched"], follow_up["reason"]) == (4, "last_block")
+    assert "72 tokens" in follow_up["text"]
     read = await prefix_cache_of(served, PREFIX, prompt_logprobs=1)
     assert (read["num_matched"], read["reason"]) == (0, "prompt_is_read")
 

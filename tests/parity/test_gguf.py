@@ -13,6 +13,8 @@ from servd.checkpoint import config_json, generation_config, hub, model_spec, we
 from servd.checkpoint import gguf as servd_gguf
 from servd.checkpoint.gguf import ARCHITECTURES, gguf_accounts
 from servd.worker.quantization import gguf as worker_gguf
+from servd.worker.runner import dry_run
+from servd.worker.runner.cpu_model_runner import CPUModelRunner
 from tests import gguf_files
 from tests.gguf_files import Quant, write_model
 from tests.parity import families
@@ -313,6 +315,14 @@ def test_blocks_are_the_numbers_that_gguf_dequantizes(written, tmp_path, case, q
             tensor.copy_(rounded(tensor))
     file = write_model(tmp_path / "a.gguf", model, quant)
     compare(file, folder, cpu_activation_dtype="float32")
+
+
+@pytest.mark.parametrize("case", ["mamba2", "qwen35"])
+def test_a_plan_of_states_reads_no_numbers(written, case):
+    folder = hub.find_model(str(written(case)[1]))
+    spec = model_spec.read_spec(folder)
+    runner = dry_run.load(CPUModelRunner, config_for(folder), spec, torch.device("cpu"))
+    assert runner.weights_bytes == Driver(config_for(folder)).worker.runner.weights_bytes
 
 
 def test_what_would_be_computed_wrongly_is_refused(written, monkeypatch):

@@ -8,14 +8,18 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 
+from servd.base.errors import UnsupportedModel
 from servd.checkpoint.model_spec import read_spec
 from servd.config import Config
 from servd.core.engine_core import EngineCore
 from servd.core.executor.uniproc import UniProcExecutor
 from servd.messages.engine import AbortRequests, EngineCoreRequest
 from servd.messages.params import SamplingParams, StructuredOutput
+from servd.worker.device.parallel import Parallel
 from servd.worker.layers import state
+from servd.worker.loading.model_loader import build_model
 from servd.worker.models.llama import LlamaMLP
 from tests.core.engines import Log
 from tests.core.test_overlap import with_grammars
@@ -204,3 +208,22 @@ def test_states_have_columns_of_their_own_in_a_row_for_each_slot(folder: Path):
     assert len(layers) == 6 and runner.states.state_memory.live.shape == (4, columns[-1].stop)
     # 2 heads of keys of 12 numbers, 6 of values of 10; 3 inputs of the convolution.
     assert {len(part) for part in columns} == {3 * (2 * 24 + 60), 6 * 12 * 10}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name"),
+    [
+        *(("mamba2", name) for name in ("num_heads", "n_groups", "state_size", "conv_kernel")),
+        *(("qwen3_next", f"linear_num_{name}_heads") for name in ("key", "value")),
+        *(("qwen3_next", f"linear_{name}_head_dim") for name in ("key", "value")),
+        ("qwen3_next", "linear_conv_kernel_dim"),
+        ("lfm2", "conv_L_cache"),
+    ],
+)
+@pytest.mark.parametrize("size", [0, -2])
+def test_states_without_numbers_are_refused(tmp_path: Path, model_type, name, size):
+    options = next(iter(CASES[model_type].values()))
+    spec = read_spec(make_checkpoint(tmp_path, model_type, options))
+    spec = msgspec.structs.replace(spec, config=spec.config | {name: size})
+    with pytest.raises(UnsupportedModel, match=r"config\.json: "):
+        build_model(spec, torch.float32, torch.device("cpu"), Parallel())

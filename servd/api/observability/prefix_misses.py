@@ -53,12 +53,14 @@ def explain_prefix(
     elif nearest := _find_nearest(timeline, prompt, timelines):
         length, earlier, tokens = nearest
         texts.update(id=earlier.request_id, length=length)
+        end = _find_end(earlier, length, num_found, size)
         if length >= (num_found + 1) * size:
             report.reason = _obstacle(timeline, earlier)
+        elif length == len(tokens) and end is not None:
+            report.reason = "last_block"
+            texts["length"] = end
         elif length < num_found * size:
             report.reason = "unknown"  # another API server has the prompt whose blocks were found
-        elif length == len(tokens):
-            report.reason = "last_block"
         else:
             report.reason = "different_token"
             text = token_text(prompt[length])
@@ -90,6 +92,13 @@ def _find_nearest(
         return None
     length, _, nearest, tokens = max(candidates, key=lambda candidate: candidate[:2])
     return length, nearest, tokens
+
+
+def _find_end(earlier: Timeline, length: int, block: int, size: int) -> int | None:
+    """Return where a prompt of this length or one of its outputs ended in this block, if at all."""
+    # The keys and values of an output's last token are not computed.
+    ends = [length, *(length + choice.num_tokens - 1 for choice in earlier.choices)]
+    return next((end for end in ends if end // size == block), None)
 
 
 def _obstacle(timeline: Timeline, earlier: Timeline) -> str:

@@ -68,10 +68,11 @@ class Mamba2(nn.Module):
         groups = options.num_groups
         inner = heads * options.head_dim
         size = parallel.size
-        if inner != inner_size or heads % groups:
+        is_empty = min(heads, groups, options.state_size) < 1
+        if is_empty or inner != inner_size or heads % groups:
             raise UnsupportedModel(
-                f"config.json: {heads} heads of {options.head_dim} in {groups} groups are not "
-                f"{inner_size} channels"
+                f"config.json: {heads} heads of {options.head_dim} in {groups} groups, with states "
+                f"of {options.state_size}, are not {inner_size} channels"
             )
         if heads % size or (groups % size and size % groups):
             raise UnsupportedModel(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from servd.base.errors import UnsupportedModel
 from servd.worker import ops
 from servd.worker.device.parallel import Parallel
 from servd.worker.layers.activation import Activation
@@ -44,7 +45,7 @@ class Convolution(nn.Module):
 
     Args:
         parts: channels of each of the concatenated inputs, over all ranks.
-        size: tokens that an output depends on.
+        size: tokens that an output depends on. Raises UnsupportedModel if it is below 2.
         activation: of the outputs, if any. Raises UnsupportedModel if its name is unknown.
     """
 
@@ -59,6 +60,8 @@ class Convolution(nn.Module):
         copies: Sequence[int] = (),
     ) -> None:
         super().__init__()
+        if size < 2:
+            raise UnsupportedModel(f"config.json: a convolution over {size} token has no state")
         total = sum(parts)
         self.weight = Weight((total, 1, size), parallel, shard_dim=0, parts=parts, copies=copies)
         self.weight.data = self.weight.permute(2, 1, 0).contiguous().permute(2, 1, 0)

@@ -67,13 +67,15 @@ class GatedDeltaNet(nn.Module):
         hidden = spec.hidden_size
         num_keys = config["linear_num_key_heads"]
         num_values = config["linear_num_value_heads"]
+        self.key_dim = config["linear_key_head_dim"]
+        self.value_dim = config["linear_value_head_dim"]
+        if min(num_keys, num_values, self.key_dim, self.value_dim) < 1:
+            raise UnsupportedModel("config.json: a size of the linear attention is below 1")
         if num_keys % size or num_values % num_keys:
             raise UnsupportedModel(
                 f"linear attention: --tensor-parallel-size {size} must divide its {num_keys} heads "
                 f"of keys, and those the {num_values} of values"
             )
-        self.key_dim = config["linear_key_head_dim"]
-        self.value_dim = config["linear_value_head_dim"]
         self.num_keys = num_keys // size
         self.num_values = num_values // size
         keys = num_keys * self.key_dim

@@ -90,7 +90,8 @@ def _as_original(
     if name in ("ssm_conv1d.weight", "shortconv.conv.weight"):
         return tensor.unsqueeze(1)
     if name == "ssm_a":  # minus the exponential of A_log
-        return tensor.float().neg().log().flatten()
+        rates = tensor.float().neg().flatten()
+        return rates.masked_fill(rates == 0, 1e-38).log()  # zeros in a dry run
     if name in ("ssm_d", "ssm_norm.weight"):
         return tensor.flatten()
     if name == "ffn_gate_inp_shexp.weight":

@@ -226,9 +226,10 @@ class ModelRunner(ABC):
         if not states_memory:
             return num_blocks, 0
         num_checkpoints = min(states_memory // self.state_bytes, num_blocks)
-        log.info(
-            "%d checkpoints of states (%s each)", num_checkpoints, format_bytes(self.state_bytes)
-        )
+        size = format_bytes(self.state_bytes)
+        log.info("%d checkpoints of states (%s each)", num_checkpoints, size)
+        if not num_checkpoints:
+            log.warning("no prompt is cached: --max-state-memory is below a checkpoint, %s", size)
         return num_blocks, num_checkpoints
 
     @property
