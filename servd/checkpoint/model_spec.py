@@ -41,23 +41,19 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def keeps_state(self) -> bool:
         """Whether layers have a recurrent state besides the KV cache, or in place of it."""
-        kinds = self.config.get("layer_types") or ()
-        return any(kind in STATE_LAYERS for kind in kinds) or not self.num_heads
+        return not self.num_heads or len(self.layers_with_cache) < self.num_layers
 
-    def cache_number(self, layer: int) -> int | None:
-        """Return the number of a layer's KV cache; None if the layer keeps a state instead."""
-        kinds = self.config["layer_types"]
-        if kinds[layer] in STATE_LAYERS:
-            return None
-        return sum(kind not in STATE_LAYERS for kind in kinds[:layer])
+    @property
+    def layers_with_cache(self) -> list[int]:
+        """The numbers of the layers that have a KV cache. The others keep a state instead."""
+        kinds = self.config.get("layer_types") or [""] * self.num_layers
+        return [layer for layer, kind in enumerate(kinds) if kind not in STATE_LAYERS]
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
         numbers = 2 * self.num_kv_heads * self.head_dim
         if (latent := self.config.get("kv_lora_rank")) is not None:  # MLA caches only this
             numbers = latent + self.config["qk_rope_head_dim"]
-        kinds = self.config.get("layer_types") or [""] * self.num_layers
-        num_caches = sum(kind not in STATE_LAYERS for kind in kinds)
-        return num_caches * numbers * dtype_bytes
+        return len(self.layers_with_cache) * numbers * dtype_bytes
 
 
 # A model for `--executor fake`: one token per byte plus an end-of-sequence token.

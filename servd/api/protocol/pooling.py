@@ -2,13 +2,15 @@
 
 import time
 from collections.abc import Sequence
-from typing import Literal, Self
+from typing import Generic, Literal, Self, TypeVar
 
 import msgspec
 from pydantic import model_validator
 
 from servd.api.protocol.embeddings import EmbeddingUsage, InputRequest, VectorRequest
 from servd.api.protocol.validation import wrong_field
+
+Item = TypeVar("Item")
 
 
 class PoolingRequest(VectorRequest):
@@ -34,6 +36,16 @@ class PoolingRequest(VectorRequest):
         return self.pooling == "all" or self.task == "token_embed"
 
 
+class ListResponse(msgspec.Struct, Generic[Item], tag_field="object", tag="list"):
+    """The results of several inputs."""
+
+    id: str
+    model: str
+    data: list[Item]
+    usage: EmbeddingUsage
+    created: int = msgspec.field(default_factory=lambda: int(time.time()))
+
+
 class PooledInput(msgspec.Struct, tag_field="object", tag="pooling"):
     """The vector of one input, or the vectors of its tokens."""
 
@@ -41,14 +53,8 @@ class PooledInput(msgspec.Struct, tag_field="object", tag="pooling"):
     data: Sequence[float | list[float]] | str  # a string is base64 of float32, little-endian
 
 
-class Poolings(msgspec.Struct, tag_field="object", tag="list"):
+class Poolings(ListResponse[PooledInput]):
     """The response of /pooling."""
-
-    id: str
-    model: str
-    data: list[PooledInput]
-    usage: EmbeddingUsage
-    created: int = msgspec.field(default_factory=lambda: int(time.time()))
 
 
 class ClassifyRequest(InputRequest):
@@ -64,11 +70,5 @@ class Classification(msgspec.Struct):
     num_classes: int
 
 
-class Classifications(msgspec.Struct, tag_field="object", tag="list"):
+class Classifications(ListResponse[Classification]):
     """The response of /classify."""
-
-    id: str
-    model: str
-    data: list[Classification]
-    usage: EmbeddingUsage
-    created: int = msgspec.field(default_factory=lambda: int(time.time()))

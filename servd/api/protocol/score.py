@@ -1,6 +1,5 @@
 """Scores, the similarity of texts pair by pair, and ranks in the formats of Jina and Cohere."""
 
-import time
 from typing import Annotated, Any, Literal, Self
 
 import msgspec
@@ -11,6 +10,7 @@ from typing_extensions import TypedDict
 
 from servd.api.protocol.completions import MAX_PROMPTS, SomeText
 from servd.api.protocol.embeddings import IN_TEXTS, EmbeddingUsage, PooledRequest
+from servd.api.protocol.pooling import ListResponse
 from servd.api.protocol.validation import PositiveInt, Whole, wrong_field
 
 
@@ -77,14 +77,8 @@ class Score(msgspec.Struct, tag_field="object", tag="score"):
     score: float  # cosine, -1 to 1, or the score of the model's head, mostly 0 to 1
 
 
-class Scores(msgspec.Struct, tag_field="object", tag="list"):
+class Scores(ListResponse[Score]):
     """The response of /score."""
-
-    id: str
-    model: str
-    data: list[Score]
-    usage: EmbeddingUsage
-    created: int = msgspec.field(default_factory=lambda: int(time.time()))
 
 
 class RerankRequest(SimilarityRequest):

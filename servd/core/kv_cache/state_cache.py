@@ -237,7 +237,8 @@ class StateCache:
         for key in checkpoints.saved:
             checkpoint = self.pool.find(key)
             if checkpoint is not None:
-                self._use(checkpoint)
+                self.pool.share([checkpoint])  # which counts as its last use
+                self.pool.release([checkpoint])
                 self.connector.offer_state(checkpoint, self._parts_of(key))
 
     def pin_prompt(self, request: Request) -> None:
@@ -305,10 +306,6 @@ class StateCache:
 
     def _has_room(self) -> bool:
         return self.pool.num_free > 0 or self.pinned.unpin(1, self.clock()) > 0
-
-    def _use(self, checkpoint: int) -> None:
-        self.pool.share([checkpoint])
-        self.pool.release([checkpoint])
 
     def _evict(self, checkpoint: int, key: bytes) -> None:
         self._counts.num_state_evictions += 1

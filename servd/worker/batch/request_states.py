@@ -11,6 +11,7 @@ from servd.worker.batch.block_table import NO_CHANGES, BlockTables
 from servd.worker.batch.decode_inputs import DecodeBuffers, DecodeInputs
 from servd.worker.batch.draft_tree import DraftTree
 from servd.worker.device.device import upload
+from servd.worker.ops._decode_rows import SlotTensors
 from servd.worker.ops._state_rows import StateMemory
 
 
@@ -55,12 +56,9 @@ class RequestStates:
 
     def make_room(self, num_columns: int) -> None:
         if num_columns:
-            live, checkpoints = (
-                torch.empty(n, num_columns, dtype=torch.float32, device=self.token_ids.device)
-                for n in (len(self.token_ids), 0)
-            )
-            saves = torch.empty(0, 2, dtype=torch.int64)
-            self.state_memory = StateMemory(live, checkpoints, saves)
+            shape = len(self.token_ids), num_columns
+            live = torch.empty(shape, dtype=torch.float32, device=self.token_ids.device)
+            self.state_memory = StateMemory(live, live[:0], torch.empty(0, 2, dtype=torch.int64))
 
     @property
     def state_bytes(self) -> int:
@@ -125,14 +123,8 @@ class RequestStates:
 
     def begin_decode(self, buffers: DecodeBuffers) -> None:
         tables = self.block_tables
-        self.ops.begin_decode(
-            buffers.step,
-            buffers.seq_lens,
-            self.token_ids,
-            self.num_computed,
-            tables.tables,
-            tables.block_size,
-        )
+        state = SlotTensors(self.token_ids, self.num_computed, tables.tables)
+        self.ops.begin_decode(buffers.step, buffers.seq_lens, state, tables.block_size)
 
     def begin_decodes(self, slots: np.ndarray) -> DecodeBuffers:
         """Return the inputs of a step in which slots, int64 [n], compute their next token; before a

@@ -11,8 +11,9 @@ from servd.worker import ops
 from servd.worker.device.parallel import Parallel
 from servd.worker.layers.attention import ForwardContext
 from servd.worker.layers.linear import ColumnParallelLinear, RowParallelLinear
-from servd.worker.layers.state import NO_LIMITS, Convolution, HeadWeight, State
-from servd.worker.layers.weight import Weight
+from servd.worker.layers.state import Convolution, State
+from servd.worker.layers.weight import FloatWeight, Weight
+from servd.worker.ops._state_rows import Decay
 
 
 class Mamba2Options(NamedTuple):
@@ -45,9 +46,9 @@ class GatedNorm(nn.Module):
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """Return the norms for x and gate, [num_tokens, channels] of this rank, in x's type."""
         if self.num_copies == 1:
-            groups = range(0, x.shape[1], self.group_size)
-            norms = [self._norm(x, gate, slice(i, i + self.group_size)) for i in groups]
-            return norms[0] if len(norms) == 1 else torch.cat(norms, dim=1)
+            x, gate = (part.unflatten(1, (-1, self.group_size)) for part in (x, gate))
+            weight = self.weight.view(-1, self.group_size)
+            return self.ops.gated_norm(x, gate, weight, self.eps, True).flatten(1)
         x = x * F.silu(gate.float())
         group = self.parallel.rank // self.num_copies
         squares = x.new_zeros(len(x), self.num_groups)
@@ -55,12 +56,10 @@ class GatedNorm(nn.Module):
         mean = self.parallel.all_reduce(squares)[:, group] / self.group_size
         return x * (mean + self.eps).rsqrt().unsqueeze(1) * self.weight
 
-    def _norm(self, x: Tensor, gate: Tensor, group: slice) -> Tensor:
-        weight = self.weight[group]
-        return self.ops.gated_norm(x[:, group], gate[:, group], weight, self.eps, True)
-
 
 class Mamba2(nn.Module):
+    part_name = "mamba"
+
     def __init__(
         self, hidden_size: int, inner_size: int, options: Mamba2Options, parallel: Parallel
     ) -> None:
@@ -98,9 +97,9 @@ class Mamba2(nn.Module):
             activation=options.activation,
             copies=copies,
         )
-        self.dt_bias = HeadWeight(heads, parallel)
-        self.A_log = HeadWeight(heads, parallel, Tensor.exp)
-        self.D = HeadWeight(heads, parallel)
+        self.dt_bias = FloatWeight((heads,), parallel, shard_dim=0)
+        self.A_log = FloatWeight((heads,), parallel, shard_dim=0, change=torch.exp)
+        self.D = FloatWeight((heads,), parallel, shard_dim=0)
         self.norm = GatedNorm(inner, groups, options.eps, parallel)
         self.out_proj = RowParallelLinear(inner, hidden_size, parallel, bias=options.bias)
         self.state_size = options.state_size
@@ -115,7 +114,6 @@ class Mamba2(nn.Module):
         v, k, q = self.conv1d(mixed, ctx).split(parts, dim=-1)
         q, k = (part.unflatten(-1, (-1, self.state_size)) for part in (q, k))
         v = v.unflatten(-1, (-1, self.head_dim))
-        decay = times, self.dt_bias, self.A_log
-        rows = self.state.rows(ctx)
-        y = self.ops.linear_scan(q, k, v, *decay, None, self.D, NO_LIMITS, rows)
+        decay = Decay(self.dt_bias, self.A_log, self.D)
+        y = self.ops.linear_scan(q, k, v, times, None, decay, self.state.rows(ctx))
         return self.out_proj(self.norm(y.flatten(1), gate).to(x.dtype))

@@ -1,14 +1,11 @@
 """RMSNorm and LayerNorm, over the last dimension."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 
 from servd.worker import ops
 from servd.worker.device.parallel import Parallel
-from servd.worker.layers.quantized import Quantized
-from servd.worker.layers.weight import Copy, Weight
+from servd.worker.layers.weight import FloatWeight, Weight
 
 
 class RMSNorm(nn.Module):
@@ -28,26 +25,12 @@ class RMSNorm(nn.Module):
         return self.ops.rms_norm(x, residual, self.weight, self.eps)
 
 
-class OffsetWeight(Weight):
-    """A weight of 1 plus the checkpoint's, in float32: 16 bits would round small values away."""
-
-    def __init__(self, shape: Sequence[int], parallel: Parallel) -> None:
-        super().__init__(shape, parallel)
-        self.data = self.data.float()
-
-    def load(
-        self, tensor: Tensor | Quantized, part: int | None = None, copy: Copy = Tensor.copy_
-    ) -> None:
-        assert isinstance(tensor, Tensor)
-        super().load(tensor.float() + 1.0, part, copy)
-
-
 class OffsetRMSNorm(RMSNorm):
     """Computes `x / rms(x) * (1 + weight)`, for Gemma."""
 
     def __init__(self, size: int, eps: float, parallel: Parallel) -> None:
         super().__init__(size, eps, parallel)
-        self.weight = OffsetWeight((size,), parallel)
+        self.weight = FloatWeight((size,), parallel, change=lambda weight: weight + 1.0)
 
 
 class LayerNorm(nn.Module):

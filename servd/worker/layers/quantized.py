@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -171,6 +171,16 @@ def stack(parts: Sequence[Quantized]) -> Quantized:
 
 
 NamedTensors = Iterator[tuple[str, Tensor | Quantized]]
+
+
+def rename(tensors: NamedTensors, names: Mapping[str, str]) -> NamedTensors:
+    """Yield the tensors with parts of their names replaced, one after the other."""
+    for name, tensor in tensors:
+        for old, new in names.items():
+            name = name.replace(old, new)
+        yield name, tensor
+
+
 """The tensors of a checkpoint, each with its name."""
 
 

@@ -1,7 +1,7 @@
 """State: a layer's recurrent state, of fixed size for each request (linear attention, SSM)."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -11,11 +11,8 @@ from servd.worker import ops
 from servd.worker.device.parallel import Parallel
 from servd.worker.layers.activation import Activation
 from servd.worker.layers.attention import ForwardContext
-from servd.worker.layers.quantized import Quantized
-from servd.worker.layers.weight import Copy, Loadable, Weight
-from servd.worker.ops._state_rows import StateRows
-
-NO_LIMITS = (0.0, math.inf)  # of a token's time step, in `linear_scan`
+from servd.worker.layers.weight import Loadable, Weight
+from servd.worker.ops._state_rows import Factors, Filter, StateRows
 
 
 class State(nn.Module):
@@ -40,24 +37,6 @@ def arrange(model: Loadable) -> int:
             module.first = first
             first += module.num_columns
     return first
-
-
-class HeadWeight(Weight):
-    """A number for each head, float32: that of the checkpoint, changed by `change`."""
-
-    def __init__(
-        self, num_heads: int, parallel: Parallel, change: Callable[[Tensor], Tensor] | None = None
-    ) -> None:
-        super().__init__((num_heads,), parallel, shard_dim=0)
-        self.data = self.data.float()
-        self.change = change
-
-    def load(
-        self, tensor: Tensor | Quantized, part: int | None = None, copy: Copy = Tensor.copy_
-    ) -> None:
-        assert isinstance(tensor, Tensor)
-        tensor = tensor.float()
-        super().load(tensor if self.change is None else self.change(tensor), part, copy)
 
 
 class Convolution(nn.Module):
@@ -93,16 +72,9 @@ class Convolution(nn.Module):
         self.ops = ops.for_device(torch.get_default_device())
         self.state = State(size - 1, len(self.weight))
 
-    def forward(
-        self,
-        x: Tensor,
-        ctx: ForwardContext,
-        before: Tensor | None = None,
-        after: Tensor | None = None,
-    ) -> Tensor:
-        """Return the outputs, float32, for x [num_tokens, channels]. `before`, `after`: factors of
-        inputs and outputs, of the same shape.
+    def forward(self, x: Tensor, ctx: ForwardContext, factors: Factors | None = None) -> Tensor:
+        """Return the outputs, float32, for x [num_tokens, channels]. The factors of inputs and
+        outputs have the same shape.
         """
-        rows = self.state.rows(ctx)
-        weight = self.weight.squeeze(1)
-        return self.ops.convolve(x, weight, self.bias, self.activation, before, after, rows)
+        taps = Filter(self.weight.squeeze(1), self.bias, self.activation)
+        return self.ops.convolve(x, taps, factors, self.state.rows(ctx))

@@ -109,6 +109,31 @@ class Weight(nn.Parameter):
         self.missing.discard(part)
 
 
+class FloatWeight(Weight):
+    """A weight in float32: 16 bits would round small values away, or choose other experts. `change`
+    computes it from the checkpoint's.
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        parallel: Parallel,
+        *,
+        shard_dim: int | None = None,
+        change: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        super().__init__(shape, parallel, shard_dim=shard_dim)
+        self.data = self.data.float()
+        self.change = change
+
+    def load(
+        self, tensor: Tensor | Quantized, part: int | None = None, copy: Copy = Tensor.copy_
+    ) -> None:
+        assert isinstance(tensor, Tensor)
+        tensor = tensor.float()
+        super().load(tensor if self.change is None else self.change(tensor), part, copy)
+
+
 class Loadable(Protocol):
     """The part of a model's interface that the loader uses."""
 

@@ -7,7 +7,7 @@ from torch import nn
 from servd.base.errors import UnsupportedModel
 from servd.checkpoint.model_spec import ModelSpec
 from servd.worker.device.parallel import Parallel
-from servd.worker.layers.weight import Weight
+from servd.worker.layers.weight import FloatWeight
 from servd.worker.models.deepseek_v2 import (
     DeepseekMoE,
     DeepseekRotary,
@@ -31,8 +31,7 @@ class DeepseekV3ForCausalLM(LlamaForCausalLM):
         moe = DeepseekMoE(spec, parallel, is_grouped=True, renormalize=renormalize)
         if moe.num_experts < 2 * moe.num_groups:
             raise UnsupportedModel(f"{moe.num_experts} experts in {moe.num_groups} groups")
-        bias = Weight((moe.num_experts,), parallel)
-        bias.data = bias.data.float()  # 16 bits would choose other experts
+        bias = FloatWeight((moe.num_experts,), parallel)
         moe.gate.register_parameter("e_score_correction_bias", bias)
         moe.rule = moe.rule._replace(bias=bias)
         return moe

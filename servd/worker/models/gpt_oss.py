@@ -17,7 +17,7 @@ from servd.worker.layers.quantized import NamedTensors, Quantized
 from servd.worker.layers.weight import Weight
 from servd.worker.models.gemma2 import is_sliding
 from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM
-from servd.worker.models.mixtral import make_experts
+from servd.worker.models.mixtral import expert_options
 
 
 class GptOssAttention(LlamaAttention):
@@ -63,7 +63,8 @@ class GptOssForCausalLM(LlamaForCausalLM):
     def make_mlp(cls, spec: ModelSpec, layer: int, parallel: Parallel) -> SparseMoE:
         alpha = spec.config.get("swiglu_alpha", 1.702)
         limit = spec.config.get("swiglu_limit", 7.0)
-        return make_experts(spec, parallel, ClampedGate(alpha, limit), bias=True)
+        options: dict[str, Any] = expert_options(spec) | {"activation": ClampedGate(alpha, limit)}
+        return SparseMoE(**options, parallel=parallel, bias=True)
 
     def convert(self, tensors: NamedTensors) -> NamedTensors:
         """Yield the tensors with the experts split. In the checkpoint, rows of gate and up are

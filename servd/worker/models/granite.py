@@ -2,13 +2,15 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from servd.checkpoint.model_spec import ModelSpec
+from servd.worker import ops
 from servd.worker.device.parallel import Parallel
 from servd.worker.layers.attention import ForwardContext
-from servd.worker.layers.rotary import Rotation
-from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM, LlamaLayer
+from servd.worker.layers.hybrid import HybridLayer
+from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM
 
 
 class GraniteAttention(LlamaAttention):
@@ -17,21 +19,22 @@ class GraniteAttention(LlamaAttention):
         return {"scale": config.get("attention_multiplier", 1.0)}
 
 
-class GraniteLayer(LlamaLayer):
-    """A layer that scales the outputs of attention and feed-forward before adding them."""
+class GraniteLayer(HybridLayer):
+    """A layer that scales the outputs of mixer and feed-forward before adding them."""
 
     def __init__(self, spec: ModelSpec, *parts: Any) -> None:
         super().__init__(spec, *parts)
         self.factor = spec.config.get("residual_multiplier", 1.0)
-        self.scale = self.input_layernorm.ops.scale
+        self.scale = ops.for_device(torch.get_default_device()).scale
+
+    def mix(self, x: Tensor, rotation: Any, ctx: ForwardContext) -> Tensor:
+        return self.scale(super().mix(x, rotation, ctx), self.factor)
 
     def forward(
-        self, x: Tensor, residual: Tensor | None, rotation: Rotation, ctx: ForwardContext
+        self, x: Tensor, residual: Tensor | None, rotation: Any, ctx: ForwardContext
     ) -> tuple[Tensor, Tensor]:
-        x, residual = self.input_layernorm.add(x, residual)
-        x = self.scale(self.self_attn(x, rotation, ctx), self.factor)
-        x, residual = self.post_attention_layernorm.add(x, residual)
-        return self.scale(self.mlp(x), self.factor), residual
+        x, residual = super().forward(x, residual, rotation, ctx)
+        return self.scale(x, self.factor), residual
 
 
 class GraniteForCausalLM(LlamaForCausalLM):

@@ -2,20 +2,17 @@
 Feed-forwards are dense, or experts beside a shared one.
 """
 
-from collections.abc import Callable
-
 from torch import Tensor, nn
 
 from servd.checkpoint.model_spec import ModelSpec
 from servd.worker.device.parallel import Parallel
-from servd.worker.layers.attention import ForwardContext
 from servd.worker.layers.experts import SparseMoE
 from servd.worker.layers.mamba2 import Mamba2, Mamba2Options
-from servd.worker.layers.norm import RMSNorm
-from servd.worker.layers.quantized import NamedTensors
-from servd.worker.layers.rotary import OptionalRotary, Rotation
-from servd.worker.models.granite import GraniteAttention
-from servd.worker.models.llama import LlamaForCausalLM, LlamaLayer, LlamaMLP
+from servd.worker.layers.quantized import NamedTensors, rename
+from servd.worker.layers.rotary import OptionalRotary
+from servd.worker.models.granite import GraniteAttention, GraniteLayer
+from servd.worker.models.llama import LlamaForCausalLM, LlamaMLP
+from servd.worker.models.mixtral import expert_options
 from servd.worker.models.qwen3_moe import one_by_one
 
 # Names of tensors, and of servd's parts.
@@ -35,47 +32,37 @@ class GraniteMoE(SparseMoE):
     """Experts, and a feed-forward for all tokens."""
 
     def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
-        config = spec.config
-        super().__init__(
-            spec.hidden_size,
-            config["intermediate_size"],
-            config["num_local_experts"],
-            config["num_experts_per_tok"],
-            renormalize=True,
-            activation=config["hidden_act"],
-            parallel=parallel,
-        )
-        self.shared_mlp = LlamaMLP(spec, parallel, config["shared_intermediate_size"])
+        super().__init__(**expert_options(spec), parallel=parallel)
+        self.shared_mlp = LlamaMLP(spec, parallel, spec.config["shared_intermediate_size"])
 
     def shared(self, x: Tensor) -> Tensor:
         return self.shared_mlp(x)
 
 
-class GraniteMoeHybridLayer(LlamaLayer):
-    """A layer in which tokens interact by attention or by Mamba-2."""
-
-    def __init__(
-        self, spec: ModelSpec, norm: Callable[[], RMSNorm], mixer: nn.Module, mlp: nn.Module
-    ) -> None:
-        super().__init__(spec, norm, mixer, mlp)
-        self.has_state = isinstance(mixer, Mamba2)
-        if self.has_state:
-            del self.self_attn
-            self.mamba = mixer
-        self.factor = spec.config["residual_multiplier"]
-        self.scale = self.input_layernorm.ops.scale
-
-    def forward(
-        self, x: Tensor, residual: Tensor | None, rotation: Rotation | None, ctx: ForwardContext
-    ) -> tuple[Tensor, Tensor]:
-        x, residual = self.input_layernorm.add(x, residual)
-        mixed = self.mamba(x, ctx) if self.has_state else self.self_attn(x, rotation, ctx)
-        x, residual = self.post_attention_layernorm.add(self.scale(mixed, self.factor), residual)
-        return self.scale(self.mlp(x), self.factor), residual
+class GraniteMamba(Mamba2):
+    def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
+        config = spec.config
+        inner = config["mamba_expand"] * spec.hidden_size
+        heads = config["mamba_n_heads"]
+        head_dim = config.get("mamba_d_head", "auto")
+        options = Mamba2Options(
+            heads,
+            inner // heads if head_dim == "auto" else head_dim,
+            config["mamba_n_groups"],
+            config["mamba_d_state"],
+            config["mamba_d_conv"],
+            config["hidden_act"],
+            config["rms_norm_eps"],
+            config["mamba_proj_bias"],
+            config["mamba_conv_bias"],
+        )
+        super().__init__(spec.hidden_size, inner, options, parallel)
 
 
 class GraniteMoeHybridForCausalLM(LlamaForCausalLM):
-    layer_class = GraniteMoeHybridLayer
+    layer_class = GraniteLayer
+    attention_class = GraniteAttention
+    state_class = GraniteMamba
     rotary_class = OptionalRotary
 
     def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
@@ -88,43 +75,11 @@ class GraniteMoeHybridForCausalLM(LlamaForCausalLM):
         return super().compute_logits(hidden) / self.logits_scaling
 
     @classmethod
-    def make_attention(cls, spec: ModelSpec, layer: int, parallel: Parallel) -> nn.Module:
-        number = spec.cache_number(layer)
-        if number is None:
-            return make_mamba(spec, parallel)
-        return GraniteAttention(spec, number, parallel)
-
-    @classmethod
     def make_mlp(cls, spec: ModelSpec, layer: int, parallel: Parallel) -> nn.Module:
         if spec.config["num_local_experts"] > 0:
             return GraniteMoE(spec, parallel)
         return LlamaMLP(spec, parallel, spec.config["shared_intermediate_size"])
 
     def convert(self, tensors: NamedTensors) -> NamedTensors:
-        return one_by_one(self._renamed(tensors))
-
-    def _renamed(self, tensors: NamedTensors) -> NamedTensors:
         shared = ".mlp.shared_mlp." if self.has_experts else ".mlp."
-        for name, tensor in tensors:
-            for old, new in (RENAMED | {".shared_mlp.": shared}).items():
-                name = name.replace(old, new)
-            yield name, tensor
-
-
-def make_mamba(spec: ModelSpec, parallel: Parallel) -> Mamba2:
-    config = spec.config
-    inner = config["mamba_expand"] * spec.hidden_size
-    heads = config["mamba_n_heads"]
-    head_dim = config.get("mamba_d_head", "auto")
-    options = Mamba2Options(
-        heads,
-        inner // heads if head_dim == "auto" else head_dim,
-        config["mamba_n_groups"],
-        config["mamba_d_state"],
-        config["mamba_d_conv"],
-        config["hidden_act"],
-        config["rms_norm_eps"],
-        config["mamba_proj_bias"],
-        config["mamba_conv_bias"],
-    )
-    return Mamba2(spec.hidden_size, inner, options, parallel)
+        return one_by_one(rename(tensors, RENAMED | {".shared_mlp.": shared}))

@@ -7,8 +7,8 @@ from servd.checkpoint.model_spec import ModelSpec
 from servd.worker.device.parallel import Parallel
 from servd.worker.layers.experts import SparseMoE
 from servd.worker.layers.quantized import NamedTensors
-from servd.worker.layers.weight import Weight
-from servd.worker.models.lfm2 import PACKED, Lfm2Layer, make_mixer, rename
+from servd.worker.layers.weight import FloatWeight
+from servd.worker.models.lfm2 import PACKED, Lfm2Layer, ShortConvolution, with_our_names
 from servd.worker.models.llama import LlamaForCausalLM, LlamaMLP
 from servd.worker.models.qwen3 import Qwen3Attention
 from servd.worker.models.qwen3_moe import expert_options, one_by_one
@@ -19,8 +19,7 @@ class Lfm2MoE(SparseMoE):
         super().__init__(**expert_options(spec), parallel=parallel)
         bias = torch.zeros(spec.config["num_experts"])
         if spec.config["use_expert_bias"]:
-            self.expert_bias = Weight(bias.shape, parallel)
-            self.expert_bias.data = bias = bias.float()  # 16 bits would choose other experts
+            self.expert_bias = FloatWeight(bias.shape, parallel)
             bias = self.expert_bias
         self.rule = self.rule._replace(bias=bias)
         self.factor = spec.config["routed_scaling_factor"]
@@ -32,12 +31,10 @@ class Lfm2MoE(SparseMoE):
 
 class Lfm2MoeForCausalLM(LlamaForCausalLM):
     layer_class = Lfm2Layer
+    attention_class = Qwen3Attention
+    state_class = ShortConvolution
     is_tied = True
     packed = PACKED
-
-    @classmethod
-    def make_attention(cls, spec: ModelSpec, layer: int, parallel: Parallel) -> nn.Module:
-        return make_mixer(spec, layer, parallel, Qwen3Attention)
 
     @classmethod
     def make_mlp(cls, spec: ModelSpec, layer: int, parallel: Parallel) -> nn.Module:
@@ -46,4 +43,4 @@ class Lfm2MoeForCausalLM(LlamaForCausalLM):
         return Lfm2MoE(spec, parallel)
 
     def convert(self, tensors: NamedTensors) -> NamedTensors:
-        return one_by_one(rename(tensors))
+        return one_by_one(with_our_names(tensors))

@@ -12,10 +12,11 @@ from servd.checkpoint.model_spec import STATE_LAYERS, ModelSpec
 from servd.worker import ops
 from servd.worker.device.parallel import Parallel
 from servd.worker.layers.attention import ForwardContext
+from servd.worker.layers.hybrid import HybridLayer
 from servd.worker.layers.linear import ColumnParallelLinear
 from servd.worker.layers.norm import RMSNorm
 from servd.worker.models.gemma3_text import Gemma3Rotary
-from servd.worker.models.lfm2 import PACKED, Lfm2Layer, make_mixer, rename
+from servd.worker.models.lfm2 import PACKED, Lfm2Layer, ShortConvolution, with_our_names
 from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM
 
 
@@ -33,11 +34,8 @@ class Lfm3Attention(LlamaAttention):
     @staticmethod
     def options(config: dict[str, Any], layer: int) -> dict[str, Any]:
         kinds = [kind for kind in config["layer_types"] if kind not in STATE_LAYERS]
-        return {
-            "sliding_window": config["sliding_window"]
-            if kinds[layer] == "sliding_attention"
-            else None
-        }
+        is_local = kinds[layer] == "sliding_attention"
+        return {"sliding_window": config["sliding_window"] if is_local else None}
 
     def forward(self, x: Tensor, rotation: Any, ctx: ForwardContext) -> Tensor:
         """Return the output [num_tokens, hidden]. `rotation` comes from Gemma3Rotary."""
@@ -51,8 +49,10 @@ class Lfm3Attention(LlamaAttention):
         return self.o_proj(out)
 
 
-class Lfm3Layer(Lfm2Layer):
+class Lfm3Layer(HybridLayer):
     """LFM2's layer, by default with norms on the outputs of mixer and feed-forward, too."""
+
+    names = Lfm2Layer.names
 
     def __init__(
         self, spec: ModelSpec, norm: Callable[[], RMSNorm], mixer: nn.Module, mlp: nn.Module
@@ -62,22 +62,21 @@ class Lfm3Layer(Lfm2Layer):
         self.post_operator_norm = last()
         self.post_ffn_norm = last()
 
+    def mix(self, x: Tensor, rotation: Any, ctx: ForwardContext) -> Tensor:
+        return self.post_operator_norm(super().mix(x, rotation, ctx))
+
     def forward(
         self, x: Tensor, residual: Tensor | None, rotation: Any, ctx: ForwardContext
     ) -> tuple[Tensor, Tensor]:
-        x, residual = self.operator_norm.add(x, residual)
-        x = self.post_operator_norm(self.mix(x, rotation, ctx))
-        x, residual = self.ffn_norm.add(x, residual)
-        return self.post_ffn_norm(self.feed_forward(x)), residual
+        x, residual = super().forward(x, residual, rotation, ctx)
+        return self.post_ffn_norm(x), residual
 
 
 class Lfm3ForCausalLM(LlamaForCausalLM):
     layer_class = Lfm3Layer
+    attention_class = Lfm3Attention
+    state_class = ShortConvolution
     rotary_class = Gemma3Rotary
     is_tied = True
     packed = PACKED
-    convert = staticmethod(rename)
-
-    @classmethod
-    def make_attention(cls, spec: ModelSpec, layer: int, parallel: Parallel) -> nn.Module:
-        return make_mixer(spec, layer, parallel, Lfm3Attention)
+    convert = staticmethod(with_our_names)

@@ -150,6 +150,7 @@ class LlamaForCausalLM(nn.Module):
 
     layer_class: ClassVar[type[Any]] = LlamaLayer
     attention_class: ClassVar[type[nn.Module]] = LlamaAttention
+    state_class: ClassVar[type[Any] | None] = None  # of layers without a KV cache
     norm_class: ClassVar[type[RMSNorm]] = RMSNorm
     rotary_class: ClassVar[type[nn.Module]] = Rotary
     packed: ClassVar[dict[str, tuple[str, int]]] = {
@@ -190,7 +191,11 @@ class LlamaForCausalLM(nn.Module):
 
     @classmethod
     def make_attention(cls, spec: ModelSpec, layer: int, parallel: Parallel) -> nn.Module:
-        return cls.attention_class(spec, layer, parallel)
+        if cls.state_class is None:
+            return cls.attention_class(spec, layer, parallel)
+        if layer not in spec.layers_with_cache:
+            return cls.state_class(spec, parallel)
+        return cls.attention_class(spec, spec.layers_with_cache.index(layer), parallel)
 
     @classmethod
     def make_mlp(cls, spec: ModelSpec, layer: int, parallel: Parallel) -> nn.Module:

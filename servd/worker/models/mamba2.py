@@ -11,7 +11,7 @@ from servd.worker.device.parallel import Parallel
 from servd.worker.layers.attention import ForwardContext
 from servd.worker.layers.mamba2 import Mamba2, Mamba2Options
 from servd.worker.layers.norm import RMSNorm
-from servd.worker.layers.quantized import NamedTensors
+from servd.worker.layers.quantized import NamedTensors, rename
 from servd.worker.layers.rotary import OptionalRotary
 from servd.worker.models.llama import LlamaForCausalLM
 
@@ -62,7 +62,4 @@ class Mamba2ForCausalLM(LlamaForCausalLM):
         return Mamba2Layer(cls.make_norm(spec, parallel), mixer)
 
     def convert(self, tensors: NamedTensors) -> NamedTensors:
-        for name, tensor in tensors:
-            for old, new in RENAMED.items():
-                name = name.replace(old, new)
-            yield name, tensor
+        return rename(tensors, RENAMED)

@@ -4,9 +4,8 @@ from typing import Any, ClassVar
 
 from servd.checkpoint.model_spec import ModelSpec
 from servd.worker.device.parallel import Parallel
-from servd.worker.layers.activation import Activation
 from servd.worker.layers.experts import SparseMoE
-from servd.worker.layers.quantized import NamedTensors
+from servd.worker.layers.quantized import NamedTensors, rename
 from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM
 
 
@@ -18,20 +17,17 @@ class MixtralAttention(LlamaAttention):
         return {"sliding_window": config.get("sliding_window")}
 
 
-def make_experts(
-    spec: ModelSpec, parallel: Parallel, activation: str | Activation, bias: bool = False
-) -> SparseMoE:
+def expert_options(spec: ModelSpec) -> dict[str, Any]:
+    """Return arguments of `SparseMoE`."""
     config = spec.config
-    return SparseMoE(
-        spec.hidden_size,
-        config["intermediate_size"],
-        config["num_local_experts"],
-        config["num_experts_per_tok"],
-        renormalize=True,
-        activation=activation,
-        parallel=parallel,
-        bias=bias,
-    )
+    return {
+        "hidden_size": spec.hidden_size,
+        "size": config["intermediate_size"],
+        "num_experts": config["num_local_experts"],
+        "top_k": config["num_experts_per_tok"],
+        "renormalize": True,
+        "activation": config.get("hidden_act", "silu"),
+    }
 
 
 class MixtralForCausalLM(LlamaForCausalLM):
@@ -44,8 +40,7 @@ class MixtralForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def make_mlp(cls, spec: ModelSpec, layer: int, parallel: Parallel) -> SparseMoE:
-        return make_experts(spec, parallel, spec.config.get("hidden_act", "silu"))
+        return SparseMoE(**expert_options(spec), parallel=parallel)
 
     def convert(self, tensors: NamedTensors) -> NamedTensors:
-        for name, tensor in tensors:
-            yield name.replace(".block_sparse_moe.", ".mlp."), tensor
+        return rename(tensors, {".block_sparse_moe.": ".mlp."})

@@ -1,35 +1,32 @@
 """The text models of Qwen 3.5 with experts."""
 
 from msgspec.structs import replace
-from torch import nn
 
 from servd.checkpoint.model_spec import ModelSpec
 from servd.worker.device.parallel import Parallel
+from servd.worker.layers.hybrid import HybridLayer
 from servd.worker.layers.norm import OffsetRMSNorm
 from servd.worker.layers.quantized import NamedTensors
 from servd.worker.models.llama import LlamaForCausalLM
 from servd.worker.models.qwen3_5_text import PACKED, Qwen3_5DeltaNet
 from servd.worker.models.qwen3_moe import one_by_one
 from servd.worker.models.qwen3_next import (
-    Qwen3NextLayer,
+    Qwen3NextAttention,
     Qwen3NextRotary,
     SharedMoE,
     convert_text,
-    make_mixer,
 )
 
 
 class Qwen3_5MoeForCausalLM(LlamaForCausalLM):
     """Qwen 3.5 with experts in every layer; a token's experts have weights that add up to 1."""
 
-    layer_class = Qwen3NextLayer
+    layer_class = HybridLayer
+    attention_class = Qwen3NextAttention
+    state_class = Qwen3_5DeltaNet
     norm_class = OffsetRMSNorm
     rotary_class = Qwen3NextRotary
     packed = PACKED
-
-    @classmethod
-    def make_attention(cls, spec: ModelSpec, layer: int, parallel: Parallel) -> nn.Module:
-        return make_mixer(spec, layer, parallel, Qwen3_5DeltaNet)
 
     @classmethod
     def make_mlp(cls, spec: ModelSpec, layer: int, parallel: Parallel) -> SharedMoE:

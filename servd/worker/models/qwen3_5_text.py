@@ -2,19 +2,18 @@
 projections in the delta nets.
 """
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from servd.checkpoint.model_spec import ModelSpec
 from servd.worker.device.parallel import Parallel
+from servd.worker.layers.hybrid import HybridLayer
 from servd.worker.layers.linear import ColumnParallelLinear
 from servd.worker.layers.norm import OffsetRMSNorm
 from servd.worker.models.llama import LlamaForCausalLM
 from servd.worker.models.qwen3_next import (
     GatedDeltaNet,
-    Qwen3NextLayer,
+    Qwen3NextAttention,
     Qwen3NextRotary,
     convert_text,
-    make_mixer,
 )
 
 PACKED = LlamaForCausalLM.packed | {"in_proj_b": ("in_proj_ba", 0), "in_proj_a": ("in_proj_ba", 1)}
@@ -35,12 +34,10 @@ class Qwen3_5DeltaNet(GatedDeltaNet):
 
 
 class Qwen3_5ForCausalLM(LlamaForCausalLM):
-    layer_class = Qwen3NextLayer
+    layer_class = HybridLayer
+    attention_class = Qwen3NextAttention
+    state_class = Qwen3_5DeltaNet
     norm_class = OffsetRMSNorm
     rotary_class = Qwen3NextRotary
     convert = staticmethod(convert_text)
     packed = PACKED
-
-    @classmethod
-    def make_attention(cls, spec: ModelSpec, layer: int, parallel: Parallel) -> nn.Module:
-        return make_mixer(spec, layer, parallel, Qwen3_5DeltaNet)

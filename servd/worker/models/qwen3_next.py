@@ -2,7 +2,6 @@
 recurrent state instead of a KV cache. The other layers have attention with an output gate.
 """
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -15,14 +14,17 @@ from servd.worker.device.parallel import Parallel
 from servd.worker.layers._matrix import Matrix
 from servd.worker.layers.attention import ForwardContext
 from servd.worker.layers.experts import Router, SparseMoE
+from servd.worker.layers.hybrid import HybridLayer
 from servd.worker.layers.linear import ColumnParallelLinear, RowParallelLinear
-from servd.worker.layers.norm import GatedRMSNorm, L2Norm, OffsetRMSNorm, RMSNorm
+from servd.worker.layers.norm import GatedRMSNorm, L2Norm, OffsetRMSNorm
 from servd.worker.layers.quantized import NamedTensors
 from servd.worker.layers.rotary import Rotary, Rotation, rope_parameters
-from servd.worker.layers.state import NO_LIMITS, Convolution, HeadWeight, State
+from servd.worker.layers.state import Convolution, State
+from servd.worker.layers.weight import FloatWeight
 from servd.worker.models.deepseek_v2 import take
 from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM, LlamaMLP
 from servd.worker.models.qwen3_moe import expert_options, has_experts
+from servd.worker.ops._state_rows import Decay
 
 
 class Qwen3NextRotary(Rotary):
@@ -56,6 +58,8 @@ class GatedDeltaNet(nn.Module):
     Each token decays the state, then corrects its value for the token's key.
     """
 
+    part_name = "linear_attn"
+
     def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
         super().__init__()
         config = spec.config
@@ -86,8 +90,8 @@ class GatedDeltaNet(nn.Module):
         )
         self.q_norm = L2Norm(self.key_dim, 1e-6, self.key_dim**-0.5)
         self.k_norm = L2Norm(self.key_dim, 1e-6)
-        self.dt_bias = HeadWeight(num_values, parallel)
-        self.A_log = HeadWeight(num_values, parallel, torch.exp)
+        self.dt_bias = FloatWeight((num_values,), parallel, shard_dim=0)
+        self.A_log = FloatWeight((num_values,), parallel, shard_dim=0, change=torch.exp)
         self.state = State(self.num_values, self.key_dim, self.value_dim)
         self.norm = GatedRMSNorm(self.value_dim, config.get("rms_norm_eps", 1e-6), parallel)
         self.out_proj = RowParallelLinear(values, hidden, parallel, bias=False)
@@ -123,8 +127,8 @@ class GatedDeltaNet(nn.Module):
         q = self.q_norm(q.unflatten(-1, (-1, self.key_dim)))
         k = self.k_norm(k.unflatten(-1, (-1, self.key_dim)))
         v, gate = (x.unflatten(-1, (-1, self.value_dim)) for x in (v, gate))
-        rows = self.state.rows(ctx)
-        out = self.ops.linear_scan(q, k, v, a, self.dt_bias, self.A_log, b, None, NO_LIMITS, rows)
+        decay = Decay(self.dt_bias, self.A_log, None)
+        out = self.ops.linear_scan(q, k, v, a, b, decay, self.state.rows(ctx))
         return self.out_proj(self.norm(out, gate).flatten(1).to(x.dtype))
 
 
@@ -142,40 +146,6 @@ class SharedMoE(SparseMoE):
         return self.activation.ops.multiply_sigmoid(self.shared_expert(x), gate)
 
 
-class Qwen3NextLayer(nn.Module):
-    """A layer in which tokens interact by attention or by a gated delta net."""
-
-    def __init__(
-        self, spec: ModelSpec, norm: Callable[[], RMSNorm], mixer: nn.Module, mlp: nn.Module
-    ) -> None:
-        super().__init__()
-        self.is_linear = isinstance(mixer, GatedDeltaNet)
-        self.input_layernorm = norm()
-        if self.is_linear:
-            self.linear_attn = mixer
-        else:
-            self.self_attn = mixer
-        self.post_attention_layernorm = norm()
-        self.mlp = mlp
-
-    def forward(
-        self, x: Tensor, residual: Tensor | None, rotation: Rotation, ctx: ForwardContext
-    ) -> tuple[Tensor, Tensor]:
-        x, residual = self.input_layernorm.add(x, residual)
-        mixed = self.linear_attn(x, ctx) if self.is_linear else self.self_attn(x, rotation, ctx)
-        x, residual = self.post_attention_layernorm.add(mixed, residual)
-        return self.mlp(x), residual
-
-
-def make_mixer(
-    spec: ModelSpec, layer: int, parallel: Parallel, linear_class: type[GatedDeltaNet]
-) -> nn.Module:
-    number = spec.cache_number(layer)
-    if number is None:
-        return linear_class(spec, parallel)
-    return Qwen3NextAttention(spec, number, parallel)
-
-
 def convert_text(tensors: NamedTensors) -> NamedTensors:
     """Yield the tensors except the multi-token-prediction layer and the vision encoder."""
     for name, tensor in tensors:
@@ -186,7 +156,9 @@ def convert_text(tensors: NamedTensors) -> NamedTensors:
 class Qwen3NextForCausalLM(LlamaForCausalLM):
     """Qwen 3-Next's language model, whose norms have weights around 0."""
 
-    layer_class = Qwen3NextLayer
+    layer_class = HybridLayer
+    attention_class = Qwen3NextAttention
+    state_class = GatedDeltaNet
     norm_class = OffsetRMSNorm
     rotary_class = Qwen3NextRotary
     packed: ClassVar[dict[str, tuple[str, int]]] = LlamaForCausalLM.packed | {
@@ -213,10 +185,6 @@ class Qwen3NextForCausalLM(LlamaForCausalLM):
                 yield name, take(tensor, weight.row_order)
             else:  # loading refuses it
                 yield name, tensor
-
-    @classmethod
-    def make_attention(cls, spec: ModelSpec, layer: int, parallel: Parallel) -> nn.Module:
-        return make_mixer(spec, layer, parallel, GatedDeltaNet)
 
     @classmethod
     def make_mlp(cls, spec: ModelSpec, layer: int, parallel: Parallel) -> nn.Module:

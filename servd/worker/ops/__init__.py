@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from servd.worker.ops import native, reference, target
-from servd.worker.ops._state_rows import StateRows
+from servd.worker.ops._decode_rows import SlotTensors
+from servd.worker.ops._state_rows import Decay, Factors, Filter, StateRows
 from servd.worker.ops.reference import LowRank, Routing, RoutingRule
 
 
@@ -14,13 +15,7 @@ class Ops(Protocol):
     """The interface of each module of this package. Inputs are contiguous."""
 
     def begin_decode(
-        self,
-        step: Tensor,
-        seq_lens: Tensor,
-        token_ids: Tensor,
-        num_computed: Tensor,
-        tables: Tensor,
-        block_size: int,
+        self, step: Tensor, seq_lens: Tensor, state: SlotTensors, block_size: int
     ) -> None:
         """Enter a step's new blocks in the tables, then compute the rest of `step` from its slots
         and columns; see `DecodeInputs`.
@@ -28,9 +23,7 @@ class Ops(Protocol):
         Args:
             step: int64 [NUM_NUMBERS, n]; receives the results.
             seq_lens: int32 [n], written.
-            token_ids: int32 [slots, columns]; negative token ids count as 0.
-            num_computed: int64 [slots]; increased by 1 where a column is NOT_COMPUTED.
-            tables: int32 [rows, blocks]; row i belongs to slot i.
+            state: `num_computed` increases by 1 where a column is NOT_COMPUTED.
             block_size: tokens of a block.
         """
         ...
@@ -106,25 +99,11 @@ class Ops(Protocol):
         """
         ...
 
-    def convolve(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        activation: str | None,
-        before: Tensor | None,
-        after: Tensor | None,
-        rows: StateRows,
-    ) -> Tensor:
+    def convolve(self, x: Tensor, taps: Filter, factors: Factors | None, rows: StateRows) -> Tensor:
         """Convolve the channels of x [num_tokens, channels], of any row stride, over the tokens of
-        each row, and apply the activation. Return float32 [num_tokens, channels].
-
-        Args:
-            weight: [channels, size]; the last column is for the token itself.
-            bias: [channels].
-            before: factors of the inputs, like x.
-            after: factors of the outputs, like x.
-            rows: states [size - 1, channels]: the last inputs, times `before`.
+        each row. Return float32 [num_tokens, channels]. The factors of inputs and of outputs are
+        like x. The states of the rows are [size - 1, channels]: the last inputs, times their
+        factors.
         """
         ...
 
@@ -134,11 +113,8 @@ class Ops(Protocol):
         k: Tensor,
         v: Tensor,
         a: Tensor,
-        dt_bias: Tensor,
-        A: Tensor,
         b: Tensor | None,
-        D: Tensor | None,
-        dt_limits: tuple[float, float],
+        decay: Decay,
         rows: StateRows,
     ) -> Tensor:
         """Update the matrix S of each head by a row's tokens in order, and return their outputs,
@@ -151,7 +127,6 @@ class Ops(Protocol):
             q, k: [num_tokens, groups, key_dim], of any token stride; a group of heads shares them.
             v: [num_tokens, heads, value_dim], of any token stride.
             a, b: [num_tokens, heads], of any token stride.
-            dt_bias, A, D: float32 [heads]; A is positive.
             rows: states [heads, key_dim, value_dim].
         """
         ...

@@ -1,9 +1,30 @@
-"""StateMemory: the recurrent states of all requests; StateRows: what a step reads and writes."""
+"""The states of requests, and the numbers of a layer that computes with them."""
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 from torch import Tensor
+
+Factors = tuple[Tensor, Tensor]
+"""Factors of the inputs and of the outputs of a convolution."""
+
+
+class Filter(NamedTuple):
+    """A causal convolution of channels, each for itself."""
+
+    weight: Tensor  # [channels, size]; the last column is for the token itself
+    bias: Tensor | None  # [channels]
+    activation: str | None  # of the outputs
+
+
+class Decay(NamedTuple):
+    """The numbers of a layer's heads in `linear_scan`, float32 [heads] each."""
+
+    dt_bias: Tensor
+    A: Tensor  # positive
+    D: Tensor | None
+    dt_limits: tuple[float, float] = (0.0, math.inf)
 
 
 class StateMemory(NamedTuple):

@@ -19,8 +19,9 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from servd.base.errors import ConfigError
 from servd.worker.ops import reference
+from servd.worker.ops._decode_rows import SlotTensors
 from servd.worker.ops._huge_pages import HugePages
-from servd.worker.ops._state_rows import StateRows
+from servd.worker.ops._state_rows import Decay, Factors, Filter, StateRows
 from servd.worker.ops.reference import LowRank, Routing, RoutingRule
 
 log = logging.getLogger("servd.worker")
@@ -306,17 +307,10 @@ def _are_dense(x: Tensor) -> bool:
 clamped_gate = reference.clamped_gate
 
 
-def begin_decode(
-    step: Tensor,
-    seq_lens: Tensor,
-    token_ids: Tensor,
-    num_computed: Tensor,
-    tables: Tensor,
-    block_size: int,
-) -> None:
-    tokens = token_ids, *token_ids.shape
-    blocks = tables, *tables.shape, block_size
-    call("begin_decode", step, step.shape[1], seq_lens, *tokens, num_computed, *blocks)
+def begin_decode(step: Tensor, seq_lens: Tensor, state: SlotTensors, block_size: int) -> None:
+    tokens = state.token_ids, *state.token_ids.shape, state.num_computed
+    blocks = state.tables, *state.tables.shape, block_size
+    call("begin_decode", step, step.shape[1], seq_lens, *tokens, *blocks)
 
 
 def embed(index: Tensor, table: Tensor) -> Tensor:
@@ -490,46 +484,34 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, gates_first:
     return out
 
 
-def convolve(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str | None,
-    before: Tensor | None,
-    after: Tensor | None,
-    rows: StateRows,
-) -> Tensor:
+def convolve(x: Tensor, taps: Filter, factors: Factors | None, rows: StateRows) -> Tensor:
+    weight, bias, activation = taps
     size = weight.shape[1]
-    fits = _fits_by_token(x, before, after) and _fits(weight.t(), bias)
+    fits = _fits_by_token(x, *(factors or ())) and _fits(weight.t(), bias)
     if not fits or size not in CONVOLUTIONS or activation not in ("silu", None):
-        return reference.convolve(x, weight, bias, activation, before, after, rows)
+        return reference.convolve(x, taps, factors, rows)
     out = torch.empty(x.shape)
     inputs = x, x.stride(0), *x.shape, weight.t(), size, bias, activation == "silu"
-    strides = (0 if factor is None else factor.stride(0) for factor in (before, after))
-    call("convolve", *inputs, before, next(strides), after, next(strides), *_numbers(rows), out)
+    around = (number for factor in factors or (None, None) for number in _with_stride(factor))
+    call("convolve", *inputs, *around, *_numbers(rows), out)
     return out
 
 
 def linear_scan(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    dt_bias: Tensor,
-    A: Tensor,
-    b: Tensor | None,
-    D: Tensor | None,
-    dt_limits: tuple[float, float],
-    rows: StateRows,
+    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor | None, decay: Decay, rows: StateRows
 ) -> Tensor:
     if not _fits_by_token(q, k, v, a, b) or k.shape[2] > MAX_KEY_DIM:
-        return reference.linear_scan(q, k, v, a, dt_bias, A, b, D, dt_limits, rows)
+        return reference.linear_scan(q, k, v, a, b, decay, rows)
     out = torch.empty(v.shape)
-    inputs = (number for x in (q, k, v, a) for number in (x, x.stride(0)))
-    rates = dt_bias, A, b, 0 if b is None else b.stride(0), D, *dt_limits
+    inputs = (number for x in (q, k, v, a) for number in _with_stride(x))
+    rates = decay.dt_bias, decay.A, *_with_stride(b), decay.D, *decay.dt_limits
     sizes = *v.shape[:2], *k.shape[1:], v.shape[2]
     call("linear_scan", *inputs, *rates, *sizes, *_numbers(rows), out)
     return out
+
+
+def _with_stride(x: Tensor | None) -> tuple[Tensor | None, int]:
+    return x, 0 if x is None else x.stride(0)
 
 
 def _numbers(rows: StateRows) -> tuple[Argument, ...]:

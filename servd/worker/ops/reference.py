@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from servd.worker.ops._decode_rows import KV_SLOT, NEXT_COLUMN, NUM_GIVEN, TOKEN_ID
-from servd.worker.ops._state_rows import StateRows
+from servd.worker.ops._decode_rows import KV_SLOT, NEXT_COLUMN, NUM_GIVEN, TOKEN_ID, SlotTensors
+from servd.worker.ops._state_rows import Decay, Factors, Filter, StateRows
 
 CHUNK = 64  # tokens per chunk of a parallel scan
 
@@ -44,14 +44,8 @@ class LowRank:
     part_ends: Tensor
 
 
-def begin_decode(
-    step: Tensor,
-    seq_lens: Tensor,
-    token_ids: Tensor,
-    num_computed: Tensor,
-    tables: Tensor,
-    block_size: int,
-) -> None:
+def begin_decode(step: Tensor, seq_lens: Tensor, state: SlotTensors, block_size: int) -> None:
+    token_ids, num_computed, tables = state
     slots, columns, _, rows, places, blocks = step[:NUM_GIVEN].unbind()
     tables[rows, places] = blocks.int()
     next_columns = num_computed[slots]
@@ -202,17 +196,9 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, gates_first:
     return (y if gates_first else y * factor).to(x.dtype)
 
 
-def convolve(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str | None,
-    before: Tensor | None,
-    after: Tensor | None,
-    rows: StateRows,
-) -> Tensor:
-    size = weight.shape[1]
-    factors = weight.float().t()
+def convolve(x: Tensor, taps: Filter, factors: Factors | None, rows: StateRows) -> Tensor:
+    channels, size = taps.weight.shape
+    weight = taps.weight.float().t()
 
     def compute(x: Tensor, last: Tensor) -> Tensor:
         """Return the sums for x [n, num_tokens, channels]. `last` [n, size - 1, channels]: the
@@ -221,48 +207,39 @@ def convolve(
         num_tokens = x.shape[1]
         whole = torch.cat((last, x), dim=1)
         last.copy_(whole[:, num_tokens:])
-        out = whole[:, :num_tokens] * factors[0]
+        out = whole[:, :num_tokens] * weight[0]
         for index in range(1, size):
-            out.addcmul_(whole[:, index : index + num_tokens], factors[index])
+            out.addcmul_(whole[:, index : index + num_tokens], weight[index])
         return out
 
-    x = x.float() if before is None else x.float() * before.float()
-    out = _compute_rows(compute, [x], torch.empty_like(x), (size - 1, x.shape[1]), rows)
-    out = out if bias is None else out + bias.float()
-    out = out if activation is None else ACTIVATIONS[activation](out)
-    return out if after is None else out * after.float()
+    x = x.float() if factors is None else x.float() * factors[0].float()
+    out = _compute_rows(compute, [x], torch.empty_like(x), (size - 1, channels), rows)
+    out = out if taps.bias is None else out + taps.bias.float()
+    out = out if taps.activation is None else ACTIVATIONS[taps.activation](out)
+    return out if factors is None else out * factors[1].float()
 
 
 def linear_scan(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    dt_bias: Tensor,
-    A: Tensor,
-    b: Tensor | None,
-    D: Tensor | None,
-    dt_limits: tuple[float, float],
-    rows: StateRows,
+    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor | None, decay: Decay, rows: StateRows
 ) -> Tensor:
     corrects = b is not None
-    dt = F.softplus(a.float() + dt_bias).clamp(*dt_limits)
-    decay = -A * dt  # the logarithm
+    dt = F.softplus(a.float() + decay.dt_bias).clamp(*decay.dt_limits)
+    log_decay = -decay.A * dt
     rate = b.float().sigmoid() if corrects else dt
     v = v.float()
     heads_per_group = v.shape[1] // k.shape[1]
 
     def compute(
-        q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rate: Tensor, matrices: Tensor
+        q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor, matrices: Tensor
     ) -> Tensor:
         """Return the outputs for v [n, num_tokens, heads, value_dim]; several tokens of one row, or
         one token of each. Updates `matrices` [n, heads, key_dim, value_dim].
         """
         q, k = (x.float().repeat_interleave(heads_per_group, dim=2) for x in (q, k))
         if v.shape[1] > 1:
-            inputs = (x[0] for x in (q, k, v, decay, rate))
+            inputs = (x[0] for x in (q, k, v, log_decay, rate))
             return _scan(*inputs, matrix=matrices[0], corrects=corrects).unsqueeze(0)
-        matrices.mul_(decay[:, 0].exp()[..., None, None])
+        matrices.mul_(log_decay[:, 0].exp()[..., None, None])
         k = k[:, 0].unsqueeze(-2)
         change = v[:, 0].unsqueeze(-2)
         if corrects:
@@ -271,8 +248,8 @@ def linear_scan(
         return (q[:, 0].unsqueeze(-2) @ matrices).movedim(-2, 1)
 
     shape = v.shape[1], k.shape[2], v.shape[2]
-    out = _compute_rows(compute, [q, k, v, decay, rate], torch.empty_like(v), shape, rows)
-    return out if D is None else out + D.unsqueeze(-1) * v
+    out = _compute_rows(compute, [q, k, v, log_decay, rate], torch.empty_like(v), shape, rows)
+    return out if decay.D is None else out + decay.D.unsqueeze(-1) * v
 
 
 def _scan(

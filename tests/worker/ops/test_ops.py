@@ -19,6 +19,7 @@ from servd.worker.ops._decode_rows import (
     NUM_NUMBERS,
     SLOT,
     TOKEN_ID,
+    SlotTensors,
 )
 from servd.worker.ops.reference import ACTIVATIONS, Routing, RoutingRule
 
@@ -370,7 +371,7 @@ def test_a_decode_step_begins(module: ops.Ops, num_tokens: int, device: torch.de
     ]
     step, *state = tensors
     seq_lens = torch.empty(num_tokens, dtype=torch.int32, device=device)
-    module.begin_decode(step, seq_lens, *state, block_size)
+    module.begin_decode(step, seq_lens, SlotTensors(*state), block_size)
 
     for row, place, block in zip(*changes, strict=True):
         tables[row, place] = block

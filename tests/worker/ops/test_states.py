@@ -13,7 +13,7 @@ from torch import Tensor
 
 from servd.worker import ops
 from servd.worker.ops import native
-from servd.worker.ops._state_rows import StateRows
+from servd.worker.ops._state_rows import Decay, Filter, StateRows
 from tests.worker.cpu_kernels import forced
 
 NUM_SLOTS = 6
@@ -47,7 +47,11 @@ class Inputs(NamedTuple):
 
     def run(self, module: ops.Ops, rows: StateRows, tokens: slice = slice(None)) -> Tensor:
         parts = {key: None if x is None else x[tokens] for key, x in self.by_token.items()}
-        return getattr(module, self.name)(**parts, **self.options, rows=rows)
+        if self.name == "linear_scan":
+            return module.linear_scan(**parts, decay=Decay(**self.options), rows=rows)
+        is_gated = parts["before"] is not None
+        factors = (parts["before"], parts["after"]) if is_gated else None
+        return module.convolve(parts["x"], Filter(**self.options), factors, rows)
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:

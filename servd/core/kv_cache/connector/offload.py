@@ -270,15 +270,8 @@ class OffloadConnector(KVConnector):
             if num_busy == 0 or num_busy + len(hashes) <= self.io_workers.max_slots:
                 self.save_state(checkpoint, hashes)
         swaps = self._swaps
-        if not (
-            swaps.blocks_to_swap_in
-            or swaps.blocks_to_swap_out
-            or swaps.states_to_swap_in
-            or swaps.states_to_swap_out
-        ):
-            return None
         self._swaps = BlockSwaps(self.host.path)
-        return swaps
+        return None if swaps == self._swaps else swaps
 
     def collect_outputs(self, step: Step) -> None:
         """Process a computed step: the blocks that it copied to the host may be written."""
@@ -367,12 +360,10 @@ def make_connector(config: Config, spec: ModelSpec, worker: WorkerReady) -> Offl
     else:
         num_slots = min(worker.num_blocks, max(MAX_STAGING // slot_bytes, 1)) + 2 * num_parts
     if num_slots < 1 + num_parts:
-        what = (
-            "a block of the KV cache and a checkpoint" if num_parts else "a block of the KV cache"
-        )
+        checkpoint = " and a checkpoint" if num_parts else ""
         raise ConfigError(
-            f"--kv-offloading-size {cache.kv_offloading_size}: {what} take "
-            f"{format_bytes((1 + num_parts) * slot_bytes)}; raise it, or lower --block-size"
+            f"--kv-offloading-size {cache.kv_offloading_size}: a block of the KV cache{checkpoint} "
+            f"take {format_bytes((1 + num_parts) * slot_bytes)}; raise it, or lower --block-size"
         )
     root = None if cache.kv_cache_dir is None else Path(cache.kv_cache_dir)
     identify = partial(identity, config, spec, worker, root and root / "weights")

@@ -6,23 +6,18 @@ import triton.language as tl
 from torch import Tensor
 
 from servd.worker.ops import _decode_rows
+from servd.worker.ops._decode_rows import SlotTensors
 
 TOKENS = tl.constexpr(1024)  # tokens at a time
 FIRST_CHANGE = tl.constexpr(_decode_rows.TABLE_ROW)
 FIRST_FOUND = tl.constexpr(_decode_rows.NEXT_COLUMN)
 
 
-def begin_decode(
-    step: Tensor,
-    seq_lens: Tensor,
-    token_ids: Tensor,
-    num_computed: Tensor,
-    tables: Tensor,
-    block_size: int,
-) -> None:
+def begin_decode(step: Tensor, seq_lens: Tensor, state: SlotTensors, block_size: int) -> None:
+    token_ids, _, tables = state
     assert step.is_contiguous() and token_ids.stride(1) == tables.stride(1) == 1
     if num_tokens := step.shape[1]:
-        tensors = step, seq_lens, token_ids, num_computed, tables
+        tensors = step, seq_lens, *state
         sizes = num_tokens, token_ids.stride(0), tables.stride(0), block_size
         begin_decode_kernel[(1,)](*tensors, *sizes, num_warps=8)
 
