@@ -475,8 +475,8 @@ def test_classes_of_models_are_at_most_two_deep():
 # moves and launches, by cards, in `servd plan` (600), experts in few launches (220), attention of
 # more shapes (155), faults of that path (120); a helper who only simplified: 390 fewer. Models with
 # states: checkpoints in the cache and its connector (530), operations and their layers (500), five
-# families (540), their GGUF files (130), what users see (160), what a review and a user found (32); a
-# helper who only simplified: 158 fewer.
+# families (540), their GGUF files (130), what users see (160), what a review and a user found (32);
+# a helper who only simplified: 158 fewer.
 MAX_LINES = 71_433
 
 
