@@ -132,10 +132,8 @@ def test_llama_like_classes_run_fused(tmp_path: Path, model_type: str):
 @pytest.mark.parametrize(
     ("model_type", "architecture"),
     [
-        ("bamba", "BambaForCausalLM"),
         ("bloom", "BloomForCausalLM"),
         ("doge", "DogeForCausalLM"),
-        ("minimax", "MiniMaxForCausalLM"),
         ("mpt", "MptForCausalLM"),
         ("qwen3_next", "Qwen3NextForCausalLM"),
         ("roberta", "RobertaForCausalLM"),
