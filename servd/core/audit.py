@@ -48,7 +48,7 @@ def problems(engine: EngineCore) -> list[str]:
         counts = states.pool.ref_counts
         misfits = [c for c in range(len(counts)) if counts[c] != holders[c]]
         checks[f"checkpoints {misfits[:8]} do not have as many references as holders"] = not misfits
-        num_owners = len(states.owned) - len(list(states.pinned.blocks))
+        num_owners = len(states.owned) - len(states.pinned)
         checks[f"{num_owners} checkpoints belong to no running request"] = num_owners <= len(
             scheduler.running
         )

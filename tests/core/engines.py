@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ from servd.core.engine_core import EngineCore
 from servd.core.executor.fake import FakeExecutor, next_state
 from servd.core.kv_cache.block_pool import BlockPool
 from servd.messages.engine import (
+    AbortRequests,
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -232,3 +234,21 @@ def generate(engine: EngineCore, *requests: EngineCoreRequest) -> Log:
 def solo(request: EngineCoreRequest) -> list[int]:
     """What a request must get when it ends by its max_tokens."""
     return expected_tokens(request.prompt_token_ids, request.params.max_tokens, VOCAB_SIZE)
+
+
+def run_arrivals(
+    engine: EngineCore, arrivals: Sequence[Any], requests: Mapping[str, EngineCoreRequest]
+) -> Log:
+    """Run requests "0", "1", ... to their ends. An arrival has the `step` in which its request
+    comes, and after how many steps it is aborted (`abort_after`), or None.
+    """
+    log = Log()
+    for step in range(max(arrival.step + (arrival.abort_after or 0) for arrival in arrivals) + 1):
+        for i, arrival in enumerate(arrivals):
+            if arrival.step == step:
+                engine.handle(requests[str(i)])
+            if arrival.abort_after is not None and arrival.step + arrival.abort_after == step:
+                engine.handle(AbortRequests([str(i)]))
+        log.step(engine)
+    log.run(engine)
+    return log

@@ -85,8 +85,7 @@ class StateCache:
         interval = config.state_checkpoint_interval
         if interval is None:
             interval = num_parts * config.block_size if block_bytes else ONLY_STATES_INTERVAL
-        num_bytes = worker.state_bytes * num_ranks
-        sizes = num_bytes, num_parts, block_bytes > 0
+        sizes = worker.state_bytes * num_ranks, num_parts, block_bytes > 0
         return cls(worker.num_checkpoints, interval, config, *sizes, clock)
 
     # ---- requests that wait ----
@@ -130,8 +129,6 @@ class StateCache:
         """Return whether the next step saves a checkpoint of more blocks than the request's border.
         Such a request had better wait for the step after it.
         """
-        if not self._new:
-            return False
         hashes = {key for key, _ in self._new}
         return not hashes.isdisjoint(loadable_hashes(request, self.block_size, request.border or 0))
 

@@ -21,6 +21,7 @@ from tests.core.engines import (
     generate,
     make_engine,
     make_request,
+    run_arrivals,
     solo,
     with_windows,
 )
@@ -170,16 +171,13 @@ def test_no_block_is_both_free_and_read(
 ):
     """The executor looks at all that is read, in every step."""
     num_blocks = 200 if is_large else KVLayout(SIZE, budget, windows).blocks(60)
-    engine, log = (
-        make_engine(
-            num_blocks,
-            depth,
-            with_windows(*windows, base=base),
-            max_num_seqs=4,
-            max_num_batched_tokens=budget,
-            enable_prefix_caching=is_cached,
-        ),
-        Log(),
+    engine = make_engine(
+        num_blocks,
+        depth,
+        with_windows(*windows, base=base),
+        max_num_seqs=4,
+        max_num_batched_tokens=budget,
+        enable_prefix_caching=is_cached,
     )
     requests = {
         str(i): make_request(
@@ -190,14 +188,7 @@ def test_no_block_is_both_free_and_read(
         )
         for i, arrival in enumerate(arrivals)
     }
-    for step in range(max(arrival.step + (arrival.abort_after or 0) for arrival in arrivals) + 1):
-        for i, arrival in enumerate(arrivals):
-            if arrival.step == step:
-                engine.handle(requests[str(i)])
-            if arrival.abort_after is not None and arrival.step + arrival.abort_after == step:
-                engine.handle(AbortRequests([str(i)]))
-        log.step(engine)
-    log.run(engine)
+    log = run_arrivals(engine, arrivals, requests)
     engine.scheduler.kv_cache.prefix_cache.pinned.clear()
     assert problems(engine) == [] and engine.scheduler.kv_cache.usage == 0
     event(f"preempted: {log.total('num_preemptions') > 0}")

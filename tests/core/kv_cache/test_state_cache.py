@@ -15,7 +15,15 @@ from servd.core.kv_cache.connector.costs import LoadCosts
 from servd.core.kv_cache.connector.disk import Disk
 from servd.messages.engine import AbortRequests, BlockSwaps, SchedulerOutput
 from tests.core.devices import SlowExecutor
-from tests.core.engines import AuditedExecutor, Log, generate, make_engine, make_request, solo
+from tests.core.engines import (
+    AuditedExecutor,
+    Log,
+    generate,
+    make_engine,
+    make_request,
+    run_arrivals,
+    solo,
+)
 from tests.limits import WAIT_SECONDS
 
 SIZE = 4
@@ -224,7 +232,6 @@ def test_no_checkpoint_is_both_free_and_used(
 
 def run_schedule(arrivals, **options) -> None:
     engine = make_engine(**options)
-    log = Log()
     requests = {
         str(i): make_request(
             str(i),
@@ -235,14 +242,7 @@ def run_schedule(arrivals, **options) -> None:
         )
         for i, arrival in enumerate(arrivals)
     }
-    for step in range(max(arrival.step + (arrival.abort_after or 0) for arrival in arrivals) + 1):
-        for i, arrival in enumerate(arrivals):
-            if arrival.step == step:
-                engine.handle(requests[str(i)])
-            if arrival.abort_after is not None and arrival.step + arrival.abort_after == step:
-                engine.handle(AbortRequests([str(i)]))
-        log.step(engine)
-    log.run(engine)
+    log = run_arrivals(engine, arrivals, requests)
     for request_id, request in requests.items():
         token_ids = log.token_ids(request_id)
         assert token_ids == solo(request)[: len(token_ids)]

@@ -52,15 +52,19 @@ class OffloadConnector(KVConnector):
     blocks from and for peers, or None; `block_size`: tokens per block.
     """
 
-    stores_blocks = True  # False for models without attention, which only have states
-
     def __init__(
-        self, host: HostMemory, disk: Disk | None, remote: RemoteStore | None, block_size: int
+        self,
+        host: HostMemory,
+        disk: Disk | None,
+        remote: RemoteStore | None,
+        block_size: int,
+        stores_blocks: bool = True,
     ) -> None:
         self.host = host
         self.disk = disk
         self.remote = remote
         self.block_size = block_size
+        self.stores_blocks = stores_blocks  # False for models without attention: only states
         self._stores: list[Store] = [store for store in (disk, remote) if store]
         self.costs = LoadCosts(block_size)
         peer_timeout = remote.extra.timeout if remote is not None else 0.0
@@ -372,6 +376,5 @@ def make_connector(config: Config, spec: ModelSpec, worker: WorkerReady) -> Offl
     if cache.kv_transfer_config is not None:
         remote = RemoteStore(cache.kv_transfer_config, CurveKeys(read_token(config)), identify)
     host = HostMemory(num_slots, slot_bytes)
-    connector = OffloadConnector(host, disk, remote, cache.block_size)
-    connector.stores_blocks = worker.kv_bytes_per_block > 0
-    return connector
+    stores_blocks = worker.kv_bytes_per_block > 0
+    return OffloadConnector(host, disk, remote, cache.block_size, stores_blocks)
