@@ -9,6 +9,7 @@ import msgspec
 from servd.base.errors import UnsupportedModel
 from servd.checkpoint.account import AccountTable, read_tables
 from servd.checkpoint.config_json import read_config, read_json
+from servd.checkpoint.multimodal_config import MultiModalSpec, multimodal_spec
 from servd.checkpoint.overrides import override
 
 log = logging.getLogger("servd.hf")
@@ -37,6 +38,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     # config.json, or its text part; model files read their own keys from it.
     config: dict[str, Any]
     generation: dict[str, Any] = {}  # generation_config.json, or its keys in config.json
+    multimodal: MultiModalSpec | str = "it is a text model"  # a text: why it reads no pictures
 
     @property
     def keeps_state(self) -> bool:
@@ -48,6 +50,13 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         """The numbers of the layers that have a KV cache. The others keep a state instead."""
         kinds = self.config.get("layer_types") or [""] * self.num_layers
         return [layer for layer, kind in enumerate(kinds) if kind not in STATE_LAYERS]
+
+    @property
+    def embed_size(self) -> int:
+        """The numbers that a vision tower computes for an image token."""
+        multimodal = self.multimodal
+        num_features = 1 if isinstance(multimodal, str) else 1 + multimodal.num_deepstack
+        return num_features * self.hidden_size
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
         numbers = 2 * self.num_kv_heads * self.head_dim
@@ -140,6 +149,7 @@ def read_spec(folder: Path | str, overrides: dict[str, Any] | None = None) -> Mo
         eos_token_ids=_read_eos(folder, eos, vocab_size),
         config=config,
         generation=generation,
+        multimodal=multimodal_spec(folder, read_json(folder / "config.json")),
     )
 
 

@@ -1,11 +1,13 @@
-"""The language model of a multimodal model: its config.json is nested in the model's, and its
-weights have a prefix. servd runs only this part.
+"""The parts of a multimodal model. The language model has its config.json nested in the model's,
+and its weights have a prefix; what servd needs to know of the others is a MultiModalSpec.
 """
 
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from servd.checkpoint.account import object_in
 
@@ -20,6 +22,45 @@ FLAT = ("qwen2_vl", "qwen2_5_vl")  # as Qwen published them: text keys at the to
 OF_WHOLE = ("tie_word_embeddings", "dtype", "torch_dtype", "eos_token_id")
 INNER = ("language_model.", "text_model.")  # where its weights are in the whole model
 OTHERS = tuple(_DATA["others"])
+FAMILIES: dict[str, dict[str, Any]] = _DATA["families"]  # whose pictures servd reads
+PROCESSORS = ("processor_config.json", "preprocessor_config.json")  # files of the image processor
+
+
+class MultiModalSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What a model that sees adds to its language model."""
+
+    model_type: str  # of the whole model; names its file in servd/worker/multimodal
+    image_token_id: int  # whose embeddings the tower's outputs replace
+    num_deepstack: int = 0  # further features of an image token, which the first layers add
+    is_bidirectional: bool = False  # whether the tokens of a picture see each other
+    # Pairs of a head that rotate by time, row and column; empty: all by one position.
+    mrope_section: list[int] = []
+    mrope_interleaved: bool = False
+
+
+def multimodal_spec(folder: Path, config: Mapping[str, Any]) -> MultiModalSpec | str:
+    """Return how a checkpoint with this config.json reads pictures; else why servd cannot."""
+    if not is_part(config):
+        return "it is a text model"
+    model_type = str(config.get("model_type"))
+    if (family := FAMILIES.get(model_type)) is None:
+        names = ", ".join(FAMILIES)
+        return f"servd reads no pictures with model_type {model_type}, only with {names}"
+    if not any((folder / name).exists() for name in PROCESSORS):
+        return f"{folder} has no {PROCESSORS[1]}: download it again"
+    text = object_in(config, TEXT) or config
+    rope = object_in(text, "rope_parameters") or object_in(text, "rope_scaling") or {}
+    vision = object_in(config, "vision_config") or {}
+    token_id = config.get("image_token_id", config.get("image_token_index"))
+    sections = family.get("mrope_section", [])
+    return MultiModalSpec(
+        model_type=model_type,
+        image_token_id=family["image_token_id"] if token_id is None else token_id,
+        num_deepstack=len(vision.get("deepstack_visual_indexes") or ()),
+        is_bidirectional=family.get("is_bidirectional", False),
+        mrope_section=sections and rope.get("mrope_section", sections),
+        mrope_interleaved=family.get("mrope_interleaved", False),
+    )
 
 
 def is_part(config: Mapping[str, Any]) -> bool:

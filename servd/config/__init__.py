@@ -29,6 +29,7 @@ from servd.config.batches import BatchConfig
 from servd.config.cache import CacheConfig
 from servd.config.lora import LoRAConfig
 from servd.config.model import ModelConfig
+from servd.config.multimodal import MultiModalConfig
 from servd.config.observability import ObservabilityConfig
 from servd.config.parallel import ParallelConfig
 from servd.config.scheduler import SchedulerConfig
@@ -43,8 +44,8 @@ log = logging.getLogger("servd.config")
 PATHS = ["model", "tokenizer", "chat_template", "api_key_file", "join_token_file", "attach"]
 PATHS += ["ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "download_dir", "kv_cache_dir"]
 PATHS += ["batch_dir", "lora_dir", "ipc_dir", "models_dir", "generation_config", "record_trace"]
-PATHS += ["response_db", "fake_script"]
-SIZES = ("kv_cache_memory", "max_state_memory", "response_max_bytes")
+PATHS += ["response_db", "fake_script", "allowed_local_media_path"]
+SIZES = ("kv_cache_memory", "max_state_memory", "encoder_cache_memory", "response_max_bytes")
 # Ends of the names of options whose path may not exist yet.
 WRITTEN = ("_dir", "_db", "record_trace")
 
@@ -59,6 +60,7 @@ class Config(Section, frozen=True):
     server: ServerConfig = ServerConfig()
     access: AccessConfig = AccessConfig()
     lora: LoRAConfig = LoRAConfig()
+    multimodal: MultiModalConfig = MultiModalConfig()
     batches: BatchConfig = BatchConfig()
     models: ModelsConfig = ModelsConfig()
     observability: ObservabilityConfig = ObservabilityConfig()

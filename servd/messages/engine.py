@@ -14,6 +14,7 @@ from servd.base.bounds import TokenId
 from servd.base.errors import EngineError, InvalidRequest
 from servd.base.tracing import Mark, StepRecord
 from servd.messages.adapter import Adapter
+from servd.messages.multimodal import MultiModalFeature
 from servd.messages.params import PoolingParams, SamplingParams
 from servd.messages.stats import KVStoreStats, SchedulerStats
 
@@ -91,6 +92,7 @@ class EngineCoreRequest(Message, tag=True):
     # For a request that is resent after a crash: the output so far of each unfinished choice, by
     # index.
     output_token_ids: dict[int, list[TokenId]] = {}
+    mm_features: list[MultiModalFeature] = []  # the prompt's pictures, in order
 
     @property
     def choice_ids(self) -> list[str]:
@@ -367,6 +369,7 @@ class NewRequest(Message):
     eos_token_ids: list[int] = []
     cache_salt: str | None = None  # requests share suffix drafts only with the same salt
     adapter: Adapter | None = None
+    mm_features: list[MultiModalFeature] = []
 
 
 class ScheduledRequest(Message):
@@ -420,8 +423,8 @@ class BlockSwaps(Message):
 class SchedulerOutput(Message, tag=True):
     """One step: the changes to the batch, and how many tokens each request computes.
 
-    Workers make `swaps`, free `freed_slots` and add `new_requests`. Then they compute the rows:
-    first `decodes`, then `scheduled`.
+    Workers make `swaps`, free `freed_slots` and add `new_requests`. They drop encoded pictures and
+    encode others. Then they compute the rows: first `decodes`, then `scheduled`.
     """
 
     step: int
@@ -430,6 +433,9 @@ class SchedulerOutput(Message, tag=True):
     freed_slots: list[int] = []
     swaps: BlockSwaps | None = None
     decodes: DecodeBatch = msgspec.field(default_factory=DecodeBatch)
+    # Pictures to encode: request's slot, and index in its `mm_features`.
+    scheduled_encoder_inputs: list[tuple[int, int]] = []
+    freed_encoder_outputs: list[bytes] = []  # identifiers
 
     @property
     def rows(self) -> list[ScheduledRequest]:

@@ -1,0 +1,40 @@
+"""Families of models that see, one file for each, named as the whole model's model_type: how a
+picture becomes tensors and text, and the vision tower that encodes the tensors.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from PIL import Image
+
+FAMILIES = __name__  # the package, for servd.base.plugins
+
+Detail = Literal["auto", "low", "high"]
+
+
+@dataclass(frozen=True)
+class ProcessedImage:
+    """A picture in the form that a model reads."""
+
+    text: str  # stands in the prompt in place of `ImageProcessor.placeholder`
+    num_embeds: int  # image tokens in `text`
+    grid: tuple[int, int]  # see MultiModalFeature
+    tensors: Mapping[str, np.ndarray]  # arguments of the tower; float32 or int64
+
+
+class ImageProcessor(ABC):
+    """A checkpoint's image processor. `options`: --mm-processor-kwargs."""
+
+    placeholder: str  # what the chat template writes for a picture
+
+    def __init__(self, folder: Path, options: Mapping[str, Any]) -> None:
+        self.folder = folder
+        self.options = options
+
+    @abstractmethod
+    def process(self, image: Image.Image, detail: Detail) -> ProcessedImage:
+        """Return the tensors and the text of an RGB picture."""
