@@ -128,7 +128,8 @@ def test_text_and_tensors_are_those_of_the_checkpoints_processor(
     vision_checkpoint: Callable[[str], Path], family: str
 ) -> None:
     folder = vision_checkpoint(family)
-    num_embeds = [check(family, folder, size) for size in SIZES]
+    sizes = SIZES if family != "mistral3" else SIZES[1:]  # transformers fails at one token
+    num_embeds = [check(family, folder, size) for size in sizes]
     assert min(num_embeds) > 0
 
 
