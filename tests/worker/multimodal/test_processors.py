@@ -185,7 +185,7 @@ def test_wrong_options_are_refused_by_name(
 
 
 @pytest.mark.parametrize(
-    ("family", "size", "most"),
+    ("family", "size", "most_embeds"),
     [
         ("smolvlm", (300, 450), 16),
         ("qwen3_vl", (3000, 3000), 16 * 16),
@@ -199,7 +199,7 @@ def test_detail_low_has_fewer_tokens(
     tmp_path: Path,
     family: str,
     size: tuple[int, int],
-    most: int,
+    most_embeds: int,
 ) -> None:
     folder = tmp_path / family
     folder.symlink_to(vision_checkpoint(family))
@@ -215,7 +215,7 @@ def test_detail_low_has_fewer_tokens(
         processor.process(picture(size), detail).num_embeds for detail in ("auto", "high", "low")
     )
     assert auto == high >= low
-    assert low <= most < (high if family != "llava" else 65)
+    assert low <= most_embeds < (high if family != "llava" else 65)
 
 
 def test_pictures_that_are_too_long_are_refused(vision_checkpoint: Callable[[str], Path]) -> None:

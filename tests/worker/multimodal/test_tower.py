@@ -30,7 +30,9 @@ def tensors_of(folder: Path, size: tuple[int, int]) -> tuple[dict[str, Tensor], 
 
 def reference(folder: Path, tensors: dict[str, Tensor]) -> Tensor:
     """Return transformers' embeddings of a picture: [num_embeds, embed_size]."""
-    model = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    model: Any = transformers.AutoModelForImageTextToText.from_pretrained(
+        folder, dtype=torch.float32
+    )
     with torch.no_grad():
         outputs = model.eval().get_image_features(**tensors, return_dict=True)
     features = [outputs.pooler_output, *getattr(outputs, "deepstack_features", [])]
