@@ -23,7 +23,7 @@ from servd.base.errors import InvalidRequest, Overloaded
 from servd.checkpoint.model_spec import FAKE_SPEC
 from servd.config import Config
 from servd.core.structured_output.manager import Compiled
-from servd.ipc.start_messages import GrammarVerdict, StartGrammarChecker
+from servd.ipc.start_messages import Reply, StartLimitedProcess
 from servd.messages.params import StructuredOutput
 from tests.core.engines import Log, make_engine, make_request
 from tests.limits import WAIT_SECONDS
@@ -42,7 +42,7 @@ class FakeProcess:
     num_started = 0
 
     def __init__(
-        self, name: str, module: str, start: StartGrammarChecker, pass_fds: list[int], env: None
+        self, name: str, module: str, start: StartLimitedProcess, pass_fds: list[int], env: None
     ) -> None:
         life = FakeProcess.lives[FakeProcess.num_started]
         FakeProcess.num_started += 1
@@ -52,7 +52,7 @@ class FakeProcess:
         threading.Thread(target=self.serve, args=[life], daemon=True).start()
 
     def serve(self, life: int) -> None:
-        verdict = msgspec.json.encode(GrammarVerdict()) + b"\n"
+        verdict = msgspec.json.encode(Reply()) + b"\n"
         with (
             contextlib.suppress(OSError),  # nobody took the last answer
             self.channel,
@@ -162,7 +162,7 @@ def test_closing_does_not_wait_for_a_check(make, monkeypatch):
     has_asked = threading.Event()
     receive = checker._process._receive
 
-    def tell(channel: socket.socket) -> GrammarVerdict:
+    def tell(channel: socket.socket) -> Reply:
         if checker._process._is_ready:
             has_asked.set()
         return receive(channel)

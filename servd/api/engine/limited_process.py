@@ -6,12 +6,16 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Generic, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import msgspec
 
 from servd.base.errors import Overloaded, Unavailable
+from servd.checkpoint.model_spec import ModelSpec
+from servd.config import Config
 from servd.ipc.child import Child
+from servd.ipc.start_messages import Reply, StartLimitedProcess
 
 log = logging.getLogger("servd.child")
 
@@ -20,12 +24,140 @@ START_LIMIT = 60.0  # seconds for the process to be ready
 SHARE = 4.0  # seconds of work after which, while others wait, a client may queue only once
 STOP_TIMEOUT = 0.5
 
-
-class Reply(Protocol):
-    error: str | None
-
-
 T = TypeVar("T", bound=Reply)
+
+
+@dataclass(eq=False)
+class LimitedProcess(Generic[T]):
+    """A process that does one piece of work at a time, for a thread that holds `turns`. If that
+    takes too long, it is killed. The next request starts another one.
+    """
+
+    name: str
+    module: str
+    work: str  # what clients send, for errors
+    reply_type: type[T]
+    config: Config  # resolved
+    spec: ModelSpec
+    memory_limit: int  # bytes; see StartLimitedProcess
+    stack_size: int = 0
+    env: Mapping[str, str] | None = None
+
+    def __post_init__(self) -> None:
+        self.turns = FairLock(self.work)
+        self._process: tuple[Child, socket.socket] | None = None
+        self._is_ready = False
+        self._is_closed = False
+
+    def start(self) -> None:
+        """Start the process before the first request needs it. Do not wait until it is ready."""
+        with self.turns.take():
+            self.restart()
+
+    def restart(self) -> None:
+        """Start the process unless it runs."""
+        with contextlib.suppress(OSError):  # then the next request starts it
+            self._connect()
+
+    def ask(self, send: Callable[[socket.socket], object], time_limit: float) -> T:
+        """Return the reply to what `send` writes, or why the process will never work.
+
+        Raises TimeoutError: it took half of `time_limit` seconds of CPU time; OSError: it ended;
+        Unavailable: it does not start or gets no CPU time, or the server stops.
+        """
+        try:
+            if (problem := self._start_up()) is not None:
+                self._disconnect()
+                return problem
+        except OSError as error:
+            log.error("the %s process did not start: %r", self.name, error)
+            self._disconnect()
+            raise Unavailable(f"{self.work} cannot be checked now: retry later") from None
+        assert self._process is not None
+        child, channel = self._process
+        before = child.cpu_seconds()
+        used = 0.0
+        num_waits = 0
+        try:
+            channel.settimeout(time_limit)
+            send(channel)
+            while num_waits < BUSY_FACTOR and used < time_limit / 2:
+                with contextlib.suppress(TimeoutError):
+                    return self._receive(channel)
+                used = child.cpu_seconds() - before
+                num_waits = num_waits + 1
+            raise TimeoutError
+        except OSError as error:
+            log.warning("the %s process did not answer: %r", self.name, error)
+            self._disconnect()
+            if self._is_closed:  # `close` ended the process
+                raise Unavailable("the server is stopping") from None
+            if isinstance(error, TimeoutError) and used < time_limit / 2:
+                raise Unavailable(
+                    f"the {self.name} process got {used:.1f} s of CPU time in "
+                    f"{num_waits * time_limit:g} s: the machine is busy, retry later"
+                ) from None
+            raise
+
+    def close(self) -> None:
+        """Stop the process, even during its work. May be called more than once."""
+        self._is_closed = True
+        if (process := self._process) is not None:
+            child, channel = process
+            child.terminate()
+            with contextlib.suppress(OSError):  # a thread that waits for its answer fails at once
+                channel.shutdown(socket.SHUT_RDWR)
+        with self.turns.take():
+            self._disconnect()
+
+    def _start_up(self) -> T | None:
+        """Wait until the process is ready. Return the reason if it never will be. Raise OSError."""
+        channel = self._connect()
+        if self._is_ready:
+            return None
+        channel.settimeout(START_LIMIT)
+        reply = self._receive(channel)
+        self._is_ready = reply.error is None
+        return None if self._is_ready else reply
+
+    def _receive(self, channel: socket.socket) -> T:
+        """Receive one reply. Raise OSError after the timeout, or if the process has ended."""
+        line = b""
+        while not line.endswith(b"\n"):
+            part = channel.recv(65536)
+            if not part:
+                raise ConnectionResetError(f"the {self.name} process ended")
+            line += part
+        try:
+            return msgspec.json.decode(line, type=self.reply_type)
+        except msgspec.MsgspecError:  # a client's bytes took the process over
+            raise ConnectionResetError(f"the {self.name} process sent no reply") from None
+
+    def _connect(self) -> socket.socket:
+        """Return the channel to the process. Start it if needed, or raise OSError."""
+        if self._is_closed:
+            raise ConnectionAbortedError("the server is stopping")
+        if self._process is None:
+            ours, theirs = socket.socketpair()
+            try:
+                with theirs:
+                    start = StartLimitedProcess(
+                        self.config, self.spec, theirs.fileno(), self.memory_limit, self.stack_size
+                    )
+                    child = Child(self.name, self.module, start, [start.channel], self.env)
+                    self._process = child, ours
+            except OSError:
+                ours.close()
+                raise
+            self._is_ready = False
+        return self._process[1]
+
+    def _disconnect(self) -> None:
+        if self._process is not None:
+            child, channel = self._process
+            self._process = None
+            channel.close()
+            child.stop(STOP_TIMEOUT)
 
 
 class FairLock:
@@ -75,144 +207,3 @@ class FairLock:
             return self._seconds.get(item[1], 0.0), item[0]
 
         return not self._is_taken and number == min(self._waiting.items(), key=rank)[0]
-
-
-class LimitedProcess(Generic[T]):
-    """A process that does one piece of work at a time. It is killed when that takes too long, and
-    started again for the next. Its first reply says that it is ready, or why it never will be.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        module: str,
-        make_start: Callable[[int], msgspec.Struct],
-        reply_type: type[T],
-        work: str,
-        env: Mapping[str, str] | None = None,
-    ) -> None:
-        """Args:
-        make_start: returns the start message for a descriptor of the channel.
-        work: what it does, for errors: "structured outputs".
-        """
-        self.name = name
-        self.module = module
-        self.make_start = make_start
-        self.reply_type = reply_type
-        self.env = env
-        self.turns = FairLock(work)  # held during `ask`
-        self._process: tuple[Child, socket.socket] | None = None
-        self._is_ready = False
-        self._is_closed = False
-
-    def start(self) -> None:
-        """Start the process before the first request needs it. Do not wait until it is ready."""
-        with self.turns.take():
-            self.restart()
-
-    def restart(self) -> None:
-        """Start the process unless it runs, while holding the turn."""
-        with contextlib.suppress(OSError):  # then the next request starts it
-            self._connect()
-
-    def ask(self, send: Callable[[socket.socket], None], time_limit: float) -> T:
-        """Return the reply to what `send` writes; if the process cannot work, its first reply. Call
-        while holding the turn. After an error, the next call starts a new process.
-
-        Raises:
-            TimeoutError: the work took half of `time_limit` seconds of CPU time, or more.
-            OSError: the process ended.
-            Unavailable: the process does not start or gets no CPU time, or the server stops.
-        """
-        try:
-            if (reply := self._start_up()) is not None:
-                self._disconnect()
-                return reply
-        except OSError as error:
-            log.error("the %s process did not start: %r", self.name, error)
-            self._disconnect()
-            raise Unavailable(
-                f"{self.turns.work} cannot be checked at the moment: retry later"
-            ) from None
-        assert self._process is not None
-        child, channel = self._process
-        before = child.cpu_seconds()
-        used = 0.0
-        num_waits = 0
-        try:
-            channel.settimeout(time_limit)
-            send(channel)
-            while num_waits < BUSY_FACTOR and used < time_limit / 2:
-                with contextlib.suppress(TimeoutError):
-                    return self._receive(channel)
-                used = child.cpu_seconds() - before
-                num_waits = num_waits + 1
-            raise TimeoutError
-        except OSError as error:
-            log.warning("the %s process did not answer: %r", self.name, error)
-            self._disconnect()
-            if self._is_closed:  # `close` ended the process
-                raise Unavailable("the server is stopping") from None
-            if isinstance(error, TimeoutError) and used < time_limit / 2:
-                raise Unavailable(
-                    f"the {self.name} process got {used:.1f} s of CPU time in "
-                    f"{num_waits * time_limit:g} s: the machine is busy, retry later"
-                ) from None
-            raise
-
-    def close(self) -> None:
-        """Stop the process, even during its work. May be called more than once."""
-        self._is_closed = True
-        if (process := self._process) is not None:
-            child, _ = process
-            child.terminate()  # a thread that waits for its answer fails at once and frees the lock
-        with self.turns.take():
-            self._disconnect()
-
-    def _start_up(self) -> T | None:
-        """Wait until the process is ready. Return its reply if it never will be. Raise OSError."""
-        channel = self._connect()
-        if self._is_ready:
-            return None
-        channel.settimeout(START_LIMIT)
-        reply = self._receive(channel)
-        self._is_ready = reply.error is None
-        return None if self._is_ready else reply
-
-    def _receive(self, channel: socket.socket) -> T:
-        """Receive one reply. Raise OSError after the timeout, or if the process has ended."""
-        line = b""
-        while not line.endswith(b"\n"):
-            part = channel.recv(65536)
-            if not part:
-                raise ConnectionResetError(f"the {self.name} process ended")
-            line += part
-        try:
-            return msgspec.json.decode(line, type=self.reply_type)
-        except msgspec.MsgspecError:  # a picture or a grammar took the process over
-            raise ConnectionResetError(f"the {self.name} process sent no reply") from None
-
-    def _connect(self) -> socket.socket:
-        """Return the channel to the process. Start it if needed, or raise OSError."""
-        if self._is_closed:
-            raise ConnectionAbortedError("the server is stopping")
-        if self._process is None:
-            ours, theirs = socket.socketpair()
-            try:
-                with theirs:
-                    channel = theirs.fileno()
-                    start = self.make_start(channel)
-                    child = Child(self.name, self.module, start, [channel], self.env)
-                    self._process = child, ours
-            except OSError:
-                ours.close()
-                raise
-            self._is_ready = False
-        return self._process[1]
-
-    def _disconnect(self) -> None:
-        if self._process is not None:
-            child, channel = self._process
-            self._process = None
-            channel.close()
-            child.stop(STOP_TIMEOUT)

@@ -17,7 +17,7 @@ from servd.base.errors import ConfigError
 from servd.core.structured_output.grammar import Grammar, GrammarError
 from servd.core.structured_output.vocabulary import load_vocabulary
 from servd.ipc.child import limit_memory, read_start
-from servd.ipc.start_messages import GrammarVerdict, StartGrammarChecker
+from servd.ipc.start_messages import Reply, StartLimitedProcess
 from servd.messages.params import StructuredOutput
 
 logger = logging.getLogger("servd.grammar")
@@ -30,8 +30,8 @@ TRIAL_SECONDS = 0.02
 
 
 def main() -> None:
-    """Run the process: answer each line, a StructuredOutput as JSON, with a GrammarVerdict."""
-    start = read_start(StartGrammarChecker)
+    """Run the process: answer each line, a StructuredOutput as JSON, with a Reply."""
+    start = read_start(StartLimitedProcess)
     log.setup("grammar", start.config.observability)
     channel = socket.socket(fileno=start.channel).makefile("rwb")
     threading.stack_size(start.stack_size)
@@ -40,9 +40,9 @@ def main() -> None:
     thread.join()
 
 
-def serve(start: StartGrammarChecker, channel: BufferedRWPair) -> None:
+def serve(start: StartLimitedProcess, channel: BufferedRWPair) -> None:
     def answer(error: str | None = None) -> None:
-        channel.write(msgspec.json.encode(GrammarVerdict(error)) + b"\n")
+        channel.write(msgspec.json.encode(Reply(error)) + b"\n")
         channel.flush()
 
     # A broken channel means that the API server has ended.
