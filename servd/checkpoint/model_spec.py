@@ -58,6 +58,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         num_features = 1 if isinstance(multimodal, str) else 1 + multimodal.num_deepstack
         return num_features * self.hidden_size
 
+    @property
+    def embed_bytes(self) -> int:
+        """The bytes of these numbers, at most: the worker computes in up to 32 bits."""
+        return 4 * self.embed_size
+
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
         numbers = 2 * self.num_kv_heads * self.head_dim
         if (latent := self.config.get("kv_lora_rank")) is not None:  # MLA caches only this

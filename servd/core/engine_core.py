@@ -10,6 +10,7 @@ from servd.base.tracing import Clock, StepRecord, now_ns
 from servd.checkpoint.model_spec import ModelSpec
 from servd.config import Config
 from servd.config.kv_layout import KVLayout
+from servd.core.encoder_cache_manager import EncoderCacheManager
 from servd.core.executor import Executor, PendingOutput, start_executor
 from servd.core.kv_cache.connector import KVConnector
 from servd.core.kv_cache.manager import KVCacheManager
@@ -66,6 +67,7 @@ class EngineCore:
             speculative.num_speculative_tokens if speculative else 0,
             config.lora.max_loras,
             clock,
+            EncoderCacheManager.from_config(config, spec, max_model_len),
         )
         self.config = config
         self.spec = spec

@@ -20,6 +20,7 @@ from servd.messages.engine import (
     ScheduledRequest,
     TokenLogprobs,
 )
+from servd.messages.multimodal import MultiModalFeature
 from servd.messages.params import PoolingParams, SamplingParams
 
 
@@ -109,6 +110,7 @@ class Request:
     reads_prompt: bool  # needs outputs of every prompt token: none may come from the prefix cache
     repetition: RepetitionDetector | None
     is_prompt_only: bool  # ends when its prompt is computed; the sampled token is dropped
+    mm_features: list[MultiModalFeature] = field(default_factory=list)
 
     status: RequestStatus = RequestStatus.WAITING
     num_tokens: int = 0  # known tokens and placeholders
@@ -186,6 +188,7 @@ class Request:
             is_prompt_only=max_output == 0,
             acceptance=Acceptance() if is_drafted_for else None,
             marks=message.marks.copy(),
+            mm_features=message.mm_features,
         )
         if output := message.output_token_ids.get(0):
             request.token_ids = request.token_ids.copy()
@@ -204,6 +207,7 @@ class Request:
             eos_token_ids=self.eos_token_ids,
             cache_salt=self.options.cache_salt,
             adapter=self.adapter,
+            mm_features=self.mm_features,
         )
 
     def set_status(self, status: RequestStatus, now_ns: int, step: int = -1) -> None:
@@ -229,6 +233,11 @@ class Request:
     @property
     def num_uncomputed_tokens(self) -> int:
         return self.num_tokens - self.num_computed_tokens
+
+    @property
+    def reads_picture(self) -> bool:
+        """Whether a token that is not computed belongs to a picture."""
+        return bool(self.mm_features) and self.mm_features[-1].end > self.num_computed_tokens
 
     def grammar_drafts(self, token_ids: list[int]) -> list[int]:
         """Return drafts from `token_ids`, the only tokens that the grammar allows next. Skips

@@ -40,6 +40,9 @@ class Step(msgspec.Struct):
     scheduled: list[ScheduledRequest] = []
     new_requests: list[NewRequest] = []
     swaps: BlockSwaps | None = None
+    encoder_inputs: list[tuple[int, int]] = []  # see SchedulerOutput
+    num_encoded: int = 0  # image tokens of these
+    freed_encoder_outputs: list[bytes] = []
 
     def __contains__(self, request: Request) -> bool:
         return request in self.requests or request in self.decoding
@@ -89,7 +92,8 @@ class Step(msgspec.Struct):
             computed = [request.num_computed_tokens - 1 for request in self.decoding]
             self.decodes = DecodeBatch(slots, computed, self.new_blocks)
         rows = self.scheduled, self.new_requests, freed_slots
-        return SchedulerOutput(self.record.step, *rows, self.swaps, self.decodes)
+        pictures = self.encoder_inputs, self.freed_encoder_outputs
+        return SchedulerOutput(self.record.step, *rows, self.swaps, self.decodes, *pictures)
 
     def append_decoded(
         self, result: ModelRunnerOutput, ends: Mapping[int, OutputEnd]

@@ -2,6 +2,7 @@
 processes share: a file without a name, which one process holds open for as long as it is needed.
 """
 
+from collections.abc import Iterable
 from typing import Literal
 
 import msgspec
@@ -39,3 +40,8 @@ class MultiModalFeature(msgspec.Struct, array_like=True, omit_defaults=True, fro
     def end(self) -> int:
         """The index in the prompt of the first token after the range."""
         return self.offset + self.length
+
+
+def identifiers_between(features: Iterable[MultiModalFeature], start: int, end: int) -> list[bytes]:
+    """Return the identifiers of the pictures that have some of the tokens [start, end)."""
+    return [f.identifier for f in features if f.offset < end and f.end > start]

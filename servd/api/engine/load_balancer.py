@@ -12,6 +12,7 @@ from zlib import crc32
 
 from servd.config import Config
 from servd.messages.engine import EngineCoreRequest
+from servd.messages.multimodal import identifiers_between
 from servd.messages.params import SamplingParams
 
 MAX_PREFIXES = 1 << 16  # per engine; the least recently used ones are forgotten
@@ -121,6 +122,8 @@ class LoadBalancer:
         hashes = {}
         for begin, end in pairwise(ends):
             prefix = crc32(tokens[4 * begin : 4 * end], prefix)
+            for identifier in identifiers_between(request.mm_features, begin, end):
+                prefix = crc32(identifier, prefix)
             hashes[end] = prefix
         return hashes
 

@@ -1,6 +1,7 @@
 """Chained block hashes: equal if and only if the blocks and all blocks before them are equal."""
 
 from array import array
+from collections.abc import Iterable
 from functools import lru_cache
 from hashlib import sha256
 
@@ -17,12 +18,13 @@ def root_hash(*keys: str | None) -> bytes:
     return sha256(b"".join(hashed)).digest()
 
 
-def block_hash(parent: bytes, token_ids: list[int]) -> bytes:
-    """Return the hash of a full block, given the hash of the block before it.
+def block_hash(parent: bytes, token_ids: list[int], identifiers: Iterable[bytes] = ()) -> bytes:
+    """Return the hash of a full block, given the hash of the block before it. `identifiers`: of the
+    pictures that some of its tokens stand for.
 
     SHA-256, because a collision would reveal one client's context to another client.
     """
-    return sha256(parent + array("I", token_ids).tobytes()).digest()
+    return sha256(b"".join((parent, array("I", token_ids).tobytes(), *identifiers))).digest()
 
 
 def of_group(block_hash: bytes, group: int) -> bytes:

@@ -1,8 +1,8 @@
 """KVEvents: publishes changes of the prefix cache, in vLLM's format, for external routers.
 
 Each step has a batch: `[time, [event, ...], rank]`, with events as maps with a `type`. A block's
-hash is SHA-256 of its parent's hash and its tokens as little-endian u32 (`block_hash`). The parent
-hash of a first block is `root_hash` of salt and adapter.
+hash is SHA-256 of its parent's hash, of its tokens as little-endian u32, and of the identifiers of
+its pictures (`block_hash`). The parent hash of a first block is `root_hash` of salt and adapter.
 """
 
 import logging
@@ -15,6 +15,7 @@ from servd.config.kv_events import KVEventsConfig
 from servd.core.kv_cache.block_hash import NO_KEYS, is_of_other_group, root_hash
 from servd.core.kv_cache.block_pool import BlockPool
 from servd.core.request import Request
+from servd.messages.multimodal import identifiers_between
 
 logger = logging.getLogger("servd.engine")
 DEVICE = "GPU"  # whatever it is: routers know CPU and STORAGE as other places
@@ -32,7 +33,8 @@ class BlockStored(Event):
     lora_id: int | None
     medium: str | None
     lora_name: str | None
-    extra_keys: Sequence[Sequence[str]] | None = None  # of each block: a hash of salt and adapter
+    # Of each block: a hash of salt and adapter, then identifiers of its pictures.
+    extra_keys: Sequence[Sequence[str]] | None = None
 
 
 class BlockRemoved(Event):
@@ -89,8 +91,14 @@ class KVEvents(NullEvents):
         """
         hashes = request.block_hashes
         size = self.block_size
-        keys = root_hash(*request.options.cache_keys)
+        root = root_hash(*request.options.cache_keys)
+        root_keys = () if root == NO_KEYS else (root.hex(),)
         for start, stop in self._find_new(first, blocks):
+            extra_keys: list[Sequence[str]] = []
+            for first_token in range(start * size, stop * size, size):
+                end = first_token + size
+                identifiers = identifiers_between(request.mm_features, first_token, end)
+                extra_keys.append((*root_keys, *(key.hex() for key in identifiers)))
             self._events.append(
                 BlockStored(
                     hashes[start:stop],
@@ -100,7 +108,7 @@ class KVEvents(NullEvents):
                     None,
                     DEVICE,
                     request.adapter.name if request.adapter else None,
-                    None if keys == NO_KEYS else [(keys.hex(),)] * (stop - start),
+                    extra_keys if any(extra_keys) else None,
                 )
             )
 

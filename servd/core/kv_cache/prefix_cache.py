@@ -10,6 +10,7 @@ from servd.core.kv_cache.block_pool import BlockPool
 from servd.core.kv_cache.events import NullEvents
 from servd.core.kv_cache.pinned_prefixes import PinnedPrefixes
 from servd.core.request import Request
+from servd.messages.multimodal import identifiers_between
 
 FOREVER = 1 << 62  # nanoseconds
 NO_BLOCK = -1  # among a request's block ids: a block that was freed before its group's window
@@ -159,5 +160,6 @@ class PrefixCache:
             request.block_hashes = hashes
         parent = hashes[-1] if hashes else root_hash(*request.options.cache_keys)
         for start in range(len(hashes) * size, len(request.token_ids) - size + 1, size):
-            parent = block_hash(parent, request.token_ids[start : start + size])
+            identifiers = identifiers_between(request.mm_features, start, start + size)
+            parent = block_hash(parent, request.token_ids[start : start + size], identifiers)
             hashes.append(parent)

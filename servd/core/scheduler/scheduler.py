@@ -11,6 +11,7 @@ from servd.base.tracing import Clock, StepRecord, now_ns
 from servd.config import SchedulerConfig
 from servd.config.speculative import max_num_samples
 from servd.core.draft_length import DraftLengthController
+from servd.core.encoder_cache_manager import EncoderCacheManager
 from servd.core.kv_cache.connector import KVConnector
 from servd.core.kv_cache.manager import KVCacheManager
 from servd.core.outputs import Outputs
@@ -56,6 +57,7 @@ class Scheduler:
         max_drafts: int = 0,
         max_adapters: int = 1,
         clock: Clock = now_ns,
+        encoder_cache: EncoderCacheManager | None = None,
     ) -> None:
         assert config.max_num_seqs is not None and config.max_num_batched_tokens is not None
         assert config.max_num_batched_tokens >= config.max_num_seqs
@@ -74,8 +76,10 @@ class Scheduler:
         self.running: list[Request] = []  # by order: the last is preempted first
         self.max_background_tokens = max(self.max_num_batched_tokens // BACKGROUND_SHARE, 1)
         self.long_prompt = config.long_prefill_token_threshold or self.max_num_batched_tokens // 2
+        self.encoder_cache = encoder_cache or EncoderCacheManager()
         self.chunks_prompts = config.enable_chunked_prefill
-        if not self.chunks_prompts:  # a prompt needs a whole step's budget at once
+        # A prompt, or a picture in it, needs a large part of a step's budget at once.
+        if not self.chunks_prompts or self.encoder_cache.is_bidirectional:
             self.max_background_tokens = self.max_num_batched_tokens
             self.long_prompt = self.max_num_batched_tokens
         policy = plugins.load_class(QUEUES, config.scheduling_policy, FcfsQueue)
@@ -133,6 +137,7 @@ class Scheduler:
         record = StepRecord(self._num_steps, self.clock())
         step = Step(record)
         self.waiting.begin_step()
+        self.encoder_cache.begin_step()
         for request, error in self.kv_cache.connector.take_failed():
             self._end_with_error(request, error)
         self.draft_length.begin_step(record.step, len(self.running))
@@ -145,6 +150,7 @@ class Scheduler:
             if record.prefills:
                 break
         step.swaps = self.kv_cache.take_swaps()
+        step.freed_encoder_outputs = self.encoder_cache.take_freed()
         if not (step.decoding or step.scheduled) and step.swaps is None:
             return None
         self._num_steps += 1
@@ -164,6 +170,7 @@ class Scheduler:
         """Discard the workers' state. No step may be in flight."""
         self.kv_cache.connect(KVConnector())
         self.kv_cache.reset()
+        self.encoder_cache.clear()
         self._freed_slots = []
 
     @property
@@ -227,7 +234,8 @@ class Scheduler:
                 continue
             if request.num_tokens >= request.max_num_tokens or request.slot in idle_slots:
                 continue  # its last token is in flight, or it skips this step
-            if request.num_tokens - request.num_computed_tokens > 1:
+            num_left = request.num_tokens - request.num_computed_tokens
+            if num_left > 1 or request.reads_picture:
                 partial.append(request)
                 continue
             drafts = NO_DRAFTS
@@ -267,7 +275,7 @@ class Scheduler:
         has_long = queue.has_long(priority_class) or any(map(queue.is_long, partial))
         for_long = min(self.long_prompt, budget // 2) if has_long else 0
         passed: list[Request] = []
-        while budget > 0:
+        while budget > step.num_encoded:  # an image token that is encoded takes as long as two
             partial = [request for request in partial if request.slot >= 0]  # others were preempted
             may_start = may_start and bool(self.free_slots)
             only_long = for_long >= budget
@@ -296,16 +304,32 @@ class Scheduler:
                 self._start_request(step, request, cached, now)
             else:
                 partial.remove(request)
-            num_tokens = min(request.num_uncomputed_tokens, room)
-            new_block_ids = self._allocate_blocks(step, request, num_tokens)
-            if new_block_ids is None:
-                continue
-            queue.charge(request, num_tokens)
-            self._finish_scheduling(request, step.add_row(request, num_tokens, new_block_ids))
-            budget -= num_tokens
+            budget -= self._schedule_prompt(step, request, room)
         for request in passed:
             queue.add(request)
         return budget + withheld
+
+    def _schedule_prompt(self, step: Step, request: Request, room: int) -> int:
+        """Schedule tokens of a prompt that has a slot, and return their number: 0 if it must wait
+        for blocks or for room to encode its pictures.
+        """
+        num_tokens = min(request.num_uncomputed_tokens, room - step.num_encoded)
+        inputs: list[int] = []
+        if request.mm_features:
+            limit = self.max_num_batched_tokens
+            num_ready, inputs = self.encoder_cache.count_ready(request, num_tokens, limit)
+            num_tokens = num_ready if self.chunks_prompts or num_ready == num_tokens else 0
+        if num_tokens <= 0:
+            return 0
+        new_block_ids = self._allocate_blocks(step, request, num_tokens)
+        if new_block_ids is None:
+            return 0
+        if request.mm_features:
+            step.encoder_inputs += [(request.slot, index) for index in inputs]
+            step.num_encoded += self.encoder_cache.encode(request, num_tokens, inputs)
+        self.waiting.charge(request, num_tokens)
+        self._finish_scheduling(request, step.add_row(request, num_tokens, new_block_ids))
+        return num_tokens
 
     def _allocate_blocks(self, step: Step, request: Request, num_tokens: int) -> list[int] | None:
         """Return new blocks for a request's next tokens, preempting the last running requests if
@@ -468,6 +492,7 @@ class Scheduler:
         sharers = self.kv_cache.prefix_cache.find_sharers(request, num_tokens, candidates)
         for failed in [request, *sharers]:
             self.kv_cache.forget(failed)
+            self.encoder_cache.forget(failed)
             if not failed.is_finished:
                 self._end_with_error(failed, error, step.record.step)
 
