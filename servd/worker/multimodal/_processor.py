@@ -1,0 +1,165 @@
+"""Image processors of transformers that need only Pillow and NumPy, made from a checkpoint's files:
+what those of all families share.
+"""
+
+import json
+import warnings
+from abc import abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from PIL import Image
+
+from servd.base.errors import ConfigError, InvalidRequest, UnsupportedModel
+from servd.checkpoint.account import object_in
+from servd.checkpoint.config_json import read_json
+from servd.checkpoint.multimodal_config import PROCESSORS
+from servd.checkpoint.tokenizer_files import CONFIG, EXTRA, SPECIAL
+from servd.worker.multimodal import Detail, ImageProcessor, ProcessedImage
+
+FLAG = "--mm-processor-kwargs"
+# Options that the weights or servd decide.
+FIXED = frozenset(
+    """
+    data_format device disable_grouping image_grid_pinpoints image_seq_length input_data_format
+    max_image_size merge_size patch_size return_row_col_info return_tensors temporal_patch_size
+    """.split()
+)
+OLD_SIZES = ("min_pixels", "max_pixels")  # Qwen's, which are in `size` today
+SAMPLE_SIZE = (240, 160)  # pixels of a picture on which options are tried
+PIXELS = {"pixel_values": np.float32}  # an input of all towers
+SIZED_PIXELS = PIXELS | {"image_sizes": np.int64}
+LOW_SIDE = 512  # pixels of a side at `detail` low, where a family reads pictures of any size
+
+
+class PilProcessor(ImageProcessor):
+    """An image processor of a checkpoint: transformers makes the tensors, a family's class the
+    text.
+    """
+
+    kinds: ClassVar[tuple[str, ...]]  # of transformers' image processors; the first is the default
+    has_fixed_size: ClassVar[bool] = True  # whether the tower reads pictures of one size alone
+    inputs: ClassVar[Mapping[str, Any]]  # of the tower: name in transformers' outputs -> dtype
+    image_token: str  # what stands in `ProcessedImage.text` for an embedding
+
+    def __init__(self, folder: Path, options: Mapping[str, Any]) -> None:
+        super().__init__(folder, options)
+        self.config = read_json(folder / "config.json")
+        self.vision = object_in(self.config, "vision_config") or {}
+        nested, preprocessor = (read_json(folder / name, {}) for name in PROCESSORS)
+        self.settings = nested  # of the processor of text and pictures together
+        preprocessor = object_in(nested, "image_processor") or preprocessor
+        self.kind = self._find_kind(str(preprocessor.get("image_processor_type", "")))
+        self.tokens = _read_tokens(folder)
+        self.set_tokens()
+        self._check_options(preprocessor)
+        self.high = self._make(preprocessor, options)
+        self.low = self._make(preprocessor, options, self.low_options())
+        try:
+            for detail in ("high", "low"):
+                self.process(Image.new("RGB", SAMPLE_SIZE), detail)
+        except Exception as error:  # transformers raises any
+            files = " and ".join(PROCESSORS)
+            text = f"{folder}: {files} with {FLAG} {json.dumps(dict(options))}: {error}"
+            raise ConfigError(text) from None
+
+    @abstractmethod
+    def set_tokens(self) -> None:
+        """Set `placeholder`, `image_token` and what else the text is made of."""
+
+    @abstractmethod
+    def expand(self, outputs: Mapping[str, Any]) -> str:
+        """Return the text for a picture, from transformers' outputs for it."""
+
+    def family_settings(self) -> dict[str, Any]:
+        """Return settings that a family's processor prefers to those of the file."""
+        return {}
+
+    def low_options(self) -> dict[str, Any]:
+        """Return what is different at `detail` low. `self.high` is there."""
+        return {}
+
+    def grid(self, outputs: Mapping[str, Any]) -> tuple[int, int]:
+        """Return MultiModalFeature.grid."""
+        return 0, 0
+
+    def process(self, image: Image.Image, detail: Detail) -> ProcessedImage:
+        processor = self.low if detail == "low" else self.high
+        try:
+            outputs = processor(images=[image], return_tensors="np")
+        except (ArithmeticError, ValueError) as error:
+            raise InvalidRequest(
+                f"the model reads no picture of {image.width} x {image.height} pixels: send one "
+                "that is less long and thin"
+            ) from error
+        text = self.expand(outputs)
+        tensors = {
+            name: np.ascontiguousarray(outputs[name], dtype=dtype)
+            for name, dtype in self.inputs.items()
+        }
+        return ProcessedImage(text, text.count(self.image_token), self.grid(outputs), tensors)
+
+    def token(self, name: str, default: str) -> str:
+        """Return the special token of a name in the tokenizer's files."""
+        value = self.tokens.get(name)
+        if isinstance(value, dict):
+            value = value.get("content")
+        return value if isinstance(value, str) and value else default
+
+    def _find_kind(self, name: str) -> str:
+        name = name.removesuffix("Fast").removesuffix("Pil") or self.kinds[0]
+        if name not in self.kinds:
+            raise UnsupportedModel(
+                f"{self.folder}: image_processor_type {name!r:.50}: for this model, servd reads "
+                f"{' and '.join(self.kinds)}; --language-model-only serves it without pictures"
+            )
+        return name
+
+    def _make(self, preprocessor: Mapping[str, Any], *options: Mapping[str, Any]) -> Any:
+        """Return transformers' image processor of a preprocessor_config.json. Later `options`
+        replace those before them.
+        """
+        import transformers
+
+        processor_class: Any = getattr(transformers, f"{self.kind}Pil")
+        settings: dict[str, Any] = {}
+        for layer in (preprocessor, self.family_settings(), *options):
+            if "size" in layer:
+                settings = {key: settings[key] for key in settings if key not in OLD_SIZES}
+            settings |= layer
+        known = processor_class.valid_kwargs.__annotations__
+        return processor_class(**{key: settings[key] for key in settings if key in known})
+
+    def _check_options(self, preprocessor: Mapping[str, Any]) -> None:
+        """Raise ConfigError for an option that is unknown or has no valid value."""
+        self.high = self._make(preprocessor)
+        allowed = {*self.high.valid_kwargs.__annotations__} - FIXED
+        sample = [Image.new("RGB", SAMPLE_SIZE)]
+        shape = self.high(images=sample, return_tensors="np")["pixel_values"].shape
+        for name, value in self.options.items():
+            if name not in allowed:
+                there_are = ", ".join(sorted(allowed))
+                raise ConfigError(f"{FLAG}: {name!r} is unknown; there are: {there_are}")
+            try:
+                with warnings.catch_warnings(action="ignore"):  # about the names of OLD_SIZES
+                    outputs = self.high(images=sample, return_tensors="np", **{name: value})
+            except Exception as error:  # transformers raises any
+                raise ConfigError(f"{FLAG}: {name} {value!r:.50}: {error}") from None
+            if self.has_fixed_size and outputs["pixel_values"].shape[-2:] != shape[-2:]:
+                height, width = shape[-2:]
+                raise ConfigError(
+                    f"{FLAG}: {name} {value!r:.50}: the vision tower reads pictures of {height} x "
+                    f"{width} pixels"
+                )
+
+
+def _read_tokens(folder: Path) -> dict[str, Any]:
+    """Return the special tokens of the tokenizer's files, by name."""
+    tokens = read_json(folder / SPECIAL, {}) | read_json(folder / CONFIG, {})
+    for name in reversed(EXTRA):
+        extra = tokens.get(name)
+        if isinstance(extra, dict):
+            tokens |= extra
+    return tokens
