@@ -29,7 +29,9 @@ def dense(
     at_key = torch.arange(len(keys), device=q.device)
     at_query = at_key[len(keys) - len(q) :, None]
     window = window or len(keys)
-    ahead = len(keys) if sees_row else 1 if is_causal else window
+    ahead = 1 if is_causal else window
+    if sees_row:
+        ahead = len(keys)
     sees = (at_key > at_query - window) & (at_key < at_query + ahead)
     scores = scores.masked_fill(~sees, -torch.inf)
     totals = scores.logsumexp(-1, keepdim=True)
