@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from PIL import Image
 
 from servd.base import plugins
+from servd.base.errors import ConfigError
 from servd.checkpoint.model_spec import read_spec
 from servd.core.engine_core import EngineCore
 from servd.core.executor.uniproc import UniProcExecutor
@@ -22,7 +23,9 @@ from servd.messages.params import SamplingParams
 from servd.worker.multimodal import FAMILIES, ImageProcessor
 from tests import vision_models
 from tests.core.engines import Log
+from tests.worker import stages
 from tests.worker.driver import config_for
+from tests.worker.recorded import use_recorded_runner
 
 SIZES = [(61, 47), (75, 131), (150, 34), (90, 90)]  # of pictures, in pixels
 NUM_OUTPUTS = 20
@@ -135,7 +138,11 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Family
 
 
 def make_engine(
-    family: Family, num_blocks: int = 200, depth: int = 1, **options: object
+    family: Family,
+    num_blocks: int = 200,
+    depth: int = 1,
+    executor_class: Any = UniProcExecutor,
+    **options: object,
 ) -> EngineCore:
     spec = family.spec
     config = config_for(
@@ -152,7 +159,7 @@ def make_engine(
             | options
         ),
     )
-    executor = UniProcExecutor(config, spec, lambda phase, fraction: None)
+    executor = executor_class(config, spec, lambda phase, fraction: None)
     return EngineCore(config, spec, executor, executor.start())
 
 
@@ -207,3 +214,42 @@ def test_tokens_are_those_of_transformers(families, name: str):
     longest = max(lens[number] for number in short) + NUM_OUTPUTS
     engine = make_engine(family, num_blocks, 2, max_model_len=longest)
     assert requests.check(engine, numbers=short).total("num_preemptions") > 0
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "torch_sdpa": {"attention_backend": "torch_sdpa"},
+    "drafts": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+    "whole prompts": {"max_num_batched_tokens": 1024, "enforce_eager": True},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["qwen3_vl", "gemma3", "smolvlm"])
+def test_ways_to_compute(families, name: str, way: str):
+    family = families(name)
+    requests = Requests(family)
+    requests.check(make_engine(family, 200, 2, **WAYS[way]))
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "gemma3"])
+def test_graphs_of_a_device(families, monkeypatch, name: str):
+    use_recorded_runner(monkeypatch)
+    family = families(name)
+    requests = Requests(family)
+    engine = make_engine(family, 200, 2)
+    requests.check(engine, "first ")
+    requests.check(engine, "second ")
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3"])
+def test_stages(families, name: str):
+    family = families(name)
+    requests = Requests(family)
+    options = {"executor": "multiproc", "pipeline_parallel_size": 2}
+    requests.check(make_engine(family, 200, executor_class=stages.Executor, **options))
+
+
+def test_features_of_layers_in_a_second_stage_are_refused(families):
+    options = {"executor": "multiproc", "pipeline_parallel_size": 2}
+    with pytest.raises(ConfigError, match="--pipeline-parallel-size 2: the first stage has 1"):
+        make_engine(families("qwen3_vl"), 200, executor_class=stages.Executor, **options)

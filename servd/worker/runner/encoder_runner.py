@@ -93,8 +93,8 @@ class EncoderRunner:
         self.nbytes = 0
         if parallel.stage == 0:
             self._load_tower(dtype)
-        # Steps with pictures compute attention by this backend.
-        self.backend = backend
+        # Steps with pictures compute attention by this backend; None: by the model's.
+        self.backend: AttentionBackend[Any] | None = None
         if self.multimodal.is_bidirectional and not backend.supports_bidirectional_rows:
             self.backend = TorchSdpaBackend(backend.spec)
             assert self.backend.kv_cache_shape(1) == backend.kv_cache_shape(1)

@@ -373,7 +373,9 @@ class ModelRunner(ABC):
         images: ImageEmbeddings | None = None,
     ) -> torch.Tensor:
         """Return hidden states [num_tokens, hidden] from int64 [num_tokens] ids and positions."""
-        backend = self.backend if images is None or self.encoder is None else self.encoder.backend
+        backend = self.backend
+        if images is not None and self.encoder is not None:
+            backend = self.encoder.backend or backend
         memory = self.states.state_memory
         ctx = ForwardContext(backend, attention, self.kv_caches, memory, images)
         return self.model(input_ids, positions, ctx)
