@@ -129,8 +129,8 @@ class PilProcessor(ImageProcessor):
             if "size" in layer:
                 settings = {key: settings[key] for key in settings if key not in OLD_SIZES}
             settings |= layer
-        known = processor_class.valid_kwargs.__annotations__
-        return processor_class(**{key: settings[key] for key in settings if key in known})
+        names = processor_class.valid_kwargs.__annotations__
+        return processor_class(**{key: settings[key] for key in settings if key in names})
 
     def _check_options(self, preprocessor: Mapping[str, Any]) -> None:
         """Raise ConfigError for an option that is unknown or has no valid value."""

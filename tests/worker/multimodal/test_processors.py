@@ -128,7 +128,8 @@ def test_text_and_tensors_are_those_of_the_checkpoints_processor(
     vision_checkpoint: Callable[[str], Path], family: str
 ) -> None:
     folder = vision_checkpoint(family)
-    num_embeds = [check(family, folder, size) for size in SIZES]
+    sizes = SIZES if family != "mistral3" else SIZES[1:]  # transformers fails at one token
+    num_embeds = [check(family, folder, size) for size in sizes]
     assert min(num_embeds) > 0
 
 
@@ -184,7 +185,7 @@ def test_wrong_options_are_refused_by_name(
 
 
 @pytest.mark.parametrize(
-    ("family", "size", "most"),
+    ("family", "size", "most_embeds"),
     [
         ("smolvlm", (300, 450), 16),
         ("qwen3_vl", (3000, 3000), 16 * 16),
@@ -198,7 +199,7 @@ def test_detail_low_has_fewer_tokens(
     tmp_path: Path,
     family: str,
     size: tuple[int, int],
-    most: int,
+    most_embeds: int,
 ) -> None:
     folder = tmp_path / family
     folder.symlink_to(vision_checkpoint(family))
@@ -214,7 +215,7 @@ def test_detail_low_has_fewer_tokens(
         processor.process(picture(size), detail).num_embeds for detail in ("auto", "high", "low")
     )
     assert auto == high >= low
-    assert low <= most < (high if family != "llava" else 65)
+    assert low <= most_embeds < (high if family != "llava" else 65)
 
 
 def test_pictures_that_are_too_long_are_refused(vision_checkpoint: Callable[[str], Path]) -> None:

@@ -1,0 +1,168 @@
+"""The part of a model that encodes pictures: transformers' vision tower and projector."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from servd.base.errors import ModelNotFound, UnsupportedModel
+from servd.checkpoint.config_json import read_json
+from servd.checkpoint.model_spec import ModelSpec
+from servd.checkpoint.multimodal_config import text_name
+from servd.checkpoint.weight_files import find_weight_files
+from servd.worker.layers.packed import PackedMatrix
+from servd.worker.ops import target
+from servd.worker.quantization._files import read_tensors
+
+# transformers makes a model with all of its parts: these leave of the language model next to
+# nothing.
+REDUCED = {"num_hidden_layers": 0, "vocab_size": 8, "layer_types": [], "pad_token_id": None}
+WITHOUT_TOWER = "--language-model-only serves the model without pictures"
+MAX_NAMED = 4  # tensors in a message
+
+
+class NativeLinear(nn.Module):
+    """A linear layer by the CPU kernels. `x_dtype`: see PackedMatrix."""
+
+    def __init__(self, linear: nn.Linear, x_dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = PackedMatrix(linear.weight.data, x_dtype=x_dtype)
+        self.bias = None if linear.bias is None else linear.bias.data.float()
+
+    def forward(self, x: Tensor) -> Tensor:  # float32 [..., in] -> [..., out]
+        rows = x.reshape(-1, x.shape[-1])
+        return self.weight.multiply(rows, self.bias).view(*x.shape[:-1], -1)
+
+
+class VisionTower:
+    """A checkpoint's vision tower with its projector."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+        self.model = model
+        self.dtype = dtype  # of pixels and of results
+        self.device = device
+        matrices = [module.weight for module in model.modules() if isinstance(module, NativeLinear)]
+        tensors = [*model.parameters(), *model.buffers(), *matrices]
+        self.nbytes = sum(tensor.nbytes for tensor in tensors)
+
+    @classmethod
+    def load(cls, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> "VisionTower":
+        """Load the tower of a checkpoint. With servd's kernels for CPUs, matrices keep 16 bits and
+        all else is float32. Raises ModelNotFound if weights are missing; UnsupportedModel if they
+        are quantized or do not fit config.json.
+        """
+        folder = Path(spec.folder)
+        tensors = _read_vision(folder)
+        is_native = target.runs_native(device)
+        weight_dtype = dtype
+        if is_native:
+            dtypes = [tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()]
+            weight_dtype = min(dtype, *dtypes, key=lambda dtype: dtype.itemsize)
+        model = _build(folder, tensors, weight_dtype)
+        if is_native:
+            _use_kernels(model, dtype)
+            model.float()
+            dtype = torch.float32
+        return cls(model.to(device), dtype, device)
+
+    @torch.inference_mode()
+    def encode(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Return the embeddings of a picture's image tokens, in their order: [num_embeds,
+        embed_size]. `tensors`: ProcessedImage.tensors.
+        """
+        inputs = {
+            name: tensor.to(self.device, self.dtype if tensor.is_floating_point() else None)
+            for name, tensor in tensors.items()
+        }
+        outputs = cast(Any, self.model).get_image_features(**inputs, return_dict=True)
+        deepstack = getattr(outputs, "deepstack_features", None) or ()
+        features = [_as_rows(parts) for parts in (outputs.pooler_output, *deepstack)]
+        return torch.cat(features, dim=-1)
+
+
+def _as_rows(parts: Any) -> Tensor:
+    """Return features of a picture, or of its parts, as rows."""
+    return torch.cat([part.flatten(0, -2) for part in parts])
+
+
+def _read_vision(folder: Path) -> dict[str, Tensor]:
+    """Return the tensors of a checkpoint that are not the language model's, mapped."""
+    files = find_weight_files(folder)
+    tensors = dict(read_tensors(files, lambda name: text_name(name) is None))
+    quantized = [
+        name
+        for name, tensor in tensors.items()
+        if tensor.dtype not in (torch.bfloat16, torch.float16, torch.float32)
+        and not name.endswith("position_ids")
+    ]
+    if quantized:
+        names = ", ".join(quantized[:MAX_NAMED])
+        raise UnsupportedModel(
+            f"{folder}: its vision tower is quantized ({names}), which servd does not read: "
+            f"{WITHOUT_TOWER}"
+        )
+    return tensors
+
+
+def _build(folder: Path, tensors: dict[str, Tensor], dtype: torch.dtype) -> nn.Module:
+    """Return transformers' model of a folder without its language model."""
+    import transformers
+
+    config = transformers.AutoConfig.for_model(**read_json(folder / "config.json"))
+    text_config = config.get_text_config()
+    for name, value in REDUCED.items():
+        if hasattr(text_config, name):
+            setattr(text_config, name, value)
+    try:
+        with _silent_transformers():
+            with torch.device("meta"):
+                of_family = transformers.AutoModelForImageTextToText.from_config(config)
+            whole, info = type(of_family).from_pretrained(
+                None,
+                config=config,
+                state_dict=tensors,
+                dtype=dtype,
+                attn_implementation="sdpa",
+                output_loading_info=True,
+            )
+    except Exception as error:  # transformers raises any
+        raise UnsupportedModel(
+            f"{folder}: its vision tower cannot be loaded: {error}; {WITHOUT_TOWER}"
+        ) from error
+    if missing := sorted(name for name in info["missing_keys"] if text_name(name) is None):
+        names = ", ".join(missing[:MAX_NAMED])
+        raise ModelNotFound(f"{folder} lacks {len(missing)} weights of its vision tower: {names}")
+    model = whole.eval().base_model
+    decoder = whole.get_decoder()
+    for name, child in list(model.named_children()):
+        if child is decoder:
+            delattr(model, name)
+    return model
+
+
+def _use_kernels(model: nn.Module, x_dtype: torch.dtype) -> None:
+    """Replace linear layers by those of the CPU kernels."""
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is nn.Linear:  # others are read by what they are in
+                setattr(module, name, NativeLinear(child, x_dtype))
+
+
+@contextmanager
+def _silent_transformers() -> Iterator[None]:
+    """Within this context, transformers writes no reports: it finds the language model missing."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    has_bars = logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if has_bars:
+            logging.enable_progress_bar()
