@@ -15,7 +15,7 @@ class EncoderCacheManager:
     """The encoded pictures of all workers, by identifier: an LRU of up to `capacity` image tokens.
 
     A picture is encoded in the step that first computes one of its tokens, for all requests with
-    the same picture. It stays until such a request has computed all of its tokens, or longer.
+    the same picture. The pictures that a step reads stay until the next step.
 
     Args:
         capacity: the image tokens of all outputs. A picture must not have more.
@@ -25,12 +25,11 @@ class EncoderCacheManager:
     def __init__(self, capacity: int = 0, is_bidirectional: bool = False) -> None:
         self.capacity = capacity
         self.is_bidirectional = is_bidirectional
-        self.num_queries = 0  # pictures that requests needed
-        self.num_hits = 0  # of these, pictures that were encoded already
         self._sizes: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
-        self._holds: list[tuple[Request, int]] = []  # pictures, by index, that requests still read
+        self._held: set[bytes] = set()  # those that this step reads
         self._freed: list[bytes] = []
-        self._num_encoded = 0  # image tokens that this step encodes
+        self._limit = 0  # image tokens of a step
+        self._num_encoded = 0  # of this step
 
     @classmethod
     def from_config(cls, config: Config, spec: ModelSpec, max_model_len: int) -> Self:
@@ -46,19 +45,34 @@ class EncoderCacheManager:
         """The image tokens of all outputs."""
         return sum(self._sizes.values())
 
-    def begin_step(self) -> None:
-        """Let go of the pictures whose tokens earlier steps have computed."""
+    def begin_step(self, limit: int) -> None:
+        """Let go of what the last step read. A step encodes its first picture, and others up to a
+        `limit` of image tokens.
+        """
+        self._limit = limit
         self._num_encoded = 0
-        if self._holds:
-            self._holds = [hold for hold in self._holds if _is_read(*hold)]
+        self._held.clear()
 
-    def count_ready(self, request: Request, num_tokens: int, room: int) -> tuple[int, list[int]]:
-        """Return how many of a request's next `num_tokens` tokens a step can compute, and which of
-        its pictures, by index, it must encode for them. The first picture of a step is always
-        encoded; others if the step then encodes at most `room` image tokens.
+    def can_start(self, request: Request, room: int) -> bool:
+        """Return whether the step can compute tokens of a new request, wherever it begins, and
+        encode all of its pictures. `room`: the tokens that it may compute.
+        """
+        if not request.mm_features:
+            return True
+        sizes = {feature.identifier: feature.num_embeds for feature in request.mm_features}
+        num_new = sum(size for key, size in sizes.items() if key not in self._sizes)
+        num_embeds = sum(({key: self._sizes[key] for key in self._held} | sizes).values())
+        fits = num_embeds <= self.capacity
+        longest = max(feature.length for feature in request.mm_features)
+        is_whole = not self.is_bidirectional or longest <= room
+        return fits and is_whole and self._has_time(self._num_encoded, num_new)
+
+    def count_ready(self, request: Request, num_tokens: int) -> tuple[int, list[int]]:
+        """Return how many of a request's next `num_tokens` tokens the step can compute, and which
+        of its pictures, by index, it must encode for them.
         """
         start = request.num_computed_tokens
-        held = {r.mm_features[index].identifier for r, index in self._holds}
+        held = self._held.copy()
         num_held = sum(self._sizes[identifier] for identifier in held)
         num_encoded = self._num_encoded
         inputs: list[int] = []
@@ -70,9 +84,8 @@ class EncoderCacheManager:
             is_cut = self.is_bidirectional and feature.end > start + num_tokens
             is_encoded = feature.identifier in self._sizes
             size = 0 if feature.identifier in held else feature.num_embeds
-            has_room = not num_encoded or num_encoded + size <= room
             fits = num_held + size <= self.capacity
-            if is_cut or not (fits and (is_encoded or has_room)):
+            if is_cut or not (fits and (is_encoded or self._has_time(num_encoded, size))):
                 return max(feature.offset - start, 0), inputs
             held.add(feature.identifier)
             num_held += size
@@ -87,13 +100,10 @@ class EncoderCacheManager:
         """
         end = request.num_computed_tokens + num_tokens
         num_before = self._num_encoded
-        for index, feature in enumerate(request.mm_features):
+        for feature in request.mm_features:
             if feature.end <= request.num_computed_tokens or feature.offset >= end:
                 continue
-            if (request, index) not in self._holds:
-                self._holds.append((request, index))
-                self.num_queries += 1
-                self.num_hits += index not in inputs
+            self._held.add(feature.identifier)
             self._sizes[feature.identifier] = feature.num_embeds
             self._sizes.move_to_end(feature.identifier)
         self._num_encoded += sum(request.mm_features[index].num_embeds for index in inputs)
@@ -105,12 +115,12 @@ class EncoderCacheManager:
         for identifier in {feature.identifier for feature in request.mm_features}:
             if self._sizes.pop(identifier, None) is not None:
                 self._freed.append(identifier)
-        self._holds = [h for h in self._holds if h[0].mm_features[h[1]].identifier in self._sizes]
+            self._held.discard(identifier)
 
     def clear(self) -> None:
         """Forget all: the workers are new."""
         self._sizes.clear()
-        self._holds.clear()
+        self._held.clear()
         self._freed.clear()
 
     def take_freed(self) -> list[bytes]:
@@ -118,17 +128,15 @@ class EncoderCacheManager:
         freed, self._freed = self._freed, []
         return freed
 
+    def _has_time(self, num_encoded: int, num_new: int) -> bool:
+        """Return whether a step that encodes `num_encoded` image tokens can encode `num_new`."""
+        return num_encoded == 0 or num_encoded + num_new <= self._limit
+
     def _evict(self) -> None:
-        held = {request.mm_features[index].identifier for request, index in self._holds}
         num_embeds = self.num_embeds
         for identifier in [*self._sizes]:
             if num_embeds <= self.capacity:
                 return
-            if identifier not in held:
+            if identifier not in self._held:
                 num_embeds -= self._sizes.pop(identifier)
                 self._freed.append(identifier)
-
-
-def _is_read(request: Request, index: int) -> bool:
-    feature = request.mm_features[index]
-    return request.slot >= 0 and request.num_computed_tokens < feature.end

@@ -137,7 +137,7 @@ class Scheduler:
         record = StepRecord(self._num_steps, self.clock())
         step = Step(record)
         self.waiting.begin_step()
-        self.encoder_cache.begin_step()
+        self.encoder_cache.begin_step(self.max_num_batched_tokens)
         for request, error in self.kv_cache.connector.take_failed():
             self._end_with_error(request, error)
         self.draft_length.begin_step(record.step, len(self.running))
@@ -275,17 +275,18 @@ class Scheduler:
         has_long = queue.has_long(priority_class) or any(map(queue.is_long, partial))
         for_long = min(self.long_prompt, budget // 2) if has_long else 0
         passed: list[Request] = []
-        while budget > step.num_encoded:  # an image token that is encoded takes as long as two
+        # An image token that is encoded takes as long as two.
+        while (left := budget - step.num_encoded) > 0:
             partial = [request for request in partial if request.slot >= 0]  # others were preempted
             may_start = may_start and bool(self.free_slots)
-            only_long = for_long >= budget
+            only_long = for_long >= left
             request = queue.next(partial, priority_class, may_start, only_long)
             if request is None:
                 if not only_long:
                     break
                 for_long = 0  # no long prompt can continue
                 continue
-            room = budget if queue.is_long(request) else budget - for_long
+            room = left if queue.is_long(request) else left - for_long
             if request.num_uncomputed_tokens > room and not self.chunks_prompts:
                 break
             if request.slot < 0:
@@ -293,6 +294,9 @@ class Scheduler:
                 # One preempted with a token in flight waits until that is collected.
                 is_known = not request.num_placeholders
                 may_start = is_known and self.kv_cache.can_allocate(request, cached)
+                if may_start and not self.encoder_cache.can_start(request, room):
+                    may_start = False
+                    continue
                 if not may_start:
                     step.record.waits_for = "blocks"
                     has_room = len(passed) < MAX_PASSED
@@ -313,14 +317,12 @@ class Scheduler:
         """Schedule tokens of a prompt that has a slot, and return their number: 0 if it must wait
         for blocks or for room to encode its pictures.
         """
-        num_tokens = min(request.num_uncomputed_tokens, room - step.num_encoded)
+        num_tokens = min(request.num_uncomputed_tokens, room)
         inputs: list[int] = []
         if request.mm_features:
-            limit = self.max_num_batched_tokens
-            num_ready, inputs = self.encoder_cache.count_ready(request, num_tokens, limit)
-            num_tokens = num_ready if self.chunks_prompts or num_ready == num_tokens else 0
-        if num_tokens <= 0:
-            return 0
+            num_tokens, inputs = self.encoder_cache.count_ready(request, num_tokens)
+            if num_tokens == 0:
+                return 0
         new_block_ids = self._allocate_blocks(step, request, num_tokens)
         if new_block_ids is None:
             return 0

@@ -1,0 +1,183 @@
+"""Pictures in the engine: what is encoded when, and which requests share blocks and outputs."""
+
+from hashlib import sha256
+from typing import NamedTuple
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from servd.core.encoder_cache_manager import EncoderCacheManager
+from servd.messages.multimodal import MultiModalFeature
+from tests.core.engines import (
+    AuditedExecutor,
+    generate,
+    make_engine,
+    make_request,
+    run_arrivals,
+    solo,
+)
+
+IMAGE = 99  # the image token
+
+
+class SeeingExecutor(AuditedExecutor):
+    """Checks that what rows read is encoded, and that the outputs never exceed the capacity."""
+
+    capacity = 64
+    is_bidirectional = False
+
+    def start(self):
+        self.features: dict[int, list[MultiModalFeature]] = {}
+        self.outputs: dict[bytes, int] = {}
+        self.num_encoded = 0
+        return super().start()
+
+    def execute_model(self, scheduled) -> None:
+        for new in scheduled.new_requests:
+            self.features[new.slot] = new.mm_features
+        for identifier in scheduled.freed_encoder_outputs:
+            del self.outputs[identifier]
+        for slot, index in scheduled.scheduled_encoder_inputs:
+            feature = self.features[slot][index]
+            assert feature.identifier not in self.outputs
+            self.outputs[feature.identifier] = feature.num_embeds
+            self.num_encoded += 1
+        assert sum(self.outputs.values()) <= self.capacity
+        for row in scheduled.rows:
+            start = row.num_computed_tokens
+            end = start + row.num_scheduled_tokens
+            for feature in self.features[row.slot]:
+                if feature.offset < end and feature.end > start:
+                    assert feature.identifier in self.outputs
+                    assert feature.end <= end or not self.is_bidirectional
+        super().execute_model(scheduled)
+
+
+def seeing_request(request_id: str, parts: list, max_tokens: int = 3, **options):
+    """A request whose parts are tokens, or a picture's name and its number of image tokens."""
+    token_ids: list[int] = []
+    features: list[MultiModalFeature] = []
+    for part in parts:
+        if isinstance(part, int):
+            token_ids.append(part)
+            continue
+        name, size = part
+        identifier = sha256(f"{options.get('cache_salt')}{name}".encode()).digest()
+        features.append(MultiModalFeature(identifier, len(token_ids), size, size))
+        token_ids += [IMAGE] * size
+    request = make_request(request_id, token_ids, max_tokens, **options)
+    return msgspec.structs.replace(request, mm_features=features)
+
+
+def seeing_engine(capacity: int = 64, is_bidirectional: bool = False, **options):
+    kind = type("Seeing", (SeeingExecutor,), {})
+    kind.capacity = capacity
+    kind.is_bidirectional = is_bidirectional
+    engine = make_engine(executor_class=kind, **options)
+    engine.scheduler.encoder_cache = EncoderCacheManager(capacity, is_bidirectional)
+    return engine
+
+
+def test_a_picture_is_encoded_once_for_all_that_have_it():
+    engine = seeing_engine()
+    requests = [seeing_request(str(i), [i + 1, ("a", 20), 7]) for i in range(9)]
+    log = generate(engine, *requests)
+    assert engine.executor.num_encoded == 1
+    assert [log.token_ids(str(i)) for i in range(9)] == [solo(request) for request in requests]
+
+
+def test_a_cached_prefix_covers_a_picture():
+    engine = seeing_engine(block_size=4)
+    generate(engine, seeing_request("first", [1, ("a", 20), 7, 8, 9]))
+    engine.scheduler.encoder_cache.clear()
+    engine.executor.outputs.clear()
+    log = generate(engine, seeing_request("second", [1, ("a", 20), 7, 8, 9]))
+    assert log.outputs["second"][0].num_cached_tokens == 20  # but for the last block: 4 of 24
+    assert engine.executor.num_encoded == 2  # the last image token is in that block
+
+
+@pytest.mark.parametrize(
+    ("name", "salt", "num_cached"), [("a", None, 20), ("b", None, 0), ("a", "other", 0)]
+)
+def test_two_pictures_share_no_block_nor_do_two_salts(name, salt, num_cached):
+    engine = seeing_engine(block_size=4)
+    generate(engine, seeing_request("first", [("a", 20), 7, 8, 9]))
+    log = generate(engine, seeing_request("second", [(name, 20), 7, 8, 9], cache_salt=salt))
+    assert log.outputs["second"][0].num_cached_tokens == num_cached
+
+
+def test_blocks_before_and_after_a_picture_depend_on_it_only_after():
+    engine = seeing_engine(block_size=4)
+    text = [1, 2, 3, 4]
+    generate(engine, seeing_request("first", [*text, ("a", 4), *text, 5]))
+    log = generate(engine, seeing_request("second", [*text, ("b", 4), *text, 5]))
+    assert log.outputs["second"][0].num_cached_tokens == 4
+
+
+def test_what_a_failed_request_had_is_encoded_again():
+    engine = seeing_engine()
+    engine.handle(seeing_request("a", [("a", 20), 7]))
+    engine.step()
+    cache = engine.scheduler.encoder_cache
+    [request] = engine.scheduler.requests.values()
+    cache.forget(request)
+    assert cache.num_embeds == 0
+    assert cache.take_freed() == [request.mm_features[0].identifier]
+
+
+class Arrival(NamedTuple):
+    step: int
+    parts: list
+    max_tokens: int
+    abort_after: int | None
+
+
+PICTURES = st.integers(0, 40).map(lambda number: (str(number), number % 16 + 1))
+PARTS = st.lists(st.one_of(st.integers(1, 90), PICTURES), min_size=1, max_size=8)
+ARRIVALS = st.lists(
+    st.builds(
+        Arrival,
+        st.integers(0, 6),
+        PARTS,
+        st.integers(1, 6),
+        st.one_of(st.none(), st.integers(0, 5)),
+    ),
+    min_size=1,
+    max_size=8,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    arrivals=ARRIVALS,
+    depth=st.sampled_from([1, 2]),
+    num_blocks=st.integers(20, 60),
+    capacity=st.sampled_from([64, 70]),
+    budget=st.sampled_from([8, 20, 40, 64]),
+    is_bidirectional=st.booleans(),
+    is_chunked=st.booleans(),
+)
+def test_every_schedule_encodes_what_it_reads_and_ends(
+    arrivals, depth, num_blocks, capacity, budget, is_bidirectional, is_chunked
+):
+    least = 64 if not is_chunked else 40 if is_bidirectional else 8
+    engine = seeing_engine(
+        capacity=capacity,
+        is_bidirectional=is_bidirectional,
+        num_blocks=num_blocks,
+        depth=depth,
+        block_size=4,
+        max_num_seqs=4,
+        max_num_batched_tokens=max(budget, least),
+        enable_chunked_prefill=is_chunked,
+    )
+    requests = {
+        str(i): seeing_request(str(i), arrival.parts, arrival.max_tokens)
+        for i, arrival in enumerate(arrivals)
+    }
+    log = run_arrivals(engine, arrivals, requests)
+    for request_id, request in requests.items():
+        token_ids = log.token_ids(request_id)
+        assert token_ids == solo(request)[: len(token_ids)]
