@@ -16,11 +16,14 @@ from servd.base import plugins
 from servd.base.errors import ConfigError
 from servd.checkpoint.model_spec import read_spec
 from servd.core.engine_core import EngineCore
+from servd.core.executor.multiproc import MultiProcExecutor
 from servd.core.executor.uniproc import UniProcExecutor
 from servd.messages.engine import EngineCoreRequest
 from servd.messages.multimodal import MultiModalFeature, TensorPlace
 from servd.messages.params import SamplingParams
+from servd.worker.batch.input_batch import InputBatch
 from servd.worker.multimodal import FAMILIES, ImageProcessor
+from servd.worker.runner import dry_run
 from tests import vision_models
 from tests.core.engines import Log
 from tests.worker import stages
@@ -164,7 +167,7 @@ def make_engine(
 
 
 class Requests:
-    """Requests of a family: with 0, 1 and 3 pictures of odd sizes, and what transformers answers."""
+    """Requests with 0, 1 and 3 pictures of odd sizes, and what transformers answers."""
 
     def __init__(self, family: Family) -> None:
         images = [family.picture(number) for number in range(len(SIZES))]
@@ -188,8 +191,16 @@ class Requests:
             message = EngineCoreRequest(str(number), token_ids, params, mm_features=features)
             self.messages.append(message)
 
-    def check(self, engine: EngineCore, name: str = "", numbers: Sequence[int] = ALL) -> Log:
-        """Run requests together, and compare their tokens."""
+    def check(
+        self,
+        engine: EngineCore,
+        name: str = "",
+        numbers: Sequence[int] = ALL,
+        neighbours: Sequence[EngineCoreRequest] = (),
+    ) -> Log:
+        """Run requests together, with neighbours, and compare their tokens."""
+        for message in neighbours:
+            engine.handle(message)
         for number in numbers:
             engine.handle(replace(self.messages[number], request_id=f"{name}{number}"))
         log = Log().run(engine)
@@ -219,6 +230,7 @@ def test_tokens_are_those_of_transformers(families, name: str):
 WAYS: dict[str, dict[str, Any]] = {
     "torch_sdpa": {"attention_backend": "torch_sdpa"},
     "drafts": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+    "adapters": {"enable_lora": True},
     "whole prompts": {"max_num_batched_tokens": 1024, "enforce_eager": True},
 }
 
@@ -253,3 +265,87 @@ def test_features_of_layers_in_a_second_stage_are_refused(families):
     options = {"executor": "multiproc", "pipeline_parallel_size": 2}
     with pytest.raises(ConfigError, match="--pipeline-parallel-size 2: the first stage has 1"):
         make_engine(families("qwen3_vl"), 200, executor_class=stages.Executor, **options)
+
+
+def test_a_picture_that_cannot_be_encoded_fails_its_request_alone(families):
+    family = families("smolvlm")
+    requests = Requests(family)
+    message = requests.messages[1]
+    [feature] = message.mm_features
+    [pixels, *_] = feature.tensors
+    wrong = {
+        "gone": replace(feature, memory=str(family.folder / "none")),
+        "short": replace(feature, tensors=[replace(pixels, offset=1 << 30)]),
+        "of another shape": replace(feature, tensors=[replace(pixels, shape=[1, 1, 3, 64, 64])]),
+        "of other tokens": replace(feature, num_embeds=feature.num_embeds + 1),
+    }
+    neighbours = [
+        replace(message, request_id=name, mm_features=[replace(value, identifier=name.encode())])
+        for name, value in wrong.items()
+    ]
+    engine = make_engine(family)
+    log = requests.check(engine, "first ", neighbours=neighbours)
+    for name in wrong:
+        assert log.outputs[name][-1].error and log.token_ids(name) == []
+    log = requests.check(engine, "second ", neighbours=[replace(message, request_id="again")])
+    assert log.token_ids("again") == requests.expected[1]
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "gemma3"])
+def test_rows_that_are_computed_apart(families, name: str):
+    family = families(name)
+    requests = Requests(family)
+    engine = make_engine(family, max_num_batched_tokens=1024)
+    runner = engine.executor.worker.runner
+    forward = runner.forward
+
+    def fail_together(batch: InputBatch) -> torch.Tensor:
+        if len(batch.rows) > 1:
+            raise MemoryError("no room for a tensor")
+        return forward(batch)
+
+    runner.forward = fail_together
+    requests.check(engine)
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "gemma3"])
+def test_the_tower_is_loaded_again(families, name: str):
+    family = families(name)
+    requests = Requests(family)
+    engine = make_engine(family)
+    engine.sleep()
+    engine.wake_up()
+    requests.check(engine)
+    engine.collective_rpc("update_weights", [str(family.folder)])
+    requests.check(engine, "updated ")
+
+
+def test_ranks(families):
+    family = families("qwen3_vl")
+    requests = Requests(family)
+    options = {"executor": "multiproc", "tensor_parallel_size": 2}
+    engine = make_engine(family, executor_class=MultiProcExecutor, **options)
+    try:
+        requests.check(engine)
+    finally:
+        engine.executor.shutdown()
+
+
+def test_a_plan_counts_the_tower(families):
+    family = families("gemma3")
+    engine = make_engine(family)
+    runner = engine.executor.worker.runner
+    planned = dry_run.predict(runner)
+    assert planned is not None
+    assert planned.weights == pytest.approx(runner.weights_bytes, rel=0.01)
+    assert runner.encoder.nbytes > 0.1 * runner.weights_bytes
+
+
+def test_a_language_model_that_scales_embeddings(tmp_path: Path, monkeypatch):
+    """Those of pictures, too, as Granite Vision does."""
+    model = vision_models.models()["llava_next"]
+    model.text |= {"model_type": "granite", "embedding_multiplier": 3.0}
+    monkeypatch.setattr(vision_models, "models", lambda: {"llava_next": model})
+    vision_models.make("llava_next", tmp_path)
+    family = Family(tmp_path)
+    Requests(family).check(make_engine(family))

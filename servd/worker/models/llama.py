@@ -167,7 +167,7 @@ class LlamaForCausalLM(nn.Module):
     ignored: ClassVar[tuple[str, ...]] = ("rotary_emb.inv_freq",)
     base_prefix: ClassVar[str] = "model."
     is_tied: ClassVar[bool] = False  # default of tie_word_embeddings
-    reads_images: ClassVar[bool] = True  # whether it puts ForwardContext.images in place
+    image_factor: float = 1.0  # on the embeddings of pictures; a model without it reads none
 
     def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
         super().__init__()

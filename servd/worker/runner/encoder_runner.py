@@ -9,6 +9,7 @@ import mmap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch import Tensor
 from servd.base.errors import ConfigError, InvalidRequest, UnsupportedModel
 from servd.checkpoint.model_spec import ModelSpec
 from servd.checkpoint.multimodal_config import MultiModalSpec, text_name
+from servd.checkpoint.weight_files import find_weight_files
 from servd.config import Config
 from servd.messages.engine import NewRequest, SchedulerOutput
 from servd.messages.multimodal import MultiModalFeature
@@ -28,7 +30,8 @@ from servd.worker.batch.request_states import RequestStates
 from servd.worker.device.device import upload
 from servd.worker.device.parallel import Parallel
 from servd.worker.layers.image_embeddings import ImageEmbeddings
-from servd.worker.loading.model_loader import Model, tensor_shapes
+from servd.worker.loading.model_loader import Model
+from servd.worker.quantization._files import read_tensors
 
 if TYPE_CHECKING:
     from servd.worker.multimodal._tower import VisionTower
@@ -70,7 +73,8 @@ class EncoderRunner:
         failed: dict[int, str],
     ) -> None:
         assert isinstance(spec.multimodal, MultiModalSpec)
-        if not getattr(model, "reads_images", False):
+        factor: float | None = getattr(model, "image_factor", None)
+        if factor is None:
             raise UnsupportedModel(
                 f"servd's {type(model).__name__} reads no pictures: add --language-model-only"
             )
@@ -80,6 +84,7 @@ class EncoderRunner:
                 f"--pipeline-parallel-size {parallel.num_stages}: the first stage has {num_layers} "
                 f"layers, but pictures enter {spec.multimodal.num_deepstack}: use fewer stages"
             )
+        self.factor = factor
         self.spec = spec
         self.multimodal = spec.multimodal
         self.states = states
@@ -107,15 +112,21 @@ class EncoderRunner:
 
     def _load_tower(self, dtype: torch.dtype) -> None:
         if torch.empty(0).is_meta:  # a dry run, in which sizes are all that is wanted
-            shapes = tensor_shapes(self.spec.folder)
-            sizes = (prod(shape) for name, shape in shapes.items() if text_name(name) is None)
-            self.nbytes = sum(sizes) * dtype.itemsize
+            files = find_weight_files(Path(self.spec.folder))
+            tensors = read_tensors(files, lambda name: text_name(name) is None)
+            self.nbytes = sum(x.numel() * min(x.itemsize, dtype.itemsize) for _, x in tensors)
             return
         # The package needs Pillow, which text models do without.
         from servd.worker.multimodal._tower import VisionTower
 
         self.tower = VisionTower.load(self.spec, dtype, self.device)
         self.nbytes = self.tower.nbytes
+
+    def max_cache_bytes(self, config: Config) -> int:
+        """Return the most bytes of outputs that the engine keeps; see EncoderCacheManager."""
+        memory = config.multimodal.encoder_cache_memory or 0
+        longest = (config.model.max_model_len or 0) * self.spec.embed_bytes
+        return max(memory, longest)
 
     def add(self, request: NewRequest) -> None:
         """Keep the pictures of a request. Raises InvalidRequest if their ranges do not fit."""
@@ -151,7 +162,7 @@ class EncoderRunner:
                 continue
             feature = pictures.features[index]
             try:
-                tensors = read_tensors(feature)  # on all stages, as the last one reports errors
+                tensors = map_tensors(feature)  # on all stages, as the last one reports errors
                 if self.tower is not None:
                     self.outputs[feature.identifier] = self._encode(feature, tensors)
             except Exception as error:
@@ -165,6 +176,8 @@ class EncoderRunner:
         torch.set_num_threads(self.num_threads)
         with torch.cuda.stream(self.stream):
             output = self.tower.encode(tensors)
+            if self.factor != 1.0:
+                output[:, : self.spec.hidden_size] *= self.factor
         shape = (feature.num_embeds, self.spec.embed_size)
         if output.shape != shape:
             raise RuntimeError(f"the tower returned {list(output.shape)}, expected {list(shape)}")
@@ -221,7 +234,7 @@ class EncoderRunner:
         return ImageEmbeddings(upload(np.concatenate(tokens), self.device), torch.cat(features))
 
 
-def read_tensors(feature: MultiModalFeature) -> dict[str, Tensor]:
+def map_tensors(feature: MultiModalFeature) -> dict[str, Tensor]:
     """Return a picture's tensors in shared memory, which stays mapped as long as they are used.
     Raises OSError if the memory is gone, ValueError if it lacks a tensor.
     """

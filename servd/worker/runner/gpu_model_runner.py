@@ -222,11 +222,13 @@ class GPUModelRunner(ModelRunner):
         outside = meter.used() - meter.held()
         # What the allocator holds between tensors: its segments have up to 20 MB.
         fragments = meter.held() - meter.allocated()
-        staged = STAGED_BYTES if self.config.cache.has_connector else 0
+        reserved = STAGED_BYTES if self.config.cache.has_connector else 0
+        if self.encoder is not None:
+            reserved += self.encoder.max_cache_bytes(self.config)
         return MemoryUse(
             total=meter.total,
             outside=outside,
-            persistent=kept - cache_bytes + fragments + staged,
+            persistent=kept - cache_bytes + fragments + reserved,
             per_request=(kept - cache_bytes - before + self.states.nbytes) // self.max_num_seqs,
             forward=forward - kept,
             sampling=sampling - kept,
