@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from PIL import Image
 from servd.base import plugins
 from servd.base.errors import ConfigError
 from servd.checkpoint.model_spec import read_spec
+from servd.core.draft_length import DraftLengthController
 from servd.core.engine_core import EngineCore
 from servd.core.executor.multiproc import MultiProcExecutor
 from servd.core.executor.uniproc import UniProcExecutor
@@ -229,7 +231,7 @@ def test_tokens_are_those_of_transformers(families, name: str):
 
 WAYS: dict[str, dict[str, Any]] = {
     "torch_sdpa": {"attention_backend": "torch_sdpa"},
-    "drafts": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+    "drafts": {"speculative_config": {"method": "draft_model", "num_speculative_tokens": 3}},
     "adapters": {"enable_lora": True},
     "whole prompts": {"max_num_batched_tokens": 1024, "enforce_eager": True},
 }
@@ -237,10 +239,17 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["qwen3_vl", "gemma3", "smolvlm"])
-def test_ways_to_compute(families, name: str, way: str):
+def test_ways_to_compute(families, monkeypatch, name: str, way: str):
     family = families(name)
     requests = Requests(family)
-    requests.check(make_engine(family, 200, 2, **WAYS[way]))
+    options = deepcopy(WAYS[way])
+    if way == "drafts":  # by its language model
+        options["speculative_config"]["model"] = str(family.folder)
+        monkeypatch.setattr(DraftLengthController, "relative_costs", lambda *_: (1e-9, 0.0))
+    log = requests.check(make_engine(family, 200, 2, **options))
+    if way == "drafts":
+        counts = [output.stats.drafts for output in log.by_client[0]]
+        assert sum(count.num_accepted_tokens for count in counts) > 0
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "gemma3"])

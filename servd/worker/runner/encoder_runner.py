@@ -85,6 +85,7 @@ class EncoderRunner:
                 f"layers, but pictures enter {spec.multimodal.num_deepstack}: use fewer stages"
             )
         self.factor = factor
+        self.dtype = dtype
         self.spec = spec
         self.multimodal = spec.multimodal
         self.states = states
@@ -97,8 +98,8 @@ class EncoderRunner:
         self.tower: VisionTower | None = None
         self.nbytes = 0
         if parallel.stage == 0:
-            self._load_tower(dtype)
-        # Steps with pictures compute attention by this backend; None: by the model's.
+            self._load_tower()
+        # Steps with bidirectional rows compute attention by this backend; None: by the model's.
         self.backend: AttentionBackend[Any] | None = None
         if self.multimodal.is_bidirectional and not backend.supports_bidirectional_rows:
             self.backend = TorchSdpaBackend(backend.spec)
@@ -110,23 +111,25 @@ class EncoderRunner:
         self.requests: dict[int, Pictures] = {}  # by slot
         self.outputs: dict[bytes, Tensor] = {}  # identifier -> [num_embeds, embed_size]
 
-    def _load_tower(self, dtype: torch.dtype) -> None:
+    def _load_tower(self) -> None:
         if torch.empty(0).is_meta:  # a dry run, in which sizes are all that is wanted
             files = find_weight_files(Path(self.spec.folder))
             tensors = read_tensors(files, lambda name: text_name(name) is None)
-            self.nbytes = sum(x.numel() * min(x.itemsize, dtype.itemsize) for _, x in tensors)
+            widest = self.dtype.itemsize
+            self.nbytes = sum(x.numel() * min(x.itemsize, widest) for _, x in tensors)
             return
         # The package needs Pillow, which text models do without.
         from servd.worker.multimodal._tower import VisionTower
 
-        self.tower = VisionTower.load(self.spec, dtype, self.device)
+        self.tower = VisionTower.load(self.spec, self.dtype, self.device)
         self.nbytes = self.tower.nbytes
 
     def max_cache_bytes(self, config: Config) -> int:
         """Return the most bytes of outputs that the engine keeps; see EncoderCacheManager."""
         memory = config.multimodal.encoder_cache_memory or 0
-        longest = (config.model.max_model_len or 0) * self.spec.embed_bytes
-        return max(memory, longest)
+        longest = config.model.max_model_len or 0
+        num_embeds = max(memory // self.spec.embed_bytes, longest)
+        return num_embeds * self.spec.embed_size * self.dtype.itemsize
 
     def add(self, request: NewRequest) -> None:
         """Keep the pictures of a request. Raises InvalidRequest if their ranges do not fit."""
@@ -191,6 +194,7 @@ class EncoderRunner:
         """
         tokens: list[np.ndarray] = []
         features: list[Tensor] = []
+        spans: list[tuple[int, int]] = []  # of tokens that see each other
         positions: list[tuple[int, np.ndarray]] = []  # with the index of the first token
         ends = np.cumsum(batch.query_lens)
         for row in np.flatnonzero(np.isin(batch.host_slots, [*self.requests])).tolist():
@@ -205,14 +209,19 @@ class EncoderRunner:
                 positions.append((start, pictures.positions[:, first:stop]))
             for feature, columns in zip(pictures.features, pictures.columns, strict=True):
                 low, high = np.searchsorted(columns, (first, stop))
-                if low == high or self.tower is None:
+                if low == high:
+                    continue
+                of_image = columns[low:high] - first + start
+                if self.multimodal.is_bidirectional:
+                    spans.append((of_image[0], of_image[-1] + 1))
+                if self.tower is None:
                     continue
                 if (output := self.outputs.get(feature.identifier)) is None:
                     self.failed.setdefault(int(slot), "a picture of the request is not encoded")
                     continue
-                tokens.append(columns[low:high] - first + start)
+                tokens.append(of_image)
                 features.append(output[low:high])
-        if not tokens and not positions:
+        if not (tokens or spans or positions):
             return batch
         batch = batch.part(0, len(batch.rows))  # its inputs are complete without a graph
         if positions:
@@ -222,10 +231,9 @@ class EncoderRunner:
             batch = replace(batch, image_positions=image_positions)
         if tokens:
             batch = replace(batch, images=self._embeddings(tokens, features))
-            if self.multimodal.is_bidirectional:
-                spans = [(x[0], x[-1] + 1) for x in tokens]
-                rows = batch.attention_rows.with_images(spans, self.device)
-                batch = replace(batch, attention_rows=rows)
+        if spans:
+            rows = batch.attention_rows.with_images(spans, self.device)
+            batch = replace(batch, attention_rows=rows)
         return batch
 
     def _embeddings(self, tokens: list[np.ndarray], features: list[Tensor]) -> ImageEmbeddings:
@@ -276,4 +284,6 @@ def mrope_positions(features: Sequence[MultiModalFeature]) -> tuple[np.ndarray, 
 
 
 def reads_images(config: Config, spec: ModelSpec) -> bool:
-    return isinstance(spec.multimodal, MultiModalSpec) and not config.multimodal.language_model_only
+    """Return whether the worker has an EncoderRunner. Dummy weights are the language model's."""
+    is_whole = not config.multimodal.language_model_only and config.model.load_format != "dummy"
+    return is_whole and isinstance(spec.multimodal, MultiModalSpec)

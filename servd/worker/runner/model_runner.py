@@ -374,7 +374,7 @@ class ModelRunner(ABC):
     ) -> torch.Tensor:
         """Return hidden states [num_tokens, hidden] from int64 [num_tokens] ids and positions."""
         backend = self.backend
-        if images is not None and self.encoder is not None:
+        if attention.bidirectional is not None and self.encoder is not None:
             backend = self.encoder.backend or backend
         memory = self.states.state_memory
         ctx = ForwardContext(backend, attention, self.kv_caches, memory, images)
