@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import mmap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -196,15 +196,8 @@ class EncoderRunner:
         features: list[Tensor] = []
         spans: list[tuple[int, int]] = []  # of tokens that see each other
         positions: list[tuple[int, np.ndarray]] = []  # with the index of the first token
-        ends = np.cumsum(batch.query_lens)
-        for row in np.flatnonzero(np.isin(batch.host_slots, [*self.requests])).tolist():
-            slot, query_len, first = batch.rows[["slot", "num_tokens", "num_computed_tokens"]][row]
+        for slot, start, first, stop in self._find_rows(batch):
             pictures = self.requests[slot]
-            if first >= pictures.end:
-                del self.requests[slot]
-                continue
-            start = ends[row] - query_len
-            stop = first + query_len
             if pictures.positions is not None:
                 positions.append((start, pictures.positions[:, first:stop]))
             for feature, columns in zip(pictures.features, pictures.columns, strict=True):
@@ -214,13 +207,11 @@ class EncoderRunner:
                 of_image = columns[low:high] - first + start
                 if self.multimodal.is_bidirectional:
                     spans.append((of_image[0], of_image[-1] + 1))
-                if self.tower is None:
-                    continue
-                if (output := self.outputs.get(feature.identifier)) is None:
-                    self.failed.setdefault(int(slot), "a picture of the request is not encoded")
-                    continue
-                tokens.append(of_image)
-                features.append(output[low:high])
+                if (output := self.outputs.get(feature.identifier)) is not None:
+                    tokens.append(of_image)
+                    features.append(output[low:high])
+                elif self.tower is not None:
+                    self.failed.setdefault(slot, "a picture of the request is not encoded")
         if not (tokens or spans or positions):
             return batch
         batch = batch.part(0, len(batch.rows))  # its inputs are complete without a graph
@@ -235,6 +226,21 @@ class EncoderRunner:
             rows = batch.attention_rows.with_images(spans, self.device)
             batch = replace(batch, attention_rows=rows)
         return batch
+
+    def _find_rows(self, batch: InputBatch) -> Iterator[tuple[int, int, int, int]]:
+        """Yield slot, index of the first token in the step, and first and last column + 1 of each
+        row that has not passed its pictures. Forget the pictures of others.
+        """
+        ends = np.cumsum(batch.query_lens)
+        for index in np.flatnonzero(np.isin(batch.host_slots, [*self.requests])):
+            row = batch.rows[index]
+            slot = int(row["slot"])
+            first = int(row["num_computed_tokens"])
+            query_len = int(row["num_tokens"])
+            if first < self.requests[slot].end:
+                yield slot, int(ends[index]) - query_len, first, first + query_len
+            else:
+                del self.requests[slot]
 
     def _embeddings(self, tokens: list[np.ndarray], features: list[Tensor]) -> ImageEmbeddings:
         if self.stream is not None:
