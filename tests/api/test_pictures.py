@@ -19,9 +19,11 @@ URL = "data:image/png;base64,AA=="
 IMAGE = picture_part(URL)
 LOOK = {"type": "text", "text": "look"}
 SHOWN = [{"type": "image"}, {"type": "text", "text": "look"}, {"type": "image"}]
-IN_PARTS = """{% for message in messages %}{{ message.role }}:{% if message.content is string %}\
-{{ message.content }}{% else %}{% for part in message.content %}\
-{% if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %};{% endfor %}"""
+IN_PARTS = """{% for message in messages %}{{ message.role }}:\
+{% if message.content is string %}{{ message.content }}{% else %}\
+{% for part in message.content %}\
+{% if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}\
+{% endfor %}{% endif %};{% endfor %}"""
 
 
 def user(*parts: Any) -> list[dict[str, Any]]:

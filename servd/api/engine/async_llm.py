@@ -133,6 +133,8 @@ class AsyncLLM:
         self._threads.close()
         self._grammar_threads.close()
         self.processor.grammars.close()
+        if self.media is not None:
+            self.media.close()
         self.metrics.write()  # other API servers may still serve /metrics
 
     @property
