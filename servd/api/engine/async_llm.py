@@ -15,6 +15,7 @@ from servd.api.engine.beam_search import BeamSearch
 from servd.api.engine.engine_client import EngineClient
 from servd.api.engine.fair_threads import FairThreads
 from servd.api.engine.load_balancer import LoadBalancer
+from servd.api.engine.media_loader import MediaLoader
 from servd.api.engine.output_processor import OutputProcessor
 from servd.api.engine.processor import NO_OPTIONS, Processor
 from servd.api.engine.progress import Progress, combine
@@ -41,6 +42,7 @@ from servd.base.errors import (
 from servd.base.log import current_request
 from servd.base.tracing import Mark, now_ns
 from servd.checkpoint.model_spec import ModelSpec
+from servd.checkpoint.multimodal_config import MultiModalSpec
 from servd.config import Config
 from servd.core.client import AsyncMPClient
 from servd.messages.engine import (
@@ -77,6 +79,7 @@ class AsyncLLM:
         requests: the prompts that engines compute by id, in order of arrival.
         observer: one observer that calls all others.
         admission: limits on unfinished requests.
+        media: loads the pictures of prompts; None if the model reads none.
         loop: shares the event loop fairly among owners.
         has_changed: set, and replaced by a new event, whenever the state of an engine changes.
     """
@@ -114,6 +117,8 @@ class AsyncLLM:
                 zip(clients, metrics.engines, strict=True)
             )
         ]
+        sees = isinstance(self.spec.multimodal, MultiModalSpec)
+        self.media = MediaLoader(config, self.spec) if sees else None
         self.loop = FairLoop()
         self.has_changed = asyncio.Event()
         self._threads = FairThreads(NUM_THREADS, "prepare")
@@ -131,6 +136,8 @@ class AsyncLLM:
         self._threads.close()
         self._grammar_threads.close()
         self.processor.grammars.close()
+        if self.media is not None:
+            self.media.close()
         self.metrics.write()  # other API servers may still serve /metrics
 
     @property
