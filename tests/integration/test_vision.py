@@ -109,11 +109,12 @@ async def test_clients_get_the_same_answer(server: Server):
             extra_body=more | {"temperature": 0},
         )
         assert answer.content[0].text == expected  # type: ignore[union-attr]
-    reply = ollama.Client(server.url).chat(
-        "m",
-        [{"role": "user", "content": QUESTION, "images": [data]}],
-        options={"num_predict": 12, "temperature": 0, "ignore_eos": True},
-    )
+    async with ollama.AsyncClient(server.url) as client:
+        reply = await client.chat(
+            "m",
+            [{"role": "user", "content": QUESTION, "images": [data]}],
+            options={"num_predict": 12, "temperature": 0, "ignore_eos": True},
+        )
     assert reply.message.content is not None and expected.startswith(reply.message.content)
 
 
