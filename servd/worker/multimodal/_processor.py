@@ -94,8 +94,8 @@ class PilProcessor(ImageProcessor):
             outputs = processor(images=[image], return_tensors="np")
         except (ArithmeticError, ValueError) as error:
             raise InvalidRequest(
-                f"the model reads no picture of {image.width} x {image.height} pixels: send one "
-                "that is less long and thin"
+                f"it has {image.width} x {image.height} pixels, which the model cannot read: send "
+                "one that is less long and thin"
             ) from error
         text = self.expand(outputs)
         tensors = {
