@@ -216,10 +216,7 @@ class EncoderRunner:
             return batch
         batch = batch.part(0, len(batch.rows))  # its inputs are complete without a graph
         if positions:
-            image_positions = batch.rotary_positions.expand(3, -1).clone()
-            for start, of_row in positions:
-                image_positions[:, start : start + of_row.shape[1]] = upload(of_row, self.device)
-            batch = replace(batch, image_positions=image_positions)
+            batch = replace(batch, image_positions=self._place(positions, batch.rotary_positions))
         if tokens:
             batch = replace(batch, images=self._embeddings(tokens, features))
         if spans:
@@ -241,6 +238,15 @@ class EncoderRunner:
                 yield slot, int(ends[index]) - query_len, first, first + query_len
             else:
                 del self.requests[slot]
+
+    def _place(self, positions: list[tuple[int, np.ndarray]], others: Tensor) -> Tensor:
+        """Return positions of a step's tokens, int64 [3, num_tokens]: those of rows, int64 [3, n],
+        with the index of the first token; `others`, int64 [num_tokens], of the other tokens.
+        """
+        placed = others.expand(3, -1).clone()
+        for start, of_row in positions:
+            placed[:, start : start + of_row.shape[1]] = upload(of_row, self.device)
+        return placed
 
     def _embeddings(self, tokens: list[np.ndarray], features: list[Tensor]) -> ImageEmbeddings:
         if self.stream is not None:
