@@ -239,11 +239,11 @@ class EncoderRunner:
             else:
                 del self.requests[slot]
 
-    def _place(self, positions: list[tuple[int, np.ndarray]], others: Tensor) -> Tensor:
+    def _place(self, positions: list[tuple[int, np.ndarray]], plain: Tensor) -> Tensor:
         """Return positions of a step's tokens, int64 [3, num_tokens]: those of rows, int64 [3, n],
-        with the index of the first token; `others`, int64 [num_tokens], of the other tokens.
+        with the index of the first token; `plain`, int64 [num_tokens], of the other tokens.
         """
-        placed = others.expand(3, -1).clone()
+        placed = plain.expand(3, -1).clone()
         for start, of_row in positions:
             placed[:, start : start + of_row.shape[1]] = upload(of_row, self.device)
         return placed
