@@ -7,6 +7,7 @@ import importlib
 import logging
 import math
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -219,6 +220,15 @@ def read_start(kind: type[T], on_reload: Callable[[Config], None] = lambda confi
 
     threading.Thread(target=watch, name="watch-parent", daemon=True).start()
     return start
+
+
+def limit_memory(num_bytes: int) -> None:
+    """Limit the memory that this process may allocate in addition. Linux only."""
+    with contextlib.suppress(FileNotFoundError):
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)
+        limit = pages * resource.getpagesize() + num_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
 
 
 def _read_message() -> bytes:

@@ -3,16 +3,21 @@
 | pipe | messages |
 |---|---|
 | servd serve -> core, api, server of a model | StartEngine, StartAPIServer, StartModel; Config |
-| api -> grammar checker | StartGrammarChecker, then StructuredOutput as lines of JSON |
-| grammar checker -> api | GrammarVerdict as lines of JSON |
+| api -> grammar checker | StartLimitedProcess, then StructuredOutput as lines of JSON |
+| grammar checker -> api | Reply as lines of JSON |
+| api -> media process | StartLimitedProcess, then MediaRequest as lines of JSON, with files |
+| media process -> api | Reply, then MediaReply as lines of JSON |
 | core -> worker | StartWorker; all other messages are in servd/messages/engine.py |
 """
+
+from typing import Literal
 
 import msgspec
 
 from servd.checkpoint.model_spec import ModelSpec
 from servd.config import Config
 from servd.messages.engine import Message
+from servd.messages.multimodal import TensorPlace
 
 ENGINE_IS_DEAD = 3  # exit code of an API server whose engine reported its end
 HUB_IS_LOST = 4  # exit code of a process on another host whose connection to the Hub broke
@@ -59,18 +64,36 @@ class StartModel(msgspec.Struct):
     config: Config  # with --uds, not resolved
 
 
-class StartGrammarChecker(msgspec.Struct):
+class StartLimitedProcess(msgspec.Struct):
     config: Config  # resolved
     spec: ModelSpec
     channel: int  # descriptor of a stream socket, inherited
-    memory_limit: int  # bytes, in addition to the vocabulary
+    memory_limit: int  # bytes for the work, in addition to the vocabulary or the image processor
     stack_size: int  # bytes
 
 
-class GrammarVerdict(Message):
-    """The result for one grammar. The first verdict reports that the process is ready."""
+class Reply(Message):
+    """The result of a piece of work. The first reply reports that the process is ready."""
 
-    error: str | None = None  # None: it compiles
+    error: str | None = None  # None: the grammar compiles, the picture is processed
+
+
+class MediaRequest(Message):
+    """A picture to process: its file comes with the message, and gets the tensors."""
+
+    detail: Literal["auto", "low", "high"]
+
+
+class MediaReply(Reply):
+    """A picture as a model reads it, see ProcessedImage."""
+
+    placeholder: str = ""
+    text: str = ""
+    num_embeds: int = 0
+    grid: tuple[int, int] = (0, 0)
+    tensors: list[TensorPlace] = []
+    decode_ns: int = 0  # duration
+    process_ns: int = 0  # duration
 
 
 class StartWorker(msgspec.Struct):

@@ -16,13 +16,14 @@ from unittest.mock import Mock
 import msgspec
 import pytest
 
-from servd.api.engine import grammar_checker
-from servd.api.engine.grammar_checker import FairLock, GrammarChecker
+from servd.api.engine import grammar_checker, limited_process
+from servd.api.engine.grammar_checker import GrammarChecker
+from servd.api.engine.limited_process import FairLock
 from servd.base.errors import InvalidRequest, Overloaded
 from servd.checkpoint.model_spec import FAKE_SPEC
 from servd.config import Config
 from servd.core.structured_output.manager import Compiled
-from servd.ipc.start_messages import GrammarVerdict, StartGrammarChecker
+from servd.ipc.start_messages import Reply, StartLimitedProcess
 from servd.messages.params import StructuredOutput
 from tests.core.engines import Log, make_engine, make_request
 from tests.limits import WAIT_SECONDS
@@ -41,7 +42,7 @@ class FakeProcess:
     num_started = 0
 
     def __init__(
-        self, name: str, module: str, start: StartGrammarChecker, pass_fds: list[int]
+        self, name: str, module: str, start: StartLimitedProcess, pass_fds: list[int], env: None
     ) -> None:
         life = FakeProcess.lives[FakeProcess.num_started]
         FakeProcess.num_started += 1
@@ -51,7 +52,7 @@ class FakeProcess:
         threading.Thread(target=self.serve, args=[life], daemon=True).start()
 
     def serve(self, life: int) -> None:
-        verdict = msgspec.json.encode(GrammarVerdict()) + b"\n"
+        verdict = msgspec.json.encode(Reply()) + b"\n"
         with (
             contextlib.suppress(OSError),  # nobody took the last answer
             self.channel,
@@ -81,7 +82,7 @@ class FakeProcess:
 @pytest.fixture
 def make(monkeypatch):
     """A checker whose processes live as long as the numbers say."""
-    monkeypatch.setattr(grammar_checker, "Child", FakeProcess)
+    monkeypatch.setattr(limited_process, "Child", FakeProcess)
     monkeypatch.setattr(FakeProcess, "num_started", 0)
 
     made: list[GrammarChecker] = []
@@ -159,14 +160,14 @@ def test_closing_does_not_wait_for_a_check(make, monkeypatch):
     monkeypatch.setattr(grammar_checker, "TIME_LIMIT", 60.0)
     checker = make(-2, 9)
     has_asked = threading.Event()
-    receive = checker._receive
+    receive = checker._process._receive
 
-    def tell(channel: socket.socket) -> GrammarVerdict:
-        if checker._is_ready:
+    def tell(channel: socket.socket) -> Reply:
+        if checker._process._is_ready:
             has_asked.set()
         return receive(channel)
 
-    checker._receive = tell
+    checker._process._receive = tell
     errors: list[Exception] = []
 
     def check() -> None:
@@ -186,7 +187,7 @@ def test_closing_does_not_wait_for_a_check(make, monkeypatch):
 
 def test_clients_take_turns_whoever_came_first():
     """Ten grammars of one client do not delay another one's by more than one of them."""
-    turns, order = FairLock(), []
+    turns, order = FairLock("grammars"), []
 
     def wait(client: str) -> None:
         with turns.take(client):
@@ -204,8 +205,8 @@ def test_clients_take_turns_whoever_came_first():
 
 
 def test_a_client_that_has_used_its_share_waits_with_one_grammar(monkeypatch):
-    monkeypatch.setattr(grammar_checker, "SHARE", 0.0)
-    turns, done = FairLock(), threading.Event()
+    monkeypatch.setattr(limited_process, "SHARE", 0.0)
+    turns, done = FairLock("grammars"), threading.Event()
 
     def hold(client: str) -> None:
         with turns.take(client):
@@ -226,7 +227,7 @@ def test_a_client_that_has_used_its_share_waits_with_one_grammar(monkeypatch):
 
 
 def test_a_client_that_waits_too_long_is_refused_and_forgotten():
-    turns = FairLock()
+    turns = FairLock("grammars")
     with turns.take("a"):
         with pytest.raises(Overloaded, match="retry"), turns.take("b", timeout=0.01):
             pass
@@ -268,11 +269,7 @@ def test_grammars_that_overflow_the_stack_are_refused():
 
 
 def test_the_memory_of_the_process_is_limited():
-    code = (
-        "from servd.core.structured_output.checker import limit_memory\n"
-        "limit_memory({} << 20)\n"
-        "bytearray(64 << 20)"
-    )
+    code = "from servd.ipc.child import limit_memory\nlimit_memory({} << 20)\nbytearray(64 << 20)"
     for megabytes, fits in ((16, False), (128, True)):
         command = [sys.executable, "-c", code.format(megabytes)]
         done = subprocess.run(command, capture_output=True, text=True)

@@ -7,7 +7,7 @@ import re
 import jsonschema
 import pytest
 
-from servd.api.engine import grammar_checker
+from servd.api.engine import grammar_checker, limited_process
 from servd.api.protocol.structured import StructuredRequest
 from servd.core.structured_output import grammar
 from servd.messages.params import StructuredOutput
@@ -96,7 +96,7 @@ REFUSED = [
 @pytest.fixture(autouse=True)
 def patient_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     """However busy the machine, a check waits for its CPU time and gives a verdict."""
-    monkeypatch.setattr(grammar_checker, "BUSY_FACTOR", 100)
+    monkeypatch.setattr(limited_process, "BUSY_FACTOR", 100)
 
 
 async def test_unsupported_structures_are_refused_and_serving_continues(http, monkeypatch):

@@ -39,6 +39,14 @@ class Chat(msgspec.Struct, frozen=True, kw_only=True):
         return self.tool_options.tools if self.tool_options else None
 
 
+class Picture(msgspec.Struct, frozen=True):
+    """A picture of a chat as the client sent it."""
+
+    url: str | None  # data:, https: or file:; None: the picture that was sent with this uuid
+    detail: Literal["auto", "low", "high"] = "auto"
+    uuid: str | None = None  # the client's name for it
+
+
 class SharedText(msgspec.Struct):
     """The first text of many pairs, tokenised only once."""
 

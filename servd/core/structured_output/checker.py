@@ -3,13 +3,11 @@
 import contextlib
 import logging
 import random
-import resource
 import socket
 import threading
 import time
 from collections.abc import Sequence
 from io import BufferedRWPair
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -18,8 +16,8 @@ from servd.base import log
 from servd.base.errors import ConfigError
 from servd.core.structured_output.grammar import Grammar, GrammarError
 from servd.core.structured_output.vocabulary import load_vocabulary
-from servd.ipc.child import read_start
-from servd.ipc.start_messages import GrammarVerdict, StartGrammarChecker
+from servd.ipc.child import limit_memory, read_start
+from servd.ipc.start_messages import Reply, StartLimitedProcess
 from servd.messages.params import StructuredOutput
 
 logger = logging.getLogger("servd.grammar")
@@ -32,8 +30,8 @@ TRIAL_SECONDS = 0.02
 
 
 def main() -> None:
-    """Run the process: answer each line, a StructuredOutput as JSON, with a GrammarVerdict."""
-    start = read_start(StartGrammarChecker)
+    """Run the process: answer each line, a StructuredOutput as JSON, with a Reply."""
+    start = read_start(StartLimitedProcess)
     log.setup("grammar", start.config.observability)
     channel = socket.socket(fileno=start.channel).makefile("rwb")
     threading.stack_size(start.stack_size)
@@ -42,9 +40,9 @@ def main() -> None:
     thread.join()
 
 
-def serve(start: StartGrammarChecker, channel: BufferedRWPair) -> None:
+def serve(start: StartLimitedProcess, channel: BufferedRWPair) -> None:
     def answer(error: str | None = None) -> None:
-        channel.write(msgspec.json.encode(GrammarVerdict(error)) + b"\n")
+        channel.write(msgspec.json.encode(Reply(error)) + b"\n")
         channel.flush()
 
     # A broken channel means that the API server has ended.
@@ -60,15 +58,6 @@ def serve(start: StartGrammarChecker, channel: BufferedRWPair) -> None:
         answer()
         for line in channel:
             answer(try_grammar(msgspec.json.decode(line, type=StructuredOutput), vocabulary))
-
-
-def limit_memory(num_bytes: int) -> None:
-    """Limit the memory that this process may allocate in addition. Linux only."""
-    with contextlib.suppress(FileNotFoundError):
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        _, hard = resource.getrlimit(resource.RLIMIT_AS)
-        limit = pages * resource.getpagesize() + num_bytes
-        resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
 
 
 def try_grammar(output: StructuredOutput, vocabulary: Any) -> str | None:

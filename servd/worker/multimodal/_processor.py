@@ -28,7 +28,7 @@ FIXED = frozenset(
     """.split()
 )
 OLD_SIZES = ("min_pixels", "max_pixels")  # Qwen's, which are in `size` today
-SAMPLE_SIZE = (240, 160)  # pixels of a picture on which options are tried
+SAMPLE = Image.new("RGB", (240, 40))  # a picture on which options are tried
 PIXELS = {"pixel_values": np.float32}  # an input of all towers
 SIZED_PIXELS = PIXELS | {"image_sizes": np.int64}
 LOW_SIDE = 512  # pixels of a side at `detail` low, where a family reads pictures of any size
@@ -54,12 +54,15 @@ class PilProcessor(ImageProcessor):
         self.kind = self._find_kind(str(preprocessor.get("image_processor_type", "")))
         self.tokens = _read_tokens(folder)
         self.set_tokens()
-        self._check_options(preprocessor)
-        self.high = self._make(preprocessor, options)
-        self.low = self._make(preprocessor, options, self.low_options())
         try:
+            self.high = self._make(preprocessor)
+            self._check_options()
+            self.high = self._make(preprocessor, options)
+            self.low = self._make(preprocessor, options, self.low_options())
             for detail in ("high", "low"):
-                self.process(Image.new("RGB", SAMPLE_SIZE), detail)
+                self.process(SAMPLE, detail)
+        except ConfigError:
+            raise
         except Exception as error:  # transformers raises any
             files = " and ".join(PROCESSORS)
             text = f"{folder}: {files} with {FLAG} {json.dumps(dict(options))}: {error}"
@@ -132,27 +135,25 @@ class PilProcessor(ImageProcessor):
         names = processor_class.valid_kwargs.__annotations__
         return processor_class(**{key: settings[key] for key in settings if key in names})
 
-    def _check_options(self, preprocessor: Mapping[str, Any]) -> None:
-        """Raise ConfigError for an option that is unknown or has no valid value."""
-        self.high = self._make(preprocessor)
+    def _check_options(self) -> None:
+        """Raise ConfigError for an option that is unknown or has no valid value. `self.high` has
+        none of them.
+        """
         allowed = {*self.high.valid_kwargs.__annotations__} - FIXED
-        sample = [Image.new("RGB", SAMPLE_SIZE)]
-        shape = self.high(images=sample, return_tensors="np")["pixel_values"].shape
+        shape = self.high(images=[SAMPLE], return_tensors="np")["pixel_values"].shape
         for name, value in self.options.items():
             if name not in allowed:
                 there_are = ", ".join(sorted(allowed))
                 raise ConfigError(f"{FLAG}: {name!r} is unknown; there are: {there_are}")
+            option = f"{FLAG}: {name} {value!r:.50}"
             try:
                 with warnings.catch_warnings(action="ignore"):  # about the names of OLD_SIZES
-                    outputs = self.high(images=sample, return_tensors="np", **{name: value})
+                    outputs = self.high(images=[SAMPLE], return_tensors="np", **{name: value})
             except Exception as error:  # transformers raises any
-                raise ConfigError(f"{FLAG}: {name} {value!r:.50}: {error}") from None
+                raise ConfigError(f"{option}: {error}") from None
             if self.has_fixed_size and outputs["pixel_values"].shape[-2:] != shape[-2:]:
-                height, width = shape[-2:]
-                raise ConfigError(
-                    f"{FLAG}: {name} {value!r:.50}: the vision tower reads pictures of {height} x "
-                    f"{width} pixels"
-                )
+                size = " x ".join(map(str, shape[-2:]))
+                raise ConfigError(f"{option}: the vision tower reads pictures of {size} pixels")
 
 
 def _read_tokens(folder: Path) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from servd.checkpoint.config_json import read_json
 from servd.checkpoint.model_spec import ModelSpec
 from servd.checkpoint.multimodal_config import text_name
 from servd.checkpoint.weight_files import find_weight_files
+from servd.worker.layers.activation import Activation
 from servd.worker.layers.packed import PackedMatrix
 from servd.worker.ops import target
 from servd.worker.quantization._files import read_tensors
@@ -20,6 +21,7 @@ from servd.worker.quantization._files import read_tensors
 # transformers makes a model with all of its parts: these leave of the language model next to
 # nothing.
 REDUCED = {"num_hidden_layers": 0, "vocab_size": 8, "layer_types": [], "pad_token_id": None}
+ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "silu")  # that transformers computes slowly on a CPU
 WITHOUT_TOWER = "--language-model-only serves the model without pictures"
 MAX_NAMED = 4  # tensors in a message
 
@@ -27,14 +29,34 @@ MAX_NAMED = 4  # tensors in a message
 class NativeLinear(nn.Module):
     """A linear layer by the CPU kernels. `x_dtype`: see PackedMatrix."""
 
-    def __init__(self, linear: nn.Linear, x_dtype: torch.dtype) -> None:
+    def __init__(self, layer: nn.Module, x_dtype: torch.dtype) -> None:
         super().__init__()
-        self.weight = PackedMatrix(linear.weight.data, x_dtype=x_dtype)
-        self.bias = None if linear.bias is None else linear.bias.data.float()
+        weight = cast(Tensor, layer.weight).data
+        bias = cast(Tensor | None, layer.bias)
+        self.matrix = PackedMatrix(weight.flatten(1), x_dtype=x_dtype)
+        self.weight = torch.empty(0)  # callers convert their inputs to its dtype
+        self.bias = None if bias is None else bias.data.float()
 
     def forward(self, x: Tensor) -> Tensor:  # float32 [..., in] -> [..., out]
         rows = x.reshape(-1, x.shape[-1])
-        return self.weight.multiply(rows, self.bias).view(*x.shape[:-1], -1)
+        return self.matrix.multiply(rows, self.bias).view(*x.shape[:-1], -1)
+
+
+class NativePatches(NativeLinear):
+    """A convolution whose windows do not overlap, as a linear layer of each window. A window's
+    results are beside each other in memory, as the next layers read them.
+    """
+
+    def __init__(self, layer: nn.Conv2d | nn.Conv3d, x_dtype: torch.dtype) -> None:
+        super().__init__(layer, x_dtype)
+        self.sides = layer.kernel_size
+
+    def forward(self, x: Tensor) -> Tensor:  # float32 [n, in, *sides] -> [n, out, *windows]
+        num_dims = len(self.sides)
+        for dim, side in enumerate(self.sides, 2):
+            x = x.unfold(dim, side, side)
+        windows = x.movedim(1, num_dims + 1).flatten(num_dims + 1)  # [n, *windows, in * sides]
+        return super().forward(windows).movedim(-1, 1)
 
 
 class VisionTower:
@@ -44,7 +66,7 @@ class VisionTower:
         self.model = model
         self.dtype = dtype  # of pixels and of results
         self.device = device
-        matrices = [module.weight for module in model.modules() if isinstance(module, NativeLinear)]
+        matrices = [module.matrix for module in model.modules() if isinstance(module, NativeLinear)]
         tensors = [*model.parameters(), *model.buffers(), *matrices]
         self.nbytes = sum(tensor.nbytes for tensor in tensors)
 
@@ -136,24 +158,29 @@ def _build(folder: Path, tensors: dict[str, Tensor], dtype: torch.dtype) -> nn.M
         names = ", ".join(missing[:MAX_NAMED])
         raise ModelNotFound(f"{folder} lacks {len(missing)} weights of its vision tower: {names}")
     model = whole.eval().base_model
-    decoder = whole.get_decoder()
-    for name, child in list(model.named_children()):
-        if child is decoder:
-            delattr(model, name)
+    [decoder] = [name for name, part in model.named_children() if part is whole.get_decoder()]
+    delattr(model, decoder)
     return model
 
 
 def _use_kernels(model: nn.Module, x_dtype: torch.dtype) -> None:
-    """Replace linear layers by those of the CPU kernels."""
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            if type(child) is nn.Linear:  # others are read by what they are in
-                setattr(module, name, NativeLinear(child, x_dtype))
+    """Replace layers by those of the CPU kernels."""
+    from transformers.activations import get_activation
+
+    activations = {type(get_activation(name)): name for name in ACTIVATIONS}
+    for name, module in list(model.named_modules()):
+        kind = type(module)
+        if kind is nn.Linear:  # subclasses are read by what they are in
+            model.set_submodule(name, NativeLinear(module, x_dtype))
+        elif isinstance(module, nn.Conv2d | nn.Conv3d) and module.stride == module.kernel_size:
+            model.set_submodule(name, NativePatches(module, x_dtype))
+        elif kind in activations:
+            model.set_submodule(name, Activation(activations[kind]))
 
 
 @contextmanager
 def _silent_transformers() -> Iterator[None]:
-    """Within this context, transformers writes no reports: it finds the language model missing."""
+    """Within this context, transformers does not report that the language model is missing."""
     from transformers.utils import logging
 
     verbosity = logging.get_verbosity()

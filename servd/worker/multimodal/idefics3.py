@@ -3,8 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from servd.worker.multimodal._processor import PIXELS, PilProcessor
 
 
@@ -12,7 +10,7 @@ class Idefics3Processor(PilProcessor):
     """Reads pictures of Idefics 3."""
 
     kinds = ("Idefics3ImageProcessor",)
-    inputs = PIXELS | {"pixel_attention_mask": np.int64}
+    inputs = PIXELS  # nothing of one picture is masked
 
     def set_tokens(self) -> None:
         self.image_token = "<image>"

@@ -10,7 +10,7 @@ from servd.checkpoint.account import object_in
 from servd.checkpoint.config_json import read_json
 from servd.worker.multimodal import Detail, ImageProcessor, ProcessedImage
 from servd.worker.multimodal._llava import SquareProcessor
-from servd.worker.multimodal._pixtral import PixtralProcessor
+from servd.worker.multimodal.mistral3 import Mistral3Processor
 
 
 class LlavaProcessor(ImageProcessor):
@@ -20,7 +20,7 @@ class LlavaProcessor(ImageProcessor):
         super().__init__(folder, options)
         vision = object_in(read_json(folder / "config.json"), "vision_config") or {}
         is_pixtral = vision.get("model_type") == "pixtral"
-        self.processor = (PixtralProcessor if is_pixtral else SquareProcessor)(folder, options)
+        self.processor = (Mistral3Processor if is_pixtral else SquareProcessor)(folder, options)
         self.placeholder = self.processor.placeholder
 
     def process(self, image: Image.Image, detail: Detail) -> ProcessedImage:
