@@ -48,9 +48,9 @@ class PilProcessor(ImageProcessor):
         super().__init__(folder, options)
         self.config = read_json(folder / "config.json")
         self.vision = object_in(self.config, "vision_config") or {}
-        nested, preprocessor = (read_json(folder / name, {}) for name in PROCESSORS)
-        self.settings = nested  # of the processor of text and pictures together
-        preprocessor = object_in(nested, "image_processor") or preprocessor
+        both, alone = (folder / name for name in PROCESSORS)
+        self.settings = read_json(both, {})  # of the processor of text and pictures together
+        preprocessor = object_in(self.settings, "image_processor") or read_json(alone)
         self.kind = self._find_kind(str(preprocessor.get("image_processor_type", "")))
         self.tokens = _read_tokens(folder)
         self.set_tokens()
@@ -94,8 +94,8 @@ class PilProcessor(ImageProcessor):
             outputs = processor(images=[image], return_tensors="np")
         except (ArithmeticError, ValueError) as error:
             raise InvalidRequest(
-                f"the model reads no picture of {image.width} x {image.height} pixels: send one "
-                "that is less long and thin"
+                f"it has {image.width} x {image.height} pixels, which the model cannot read: send "
+                "one that is less long and thin"
             ) from error
         text = self.expand(outputs)
         tensors = {

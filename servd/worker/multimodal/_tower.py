@@ -133,7 +133,9 @@ def _build(folder: Path, tensors: dict[str, Tensor], dtype: torch.dtype) -> nn.M
     """Return transformers' model of a folder without its language model."""
     import transformers
 
-    config = transformers.AutoConfig.for_model(**read_json(folder / "config.json"))
+    values = read_json(folder / "config.json")
+    values.pop("quantization_config", None)  # which concerns the language model
+    config = transformers.AutoConfig.for_model(**values)
     text_config = config.get_text_config()
     for name, value in REDUCED.items():
         if hasattr(text_config, name):

@@ -1,5 +1,6 @@
 """A vision tower's outputs are those of transformers' whole model."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,13 @@ def test_older_names_of_tensors(
         return name.replace("language_model.", "language_model.model."), tensor
 
     older = changed(folder, rename, tmp_path)
+    path = older / "config.json"
+    config = json.loads(path.read_text(encoding="utf8"))
+    if family == "qwen2_5_vl":
+        config = config.pop("text_config") | config
+    # Of a language model that is quantized.
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    path.write_text(json.dumps(config), encoding="utf8")
     tensors, _ = tensors_of(folder, (37, 121))
     towers = [VisionTower.load(read_spec(path), torch.float32, CPU) for path in (folder, older)]
     new, old = (tower.encode(tensors) for tower in towers)
