@@ -53,10 +53,10 @@ class Pictures:
 
 
 class EncoderRunner:
-    """Keeps the pictures of requests that have not passed them, and the tower's outputs. Raises
-    UnsupportedModel or ConfigError if the model's pictures cannot be read here.
+    """Keeps the pictures of requests that have not passed them, and the tower's outputs.
 
     Args:
+        model: see `check_model`.
         dtype: of the tower's weights.
         parallel: the tower is in the first stage, as a whole on every rank.
         failed: slot -> error of its request, to which those of pictures are added.
@@ -66,25 +66,14 @@ class EncoderRunner:
         self,
         spec: ModelSpec,
         dtype: torch.dtype,
-        model: Model,
+        model: Any,
         states: RequestStates,
         backend: AttentionBackend[Any],
         parallel: Parallel,
         failed: dict[int, str],
     ) -> None:
         assert isinstance(spec.multimodal, MultiModalSpec)
-        factor: float | None = getattr(model, "image_factor", None)
-        if factor is None:
-            raise UnsupportedModel(
-                f"servd's {type(model).__name__} reads no pictures: add --language-model-only"
-            )
-        num_layers = len(parallel.own_layers(spec.num_layers))
-        if parallel.stage == 0 and spec.multimodal.num_deepstack > num_layers:
-            raise ConfigError(
-                f"--pipeline-parallel-size {parallel.num_stages}: the first stage has {num_layers} "
-                f"layers, but pictures enter {spec.multimodal.num_deepstack}: use fewer stages"
-            )
-        self.factor = factor
+        self.factor: float = model.image_factor
         self.dtype = dtype
         self.spec = spec
         self.multimodal = spec.multimodal
@@ -293,6 +282,21 @@ def mrope_positions(features: Sequence[MultiModalFeature]) -> tuple[np.ndarray, 
         position += max(num_rows, num_columns)
         end = feature.end
     return np.concatenate(parts, axis=1), position - end
+
+
+def check_model(spec: ModelSpec, model: Model, parallel: Parallel) -> None:
+    """Raise UnsupportedModel or ConfigError if a model cannot read its pictures here."""
+    if not hasattr(model, "image_factor"):
+        raise UnsupportedModel(
+            f"servd's {type(model).__name__} reads no pictures: add --language-model-only"
+        )
+    assert isinstance(spec.multimodal, MultiModalSpec)
+    num_layers = len(parallel.own_layers(spec.num_layers))
+    if parallel.stage == 0 and spec.multimodal.num_deepstack > num_layers:
+        raise ConfigError(
+            f"--pipeline-parallel-size {parallel.num_stages}: the first stage has {num_layers} "
+            f"layers, but pictures enter {spec.multimodal.num_deepstack}: use fewer stages"
+        )
 
 
 def reads_images(config: Config, spec: ModelSpec) -> bool:
