@@ -13,6 +13,7 @@ from torch import Tensor
 
 from servd.base.errors import ModelNotFound, UnsupportedModel
 from servd.checkpoint.model_spec import read_spec
+from servd.checkpoint.multimodal_config import text_name
 from servd.worker.multimodal._tower import NativeLinear, VisionTower
 from servd.worker.ops import target
 from tests.vision_models import FAMILIES
@@ -143,3 +144,14 @@ def test_missing_quantized_and_misshapen_weights_are_named(
         changed(folder, change, to)
         with pytest.raises(error, match=words):
             VisionTower.load(read_spec(to), torch.float32, CPU)
+
+
+def test_a_checkpoint_without_its_tower(
+    vision_checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    def change(name: str, tensor: Tensor) -> tuple[str, Tensor] | None:
+        return None if text_name(name) is None else (name, tensor)
+
+    folder = changed(vision_checkpoint("gemma3"), change, tmp_path)
+    with pytest.raises(ModelNotFound, match="weights of its vision tower"):
+        VisionTower.load(read_spec(folder), torch.float32, CPU)
