@@ -108,13 +108,12 @@ class VisionTower:
         }
         outputs = cast(Any, self.model).get_image_features(**inputs, return_dict=True)
         deepstack = getattr(outputs, "deepstack_features", None) or ()
-        features = [_as_rows(parts) for parts in (outputs.pooler_output, *deepstack)]
+        # Features of a picture are a tensor, or a list of tensors.
+        features = [
+            torch.cat([part.flatten(0, -2) for part in parts])
+            for parts in (outputs.pooler_output, *deepstack)
+        ]
         return torch.cat(features, dim=-1)
-
-
-def _as_rows(parts: Any) -> Tensor:
-    """Return features of a picture, or of its parts, as rows."""
-    return torch.cat([part.flatten(0, -2) for part in parts])
 
 
 def _read_vision(folder: Path) -> dict[str, Tensor]:
