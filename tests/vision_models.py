@@ -273,7 +273,12 @@ def _llava_siglip() -> VisionModel:
 
 def _gemma3() -> VisionModel:
     return VisionModel(
-        HEADS | {"sliding_window": 32},
+        HEADS
+        | {
+            "sliding_window": 32,
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
         SIGLIP,
         {
             "mm_tokens_per_image": 16,

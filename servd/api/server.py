@@ -54,8 +54,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("servd.api")
 
 FORCED_EXIT = 1  # seconds from the error frames of cut streams to the end of the process
-# Seconds from readiness to the start of the processes that check grammars and decode pictures.
-GRAMMARS_DELAY = 1.0
+GRAMMARS_DELAY = 1.0  # seconds from readiness to the start of the process that checks grammars
 TICK = 0.1  # seconds between uvicorn's calls of `on_tick`
 LONG_LAG = 0.1  # seconds that the event loop may be late without a warning
 LAG_WARNING_INTERVAL = 10.0  # seconds between warnings
@@ -148,7 +147,7 @@ class Server(uvicorn.Server):
             loop = asyncio.get_running_loop()
             loop.call_later(GRAMMARS_DELAY, loop.run_in_executor, None, grammars.start)
             if (media := self.async_llm.media) is not None:
-                loop.call_later(GRAMMARS_DELAY, loop.run_in_executor, None, media.start)
+                loop.run_in_executor(None, media.start)
             start = self.start_message
             if start.url:
                 logger.info("ready at %s", start.url)
@@ -230,11 +229,11 @@ def within_file_limit(config: ServerConfig, media: MediaLoader | None) -> Server
     """Return `config` with `max_connections` limited to the files that this process may open,
     because `accept` would fail beyond that. Raise the limit by the files of pictures if possible.
     """
-    allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if media is not None:
-        media.max_files = min(media.max_files, most // 4)
-        allowed = min(allowed + media.max_files, most)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, most))
+        media.max_files = min(media.max_files, hard // 4)
+        allowed = min(allowed + media.max_files, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
         allowed -= media.max_files
     possible = max(allowed - OTHER_FILES, 1)
     if possible >= config.max_connections:

@@ -3,31 +3,45 @@
 import argparse
 import signal
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from servd.base import log
 from servd.base.errors import ServdError
 from servd.terminal import api_client
-from servd.terminal.conversation import NAMES, SETTINGS, Conversation
+from servd.terminal.conversation import NAMES, SETTINGS, Conversation, picture_part
 from servd.terminal.waiting import keep_keys
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="system message")
+    parser.add_argument(
+        "--image",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="picture in the first message; repeat for more",
+    )
     api_client.add_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     client, options = api_client.connect(arguments)
-    return talk(client, options, arguments.system)
+    return talk(client, options, arguments.system, arguments.image)
 
 
 @keep_keys()
-def talk(client: api_client.Client, options: dict[str, Any], system: str | None) -> int:
+def talk(
+    client: api_client.Client,
+    options: dict[str, Any],
+    system: str | None,
+    images: Sequence[str] = (),
+) -> int:
     """Chat until the input ends. `options`: the model, and parameters of requests. Raises
     ServdError if input or output is no terminal: a script looks at the exit code.
     """
     conversation = Conversation(client, system, options)
+    conversation.pictures = [picture_part(image) for image in images]
     read = read_line
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if is_terminal:

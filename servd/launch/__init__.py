@@ -15,6 +15,7 @@ from servd.base.errors import ConfigError, UnsupportedModel
 from servd.checkpoint import account, config_json, generation_config, hub, model_spec, pooling
 from servd.checkpoint.model_spec import FAKE_SPEC, ModelSpec
 from servd.config import Config
+from servd.config.checks.multimodal import choose_modalities
 from servd.config.data_parallel import Decision
 from servd.config.keys import read_keys, tls_context
 from servd.config.machine import Machine, look_at_machine
@@ -145,6 +146,7 @@ def find_and_resolve(
         )
         config = config.replace(speculative_config=speculative.with_heads(None))
     config, decided = decide(config, spec, machine or look_at_machine())
+    spec = msgspec.structs.replace(spec, multimodal=choose_modalities(config, spec))
     model = config.model
     generation_config.read_generation_defaults(
         spec, model.generation_config, model.override_generation_config

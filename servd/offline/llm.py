@@ -89,16 +89,14 @@ class LLM:
         """Answer one or more conversations. Return one output for each conversation, in order.
 
         Args: those of `generate`, and
-            messages: OpenAI-style messages.
+            messages: OpenAI-style messages, with pictures if the model sees.
             tools: the tools to show to the model, in OpenAI's form.
             template_options: further fields of `Chat`, e.g. `add_generation_prompt`.
         """
         conversations = [messages] if messages and isinstance(messages[0], dict) else messages
-        render = self.engine.processor.chat_template.render
-        # The template writes its own beginning-of-sequence token.
         options = {"tool_options": ToolOptions(tools) if tools else None, **template_options}
-        prompts = [render(Chat(messages=c, **options)) for c in conversations]  # type: ignore[arg-type]
-        return self._run(prompts, sampling_params, use_tqdm, lora_request, add_special_tokens=False)
+        chats = [Chat(messages=messages, **options) for messages in conversations]  # type: ignore[arg-type]
+        return self._run(chats, sampling_params, use_tqdm, lora_request)
 
     def embed(
         self,
@@ -263,11 +261,10 @@ class LLM:
 
     def _run(
         self,
-        prompts: Sequence[TextOrIds | Pair],
+        prompts: Sequence[TextOrIds | Pair | Chat],
         params: Params | Sequence[Params] | None,
         use_tqdm: bool | None,
         lora_request: LoRARequests,
-        add_special_tokens: bool = True,
     ) -> list[RequestOutput]:
         if params is None:
             processor = self.engine.processor
@@ -286,8 +283,7 @@ class LLM:
         try:
             requests = zip(ids, prompts, params_of_prompts, adapters, strict=True)
             for request_id, prompt, p, adapter in requests:
-                options = {"add_special_tokens": add_special_tokens, "lora_request": adapter}
-                self.engine.add_request(request_id, prompt, p, **options)
+                self.engine.add_request(request_id, prompt, p, lora_request=adapter)
             hide = None if show else True  # None: hidden unless stderr is a terminal
             with tqdm(total=len(ids), desc="prompts", disable=hide, dynamic_ncols=True) as bar:
                 started = time.perf_counter()

@@ -1,5 +1,6 @@
 """LLMEngine: runs an engine, in this process or another, one step per call of `step`."""
 
+import asyncio
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -9,13 +10,14 @@ from tqdm import tqdm
 
 from servd import launch
 from servd.api.engine.grammar_checker import GrammarChecker
+from servd.api.engine.media_loader import LoadedPicture, MediaLoader
 from servd.api.engine.output_processor import OutputProcessor
 from servd.api.engine.processor import Processor
 from servd.api.request.request_output import RequestOutput
 from servd.api.request.request_state import ProcessedInputs, RequestState, find_choice
 from servd.api.request.timeline import Timeline
 from servd.api.serving.logprobs import TokenTexts, by_token
-from servd.api.text.prompt import Pair, Prompt
+from servd.api.text.prompt import Chat, Pair, Prompt
 from servd.api.text.tokenizer import Tokenizer
 from servd.base.errors import ConfigError, InvalidRequest
 from servd.base.private_dir import private_dir
@@ -67,17 +69,17 @@ class LLMEngine:
         if config.lora.enable_lora:
             self.adapters = AdapterStore(private_dir(), config.model.allow_unknown_keys)
         # Scripts rarely call `close`, so it also runs at exit.
+        self.media = MediaLoader(config, spec) if self.processor.sees else None
         self._close = weakref.finalize(
-            self, _close, self.processor.grammars, self.engine_core, self.adapters
+            self, _close, self.processor.grammars, self.media, self.engine_core, self.adapters
         )
 
     def add_request(
         self,
         request_id: str,
-        prompt: TextOrIds | Pair,
+        prompt: TextOrIds | Pair | Chat,
         params: Params,
         *,
-        add_special_tokens: bool = True,
         lora_request: LoRARequest | None = None,
     ) -> None:
         """Queue a request for a prompt.
@@ -85,8 +87,7 @@ class LLMEngine:
         Raises:
             InvalidRequest: the prompt, parameters or adapter are not valid, or the id is in use.
         """
-        text = Prompt(content=prompt, add_special_tokens=add_special_tokens)
-        inputs = self.process_inputs(request_id, text, params, lora_request)
+        inputs = self.process_inputs(request_id, Prompt(content=prompt), params, lora_request)
         # Choices have their own ids, which another request may have.
         engine_ids = inputs.request.choice_ids
         is_running = any(find_choice(self.requests, engine_id) for engine_id in engine_ids)
@@ -107,7 +108,11 @@ class LLMEngine:
             if isinstance(values.get("stop"), str):
                 values["stop"] = [values["stop"]]
             params = SamplingParams(**{"max_tokens": None, **values})
-        return self.processor.process_inputs(request_id, prompt, params, options)
+        pictures = self.processor.pictures_of(prompt)
+        loaded: list[LoadedPicture] = []
+        if pictures and self.media is not None:
+            loaded = asyncio.run(self.media.load(pictures, None, ""))
+        return self.processor.process_inputs(request_id, prompt, params, options, loaded)
 
     def send(self, inputs: ProcessedInputs, is_part: bool = False) -> None:
         """Queue a request that `process_inputs` returned. The metrics do not count a part of a beam
@@ -231,10 +236,13 @@ class LLMEngine:
 
 def _close(
     grammars: GrammarChecker,
+    media: MediaLoader | None,
     engine_core: SyncMPClient | InprocClient,
     adapters: AdapterStore | None,
 ) -> None:
     grammars.close()
+    if media is not None:
+        media.close()
     engine_core.close()
     if adapters is not None:
         adapters.clear()

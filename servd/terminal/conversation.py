@@ -1,5 +1,6 @@
 """Conversation: a chat with a server, its slash commands, its settings and its files."""
 
+import base64
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -22,6 +23,7 @@ COUNTS = ("max_tokens", "seed", "top_k")
 NAMES = [*dict.fromkeys(usage.split()[0] for usage in COMMANDS)]
 SWITCHES = {"on": True, "off": False}
 SETTINGS = [*NUMBERS, *COUNTS, "system", "think"]
+MAX_PICTURE = 20 << 20  # bytes, as servers read
 MAX_TOKENS = 4096  # of an answer, or half of the context: a small model may not find an end
 
 Show = Callable[[str, bool | None], None]
@@ -30,7 +32,7 @@ Show = Callable[[str, bool | None], None]
 
 class ChatTurn(msgspec.Struct):
     role: Literal["system", "user", "assistant"]
-    content: str
+    content: str | list[dict[str, Any]]  # a list: with pictures
 
 
 class Saved(msgspec.Struct):
@@ -51,6 +53,30 @@ def expand(path: str) -> Path:
         raise ServdError(f"{path}: {error}") from None
 
 
+def picture_part(path: str) -> dict[str, Any]:
+    """Return the part of a picture: of a file, or at an address that the server may fetch. Raises
+    ServdError.
+    """
+    if path.startswith(("https:", "data:")):
+        return {"type": "image_url", "image_url": {"url": path}}
+    file = expand(path)
+    try:
+        size = file.stat().st_size
+        if size > MAX_PICTURE:
+            raise ServdError(f"{path} has {size} bytes, a picture at most {MAX_PICTURE}")
+        data = base64.b64encode(file.read_bytes()).decode()
+    except OSError as error:
+        raise ServdError(f"{path}: {error.strerror}") from None
+    return {"type": "image_url", "image_url": {"url": f"data:;base64,{data}"}}
+
+
+def text_of(content: str | list[dict[str, Any]]) -> str:
+    """Return a message's content with a word in place of each picture."""
+    if isinstance(content, str):
+        return content
+    return "\n\n".join(part.get("text", "[picture]") for part in content)
+
+
 class Conversation:
     """A chat in the terminal. Reasoning is shown, and is not part of the history. `options`: the
     model and parameters of requests. Methods raise ServdError.
@@ -62,6 +88,7 @@ class Conversation:
     def __init__(self, client: Client, system: str | None, options: dict[str, Any]) -> None:
         self.client = client
         self.options = options
+        self.pictures: list[dict[str, Any]] = []  # parts of the next message
         self.reset(system)
 
     @cached_property
@@ -77,7 +104,10 @@ class Conversation:
 
     def reset(self, system: str | None) -> None:
         self.system = system
-        self.messages = [{"role": "system", "content": system}] if system else []
+        self.pictures = []
+        self.messages: list[dict[str, Any]] = (
+            [{"role": "system", "content": system}] if system else []
+        )
 
     def obey(self, line: str) -> bool:
         """Execute a line that begins with a slash. Return False to leave the chat."""
@@ -92,6 +122,9 @@ class Conversation:
                 self.reset(self.system)
             case "/system":
                 self.reset(argument or None)
+            case "/image":
+                self.pictures.append(picture_part(argument))
+                print(f"{len(self.pictures)} in the next message")
             case "/set":
                 self.set(argument)
             case "/save":
@@ -106,9 +139,11 @@ class Conversation:
         return True
 
     def ask(self, text: str) -> None:
-        self.answer([*self.messages, {"role": "user", "content": text}])
+        content = [*self.pictures, {"type": "text", "text": text}] if self.pictures else text
+        self.answer([*self.messages, {"role": "user", "content": content}])
+        self.pictures = []
 
-    def answer(self, messages: list[dict[str, str]]) -> None:
+    def answer(self, messages: list[dict[str, Any]]) -> None:
         """Get and show the next message of a conversation. Ctrl-C keeps the text so far."""
         started = time.monotonic()
         content = ""
@@ -139,7 +174,7 @@ class Conversation:
                 show(f"({usage['completion_tokens']} tokens, {rate:.1f} tok/s{ending})", True)
         self.messages = [*messages, {"role": "assistant", "content": content}]
 
-    def stream(self, messages: list[dict[str, str]]) -> Iterator[dict[str, Any]]:
+    def stream(self, messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         """Yield the chunks of an answer."""
         body = {"messages": messages, "stream_options": {"include_usage": True}} | self.options
         body["return_progress"] = True
@@ -181,7 +216,7 @@ class Conversation:
     def save(self, file: Path) -> None:
         if file.suffix == ".md":
             parts = [
-                f"## {message['role'].capitalize()}\n\n{message['content']}\n"
+                f"## {message['role'].capitalize()}\n\n{text_of(message['content'])}\n"
                 for message in self.messages
             ]
             write_file("/save", file, "\n".join(parts).encode())

@@ -183,7 +183,7 @@ async def test_errors_are_texts_and_name_this_api_s_fields(client: ollama.AsyncC
         await client.chat(MODEL, user("hi"), options={"temperature": -1})
     assert error.value.status_code == 400
     image = [{"role": "user", "content": "x", "images": [b"a"]}]
-    with pytest.raises(ollama.ResponseError, match="reads text only"):
+    with pytest.raises(ollama.ResponseError, match="reads no pictures"):
         await client.chat(MODEL, image)
 
 

@@ -276,3 +276,28 @@ def test_an_answer_longer_than_the_screen_is_shown_once_and_whole():
     assert max(frame.count("\n") for frame in frames) < 8
     assert re.findall(r"line \d+", whole) == lines
     assert "\x1b[2J" not in file.getvalue()
+
+
+def test_a_picture_goes_before_the_text_of_the_next_message(
+    chat: Conversation, client: EchoClient, tmp_path: Path
+):
+    (tmp_path / "a.png").write_bytes(b"pixels")
+    chat.obey(f"/image {tmp_path / 'a.png'}")
+    chat.obey("/image https://images.example.com/b.png")
+    chat.ask("what is it?")
+    chat.ask("and?")
+    *_, message, _, last = client.bodies[-1]["messages"]
+    assert [part["type"] for part in message["content"]] == ["image_url", "image_url", "text"]
+    assert message["content"][0]["image_url"]["url"] == "data:;base64,cGl4ZWxz"
+    assert last["content"] == "and?"
+    chat.save(tmp_path / "chat.json")
+    chat.load(tmp_path / "chat.json")
+    assert chat.messages[1]["content"] == message["content"]
+    chat.save(tmp_path / "chat.md")
+    assert "[picture]\n\n[picture]\n\nwhat is it?" in (tmp_path / "chat.md").read_text()
+
+
+def test_a_picture_that_is_not_there_is_an_error(chat: Conversation, tmp_path: Path):
+    with pytest.raises(ServdError, match=r"none\.png: No such file"):
+        chat.obey(f"/image {tmp_path / 'none.png'}")
+    assert chat.pictures == []

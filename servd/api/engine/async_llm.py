@@ -15,7 +15,7 @@ from servd.api.engine.beam_search import BeamSearch
 from servd.api.engine.engine_client import EngineClient
 from servd.api.engine.fair_threads import FairThreads
 from servd.api.engine.load_balancer import LoadBalancer
-from servd.api.engine.media_loader import MediaLoader
+from servd.api.engine.media_loader import LoadedPicture, MediaLoader
 from servd.api.engine.output_processor import OutputProcessor
 from servd.api.engine.processor import NO_OPTIONS, Processor
 from servd.api.engine.progress import Progress, combine
@@ -42,7 +42,6 @@ from servd.base.errors import (
 from servd.base.log import current_request
 from servd.base.tracing import Mark, now_ns
 from servd.checkpoint.model_spec import ModelSpec
-from servd.checkpoint.multimodal_config import MultiModalSpec
 from servd.config import Config
 from servd.core.client import AsyncMPClient
 from servd.messages.engine import (
@@ -117,10 +116,9 @@ class AsyncLLM:
                 zip(clients, metrics.engines, strict=True)
             )
         ]
-        sees = isinstance(self.spec.multimodal, MultiModalSpec)
-        self.media = MediaLoader(config, self.spec) if sees else None
         self.loop = FairLoop()
         self.has_changed = asyncio.Event()
+        self.media = MediaLoader(config, self.spec) if self.processor.sees else None
         self._threads = FairThreads(NUM_THREADS, "prepare")
         self._grammar_threads = FairThreads(NUM_GRAMMAR_THREADS, "grammar")
 
@@ -356,17 +354,19 @@ class AsyncLLM:
         size = sum(prompt_size + prompt.num_chars for prompt in texts)
 
         count_fewest = partial(processor.fewest_tokens, texts, options.truncate_prompt_tokens)
+        pictures: list[list[LoadedPicture]] = []
 
         def process_all() -> list[ProcessedInputs]:
             return [
-                processor.process_inputs(name, prompt, params, options)
-                for name, prompt in zip(ids, texts, strict=True)
+                processor.process_inputs(name, prompt, params, options, shown)
+                for name, prompt, shown in zip(ids, texts, pictures, strict=True)
             ]
 
         try:
             async with asyncio.timeout_at(deadline):
                 if admitted is not None:
                     admitted.count_tokens(await self.run_in_thread(owner, size, count_fewest))
+                pictures = [await self.load_pictures(prompt, options) for prompt in texts]
                 inputs = await self.run_in_thread(owner, size, process_all)
                 if admitted is not None:
                     num_tokens = sum(len(prompt.request.prompt_token_ids) for prompt in inputs)
@@ -382,6 +382,15 @@ class AsyncLLM:
         except TimeoutError:
             raise DeadlineExceeded from None
         return inputs
+
+    async def load_pictures(self, prompt: Prompt, options: RequestOptions) -> list[LoadedPicture]:
+        """Return the pictures of a chat, in order; none for a model that reads none. Raises the
+        errors of `Processor.pictures_of` and `MediaLoader.load`.
+        """
+        pictures = self.processor.pictures_of(prompt)
+        if not pictures or self.media is None:
+            return []
+        return await self.media.load(pictures, options.cache_salt, options.owner)
 
     async def _search(
         self,

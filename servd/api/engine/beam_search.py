@@ -123,7 +123,7 @@ class BeamSearch:
                 params=params,
                 eos_token_ids=[],
             )
-            requests.append(ProcessedInputs(request, params))
+            requests.append(ProcessedInputs(request, params, pictures=self.inputs.pictures))
         return requests
 
     def answers(self, tokenizer: Tokenizer) -> list[CompletionOutput]:

@@ -26,6 +26,7 @@ def describe_model(processor: Processor, name: str) -> dict[str, Any]:
     level = processor.config.model.quantization or facts.precision or spec.dtype
     capabilities = ["completion"] if processor.pooling.is_causal else ["embedding"]
     capabilities += ["tools"] if processor.model_format.tool_parser else []
+    capabilities += ["vision"] if processor.sees else []
     capabilities += ["thinking"] if processor.model_format.reasoning_parser else []
     return {
         "capabilities": capabilities,

@@ -41,7 +41,9 @@ class OutputProcessor:
         if not is_part:
             timeline.choices = choices
         prompt = inputs.params, inputs.prompt, inputs.expected
-        return RequestState(request, *prompt, timeline, choices, collector, index, is_part)
+        state = RequestState(request, *prompt, timeline, choices, collector, index, is_part)
+        state.pictures = inputs.pictures
+        return state
 
     def process_outputs(
         self, outputs: Sequence[EngineCoreOutput], state: RequestState, choice: Choice

@@ -13,6 +13,8 @@ from typing import Any
 import msgspec
 
 from servd.api.engine.grammar_checker import GrammarChecker
+from servd.api.engine.media_loader import LoadedPicture
+from servd.api.engine.placeholders import expand, place
 from servd.api.output.call_grammar import parameters_of
 from servd.api.output.model_format import ModelFormat
 from servd.api.output.output_parser import ExpectedOutput
@@ -20,7 +22,8 @@ from servd.api.request.request_state import ProcessedInputs
 from servd.api.text import score_template
 from servd.api.text.chat_template import ChatTemplate
 from servd.api.text.fill_in_middle import FillInMiddle
-from servd.api.text.prompt import Chat, Pair, Prompt
+from servd.api.text.pictures import has_pictures, pictures_of, replace_by_notes
+from servd.api.text.prompt import Chat, Pair, Picture, Prompt
 from servd.api.text.special_tokens import SPLIT_HERE
 from servd.api.text.tokenizer import Tokenizer
 from servd.base.errors import ContextTooLong, InvalidRequest
@@ -29,6 +32,7 @@ from servd.checkpoint import generation_config, pooling
 from servd.checkpoint.model_spec import ModelSpec
 from servd.config import Config
 from servd.messages.engine import EngineCoreRequest, RequestOptions
+from servd.messages.multimodal import MultiModalFeature
 from servd.messages.params import (
     MAX_CANDIDATES,
     TEXT_PARAMS,
@@ -101,9 +105,10 @@ class Processor:
         prompt: Prompt,
         params: SamplingParams | PoolingParams,
         options: RequestOptions = NO_OPTIONS,
+        pictures: Sequence[LoadedPicture] = (),
     ) -> ProcessedInputs:
         """Render, tokenise and validate a prompt. The caller must then call
-        `check_structured_output`, which may take seconds.
+        `check_structured_output`, which may take seconds. `pictures`: those of a chat, in order.
 
         Raises InvalidRequest, or ContextTooLong if prompt and `max_tokens` together exceed
         `max_model_len`. `max_tokens` None means up to the end of the context.
@@ -116,7 +121,7 @@ class Processor:
                 self.pooling.check("generate")
             params.validate(self.spec.vocab_size)
             sampling = params
-        marked = self.render(prompt)
+        rendered, marked = self._render_shown(prompt, pictures)
         text = marked.replace(SPLIT_HERE, "") if isinstance(marked, str) else marked
         marks: list[Mark] = []
         structured_output = self.model_format.without_tags(sampling.structured_output)
@@ -135,6 +140,7 @@ class Processor:
         fills = sampling.max_tokens is None or (prompt.may_fill_context and sampling.max_tokens > 0)
         min_output = 1 if fills else sampling.max_tokens or 0  # tokens kept free for output
         token_ids, was_cut = self._encode(prompt, marked, options, min_output)
+        features = self._place(token_ids, pictures, was_cut)
         sampling = self._complete(prompt, sampling, expected, token_ids, min_output)
         marks.append(Mark("tokenised", now_ns()))
         if options.truncate_prompt_tokens is not None:  # done; may be too large for a message
@@ -142,16 +148,82 @@ class Processor:
                 options, truncate_prompt_tokens=None, truncation_side=None
             )
         if self.spec.keeps_state and isinstance(chat, Chat) and not was_cut:
-            start = self._turn_start(prompt, chat, str(marked), len(token_ids))
+            start = self._turn_start(prompt, chat, str(rendered), pictures, len(token_ids))
             options = msgspec.structs.replace(options, turn_start=start)
         if not isinstance(params, PoolingParams):
             params = msgspec.structs.replace(sampling, **NO_TEXT)
         eos_token_ids = [] if sampling.ignore_eos else self._eos_token_ids
         request = EngineCoreRequest(
-            request_id, token_ids, params, self.client, eos_token_ids, options
+            request_id, token_ids, params, self.client, eos_token_ids, options, mm_features=features
         )
         prompt_text = text if isinstance(text, str) and not was_cut else None
-        return ProcessedInputs(request, sampling, prompt_text, expected, marks)
+        return ProcessedInputs(request, sampling, prompt_text, expected, marks, pictures)
+
+    @property
+    def sees(self) -> bool:
+        """Whether prompts may have pictures."""
+        return not isinstance(self.spec.multimodal, str)
+
+    def pictures_of(self, prompt: Prompt) -> list[Picture]:
+        """Return the pictures that must be loaded to process a prompt. Raise InvalidRequest if
+        there are more than --limit-mm-per-prompt.
+        """
+        chat = prompt.content
+        if not isinstance(chat, Chat) or not self.sees:
+            return []
+        pictures = pictures_of(chat.messages)
+        limit = self.config.multimodal.max_images
+        if len(pictures) > limit:
+            raise InvalidRequest(
+                f"the messages have {len(pictures)} pictures, at most {limit} are read "
+                "(--limit-mm-per-prompt)",
+                param=prompt.param,
+            )
+        return pictures
+
+    def without_pictures(self, prompt: Prompt) -> Prompt:
+        """Return the prompt of a model that reads no pictures: some become notes. Raise
+        InvalidRequest if others are left.
+        """
+        chat = prompt.content
+        if not isinstance(chat, Chat) or not any(map(has_pictures, chat.messages)):
+            return prompt
+        reason = self.spec.multimodal
+        if not isinstance(reason, str):
+            reason = "this route's models read texts only"
+        messages = replace_by_notes(chat.messages, reason)
+        return msgspec.structs.replace(
+            prompt, content=msgspec.structs.replace(chat, messages=messages)
+        )
+
+    def _place(
+        self, token_ids: list[int], pictures: Sequence[LoadedPicture], was_cut: bool
+    ) -> list[MultiModalFeature]:
+        """Return the pictures with their places in a prompt. Raise InvalidRequest if the prompt was
+        truncated, or if a step cannot compute a picture at once and must.
+        """
+        multimodal = self.spec.multimodal
+        if not pictures or isinstance(multimodal, str):
+            return []
+        if was_cut:
+            raise InvalidRequest(
+                "a prompt with pictures cannot be truncated: send less, or leave "
+                "truncate_prompt_tokens out",
+                param="truncate_prompt_tokens",
+            )
+        features = place(token_ids, pictures, multimodal.image_token_id)
+        scheduler = self.config.scheduler
+        assert scheduler.max_num_batched_tokens is not None and scheduler.max_num_seqs is not None
+        # At worst, others decode, and half of the rest is for long prompts: see Scheduler.
+        limit = (scheduler.max_num_batched_tokens - scheduler.max_num_seqs) // 2
+        longest = max(feature.length for feature in features)
+        if multimodal.is_bidirectional and longest > limit:
+            raise InvalidRequest(
+                f"a picture has {longest} tokens, of which a step must compute all, and at most "
+                f"{limit} fit: raise --max-num-batched-tokens",
+                param="messages",
+            )
+        return features
 
     def fewest_tokens(self, prompts: Sequence[Prompt], keep: int | None) -> int:
         """Return a lower bound of the tokens of prompts that `process_inputs` accepts. In chats,
@@ -210,11 +282,13 @@ class Processor:
             if time.monotonic() > deadline:
                 return
 
-    def render(self, prompt: Prompt) -> str | list[int]:
-        """Return the text to tokenise, or the token ids if the prompt consists of token ids."""
+    def render(self, prompt: Prompt, placeholder: str = "") -> str | list[int]:
+        """Return the text to tokenise, or the token ids if the prompt consists of token ids. A
+        `placeholder` stands for each picture of a chat.
+        """
         content = prompt.content
         if isinstance(content, Chat):
-            return self.chat_template.render(content)
+            return self.chat_template.render(content, placeholder)
         assert not isinstance(content, Pair), "`process_inputs` makes token ids of pairs first"
         if isinstance(content, str):
             content = self.pooling.prompt(prompt.prompt_name) + content
@@ -229,9 +303,20 @@ class Processor:
             )
         return self.fill_in_middle.prompt(content, prompt.suffix)
 
-    def tokenize(self, prompt: Prompt) -> list[int]:
+    def tokenize(self, prompt: Prompt, pictures: Sequence[LoadedPicture] = ()) -> list[int]:
         """Return the token ids of a prompt, without checking that they fit in the context."""
-        return self._token_ids(prompt, self.render(prompt))
+        return self._token_ids(prompt, self._render_shown(prompt, pictures)[1])
+
+    def _render_shown(
+        self, prompt: Prompt, pictures: Sequence[LoadedPicture]
+    ) -> tuple[str, str] | tuple[list[int], list[int]]:
+        """Return a prompt as `render` does, and with the texts of its pictures in place."""
+        if not pictures:
+            prompt = self.without_pictures(prompt)
+        rendered = self.render(prompt, pictures[0].placeholder if pictures else "")
+        if isinstance(rendered, str):
+            return rendered, expand(rendered, pictures)
+        return rendered, rendered
 
     def reasoning_tags(self, prompt_token_ids: list[int] | None) -> ReasoningTags:
         """Return the tokens by which the engine recognises reasoning, and whether the output begins
@@ -398,11 +483,20 @@ class Processor:
             token_ids += self.tokenizer.encode(piece, False)
         return token_ids
 
-    def _turn_start(self, prompt: Prompt, chat: Chat, text: str, num_tokens: int) -> int:
-        """Return about how many tokens of a chat come before its last user message; 0: unknown."""
+    def _turn_start(
+        self,
+        prompt: Prompt,
+        chat: Chat,
+        text: str,
+        pictures: Sequence[LoadedPicture],
+        num_tokens: int,
+    ) -> int:
+        """Return about how many tokens of a chat come before its last user message; 0: unknown.
+        `text`: the rendered chat.
+        """
         beginning = self.chat_template.before_last_turn(chat, text)
-        if 2 * len(beginning) < len(text):
-            return len(self._token_ids(prompt, beginning))
+        if pictures or 2 * len(beginning) < len(text):
+            return len(self._token_ids(prompt, expand(beginning, pictures)))
         return max(num_tokens - len(self._token_ids(prompt, text[len(beginning) :])), 0)
 
     def _beginning(self, token_ids: list[int], limit: int) -> list[int]:

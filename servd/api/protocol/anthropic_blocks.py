@@ -7,11 +7,13 @@ from typing import Any
 from pydantic_core import PydanticCustomError
 
 from servd.api.protocol.validation import Schema
+from servd.api.text.pictures import NOTE, picture_part
 
 # Block type -> its required keys, by role.
 BLOCKS: dict[str, dict[str, dict[str, type]]] = {
     "system": {"text": {"text": str}},
-    "user": {"text": {"text": str}, "tool_result": {"tool_use_id": str}},
+    "user": {"text": {"text": str}, "image": {"source": dict}, "tool_result": {"tool_use_id": str}},
+    "tool_result": {"text": {"text": str}, "image": {"source": dict}},
     "assistant": {
         "text": {"text": str},
         "tool_use": {"id": str, "name": str, "input": dict},
@@ -21,9 +23,12 @@ BLOCKS: dict[str, dict[str, dict[str, type]]] = {
 }
 # Types of blocks that are not checked. The model sees their text, or a short note in their place.
 OTHER_TYPES = re.compile(
-    r"image|document|search_result|server_tool_use|mcp_tool_use|mcp_tool_listing|container_upload"
+    r"document|search_result|server_tool_use|mcp_tool_use|mcp_tool_listing|container_upload"
     r"|tool_reference|tool_addition|tool_removal|compaction|fallback|\w+_tool_result"
 )
+ROLES = ("system", "user", "assistant")
+# Types of a picture's source, and the keys of what they say.
+SOURCES = {"base64": "data", "url": "url", "file": "file_id"}
 ERROR = "Error:"  # before the result of a tool that failed
 JSON_TYPES = {str: "string", dict: "object"}
 
@@ -48,13 +53,25 @@ def _check_blocks(content: Any, blocks: dict[str, dict[str, type]]) -> Any:
                 raise PydanticCustomError(
                     "content", "a {kind} block must have the {type} `{key}`", context
                 )
+        if kind == "image":
+            _check_source(block["source"])
         if kind == "tool_result":
-            check_system(block.get("content"))
+            if block.get("content") is not None:
+                _check_blocks(block["content"], BLOCKS["tool_result"])
             if not isinstance(block.get("is_error"), bool | None):
                 raise PydanticCustomError(
                     "content", "`is_error` of a tool_result must be true or false"
                 )
     return content
+
+
+def _check_source(source: dict[str, Any]) -> None:
+    """Check where a picture is. One that was uploaded as a file becomes a note."""
+    key = SOURCES.get(str(source.get("type")))
+    if key is None:
+        raise PydanticCustomError("content", "the source of an image must be base64 or url")
+    if not isinstance(source.get(key), str):
+        raise PydanticCustomError("content", "the source of an image needs `{key}`", {"key": key})
 
 
 def _content_schema(role: str) -> Schema:
@@ -65,7 +82,7 @@ def _content_schema(role: str) -> Schema:
     for kind, keys in BLOCKS[role].items():
         properties: Schema = {key: {"type": JSON_TYPES[needed]} for key, needed in keys.items()}
         if kind == "tool_result":
-            result = {"anyOf": [_content_schema("system"), {"type": "null"}]}
+            result = {"anyOf": [_content_schema("tool_result"), {"type": "null"}]}
             properties |= {"content": result, "is_error": {"type": ["boolean", "null"]}}
         properties["type"] = {"const": kind}
         blocks.append({"properties": properties, "required": [*keys]})
@@ -78,7 +95,7 @@ MESSAGE: Schema = {
     "required": ["role", "content"],
     "anyOf": [
         {"properties": {"role": {"const": role}, "content": _content_schema(role)}}
-        for role in BLOCKS
+        for role in ROLES
     ],
 }
 SYSTEM: Schema = {"anyOf": [_content_schema("system"), {"type": "null"}]}
@@ -86,7 +103,7 @@ SYSTEM: Schema = {"anyOf": [_content_schema("system"), {"type": "null"}]}
 
 def check_message(message: Any) -> Any:
     role = message.get("role") if isinstance(message, dict) else None
-    if not isinstance(role, str) or role not in BLOCKS:
+    if role not in ROLES:
         raise PydanticCustomError(
             "message", "must be an object with the role user, assistant or system"
         )
@@ -110,8 +127,10 @@ def text_of_block(block: dict[str, Any]) -> str:
         case "tool_use":
             return block["name"] + json.dumps(block["input"], ensure_ascii=False)
         case "tool_result":
-            parts = _text_parts(block.get("content") or "")
-            return parts if isinstance(parts, str) else "\n".join(part["text"] for part in parts)
+            parts = _chat_parts(block.get("content") or "")
+            if isinstance(parts, str):
+                return parts
+            return "\n".join(part.get("text", NOTE) for part in parts)
         case "thinking":
             return block["thinking"]
         case _:
@@ -120,7 +139,7 @@ def text_of_block(block: dict[str, Any]) -> str:
 
 def chat_messages(system: Any, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the messages of a chat. Each tool result becomes a message of its own."""
-    chat = [{"role": "system", "content": _text_parts(system)}] if system else []
+    chat = [{"role": "system", "content": _chat_parts(system)}] if system else []
     for message in messages:
         blocks = blocks_of(message)
         match message["role"]:
@@ -129,7 +148,7 @@ def chat_messages(system: Any, messages: list[dict[str, Any]]) -> list[dict[str,
             case "user":
                 chat += _user(blocks)
             case _:
-                chat.append({"role": "system", "content": _text_parts(blocks)})
+                chat.append({"role": "system", "content": _chat_parts(blocks)})
     return chat
 
 
@@ -137,7 +156,7 @@ def _user(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     for block in blocks:
         if block["type"] == "tool_result":
-            content = _text_parts(block.get("content") or "")
+            content = _chat_parts(block.get("content") or "")
             if block.get("is_error"):
                 content = _marked_as_error(content)
             messages.append(
@@ -146,7 +165,7 @@ def _user(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
         else:
             if not messages or messages[-1]["role"] != "user":
                 messages.append({"role": "user", "content": []})
-            messages[-1]["content"] += _text_parts([block])
+            messages[-1]["content"] += _chat_parts([block])
     return messages
 
 
@@ -173,16 +192,26 @@ def _assistant(blocks: list[dict[str, Any]]) -> dict[str, Any]:
             case "redacted_thinking":
                 pass
             case _:
-                message.setdefault("content", []).extend(_text_parts([block]))
+                message.setdefault("content", []).extend(_chat_parts([block]))
     if thoughts:
         message["reasoning_content"] = "".join(thoughts)
     return message
 
 
-def _text_parts(content: str | list[dict[str, Any]]) -> Any:
+def _chat_parts(content: str | list[dict[str, Any]]) -> Any:
     if isinstance(content, str):
         return content
-    return [{"type": "text", "text": _read_block(block)[0]} for block in content]
+    return [_chat_part(block) for block in content]
+
+
+def _chat_part(block: dict[str, Any]) -> dict[str, Any]:
+    match block:
+        case {"type": "image", "source": {"type": "base64", "data": str(data)}}:
+            return picture_part(f"data:;base64,{data}", is_noted=True)
+        case {"type": "image", "source": {"type": "url", "url": str(url)}}:
+            return picture_part(url, is_noted=True)
+        case _:
+            return {"type": "text", "text": _read_block(block)[0]}
 
 
 def _read_block(block: Any) -> tuple[str, set[str]]:
@@ -208,6 +237,10 @@ def _read_block(block: Any) -> tuple[str, set[str]]:
                 texts.append(text)
                 kinds |= noted
             return "\n".join(texts), kinds
+        case {"type": "image", "source": {"type": "base64" | "url"}}:
+            return NOTE, set()
+        case {"type": "image"}:
+            return NOTE, {"image"}
         case {"type": str(kind)} if OTHER_TYPES.fullmatch(kind):
             return f"[{kind}: not available here]", {kind}
         case _:
@@ -223,6 +256,6 @@ def noted_types(system: Any, messages: list[dict[str, Any]]) -> set[str]:
         for block in content if isinstance(content, list) else ():
             if block["type"] == "tool_result":
                 waiting.append(block.get("content"))
-            elif OTHER_TYPES.fullmatch(block["type"]):
+            elif block["type"] == "image" or OTHER_TYPES.fullmatch(block["type"]):
                 kinds |= _read_block(block)[1]
     return kinds

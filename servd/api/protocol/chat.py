@@ -11,6 +11,8 @@ from pydantic import (
     Discriminator,
     Field,
     Tag,
+    TypeAdapter,
+    ValidationError,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
@@ -27,6 +29,7 @@ from servd.api.protocol.generation import (
 )
 from servd.api.protocol.tools import ToolChoice, Tools, as_function, grammar_of, kind_of, name_of
 from servd.api.protocol.validation import OpenObject, PositiveInt, RequestBody, Whole, wrong_field
+from servd.api.text.pictures import PICTURE
 from servd.api.text.prompt import Chat, Prompt, ToolOptions
 from servd.messages.engine import FinishReason
 from servd.messages.outputs import PromptProgress
@@ -60,6 +63,41 @@ class RefusalPart(TypedDict):
     refusal: str
 
 
+class ImageURL(OpenObject):
+    """Where a picture is: a `data:` address, or an https: or file: address that options of the
+    server allow. `detail`: low for fewer tokens, if the model has a choice.
+    """
+
+    url: str
+    detail: NotRequired[Literal["auto", "low", "high"] | None]
+
+
+class ImagePart(OpenObject):
+    """A part of a message's content that is a picture. A picture that was sent with a `uuid` may be
+    left out later.
+    """
+
+    type: Literal["image_url"]
+    image_url: NotRequired[ImageURL | str | None]
+    uuid: NotRequired[Annotated[str, Field(min_length=1, max_length=256)] | None]
+
+
+_image_part = TypeAdapter(ImagePart)
+
+
+def _check_image(part: dict[str, Any]) -> None:
+    try:
+        _image_part.validate_python(part)
+    except ValidationError as error:
+        [first, *_] = error.errors(include_url=False, include_input=False)
+        place = ".".join(str(name) for name in first["loc"] if isinstance(name, str))
+        raise PydanticCustomError(
+            "content", "{place}: {reason}", {"place": place, "reason": first["msg"]}
+        ) from None
+    if not part.get(PICTURE) and not part.get("uuid"):
+        raise PydanticCustomError("content", "an image_url part must have an `image_url`")
+
+
 def check_parts(content: Any, *kinds: str) -> Any:
     """Return `content` if it is text, or a list of refusals and of parts whose type is in `kinds`.
     Raise PydanticCustomError otherwise. Its message recommends the first type in `kinds`. A part
@@ -76,6 +114,9 @@ def check_parts(content: Any, *kinds: str) -> Any:
         if kind not in (*kinds, "refusal"):
             message = "parts of type {kind} are not supported: send {send}"
             raise PydanticCustomError("content", message, {"kind": kind[:32], "send": kinds[0]})
+        if kind == PICTURE:
+            _check_image(part)
+            continue
         key = kind if kind in ("refusal", "thinking") else "text"
         if not isinstance(part.get(key), str):
             raise PydanticCustomError(
@@ -85,10 +126,10 @@ def check_parts(content: Any, *kinds: str) -> Any:
 
 
 def _check_content(content: Any) -> Any:
-    return None if content is None else check_parts(content, *TEXT_PARTS, "thinking")
+    return None if content is None else check_parts(content, *TEXT_PARTS, "thinking", PICTURE)
 
 
-ChatContent = str | list[TextPart | RefusalPart | ThinkingPart] | None
+ChatContent = str | list[TextPart | RefusalPart | ThinkingPart | ImagePart] | None
 
 
 class FunctionCall(OpenObject):

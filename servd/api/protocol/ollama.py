@@ -7,13 +7,13 @@ from typing import Annotated, Any, Literal, NotRequired
 
 import msgspec
 from pydantic import AfterValidator, BeforeValidator, Field
-from pydantic_core import PydanticCustomError
 
 from servd.api.protocol.chat import ChatCompletionRequest, Role
 from servd.api.protocol.embeddings import Dimensions
 from servd.api.protocol.score import Texts
 from servd.api.protocol.translation import EXTENSIONS, TranslatedRequest
 from servd.api.protocol.validation import OpenObject, PositiveInt, RequestBody, Whole
+from servd.api.text.pictures import picture_part
 
 # Option of this API -> chat field.
 OPTIONS = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
@@ -27,13 +27,7 @@ Options = Annotated[dict[str, Any], Field(max_length=64)] | None  # Open WebUI h
 KeepAlive = float | str | None  # read by a server of several models
 
 
-def _refuse_images(images: Any) -> Any:
-    if images:
-        raise PydanticCustomError("images", "must be absent: servd reads text only")
-    return images
-
-
-NoImages = Annotated[list[Any], BeforeValidator(_refuse_images, list[Any]), Field(max_length=0)]
+Images = Annotated[list[str], Field(fail_fast=True, max_length=1024)]  # in base64
 
 
 def _as_object(parameters: Any) -> Any:
@@ -58,12 +52,12 @@ class OllamaCall(OpenObject):
 
 
 class OllamaMessage(OpenObject):
-    """A message of the conversation. Images are refused: servd reads text only."""
+    """A message of the conversation."""
 
     role: Role
     content: NotRequired[str | None]
     thinking: NotRequired[str | None]
-    images: NotRequired[NoImages | None]
+    images: NotRequired[Images | None]
     name: NotRequired[str | None]
     tool_name: NotRequired[str | None]
     tool_call_id: NotRequired[str | None]
@@ -158,7 +152,8 @@ class OllamaGenerateRequest(OllamaRequest):
     """Text that follows the generated text (fill in the middle)."""
     raw: bool | None = None
     """Continue `prompt` without a chat template."""
-    images: NoImages | None = None
+    images: Images | None = None
+    """Pictures that come before the prompt, in base64."""
 
 
 class EmbedOptions(OpenObject, total=False):
@@ -200,12 +195,21 @@ class PreviousCall(msgspec.Struct):
     has_result: bool = False
 
 
+def with_images(text: str, images: list[str] | None) -> str | list[dict[str, Any]]:
+    """Return the content of a message with pictures before its text."""
+    if not images:
+        return text
+    parts = [picture_part(f"data:;base64,{image}") for image in images]
+    return [*parts, {"type": "text", "text": text}]
+
+
 def chat_messages(messages: list[Any]) -> Iterator[dict[str, Any]]:
     """Yield the messages of a chat. A tool's result belongs to its oldest call without a result."""
     # By name, by id, and all of them by None; the oldest is first.
     previous: defaultdict[str | None, deque[PreviousCall]] = defaultdict(deque)
     for number, message in enumerate(messages):
-        made = {"role": message["role"], "content": message.get("content") or ""}
+        text = message.get("content") or ""
+        made = {"role": message["role"], "content": with_images(text, message.get("images"))}
         if message.get("thinking"):
             made["reasoning_content"] = message["thinking"]
         calls = []

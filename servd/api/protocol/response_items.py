@@ -5,13 +5,12 @@ import re
 from typing import Any
 
 from servd.api.protocol.response_tools import flat_name
+from servd.api.text.pictures import picture_part
 from servd.base.errors import InvalidRequest
 
 SEAL = "servd-reasoning-1:"
 # Types of items about tools that servd does not run. `function_call` is no such item.
 HOSTED_ITEMS = re.compile(r"\w+_call(_output)?|mcp_\w+|tool_search_output")
-# Types of parts that servd does not read.
-NOTED_PARTS = ("input_image", "input_file")
 ITEM_PREFIX = {
     "message": "msg",
     "function_call": "fc",
@@ -25,7 +24,8 @@ ITEM_PREFIX = {
 def chat_messages(instructions: str | None, items: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return items as chat messages. The reasoning, content and calls of a turn are one message.
 
-    An item about a tool that servd does not run becomes a short note. So does a picture or file.
+    An item about a tool that servd does not run becomes a short note. So does a file that a tool
+    returned.
     """
     messages: list[dict[str, Any]] = (
         [{"role": "system", "content": instructions}] if instructions else []
@@ -75,22 +75,21 @@ def _chat_call(kind: str, item: dict[str, Any]) -> dict[str, Any]:
 def _chat_content(content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
     if isinstance(content, str):
         return content
-    return [{"type": "text", "text": _part_text(part)} for part in content]
+    return [_chat_part(part) for part in content]
 
 
-def _part_text(part: dict[str, Any]) -> Any:
-    kind = noted_part(part)
-    return part.get("text", part.get("refusal")) if kind is None else _note(kind)
+def _chat_part(part: dict[str, Any]) -> dict[str, Any]:
+    match part["type"]:
+        case "input_image":
+            return picture_part(part["image_url"], part.get("detail"))
+        case "input_file":
+            return {"type": "text", "text": _note("input_file")}
+        case _:
+            return {"type": "text", "text": part.get("text", part.get("refusal"))}
 
 
 def _note(kind: str) -> str:
     return f"[{kind}: not available here]"
-
-
-def noted_part(part: Any) -> str | None:
-    """Return the type of a part that becomes a note, or None for any other value."""
-    kind = part.get("type") if isinstance(part, dict) else None
-    return kind if kind in NOTED_PARTS else None
 
 
 def _text(content: str | list[dict[str, Any]]) -> str:

@@ -10,7 +10,7 @@ from typing_extensions import TypedDict
 
 from servd.api.protocol.chat import Effort, RefusalPart, TokenLogprob, check_parts
 from servd.api.protocol.generation import Temperature, TopP
-from servd.api.protocol.response_items import HOSTED_ITEMS, chat_messages, noted_part
+from servd.api.protocol.response_items import HOSTED_ITEMS, chat_messages
 from servd.api.protocol.response_tools import AnyTool, chat_tools, flat_name, hosted_types
 from servd.api.protocol.translation import TranslatedRequest
 from servd.api.protocol.validation import FewKeys, OpenObject, PositiveInt, Whole, wrong_field
@@ -47,9 +47,30 @@ TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_te
 def _check_content(content: Any) -> Any:
     parts = content
     if isinstance(content, list):
-        parts = [part for part in content if noted_part(part) is None]
+        parts = [part for part in content if not _is_picture(part)]
     check_parts(parts, *TEXT_PARTS)
     return content
+
+
+def _check_output(output: Any) -> Any:
+    is_file = {"type": "input_file"}.items()
+    if not isinstance(output, list):
+        return _check_content(output)
+    _check_content([p for p in output if not (isinstance(p, dict) and is_file <= p.items())])
+    return output
+
+
+def _is_picture(part: Any) -> bool:
+    """Return whether a part is a picture. Raise PydanticCustomError if it has no address."""
+    if not isinstance(part, dict) or part.get("type") != "input_image":
+        return False
+    if not isinstance(part.get("image_url"), str):
+        raise PydanticCustomError(
+            "content", "an input_image part must have the string `image_url`: servd stores no files"
+        )
+    if part.get("detail") not in (None, "auto", "low", "high"):
+        raise PydanticCustomError("content", "`detail` must be auto, low or high")
+    return True
 
 
 class ItemTextPart(TypedDict):
@@ -59,15 +80,27 @@ class ItemTextPart(TypedDict):
     text: str
 
 
-class ItemNotedPart(OpenObject):
-    """A part of an item's content that becomes a short note for the model."""
+class InputImage(OpenObject):
+    """A part of an item's content that is a picture; see `ImageURL`."""
 
-    type: Literal["input_image", "input_file"]
+    type: Literal["input_image"]
+    image_url: str
+    detail: NotRequired[Literal["auto", "low", "high"] | None]
 
 
-# Read as str | list[dict[str, Any]].
+class InputFile(OpenObject):
+    """A part of a tool's output that becomes a short note for the model."""
+
+    type: Literal["input_file"]
+
+
+# Both are read as str | list[dict[str, Any]].
 Content = Annotated[
-    Any, BeforeValidator(_check_content, str | list[ItemTextPart | RefusalPart | ItemNotedPart])
+    Any, BeforeValidator(_check_content, str | list[ItemTextPart | RefusalPart | InputImage])
+]
+ToolOutput = Annotated[
+    Any,
+    BeforeValidator(_check_output, str | list[ItemTextPart | RefusalPart | InputImage | InputFile]),
 ]
 
 
@@ -94,7 +127,7 @@ class FunctionCallOutput(OpenObject):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: Content
+    output: ToolOutput
 
 
 class CustomToolCallInput(OpenObject):
@@ -112,7 +145,7 @@ class CustomToolCallOutput(OpenObject):
 
     type: Literal["custom_tool_call_output"]
     call_id: str
-    output: Content
+    output: ToolOutput
 
 
 class AdditionalTools(OpenObject):
@@ -330,9 +363,9 @@ class ResponsesRequest(TranslatedRequest):
         kinds = {item.get("type", "message") for item in self.input}
         names |= {f"input.{kind}" for kind in kinds.difference(OWN_ITEMS)}
         for item in self.input:
-            for parts in (item.get("content"), item.get("output")):
-                if isinstance(parts, list):
-                    names |= {f"input.{kind}" for part in parts if (kind := noted_part(part))}
+            parts = item.get("output")
+            if isinstance(parts, list) and any(part["type"] == "input_file" for part in parts):
+                names.add("input.input_file")
         return super().ignored() | names
 
     @property

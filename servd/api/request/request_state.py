@@ -1,6 +1,6 @@
 """RequestState: the API server's state of a prompt while the engine computes it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -45,6 +45,7 @@ class ProcessedInputs:
     prompt: str | None = None  # None if given as token ids
     expected: ExpectedOutput = ExpectedOutput()
     marks: list[Mark] = field(default_factory=list)
+    pictures: Sequence[object] = ()  # kept for as long as workers may read them
 
 
 @dataclass(slots=True, eq=False)
@@ -65,6 +66,7 @@ class RequestState:
     sent_ns: int = 0
     progress: PromptProgress | None = None  # the last report
     computing_since_ns: int = 0
+    pictures: Sequence[object] = ()  # see ProcessedInputs
 
     @property
     def request_id(self) -> str:

@@ -22,6 +22,7 @@ from servd.api.protocol.ollama import (
     OllamaGenerateRequest,
     OllamaRequest,
     chat_messages,
+    with_images,
 )
 from servd.api.protocol.translation import renamed
 from servd.api.serving.embedding import OpenAIServingEmbedding, Vectors
@@ -64,9 +65,12 @@ class OllamaServing(OpenAIServingEmbedding):
 
     async def create_text(self, body: OllamaGenerateRequest, request: Request) -> Response:
         """Answer a prompt."""
-        messages = [{"role": "system", "content": body.system}] if body.system else []
-        messages.append({"role": "user", "content": body.prompt})
-        has_input = bool(body.prompt or body.suffix)
+        messages: list[dict[str, Any]] = []
+        if body.system:
+            messages.append({"role": "system", "content": body.system})
+        content = with_images(body.prompt, body.images)
+        messages.append({"role": "user", "content": content})
+        has_input = bool(body.prompt or body.suffix or body.images)
         return await self.run_chat(body, lambda: body.chat(messages), has_input, request)
 
     async def run_chat(
@@ -86,6 +90,10 @@ class OllamaServing(OpenAIServingEmbedding):
                 return json_response(answer(call.model, "", is_chat, {}) | LOADED)
             prompt = chat.prompt
             if isinstance(body, OllamaGenerateRequest) and (body.raw or body.suffix):
+                if body.images:
+                    raise InvalidRequest(
+                        "images need the chat template: leave raw and suffix out", param="images"
+                    )
                 prompt = Prompt(content=body.prompt, suffix=body.suffix)
             request_id = f"{'chat' if is_chat else 'generate'}-{call.unique_id}"
             params = self.sampling_params(chat, request)

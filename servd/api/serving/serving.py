@@ -246,7 +246,10 @@ class OpenAIServing:
         """Return the token ids of a prompt. Raise InvalidRequest, see `Processor.tokenize`, or the
         errors of `run_for`.
         """
-        return await run_for(request, prompt.num_chars, lambda: self.processor.tokenize(prompt))
+        options = self.request_options(request, RequestOptions())
+        pictures = await self.async_llm.load_pictures(prompt, options)
+        tokenize = partial(self.processor.tokenize, prompt, pictures)
+        return await run_for(request, prompt.num_chars, tokenize)
 
 
 async def respond_with(request: Request, size: int, build: Callable[[], Any]) -> Response:

@@ -10,11 +10,13 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from servd.api.text.pictures import is_picture
 from servd.base.abandoned import check_abandoned
 from servd.base.errors import InvalidRequest
 
 Message = dict[str, Any]
 Content = str | list[dict[str, Any]]
+IMAGE: dict[str, Any] = {"type": "image"}  # a picture, as templates want it
 Repair = Callable[[list[Message]], list[Message]]
 # The key of a call's arguments that are not the text of a JSON object, such as a truncated one.
 RAW_ARGUMENTS = "raw_arguments"
@@ -31,7 +33,8 @@ def normalise(
     messages: list[Message], wants_parts: bool, knows_developer: bool, call_gap: str = ""
 ) -> list[Message]:
     """Return messages in the format that the template expects, without null values. A developer is
-    the system unless the template knows the role. Raise InvalidRequest if a part is no text.
+    the system unless the template knows the role. A message with pictures always has parts. Raise
+    InvalidRequest if a part is neither text nor a picture.
 
     The template writes `call_gap` between a text and a call. An answer that the model began so ends
     with it already: without one of them, the prompt repeats the model's tokens.
@@ -51,27 +54,25 @@ def _normalise(
     if message.setdefault("role", "") == "developer" and not knows_developer:
         message["role"] = "system"
     content = message.get("content", "")
-    parts = content if isinstance(content, list) else [content]
     thoughts: list[str] = []
-    texts: list[str] = []
-    for part in parts:
-        if isinstance(part, dict) and part.get("type") == "thinking":
+    parts: list[dict[str, Any]] = []
+    for part in content if isinstance(content, list) else [content]:
+        if is_picture(part):
+            parts.append(IMAGE)
+        elif isinstance(part, dict) and part.get("type") == "thinking":
             thoughts.append(part["thinking"])
-        elif isinstance(part, str):
-            texts.append(part)
         else:
-            texts.append(_text_of_part(part, f"messages[{index}].content"))
+            parts.append(_text_part(part, f"messages[{index}].content"))
     if message["role"] in ("system", "developer"):
-        stamped = texts
-        texts = [text for mark in stamped if (text := STAMP.sub("", mark)) or not mark]
-        if stamped and not texts:
+        stamped = parts
+        parts = [part for part in map(_without_stamp, stamped) if part is not None]
+        if stamped and not parts:
             return None
     if thoughts:
         message.setdefault("reasoning", "\n".join(thoughts))
-    if wants_parts:
-        message["content"] = [{"type": "text", "text": text} for text in texts]
-    else:
-        message["content"] = "\n".join(texts)
+    message["content"] = parts
+    if not (wants_parts or IMAGE in parts):
+        message["content"] = text_of(message)
     # Templates read one of these names. GPT-OSS's refuses what it calls thinking beside content and
     # calls: a message before a call takes its place.
     if reasoning := message.get("reasoning_content") or message.get("reasoning"):
@@ -91,11 +92,18 @@ def _without_end(content: Content, end: str) -> Content:
     return [*content[:-1], *last]
 
 
-def _text_of_part(part: Any, param: str) -> str:
+def _without_stamp(part: dict[str, Any]) -> dict[str, Any] | None:
+    text = STAMP.sub("", part["text"])
+    return {**part, "text": text} if text or not part["text"] else None
+
+
+def _text_part(part: Any, param: str) -> dict[str, Any]:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
     if isinstance(part, dict):
         for key in ("text", "refusal"):
             if isinstance(part.get(key), str):
-                return part[key]
+                return {"type": "text", "text": part[key]}
         part = part.get("type")
     raise InvalidRequest(f"{param}: servd reads text parts only, got {part!r}", param="messages")
 
@@ -125,7 +133,15 @@ def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
 def text_of(message: Message) -> str:
     """Return the text of a message from `normalise`."""
     content = message["content"]
-    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+    if isinstance(content, str):
+        return content
+    return "\n".join(part["text"] for part in content if part != IMAGE)
+
+
+def count_pictures(messages: list[Message]) -> int:
+    """Return the number of pictures in messages from `normalise`."""
+    contents = (message["content"] for message in messages)
+    return sum(content.count(IMAGE) for content in contents if isinstance(content, list))
 
 
 def surround_text(message: Message, before: str, after: str) -> Message:
@@ -133,8 +149,11 @@ def surround_text(message: Message, before: str, after: str) -> Message:
     content = message["content"]
     if isinstance(content, str):
         return {**message, "content": f"{before}{content}{after}"}
-    *parts, last = content or [{"type": "text", "text": ""}]
-    return {**message, "content": [*parts, {**last, "text": f"{before}{last['text']}{after}"}]}
+    parts = [*content]
+    if IMAGE in parts[-1:] or not parts:
+        parts.append({"type": "text", "text": ""})
+    parts[-1] = {**parts[-1], "text": f"{before}{parts[-1]['text']}{after}"}
+    return {**message, "content": parts}
 
 
 # ---- repairs ----
@@ -205,6 +224,27 @@ def merge_turns(messages: list[Message]) -> list[Message]:
     return merged
 
 
+def move_tool_pictures(messages: list[Message]) -> list[Message]:
+    """Return the messages with the pictures of tools' results in the user's turn after them."""
+    moved: list[Message] = []
+    pictures: list[dict[str, Any]] = []  # not yet in a turn
+    for message in [*messages, None]:
+        if pictures and (message is None or message["role"] != "tool"):
+            turn = message if message is not None and message["role"] == "user" else None
+            content = _join([pictures, turn["content"]] if turn else [pictures])
+            moved.append({**(turn or {"role": "user"}), "content": content})
+            pictures = []
+            if turn is not None:
+                continue
+        if message is None:
+            break
+        if message["role"] == "tool" and (count := count_pictures([message])):
+            pictures += count * [IMAGE]
+            message = {**message, "content": text_of(message) or "[image: see below]"}
+        moved.append(message)
+    return moved
+
+
 def name_functions_tools(messages: list[Message]) -> list[Message]:
     """Return the messages with the role `tool` for results that have its former name."""
     return [{**m, "role": "tool"} if m["role"] == "function" else m for m in messages]
@@ -228,6 +268,7 @@ def write_arguments(messages: list[Message]) -> list[Message]:
 
 # In the order in which they are tried. Each one takes messages from `normalise`.
 REPAIRS: tuple[Repair, ...] = (
+    move_tool_pictures,
     shorten_ids,
     name_functions_tools,
     merge_systems,
@@ -280,8 +321,11 @@ def _tagged(content: Content) -> Content:
 
 
 def _join(contents: list[Content]) -> Any:
-    """Return contents of the same format, texts or parts, as one content."""
+    """Return contents as one content: parts unless all are texts."""
     texts = [content for content in contents if isinstance(content, str)]
     if len(texts) == len(contents):
         return "\n\n".join(filter(None, texts))
-    return [part for content in contents if isinstance(content, list) for part in content]
+    parts: list[dict[str, Any]] = []
+    for content in contents:
+        parts += [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return parts

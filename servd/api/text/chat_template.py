@@ -26,7 +26,15 @@ from jinja2 import nodes
 from jinja2.parser import Parser
 from jinja2.visitor import NodeTransformer
 
-from servd.api.text.chat_messages import REPAIRS, Message, Repair, normalise, surround_text, text_of
+from servd.api.text.chat_messages import (
+    REPAIRS,
+    Message,
+    Repair,
+    count_pictures,
+    normalise,
+    surround_text,
+    text_of,
+)
 from servd.api.text.prompt import Chat
 from servd.api.text.special_tokens import SpecialTokens
 from servd.api.text.template_files import read_model_templates, read_override
@@ -163,10 +171,11 @@ class ChatTemplate:
         tools = templates.get("tool_use")
         return cls(default, tools, tokenizer.special_tokens, [*escaped], defaults)
 
-    def render(self, chat: Chat) -> str:
+    def render(self, chat: Chat, placeholder: str = "") -> str:
         """Return the prompt with its special tokens as text. Special tokens in the chat itself are
         split by a SPLIT_HERE, so that they stay plain text. Messages that the template refuses, or
-        does not show, are repaired if that is possible.
+        does not show, are repaired if that is possible. `placeholder`: what the template writes for
+        a picture.
 
         Raises InvalidRequest: the template rejects the messages or fails, it does not read the
         documents, or `chat_template_kwargs` has a reserved name.
@@ -201,7 +210,9 @@ class ChatTemplate:
             raise InvalidRequest("continue_final_message needs a message", param="messages")
         _budget.set(_Budget(time.thread_time() + MAX_SECONDS))
 
-        render = functools.partial(self._render, compiled, context, chat.continue_final_message)
+        render = functools.partial(
+            self._render, compiled, context, chat.continue_final_message, placeholder
+        )
         try:
             marked = render(messages)
         except InvalidRequest as refused:
@@ -237,6 +248,7 @@ class ChatTemplate:
         compiled: _Compiled,
         context: dict[str, Any],
         is_continued: bool,
+        placeholder: str,
         messages: list[Message],
     ) -> str:
         """Return the marked prompt. Raise InvalidRequest if the template fails or drops a text."""
@@ -262,6 +274,14 @@ class ChatTemplate:
                 "send its text in another role, or start the server with another --chat-template",
                 param="messages",
             )
+        if placeholder:
+            num_pictures = count_pictures(messages)
+            if (num_shown := prompt.count(placeholder)) != num_pictures:
+                raise InvalidRequest(
+                    f"the chat template shows {num_shown} of {num_pictures} pictures: send them in "
+                    "a user's message",
+                    param="messages",
+                )
         end = prompt.rfind(CONTINUE_HERE) if is_continued else len(prompt)
         if end < 0:
             raise InvalidRequest(

@@ -92,6 +92,7 @@ class AttentionBackend(ABC, Generic[Metadata]):
     supports_batch_invariance: ClassVar[bool] = False  # see AttentionSpec.batch_invariant
     supports_soft_cap: ClassVar[bool] = False  # also stands for sinks
     supports_bidirectional: ClassVar[bool] = False  # see AttentionSpec.is_causal
+    supports_bidirectional_rows: ClassVar[bool] = False  # see AttentionBatch.bidirectional
     fuses_norms = False  # whether `fused_write` takes norms
     rotates_parts = False  # whether `fused_write` takes rotations of a part of heads
     supports_values_in_keys: ClassVar[bool] = False  # see AttentionSpec.value_dim

@@ -4,6 +4,7 @@ bits, and accumulates in float32.
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,6 +26,7 @@ class NativeMetadata:
     seq_lens: Tensor
     block_tables: Tensor
     tails: Tensor | None
+    bidirectional: Tensor | None  # int64 [num_rows]
 
 
 class NativeBackend(AttentionBackend[NativeMetadata]):
@@ -36,6 +38,7 @@ class NativeBackend(AttentionBackend[NativeMetadata]):
     supports_tails = True
     num_read_before = 0
     supports_bidirectional = True
+    supports_bidirectional_rows = True
     supports_soft_cap = True
     supports_values_in_keys = True
     is_batch_invariant = True
@@ -93,7 +96,11 @@ class NativeBackend(AttentionBackend[NativeMetadata]):
         query_lens = torch.from_numpy(batch.query_lens)
         seq_lens = torch.from_numpy(batch.seq_lens)
         tables = batch.block_tables.contiguous()
-        return NativeMetadata(batch.slot_mapping, query_lens, seq_lens, tables, batch.tails)
+        bidirectional = None
+        if batch.bidirectional is not None:
+            bidirectional = torch.from_numpy(batch.bidirectional.astype(np.int64))
+        lens = query_lens, seq_lens
+        return NativeMetadata(batch.slot_mapping, *lens, tables, batch.tails, bidirectional)
 
     def rotate_and_store(
         self,
@@ -155,6 +162,6 @@ class NativeBackend(AttentionBackend[NativeMetadata]):
         sizes = spec.num_heads, spec.num_kv_heads, spec.head_dim, size, spec.block_size
         window = spec.sliding_window or 0, int(spec.is_causal)
         tails = (None, 0) if metadata.tails is None else (metadata.tails, metadata.tails.shape[1])
-        scores = scale, spec.soft_cap or 0.0, sinks
+        scores = scale, spec.soft_cap or 0.0, sinks, metadata.bidirectional
         call("attend", self.type, *queries, *cache, *rows, *sizes, *window, *tails, *scores, out)
         return out

@@ -48,6 +48,7 @@ class TorchSdpaBackend(AttentionBackend[TorchSdpaMetadata]):
     supports_tails = True
     num_read_before = 0
     supports_bidirectional = True
+    supports_bidirectional_rows = True
     supports_soft_cap = True
     supports_values_in_keys = True
 
@@ -107,7 +108,11 @@ class TorchSdpaBackend(AttentionBackend[TorchSdpaMetadata]):
         )
         queries = last_d[:, None, None] + torch.arange(query_len, device=device)[:, None]
         window = self.spec.sliding_window
-        is_after = keys > queries if self.spec.is_causal else keys > queries[:, -1:]
+        ends = queries if self.spec.is_causal else queries[:, -1:]
+        if batch.bidirectional is not None:
+            sees_row = upload(batch.bidirectional[rows], device)[:, None, None]
+            ends = torch.where(sees_row, queries[:, -1:], ends)
+        is_after = keys > ends
         hidden = is_after if window is None else is_after | (keys <= queries - window)
         if window is not None and not self.spec.is_causal:
             hidden |= keys >= queries + window

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -15,6 +15,7 @@ from servd.worker.attention import AttentionBatch
 from servd.worker.batch.decode_inputs import PLACE, DecodeBuffers
 from servd.worker.batch.request_states import RequestStates
 from servd.worker.device.device import upload
+from servd.worker.layers.image_embeddings import ImageEmbeddings
 
 Forward = Callable[..., torch.Tensor]
 """A model: from input_ids and positions, int64 [num_tokens] each, an AttentionBatch, and further
@@ -194,7 +195,11 @@ class InputBatch:
     # Whether it is known that each row computes one token, without drafts for this step or the
     # next.
     is_plain: bool
-    is_part: bool = False  # whether it is a part of a step, for which graphs must not be used
+    is_eager: bool = False  # whether graphs must not be used: for a part of a step, or for images
+    images: ImageEmbeddings | None = None
+    # int64 [3, num_tokens], with M-RoPE and images: time, row and column; None: `positions`, which
+    # the states may shift.
+    image_positions: torch.Tensor | None = None
 
     @classmethod
     def from_rows(cls, rows: np.ndarray, states: RequestStates, is_plain: bool) -> InputBatch:
@@ -282,8 +287,17 @@ class InputBatch:
             rows=self.rows[first:end],
             attention_rows=self.attention_rows.part(begin, stop),
             buffers=None,
-            is_part=True,
+            is_eager=True,
         )
+
+    @property
+    def rotary_positions(self) -> torch.Tensor:
+        """The positions by which tokens rotate, int64 [num_tokens] or [3, num_tokens]."""
+        if self.image_positions is not None:
+            return self.image_positions
+        if not self.states.shifted_slots:
+            return self.positions
+        return self.states.rotary_positions(self.tokens[0], self.positions)
 
     @property
     def is_decode(self) -> bool:
@@ -347,6 +361,7 @@ class AttentionRows:
     query_lens: np.ndarray  # int64 [num_rows], on the host
     seq_lens: np.ndarray  # int64 [num_rows], on the host: upper bounds
     ends: torch.Tensor | None  # int64 [num_rows]: index of the last token; None: 1 token each
+    bidirectional: np.ndarray | None = None  # see AttentionBatch
 
     def part(self, begin: int, stop: int) -> AttentionRows:
         """Return the rows of the tokens [begin, stop), which must be whole rows."""
@@ -354,6 +369,20 @@ class AttentionRows:
         rows = slice(*np.searchsorted(ends, [begin, stop], side="right").tolist())
         row_ends = None if self.ends is None else self.ends[rows] - begin
         return AttentionRows(self.query_lens[rows], self.seq_lens[rows], row_ends)
+
+    def with_images(self, spans: Sequence[tuple[int, int]], device: torch.device) -> AttentionRows:
+        """Return the rows cut so that each span of tokens, [first, end), is a row whose tokens see
+        each other.
+        """
+        firsts, stops = np.array(spans, dtype=np.int64).T
+        old_ends = np.cumsum(self.query_lens) - 1
+        ends = np.union1d(old_ends, np.concatenate((firsts - 1, stops - 1)))
+        ends = ends[ends >= 0]
+        rows = np.searchsorted(old_ends, ends)
+        seq_lens = self.seq_lens[rows] - (old_ends[rows] - ends)
+        device_ends = upload(ends, device)
+        is_image = np.isin(ends, stops - 1)
+        return AttentionRows(np.diff(ends, prepend=-1), seq_lens, device_ends, is_image)
 
     def gather(
         self,
@@ -381,6 +410,7 @@ class AttentionRows:
             slot_mapping=tables.slot_mapping(slots, columns),
             tails=states.tails(*last),
             slots=last[0],
+            bidirectional=self.bidirectional,
         )
         return _with_groups(batch, states, slots, columns, last)
 

@@ -53,6 +53,10 @@ class RequestStates:
         self.state_memory: StateMemory | None = None  # numbers are written before they are read
         self.tree: DraftTree | None = None  # the shape of drafts in slots with `is_tree`
         self.is_tree = np.zeros(max_num_seqs + 1, dtype=bool)  # by slot, on the host
+        # int64 [max_num_seqs + 1], with M-RoPE: rotary position less column of the tokens after a
+        # slot's pictures.
+        self.rotary_shifts: torch.Tensor | None = None
+        self.shifted_slots = set[int]()  # whose shift is not 0
 
     def make_room(self, num_columns: int) -> None:
         if num_columns:
@@ -180,6 +184,20 @@ class RequestStates:
         return (
             columns if self.tree is None or places is None else self.tree.positions(columns, places)
         )
+
+    def rotary_positions(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return the positions by which tokens after all pictures rotate; all are int64 [n]."""
+        if self.rotary_shifts is None:
+            return positions
+        return positions + self.rotary_shifts[slots]
+
+    def shift(self, slot: int, shift: int) -> None:
+        """Set the shift of a slot's rotary positions."""
+        if self.rotary_shifts is not None and (shift or slot in self.shifted_slots):
+            self.rotary_shifts[slot] = shift
+            self.shifted_slots.add(slot)
+            if not shift:
+                self.shifted_slots.remove(slot)
 
     def tails(
         self, slots: torch.Tensor, columns: torch.Tensor, places: torch.Tensor | None

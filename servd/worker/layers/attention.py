@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from servd.base.errors import UnsupportedModel
 from servd.worker.attention import AttentionBackend, AttentionBatch, AttentionSpec, Norms
+from servd.worker.layers.image_embeddings import ImageEmbeddings
 from servd.worker.layers.rotary import Rotation
 from servd.worker.layers.weight import Loadable
 from servd.worker.ops._state_rows import StateMemory, StateRows
@@ -23,7 +24,9 @@ class ForwardContext:
         batch: AttentionBatch,
         kv_caches: Sequence[Tensor],
         state_memory: StateMemory | None = None,
+        images: ImageEmbeddings | None = None,
     ) -> None:
+        self.images = images
         self.kv_caches = kv_caches
         self.state_memory = state_memory
         self.batch = batch

@@ -2,6 +2,7 @@
 
 import logging
 import math
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from servd.base.errors import UnsupportedModel
 from servd.checkpoint.account import is_number, object_in
 from servd.checkpoint.model_spec import ModelSpec
+from servd.checkpoint.multimodal_config import MultiModalSpec
 from servd.checkpoint.overrides import NUMBERS, ROPE, ROPE_TYPES, rope_of
 from servd.worker import ops
 from servd.worker.ops.reference import Rotation
@@ -30,6 +32,7 @@ class Rotary(nn.Module):
         self.dtype = torch.get_default_dtype()
         inv_freq, self.magnitude = frequencies(self.rope_parameters(spec), spec, self.is_partial)
         self.inv_freq = nn.Buffer(inv_freq, persistent=False)  # float32 [pairs]
+        self.axes = axes_of(spec, len(inv_freq))
         self.ops = ops.for_device(torch.get_default_device())
 
     @staticmethod
@@ -37,8 +40,34 @@ class Rotary(nn.Module):
         return rope_parameters(spec)
 
     def forward(self, positions: Tensor) -> Rotation:
-        """Return cos and sin of positions [num_tokens]."""
-        return self.ops.rotation(positions, self.inv_freq, self.magnitude, self.dtype)
+        """Return cos and sin of positions [num_tokens], or [3, num_tokens]: time, row, column."""
+        if positions.dim() == 1:
+            return self.ops.rotation(positions, self.inv_freq, self.magnitude, self.dtype)
+        cos, sin = zip(*map(self.forward, positions), strict=True)  # of each axis
+        return self._mix(cos), self._mix(sin)
+
+    def _mix(self, axes: Sequence[Tensor]) -> Tensor:
+        """Return each pair's numbers by its axis: [num_tokens, pairs]."""
+        mixed = axes[0].clone()
+        for axis, numbers in enumerate(axes):
+            mixed[:, self.axes == axis] = numbers[:, self.axes == axis]
+        return mixed
+
+
+def axes_of(spec: ModelSpec, num_pairs: int) -> Tensor:
+    """Return the axis of each pair: 0 time, 1 row, 2 column (M-RoPE). Pairs of a model without
+    such axes have 0.
+    """
+    axes = torch.zeros(num_pairs, dtype=torch.int64, device="cpu")
+    if isinstance(spec.multimodal, MultiModalSpec) and spec.multimodal.mrope_section:
+        first = 0
+        for axis, size in enumerate(spec.multimodal.mrope_section):
+            if spec.multimodal.mrope_interleaved:
+                axes[axis : 3 * size : 3] = axis
+            else:
+                axes[first : first + size] = axis
+            first += size
+    return axes
 
 
 class OptionalRotary(nn.Module):

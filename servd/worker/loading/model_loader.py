@@ -147,13 +147,15 @@ def load_weights(
     make: MakeQuantMethod,
     rename: Callable[[str], str] = str,
     load_format: str = "auto",
+    reads_images: bool = False,
 ) -> None:
     """Load the checkpoint in `folder` tensor by tensor from memory-mapped files. Each matrix is
     converted to its final form as soon as it is complete, so that at most one is in memory twice.
     Raises ModelNotFound if a file or tensor is missing or broken; UnsupportedModel if a tensor is
     unknown to the model or has another shape, or servd does not support the quantization;
     ConfigError if the importance matrix has other layer names. `progress`: called with the
-    progress, 0 to 1; `rename`: maps a tensor's name in the checkpoint to the model's.
+    progress, 0 to 1; `rename`: maps a tensor's name in the checkpoint to the model's;
+    `reads_images`: the tensors of the vision tower are loaded elsewhere.
     """
     weights: dict[str, Weight] = dict(model.named_parameters())
     attentions = {name: m for name, m in model.named_modules() if isinstance(m, Attention)}
@@ -169,7 +171,7 @@ def load_weights(
     num_quantized = 0
     plain: list[str] = []  # matrices of layers that the importance matrix lacks
     convert = getattr(model, "convert", iter)  # maps tensors to the model's names
-    for name, tensor in convert(_checkpoint(files, first)):
+    for name, tensor in convert(_checkpoint(files, first, reads_images)):
         try:
             renamed = rename(name)
             is_quantized = isinstance(tensor, Quantized)
@@ -253,11 +255,12 @@ def _log_choice(files: list[Path]) -> None:
         log.info("%d weight files are read, from %s on; not %s", len(files), first.name, names)
 
 
-def _checkpoint(files: list[Path], weight: Tensor) -> NamedTensors:
+def _checkpoint(files: list[Path], weight: Tensor, reads_images: bool = False) -> NamedTensors:
     """Yield the checkpoint's tensors by its format's reader. `weight`: on the model's device."""
     tensors = _quantized(files, weight)
     config = read_json(files[0].parent / "config.json", {})
-    return _of_text(tensors, not weight.is_meta) if is_part(config) else tensors
+    is_told = not (weight.is_meta or reads_images)
+    return _of_text(tensors, is_told) if is_part(config) else tensors
 
 
 def _of_text(tensors: NamedTensors, is_told: bool) -> NamedTensors:

@@ -45,7 +45,8 @@ class GraniteForCausalLM(LlamaForCausalLM):
 
     def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
         super().__init__(spec, parallel)
-        self.model.embed_tokens.factor = spec.config.get("embedding_multiplier", 1.0)
+        self.image_factor = spec.config.get("embedding_multiplier", 1.0)
+        self.model.embed_tokens.factor = self.image_factor
         self.logits_scaling = spec.config.get("logits_scaling", 1.0)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:  # [n, hidden] -> [n, vocab]

@@ -136,12 +136,16 @@ class LlamaModel(nn.Module):
         self.norm = parts.make_norm(spec, parallel)
 
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
-        """Return hidden states [num_tokens, hidden] for [num_tokens] ids and positions."""
+        """Return hidden states [num_tokens, hidden] for [num_tokens] ids; positions: see Rotary."""
         x = self.embed_tokens(input_ids)
+        if ctx.images is not None:
+            x = ctx.images.place(x)
         residual = None
         rotation = self.rotary(positions)
-        for layer in self.layers:
+        for number, layer in enumerate(self.layers):
             x, residual = layer(x, residual, rotation, ctx)
+            if ctx.images is not None:
+                x = ctx.images.add_features(x, number)
         return self.norm.add(x, residual)[0]
 
 
@@ -163,6 +167,7 @@ class LlamaForCausalLM(nn.Module):
     ignored: ClassVar[tuple[str, ...]] = ("rotary_emb.inv_freq",)
     base_prefix: ClassVar[str] = "model."
     is_tied: ClassVar[bool] = False  # default of tie_word_embeddings
+    image_factor: float = 1.0  # on the embeddings of pictures; a model without it reads none
 
     def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
         super().__init__()

@@ -30,6 +30,9 @@ class AttentionBatch:
     has_exact_query_lens: bool = True
     # int64 [num_rows], on the device: slots of the requests; None in captured steps.
     slots: Tensor | None = None
+    # bool [num_rows], on the host: rows whose tokens see the row's later tokens, too, as those of a
+    # picture do; None: no rows.
+    bidirectional: np.ndarray | None = None
     # The same step for further groups of layers, which have other blocks; see
     # `WorkerReady.kv_windows`.
     other_groups: Sequence[AttentionBatch] = ()

@@ -92,14 +92,14 @@ class CPUModelRunner(ModelRunner):
         self.graphs = None
 
     def run_graph(self, batch: InputBatch) -> Tensor | None:
-        graphs = self.graphs if batch.is_decode else None
+        graphs = self.graphs if batch.is_decode and not batch.is_eager else None
         # After each of its few operations in a graph torch's threads busy-wait for milliseconds
         # on the CPUs of the native kernels' threads, which made a step of 32 tokens 20 % slower.
         is_graph = graphs is not None and graphs.is_recordable
         torch.set_num_threads(1 if is_graph else self.num_threads)
         if graphs is None:
             return None
-        return graphs(batch.input_ids, batch.positions, batch.attention)
+        return graphs(batch.input_ids, batch.rotary_positions, batch.attention)
 
     def to_host(self, parts: Sequence[StepPart]) -> tuple[Sequence[StepPart], Callable[[], None]]:
         """Return the parts unchanged: on a CPU, there is nothing to copy or to wait for."""

@@ -138,8 +138,8 @@ class GPUModelRunner(ModelRunner):
         return graphs
 
     def run_graph(self, batch: InputBatch) -> torch.Tensor | None:
-        """Return hidden states by a graph; None if the step is too large or a part of a step."""
-        if self.graphs is None or batch.is_part:
+        """Return hidden states by a graph; None if the step is too large or must not be one."""
+        if self.graphs is None or batch.is_eager:
             return None
         return self.graphs(batch.tokens, batch.attention_rows.ends, batch.buffers)
 
@@ -150,10 +150,13 @@ class GPUModelRunner(ModelRunner):
             states.begin_decode(step)
             attention = captured_attention(states, step)
             places = None if states.tree is None else step.step[PLACE]
-            return self.run_model(step.token_ids, states.positions(step.columns, places), attention)
+            positions = states.positions(step.columns, places)
+            positions = states.rotary_positions(step.slots, positions)
+            return self.run_model(step.token_ids, positions, attention)
         slots, columns, *places = tokens
         input_ids = states.token_ids[slots, columns].long().clamp_(min=0)  # see InputBatch
         positions = states.positions(columns, *(places or [None]))
+        positions = states.rotary_positions(slots, positions)
         return self.run_model(input_ids, positions, mixed_attention(states, tokens, ends))
 
     def sample_greedy(self, hidden: torch.Tensor, buffers: DecodeBuffers) -> torch.Tensor:
@@ -219,11 +222,13 @@ class GPUModelRunner(ModelRunner):
         outside = meter.used() - meter.held()
         # What the allocator holds between tensors: its segments have up to 20 MB.
         fragments = meter.held() - meter.allocated()
-        staged = STAGED_BYTES if self.config.cache.has_connector else 0
+        reserved = STAGED_BYTES if self.config.cache.has_connector else 0
+        if self.encoder is not None:
+            reserved += self.encoder.max_cache_bytes(self.config)
         return MemoryUse(
             total=meter.total,
             outside=outside,
-            persistent=kept - cache_bytes + fragments + staged,
+            persistent=kept - cache_bytes + fragments + reserved,
             per_request=(kept - cache_bytes - before + self.states.nbytes) // self.max_num_seqs,
             forward=forward - kept,
             sampling=sampling - kept,

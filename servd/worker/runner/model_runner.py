@@ -39,10 +39,12 @@ from servd.worker.kv import kv_cache, kv_groups
 from servd.worker.kv.block_store import BlockStore
 from servd.worker.layers import state
 from servd.worker.layers.attention import ForwardContext, spec_of
+from servd.worker.layers.image_embeddings import ImageEmbeddings
 from servd.worker.loading import model_loader
 from servd.worker.lora.adapters import AdapterSlots, check_modules
 from servd.worker.ops import target
 from servd.worker.output_heads import StepPart
+from servd.worker.runner import encoder_runner
 from servd.worker.runner.isolation import Failures, forward_apart
 from servd.worker.sample.logit_edits import Bitmasks
 from servd.worker.sample.sampled_tokens import SampledTokens
@@ -109,6 +111,7 @@ class ModelRunner(ABC):
         self.block_store: BlockStore | None = None
         self.execute_model_state: ExecuteModelState | None = None
         self.failed: dict[int, str] = {}  # slot -> error of its request
+        self.encoder: encoder_runner.EncoderRunner | None = None  # of a model that sees
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -148,6 +151,10 @@ class ModelRunner(ABC):
             *limits, attention.block_size, self.device, self.spec.vocab_size
         )
         self.states.make_room(state.arrange(self.model))
+        if encoder_runner.reads_images(self.config, self.spec):
+            parts = self.model, self.states, self.backend, self.parallel, self.failed
+            self.encoder = encoder_runner.EncoderRunner(self.spec, self.dtype, *parts)
+            self.weights_bytes += self.encoder.nbytes
         mode = self.config.model.logprobs_mode
         self.sampler = Sampler(self.spec.vocab_size, self.max_num_seqs, self.device, mode)
         self.output_heads = output_heads.load(self.states, self.model.compute_logits, self.spec)
@@ -157,7 +164,9 @@ class ModelRunner(ABC):
         self.kv_windows = kv_groups.arrange(self.model, self.config, self.backend, has_draft)
         self.states.block_tables.arrange(len(self.kv_windows))
         self.request_listeners = [
-            part for part in (*self.output_heads, self.adapters, self.proposer) if part is not None
+            part
+            for part in (*self.output_heads, self.adapters, self.proposer, self.encoder)
+            if part is not None
         ]
 
     def _load_weights(self, progress: Callable[[float], None]) -> None:
@@ -176,7 +185,10 @@ class ModelRunner(ABC):
         else:
             folder = self.spec.folder
             form = config.load_format
-            model_loader.load_weights(self.model, folder, progress, make, load_format=form)
+            reads_images = encoder_runner.reads_images(self.config, self.spec)
+            model_loader.load_weights(
+                self.model, folder, progress, make, load_format=form, reads_images=reads_images
+            )
 
     def _widening(self) -> str:
         """Return --widen-weights; "never" for auto if the model in 16 bits does not fit."""
@@ -265,6 +277,7 @@ class ModelRunner(ABC):
         self.block_store = None
         self.proposer = None
         self.adapters = None
+        self.encoder = None
         self.output_heads = []
         self.request_listeners = []
         if hasattr(self, "model"):  # not if loading failed
@@ -314,9 +327,13 @@ class ModelRunner(ABC):
             self.adapters.begin_step(batch)
         if self.proposer is not None:
             self.proposer.begin_step(batch)
+        if self.encoder is not None and self.encoder.requests:
+            batch = self.encoder.add_images(batch)
         hidden = self.run_graph(batch)
         if hidden is None:
-            hidden = self.run_model(batch.input_ids, batch.positions, batch.attention)
+            hidden = self.run_model(
+                batch.input_ids, batch.rotary_positions, batch.attention, batch.images
+            )
         return hidden
 
     def _forward_apart(self, batch: InputBatch, error: Exception) -> torch.Tensor:
@@ -349,10 +366,18 @@ class ModelRunner(ABC):
         return Chain(drafter, self.states)
 
     def run_model(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBatch
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: AttentionBatch,
+        images: ImageEmbeddings | None = None,
     ) -> torch.Tensor:
         """Return hidden states [num_tokens, hidden] from int64 [num_tokens] ids and positions."""
-        ctx = ForwardContext(self.backend, attention, self.kv_caches, self.states.state_memory)
+        backend = self.backend
+        if attention.bidirectional is not None and self.encoder is not None:
+            backend = self.encoder.backend or backend
+        memory = self.states.state_memory
+        ctx = ForwardContext(backend, attention, self.kv_caches, memory, images)
         return self.model(input_ids, positions, ctx)
 
     @torch.inference_mode()
@@ -436,6 +461,8 @@ class ModelRunner(ABC):
                 self._add(request)
             except Exception as error:
                 self._fail(request, error)
+        if self.encoder is not None:
+            self.encoder.encode(scheduled)
         for slot, block in scheduled.decodes.new_blocks.items():
             self.states.block_tables.append(slot, [block])
         for row in scheduled.scheduled:

@@ -16,6 +16,7 @@ def dense(
     is_causal: bool = True,
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
+    sees_row: bool = False,
 ) -> torch.Tensor:
     """Attention of the last len(q) tokens of one row, in float64. [tokens, heads, head_dim]"""
     groups = q.shape[1] // keys.shape[1]
@@ -28,7 +29,10 @@ def dense(
     at_key = torch.arange(len(keys), device=q.device)
     at_query = at_key[len(keys) - len(q) :, None]
     window = window or len(keys)
-    sees = (at_key > at_query - window) & (at_key < at_query + (1 if is_causal else window))
+    ahead = 1 if is_causal else window
+    if sees_row:
+        ahead = len(keys)
+    sees = (at_key > at_query - window) & (at_key < at_query + ahead)
     scores = scores.masked_fill(~sees, -torch.inf)
     totals = scores.logsumexp(-1, keepdim=True)
     if sinks is not None:
@@ -80,6 +84,7 @@ class Rows:
     ) -> None:
         self.spec = spec
         self.tail = tail
+        self.bidirectional: list[int] = []  # rows whose tokens see each other
         self.computed, self.query_lens = np.array(lens).T
         self.seq_lens = self.computed + self.query_lens
         blocks_of = -(-self.seq_lens // spec.block_size)
@@ -155,6 +160,7 @@ class Rows:
             block_tables=torch.tensor(self.tables[rows], dtype=torch.int32, device=device),
             slot_mapping=torch.tensor(slots, device=device),
             tails=torch.tensor(tails, device=device) if self.tail else None,
+            bidirectional=np.isin(rows, self.bidirectional) if self.bidirectional else None,
         )
 
     def write(
@@ -232,6 +238,7 @@ class Rows:
                     spec.is_causal,
                     spec.soft_cap,
                     self.sinks,
+                    row in self.bidirectional,
                 )
             )
         return torch.cat(outputs)

@@ -242,6 +242,20 @@ def test_moved_keys_and_values_are_found_where_they_went(name, kv_dtype):
     torch.testing.assert_close(out, expected, atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("window", [None, 1, 20])
+@pytest.mark.parametrize("name", BACKENDS)
+def test_tokens_of_a_picture_see_each_other(name, window, shape):
+    *sizes, rotary = SHAPES[shape]
+    spec = AttentionSpec(*sizes, 16, window, torch.float32, torch.float32, CPU)
+    backend_class = backend_for(name, spec)
+    if not backend_class.supports_bidirectional_rows:
+        pytest.skip(f"{name}: rows are causal")
+    rows = Rows(spec, [(40, 1), (0, 23), (16, 16), (33, 30), (1100, 40), (7, 23)], rotary)
+    rows.bidirectional = [1, 3, 4]
+    check(rows, backend_class(spec))
+
+
 @pytest.mark.filterwarnings("ignore:.*deterministic")
 @pytest.mark.parametrize("kv_dtype", [torch.float16, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -50,7 +50,7 @@ async def props(request: Request) -> Response:
         processor.tokenizer.bos_token or "",
         processor.tokenizer.eos_token or "",
         f"servd {servd.__version__}",
-        {"vision": False, "audio": False},
+        {"vision": processor.sees, "audio": False},
     )
     return json_response(answer)
 

@@ -41,14 +41,16 @@ struct Attention {
     int64_t tail_size;
     float scale, soft_cap;  // a cap of 0 is none
     const float* sinks;  // [num_heads], or null
+    const int64_t* bidirectional;  // [num_rows], or null: whether the tokens of a row see each other
 
     // Returns the first key that a query sees, if it sees the keys before `key_end`.
     int64_t key_begin(int64_t key_end) const {
         return window > 0 ? std::max<int64_t>(0, key_end - window) : 0;
     }
 
-    // Returns the end of the keys that the query at a position of a sequence sees.
-    int64_t key_end(int64_t position, int64_t seq_len) const {
+    // Returns the end of the keys that the query at a position of a row's sequence sees.
+    int64_t key_end(int64_t row, int64_t position, int64_t seq_len) const {
+        if (bidirectional && bidirectional[row]) return seq_len;
         if (causal) return position + 1;
         return window > 0 ? std::min(position + window, seq_len) : seq_len;
     }
@@ -449,7 +451,7 @@ void attend_batch(const Attention& a, const int64_t* query_lens, const int64_t* 
             const int64_t head = task.kv_head * group + (task.query + i) % group;
             places[i] = (tokens[row] + position) * a.num_heads + head;
             tile.q[i] = a.q + (tokens[row] + position) * a.q_stride + head * a.head_dim;
-            tile.key_end[i] = a.key_end(num_computed + position, seq_lens[row]);
+            tile.key_end[i] = a.key_end(row, num_computed + position, seq_lens[row]);
             tile.key_begin[i] = a.key_begin(num_computed + position + 1);
         }
         const int64_t first_place = tokens[row] * a.num_heads;
@@ -581,17 +583,19 @@ void write_kv(int type, const float* q, int64_t q_stride, const float* k, int64_
 // sees at most window - 1 keys on either side. The last tail_size tokens of a row are in the slots
 // tails[row] of the cache, not in the blocks of its block table; slots before its first token may have
 // any number. A soft cap of 0 means no cap; sinks [num_heads] may be null. If values are null, they are
-// the last value_dim numbers of the keys; otherwise value_dim is head_dim.
+// the last value_dim numbers of the keys; otherwise value_dim is head_dim. bidirectional [num_rows] may be
+// null: queries of rows with another number than 0 see all later keys of the row, too.
 void attend(int type, const float* q, int64_t q_stride, int64_t num_tokens, const void* keys,
             const void* values, int64_t num_blocks, const int32_t* block_tables,
             int64_t max_blocks, const int64_t* query_lens, const int64_t* seq_lens,
             int64_t num_rows, int64_t num_heads, int64_t kv_heads, int64_t head_dim,
             int64_t value_dim, int64_t block_size, int64_t window, int causal,
             const int64_t* tails, int64_t tail_size, float scale, float soft_cap,
-            const float* sinks, float* out) {
+            const float* sinks, const int64_t* bidirectional, float* out) {
     const Attention a{q,         q_stride,   keys,        values,       num_heads, kv_heads,
                       head_dim,  value_dim,  block_size,  window,       max_blocks, causal != 0,
-                      block_tables, tails,   tail_size,   scale,        soft_cap,  sinks};
+                      block_tables, tails,   tail_size,   scale,        soft_cap,  sinks,
+                      bidirectional};
     check_at_most("tail_size", tail_size, MAX_TAIL);
     check_at_most("value_dim", value_dim, MAX_VALUE_DIM);
     check_ids("tails", tails, 0, num_rows * tail_size, num_blocks * block_size);

@@ -180,7 +180,8 @@ extern const Kernel servd_kernel_table[] = {
            "num_blocks, block_tables[num_rows * max_blocks], max_blocks, query_lens[num_rows], "
            "seq_lens[num_rows], num_rows, num_heads, kv_heads, head_dim, value_dim, block_size, "
            "window, causal, tails?[num_rows * tail_size], tail_size, scale, soft_cap, "
-           "sinks?[num_heads], out[num_tokens * num_heads * value_dim]"),
+           "sinks?[num_heads], bidirectional?[num_rows], "
+           "out[num_tokens * num_heads * value_dim]"),
     KERNEL(embed, "table[num_rows * size], num_rows, size, index[count], count, out[count * size]"),
     KERNEL(rotation,
            "positions[count], count, inv_freq[size], size, magnitude, cos[count * size], "

@@ -95,7 +95,7 @@ void attend(int type, const float* q, int64_t q_stride, int64_t num_tokens, cons
             int64_t num_rows, int64_t num_heads, int64_t kv_heads, int64_t head_dim,
             int64_t value_dim, int64_t block_size, int64_t window, int causal,
             const int64_t* tails, int64_t tail_size, float scale, float soft_cap,
-            const float* sinks, float* out);
+            const float* sinks, const int64_t* bidirectional, float* out);
 
 // Other layers: layers.cpp
 void embed(const float* table, int64_t num_rows, int64_t size, const int64_t* index, int64_t count,

@@ -1,0 +1,62 @@
+"""Placeholders: where the pictures of a chat are in its prompt."""
+
+from collections.abc import Sequence
+
+from servd.api.engine.media_loader import LoadedPicture
+from servd.base.errors import InvalidRequest
+from servd.messages.multimodal import MultiModalFeature
+
+
+def expand(text: str, pictures: Sequence[LoadedPicture]) -> str:
+    """Return a rendered chat, or its beginning, with the text of each picture in the place that the
+    template left for it. Raise InvalidRequest if it has more places than pictures.
+    """
+    if not pictures:
+        return text
+    placeholder = pictures[0].placeholder
+    first, *pieces = text.split(placeholder)
+    if len(pieces) > len(pictures):
+        raise _wrong_number(placeholder, len(pieces), len(pictures))
+    shown = pictures[: len(pieces)]
+    between = zip(shown, pieces, strict=True)
+    return first + "".join([picture.text + piece for picture, piece in between])
+
+
+def place(
+    token_ids: Sequence[int], pictures: Sequence[LoadedPicture], image_token_id: int
+) -> list[MultiModalFeature]:
+    """Return the pictures with their ranges in a prompt. Each range is from the first to the last
+    of its image tokens. Raise InvalidRequest if the prompt does not have as many as the pictures.
+    """
+    if not pictures:
+        return []
+    places = [index for index, token_id in enumerate(token_ids) if token_id == image_token_id]
+    num_embeds = sum(picture.num_embeds for picture in pictures)
+    if len(places) != num_embeds:
+        raise _wrong_number("image tokens", len(places), num_embeds)
+    features: list[MultiModalFeature] = []
+    end = 0
+    for picture in pictures:
+        start = end
+        end += picture.num_embeds
+        length = places[end - 1] + 1 - places[start]
+        features.append(
+            MultiModalFeature(
+                picture.identifier,
+                places[start],
+                length,
+                picture.num_embeds,
+                picture.grid,
+                picture.memory.path,
+                picture.tensors,
+            )
+        )
+    return features
+
+
+def _wrong_number(what: str, actual: int, expected: int) -> InvalidRequest:
+    return InvalidRequest(
+        f"the prompt has {actual} {what}, but its pictures need {expected}: leave special tokens "
+        "out of the messages",
+        param="messages",
+    )
