@@ -21,7 +21,7 @@ from servd.api.engine.grammar_checker import GrammarChecker
 from servd.api.engine.limited_process import FairLock
 from servd.base.errors import InvalidRequest, Overloaded
 from servd.checkpoint.model_spec import FAKE_SPEC
-from servd.config import Config
+from servd.config import AccessConfig, Config
 from servd.core.structured_output.manager import Compiled
 from servd.ipc.start_messages import Reply, StartLimitedProcess
 from servd.messages.params import StructuredOutput
@@ -46,6 +46,7 @@ class FakeProcess:
     ) -> None:
         life = FakeProcess.lives[FakeProcess.num_started]
         FakeProcess.num_started += 1
+        assert start.config.access.api_key == []
         if life is None:
             raise BlockingIOError("fork: resource temporarily unavailable")
         self.channel = socket.socket(fileno=os.dup(start.channel))
@@ -89,7 +90,8 @@ def make(monkeypatch):
 
     def start(*lives: int | None) -> GrammarChecker:
         monkeypatch.setattr(FakeProcess, "lives", lives)
-        made.append(GrammarChecker(Config(), FAKE_SPEC))
+        config = msgspec.structs.replace(Config(), access=AccessConfig(api_key=["secret"]))
+        made.append(GrammarChecker(config, FAKE_SPEC))
         return made[-1]
 
     yield start

@@ -13,7 +13,7 @@ import msgspec
 
 from servd.base.errors import Overloaded, Unavailable
 from servd.checkpoint.model_spec import ModelSpec
-from servd.config import Config
+from servd.config import AccessConfig, Config
 from servd.ipc.child import Child
 from servd.ipc.start_messages import Reply, StartLimitedProcess
 
@@ -141,8 +141,9 @@ class LimitedProcess(Generic[T]):
             ours, theirs = socket.socketpair()
             try:
                 with theirs:
+                    config = msgspec.structs.replace(self.config, access=AccessConfig())  # no keys
                     start = StartLimitedProcess(
-                        self.config, self.spec, theirs.fileno(), self.memory_limit, self.stack_size
+                        config, self.spec, theirs.fileno(), self.memory_limit, self.stack_size
                     )
                     child = Child(self.name, self.module, start, [start.channel], self.env)
                     self._process = child, ours

@@ -47,8 +47,12 @@ NUM_AT_ONCE = 4  # pictures of a request
 NUM_THREADS = 3  # that decode base64 and hash
 PART = 1 << 20  # letters of base64, a multiple of 4
 ATTEMPTS = 2
-# Freed memory goes back to the system. Transformers does not warn that there is no torch.
-ENV = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}
+ENV = {
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 20),  # bytes; freed memory goes back to the system
+    "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",  # that there is no torch
+    "SERVD_API_KEY": "",  # a picture that takes the process over has no use for it
+    "HF_TOKEN": "",
+}
 
 
 class SharedMemory:
@@ -234,6 +238,7 @@ class MediaLoader:
         self._memories.add(weakref.ref(loaded.memory, self._memories.discard))
         while sum(kept.memory.num_bytes for kept in self._cache.values()) > self._cache_limit:
             self._cache.popitem(last=False)
+        self._make_room()
         return loaded
 
     async def _wait(self, identifier: bytes) -> LoadedPicture:
@@ -250,12 +255,12 @@ class MediaLoader:
             del task  # see `load`
 
     def _make_room(self) -> None:
-        """Evict pictures until another one may be processed. Raise Unavailable if requests hold too
-        many.
+        """Evict pictures until all that exist are within the limits. Raise Unavailable if requests
+        hold too many.
         """
         limit = self._cache_limit + MAX_IN_USE
-        while sum(memory.num_bytes for memory in self.memories) >= limit or (
-            len(self._memories) >= self.max_files
+        while sum(memory.num_bytes for memory in self.memories) > limit or (
+            len(self._memories) > self.max_files
         ):
             if not self._cache:
                 raise Unavailable("requests hold too many pictures: retry later")
