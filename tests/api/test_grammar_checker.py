@@ -34,8 +34,8 @@ FORMS = [StructuredOutput("regex", letter) for letter in "abc"]
 class FakeProcess:
     """Answers that it is ready, then as many grammars as `lives` says for this process, and ends.
 
-    A life of -1 ends before it is ready, one of -2 never answers, None means that the process
-    cannot be started.
+    A life of -1 ends before it is ready, one of -2 never answers, one of -3 answers without an end,
+    None means that the process cannot be started.
     """
 
     lives: list[int | None] = []
@@ -67,6 +67,8 @@ class FakeProcess:
             if life >= 0:
                 file.readline()  # the grammar of which it dies
             while life == -2 and file.readline():
+                pass
+            while life == -3 and self.channel.send(bytes(65536)):
                 pass
 
     def terminate(self) -> None:
@@ -113,6 +115,12 @@ def test_a_grammar_that_kills_every_checker_is_refused_and_remembered(make):
             checker.check(FORMS[0])
     checker.check(FORMS[1])
     assert FakeProcess.num_started == 3
+
+
+def test_a_process_that_a_grammar_took_over_cannot_fill_the_memory(make):
+    checker = make(-3, 9)
+    checker.check(FORMS[0])
+    assert FakeProcess.num_started == 2
 
 
 @pytest.mark.parametrize("had_cpu", [True, False])

@@ -292,7 +292,6 @@ class MediaLoader:
                 raise InvalidRequest(reply.error)
             fields = msgspec.structs.asdict(reply)
             return LoadedPicture(**fields, identifier=identifier, memory=memory)
-        self.start()
         raise InvalidRequest(
             f"it cannot be processed in {TIME_LIMIT / 2:g} s and {MEMORY_LIMIT >> 20} MB of memory"
         )
