@@ -68,8 +68,10 @@ class FakeProcess:
                 file.readline()  # the grammar of which it dies
             while life == -2 and file.readline():
                 pass
-            while life == -3 and self.channel.send(bytes(65536)):
-                pass
+            if life == -3:
+                file.readline()
+            while life == -3:
+                self.channel.send(bytes(65536))
 
     def terminate(self) -> None:
         with contextlib.suppress(OSError):  # it has ended by itself
