@@ -147,7 +147,7 @@ class Server(uvicorn.Server):
             loop = asyncio.get_running_loop()
             loop.call_later(GRAMMARS_DELAY, loop.run_in_executor, None, grammars.start)
             if (media := self.async_llm.media) is not None:
-                loop.run_in_executor(None, media.start)
+                loop.call_later(GRAMMARS_DELAY, loop.run_in_executor, None, media.start)
             start = self.start_message
             if start.url:
                 logger.info("ready at %s", start.url)

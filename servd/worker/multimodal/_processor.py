@@ -48,11 +48,14 @@ class PilProcessor(ImageProcessor):
         super().__init__(folder, options)
         self.config = read_json(folder / "config.json")
         self.vision = object_in(self.config, "vision_config") or {}
-        nested, preprocessor = (read_json(folder / name, {}) for name in PROCESSORS)
-        self.settings = nested  # of the processor of text and pictures together
-        preprocessor = object_in(nested, "image_processor") or preprocessor
+        both, alone = (folder / name for name in PROCESSORS)
+        self.settings = read_json(both, {})  # of the processor of text and pictures together
+        preprocessor = object_in(self.settings, "image_processor") or read_json(alone)
         self.kind = self._find_kind(str(preprocessor.get("image_processor_type", "")))
-        self.tokens = _read_tokens(folder)
+        self.tokens = read_json(folder / SPECIAL, {}) | read_json(folder / CONFIG, {})
+        extra = self.tokens.get(EXTRA[0])
+        if isinstance(extra, dict):
+            self.tokens |= extra
         self.set_tokens()
         try:
             self.high = self._make(preprocessor)
@@ -94,8 +97,8 @@ class PilProcessor(ImageProcessor):
             outputs = processor(images=[image], return_tensors="np")
         except (ArithmeticError, ValueError) as error:
             raise InvalidRequest(
-                f"the model reads no picture of {image.width} x {image.height} pixels: send one "
-                "that is less long and thin"
+                f"it has {image.width} x {image.height} pixels, which the model cannot read: send "
+                "one that is less long and thin"
             ) from error
         text = self.expand(outputs)
         tensors = {
@@ -106,10 +109,8 @@ class PilProcessor(ImageProcessor):
 
     def token(self, name: str, default: str) -> str:
         """Return the special token of a name in the tokenizer's files."""
-        value = self.tokens.get(name)
-        if isinstance(value, dict):
-            value = value.get("content")
-        return value if isinstance(value, str) and value else default
+        value = self.tokens.get(name) or default
+        return str(value["content"] if isinstance(value, dict) else value)
 
     def _find_kind(self, name: str) -> str:
         name = name.removesuffix("Fast").removesuffix("Pil") or self.kinds[0]
@@ -154,13 +155,3 @@ class PilProcessor(ImageProcessor):
             if self.has_fixed_size and outputs["pixel_values"].shape[-2:] != shape[-2:]:
                 size = " x ".join(map(str, shape[-2:]))
                 raise ConfigError(f"{option}: the vision tower reads pictures of {size} pixels")
-
-
-def _read_tokens(folder: Path) -> dict[str, Any]:
-    """Return the special tokens of the tokenizer's files, by name."""
-    tokens = read_json(folder / SPECIAL, {}) | read_json(folder / CONFIG, {})
-    for name in reversed(EXTRA):
-        extra = tokens.get(name)
-        if isinstance(extra, dict):
-            tokens |= extra
-    return tokens

@@ -22,6 +22,7 @@ from servd.worker.quantization._files import read_tensors
 # nothing.
 REDUCED = {"num_hidden_layers": 0, "vocab_size": 8, "layer_types": [], "pad_token_id": None}
 ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "silu")  # that transformers computes slowly on a CPU
+MAX_TILES = 4  # that are encoded together: in SmolVLM, one takes 50 MB
 WITHOUT_TOWER = "--language-model-only serves the model without pictures"
 MAX_NAMED = 4  # tensors in a message
 
@@ -82,7 +83,7 @@ class VisionTower:
         weight_dtype = dtype
         if is_native:
             dtypes = [tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()]
-            weight_dtype = min(dtype, *dtypes, key=lambda dtype: dtype.itemsize)
+            weight_dtype = min([dtype, *dtypes], key=lambda dtype: dtype.itemsize)
         model = _build(folder, tensors, weight_dtype)
         if is_native:
             _use_kernels(model, dtype)
@@ -95,19 +96,24 @@ class VisionTower:
         """Return the embeddings of a picture's image tokens, in their order: [num_embeds,
         embed_size]. `tensors`: ProcessedImage.tensors.
         """
+        if [*tensors] == ["pixel_values"] and tensors["pixel_values"].dim() == 5:
+            groups = tensors["pixel_values"].split(MAX_TILES, dim=1)
+            return torch.cat([self._encode({"pixel_values": tiles}) for tiles in groups])
+        return self._encode(tensors)
+
+    def _encode(self, tensors: Mapping[str, Tensor]) -> Tensor:
         inputs = {
             name: tensor.to(self.device, self.dtype if tensor.is_floating_point() else None)
             for name, tensor in tensors.items()
         }
         outputs = cast(Any, self.model).get_image_features(**inputs, return_dict=True)
         deepstack = getattr(outputs, "deepstack_features", None) or ()
-        features = [_as_rows(parts) for parts in (outputs.pooler_output, *deepstack)]
+        # Features of a picture are a tensor, or a list of tensors.
+        features = [
+            torch.cat([part.flatten(0, -2) for part in parts])
+            for parts in (outputs.pooler_output, *deepstack)
+        ]
         return torch.cat(features, dim=-1)
-
-
-def _as_rows(parts: Any) -> Tensor:
-    """Return features of a picture, or of its parts, as rows."""
-    return torch.cat([part.flatten(0, -2) for part in parts])
 
 
 def _read_vision(folder: Path) -> dict[str, Tensor]:
@@ -133,7 +139,9 @@ def _build(folder: Path, tensors: dict[str, Tensor], dtype: torch.dtype) -> nn.M
     """Return transformers' model of a folder without its language model."""
     import transformers
 
-    config = transformers.AutoConfig.for_model(**read_json(folder / "config.json"))
+    values = read_json(folder / "config.json")
+    values.pop("quantization_config", None)  # which concerns the language model
+    config = transformers.AutoConfig.for_model(**values)
     text_config = config.get_text_config()
     for name, value in REDUCED.items():
         if hasattr(text_config, name):

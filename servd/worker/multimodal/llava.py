@@ -1,27 +1,46 @@
-"""LLaVA, whose tower reads squares or is Pixtral's."""
+"""LLaVA: a picture becomes a square, for a tower such as CLIP's or SigLIP's."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
-
 from servd.checkpoint.account import object_in
 from servd.checkpoint.config_json import read_json
-from servd.worker.multimodal import Detail, ImageProcessor, ProcessedImage
-from servd.worker.multimodal._llava import SquareProcessor
+from servd.worker.multimodal import ImageProcessor
+from servd.worker.multimodal._processor import PIXELS, PilProcessor
 from servd.worker.multimodal.mistral3 import Mistral3Processor
 
 
-class LlavaProcessor(ImageProcessor):
-    """Reads pictures of LLaVA."""
+class LlavaProcessor(PilProcessor):
+    """Reads pictures of LLaVA. Pixtral's checkpoints are LLaVA by their model_type."""
 
-    def __init__(self, folder: Path, options: Mapping[str, Any]) -> None:
-        super().__init__(folder, options)
+    kinds = ("CLIPImageProcessor", "LlavaImageProcessor", "SiglipImageProcessor")
+    inputs = PIXELS
+
+    def __new__(cls, folder: Path, options: Mapping[str, Any]) -> ImageProcessor:
         vision = object_in(read_json(folder / "config.json"), "vision_config") or {}
-        is_pixtral = vision.get("model_type") == "pixtral"
-        self.processor = (Mistral3Processor if is_pixtral else SquareProcessor)(folder, options)
-        self.placeholder = self.processor.placeholder
+        if vision.get("model_type") == "pixtral":
+            return Mistral3Processor(folder, options)
+        return super().__new__(cls)
 
-    def process(self, image: Image.Image, detail: Detail) -> ProcessedImage:
-        return self.processor.process(image, detail)
+    def set_tokens(self) -> None:
+        default = self.settings.get("image_token", "<image>")
+        self.image_token = self.token("image_token", default)
+        self.placeholder = self.image_token
+        self.patch_size = self.settings.get("patch_size") or self.vision.get("patch_size", 14)
+
+    def expand(self, outputs: Mapping[str, Any]) -> str:
+        return self.image_token * self.num_square_tokens(outputs)
+
+    def num_square_tokens(self, outputs: Mapping[str, Any]) -> int:
+        """Return the image tokens of a square: its patches, and what the tower adds to them."""
+        height, width = outputs["pixel_values"].shape[-2:]
+        num_added = self.settings.get("num_additional_image_tokens")
+        if num_added is None:  # CLIP adds a token for the whole
+            num_added = 1 if str(self.vision.get("model_type", "clip")).startswith("clip") else 0
+        strategy = self.settings.get("vision_feature_select_strategy")
+        if strategy is None:
+            strategy = self.config.get("vision_feature_select_strategy", "default")
+        if strategy == "default":  # leaves out the first
+            num_added -= 1
+        return (height // self.patch_size) * (width // self.patch_size) + num_added

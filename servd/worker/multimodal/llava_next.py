@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-from servd.worker.multimodal._llava import SquareProcessor
 from servd.worker.multimodal._processor import SIZED_PIXELS
+from servd.worker.multimodal.llava import LlavaProcessor
 
 
-class LlavaNextProcessor(SquareProcessor):
+class LlavaNextProcessor(LlavaProcessor):
     """Reads pictures of LLaVA-NeXT."""
 
     kinds = ("LlavaNextImageProcessor",)

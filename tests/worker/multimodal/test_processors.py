@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -221,8 +222,32 @@ def test_detail_low_has_fewer_tokens(
 def test_pictures_that_are_too_long_are_refused(vision_checkpoint: Callable[[str], Path]) -> None:
     for family in ("qwen2_5_vl", "mistral3"):
         processor = processor_of(vision_checkpoint(family))
-        with pytest.raises(InvalidRequest, match="no picture of 1000 x 1 pixels"):
+        with pytest.raises(InvalidRequest, match="1000 x 1 pixels, which the model cannot read"):
             processor.process(picture((1000, 1)), "auto")
+
+
+BASE_INSTALL = """
+import sys
+from pathlib import Path
+from PIL import Image
+from servd.base import plugins
+from servd.worker.multimodal import ImageProcessor
+
+for name in ("torch", "torchvision", "num2words"):
+    sys.modules[name] = None  # an import fails
+for model_type, folder in zip(sys.argv[1::2], sys.argv[2::2]):
+    family = plugins.load_class("servd.worker.multimodal", model_type, ImageProcessor)
+    for detail in ("high", "low"):
+        print(family(Path(folder), {}).process(Image.new("RGB", (300, 200)), detail).num_embeds)
+"""
+
+
+def test_processors_need_pillow_and_numpy_alone(vision_checkpoint: Callable[[str], Path]) -> None:
+    arguments = [text for name in FAMILIES for text in (name, str(vision_checkpoint(name)))]
+    arguments = [text.removesuffix("_pixtral").removesuffix("_siglip") for text in arguments]
+    command = [sys.executable, "-c", BASE_INSTALL, *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert len(result.stdout.split()) == 2 * len(FAMILIES)
 
 
 def test_an_unknown_image_processor_is_refused(

@@ -1,5 +1,6 @@
 """A vision tower's outputs are those of transformers' whole model."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from servd.base.errors import ModelNotFound, UnsupportedModel
 from servd.checkpoint.model_spec import read_spec
+from servd.checkpoint.multimodal_config import text_name
 from servd.worker.multimodal._tower import NativeLinear, VisionTower
 from servd.worker.ops import target
 from tests.vision_models import FAMILIES
@@ -107,6 +109,13 @@ def test_older_names_of_tensors(
         return name.replace("language_model.", "language_model.model."), tensor
 
     older = changed(folder, rename, tmp_path)
+    path = older / "config.json"
+    config = json.loads(path.read_text(encoding="utf8"))
+    if family == "qwen2_5_vl":
+        config = config.pop("text_config") | config
+    # Of a language model that is quantized.
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    path.write_text(json.dumps(config), encoding="utf8")
     tensors, _ = tensors_of(folder, (37, 121))
     towers = [VisionTower.load(read_spec(path), torch.float32, CPU) for path in (folder, older)]
     new, old = (tower.encode(tensors) for tower in towers)
@@ -135,3 +144,14 @@ def test_missing_quantized_and_misshapen_weights_are_named(
         changed(folder, change, to)
         with pytest.raises(error, match=words):
             VisionTower.load(read_spec(to), torch.float32, CPU)
+
+
+def test_a_checkpoint_without_its_tower(
+    vision_checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    def change(name: str, tensor: Tensor) -> tuple[str, Tensor] | None:
+        return None if text_name(name) is None else (name, tensor)
+
+    folder = changed(vision_checkpoint("gemma3"), change, tmp_path)
+    with pytest.raises(ModelNotFound, match="weights of its vision tower"):
+        VisionTower.load(read_spec(folder), torch.float32, CPU)
