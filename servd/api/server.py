@@ -54,7 +54,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("servd.api")
 
 FORCED_EXIT = 1  # seconds from the error frames of cut streams to the end of the process
-GRAMMARS_DELAY = 1.0  # seconds from readiness to the start of the process that checks grammars
+# Seconds from readiness to the start of the processes that check grammars and decode pictures.
+GRAMMARS_DELAY = 1.0
 TICK = 0.1  # seconds between uvicorn's calls of `on_tick`
 LONG_LAG = 0.1  # seconds that the event loop may be late without a warning
 LAG_WARNING_INTERVAL = 10.0  # seconds between warnings
@@ -229,11 +230,11 @@ def within_file_limit(config: ServerConfig, media: MediaLoader | None) -> Server
     """Return `config` with `max_connections` limited to the files that this process may open,
     because `accept` would fail beyond that. Raise the limit by the files of pictures if possible.
     """
-    allowed, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed, maximum = resource.getrlimit(resource.RLIMIT_NOFILE)
     if media is not None:
-        media.max_files = min(media.max_files, hard // 4)
-        allowed = min(allowed + media.max_files, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+        media.max_files = min(media.max_files, maximum // 4)
+        allowed = min(allowed + media.max_files, maximum)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, maximum))
         allowed -= media.max_files
     possible = max(allowed - OTHER_FILES, 1)
     if possible >= config.max_connections:

@@ -80,18 +80,25 @@ class SharedMemory:
 
 
 class LoadedPicture(MediaReply, kw_only=True):
-    """A picture as a model reads it. Durations are 0 for what an earlier request did."""
+    """A picture as a model reads it."""
 
     identifier: bytes  # see MultiModalFeature
     memory: SharedMemory
-    fetch_ns: int = 0
+    fetch_ns: int = 0  # duration
+
+    @property
+    def is_cached(self) -> bool:
+        return self.process_ns == 0
+
+    def of_others(self) -> LoadedPicture:
+        """Return it for another request, which has not waited for its processing."""
+        return msgspec.structs.replace(self, decode_ns=0, process_ns=0)
 
 
 class MediaLoader:
     """Turns the pictures of prompts into tensors in shared memory. Belongs to one event loop.
 
     Attributes:
-        num_queries, num_hits: pictures of prompts, and those among them that others had.
         num_in_flight: bytes of encoded pictures.
         max_files: how many processed pictures may exist.
     """
@@ -100,8 +107,6 @@ class MediaLoader:
         self, config: Config, spec: ModelSpec, fetcher: MediaFetcher | None = None
     ) -> None:
         self.options = config.multimodal
-        self.num_queries = 0
-        self.num_hits = 0
         self.num_in_flight = 0
         self.max_files = MAX_FILES
         self._process = LimitedProcess(
@@ -163,7 +168,6 @@ class MediaLoader:
                 tasks.pop().cancel()
 
     async def _load(self, picture: Picture, salt: str | None, owner: str) -> LoadedPicture:
-        self.num_queries += 1
         start = now_ns()
         uuid_key = salt, owner, picture.uuid or "", picture.detail
         if picture.url is None:
@@ -186,8 +190,7 @@ class MediaLoader:
                 loaded = await self._wait(identifier)
         del data
         if loaded is None:
-            self.num_hits += 1
-            loaded = await self._wait(identifier)
+            loaded = (await self._wait(identifier)).of_others()
         if picture.uuid:
             self._uuids[uuid_key] = identifier
             self._uuids.move_to_end(uuid_key)
@@ -198,9 +201,8 @@ class MediaLoader:
     def _find(self, identifier: bytes) -> LoadedPicture | None:
         if (loaded := self._cache.get(identifier)) is None:
             return None
-        self.num_hits += 1
         self._cache.move_to_end(identifier)
-        return msgspec.structs.replace(loaded, decode_ns=0, process_ns=0)
+        return loaded.of_others()
 
     @contextmanager
     def _count_bytes(self) -> Iterator[Callable[[int], None]]:
