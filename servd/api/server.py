@@ -27,6 +27,7 @@ from servd.api.app import build_app
 from servd.api.context import Context
 from servd.api.engine.async_llm import AsyncLLM
 from servd.api.engine.load_balancer import LoadBalancer
+from servd.api.engine.media_loader import MediaLoader
 from servd.api.engine.output_processor import OutputProcessor
 from servd.api.engine.pinned_prefixes import PinnedPrefixes
 from servd.api.engine.processor import Processor
@@ -53,7 +54,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("servd.api")
 
 FORCED_EXIT = 1  # seconds from the error frames of cut streams to the end of the process
-GRAMMARS_DELAY = 1.0  # seconds from readiness to the start of the process that checks grammars
+# Seconds from readiness to the start of the processes that check grammars and decode pictures.
+GRAMMARS_DELAY = 1.0
 TICK = 0.1  # seconds between uvicorn's calls of `on_tick`
 LONG_LAG = 0.1  # seconds that the event loop may be late without a warning
 LAG_WARNING_INTERVAL = 10.0  # seconds between warnings
@@ -146,7 +148,7 @@ class Server(uvicorn.Server):
             loop = asyncio.get_running_loop()
             loop.call_later(GRAMMARS_DELAY, loop.run_in_executor, None, grammars.start)
             if (media := self.async_llm.media) is not None:
-                loop.run_in_executor(None, media.start)
+                loop.call_later(GRAMMARS_DELAY, loop.run_in_executor, None, media.start)
             start = self.start_message
             if start.url:
                 logger.info("ready at %s", start.url)
@@ -224,11 +226,16 @@ def tell_systemd(state: str) -> None:
             logger.warning("NOTIFY_SOCKET=%s: %s", path, error.strerror or error)
 
 
-def within_file_limit(config: ServerConfig) -> ServerConfig:
+def within_file_limit(config: ServerConfig, media: MediaLoader | None) -> ServerConfig:
     """Return `config` with `max_connections` limited to the files that this process may open,
-    because `accept` would fail beyond that.
+    because `accept` would fail beyond that. Raise the limit by the files of pictures if possible.
     """
-    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if media is not None:
+        media.max_files = min(media.max_files, most // 4)
+        allowed = min(allowed + media.max_files, most)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, most))
+        allowed -= media.max_files
     possible = max(allowed - OTHER_FILES, 1)
     if possible >= config.max_connections:
         return config
@@ -289,7 +296,9 @@ async def serve(start: StartAPIServer, reloads: SimpleQueue[Config]) -> int:
     spans = span_exporter(config.observability)
     app = build_app(config, async_llm, reasons=start.reasons, store=store, spans=spans)
     work = [asyncio.create_task(coroutine) for coroutine in background(app.state.context)]
-    connections = Connections(within_file_limit(config.server), partial(count_refusal, app))
+    connections = Connections(
+        within_file_limit(config.server, async_llm.media), partial(count_refusal, app)
+    )
     options = settings(
         app,
         connections,

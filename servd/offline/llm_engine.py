@@ -80,6 +80,7 @@ class LLMEngine:
         prompt: TextOrIds | Pair | Chat,
         params: Params,
         *,
+        add_special_tokens: bool = True,
         lora_request: LoRARequest | None = None,
     ) -> None:
         """Queue a request for a prompt.
@@ -87,7 +88,8 @@ class LLMEngine:
         Raises:
             InvalidRequest: the prompt, parameters or adapter are not valid, or the id is in use.
         """
-        inputs = self.process_inputs(request_id, Prompt(content=prompt), params, lora_request)
+        text = Prompt(content=prompt, add_special_tokens=add_special_tokens)
+        inputs = self.process_inputs(request_id, text, params, lora_request)
         # Choices have their own ids, which another request may have.
         engine_ids = inputs.request.choice_ids
         is_running = any(find_choice(self.requests, engine_id) for engine_id in engine_ids)

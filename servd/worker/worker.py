@@ -198,15 +198,15 @@ class Worker:
         return path
 
     def shutdown(self) -> None:
-        """Leave the process group. Free memory and threads, for a process that continues."""
+        """Leave the process group, and free memory, for a process that continues."""
         self.release()  # first: NCCL waits for ever for graphs that hold its kernels
         self.parallel.close()
-        if self.device.type == "cpu":
-            torch.set_num_threads(self.num_threads)
 
     def release(self) -> None:
-        """Free the model and its KV cache."""
+        """Free the model and its KV cache; give torch all threads again."""
         self.runner.release()
         if self.device.type == "cuda":
             gc.collect()
             torch.cuda.empty_cache()
+        else:
+            torch.set_num_threads(self.num_threads)

@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import gc
 import mmap
 import os
 import signal
@@ -237,6 +238,24 @@ async def test_hostile_pictures_end_neither_the_process_nor_open_anything(make):
     [loaded] = await load(loader, data_url(), detail="high")
     events, attempts, _ = eval(loaded.text)
     assert attempts == 3 * ["24"] and len(events) == 2  # EMFILE; and the hook works
+
+
+async def test_an_error_frees_its_picture_at_once(make):
+    """Not when Python looks for circles of references, which takes a while: pictures are large."""
+    loader = make()
+    await load(loader, data_url())
+    before = open_files()
+    gc.disable()
+    try:
+        for number in range(3):
+            loads = (load(loader, data_url(b"%d" % number)) for _ in range(3))
+            errors = await asyncio.gather(*loads, return_exceptions=True)
+            assert {type(error) for error in errors} == {InvalidRequest}
+            del errors
+            await asyncio.sleep(0)
+        assert open_files() == before
+    finally:
+        gc.enable()
 
 
 async def test_a_picture_that_takes_too_long_ends_its_process_alone(make, monkeypatch):

@@ -180,7 +180,7 @@ class Requests:
             (text(3), images[1], text(20), images[2], text(2), images[3], text(1)),
             (text(50),),
             (text(9), images[0], text(4)),
-            (text(11), images[2], text(13)),
+            (text(11), images[2], text(3), images[2], text(9)),
         ]
         self.messages: list[EngineCoreRequest] = []
         self.expected: list[list[int]] = []
@@ -358,3 +358,15 @@ def test_a_language_model_that_scales_embeddings(tmp_path: Path, monkeypatch):
     vision_models.make("llava_next", tmp_path)
     family = Family(tmp_path)
     Requests(family).check(make_engine(family))
+
+
+def test_the_language_model_only(families):
+    family = families("smolvlm")
+    requests = Requests(family)
+    with pytest.raises(ConfigError, match="reads no pictures: add --language-model-only"):
+        make_engine(family, model_impl="transformers")
+    whole = make_engine(family).executor.worker.runner
+    engine = make_engine(family, language_model_only=True)
+    runner = engine.executor.worker.runner
+    assert runner.weights_bytes == whole.weights_bytes - whole.encoder.nbytes
+    requests.check(engine, numbers=[0, 3])

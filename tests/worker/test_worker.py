@@ -69,6 +69,8 @@ def test_torch_has_one_thread_where_kernels_do_the_work(
         assert torch.get_num_threads() == 2
         driver.generate([slot], 3)
         assert torch.get_num_threads() == in_decode_steps
+        driver.worker.update_weights(str(folder))
+        assert driver.worker.runner.num_threads == 2
         driver.worker.shutdown()
         assert torch.get_num_threads() == 2
     finally:

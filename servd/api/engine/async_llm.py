@@ -78,6 +78,7 @@ class AsyncLLM:
         requests: the prompts that engines compute by id, in order of arrival.
         observer: one observer that calls all others.
         admission: limits on unfinished requests.
+        media: loads the pictures of prompts; None if the model reads none.
         loop: shares the event loop fairly among owners.
         has_changed: set, and replaced by a new event, whenever the state of an engine changes.
     """

@@ -61,6 +61,7 @@ class FairThreads:
             return await asyncio.wrap_future(future)
         finally:
             is_abandoned.set()
+            del future  # a circle of its exception, this frame and all below that raised it
 
     def close(self) -> None:
         """Start no more work. Running work finishes."""

@@ -45,9 +45,10 @@ MAX_FILES = 4096  # open files, one for each processed picture
 MAX_UUIDS = 16384
 NUM_AT_ONCE = 4  # pictures of a request
 NUM_THREADS = 3  # that decode base64 and hash
+PART = 1 << 20  # letters of base64, a multiple of 4
 ATTEMPTS = 2
-# Freed memory goes back to the system: pictures are large.
-ENV = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "OPENBLAS_NUM_THREADS": "1"}
+# Freed memory goes back to the system. Transformers does not warn that there is no torch.
+ENV = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}
 
 
 class SharedMemory:
@@ -154,8 +155,8 @@ class MediaLoader:
         try:
             return await asyncio.gather(*tasks)
         finally:
-            for task in tasks:
-                task.cancel()
+            while tasks:  # an exception would keep them, as they keep it
+                tasks.pop().cancel()
 
     async def _load(self, picture: Picture, salt: str | None, owner: str) -> LoadedPicture:
         self.num_queries += 1
@@ -246,6 +247,7 @@ class MediaLoader:
             if not self._num_waiting[identifier]:
                 task.cancel()
                 del self._tasks[identifier], self._num_waiting[identifier]
+            del task  # see `load`
 
     def _make_room(self) -> None:
         """Evict pictures until another one may be processed. Raise Unavailable if requests hold too
@@ -321,7 +323,10 @@ def decode_data_url(url: str) -> bytes:
     try:
         letters = unquote_to_bytes(body) if "%" in body else body.encode("ascii")
         letters = letters.translate(bytes.maketrans(b"-_", b"+/"), b" \t\r\n\f").rstrip(b"=")
-        return base64.b64decode(letters + b"=" * (-len(letters) % 4), validate=True)
+        letters += b"=" * (-len(letters) % 4)
+        # In parts, between which other threads run.
+        parts = (letters[i : i + PART] for i in range(0, len(letters), PART))
+        return b"".join(base64.b64decode(part, validate=True) for part in parts)
     except ValueError:
         raise InvalidRequest("its data: address has no valid base64") from None
 

@@ -53,10 +53,10 @@ class Pictures:
 
 
 class EncoderRunner:
-    """Keeps the pictures of requests that have not passed them, and the tower's outputs. Raises
-    UnsupportedModel or ConfigError if the model's pictures cannot be read here.
+    """Keeps the pictures of requests that have not passed them, and the tower's outputs.
 
     Args:
+        model: see `check_model`.
         dtype: of the tower's weights.
         parallel: the tower is in the first stage, as a whole on every rank.
         failed: slot -> error of its request, to which those of pictures are added.
@@ -66,25 +66,14 @@ class EncoderRunner:
         self,
         spec: ModelSpec,
         dtype: torch.dtype,
-        model: Model,
+        model: Any,
         states: RequestStates,
         backend: AttentionBackend[Any],
         parallel: Parallel,
         failed: dict[int, str],
     ) -> None:
         assert isinstance(spec.multimodal, MultiModalSpec)
-        factor: float | None = getattr(model, "image_factor", None)
-        if factor is None:
-            raise UnsupportedModel(
-                f"servd's {type(model).__name__} reads no pictures: add --language-model-only"
-            )
-        num_layers = len(parallel.own_layers(spec.num_layers))
-        if parallel.stage == 0 and spec.multimodal.num_deepstack > num_layers:
-            raise ConfigError(
-                f"--pipeline-parallel-size {parallel.num_stages}: the first stage has {num_layers} "
-                f"layers, but pictures enter {spec.multimodal.num_deepstack}: use fewer stages"
-            )
-        self.factor = factor
+        self.factor: float = model.image_factor
         self.dtype = dtype
         self.spec = spec
         self.multimodal = spec.multimodal
@@ -216,10 +205,7 @@ class EncoderRunner:
             return batch
         batch = batch.part(0, len(batch.rows))  # its inputs are complete without a graph
         if positions:
-            image_positions = batch.rotary_positions.expand(3, -1).clone()
-            for start, of_row in positions:
-                image_positions[:, start : start + of_row.shape[1]] = upload(of_row, self.device)
-            batch = replace(batch, image_positions=image_positions)
+            batch = replace(batch, image_positions=self._place(positions, batch.rotary_positions))
         if tokens:
             batch = replace(batch, images=self._embeddings(tokens, features))
         if spans:
@@ -241,6 +227,15 @@ class EncoderRunner:
                 yield slot, int(ends[index]) - query_len, first, first + query_len
             else:
                 del self.requests[slot]
+
+    def _place(self, positions: list[tuple[int, np.ndarray]], plain: Tensor) -> Tensor:
+        """Return positions of a step's tokens, int64 [3, num_tokens]: those of rows, int64 [3, n],
+        with the index of the first token; `plain`, int64 [num_tokens], of the other tokens.
+        """
+        placed = plain.expand(3, -1).clone()
+        for start, of_row in positions:
+            placed[:, start : start + of_row.shape[1]] = upload(of_row, self.device)
+        return placed
 
     def _embeddings(self, tokens: list[np.ndarray], features: list[Tensor]) -> ImageEmbeddings:
         if self.stream is not None:
@@ -287,6 +282,21 @@ def mrope_positions(features: Sequence[MultiModalFeature]) -> tuple[np.ndarray, 
         position += max(num_rows, num_columns)
         end = feature.end
     return np.concatenate(parts, axis=1), position - end
+
+
+def check_model(spec: ModelSpec, model: Model, parallel: Parallel) -> None:
+    """Raise UnsupportedModel or ConfigError if a model cannot read its pictures here."""
+    if not hasattr(model, "image_factor"):
+        raise UnsupportedModel(
+            f"servd's {type(model).__name__} reads no pictures: add --language-model-only"
+        )
+    assert isinstance(spec.multimodal, MultiModalSpec)
+    num_layers = len(parallel.own_layers(spec.num_layers))
+    if parallel.stage == 0 and spec.multimodal.num_deepstack > num_layers:
+        raise ConfigError(
+            f"--pipeline-parallel-size {parallel.num_stages}: the first stage has {num_layers} "
+            f"layers, but pictures enter {spec.multimodal.num_deepstack}: use fewer stages"
+        )
 
 
 def reads_images(config: Config, spec: ModelSpec) -> bool:

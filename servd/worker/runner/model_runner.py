@@ -127,7 +127,10 @@ class ModelRunner(ABC):
         self.model = model_loader.build_model(
             self.spec, self.compute_dtype, self.device, self.parallel, *options
         )
-        self._load_weights(progress)
+        reads_images = encoder_runner.reads_images(self.config, self.spec)
+        if reads_images:
+            encoder_runner.check_model(self.spec, self.model, self.parallel)
+        self._load_weights(progress, reads_images)
         self.adapters = self._make_adapters()
         self.weights_bytes = model_loader.count_bytes(self.model)
         attention = spec_of(
@@ -151,7 +154,7 @@ class ModelRunner(ABC):
             *limits, attention.block_size, self.device, self.spec.vocab_size
         )
         self.states.make_room(state.arrange(self.model))
-        if encoder_runner.reads_images(self.config, self.spec):
+        if reads_images:
             parts = self.model, self.states, self.backend, self.parallel, self.failed
             self.encoder = encoder_runner.EncoderRunner(self.spec, self.dtype, *parts)
             self.weights_bytes += self.encoder.nbytes
@@ -169,7 +172,7 @@ class ModelRunner(ABC):
             if part is not None
         ]
 
-    def _load_weights(self, progress: Callable[[float], None]) -> None:
+    def _load_weights(self, progress: Callable[[float], None], reads_images: bool) -> None:
         check_modules(self.config.lora, self.model)  # first, as loading takes long
         config = self.config.model
         make = model_loader.quant_method_maker(
@@ -185,7 +188,6 @@ class ModelRunner(ABC):
         else:
             folder = self.spec.folder
             form = config.load_format
-            reads_images = encoder_runner.reads_images(self.config, self.spec)
             model_loader.load_weights(
                 self.model, folder, progress, make, load_format=form, reads_images=reads_images
             )
