@@ -210,5 +210,5 @@ async def test_roles_that_have_no_pictures(served: Served):
 async def test_the_server_says_that_it_sees(served: Served):
     props = await served.http.get("/props")
     assert props.json()["modalities"] == {"vision": True, "audio": False}
-    shown = await post(served, "/api/show", {"model": "fake"})
-    assert "vision" in shown.json()["capabilities"]
+    description = await post(served, "/api/show", {"model": "fake"})
+    assert "vision" in description.json()["capabilities"]

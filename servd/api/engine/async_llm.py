@@ -358,8 +358,8 @@ class AsyncLLM:
 
         def process_all() -> list[ProcessedInputs]:
             return [
-                processor.process_inputs(name, prompt, params, options, shown)
-                for name, prompt, shown in zip(ids, texts, pictures, strict=True)
+                processor.process_inputs(name, prompt, params, options, of_prompt)
+                for name, prompt, of_prompt in zip(ids, texts, pictures, strict=True)
             ]
 
         try:
