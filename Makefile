@@ -129,7 +129,7 @@ check: format-check lint ## Check format, lint, types, import rules; run the fas
 # In an environment of their own: nothing else is installed to lock. With make lock UPGRADE=--upgrade, the newest.
 COMPILE = build/lock/bin/pip-compile -q $(UPGRADE) --strip-extras --no-annotate --no-header --no-emit-index-url \
 	--no-emit-find-links --no-emit-trusted-host --generate-hashes
-PROJECT = --unsafe-package torch --all-build-deps --extra otel pyproject.toml
+PROJECT = --unsafe-package torch --all-build-deps --extra otel --extra vision pyproject.toml
 UPGRADE =
 lock: export PIP_EXTRA_INDEX_URL += $(CPU_TORCH_INDEX)
 lock: export PIP_RETRIES = 1

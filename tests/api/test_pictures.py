@@ -11,8 +11,8 @@ from servd.api.protocol.ollama import chat_messages as messages_of_ollama
 from servd.api.protocol.response_items import chat_messages as messages_of_responses
 from servd.api.text.chat_messages import count_pictures, move_tool_pictures, normalise, text_of
 from servd.api.text.chat_template import ChatTemplate
-from servd.api.text.pictures import picture_part, pictures_of, replace_by_notes
-from servd.api.text.prompt import Chat
+from servd.api.text.pictures import pictures_of, replace_by_notes
+from servd.api.text.prompt import Chat, picture_part
 from servd.base.errors import InvalidRequest
 
 URL = "data:image/png;base64,AA=="
@@ -131,9 +131,9 @@ def test_placeholders_of_clients_stay_text():
     template = ChatTemplate(IN_PARTS, escaped=["<image>"])
     chat = Chat(messages=user({"type": "text", "text": "a <image> b"}, IMAGE))
     rendered = template.render(chat, "<image>")
-    shown = expand(rendered, [picture("[0][0]", 2)])
-    assert shown.endswith(" b[0][0];")
-    assert "<image>" not in shown  # but for the mark in it
+    prompt = expand(rendered, [picture("[0][0]", 2)])
+    assert prompt.endswith(" b[0][0];")
+    assert "<image>" not in prompt  # but for the mark in it
 
 
 def test_ranges_go_from_the_first_to_the_last_image_token():

@@ -162,7 +162,9 @@ ARRIVALS = st.lists(
 def test_every_schedule_encodes_what_it_reads_and_ends(
     arrivals, depth, num_blocks, capacity, budget, is_bidirectional, is_chunked
 ):
-    least = 64 if not is_chunked else 40 if is_bidirectional else 8
+    min_budget = 40 if is_bidirectional else 8
+    if not is_chunked:
+        min_budget = 64
     engine = seeing_engine(
         capacity=capacity,
         is_bidirectional=is_bidirectional,
@@ -170,7 +172,7 @@ def test_every_schedule_encodes_what_it_reads_and_ends(
         depth=depth,
         block_size=4,
         max_num_seqs=4,
-        max_num_batched_tokens=max(budget, least),
+        max_num_batched_tokens=max(budget, min_budget),
         enable_chunked_prefill=is_chunked,
     )
     requests = {

@@ -65,9 +65,9 @@ def test_exif_turns_a_picture(orientation):
     exif = Image.Exif()
     exif[0x0112] = orientation
     data = encode(image, "PNG", exif=exif)
-    wanted = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+    expected = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
     assert decode(data).size == ((30, 40) if orientation > 4 else (40, 30))
-    assert decode(data).tobytes() == wanted.convert("RGB").tobytes()
+    assert decode(data).tobytes() == expected.convert("RGB").tobytes()
 
 
 def test_content_decides_what_a_picture_is():
@@ -97,8 +97,8 @@ def test_modes_become_rgb_as_transformers_converts_them(mode):
         image = photo().convert(mode)
     options = {"transparency": 3} if mode == "P" else {}
     data = encode(image, "JPEG" if mode == "CMYK" else "PNG", **options)
-    wanted = convert_to_rgb(Image.open(io.BytesIO(data)), return_numpy=True)
-    assert (np.asarray(decode(data)) == wanted).all()
+    expected = convert_to_rgb(Image.open(io.BytesIO(data)), return_numpy=True)
+    assert (np.asarray(decode(data)) == expected).all()
 
 
 def test_a_picture_that_is_too_long_has_its_size_in_the_error():

@@ -358,8 +358,8 @@ class AsyncLLM:
 
         def process_all() -> list[ProcessedInputs]:
             return [
-                processor.process_inputs(name, prompt, params, options, shown)
-                for name, prompt, shown in zip(ids, texts, pictures, strict=True)
+                processor.process_inputs(name, prompt, params, options, of_prompt)
+                for name, prompt, of_prompt in zip(ids, texts, pictures, strict=True)
             ]
 
         try:
@@ -390,7 +390,11 @@ class AsyncLLM:
         pictures = self.processor.pictures_of(prompt)
         if not pictures or self.media is None:
             return []
-        return await self.media.load(pictures, options.cache_salt, options.owner)
+        loaded = await self.media.load(pictures, options.cache_salt, options.owner)
+        cached = [picture for picture in loaded if picture.is_cached]
+        self.metrics.counters["vllm:mm_cache_queries"].inc(len(loaded))
+        self.metrics.counters["vllm:mm_cache_hits"].inc(len(cached))
+        return loaded
 
     async def _search(
         self,

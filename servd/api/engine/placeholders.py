@@ -17,8 +17,7 @@ def expand(text: str, pictures: Sequence[LoadedPicture]) -> str:
     first, *pieces = text.split(placeholder)
     if len(pieces) > len(pictures):
         raise _wrong_number(placeholder, len(pieces), len(pictures))
-    shown = pictures[: len(pieces)]
-    between = zip(shown, pieces, strict=True)
+    between = zip(pictures, pieces, strict=False)  # a beginning has fewer
     return first + "".join([picture.text + piece for picture, piece in between])
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic_core import PydanticCustomError
 
 from servd.api.protocol.validation import Schema
-from servd.api.text.pictures import NOTE, picture_part
+from servd.api.text.prompt import NOTE, picture_part
 
 # Block type -> its required keys, by role.
 BLOCKS: dict[str, dict[str, dict[str, type]]] = {

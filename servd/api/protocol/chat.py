@@ -11,8 +11,6 @@ from pydantic import (
     Discriminator,
     Field,
     Tag,
-    TypeAdapter,
-    ValidationError,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
@@ -29,8 +27,7 @@ from servd.api.protocol.generation import (
 )
 from servd.api.protocol.tools import ToolChoice, Tools, as_function, grammar_of, kind_of, name_of
 from servd.api.protocol.validation import OpenObject, PositiveInt, RequestBody, Whole, wrong_field
-from servd.api.text.pictures import PICTURE
-from servd.api.text.prompt import Chat, Prompt, ToolOptions
+from servd.api.text.prompt import DETAILS, PICTURE, Chat, Detail, Prompt, ToolOptions
 from servd.messages.engine import FinishReason
 from servd.messages.outputs import PromptProgress
 from servd.messages.params import MAX_CANDIDATES
@@ -39,6 +36,7 @@ from servd.messages.params import MAX_CANDIDATES
 
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+MAX_UUID = 256  # letters
 TEXT_PARTS = ("text", "input_text", "output_text")  # the last two are from /v1/responses
 
 
@@ -69,7 +67,7 @@ class ImageURL(OpenObject):
     """
 
     url: str
-    detail: NotRequired[Literal["auto", "low", "high"] | None]
+    detail: NotRequired[Detail | None]
 
 
 class ImagePart(OpenObject):
@@ -79,23 +77,23 @@ class ImagePart(OpenObject):
 
     type: Literal["image_url"]
     image_url: NotRequired[ImageURL | str | None]
-    uuid: NotRequired[Annotated[str, Field(min_length=1, max_length=256)] | None]
-
-
-_image_part = TypeAdapter(ImagePart)
+    uuid: NotRequired[Annotated[str, Field(min_length=1, max_length=MAX_UUID)] | None]
 
 
 def _check_image(part: dict[str, Any]) -> None:
-    try:
-        _image_part.validate_python(part)
-    except ValidationError as error:
-        [first, *_] = error.errors(include_url=False, include_input=False)
-        place = ".".join(str(name) for name in first["loc"] if isinstance(name, str))
+    image = part.get(PICTURE)
+    image = image if isinstance(image, dict) else {"url": image}
+    uuid = part.get("uuid")
+    if not isinstance(image.get("url"), str) and not (image == {"url": None} and uuid):
         raise PydanticCustomError(
-            "content", "{place}: {reason}", {"place": place, "reason": first["msg"]}
-        ) from None
-    if not part.get(PICTURE) and not part.get("uuid"):
-        raise PydanticCustomError("content", "an image_url part must have an `image_url`")
+            "content", "an image_url part must have an `image_url` with a string `url`"
+        )
+    if image.get("detail") not in (None, *DETAILS):
+        raise PydanticCustomError("content", "`detail` must be auto, low or high")
+    if uuid is not None and not (isinstance(uuid, str) and 0 < len(uuid) <= MAX_UUID):
+        raise PydanticCustomError(
+            "content", "`uuid` must be a text of 1 to {limit} letters", {"limit": MAX_UUID}
+        )
 
 
 def check_parts(content: Any, *kinds: str) -> Any:

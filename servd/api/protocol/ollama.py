@@ -13,7 +13,7 @@ from servd.api.protocol.embeddings import Dimensions
 from servd.api.protocol.score import Texts
 from servd.api.protocol.translation import EXTENSIONS, TranslatedRequest
 from servd.api.protocol.validation import OpenObject, PositiveInt, RequestBody, Whole
-from servd.api.text.pictures import picture_part
+from servd.api.text.prompt import picture_part
 
 # Option of this API -> chat field.
 OPTIONS = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}

@@ -5,7 +5,7 @@ import re
 from typing import Any
 
 from servd.api.protocol.response_tools import flat_name
-from servd.api.text.pictures import picture_part
+from servd.api.text.prompt import picture_part
 from servd.base.errors import InvalidRequest
 
 SEAL = "servd-reasoning-1:"

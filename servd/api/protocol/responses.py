@@ -14,6 +14,7 @@ from servd.api.protocol.response_items import HOSTED_ITEMS, chat_messages
 from servd.api.protocol.response_tools import AnyTool, chat_tools, flat_name, hosted_types
 from servd.api.protocol.translation import TranslatedRequest
 from servd.api.protocol.validation import FewKeys, OpenObject, PositiveInt, Whole, wrong_field
+from servd.api.text.prompt import DETAILS, Detail
 from servd.base.bounds import INT32_MAX
 from servd.messages.params import MAX_CANDIDATES
 
@@ -68,7 +69,7 @@ def _is_picture(part: Any) -> bool:
         raise PydanticCustomError(
             "content", "an input_image part must have the string `image_url`: servd stores no files"
         )
-    if part.get("detail") not in (None, "auto", "low", "high"):
+    if part.get("detail") not in (None, *DETAILS):
         raise PydanticCustomError("content", "`detail` must be auto, low or high")
     return True
 
@@ -85,7 +86,7 @@ class InputImage(OpenObject):
 
     type: Literal["input_image"]
     image_url: str
-    detail: NotRequired[Literal["auto", "low", "high"] | None]
+    detail: NotRequired[Detail | None]
 
 
 class InputFile(OpenObject):

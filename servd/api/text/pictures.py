@@ -5,18 +5,10 @@ OpenAI API.
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from servd.api.text.prompt import Picture
+from servd.api.text.prompt import NOTE, PICTURE, Picture
 from servd.base.errors import InvalidRequest
 
-PICTURE = "image_url"  # type of a part
-NOTE = "[image: not available here]"  # what a text model reads
 ROLES = ("user", "tool")  # whose messages may have pictures
-
-
-def picture_part(url: str, detail: str | None = None, *, is_noted: bool = False) -> dict[str, Any]:
-    """Return the part of a picture. `is_noted`: a text model gets a note in its place."""
-    part: dict[str, Any] = {"type": PICTURE, PICTURE: {"url": url, "detail": detail or "auto"}}
-    return part | {"is_noted": True} if is_noted else part
 
 
 def is_picture(part: Any) -> bool:

@@ -5,6 +5,10 @@ from typing import Any, Literal
 
 import msgspec
 
+Detail = Literal["auto", "low", "high"]  # of a picture: low has fewer tokens
+DETAILS = ("auto", "low", "high")
+PICTURE = "image_url"  # type of a part of a message
+NOTE = "[image: not available here]"  # what a text model reads in its place
 OBJECT_SIZE = 64  # fixed cost of a message, in characters
 MANY = 1 << 16  # characters at which counting a chat stops
 
@@ -43,8 +47,14 @@ class Picture(msgspec.Struct, frozen=True):
     """A picture of a chat as the client sent it."""
 
     url: str | None  # data:, https: or file:; None: the picture that was sent with this uuid
-    detail: Literal["auto", "low", "high"] = "auto"
+    detail: Detail = "auto"
     uuid: str | None = None  # the client's name for it
+
+
+def picture_part(url: str, detail: str | None = None, *, is_noted: bool = False) -> dict[str, Any]:
+    """Return a part of a message. `is_noted`: a text model gets a note in its place."""
+    part: dict[str, Any] = {"type": PICTURE, PICTURE: {"url": url, "detail": detail or "auto"}}
+    return part | {"is_noted": True} if is_noted else part
 
 
 class SharedText(msgspec.Struct):

@@ -276,17 +276,17 @@ class Scheduler:
         for_long = min(self.long_prompt, budget // 2) if has_long else 0
         passed: list[Request] = []
         # An image token that is encoded takes as long as two.
-        while (left := budget - step.num_encoded) > 0:
+        while (tokens_left := budget - step.num_encoded) > 0:
             partial = [request for request in partial if request.slot >= 0]  # others were preempted
             may_start = may_start and bool(self.free_slots)
-            only_long = for_long >= left
+            only_long = for_long >= tokens_left
             request = queue.next(partial, priority_class, may_start, only_long)
             if request is None:
                 if not only_long:
                     break
                 for_long = 0  # no long prompt can continue
                 continue
-            room = left if queue.is_long(request) else left - for_long
+            room = tokens_left if queue.is_long(request) else tokens_left - for_long
             if request.num_uncomputed_tokens > room and not self.chunks_prompts:
                 break
             if request.slot < 0:

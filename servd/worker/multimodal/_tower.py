@@ -15,14 +15,16 @@ from servd.checkpoint.multimodal_config import text_name
 from servd.checkpoint.weight_files import find_weight_files
 from servd.worker.layers.activation import Activation
 from servd.worker.layers.packed import PackedMatrix
-from servd.worker.ops import target
+from servd.worker.ops import native, target
 from servd.worker.quantization._files import read_tensors
 
 # transformers makes a model with all of its parts: these leave of the language model next to
 # nothing.
 REDUCED = {"num_hidden_layers": 0, "vocab_size": 8, "layer_types": [], "pad_token_id": None}
 ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "silu")  # that transformers computes slowly on a CPU
-MAX_TILES = 4  # that are encoded together: in SmolVLM, one takes 50 MB
+# Tiles that are encoded together. More would need larger blocks of memory than are kept: see
+# keep_freed_memory.
+MAX_TILES = 2
 WITHOUT_TOWER = "--language-model-only serves the model without pictures"
 MAX_NAMED = 4  # tensors in a message
 
@@ -58,6 +60,18 @@ class NativePatches(NativeLinear):
             x = x.unfold(dim, side, side)
         windows = x.movedim(1, num_dims + 1).flatten(num_dims + 1)  # [n, *windows, in * sides]
         return super().forward(windows).movedim(-1, 1)
+
+
+class NativeRMSNorm(nn.Module):
+    """A norm by the CPU kernels."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(cast(Tensor, norm.weight).float(), requires_grad=False)
+        self.eps = cast(float, norm.variance_epsilon)
+
+    def forward(self, x: Tensor) -> Tensor:  # float32 [..., size]
+        return native.rms_norm(x, None, self.weight, self.eps)[0]
 
 
 class VisionTower:
@@ -182,6 +196,8 @@ def _use_kernels(model: nn.Module, x_dtype: torch.dtype) -> None:
             model.set_submodule(name, NativeLinear(module, x_dtype))
         elif isinstance(module, nn.Conv2d | nn.Conv3d) and module.stride == module.kernel_size:
             model.set_submodule(name, NativePatches(module, x_dtype))
+        elif kind.__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
+            model.set_submodule(name, NativeRMSNorm(module))
         elif kind in activations:
             model.set_submodule(name, Activation(activations[kind]))
 
