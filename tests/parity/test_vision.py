@@ -1,6 +1,7 @@
 """Models that see: prompts with pictures get transformers' greedy tokens."""
 
 import random
+import time
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import cache
@@ -25,6 +26,7 @@ from servd.messages.multimodal import MultiModalFeature, TensorPlace
 from servd.messages.params import SamplingParams
 from servd.worker.batch.input_batch import InputBatch
 from servd.worker.multimodal import FAMILIES, ImageProcessor
+from servd.worker.multimodal._tower import VisionTower
 from servd.worker.runner import dry_run
 from tests import vision_models
 from tests.core.engines import Log
@@ -338,6 +340,26 @@ def test_ranks(families):
         requests.check(engine)
     finally:
         engine.executor.shutdown()
+
+
+def test_a_step_says_how_long_the_tower_ran(families, monkeypatch):
+    family = families("llava")
+    message = Requests(family).messages[1]
+    engine = make_engine(family)
+    encode = VisionTower.encode
+
+    def slow_encode(tower: VisionTower, tensors: Any) -> torch.Tensor:
+        time.sleep(0.05)
+        return encode(tower, tensors)
+
+    monkeypatch.setattr(VisionTower, "encode", slow_encode)
+    engine.handle(message)
+    Log().run(engine)
+    records = engine.scheduler.step_log.take_new(client=9)
+    encoding = [record for record in records if record.encodes]
+    assert [record.encode_ns > 50e6 for record in records] == [bool(r.encodes) for r in records]
+    sizes = [record.encodes[message.request_id] for record in encoding]
+    assert sum(sizes) == sum(feature.num_embeds for feature in message.mm_features)
 
 
 def test_a_plan_counts_the_tower(families):

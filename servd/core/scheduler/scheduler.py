@@ -328,7 +328,10 @@ class Scheduler:
             return 0
         if request.mm_features:
             step.encoder_inputs += [(request.slot, index) for index in inputs]
-            step.num_encoded += self.encoder_cache.encode(request, num_tokens, inputs)
+            num_encoded = self.encoder_cache.encode(request, num_tokens, inputs)
+            step.num_encoded += num_encoded
+            if num_encoded:
+                step.record.encodes[request.request_id] = num_encoded
         self.waiting.charge(request, num_tokens)
         self._finish_scheduling(request, step.add_row(request, num_tokens, new_block_ids))
         return num_tokens
@@ -404,6 +407,7 @@ class Scheduler:
         record = step.record
         record.collected_ns = self.clock()
         record.worker_ns = result.times_ns
+        record.encode_ns = result.encode_ns
         took_ns, is_report_due = self.step_log.add(record)
         if is_report_due:
             for request in self.requests.values():

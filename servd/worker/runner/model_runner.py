@@ -313,6 +313,8 @@ class ModelRunner(ABC):
         parts: list[StepPart] = [part for part in read if part is not None]
         if self.failed:
             parts.append(Failures.from_batch(batch, self.failed))
+        if self.encoder is not None:
+            parts += self.encoder.take_times()
         times_ns = (begin, prepared, now_ns())
         self.execute_model_state = ExecuteModelState(num_rows, (batch, hidden), parts, times_ns)
 
