@@ -18,6 +18,7 @@ from servd.base import plugins
 from servd.base.errors import ConfigError
 from servd.checkpoint.model_spec import read_spec
 from servd.core.draft_length import DraftLengthController
+from servd.core.encoder_cache_manager import EncoderCacheManager
 from servd.core.engine_core import EngineCore
 from servd.core.executor.multiproc import MultiProcExecutor
 from servd.core.executor.uniproc import UniProcExecutor
@@ -368,8 +369,11 @@ def test_a_plan_counts_the_tower(families):
     runner = engine.executor.worker.runner
     planned = dry_run.predict(runner)
     assert planned is not None
-    assert planned.weights == pytest.approx(runner.weights_bytes, rel=0.01)
-    assert runner.encoder.nbytes > 0.1 * runner.weights_bytes
+    assert planned.weights + planned.tower == pytest.approx(runner.weights_bytes, rel=0.01)
+    assert planned.tower == pytest.approx(runner.encoder.nbytes, rel=0.02)
+    assert planned.tower > 0.1 * runner.weights_bytes
+    capacity = EncoderCacheManager.from_config(engine.config, family.spec, 1024).capacity
+    assert planned.encoder_cache == capacity * 4 * vision_models.HIDDEN_SIZE
 
 
 def test_a_language_model_that_scales_embeddings(tmp_path: Path, monkeypatch):

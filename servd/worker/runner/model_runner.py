@@ -247,6 +247,11 @@ class ModelRunner(ABC):
         return num_blocks, num_checkpoints
 
     @property
+    def encoder_cache_bytes(self) -> int:
+        """The most bytes of encoded pictures."""
+        return 0 if self.encoder is None else self.encoder.max_cache_bytes(self.config)
+
+    @property
     def state_bytes(self) -> int:
         """The bytes of a request's states in all layers, on this rank."""
         return self.states.state_bytes
