@@ -92,6 +92,7 @@ class MediaReply(Reply):
     num_embeds: int = 0
     grid: tuple[int, int] = (0, 0)
     tensors: list[TensorPlace] = []
+    num_parts: int = 1
     decode_ns: int = 0  # duration
     process_ns: int = 0  # duration
 
