@@ -67,9 +67,9 @@ class StartModel(msgspec.Struct):
 class StartLimitedProcess(msgspec.Struct):
     config: Config  # resolved
     spec: ModelSpec
-    channel: int  # descriptor of a stream socket, inherited
     memory_limit: int  # bytes for the work, in addition to the vocabulary or the image processor
-    stack_size: int  # bytes
+    stack_size: int = 0  # bytes; 0: the system's
+    channel: int = -1  # descriptor of a stream socket, inherited
 
 
 class Reply(Message):
