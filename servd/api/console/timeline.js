@@ -12,7 +12,8 @@ const OWN = {
 };
 const WAITS = {
   model_load: "Loading its model", adapter_load: "Loading its adapter", wake_up: "Engine woke up",
-  picture_queue: "Queue: other pictures", event_loop: "API process busy", ipc: "Between processes", grammar_compile: "Compiling the schema",
+  picture_queue: "Queue: other pictures", event_loop: "API process busy",
+  ipc: "Between processes", grammar_compile: "Compiling the schema",
   queue_step: "Queue: a step was running", queue_slots: "Queue: all slots taken",
   queue_blocks: "Queue: KV cache full", queue_budget: "Queue: steps were full",
   queue_adapters: "Queue: other adapters", neighbour_prefill: "Another request's prompt",
