@@ -94,6 +94,7 @@ class StepRecord(msgspec.Struct, array_like=True, gc=False):
     num_cached_tokens: int = 0  # of admitted requests, found in the prefix cache
     num_drafts: int = 0  # draft tokens that were verified
     num_accepted: int = 0
+    num_encoded: int = 0  # image tokens of the pictures that workers encode
     prefills: dict[str, int] = {}  # engine ids of prompts -> number of tokens
     # Filled in by API servers: the rank, and with watched requests the size of the message.
     engine: int = 0
@@ -107,7 +108,7 @@ class StepRecord(msgspec.Struct, array_like=True, gc=False):
 
 
 OVERDUE_FACTOR = 5  # a step is overdue after this many times the expected time, plus some seconds
-FIRST_STEP = 120.0  # seconds that a step may take while nothing is known
+FIRST_STEP = 120.0  # seconds of a step of which nothing is known, or that encodes pictures
 
 
 class Pace(NamedTuple):
@@ -126,10 +127,11 @@ class Pace(NamedTuple):
             max((step.num_tokens for _, step in took), default=0),
         )
 
-    def expected_seconds(self, num_tokens: int) -> float:
-        """Return an upper estimate for a step of `num_tokens`: the longest recent step or, if
-        longer, these tokens at the speed of the slowest step with prompts.
+    def expected_seconds(self, step: StepRecord) -> float:
+        """Return an upper estimate for a step: the longest recent step or, if longer, its tokens
+        at the speed of the slowest step with prompts.
         """
-        if not self.per_token and num_tokens > self.most_tokens:
+        # A vision tower's time may grow with the square of a picture's size.
+        if step.num_encoded or (not self.per_token and step.num_tokens > self.most_tokens):
             return FIRST_STEP
-        return max(self.longest, self.per_token * num_tokens) / 1e9
+        return max(self.longest, self.per_token * step.num_tokens) / 1e9

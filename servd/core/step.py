@@ -41,7 +41,6 @@ class Step(msgspec.Struct):
     new_requests: list[NewRequest] = []
     swaps: BlockSwaps | None = None
     encoder_inputs: list[tuple[int, int]] = []  # see SchedulerOutput
-    num_encoded: int = 0  # image tokens of these
     freed_encoder_outputs: list[bytes] = []
 
     def __contains__(self, request: Request) -> bool:

@@ -150,9 +150,9 @@ class Scheduler:
             if record.prefills:
                 break
         step.swaps = self.kv_cache.take_swaps()
-        step.freed_encoder_outputs = self.encoder_cache.take_freed()
         if not (step.decoding or step.scheduled) and step.swaps is None:
             return None
+        step.freed_encoder_outputs = self.encoder_cache.take_freed()
         self._num_steps += 1
         self._in_flight.append(step)
         freed, self._freed_slots = self._freed_slots, []
@@ -178,8 +178,9 @@ class Scheduler:
         return bool(self.running) and self.running[0].order[0] > 0
 
     @property
-    def newest(self) -> StepRecord:
-        return self._in_flight[-1].record
+    def records(self) -> list[StepRecord]:
+        """The records of the steps in flight."""
+        return [step.record for step in self._in_flight]
 
     def _priority_classes(self) -> Iterator[tuple[int, Iterable[Request]]]:
         """Yield each priority class, down to the lowest with requests, and its running requests.
@@ -276,7 +277,7 @@ class Scheduler:
         for_long = min(self.long_prompt, budget // 2) if has_long else 0
         passed: list[Request] = []
         # An image token that is encoded takes as long as two.
-        while (tokens_left := budget - step.num_encoded) > 0:
+        while (tokens_left := budget - step.record.num_encoded) > 0:
             partial = [request for request in partial if request.slot >= 0]  # others were preempted
             may_start = may_start and bool(self.free_slots)
             only_long = for_long >= tokens_left
@@ -328,7 +329,7 @@ class Scheduler:
             return 0
         if request.mm_features:
             step.encoder_inputs += [(request.slot, index) for index in inputs]
-            step.num_encoded += self.encoder_cache.encode(request, num_tokens, inputs)
+            step.record.num_encoded += self.encoder_cache.encode(request, num_tokens, inputs)
         self.waiting.charge(request, num_tokens)
         self._finish_scheduling(request, step.add_row(request, num_tokens, new_block_ids))
         return num_tokens
