@@ -127,6 +127,18 @@ def test_what_a_failed_request_had_is_encoded_again():
     assert cache.take_freed() == [request.mm_features[0].identifier]
 
 
+def test_workers_drop_what_was_freed_while_there_was_nothing_to_compute():
+    engine = seeing_engine()
+    engine.handle(seeing_request("a", [("a", 20), 7], max_tokens=1))
+    [request] = engine.scheduler.requests.values()
+    while engine.has_work:
+        engine.step()
+    engine.scheduler.encoder_cache.forget(request)
+    assert engine.scheduler.schedule() is None
+    generate(engine, make_request("b", [1, 2, 3]))
+    assert engine.executor.outputs == {}
+
+
 class Arrival(NamedTuple):
     step: int
     parts: list
