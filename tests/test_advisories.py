@@ -140,10 +140,15 @@ async def test_49239_an_error_is_no_larger_than_the_request_deserves():
 @pytest.mark.parametrize(
     ("path", "body", "part"),
     [
-        # CVE-2025-6242, 2026-5497, 2026-22773, GHSA-c65p: no media is opened
+        # CVE-2025-6242, 2026-5497, 2026-22773, GHSA-c65p: no media is opened by a model that reads
+        # none; tests/api/test_media_loader.py has what a model that sees opens
         *(
-            (CHAT, {"messages": [{"role": "user", "content": [{"type": kind, kind: URL}]}]}, kind)
-            for kind in ("image_url", "video_url", "audio_url")
+            (CHAT, {"messages": [{"role": "user", "content": [{"type": kind, kind: URL}]}]}, part)
+            for kind, part in {
+                "image_url": "pictures",
+                "video_url": "video_url",
+                "audio_url": "audio_url",
+            }.items()
         ),
         # CVE-2025-62164: no tensor of a client is loaded
         ("/v1/completions", {"prompt": "x", "prompt_embeds": "gASVAAA="}, "prompt_embeds"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from servd.api.batches import runner as batch_runner
 from servd.api.batches import store as batch_store
-from servd.api.engine import grammar_checker
+from servd.api.engine import grammar_checker, media_fetcher, media_loader
 from servd.api.http import http_protocol, inflated, middleware
 from servd.api.output import json_reader
 from servd.api.protocol import batch_file as batch
@@ -15,9 +15,10 @@ from servd.api.routes import files
 from servd.api.serving import events, pooling
 from servd.api.text import chat_template
 from servd.base import bounds
-from servd.config import SchedulerConfig, ServerConfig
+from servd.config import MultiModalConfig, SchedulerConfig, ServerConfig
 from servd.core.structured_output import grammar
 from servd.messages import params
+from servd.worker import media_process
 
 Row = tuple[str, str, str]
 
@@ -164,6 +165,37 @@ def tables() -> dict[str, list[Row]]:
                 "time until the grammars of other requests are compiled",
                 f"{grammar_checker.QUEUE_LIMIT:g} s",
                 "429",
+            ),
+        ],
+        "Pictures": [
+            (
+                "pictures in a prompt",
+                f"{MultiModalConfig().max_images} (`--limit-mm-per-prompt`)",
+                "400",
+            ),
+            ("size of a picture", size(media_loader.MAX_BYTES), "400"),
+            ("pixels of a picture", f"{media_process.MAX_PIXELS:,}", "400"),
+            ("length of a side", f"{media_process.MAX_RATIO} times that of the other", "400"),
+            (
+                "CPU time to decode and process a picture",
+                f"{media_loader.TIME_LIMIT / 2:g} to {media_loader.TIME_LIMIT:g} s",
+                "400",
+            ),
+            ("memory to do so", size(media_loader.MEMORY_LIMIT), "400"),
+            (
+                "time to fetch a picture",
+                f"{media_fetcher.TIMEOUT:g} s, {media_fetcher.MAX_REDIRECTS} redirects",
+                "400",
+            ),
+            (
+                "pictures that are being read, per API server",
+                size(media_loader.MAX_IN_FLIGHT),
+                "503",
+            ),
+            (
+                "processed pictures of unfinished requests, per API server",
+                f"{size(media_loader.MAX_IN_USE)}, {media_loader.MAX_FILES:,} pictures",
+                "503",
             ),
         ],
         "Answers": [

@@ -21,7 +21,7 @@ from servd.api.engine.grammar_checker import GrammarChecker
 from servd.api.engine.limited_process import FairLock
 from servd.base.errors import InvalidRequest, Overloaded
 from servd.checkpoint.model_spec import FAKE_SPEC
-from servd.config import Config
+from servd.config import AccessConfig, Config
 from servd.core.structured_output.manager import Compiled
 from servd.ipc.start_messages import Reply, StartLimitedProcess
 from servd.messages.params import StructuredOutput
@@ -34,8 +34,8 @@ FORMS = [StructuredOutput("regex", letter) for letter in "abc"]
 class FakeProcess:
     """Answers that it is ready, then as many grammars as `lives` says for this process, and ends.
 
-    A life of -1 ends before it is ready, one of -2 never answers, None means that the process
-    cannot be started.
+    A life of -1 ends before it is ready, one of -2 never answers, one of -3 answers without an end,
+    None means that the process cannot be started.
     """
 
     lives: list[int | None] = []
@@ -46,6 +46,7 @@ class FakeProcess:
     ) -> None:
         life = FakeProcess.lives[FakeProcess.num_started]
         FakeProcess.num_started += 1
+        assert start.config.access.api_key == []
         if life is None:
             raise BlockingIOError("fork: resource temporarily unavailable")
         self.channel = socket.socket(fileno=os.dup(start.channel))
@@ -67,6 +68,10 @@ class FakeProcess:
                 file.readline()  # the grammar of which it dies
             while life == -2 and file.readline():
                 pass
+            if life == -3:
+                file.readline()
+            while life == -3:
+                self.channel.send(bytes(65536))
 
     def terminate(self) -> None:
         with contextlib.suppress(OSError):  # it has ended by itself
@@ -89,7 +94,8 @@ def make(monkeypatch):
 
     def start(*lives: int | None) -> GrammarChecker:
         monkeypatch.setattr(FakeProcess, "lives", lives)
-        made.append(GrammarChecker(Config(), FAKE_SPEC))
+        config = msgspec.structs.replace(Config(), access=AccessConfig(api_key=["secret"]))
+        made.append(GrammarChecker(config, FAKE_SPEC))
         return made[-1]
 
     yield start
@@ -111,6 +117,12 @@ def test_a_grammar_that_kills_every_checker_is_refused_and_remembered(make):
             checker.check(FORMS[0])
     checker.check(FORMS[1])
     assert FakeProcess.num_started == 3
+
+
+def test_a_process_that_a_grammar_took_over_cannot_fill_the_memory(make):
+    checker = make(-3, 9)
+    checker.check(FORMS[0])
+    assert FakeProcess.num_started == 2
 
 
 @pytest.mark.parametrize("had_cpu", [True, False])

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import trustme
 
-from servd.api.engine import media_fetcher, media_loader
+from servd.api.engine import limited_process, media_fetcher, media_loader
 from servd.api.engine.media_fetcher import MediaFetcher, is_public
 from servd.api.engine.media_loader import LoadedPicture, MediaLoader
 from servd.api.text.prompt import Picture
@@ -112,7 +112,7 @@ async def test_fifty_requests_for_a_picture_decode_it_once(make):
     assert len(loader.memories) == 1
     [again] = await load(loader, data_url())
     assert again.memory is answers[0][0].memory and again.decode_ns == again.process_ns == 0
-    assert (loader.num_queries, loader.num_hits) == (51, 50)
+    assert [answer.is_cached for [answer] in answers].count(False) == 1
     [salted] = await load(loader, data_url(), salt="b")
     assert salted.identifier != again.identifier and salted.memory is not again.memory
     assert loader.num_in_flight == 0
@@ -130,10 +130,9 @@ async def test_what_the_cache_keeps(make):
     for url in urls:
         await load(loader, url)
     assert len(loader.memories) == 2
-    await load(loader, urls[1])
-    assert loader.num_hits == 1
-    await load(loader, urls[0])
-    assert loader.num_hits == 1
+    [newer] = await load(loader, urls[1])
+    [older] = await load(loader, urls[0])
+    assert newer.is_cached and not older.is_cached
 
 
 async def test_a_uuid_stands_for_what_its_owner_sent(make):
@@ -224,10 +223,12 @@ async def test_files_in_a_folder(make, tmp_path):
         await load(loader, f"file://{folder}/large.png")
 
 
-async def test_hostile_pictures_end_neither_the_process_nor_open_anything(make):
+async def test_hostile_pictures_end_neither_the_process_nor_open_anything(make, monkeypatch):
+    monkeypatch.setenv("SERVD_API_KEY", "secret")
     loader = make(processor="WatchedProcessor", mm_processor_cache_gb=0)
     await load(loader, data_url())
     first = processes_of(loader)
+    assert b"secret" not in Path(f"/proc/{first}/environ").read_bytes()
     for data, word in hostile_pictures().values():
         with pytest.raises(InvalidRequest, match=word) as error:
             await load(loader, data_url(data))
@@ -252,14 +253,14 @@ async def test_an_error_frees_its_picture_at_once(make):
             errors = await asyncio.gather(*loads, return_exceptions=True)
             assert {type(error) for error in errors} == {InvalidRequest}
             del errors
-            await asyncio.sleep(0)
-        assert open_files() == before
+        await until(lambda: open_files() == before)  # a thread may be about to drop its own
     finally:
         gc.enable()
 
 
 async def test_a_picture_that_takes_too_long_ends_its_process_alone(make, monkeypatch):
     monkeypatch.setattr(media_loader, "TIME_LIMIT", 0.5)
+    monkeypatch.setattr(limited_process, "BUSY_FACTOR", 1000)  # this machine may be busy
     loader = make(processor="WatchedProcessor")
     with pytest.raises(InvalidRequest, match="cannot be processed in"):
         await load(loader, data_url(), detail="low")

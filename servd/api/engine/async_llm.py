@@ -390,7 +390,11 @@ class AsyncLLM:
         pictures = self.processor.pictures_of(prompt)
         if not pictures or self.media is None:
             return []
-        return await self.media.load(pictures, options.cache_salt, options.owner)
+        loaded = await self.media.load(pictures, options.cache_salt, options.owner)
+        cached = [picture for picture in loaded if picture.is_cached]
+        self.metrics.counters["vllm:mm_cache_queries"].inc(len(loaded))
+        self.metrics.counters["vllm:mm_cache_hits"].inc(len(cached))
+        return loaded
 
     async def _search(
         self,

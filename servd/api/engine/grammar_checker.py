@@ -95,7 +95,6 @@ class GrammarChecker:
                 break
             except OSError:
                 continue
-        self._process.restart()
         return (
             f"the {output.kind} is too complex or too deeply nested: it cannot be compiled within "
             f"{TIME_LIMIT:.0f} s, {MEMORY_LIMIT >> 20} MB of memory and {STACK_SIZE >> 20} MB of "

@@ -13,7 +13,7 @@ import msgspec
 
 from servd.base.errors import Overloaded, Unavailable
 from servd.checkpoint.model_spec import ModelSpec
-from servd.config import Config
+from servd.config import AccessConfig, Config
 from servd.ipc.child import Child
 from servd.ipc.start_messages import Reply, StartLimitedProcess
 
@@ -23,6 +23,7 @@ BUSY_FACTOR = 4  # times as long on a machine that gives it less than half of a 
 START_LIMIT = 60.0  # seconds for the process to be ready
 SHARE = 4.0  # seconds of work after which, while others wait, a client may queue only once
 STOP_TIMEOUT = 0.5
+MAX_REPLY = 1 << 20  # bytes
 
 T = TypeVar("T", bound=Reply)
 
@@ -52,12 +53,7 @@ class LimitedProcess(Generic[T]):
     def start(self) -> None:
         """Start the process before the first request needs it. Do not wait until it is ready."""
         with self.turns.take():
-            self.restart()
-
-    def restart(self) -> None:
-        """Start the process unless it runs."""
-        with contextlib.suppress(OSError):  # then the next request starts it
-            self._connect()
+            self._restart()
 
     def ask(self, send: Callable[[socket.socket], object], time_limit: float) -> T:
         """Return the reply to what `send` writes, or why the process will never work.
@@ -90,6 +86,7 @@ class LimitedProcess(Generic[T]):
         except OSError as error:
             log.warning("the %s process did not answer: %r", self.name, error)
             self._disconnect()
+            self._restart()
             if self._is_closed:  # `close` ended the process
                 raise Unavailable("the server is stopping") from None
             if isinstance(error, TimeoutError) and used < time_limit / 2:
@@ -123,7 +120,7 @@ class LimitedProcess(Generic[T]):
     def _receive(self, channel: socket.socket) -> T:
         """Receive one reply. Raise OSError after the timeout, or if the process has ended."""
         line = b""
-        while not line.endswith(b"\n"):
+        while not line.endswith(b"\n") and len(line) < MAX_REPLY:
             part = channel.recv(65536)
             if not part:
                 raise ConnectionResetError(f"the {self.name} process ended")
@@ -141,8 +138,9 @@ class LimitedProcess(Generic[T]):
             ours, theirs = socket.socketpair()
             try:
                 with theirs:
+                    config = msgspec.structs.replace(self.config, access=AccessConfig())  # no keys
                     start = StartLimitedProcess(
-                        self.config, self.spec, theirs.fileno(), self.memory_limit, self.stack_size
+                        config, self.spec, theirs.fileno(), self.memory_limit, self.stack_size
                     )
                     child = Child(self.name, self.module, start, [start.channel], self.env)
                     self._process = child, ours
@@ -151,6 +149,10 @@ class LimitedProcess(Generic[T]):
                 raise
             self._is_ready = False
         return self._process[1]
+
+    def _restart(self) -> None:
+        with contextlib.suppress(OSError):  # then the next request starts it
+            self._connect()
 
     def _disconnect(self) -> None:
         if self._process is not None:

@@ -47,8 +47,12 @@ NUM_AT_ONCE = 4  # pictures of a request
 NUM_THREADS = 3  # that decode base64 and hash
 PART = 1 << 20  # letters of base64, a multiple of 4
 ATTEMPTS = 2
-# Freed memory goes back to the system. Transformers does not warn that there is no torch.
-ENV = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}
+ENV = {
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 20),  # bytes; freed memory goes back to the system
+    "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",  # that there is no torch
+    "SERVD_API_KEY": "",  # a picture that takes the process over has no use for it
+    "HF_TOKEN": "",
+}
 
 
 class SharedMemory:
@@ -76,18 +80,25 @@ class SharedMemory:
 
 
 class LoadedPicture(MediaReply, kw_only=True):
-    """A picture as a model reads it. Durations are 0 for what an earlier request did."""
+    """A picture as a model reads it."""
 
     identifier: bytes  # see MultiModalFeature
     memory: SharedMemory
-    fetch_ns: int = 0
+    fetch_ns: int = 0  # duration
+
+    @property
+    def is_cached(self) -> bool:
+        return self.process_ns == 0
+
+    def of_others(self) -> LoadedPicture:
+        """Return it for another request, which has not waited for its processing."""
+        return msgspec.structs.replace(self, decode_ns=0, process_ns=0)
 
 
 class MediaLoader:
     """Turns the pictures of prompts into tensors in shared memory. Belongs to one event loop.
 
     Attributes:
-        num_queries, num_hits: pictures of prompts, and those among them that others had.
         num_in_flight: bytes of encoded pictures.
         max_files: how many processed pictures may exist.
     """
@@ -96,8 +107,6 @@ class MediaLoader:
         self, config: Config, spec: ModelSpec, fetcher: MediaFetcher | None = None
     ) -> None:
         self.options = config.multimodal
-        self.num_queries = 0
-        self.num_hits = 0
         self.num_in_flight = 0
         self.max_files = MAX_FILES
         self._process = LimitedProcess(
@@ -159,7 +168,6 @@ class MediaLoader:
                 tasks.pop().cancel()
 
     async def _load(self, picture: Picture, salt: str | None, owner: str) -> LoadedPicture:
-        self.num_queries += 1
         start = now_ns()
         uuid_key = salt, owner, picture.uuid or "", picture.detail
         if picture.url is None:
@@ -182,8 +190,7 @@ class MediaLoader:
                 loaded = await self._wait(identifier)
         del data
         if loaded is None:
-            self.num_hits += 1
-            loaded = await self._wait(identifier)
+            loaded = (await self._wait(identifier)).of_others()
         if picture.uuid:
             self._uuids[uuid_key] = identifier
             self._uuids.move_to_end(uuid_key)
@@ -194,9 +201,8 @@ class MediaLoader:
     def _find(self, identifier: bytes) -> LoadedPicture | None:
         if (loaded := self._cache.get(identifier)) is None:
             return None
-        self.num_hits += 1
         self._cache.move_to_end(identifier)
-        return msgspec.structs.replace(loaded, decode_ns=0, process_ns=0)
+        return loaded.of_others()
 
     @contextmanager
     def _count_bytes(self) -> Iterator[Callable[[int], None]]:
@@ -234,6 +240,7 @@ class MediaLoader:
         self._memories.add(weakref.ref(loaded.memory, self._memories.discard))
         while sum(kept.memory.num_bytes for kept in self._cache.values()) > self._cache_limit:
             self._cache.popitem(last=False)
+        self._make_room()
         return loaded
 
     async def _wait(self, identifier: bytes) -> LoadedPicture:
@@ -250,12 +257,12 @@ class MediaLoader:
             del task  # see `load`
 
     def _make_room(self) -> None:
-        """Evict pictures until another one may be processed. Raise Unavailable if requests hold too
-        many.
+        """Evict pictures until all that exist are within the limits. Raise Unavailable if requests
+        hold too many.
         """
         limit = self._cache_limit + MAX_IN_USE
-        while sum(memory.num_bytes for memory in self.memories) >= limit or (
-            len(self._memories) >= self.max_files
+        while sum(memory.num_bytes for memory in self.memories) > limit or (
+            len(self._memories) > self.max_files
         ):
             if not self._cache:
                 raise Unavailable("requests hold too many pictures: retry later")
@@ -287,7 +294,6 @@ class MediaLoader:
                 raise InvalidRequest(reply.error)
             fields = msgspec.structs.asdict(reply)
             return LoadedPicture(**fields, identifier=identifier, memory=memory)
-        self.start()
         raise InvalidRequest(
             f"it cannot be processed in {TIME_LIMIT / 2:g} s and {MEMORY_LIMIT >> 20} MB of memory"
         )
