@@ -115,7 +115,7 @@ def test_a_template_without_pictures_is_an_error():
 
 
 def picture(text: str, num_embeds: int) -> Any:
-    memory = SimpleNamespace(path="/memory")
+    memory = SimpleNamespace(path="/memory", inode=1)
     return SimpleNamespace(
         identifier=text.encode(),
         placeholder="<image>",

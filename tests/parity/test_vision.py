@@ -96,6 +96,7 @@ class Family:
                     processed.grid,
                     str(path),
                     places,
+                    path.stat().st_ino,
                 )
             )
             token_ids += of_image

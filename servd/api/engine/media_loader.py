@@ -62,6 +62,7 @@ class SharedMemory:
         self.num_bytes = 0  # of the tensors
         self.file = os.memfd_create("servd-picture", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self.path = f"/proc/{os.getpid()}/fd/{self.file}"  # for the processes of the same user
+        self.inode = os.fstat(self.file).st_ino
         os.write(self.file, data)
 
     def seal(self, tensors: Sequence[TensorPlace]) -> None:

@@ -48,6 +48,7 @@ def place(
                 picture.grid,
                 picture.memory.path,
                 picture.tensors,
+                picture.memory.inode,
             )
         )
     return features

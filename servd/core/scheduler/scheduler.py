@@ -111,6 +111,11 @@ class Scheduler:
             error = prompt_too_long(request.num_tokens, self.max_model_len, by_cache)
             self.outputs.reject(message, error)
             return
+        try:
+            self.encoder_cache.open_pictures(request)
+        except OSError:
+            self.outputs.reject(message, "the engine cannot open the request's pictures")
+            return
         request.set_status(RequestStatus.WAITING, self.clock())
         self.requests[request.request_id] = request
         self.waiting.add(request)
