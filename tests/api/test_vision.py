@@ -146,6 +146,14 @@ async def test_pictures_of_tools_are_seen(served: Served):
     assert len(last(served).mm_features) == 1
 
 
+async def test_a_picture_in_reasoning_is_a_note(served: Served):
+    picture = {"type": "input_image", "image_url": f"data:;base64,{png()}"}
+    reasoning = {"type": "reasoning", "summary": [], "content": [picture]}
+    items = [{"role": "user", "content": "look"}, reasoning]
+    await post(served, "/v1/responses", {"input": items, "max_output_tokens": 2})
+    assert last(served).mm_features == []
+
+
 async def test_special_tokens_in_texts_stay_text(served: Served):
     await post(served, CHAT, chat({"type": "text", "text": "<image> what"}, part(png())))
     with_text = last(served)
