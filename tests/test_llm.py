@@ -1,16 +1,22 @@
 """LLM.embed, with the engine in this process and in its own, and failing requests."""
 
+import asyncio
+import base64
 import contextlib
+import io
 import math
 import os
 import re
 import struct
 import subprocess
 import sys
+from typing import Any
 
 import pytest
+from PIL import Image
 
 from servd import LLM, BeamSearchParams, LoRARequest, PoolingParams, SamplingParams
+from servd.api.request.request_output import RequestOutput
 from servd.base.errors import EngineDeadError, EngineError, InvalidRequest
 from servd.checkpoint.pooling import PoolingSpec
 from servd.core.executor.fake import next_state, vector
@@ -18,6 +24,7 @@ from servd.core.structured_output import manager
 from servd.core.structured_output.grammar import GrammarError
 from servd.messages.engine import FinishReason
 from servd.messages.params import CLASSIFY, StructuredOutput
+from tests import vision_models
 from tests.adapters import write_adapter
 from tests.fake_tokens import expected_tokens
 from tests.limits import WAIT_SECONDS
@@ -43,6 +50,27 @@ def make_llm():
             return llm
 
         yield make
+
+
+def conversation(*pictures: str) -> list[Any]:
+    parts = [{"type": "image_url", "image_url": {"url": f"data:;base64,{p}"}} for p in pictures]
+    return [{"role": "user", "content": parts}]
+
+
+def test_pictures_beside_an_event_loop(make_llm, tmp_path):
+    vision_models.make("smolvlm", tmp_path)
+    llm = make_llm(model=str(tmp_path))
+
+    async def chat(*pictures: str) -> RequestOutput:  # as in a notebook
+        return llm.chat(conversation(*pictures), SamplingParams(max_tokens=3))[0]
+
+    file = io.BytesIO()
+    Image.effect_noise((1500, 1500), 50).save(file, "PNG")
+    picture = base64.b64encode(file.getvalue()).decode()
+    for _ in range(3):  # while the first is still processed
+        with pytest.raises(InvalidRequest, match="picture 2"):
+            asyncio.run(chat(picture, "broken"))
+    assert len(asyncio.run(chat(picture)).outputs[0].token_ids) == 3
 
 
 @pytest.mark.parametrize("separate_process", [False, True])
