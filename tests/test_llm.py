@@ -16,6 +16,7 @@ import pytest
 from PIL import Image
 
 from servd import LLM, BeamSearchParams, LoRARequest, PoolingParams, SamplingParams
+from servd.api.engine import media_loader
 from servd.api.request.request_output import RequestOutput
 from servd.base.errors import EngineDeadError, EngineError, InvalidRequest
 from servd.checkpoint.pooling import PoolingSpec
@@ -26,6 +27,7 @@ from servd.messages.engine import FinishReason
 from servd.messages.params import CLASSIFY, StructuredOutput
 from tests import vision_models
 from tests.adapters import write_adapter
+from tests.api.test_vision import png
 from tests.fake_tokens import expected_tokens
 from tests.limits import WAIT_SECONDS
 
@@ -71,6 +73,15 @@ def test_pictures_beside_an_event_loop(make_llm, tmp_path):
         with pytest.raises(InvalidRequest, match="picture 2"):
             asyncio.run(chat(picture, "broken"))
     assert len(asyncio.run(chat(picture)).outputs[0].token_ids) == 3
+
+
+def test_pictures_that_have_no_room_together(make_llm, tmp_path, monkeypatch):
+    vision_models.make("smolvlm", tmp_path)
+    monkeypatch.setattr(media_loader, "MAX_FILES", 1)
+    llm = make_llm(model=str(tmp_path), mm_processor_cache_gb=0)
+    conversations = [conversation(png(colour)) for colour in ("red", "green", "blue")]
+    outputs = llm.chat(conversations, SamplingParams(max_tokens=3))
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [3, 3, 3]
 
 
 @pytest.mark.parametrize("separate_process", [False, True])

@@ -8,6 +8,7 @@ import fcntl
 import hashlib
 import math
 import os
+import resource
 import socket
 import stat
 import weakref
@@ -109,7 +110,7 @@ class MediaLoader:
     ) -> None:
         self.options = config.multimodal
         self.num_in_flight = 0
-        self.max_files = MAX_FILES
+        self.max_files = min(MAX_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
         self._process = LimitedProcess(
             "media", MODULE, "pictures", MediaReply, config, spec, MEMORY_LIMIT, env=ENV
         )
