@@ -2,6 +2,7 @@
 
 import base64
 import io
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -208,6 +209,16 @@ async def test_limits(spec: ModelSpec):
         assert "truncated" in (await post(served, CHAT, body, 400)).text
         long = await post(served, CHAT, chat(part(png()), {**TEXT, "text": "a" * 20000}), 400)
         assert "maximum context length" in long.text
+
+
+async def test_a_step_has_room_for_a_whole_picture_by_default(tmp_path):
+    vision_models.make("gemma3", tmp_path)
+    file = tmp_path / "processor_config.json"
+    settings = json.loads(file.read_text()) | {"image_seq_length": 256}  # as Gemma's
+    file.write_text(json.dumps(settings))
+    async with serve(spec=read_spec(tmp_path), script="ok") as served:
+        await post(served, CHAT, chat(part(png()), TEXT))
+        assert last(served).mm_features[0].num_embeds == 256
 
 
 async def test_roles_that_have_no_pictures(served: Served):
