@@ -94,7 +94,7 @@ class StepRecord(msgspec.Struct, array_like=True, gc=False):
     num_cached_tokens: int = 0  # of admitted requests, found in the prefix cache
     num_drafts: int = 0  # draft tokens that were verified
     num_accepted: int = 0
-    num_encoded: int = 0  # image tokens of the pictures that workers encode
+    encoding_cost: int = 0  # of pictures, in tokens of the language model
     prefills: dict[str, int] = {}  # engine ids of prompts -> number of tokens
     # Filled in by API servers: the rank, and with watched requests the size of the message.
     engine: int = 0
@@ -132,6 +132,6 @@ class Pace(NamedTuple):
         at the speed of the slowest step with prompts.
         """
         # A vision tower's time may grow with the square of a picture's size.
-        if step.num_encoded or (not self.per_token and step.num_tokens > self.most_tokens):
+        if step.encoding_cost or (not self.per_token and step.num_tokens > self.most_tokens):
             return FIRST_STEP
         return max(self.longest, self.per_token * step.num_tokens) / 1e9

@@ -36,6 +36,8 @@ class MultiModalSpec(msgspec.Struct, frozen=True, kw_only=True):
     # Pairs of a head that rotate by time, row and column; empty: all by one position.
     mrope_section: list[int] = []
     mrope_interleaved: bool = False
+    # About how many tokens the language model computes while the tower computes an image token.
+    token_cost: float = 1.0
 
 
 def multimodal_spec(folder: Path, config: Mapping[str, Any]) -> MultiModalSpec | str:
@@ -60,7 +62,32 @@ def multimodal_spec(folder: Path, config: Mapping[str, Any]) -> MultiModalSpec |
         is_bidirectional=family.get("is_bidirectional", False),
         mrope_section=sections and rope.get("mrope_section", sections),
         mrope_interleaved=family.get("mrope_interleaved", False),
+        token_cost=_token_cost(config, text, vision),
     )
+
+
+def _token_cost(
+    config: Mapping[str, Any], text: Mapping[str, Any], vision: Mapping[str, Any]
+) -> float:
+    """Return MultiModalSpec.token_cost, by the sizes of matrices."""
+    side = _size(config, "scale_factor", "spatial_merge_size")
+    num_patches = max(side, _size(vision, "spatial_merge_size")) ** 2  # of an image token
+    if "mm_tokens_per_image" in config:  # Gemma 3
+        side = _size(vision, "image_size", default=896) // _size(vision, "patch_size", default=14)
+        num_patches = side**2 // _size(config, "mm_tokens_per_image")
+    hidden = _size(vision, "hidden_size")
+    tower = hidden * (4 * hidden + 2 * _size(vision, "intermediate_size", default=4 * hidden))
+    tower *= _size(vision, "depth", "num_hidden_layers", default=24)
+    hidden = _size(text, "hidden_size")
+    model = hidden * (3 * hidden + 3 * _size(text, "intermediate_size", default=3 * hidden))
+    model *= _size(text, "num_hidden_layers", default=32)
+    return max(num_patches * tower / model, 0.1)
+
+
+def _size(values: Mapping[str, Any], *names: str, default: int = 1) -> int:
+    """Return the first of these keys that is a size."""
+    sizes = (values.get(name) for name in names)
+    return next((size for size in sizes if type(size) is int and size > 0), default)
 
 
 def is_part(config: Mapping[str, Any]) -> bool:

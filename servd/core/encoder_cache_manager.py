@@ -22,17 +22,21 @@ class EncoderCacheManager:
 
     Args:
         capacity: the image tokens of all outputs. A picture must not have more.
+        token_cost: see MultiModalSpec.
         is_bidirectional: the tokens of a picture see each other, so one step computes all of them.
     """
 
-    def __init__(self, capacity: int = 0, is_bidirectional: bool = False) -> None:
+    def __init__(
+        self, capacity: int = 0, is_bidirectional: bool = False, token_cost: float = 1.0
+    ) -> None:
         self.capacity = capacity
+        self.token_cost = token_cost
         self.is_bidirectional = is_bidirectional
         self._sizes: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
         self._held: set[bytes] = set()  # those that this step reads
         self._freed: list[bytes] = []
         self._files = WeakValueDictionary[int, PictureFile]()  # by inode
-        self._limit = 0  # image tokens of a step
+        self._limit = 0.0  # image tokens of a step
         self._num_encoded = 0  # of this step
 
     @classmethod
@@ -42,7 +46,7 @@ class EncoderCacheManager:
             return cls()
         memory = config.multimodal.encoder_cache_memory or 0
         capacity = max(memory // spec.embed_bytes, max_model_len)
-        return cls(capacity, spec.multimodal.is_bidirectional)
+        return cls(capacity, spec.multimodal.is_bidirectional, spec.multimodal.token_cost)
 
     def open_pictures(self, request: Request) -> None:
         """Open the pictures of a request, for the workers. Raise OSError if its client has left."""
@@ -60,10 +64,10 @@ class EncoderCacheManager:
         return sum(self._sizes.values())
 
     def begin_step(self, limit: int) -> None:
-        """Let go of what the last step read. A step encodes its first picture, and others up to a
-        `limit` of image tokens.
+        """Let go of what the last step read. A step encodes its first picture, and others while
+        that takes as long as `limit` tokens of the language model.
         """
-        self._limit = limit
+        self._limit = limit / self.token_cost
         self._num_encoded = 0
         self._held.clear()
 
@@ -110,7 +114,7 @@ class EncoderCacheManager:
 
     def encode(self, request: Request, num_tokens: int, inputs: Iterable[int]) -> int:
         """Schedule `inputs`, and hold all pictures of a request's next `num_tokens` tokens; both
-        are from `count_ready`. Return the number of image tokens to encode.
+        are from `count_ready`. Return how many tokens take as long as to encode them.
         """
         end = request.num_computed_tokens + num_tokens
         num_before = self._num_encoded
@@ -122,7 +126,7 @@ class EncoderCacheManager:
             self._sizes.move_to_end(feature.identifier)
         self._num_encoded += sum(request.mm_features[index].num_embeds for index in inputs)
         self._evict()
-        return self._num_encoded - num_before
+        return round((self._num_encoded - num_before) * self.token_cost)
 
     def forget(self, request: Request) -> None:
         """Drop the pictures of a request that failed: the workers may lack them."""

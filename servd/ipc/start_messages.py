@@ -67,9 +67,9 @@ class StartModel(msgspec.Struct):
 class StartLimitedProcess(msgspec.Struct):
     config: Config  # resolved
     spec: ModelSpec
-    channel: int  # descriptor of a stream socket, inherited
     memory_limit: int  # bytes for the work, in addition to the vocabulary or the image processor
-    stack_size: int  # bytes
+    stack_size: int = 0  # bytes; 0: the system's
+    channel: int = -1  # descriptor of a stream socket, inherited
 
 
 class Reply(Message):
@@ -92,6 +92,7 @@ class MediaReply(Reply):
     num_embeds: int = 0
     grid: tuple[int, int] = (0, 0)
     tensors: list[TensorPlace] = []
+    num_parts: int = 1
     decode_ns: int = 0  # duration
     process_ns: int = 0  # duration
 

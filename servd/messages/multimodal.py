@@ -14,11 +14,11 @@ class TensorPlace(msgspec.Struct, array_like=True, frozen=True):
     name: str  # an argument of the vision tower, e.g. "pixel_values"
     dtype: Literal["float32", "int64"]
     shape: list[int]
-    offset: int  # bytes, a multiple of 64
+    offset: int  # bytes
 
 
 class MultiModalFeature(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True, gc=False):
-    """A picture of a prompt.
+    """A picture of a prompt, or a part of one that the tower encodes by itself.
 
     Its range of tokens has `num_embeds` image tokens, whose embeddings the tower computes in order.
     The other tokens of the range, such as ends of rows, have embeddings of their own.

@@ -122,6 +122,7 @@ def answer_request(request: MediaRequest, file: int, processor: ImageProcessor) 
         num_embeds=processed.num_embeds,
         grid=processed.grid,
         tensors=tensors,
+        num_parts=processed.num_parts,
         decode_ns=decoded - start,
         process_ns=now_ns() - decoded,
     )

@@ -14,6 +14,7 @@ from servd.api.text.chat_template import ChatTemplate
 from servd.api.text.pictures import pictures_of, replace_by_notes
 from servd.api.text.prompt import Chat, picture_part
 from servd.base.errors import InvalidRequest
+from servd.messages.multimodal import TensorPlace
 
 URL = "data:image/png;base64,AA=="
 IMAGE = picture_part(URL)
@@ -114,7 +115,7 @@ def test_a_template_without_pictures_is_an_error():
         template.render(Chat(messages=user(IMAGE, LOOK)), "<image>")
 
 
-def picture(text: str, num_embeds: int) -> Any:
+def picture(text: str, num_embeds: int, num_parts: int = 1, tensors: Any = ()) -> Any:
     memory = SimpleNamespace(path="/memory", inode=1)
     return SimpleNamespace(
         identifier=text.encode(),
@@ -123,7 +124,8 @@ def picture(text: str, num_embeds: int) -> Any:
         num_embeds=num_embeds,
         grid=(0, 0),
         memory=memory,
-        tensors=[],
+        tensors=tensors,
+        num_parts=num_parts,
     )
 
 
@@ -146,3 +148,13 @@ def test_ranges_go_from_the_first_to_the_last_image_token():
 def test_other_numbers_of_image_tokens_are_refused(token_ids):
     with pytest.raises(InvalidRequest, match="special tokens"):
         place(token_ids, [picture("a", 3)], image_token_id=9)
+
+
+def test_parts_of_a_picture_have_ranges_identifiers_and_tensors_of_their_own():
+    tensors = [TensorPlace("pixel_values", "float32", [1, 3, 2, 8], 64)]
+    features = place([9, 5, 9, 5, 9], [picture("a", 3, 3, tensors)], image_token_id=9)
+    assert [(f.offset, f.length, f.num_embeds) for f in features] == [(i, 1, 1) for i in (0, 2, 4)]
+    assert len({feature.identifier for feature in features}) == 3
+    of_parts = [feature.tensors[0] for feature in features]
+    assert [tensor.shape for tensor in of_parts] == 3 * [[1, 1, 2, 8]]
+    assert [tensor.offset for tensor in of_parts] == [64, 128, 192]

@@ -103,11 +103,12 @@ async def test_every_api_sends_the_same_prompt(served: Served):
     requests = requests_sent(served.engine)
     assert len(requests) == len(bodies)
     assert len({tuple(request.prompt_token_ids) for request in requests}) == 1
-    [feature] = requests[0].mm_features
+    features = requests[0].mm_features
     image_token_id = served.async_llm.spec.multimodal.image_token_id  # type: ignore[union-attr]
     places = [i for i, token in enumerate(requests[0].prompt_token_ids) if token == image_token_id]
-    assert len(places) == feature.num_embeds > 0
-    assert (feature.offset, feature.end) == (places[0], places[-1] + 1)
+    assert len(places) == sum(feature.num_embeds for feature in features)
+    assert (features[0].offset, features[-1].end) == (places[0], places[-1] + 1)
+    assert len({feature.identifier for feature in features}) == len(features) == 10  # tiles
     assert await cache_counts(served) == [len(bodies), len(bodies) - 1]
 
 
@@ -144,7 +145,7 @@ async def test_pictures_of_tools_are_seen(served: Served):
         {"role": "tool", "tool_call_id": "1", "content": [part(png())]},
     ]
     await post(served, CHAT, {"messages": messages, "max_tokens": 2})
-    assert len(last(served).mm_features) == 1
+    assert len(last(served).mm_features) == 10
 
 
 async def test_a_picture_in_reasoning_is_a_note(served: Served):
@@ -158,7 +159,7 @@ async def test_a_picture_in_reasoning_is_a_note(served: Served):
 async def test_special_tokens_in_texts_stay_text(served: Served):
     await post(served, CHAT, chat({"type": "text", "text": "<image> what"}, part(png())))
     with_text = last(served)
-    assert len(with_text.mm_features) == 1
+    assert len(with_text.mm_features) == 10
     await post(served, CHAT, chat({"type": "text", "text": "<image> what"}))
     assert last(served).mm_features == []
 

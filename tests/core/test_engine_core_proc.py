@@ -188,12 +188,12 @@ def test_a_step_may_take_long_while_pictures_are_encoded(proc: Any):
 
     def begin(record) -> None:
         proc.begin_step(record)
-        limits.append((record.num_encoded, proc.heartbeat.numbers[LIMIT]))
+        limits.append((record.encoding_cost, proc.heartbeat.numbers[LIMIT]))
 
     engine.on_scheduled = begin
     generate(engine, make_request("text", [1, 2, 3]))
     generate(engine, seeing_request("picture", [1, ("a", 20), 7], max_tokens=6))
-    [encoding] = [place for place, (num_encoded, _) in enumerate(limits) if num_encoded]
+    [encoding] = [place for place, (cost, _) in enumerate(limits) if cost]
     assert limits[encoding][0] == 20
     assert limits[encoding - 1][1] < 60 and limits[-1][1] < 60
     # The second step is launched before the first is done.

@@ -9,7 +9,7 @@ from servd.api.engine.limited_process import LimitedProcess
 from servd.base.errors import InvalidRequest
 from servd.checkpoint.model_spec import ModelSpec
 from servd.config import Config
-from servd.ipc.start_messages import Reply
+from servd.ipc.start_messages import Reply, StartLimitedProcess
 from servd.messages.params import MAX_GRAMMAR_BYTES, StructuredOutput
 
 MODULE = "servd.core.structured_output.checker"
@@ -35,16 +35,8 @@ class GrammarChecker:
     spec: ModelSpec
 
     def __post_init__(self) -> None:
-        self._process = LimitedProcess(
-            "grammar",
-            MODULE,
-            "structured outputs",
-            Reply,
-            self.config,
-            self.spec,
-            MEMORY_LIMIT,
-            STACK_SIZE,
-        )
+        start = StartLimitedProcess(self.config, self.spec, MEMORY_LIMIT, STACK_SIZE)
+        self._process = LimitedProcess("grammar", MODULE, "structured outputs", Reply, start)
         self.start = self._process.start
         self.close = self._process.close
         self._verdicts: OrderedDict[tuple[str, str], str | None] = OrderedDict()

@@ -12,8 +12,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from servd.base.errors import Overloaded, Unavailable
-from servd.checkpoint.model_spec import ModelSpec
-from servd.config import AccessConfig, Config
+from servd.config import AccessConfig
 from servd.ipc.child import Child
 from servd.ipc.start_messages import Reply, StartLimitedProcess
 
@@ -31,20 +30,18 @@ T = TypeVar("T", bound=Reply)
 @dataclass(eq=False)
 class LimitedProcess(Generic[T]):
     """A process that does one piece of work at a time, for a thread that holds `turns`. If that
-    takes too long, it is killed. The next request starts another one.
+    takes too long, it is killed and another one starts. It gets no API keys.
     """
 
     name: str
     module: str
     work: str  # what clients send, for errors
     reply_type: type[T]
-    config: Config  # resolved
-    spec: ModelSpec
-    memory_limit: int  # bytes; see StartLimitedProcess
-    stack_size: int = 0
+    message: StartLimitedProcess  # without a channel
     env: Mapping[str, str] | None = None
 
     def __post_init__(self) -> None:
+        self.message.config = msgspec.structs.replace(self.message.config, access=AccessConfig())
         self.turns = FairLock(self.work)
         self._process: tuple[Child, socket.socket] | None = None
         self._is_ready = False
@@ -138,10 +135,7 @@ class LimitedProcess(Generic[T]):
             ours, theirs = socket.socketpair()
             try:
                 with theirs:
-                    config = msgspec.structs.replace(self.config, access=AccessConfig())  # no keys
-                    start = StartLimitedProcess(
-                        config, self.spec, theirs.fileno(), self.memory_limit, self.stack_size
-                    )
+                    start = msgspec.structs.replace(self.message, channel=theirs.fileno())
                     child = Child(self.name, self.module, start, [start.channel], self.env)
                     self._process = child, ours
             except OSError:

@@ -30,7 +30,7 @@ from servd.base.errors import InvalidRequest, Unavailable
 from servd.base.tracing import now_ns
 from servd.checkpoint.model_spec import ModelSpec
 from servd.config import Config
-from servd.ipc.start_messages import MediaReply, MediaRequest
+from servd.ipc.start_messages import MediaReply, MediaRequest, StartLimitedProcess
 from servd.messages.multimodal import TensorPlace
 
 if TYPE_CHECKING:
@@ -111,9 +111,8 @@ class MediaLoader:
         self.options = config.multimodal
         self.num_in_flight = 0
         self.max_files = min(MAX_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
-        self._process = LimitedProcess(
-            "media", MODULE, "pictures", MediaReply, config, spec, MEMORY_LIMIT, env=ENV
-        )
+        start = StartLimitedProcess(config, spec, MEMORY_LIMIT)
+        self._process = LimitedProcess("media", MODULE, "pictures", MediaReply, start, ENV)
         self.start = self._process.start
         self._threads = FairThreads(NUM_THREADS, "media")
         # The process works on a picture at a time, and a client occupies one of two threads.
@@ -208,7 +207,7 @@ class MediaLoader:
 
     @contextmanager
     def _count_bytes(self) -> Iterator[Callable[[int], None]]:
-        """Yield a function that counts bytes of a picture until the `with` block ends. It raises
+        """Yield a function that counts a picture's bytes until the `with` block ends. It raises
         Unavailable if all pictures together have too many.
         """
         counts: list[int] = []

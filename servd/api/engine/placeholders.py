@@ -1,10 +1,12 @@
 """Placeholders: where the pictures of a chat are in its prompt."""
 
 from collections.abc import Sequence
+from hashlib import sha256
+from math import prod
 
 from servd.api.engine.media_loader import LoadedPicture
 from servd.base.errors import InvalidRequest
-from servd.messages.multimodal import MultiModalFeature
+from servd.messages.multimodal import MultiModalFeature, TensorPlace
 
 
 def expand(text: str, pictures: Sequence[LoadedPicture]) -> str:
@@ -24,8 +26,9 @@ def expand(text: str, pictures: Sequence[LoadedPicture]) -> str:
 def place(
     token_ids: Sequence[int], pictures: Sequence[LoadedPicture], image_token_id: int
 ) -> list[MultiModalFeature]:
-    """Return the pictures with their ranges in a prompt. Each range is from the first to the last
-    of its image tokens. Raise InvalidRequest if the prompt does not have as many as the pictures.
+    """Return the pictures, or their parts, with their ranges in a prompt. Each range is from the
+    first to the last of its image tokens. Raise InvalidRequest if the prompt does not have as many
+    as the pictures.
     """
     if not pictures:
         return []
@@ -36,22 +39,37 @@ def place(
     features: list[MultiModalFeature] = []
     end = 0
     for picture in pictures:
-        start = end
-        end += picture.num_embeds
-        length = places[end - 1] + 1 - places[start]
-        features.append(
-            MultiModalFeature(
-                picture.identifier,
-                places[start],
-                length,
-                picture.num_embeds,
-                picture.grid,
-                picture.memory.path,
-                picture.tensors,
-                picture.memory.inode,
+        size = picture.num_embeds // picture.num_parts
+        for part in range(picture.num_parts):
+            start = end
+            end += size
+            identifier = picture.identifier
+            tensors = picture.tensors
+            if picture.num_parts > 1:
+                identifier = sha256(identifier + part.to_bytes(4)).digest()
+                tensors = [_part_of(tensor, part) for tensor in tensors]
+            length = places[end - 1] + 1 - places[start]
+            features.append(
+                MultiModalFeature(
+                    identifier,
+                    places[start],
+                    length,
+                    size,
+                    picture.grid,
+                    picture.memory.path,
+                    tensors,
+                    picture.memory.inode,
+                )
             )
-        )
     return features
+
+
+def _part_of(tensor: TensorPlace, part: int) -> TensorPlace:
+    """Return the place of a part: an index of the tensor's second dimension."""
+    one, _, *sides = tensor.shape
+    num_bytes = prod(sides) * (4 if tensor.dtype == "float32" else 8)
+    offset = tensor.offset + part * num_bytes
+    return TensorPlace(tensor.name, tensor.dtype, [one, 1, *sides], offset)
 
 
 def _wrong_number(what: str, actual: int, expected: int) -> InvalidRequest:

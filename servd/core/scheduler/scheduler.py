@@ -281,8 +281,7 @@ class Scheduler:
         has_long = queue.has_long(priority_class) or any(map(queue.is_long, partial))
         for_long = min(self.long_prompt, budget // 2) if has_long else 0
         passed: list[Request] = []
-        # An image token that is encoded takes as long as two.
-        while (tokens_left := budget - step.record.num_encoded) > 0:
+        while (tokens_left := budget - step.record.encoding_cost) > 0:
             partial = [request for request in partial if request.slot >= 0]  # others were preempted
             may_start = may_start and bool(self.free_slots)
             only_long = for_long >= tokens_left
@@ -334,7 +333,7 @@ class Scheduler:
             return 0
         if request.mm_features:
             step.encoder_inputs += [(request.slot, index) for index in inputs]
-            step.record.num_encoded += self.encoder_cache.encode(request, num_tokens, inputs)
+            step.record.encoding_cost += self.encoder_cache.encode(request, num_tokens, inputs)
         self.waiting.charge(request, num_tokens)
         self._finish_scheduling(request, step.add_row(request, num_tokens, new_block_ids))
         return num_tokens

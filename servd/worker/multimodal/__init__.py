@@ -24,6 +24,9 @@ class ProcessedImage:
     num_embeds: int  # image tokens in `text`
     grid: tuple[int, int]  # see MultiModalFeature
     tensors: Mapping[str, np.ndarray]  # arguments of the tower; float32 or int64
+    # Parts of the picture, of equally many image tokens, that the tower encodes each by itself: the
+    # second dimension of its tensors. A step need not encode all of them.
+    num_parts: int = 1
 
 
 class ImageProcessor(ABC):

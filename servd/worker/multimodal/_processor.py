@@ -40,6 +40,7 @@ class PilProcessor(ImageProcessor):
     """
 
     kinds: ClassVar[tuple[str, ...]]  # of transformers' image processors; the first is the default
+    has_parts: ClassVar[bool] = False  # see ProcessedImage.num_parts
     has_fixed_size: ClassVar[bool] = True  # whether the tower reads pictures of one size alone
     inputs: ClassVar[Mapping[str, Any]]  # of the tower: name in transformers' outputs -> dtype
     image_token: str  # what stands in `ProcessedImage.text` for an embedding
@@ -105,7 +106,9 @@ class PilProcessor(ImageProcessor):
             name: np.ascontiguousarray(outputs[name], dtype=dtype)
             for name, dtype in self.inputs.items()
         }
-        return ProcessedImage(text, text.count(self.image_token), self.grid(outputs), tensors)
+        num_embeds = text.count(self.image_token)
+        num_parts = tensors["pixel_values"].shape[1] if self.has_parts else 1
+        return ProcessedImage(text, num_embeds, self.grid(outputs), tensors, num_parts)
 
     def token(self, name: str, default: str) -> str:
         """Return the special token of a name in the tokenizer's files."""

@@ -22,9 +22,6 @@ from servd.worker.quantization._files import read_tensors
 # nothing.
 REDUCED = {"num_hidden_layers": 0, "vocab_size": 8, "layer_types": [], "pad_token_id": None}
 ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "silu")  # that transformers computes slowly on a CPU
-# Tiles that are encoded together. More would need larger blocks of memory than are kept: see
-# keep_freed_memory.
-MAX_TILES = 2
 WITHOUT_TOWER = "--language-model-only serves the model without pictures"
 MAX_NAMED = 4  # tensors in a message
 
@@ -107,15 +104,9 @@ class VisionTower:
 
     @torch.inference_mode()
     def encode(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Return the embeddings of a picture's image tokens, in their order: [num_embeds,
-        embed_size]. `tensors`: ProcessedImage.tensors.
+        """Return the embeddings of the image tokens of a picture, or of its part, in their order:
+        [num_embeds, embed_size]. `tensors`: ProcessedImage.tensors.
         """
-        if [*tensors] == ["pixel_values"] and tensors["pixel_values"].dim() == 5:
-            groups = tensors["pixel_values"].split(MAX_TILES, dim=1)
-            return torch.cat([self._encode({"pixel_values": tiles}) for tiles in groups])
-        return self._encode(tensors)
-
-    def _encode(self, tensors: Mapping[str, Tensor]) -> Tensor:
         inputs = {
             name: tensor.to(self.device, self.dtype if tensor.is_floating_point() else None)
             for name, tensor in tensors.items()

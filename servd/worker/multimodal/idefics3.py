@@ -11,6 +11,7 @@ class Idefics3Processor(PilProcessor):
 
     kinds = ("Idefics3ImageProcessor",)
     inputs = PIXELS  # nothing of one picture is masked
+    has_parts = True  # tiles
 
     def set_tokens(self) -> None:
         self.image_token = "<image>"
