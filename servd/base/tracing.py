@@ -127,11 +127,11 @@ class Pace(NamedTuple):
             max((step.num_tokens for _, step in took), default=0),
         )
 
-    def expected_seconds(self, step: StepRecord) -> float:
-        """Return an upper estimate for a step: the longest recent step or, if longer, its tokens
-        at the speed of the slowest step with prompts.
+    def expected_seconds(self, num_tokens: int, encodes: bool) -> float:
+        """Return an upper estimate for a step of `num_tokens`: the longest recent step or, if
+        longer, these tokens at the speed of the slowest step with prompts. `encodes`: pictures,
+        whose time may grow with the square of their sizes.
         """
-        # A vision tower's time may grow with the square of a picture's size.
-        if step.encoding_cost or (not self.per_token and step.num_tokens > self.most_tokens):
+        if encodes or (not self.per_token and num_tokens > self.most_tokens):
             return FIRST_STEP
-        return max(self.longest, self.per_token * step.num_tokens) / 1e9
+        return max(self.longest, self.per_token * num_tokens) / 1e9
