@@ -265,6 +265,20 @@ def test_chat_gives_its_options_to_the_template(make_llm):
     assert bytes(output.prompt_token_ids) == b"look hi brief False"
 
 
+def test_chat_answers_what_the_model_says_to_its_prompt(make_llm):
+    llm = make_llm(tool_call_parser="hermes", reasoning_parser="qwen3")
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+    params = [
+        SamplingParams(max_tokens=40, structured_output=StructuredOutput("regex", "[a-f]+")),
+        SamplingParams(max_tokens=40, stop=["a"]),
+    ]
+    messages = [{"role": "user", "content": "hi"}]
+    for p in params:
+        [chat] = llm.chat(messages, p, tools=[tool])
+        [same] = llm.generate([chat.prompt_token_ids], p)
+        assert chat.outputs[0].text == same.outputs[0].text
+
+
 def test_scores_are_cosines_where_the_model_has_no_head(make_llm):
     llm = make_llm()
 

@@ -118,6 +118,8 @@ class LLMEngine:
             media, loop = self.media
             load = media.load(pictures, None, "")
             loaded = asyncio.run_coroutine_threadsafe(load, loop).result()
+        if isinstance(prompt.content, Chat):  # as a text: nobody looks for calls in the output
+            prompt = Prompt(content=self.processor.render(prompt, loaded), add_special_tokens=False)
         return self.processor.process_inputs(request_id, prompt, params, options, loaded)
 
     def send(self, inputs: ProcessedInputs, is_part: bool = False) -> None:
