@@ -325,7 +325,7 @@ ACCEPTED = [
 ]
 REFUSED = [
     ("/api/chat", {"messages": [{}]}),
-    ("/api/chat", {"messages": [{"role": "user", "images": ["a"]}]}),
+    ("/api/chat", {"messages": [{"role": "user", "images": [5]}]}),
     ("/api/chat", {"messages": [{"role": "assistant", "tool_calls": [{}]}]}),
     ("/api/chat", {"top_k": {}}),
     ("/api/chat", {"top_k": -2, "messages": []}),

@@ -79,7 +79,7 @@ def _chat_content(content: str | list[dict[str, Any]]) -> str | list[dict[str, A
 
 
 def _chat_part(part: dict[str, Any]) -> dict[str, Any]:
-    match part["type"]:
+    match part.get("type"):
         case "input_image":
             return picture_part(part["image_url"], part.get("detail"))
         case "input_file":

@@ -54,7 +54,7 @@ def replace_by_notes(messages: list[dict[str, Any]], reason: str) -> list[dict[s
             if is_picture(part) and not is_noted:
                 raise InvalidRequest(
                     f"messages[{index}].content: this server reads no pictures: {reason}",
-                    param="messages",
+                    param=f"messages[{index}].content",
                 )
             content.append({"type": "text", "text": NOTE} if is_picture(part) else part)
         noted[index] = {**message, "content": content}
