@@ -329,7 +329,9 @@ def decode_data_url(url: str) -> bytes:
     try:
         for escape, letter in ESCAPES.items():  # any others would stop all threads for a second
             body = body.replace(escape, letter).replace(escape.lower(), letter)
-        letters = body.encode("ascii").translate(bytes.maketrans(b"-_", b"+/"), b" \t\r\n\f").rstrip(b"=")
+        letters = (
+            body.encode("ascii").translate(bytes.maketrans(b"-_", b"+/"), b" \t\r\n\f").rstrip(b"=")
+        )
         letters += b"=" * (-len(letters) % 4)
         # In parts, between which other threads run.
         parts = (letters[i : i + PART] for i in range(0, len(letters), PART))
