@@ -232,3 +232,23 @@ async def test_the_server_says_that_it_sees(served: Served):
     assert props.json()["modalities"] == {"vision": True, "audio": False}
     description = await post(served, "/api/show", {"model": "fake"})
     assert "vision" in description.json()["capabilities"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "word"),
+    [
+        ("image_token_id", 10**6, "is no token"),
+        ("image_token_id", -1, "is no token"),
+        ("image_token_id", "many", "image_token_id"),
+        ("rope_parameters", {"mrope_section": "x"}, "mrope_section"),
+    ],
+)
+def test_a_checkpoint_with_wrong_numbers_is_read_as_text(tmp_path, key, value, word):
+    vision_models.make("qwen2_5_vl", tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    part = config["text_config"] if key == "rope_parameters" else config
+    part[key] = value
+    path.write_text(json.dumps(config))
+    reason = read_spec(tmp_path).multimodal
+    assert isinstance(reason, str) and word in reason and "config.json" in reason
