@@ -17,6 +17,10 @@ STAGES = (
     "passed_on",  # of several models: its own has it
     "parsed",  # the JSON is parsed and checked
     "adapted",  # its adapter is known
+    "fetched",  # of pictures: the bytes are here
+    "picture_turn",  # the process that reads pictures begins with its own
+    "decoded",  # pixels
+    "processed",  # tensors
     "templated",  # chat template rendered
     "tokenised",
     "checked",  # its structured output was tried out
@@ -96,6 +100,8 @@ class StepRecord(msgspec.Struct, array_like=True, gc=False):
     num_accepted: int = 0
     encoding_cost: int = 0  # of pictures, in tokens of the language model
     prefills: dict[str, int] = {}  # engine ids of prompts -> number of tokens
+    encodes: dict[str, int] = {}  # engine ids of prompts -> image tokens that the tower computed
+    encode_ns: int = 0  # how long the tower ran; on a pipeline unknown
     # Filled in by API servers: the rank, and with watched requests the size of the message.
     engine: int = 0
     num_bytes: int = 0

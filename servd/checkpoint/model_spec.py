@@ -52,6 +52,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return [layer for layer, kind in enumerate(kinds) if kind not in STATE_LAYERS]
 
     @property
+    def input_modalities(self) -> list[str]:
+        return ["text"] if isinstance(self.multimodal, str) else ["text", "image"]
+
+    @property
     def embed_size(self) -> int:
         """The numbers that a vision tower computes for an image token."""
         multimodal = self.multimodal
@@ -154,7 +158,7 @@ def read_spec(folder: Path | str, overrides: dict[str, Any] | None = None) -> Mo
         eos_token_ids=_read_eos(folder, eos, vocab_size),
         config=config,
         generation=generation,
-        multimodal=multimodal_spec(folder, read_json(folder / "config.json")),
+        multimodal=multimodal_spec(folder, read_json(folder / "config.json"), vocab_size),
     )
 
 
