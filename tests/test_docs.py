@@ -20,6 +20,7 @@ import pytest
 from servd.cli import make_parser
 from servd.config import Config, options_by_name
 from servd.terminal.engine_flags import read_config_file
+from tests import vision_models
 from tests.integration.conftest import shared
 from tests.limits import WAIT_SECONDS
 
@@ -103,6 +104,8 @@ def test_compose_publishes_on_this_machine_alone():
 
 SHOWN = {"text", "mermaid", "jinja"}  # not run; the template is compared above
 URL = "http://localhost:8000"
+SEEING = "HuggingFaceTB/SmolVLM-256M-Instruct"  # of the examples with PHOTO
+PHOTO = "photo.jpg"
 
 
 def examples(language: str) -> Any:
@@ -118,6 +121,27 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The demo model, served as the pages say."""
     for server in shared("--device", "cpu", "--batch-dir", str(tmp_path_factory.mktemp("batches"))):
         yield server.url
+
+
+@pytest.fixture(scope="module")
+def seeing_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("smolvlm")
+    vision_models.make("smolvlm", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def seeing_url(seeing_model: Path) -> Iterator[str]:
+    for server in shared(str(seeing_model), "--served-model-name", SEEING, "--device", "cpu"):
+        yield server.url
+
+
+def with_photo(text: str, request: pytest.FixtureRequest) -> str:
+    """Return an example that shows a picture, with a picture and a model that are there."""
+    text = text.replace(PHOTO, "docs/images/console-live.webp")
+    if URL in text:
+        return text.replace(URL, request.getfixturevalue("seeing_url"))
+    return text.replace(SEEING, str(request.getfixturevalue("seeing_model")))
 
 
 def run_example(text: str, *program: str) -> str:
@@ -172,9 +196,13 @@ def test_every_block_has_a_language_that_is_tried(page):
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
 @examples("bash")
-def test_curl_examples(text, url):
-    printed = run_example(text.replace(URL, url), "bash", "-euo", "pipefail")
-    if '"stream": true' in text:
+def test_curl_examples(text, url, request):
+    is_seen = PHOTO in text
+    text = with_photo(text, request) if is_seen else text.replace(URL, url)
+    printed = run_example(text, "bash", "-euo", "pipefail")
+    if is_seen:
+        assert msgspec.json.decode(printed)["choices"][0]["message"]["content"]
+    elif '"stream": true' in text:
         events = [line.removeprefix("data: ") for line in printed.splitlines() if line]
         assert events[-1] == "[DONE]"
         chunks = [msgspec.json.decode(event)["choices"][0] for event in events[:-1]]
@@ -188,7 +216,9 @@ def test_curl_examples(text, url):
 
 @examples("python")
 def test_python_examples(text, request):
-    if URL in text:
+    if PHOTO in text:
+        text = with_photo(text, request)
+    elif URL in text:
         text = text.replace(URL, request.getfixturevalue("url"))
     else:
         text = text.replace('"gpt2"', f'"{request.getfixturevalue("tiny_gpt2")}"')

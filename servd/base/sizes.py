@@ -38,6 +38,8 @@ class MemorySizes(msgspec.Struct, frozen=True, kw_only=True):
     """The device memory that each rank needs, in bytes."""
 
     weights: int
+    tower: int  # weights that encode pictures
+    encoder_cache: int  # encoded pictures, at most
     draft_weights: int
     adapters: int  # of --max-loras adapters
     requests: int  # token ids and block tables of max_num_seqs requests
@@ -50,8 +52,8 @@ class MemorySizes(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def persistent(self) -> int:
         """All memory that is allocated permanently, except the KV cache and checkpoints."""
-        weights = self.weights + self.draft_weights + self.adapters
-        return weights + self.per_requests
+        weights = self.weights + self.tower + self.draft_weights + self.adapters
+        return weights + self.encoder_cache + self.per_requests
 
     @property
     def per_requests(self) -> int:

@@ -17,6 +17,10 @@ STAGES = (
     "passed_on",  # of several models: its own has it
     "parsed",  # the JSON is parsed and checked
     "adapted",  # its adapter is known
+    "fetched",  # of pictures: the bytes are here
+    "picture_turn",  # the process that reads pictures begins with its own
+    "decoded",  # pixels
+    "processed",  # tensors
     "templated",  # chat template rendered
     "tokenised",
     "checked",  # its structured output was tried out
@@ -95,6 +99,8 @@ class StepRecord(msgspec.Struct, array_like=True, gc=False):
     num_drafts: int = 0  # draft tokens that were verified
     num_accepted: int = 0
     prefills: dict[str, int] = {}  # engine ids of prompts -> number of tokens
+    encodes: dict[str, int] = {}  # engine ids of prompts -> image tokens that the tower computed
+    encode_ns: int = 0  # how long the tower ran; on a pipeline unknown
     # Filled in by API servers: the rank, and with watched requests the size of the message.
     engine: int = 0
     num_bytes: int = 0

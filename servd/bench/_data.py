@@ -1,14 +1,17 @@
-"""Prompts for measurements: random, with a shared prefix, or from a JSONL or ShareGPT file."""
+"""Prompts for measurements: random, with a shared prefix or pictures, or from a JSONL or ShareGPT
+file.
+"""
 
 import argparse
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
 import msgspec
 
 from servd.base.errors import ServdError
+from servd.bench import _pictures
 
 # Ids that are ordinary tokens in practically every vocabulary, also in the fake model's:
 # special tokens are at the beginning or end.
@@ -23,6 +26,7 @@ LONGEST = 2048
 class BenchPrompt(msgspec.Struct, frozen=True):
     prompt: str | list[int]
     output_len: int = 0  # tokens; 0: as --output-len
+    images: list[str] = []  # data: addresses of pictures, for chats
 
 
 class Turn(msgspec.Struct):
@@ -34,7 +38,11 @@ class ShareGPTConversation(msgspec.Struct):
 
 
 def add_options(
-    parser: argparse.ArgumentParser, num_prompts: int, input_len: int, output_len: int
+    parser: argparse.ArgumentParser,
+    num_prompts: int,
+    input_len: int,
+    output_len: int,
+    names: Sequence[str] = ("random", "sharegpt", "custom"),
 ) -> None:
     """Add flags that describe a workload, with these defaults."""
     add = parser.add_argument_group("workload").add_argument
@@ -49,7 +57,7 @@ def add_options(
         help = f"{purpose} [%(default)s]"
         add(*flags, type=type(default), default=default, metavar="N", help=help)
     help = "[random, or custom with a file]"
-    add("--dataset-name", choices=("random", "sharegpt", "custom"), default=None, help=help)
+    add("--dataset-name", choices=names, default=None, help=help)
     help = 'a file of ShareGPT, or lines of {"prompt": text or ids, "output_len": N}'
     add("--dataset-path", "--jsonl", default=None, metavar="FILE", help=help)
     help = "output tokens of each conversation [as many as its answer has]"
@@ -69,7 +77,7 @@ def make_prompts(
     rng = random.Random(arguments.data_seed)
     num_prompts = arguments.num_prompts + more
     name = arguments.dataset_name or ("custom" if arguments.dataset_path else "random")
-    if name != "random":
+    if not name.startswith("random"):
         return _read_file(name, arguments, num_prompts, rng, count)
 
     def length(mean: int) -> int:
@@ -78,9 +86,12 @@ def make_prompts(
 
     prefix = rng.choices(TOKEN_IDS, k=arguments.prefix_len)
     prompts: list[BenchPrompt] = []
+    images: list[str] = []
     for _ in range(num_prompts):
         suffix = rng.choices(TOKEN_IDS, k=length(arguments.input_len))
-        prompts.append(BenchPrompt(prefix + suffix, length(arguments.output_len)))
+        if name == _pictures.NAME and not (images and arguments.random_mm_same):
+            images = _pictures.make_images(arguments, rng)
+        prompts.append(BenchPrompt(prefix + suffix, length(arguments.output_len), images))
     return prompts
 
 

@@ -69,7 +69,12 @@ async def _send(session: aiohttp.ClientSession, load: LoadGenerator, prompt: Ben
     }
     if load.chats:
         path = "chat/completions"
-        body["messages"] = [{"role": "user", "content": prompt.prompt}]
+        content: Any = prompt.prompt
+        if prompt.images:
+            urls = ({"url": url} for url in prompt.images)
+            content = [{"type": "image_url", "image_url": url} for url in urls]
+            content.append({"type": "text", "text": prompt.prompt})
+        body["messages"] = [{"role": "user", "content": content}]
         body["max_completion_tokens"] = prompt.output_len
     else:
         path = "completions"

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from servd.base import log
 from servd.base.errors import ServdError
-from servd.bench import _data, _load, _report
+from servd.bench import _data, _load, _pictures, _report
 from servd.bench._data import BenchPrompt
 from servd.terminal import api_client
 from servd.terminal.api_client import Client
@@ -24,6 +26,7 @@ NEEDLESS = (
     "--percentile-metrics",
     "--disable-tqdm",
     "--trust-remote-code",
+    "--random-mm-limit-mm-per-prompt",
 )
 
 
@@ -45,7 +48,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--result-dir", default=".", metavar="DIR", help="in this folder [.]")
     for flag in NEEDLESS:
         add(flag, nargs="?", help=argparse.SUPPRESS)
-    _data.add_options(parser, num_prompts=64, input_len=64, output_len=64)
+    names = ("random", _pictures.NAME, "sharegpt", "custom")
+    _data.add_options(parser, num_prompts=64, input_len=64, output_len=64, names=names)
+    _pictures.add_options(parser)
     add("--seed", dest="data_seed", type=int, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
 
@@ -76,7 +81,9 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.api_key,
         arguments.ignore_eos,
         arguments.data_seed,
-        chats=arguments.backend == CHATS or arguments.endpoint == ENDPOINTS[1],
+        chats=arguments.backend == CHATS
+        or arguments.endpoint == ENDPOINTS[1]
+        or any(prompt.images for prompt in prompts),
     )
     if load.chats:
         prompts = [_as_text(client, model, prompt) for prompt in prompts]
@@ -109,7 +116,7 @@ def _as_text(client: Client, model: str, prompt: BenchPrompt) -> BenchPrompt:
             f"--backend {CHATS} needs /detokenize to make random texts, and the server answers "
             f"{answer.status}: use --dataset-path"
         )
-    return BenchPrompt(answer.body["prompt"], prompt.output_len)
+    return msgspec.structs.replace(prompt, prompt=answer.body["prompt"])
 
 
 async def _measure(

@@ -52,6 +52,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return [layer for layer, kind in enumerate(kinds) if kind not in STATE_LAYERS]
 
     @property
+    def input_modalities(self) -> list[str]:
+        return ["text"] if isinstance(self.multimodal, str) else ["text", "image"]
+
+    @property
     def embed_size(self) -> int:
         """The numbers that a vision tower computes for an image token."""
         multimodal = self.multimodal

@@ -239,6 +239,8 @@ class PlanReport:
         lora = self.config.lora
         rows = [
             ("weights", sizes.weights, self.quantization or plan.dtype),
+            ("vision tower", sizes.tower, "--language-model-only goes without"),
+            ("encoded pictures", sizes.encoder_cache, "at most, --encoder-cache-memory"),
             ("weights of the draft", sizes.draft_weights, ""),
             (
                 "adapters",

@@ -100,6 +100,13 @@ class ModelServers:
             return generation_config.list_parameters(defaults)
         return {}
 
+    def complete(self, card: ModelCard, model: GatewayModel) -> ModelCard:
+        """Fill in what requests without sampling parameters get, and what prompts may have."""
+        card.default_parameters = self.default_parameters(model)
+        if not self.config.multimodal.language_model_only:
+            card.input_modalities = model.spec.input_modalities
+        return card
+
     @property
     def there(self) -> list[ModelServer]:
         return [server for server in self.servers.values() if server.model.is_there]
@@ -148,8 +155,7 @@ class ModelServers:
                 name = adapter.name
                 length = server.model.spec.max_position_embeddings
                 card = ModelCard(name, adapter.created, name, length, parent=server.name)
-                card.default_parameters = self.default_parameters(server.model)
-                cards.append(card)
+                cards.append(self.complete(card, server.model))
         return cards
 
     @contextlib.asynccontextmanager

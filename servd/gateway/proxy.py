@@ -193,12 +193,11 @@ class Gateway:
                 await self.servers.find(model)
         yield {"status": "success"}
 
-    def _card(self, server: ModelServer) -> Card:
+    def _card(self, server: ModelServer) -> ModelCard:
         model = server.model
         length = model.spec.max_position_embeddings
         card = Card(model.name, model.created, model.name, length, state=server.state)
-        card.default_parameters = self.servers.default_parameters(model)
-        return card
+        return self.servers.complete(card, model)
 
     async def retrieve_model(self, request: Request) -> Response:
         """Return the card of one model or adapter."""

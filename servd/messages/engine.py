@@ -513,6 +513,7 @@ class ModelRunnerOutput(Message, tag=True):
     dead_ends: dict[int, int] = {}
     draft_token_ids: dict[int, list[int]] = {}  # row -> drafts for the next step
     times_ns: tuple[int, ...] = ()  # see StepRecord.worker_ns
+    encode_ns: int = 0  # see StepRecord
     rank: int = 0  # of the worker
     decoded: list[int] = []  # the token of each of SchedulerOutput.decodes
 

@@ -89,6 +89,32 @@ def test_a_prompt_computed_together_with_others_is_shared_by_tokens():
     assert (shares["prefill"], shares["neighbour_prefill"]) == (30, 80)  # 10 for the step itself
 
 
+@pytest.mark.parametrize(("num_own", "encode", "wait"), [(90, 60, 0), (30, 20, 40), (0, 0, 60)])
+def test_the_tower_encodes_pictures_of_several(num_own: int, encode: int, wait: int):
+    marks = marks_of(("queued", 4), ("scheduled", 4, 10), ("first_token", 94, 10), end=134)
+    encodes = {name: count for name, count in {"own": num_own, "b": 90 - num_own}.items() if count}
+    first = step(10, 4, 94, {"own": 20}, encodes=encodes, encode_ns=60 * MS)
+    shares = explain(marks, [first, *decoding(11, 94, 134)])
+    assert shares.get("picture_encode", 0) == encode
+    assert shares.get("neighbour_prefill", 0) == wait
+    assert (shares["prefill"], shares["decode"]) == (30, 40)
+
+
+def test_pictures_are_fetched_and_processed_before_the_template():
+    marks = marks_of(("queued", 34), ("scheduled", 34, 10), ("first_token", 44, 10), end=44)
+    stages = {"fetched": 6, "picture_turn": 11, "decoded": 13, "processed": 17, "templated": 18}
+    marks += [Mark(stage, at * MS) for stage, at in stages.items()]
+    marks = [mark for mark in marks if mark.stage not in ("tokenised", "sent")]
+    marks.sort(key=lambda mark: mark.at_ns)
+    shares = explain(marks, [step(10, 34, 44, {"own": 20})])
+    assert shares["picture_fetch"] == 5
+    assert shares["picture_queue"] == 5
+    assert shares["picture_decode"] == 2
+    assert shares["picture_process"] == 4
+    assert shares["template"] == 1
+    assert break_down(marks, [], "own").longest_wait != "picture_process"
+
+
 @pytest.mark.parametrize("resource", ["slots", "blocks", "budget"])
 def test_what_it_queued_for(resource):
     marks = marks_of(("queued", 4), ("scheduled", 44, 14), ("first_token", 54, 14), end=64)

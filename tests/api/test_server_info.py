@@ -98,7 +98,7 @@ async def test_all_names_are_listed(http):
     assert [card["id"] for card in answer["data"]] == [MODEL, ALIAS]
     card = answer["data"][0]
     names = "id object created owned_by root parent max_model_len permission"
-    names += " default_parameters"
+    names += " input_modalities default_parameters"
     assert set(card) == {*names.split()}
     assert (card["object"], card["max_model_len"]) == ("model", 4096)
 

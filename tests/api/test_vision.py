@@ -13,6 +13,7 @@ from servd.checkpoint.model_spec import ModelSpec, read_spec
 from servd.messages.engine import EngineCoreRequest
 from tests import vision_models
 from tests.api.harness import Served, requests_sent, serve
+from tests.api.test_otel import InMemorySpanExporter, SimpleSpanProcessor, SpanExporter, spans_of
 
 CHAT = "/v1/chat/completions"
 
@@ -209,7 +210,34 @@ async def test_roles_that_have_no_pictures(served: Served):
     assert "system" in (await post(served, CHAT, body, 400)).json()["error"]["message"]
 
 
+async def test_the_timeline_has_the_stages_of_pictures(served: Served):
+    pictures = [part(png(colour, (900, 700))) for colour in ("red", "blue")]
+    timelines = []
+    for _ in range(2):
+        answer = await post(served, CHAT, chat(*pictures, TEXT))
+        assert "prepare;dur=" in answer.headers["server-timing"]
+        response = await served.http.get(f"/v1/requests/{answer.json()['id']}/timeline")
+        timelines.append({p["phase"]: p["ms"] for p in response.json()["phases"] if p["ms"]})
+    names = {"picture_fetch", "picture_decode", "picture_process"}
+    assert {*timelines[0]} >= names
+    assert {*timelines[1]} & names == {"picture_fetch"}  # the rest was cached
+    answer = await post(served, CHAT, chat(TEXT))
+    response = await served.http.get(f"/v1/requests/{answer.json()['id']}/timeline")
+    assert not any(mark["stage"] == "fetched" for mark in response.json()["marks"])
+
+
+async def test_pictures_have_spans(spec: ModelSpec):
+    exporter = InMemorySpanExporter()
+    spans = SpanExporter(SimpleSpanProcessor(exporter))
+    async with serve(spec=spec, script="ok", spans=spans) as served:
+        await post(served, CHAT, chat(part(png()), TEXT))
+        names = [span.name for span in await spans_of(exporter)]
+    assert {"prepare", "picture_fetch", "picture_decode", "picture_process", "queue"} <= {*names}
+
+
 async def test_the_server_says_that_it_sees(served: Served):
+    models = (await served.http.get("/v1/models")).json()["data"]
+    assert {tuple(card["input_modalities"]) for card in models} == {("text", "image")}
     props = await served.http.get("/props")
     assert props.json()["modalities"] == {"vision": True, "audio": False}
     description = await post(served, "/api/show", {"model": "fake"})

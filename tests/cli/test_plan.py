@@ -6,12 +6,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from safetensors import safe_open
 
 from servd import cli
 from servd.base.sizes import parse_bytes
 from servd.checkpoint import hub
 from servd.checkpoint.facts import read_facts
 from servd.checkpoint.hub import DEMO_FOLDER
+from tests import vision_models
 from tests.parity.families import CASES, make_checkpoint
 
 SMALL = ["--max-model-len", "1024", "--max-num-seqs", "4"]
@@ -218,3 +220,21 @@ def test_more_requests_than_memory_holds(capsys, monkeypatch):
     code, facts = plan(capsys, "demo", "--max-num-seqs", "100000")
     assert code == 1
     assert facts["advice"][0].startswith("lower --max-num-seqs: 100000 requests take ")
+
+
+def test_the_tower_and_encoded_pictures_count(capsys, tmp_path):
+    vision_models.make("smolvlm", tmp_path)
+    options = ("--device", "cpu", "--max-model-len", "1024", "--encoder-cache-memory", "1MiB")
+    _, facts = plan(capsys, str(tmp_path), *options)
+    sizes = facts["sizes"]
+    with safe_open(tmp_path / "model.safetensors", framework="np") as file:
+        names = list(file.keys())
+        vision = [name for name in names if "vision" in name or "connector" in name]
+        num_bytes = sum(file.get_tensor(name).nbytes for name in vision)
+    assert sizes["tower"] == num_bytes > 0
+    assert sizes["encoder_cache"] == 1 << 20
+    with pytest.raises(SystemExit):
+        cli.main(["plan", str(tmp_path), *options])
+    assert re.search(r"vision tower .*\n.*encoded pictures +1MiB", capsys.readouterr().out)
+    _, facts = plan(capsys, str(tmp_path), *options, "--language-model-only")
+    assert facts["sizes"] == sizes | {"tower": 0, "encoder_cache": 0}

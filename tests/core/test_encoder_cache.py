@@ -86,6 +86,8 @@ def test_a_picture_is_encoded_once_for_all_that_have_it():
     log = generate(engine, *requests)
     assert engine.executor.num_encoded == 1
     assert [log.token_ids(str(i)) for i in range(9)] == [solo(request) for request in requests]
+    encodes = [record.encodes for record in engine.scheduler.step_log.take_new(client=9)]
+    assert [sizes for sizes in encodes if sizes] == [{"0": 20}]
 
 
 def test_a_cached_prefix_covers_a_picture():

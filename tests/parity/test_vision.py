@@ -1,6 +1,7 @@
 """Models that see: prompts with pictures get transformers' greedy tokens."""
 
 import random
+import time
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import cache
@@ -17,6 +18,7 @@ from servd.base import plugins
 from servd.base.errors import ConfigError
 from servd.checkpoint.model_spec import read_spec
 from servd.core.draft_length import DraftLengthController
+from servd.core.encoder_cache_manager import EncoderCacheManager
 from servd.core.engine_core import EngineCore
 from servd.core.executor.multiproc import MultiProcExecutor
 from servd.core.executor.uniproc import UniProcExecutor
@@ -25,6 +27,7 @@ from servd.messages.multimodal import MultiModalFeature, TensorPlace
 from servd.messages.params import SamplingParams
 from servd.worker.batch.input_batch import InputBatch
 from servd.worker.multimodal import FAMILIES, ImageProcessor
+from servd.worker.multimodal._tower import VisionTower
 from servd.worker.runner import dry_run
 from tests import vision_models
 from tests.core.engines import Log
@@ -340,14 +343,37 @@ def test_ranks(families):
         engine.executor.shutdown()
 
 
+def test_a_step_says_how_long_the_tower_ran(families, monkeypatch):
+    family = families("llava")
+    message = Requests(family).messages[1]
+    engine = make_engine(family)
+    encode = VisionTower.encode
+
+    def slow_encode(tower: VisionTower, tensors: Any) -> torch.Tensor:
+        time.sleep(0.05)
+        return encode(tower, tensors)
+
+    monkeypatch.setattr(VisionTower, "encode", slow_encode)
+    engine.handle(message)
+    Log().run(engine)
+    records = engine.scheduler.step_log.take_new(client=9)
+    encoding = [record for record in records if record.encodes]
+    assert [record.encode_ns > 50e6 for record in records] == [bool(r.encodes) for r in records]
+    sizes = [record.encodes[message.request_id] for record in encoding]
+    assert sum(sizes) == sum(feature.num_embeds for feature in message.mm_features)
+
+
 def test_a_plan_counts_the_tower(families):
     family = families("gemma3")
     engine = make_engine(family)
     runner = engine.executor.worker.runner
     planned = dry_run.predict(runner)
     assert planned is not None
-    assert planned.weights == pytest.approx(runner.weights_bytes, rel=0.01)
-    assert runner.encoder.nbytes > 0.1 * runner.weights_bytes
+    assert planned.weights + planned.tower == pytest.approx(runner.weights_bytes, rel=0.01)
+    assert planned.tower == pytest.approx(runner.encoder.nbytes, rel=0.02)
+    assert planned.tower > 0.1 * runner.weights_bytes
+    capacity = EncoderCacheManager.from_config(engine.config, family.spec, 1024).capacity
+    assert planned.encoder_cache == capacity * 4 * vision_models.HIDDEN_SIZE
 
 
 def test_a_language_model_that_scales_embeddings(tmp_path: Path, monkeypatch):

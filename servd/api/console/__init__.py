@@ -13,12 +13,12 @@ MEDIA_TYPES = {
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-# Nothing inline and nothing from elsewhere; and where a browser knows trusted types, no text
-# becomes markup.
+# Nothing inline but pictures of messages, and nothing from elsewhere; and where a browser knows
+# trusted types, no text becomes markup.
 HEADERS = {
     "cache-control": "no-cache",
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
-    "img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+    "img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'",
     "cross-origin-opener-policy": "same-origin",
     "referrer-policy": "no-referrer",

@@ -2,12 +2,16 @@
 import { needsKey, url } from "./api.js";
 import { button, copyButton, h } from "./dom.js";
 
+const MAX_ARGUMENT = 100_000; // characters
+
 const quoted = (text) => `'${text.replaceAll("'", "'\\''")}'`;
 
 export function curl(body) {
   const options = [`-H 'Content-Type: application/json'`];
   if (needsKey()) options.push(`-H "Authorization: Bearer $SERVD_API_KEY"`);
-  options.push(`-d ${quoted(JSON.stringify(body, null, 2))}`);
+  const data = JSON.stringify(body, null, 2);
+  // Linux takes no argument as long as a picture.
+  options.push(data.length < MAX_ARGUMENT ? `-d ${quoted(data)}` : `-d @- <<'END'\n${data}\nEND`);
   return [`curl -N ${quoted(url("v1/chat/completions"))}`, ...options].join(" \\\n  ");
 }
 

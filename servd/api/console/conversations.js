@@ -1,5 +1,6 @@
 // Conversations, which this browser keeps: each is one value of its storage, as JSON.
 import { button, download, h, problem } from "./dom.js";
+import { picturesOf, textOf } from "./pictures.js";
 
 const PREFIX = "servd.conversation.";
 const MAX_CHARACTERS = 2_000_000; // of all; browsers have room for a few millions
@@ -113,7 +114,9 @@ function markdownOf({ title, model, system, messages }) {
   const heads = { user: "You", assistant: model, tool: "Result of a tool" };
   for (const { role, content, tool_calls: calls = [] } of messages) {
     parts.push(`## ${heads[role]}`);
-    if (content) parts.push(role === "tool" ? fenced(content) : content);
+    picturesOf(content).forEach((url, i) => parts.push(`![Picture ${i + 1}](${url})`));
+    const text = textOf(content);
+    if (text) parts.push(role === "tool" ? fenced(text) : text);
     for (const { function: called } of calls) {
       parts.push(fenced(`${called.name}(${called.arguments})`));
     }

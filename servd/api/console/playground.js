@@ -3,6 +3,7 @@ import { Answer } from "./answer.js";
 import { chosenModel, events, json } from "./api.js";
 import { conversationList, load, save, titleOf } from "./conversations.js";
 import { button, h, problem } from "./dom.js";
+import { contentOf, picturesOf, pictureTray, textOf, thumbnails } from "./pictures.js";
 import { requestBody, settingsForm } from "./settings.js";
 
 const IDEAS = ["What is servd?", "Name three colours.", "Write a haiku about a library."];
@@ -14,6 +15,7 @@ export default function playground(root) {
   let conversation = newConversation();
   let turns = []; // what is shown: the number of a message, and an element
   let form;
+  let sees = false; // whether the model reads pictures
   let running = null; // an AbortController while an answer comes
   let answering = Promise.resolve(); // until that has ended
   const log = h("div.log", { role: "log", "aria-label": "Conversation" });
@@ -22,15 +24,17 @@ export default function playground(root) {
     keydown: onEnter(() => running || onSend()),
   });
   const sendButton = button("Send", onSend, { class: "primary" });
-  const composer = h("div.composer", {}, input, sendButton);
+  const chat = h("div.chat");
+  const tray = pictureTray(chat, () => sees);
+  const composer = h("div.composer", {}, input, tray.choose, sendButton);
   const notKept = h("p.problem", { role: "alert", hidden: true });
   const list = conversationList(() => conversation, (id) => id === conversation.id && clear());
   const settings = h("details", {}, h("summary", {}, "Settings"));
   const kept = h("details", {}, h("summary", {}, "Conversations"), list.root);
   const restart = button("New chat", clear, { class: "quiet" });
-  root.append(h("div.chat", {}, log, h("div.bottom", {}, notKept, composer, h("p.hint", {},
-    "Enter sends, Shift + Enter begins a new line, Esc stops. ", restart))),
-  h("div.aside", {}, kept, settings));
+  chat.append(log, h("div.bottom", {}, notKept, tray.root, composer, h("p.hint", {},
+    "Enter sends, Shift + Enter begins a new line, Esc stops. ", restart)));
+  root.append(chat, h("div.aside", {}, kept, settings));
   const wide = matchMedia("(min-width: 60rem)");
   const unfold = () => (kept.open = settings.open = wide.matches);
   wide.addEventListener("change", unfold);
@@ -41,7 +45,10 @@ export default function playground(root) {
     try {
       const { data } = await json("v1/models");
       const names = chosenModel() ? [chosenModel()] : data.map((model) => model.id);
-      form = settingsForm(names, data.find((model) => model.id === names[0]));
+      const card = data.find((model) => model.id === names[0]);
+      sees = card?.input_modalities.includes("image") ?? false;
+      for (const control of tray.choose) control.classList.toggle("gone", !sees);
+      form = settingsForm(names, card);
       settings.append(form);
       showConversation();
     } catch (error) {
@@ -127,30 +134,33 @@ export default function playground(root) {
 
   root.addEventListener("keydown", (event) => event.key === "Escape" && running?.abort());
 
-  function onSend() {
-    if (running) running.abort();
-    else if (input.value.trim() && form) {
-      const text = input.value;
-      input.value = "";
-      ask(text);
-    }
+  async function onSend() {
+    if (running) return running.abort();
+    await tray.ready;
+    const text = input.value.trim() && input.value;
+    const urls = tray.urls();
+    if (running || !form || !(text || urls.length)) return;
+    input.value = "";
+    tray.set([]);
+    ask(text, urls);
   }
 
-  function ask(text) {
+  function ask(text, urls = []) {
+    const content = contentOf(text, urls);
     const { messages } = conversation;
     if (!messages.length) {
       log.replaceChildren();
       conversation.title = titleOf(text);
     }
-    messages.push({ role: "user", content: text });
-    addTurn(messages.length - 1, userTurn(text, messages.length - 1));
+    messages.push({ role: "user", content });
+    addTurn(messages.length - 1, userTurn(content, messages.length - 1));
     keep();
     return (answering = answer());
   }
 
   /** What the user wrote; to edit it is to ask again from there. */
-  function userTurn(text, index) {
-    const body = h("div.text", {}, text);
+  function userTurn(content, index) {
+    const body = h("div.text", {}, thumbnails(picturesOf(content), "Pictures"), textOf(content));
     const edit = button("Edit", () => {
       const field = h("textarea", { "aria-label": "Edit the message",
         keydown: onEnter(() => editor.requestSubmit()) });
@@ -162,13 +172,19 @@ export default function playground(root) {
       const editor = h("form.edit", {
         submit: async (event) => {
           event.preventDefault();
-          if (!field.value.trim()) return;
+          await changed.ready;
+          const text = field.value.trim() && field.value;
+          if (!text && !changed.urls().length) return;
           await cut(index);
-          ask(field.value);
+          ask(text, changed.urls());
         },
         keydown: (event) => event.key === "Escape" && leave(event),
-      }, field, h("p.actions", {}, button("Cancel", leave), h("button.primary", {}, "Ask again")));
-      field.value = text;
+      });
+      const changed = pictureTray(editor, () => sees);
+      editor.append(changed.root, field, h("p.actions", {}, sees && changed.choose,
+        button("Cancel", leave), h("button.primary", {}, "Ask again")));
+      field.value = textOf(content);
+      changed.set(picturesOf(content));
       body.replaceWith(editor);
       edit.hidden = true;
       field.focus();

@@ -4,6 +4,12 @@ import { h } from "./dom.js";
 const GUIDE = "docs/how-to";
 // Phase -> what to do, and the page that says more. A flag is a link to its value on this server.
 const REMEDIES = {
+  picture_fetch: ["Send the pictures as data: addresses.", "pictures.md"],
+  picture_process: ["Send smaller pictures, or the same again: raise --mm-processor-cache-gb.",
+    "pictures.md"],
+  picture_queue: ["Raise --api-server-count.", "pictures.md"],
+  picture_encode: ["Send smaller pictures, or the same again: raise --encoder-cache-memory.",
+    "pictures.md"],
   prefill: ["Let prompts begin alike, so that more of them is cached.", "kv-cache.md"],
   decode: ["Draft tokens ahead, or quantize the model.", "speculative-decoding.md"],
   grammar_check: ["Send the same schemas again: they are remembered.", "structured-outputs.md"],

@@ -4,13 +4,16 @@ import { button, count, counted, download, h, short, span, table } from "./dom.j
 import { remedy } from "./remedies.js";
 
 const OWN = {
-  parse: "Reading the request", template: "Chat template", tokenise: "Text to tokens",
+  parse: "Reading the request", picture_fetch: "Fetching pictures",
+  picture_decode: "Decoding pictures", picture_process: "Pictures to tensors",
+  template: "Chat template", tokenise: "Text to tokens", picture_encode: "Encoding pictures",
   grammar_check: "Checking the schema", prefill: "Computing its prompt",
   decode: "Computing its tokens", detokenise: "Tokens to text", write: "Writing the answer",
 };
 const WAITS = {
   model_load: "Loading its model", adapter_load: "Loading its adapter", wake_up: "Engine woke up",
-  event_loop: "API process busy", ipc: "Between processes", grammar_compile: "Compiling the schema",
+  picture_queue: "Queue: other pictures", event_loop: "API process busy",
+  ipc: "Between processes", grammar_compile: "Compiling the schema",
   queue_step: "Queue: a step was running", queue_slots: "Queue: all slots taken",
   queue_blocks: "Queue: KV cache full", queue_budget: "Queue: steps were full",
   queue_adapters: "Queue: other adapters", neighbour_prefill: "Another request's prompt",
@@ -19,7 +22,7 @@ const WAITS = {
   rejected_drafts: "Rejected drafts", stalled_worker: "Worker stalled", start_up: "Server starting",
   slow_reader: "Client reads slowly", unaccounted: "Unaccounted",
 };
-const COMPUTES = ["prefill", "decode"];
+const COMPUTES = ["picture_encode", "prefill", "decode"];
 // Shares of the time of a request from which on there is a remedy beside a phase.
 const LONG_WAIT = 0.05;
 const LONG_WORK = 0.5;

@@ -354,19 +354,20 @@ class AsyncLLM:
         size = sum(prompt_size + prompt.num_chars for prompt in texts)
 
         count_fewest = partial(processor.fewest_tokens, texts, options.truncate_prompt_tokens)
-        pictures: list[list[LoadedPicture]] = []
+        loaded: list[tuple[list[LoadedPicture], list[Mark]]] = []
 
         def process_all() -> list[ProcessedInputs]:
-            return [
-                processor.process_inputs(name, prompt, params, options, of_prompt)
-                for name, prompt, of_prompt in zip(ids, texts, pictures, strict=True)
-            ]
+            inputs: list[ProcessedInputs] = []
+            for name, prompt, (pictures, marks) in zip(ids, texts, loaded, strict=True):
+                inputs.append(processor.process_inputs(name, prompt, params, options, pictures))
+                inputs[-1].marks[:0] = marks
+            return inputs
 
         try:
             async with asyncio.timeout_at(deadline):
                 if admitted is not None:
                     admitted.count_tokens(await self.run_in_thread(owner, size, count_fewest))
-                pictures = [await self.load_pictures(prompt, options) for prompt in texts]
+                loaded = await self._load_all(texts, options)
                 inputs = await self.run_in_thread(owner, size, process_all)
                 if admitted is not None:
                     num_tokens = sum(len(prompt.request.prompt_token_ids) for prompt in inputs)
@@ -382,6 +383,17 @@ class AsyncLLM:
         except TimeoutError:
             raise DeadlineExceeded from None
         return inputs
+
+    async def _load_all(
+        self, prompts: Sequence[Prompt], options: RequestOptions
+    ) -> list[tuple[list[LoadedPicture], list[Mark]]]:
+        """Return the pictures of each prompt, and when their stages ended. See `load_pictures`."""
+        loaded: list[tuple[list[LoadedPicture], list[Mark]]] = []
+        for prompt in prompts:
+            begin_ns = now_ns()
+            pictures = await self.load_pictures(prompt, options)
+            loaded.append((pictures, _picture_marks(pictures, begin_ns)))
+        return loaded
 
     async def load_pictures(self, prompt: Prompt, options: RequestOptions) -> list[LoadedPicture]:
         """Return the pictures of a chat, in order; none for a model that reads none. Raises the
@@ -533,6 +545,24 @@ class AsyncLLM:
         except Overloaded:
             self.metrics.labelled["vllm:admission_rejections", "max_waiting_requests"].inc()
             raise
+
+
+def _picture_marks(pictures: Sequence[LoadedPicture], begin_ns: int) -> list[Mark]:
+    """Return when the stages of a prompt's pictures ended, of which the last ends now. Pictures are
+    fetched at once, and decoded and processed one by one.
+    """
+    if not pictures:
+        return []
+    end_ns = now_ns()
+    decoded_ns = max(end_ns - sum(picture.process_ns for picture in pictures), begin_ns)
+    turn_ns = max(decoded_ns - sum(picture.decode_ns for picture in pictures), begin_ns)
+    fetched_ns = min(begin_ns + max(picture.fetch_ns for picture in pictures), turn_ns)
+    return [
+        Mark("fetched", fetched_ns),
+        Mark("picture_turn", turn_ns),
+        Mark("decoded", decoded_ns),
+        Mark("processed", end_ns),
+    ]
 
 
 def _significance(engine: EngineClient) -> int:

@@ -31,6 +31,7 @@ MAX_PROMPTS = 16  # the first prompts of a request; only their stages are shown
 # Phases with spans of their own; others are parts of the span of their stage.
 OWN_SPANS = {"model_load", "wake_up", "grammar_compile", "tier_read", "engine_restart"}
 OWN_SPANS |= {"slow_reader", "preemption", "swapped"}
+OWN_SPANS |= {"picture_fetch", "picture_queue", "picture_decode", "picture_process"}
 OPERATIONS = {"/v1/completions": "text_completion", "/v1/embeddings": "embeddings"}
 PARAMS = ("n", "temperature", "top_p", "top_k", "max_tokens")
 

@@ -144,6 +144,7 @@ def render_steps(records: Iterable[StepRecord], origin_ns: int) -> list[shapes.T
                 end_ms=_ms(end_ns - origin_ns),
                 schedule_ms=_ms(record.scheduled_ns - record.started_ns),
                 prepare_ms=_ms(times[1] - times[0]),
+                encode_ms=_ms(record.encode_ns) if record.encodes else UNSET,
                 forward_ms=forward_ms[0],
                 rank_forward_ms=forward_ms if len(forward_ms) > 1 else UNSET,
                 sample_ms=_ms(times[3] - times[2]),

@@ -14,7 +14,9 @@ class ModelCard(msgspec.Struct, tag_field="object", tag="model"):
     max_model_len: int  # prompt plus output, in tokens
     owned_by: str = "servd"
     parent: str | None = None
-    default_parameters: dict[str, int | float] = {}  # of sampling; OpenRouter's name
+    # "text" and perhaps "image"; the names of this field and the next are OpenRouter's.
+    input_modalities: list[str] = msgspec.field(default_factory=lambda: ["text"])
+    default_parameters: dict[str, int | float] = {}  # of sampling
     permission: list[Any] = []  # an old field of OpenAI's that some clients require
 
 

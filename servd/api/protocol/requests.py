@@ -70,6 +70,7 @@ class TimelineStep(msgspec.Struct, kw_only=True):
     end_ms: float
     schedule_ms: float
     prepare_ms: float
+    encode_ms: float | UnsetType = UNSET  # of the vision tower; on a CPU, a part of prepare_ms
     forward_ms: float
     rank_forward_ms: list[float] | UnsetType = UNSET  # by rank, if the engine has several workers
     sample_ms: float  # on a device that computes by itself, with the wait for it

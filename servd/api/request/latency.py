@@ -5,7 +5,7 @@ determine the request's state between each two marks. The steps determine the en
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from operator import attrgetter
 from pathlib import Path
@@ -48,7 +48,7 @@ _TABLE = msgspec.toml.decode(Path(__file__).with_name("phases.toml").read_bytes(
 PHASES = _TABLE.phases
 STATE_BEFORE = _TABLE.state_before
 IN_ENGINE = _TABLE.in_engine
-OWN_WORK = frozenset([*PHASES][:8])
+OWN_WORK = frozenset([*PHASES][: [*PHASES].index("write") + 1])
 STAGE_OF = {state: stage for stage, states in _TABLE.stages.items() for state in states}
 REPEATS = ("preemption", "engine_restart")  # states after which tokens are computed again
 
@@ -95,6 +95,11 @@ class StepTime(NamedTuple):
     @property
     def duration_ns(self) -> int:
         return self.end_ns - self.begin_ns
+
+    @property
+    def encode_ns(self) -> int:
+        """The part in which the vision tower ran."""
+        return min(self.record.encode_ns, self.duration_ns)
 
 
 def break_down(marks: Sequence[Mark], steps: Sequence[StepRecord], request_id: str) -> Breakdown:
@@ -182,7 +187,11 @@ class _Builder:
         # Nanoseconds of a step without prompts and drafts, and of each token that these add.
         plain_ns = [step.duration_ns for step in steps if not step.num_extra]
         self._plain_ns = median_low(plain_ns) if plain_ns else 0
-        extra_ns = [(s.duration_ns - self._plain_ns) / s.num_extra for s in steps if s.num_extra]
+        extra_ns = [
+            (step.duration_ns - step.encode_ns - self._plain_ns) / step.num_extra
+            for step in steps
+            if step.num_extra
+        ]
         self._token_ns = max(median(extra_ns), 0.0) if extra_ns else 0.0
         self._result = Breakdown(
             marks[0].at_ns,
@@ -243,23 +252,31 @@ class _Builder:
         return "queue_step"
 
     def _add_own_step(self, phase_of_work: str, step: StepTime, begin_ns: int, end_ns: int) -> None:
-        """Divide the time of a step that computed the request into spans: the stall, the time that
-        other tokens added to a decode-only step, and the rest.
+        """Divide the time of a step that computed the request into spans: the stall, the time of
+        the vision tower, the time that other tokens added to a decode-only step, and the rest.
         """
         record = step.record
-        expected_ns = self._plain_ns + self._token_ns * step.num_extra
+        expected_ns = self._plain_ns + self._token_ns * step.num_extra + step.encode_ns
         stall_ns = step.duration_ns - expected_ns
         if step.duration_ns < STALL_FACTOR * expected_ns or stall_ns < MIN_STALL_NS:
             stall_ns = 0
         share = (end_ns - begin_ns) / step.duration_ns
-        extra_ns = max(step.duration_ns - stall_ns - self._plain_ns, 0)
+        extra_ns = max(step.duration_ns - stall_ns - step.encode_ns - self._plain_ns, 0)
         if not self._plain_ns:  # no step without extra tokens is known
             extra_ns *= step.num_extra / max(record.num_tokens, step.num_extra)
         token_ns = share * extra_ns / max(step.num_extra, 1)
-        num_own = sum(n for i, n in record.prefills.items() if request_of(i) == self._request_id)
+        num_own = self._count_own(record.prefills)
+        encode_ns = share * step.encode_ns
+        own_encode_ns = (
+            encode_ns * self._count_own(record.encodes) / (sum(record.encodes.values()) or 1)
+        )
         for phase, ns in (
+            ("picture_encode", own_encode_ns),
             ("start_up" if record.step < NUM_FIRST_STEPS else "stalled_worker", share * stall_ns),
-            ("neighbour_prefill", token_ns * (record.num_prompt_tokens - num_own)),
+            (
+                "neighbour_prefill",
+                token_ns * (record.num_prompt_tokens - num_own) + encode_ns - own_encode_ns,
+            ),
             ("rejected_drafts", token_ns * (record.num_drafts - record.num_accepted)),
             (self.repeats, token_ns * num_own if self.repeats else 0),
         ):
@@ -267,6 +284,10 @@ class _Builder:
             self.add_span(phase, begin_ns, until_ns, record.step)
             begin_ns = max(begin_ns, until_ns)
         self.add_span(phase_of_work, begin_ns, end_ns, record.step)
+
+    def _count_own(self, tokens: Mapping[str, int]) -> int:
+        """Return the tokens of this request, of those by engine id."""
+        return sum(n for i, n in tokens.items() if request_of(i) == self._request_id)
 
     def build(self) -> Breakdown:
         result = self._result

@@ -38,5 +38,6 @@ def _card(context: Context, name: str, adapter: Adapter | None = None) -> ModelC
         root=adapter.name if adapter else context.root,
         max_model_len=processor.max_model_len,
         parent=context.config.model.served_model_name[0] if adapter else None,
+        input_modalities=processor.spec.input_modalities,
         default_parameters=processor.listed_params,
     )

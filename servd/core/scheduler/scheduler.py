@@ -328,6 +328,9 @@ class Scheduler:
         if request.mm_features:
             step.encoder_inputs += [(request.slot, index) for index in inputs]
             step.encoding_cost += self.encoder_cache.encode(request, num_tokens, inputs)
+            if inputs:
+                sizes = [request.mm_features[index].num_embeds for index in inputs]
+                step.record.encodes[request.request_id] = sum(sizes)
         self.waiting.charge(request, num_tokens)
         self._finish_scheduling(request, step.add_row(request, num_tokens, new_block_ids))
         return num_tokens
@@ -403,6 +406,7 @@ class Scheduler:
         record = step.record
         record.collected_ns = self.clock()
         record.worker_ns = result.times_ns
+        record.encode_ns = result.encode_ns
         took_ns, is_report_due = self.step_log.add(record)
         if is_report_due:
             for request in self.requests.values():

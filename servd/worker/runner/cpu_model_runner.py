@@ -43,7 +43,9 @@ class CPUModelRunner(ModelRunner):
 
     def kv_cache_memory(self) -> int:
         """Return a share of the available memory, divided among the ranks of this host."""
-        return kv_cache_share(available_memory(), self.num_workers)
+        num_workers = self.num_workers
+        available = available_memory() - self.encoder_cache_bytes * num_workers
+        return kv_cache_share(available, num_workers)
 
     def allocate_kv_cache(self, num_blocks: int, num_checkpoints: int = 0) -> None:
         """Allocate the cache, then record graphs, which contain the cache's addresses."""

@@ -207,7 +207,7 @@ def check_fits(runner: ModelRunner, sizes: MemorySizes) -> None:
 
 def compare(runner: ModelRunner, planned: MemorySizes) -> None:
     pairs = {
-        "weights": (planned.weights + planned.adapters, runner.weights_bytes),
+        "weights": (planned.weights + planned.tower + planned.adapters, runner.weights_bytes),
         "KV cache per block": (planned.kv_per_block, runner.bytes_per_block),
     }
     if isinstance(runner, GPUModelRunner) and (use := runner.memory_use):
@@ -255,8 +255,11 @@ def _sizes(runner: ModelRunner) -> MemorySizes:
     # The stream, its norm, and two intermediates; a layer's products, and results from these.
     width = 4 * spec.hidden_size + max(outputs, default=0) + max(inputs, default=0)
     adapters = runner.adapters.nbytes if runner.adapters else 0
+    tower = runner.encoder.nbytes if runner.encoder else 0
     return MemorySizes(
-        weights=runner.weights_bytes - adapters,
+        weights=runner.weights_bytes - adapters - tower,
+        tower=tower,
+        encoder_cache=runner.encoder_cache_bytes,
         draft_weights=sum(map(model_loader.count_bytes, drafts)),
         adapters=adapters,
         requests=sum(x.nbytes for x in kept if isinstance(x, Tensor)),

@@ -10,18 +10,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from servd.base.errors import ConfigError, InvalidRequest, UnsupportedModel
+from servd.base.tracing import now_ns
 from servd.checkpoint.model_spec import ModelSpec
 from servd.checkpoint.multimodal_config import MultiModalSpec, text_name
 from servd.checkpoint.weight_files import find_weight_files
 from servd.config import Config
-from servd.messages.engine import NewRequest, SchedulerOutput
+from servd.messages.engine import ModelRunnerOutput, NewRequest, SchedulerOutput
 from servd.messages.multimodal import MultiModalFeature
 from servd.worker.attention import AttentionBackend
 from servd.worker.attention.torch_sdpa import TorchSdpaBackend
@@ -50,6 +51,25 @@ class Pictures:
     @property
     def end(self) -> int:
         return self.features[-1].end
+
+
+@dataclass(frozen=True)
+class EncodeTime:
+    """A StepPart: how long the vision tower ran."""
+
+    begin: int | torch.cuda.Event  # nanoseconds
+    end: int | torch.cuda.Event
+
+    def to_host(self) -> Self:
+        return self
+
+    def write(self, output: ModelRunnerOutput) -> None:
+        match self.begin, self.end:
+            case int(begin), int(end):
+                output.encode_ns = end - begin
+            case torch.cuda.Event() as begin, torch.cuda.Event() as end:
+                end.synchronize()
+                output.encode_ns = round(begin.elapsed_time(end) * 1e6)
 
 
 class EncoderRunner:
@@ -99,6 +119,7 @@ class EncoderRunner:
             )
         self.requests: dict[int, Pictures] = {}  # by slot
         self.outputs: dict[bytes, Tensor] = {}  # identifier -> [num_embeds, embed_size]
+        self._times: list[EncodeTime] = []  # of the step
 
     def _load_tower(self) -> None:
         if torch.empty(0).is_meta:  # a dry run, in which sizes are all that is wanted
@@ -149,6 +170,24 @@ class EncoderRunner:
         """Drop outputs and encode pictures. A request whose picture cannot be encoded fails."""
         for identifier in scheduled.freed_encoder_outputs:
             self.outputs.pop(identifier, None)
+        if scheduled.scheduled_encoder_inputs:
+            begin = self._clock()
+            self._encode_all(scheduled)
+            self._times = [EncodeTime(begin, self._clock())]
+
+    def take_times(self) -> list[EncodeTime]:
+        """Return when the tower began and ended, if the step encodes pictures."""
+        times, self._times = self._times, []
+        return times
+
+    def _clock(self) -> int | torch.cuda.Event:
+        if self.stream is None:
+            return now_ns()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self.stream)
+        return event
+
+    def _encode_all(self, scheduled: SchedulerOutput) -> None:
         for slot, index in scheduled.scheduled_encoder_inputs:
             if (pictures := self.requests.get(slot)) is None:  # the request has failed
                 continue

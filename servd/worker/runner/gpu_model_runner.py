@@ -223,8 +223,7 @@ class GPUModelRunner(ModelRunner):
         # What the allocator holds between tensors: its segments have up to 20 MB.
         fragments = meter.held() - meter.allocated()
         reserved = STAGED_BYTES if self.config.cache.has_connector else 0
-        if self.encoder is not None:
-            reserved += self.encoder.max_cache_bytes(self.config)
+        reserved += self.encoder_cache_bytes
         return MemoryUse(
             total=meter.total,
             outside=outside,

@@ -247,6 +247,11 @@ class ModelRunner(ABC):
         return num_blocks, num_checkpoints
 
     @property
+    def encoder_cache_bytes(self) -> int:
+        """The most bytes of encoded pictures."""
+        return 0 if self.encoder is None else self.encoder.max_cache_bytes(self.config)
+
+    @property
     def state_bytes(self) -> int:
         """The bytes of a request's states in all layers, on this rank."""
         return self.states.state_bytes
@@ -313,6 +318,8 @@ class ModelRunner(ABC):
         parts: list[StepPart] = [part for part in read if part is not None]
         if self.failed:
             parts.append(Failures.from_batch(batch, self.failed))
+        if self.encoder is not None:
+            parts += self.encoder.take_times()
         times_ns = (begin, prepared, now_ns())
         self.execute_model_state = ExecuteModelState(num_rows, (batch, hidden), parts, times_ns)
 
