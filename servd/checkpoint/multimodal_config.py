@@ -51,7 +51,7 @@ def multimodal_spec(
         names = ", ".join(FAMILIES)
         return f"servd reads no pictures with model_type {model_type}, only with {names}"
     if not any((folder / name).exists() for name in PROCESSORS):
-        return f"{folder} has no {PROCESSORS[1]}: download it again"
+        return f"its folder has no {PROCESSORS[1]}: download it again"
     text = object_in(config, TEXT) or config
     rope = object_in(text, "rope_parameters") or object_in(text, "rope_scaling") or {}
     vision = object_in(config, "vision_config") or {}
@@ -69,9 +69,9 @@ def multimodal_spec(
     try:  # the types of what config.json has
         msgspec.convert(msgspec.structs.asdict(spec), MultiModalSpec)
     except msgspec.ValidationError as error:
-        return f"{folder}/config.json: {error}"
+        return f"config.json: {error}"
     if spec.image_token_id not in range(vocab_size):
-        return f"{folder}/config.json: image_token_id {spec.image_token_id} is no token"
+        return f"config.json: image_token_id {spec.image_token_id} is no token"
     return spec
 
 

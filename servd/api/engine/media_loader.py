@@ -329,7 +329,8 @@ def decode_data_url(url: str) -> bytes:
     if not comma or not head.lower().endswith(";base64"):
         raise InvalidRequest("its data: address must be data:image/TYPE;base64,DATA")
     try:
-        for escape, letter in ESCAPES.items():  # any others would stop all threads for a second
+        # Any other escapes would stop all threads for a second.
+        for escape, letter in ESCAPES.items() if "%" in body else ():
             body = body.replace(escape, letter).replace(escape.lower(), letter)
         letters = (
             body.encode("ascii").translate(bytes.maketrans(b"-_", b"+/"), b" \t\r\n\f").rstrip(b"=")
