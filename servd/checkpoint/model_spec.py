@@ -158,7 +158,7 @@ def read_spec(folder: Path | str, overrides: dict[str, Any] | None = None) -> Mo
         eos_token_ids=_read_eos(folder, eos, vocab_size),
         config=config,
         generation=generation,
-        multimodal=multimodal_spec(folder, read_json(folder / "config.json")),
+        multimodal=multimodal_spec(folder, read_json(folder / "config.json"), vocab_size),
     )
 
 

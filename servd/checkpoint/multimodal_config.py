@@ -40,7 +40,9 @@ class MultiModalSpec(msgspec.Struct, frozen=True, kw_only=True):
     token_cost: float = 1.0
 
 
-def multimodal_spec(folder: Path, config: Mapping[str, Any]) -> MultiModalSpec | str:
+def multimodal_spec(
+    folder: Path, config: Mapping[str, Any], vocab_size: int
+) -> MultiModalSpec | str:
     """Return how a checkpoint with this config.json reads pictures; else why servd cannot."""
     if not is_part(config):
         return "it is a text model"
@@ -49,13 +51,13 @@ def multimodal_spec(folder: Path, config: Mapping[str, Any]) -> MultiModalSpec |
         names = ", ".join(FAMILIES)
         return f"servd reads no pictures with model_type {model_type}, only with {names}"
     if not any((folder / name).exists() for name in PROCESSORS):
-        return f"{folder} has no {PROCESSORS[1]}: download it again"
+        return f"its folder has no {PROCESSORS[1]}: download it again"
     text = object_in(config, TEXT) or config
     rope = object_in(text, "rope_parameters") or object_in(text, "rope_scaling") or {}
     vision = object_in(config, "vision_config") or {}
     token_id = config.get("image_token_id", config.get("image_token_index"))
     sections = family.get("mrope_section", [])
-    return MultiModalSpec(
+    spec = MultiModalSpec(
         model_type=model_type,
         image_token_id=family["image_token_id"] if token_id is None else token_id,
         num_deepstack=len(vision.get("deepstack_visual_indexes") or ()),
@@ -64,6 +66,13 @@ def multimodal_spec(folder: Path, config: Mapping[str, Any]) -> MultiModalSpec |
         mrope_interleaved=family.get("mrope_interleaved", False),
         token_cost=_token_cost(config, text, vision),
     )
+    try:  # the types of what config.json has
+        msgspec.convert(msgspec.structs.asdict(spec), MultiModalSpec)
+    except msgspec.ValidationError as error:
+        return f"config.json: {error}"
+    if spec.image_token_id not in range(vocab_size):
+        return f"config.json: image_token_id {spec.image_token_id} is no token"
+    return spec
 
 
 def _token_cost(

@@ -5,10 +5,13 @@ outputs the workers keep.
 from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Self
+from weakref import WeakValueDictionary
+
+from msgspec.structs import replace
 
 from servd.checkpoint.model_spec import ModelSpec
 from servd.config import Config
-from servd.core.request import Request
+from servd.core.request import PictureFile, Request
 
 
 class EncoderCacheManager:
@@ -32,6 +35,7 @@ class EncoderCacheManager:
         self._sizes: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
         self._held: set[bytes] = set()  # those that this step reads
         self._freed: list[bytes] = []
+        self._files = WeakValueDictionary[int, PictureFile]()  # by inode
         self._limit = 0.0  # image tokens of a step
         self._num_encoded = 0  # of this step
 
@@ -43,6 +47,16 @@ class EncoderCacheManager:
         memory = config.multimodal.encoder_cache_memory or 0
         capacity = max(memory // spec.embed_bytes, max_model_len)
         return cls(capacity, spec.multimodal.is_bidirectional, spec.multimodal.token_cost)
+
+    def open_pictures(self, request: Request) -> None:
+        """Open the pictures of a request, for the workers. Raise OSError if its client has left."""
+        features = request.mm_features
+        opened = self._files
+        request.picture_files = [
+            opened.get(f.inode) or opened.setdefault(f.inode, PictureFile(f)) for f in features
+        ]
+        places = zip(features, request.picture_files, strict=True)
+        request.mm_features = [replace(f, memory=file.path) for f, file in places]
 
     @property
     def num_embeds(self) -> int:

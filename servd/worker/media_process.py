@@ -49,12 +49,15 @@ def main() -> None:
 
     # A broken channel means that the API server has ended.
     with contextlib.suppress(ConnectionError):
+        limit_memory(start.memory_limit)  # a processor's file may ask for any size
         try:
             processor = load_processor(start)
         except Exception as error:  # of transformers: any
-            logger.exception("pictures are not available")
-            reason = f": {error}" if isinstance(error, ConfigError) else ""
-            answer(Reply(f"pictures are not available with this model{reason}"))
+            # Clients do not learn the reason, which names folders.
+            logger.error(
+                "pictures are not available: %r", error, exc_info=not isinstance(error, ConfigError)
+            )
+            answer(Reply("pictures are not available with this model: see the server's log"))
             return
         lock_up(start.memory_limit)
         answer(Reply())

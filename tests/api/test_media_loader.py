@@ -158,6 +158,7 @@ async def test_a_uuid_stands_for_what_its_owner_sent(make):
         lambda text: "\r\n".join(text[i : i + 76] for i in range(0, len(text), 76)),
         lambda text: f" {text}\n",
         lambda text: text.replace("+", "%2B").replace("/", "%2f").replace("=", "%3D"),
+        lambda text: f"%20{text}%0d%0A",
     ],
 )
 def test_base64_as_clients_send_it(change):
@@ -173,6 +174,7 @@ def test_base64_as_clients_send_it(change):
         ("data:image/png;base64,a", "base64"),
         ("data:image/png;base64,€uro", "base64"),
         ("data:image/png;base64,????", "base64"),
+        ("data:image/png;base64,%41%41%41%41", "base64"),
         ("data:image/png,abc", "base64"),
         ("data:image/png;base64", "data:image"),
         ("data:;base64," + "A" * (28 << 20), "20 MB"),

@@ -2,6 +2,7 @@
 
 import base64
 import io
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -148,6 +149,14 @@ async def test_pictures_of_tools_are_seen(served: Served):
     assert len(last(served).mm_features) == 10
 
 
+async def test_a_picture_in_reasoning_is_a_note(served: Served):
+    picture = {"type": "input_image", "image_url": f"data:;base64,{png()}"}
+    reasoning = {"type": "reasoning", "summary": [], "content": [picture]}
+    items = [{"role": "user", "content": "look"}, reasoning]
+    await post(served, "/v1/responses", {"input": items, "max_output_tokens": 2})
+    assert last(served).mm_features == []
+
+
 async def test_special_tokens_in_texts_stay_text(served: Served):
     await post(served, CHAT, chat({"type": "text", "text": "<image> what"}, part(png())))
     with_text = last(served)
@@ -204,6 +213,16 @@ async def test_limits(spec: ModelSpec):
         assert "maximum context length" in long.text
 
 
+async def test_a_step_has_room_for_a_whole_picture_by_default(tmp_path):
+    vision_models.make("gemma3", tmp_path)
+    file = tmp_path / "processor_config.json"
+    settings = json.loads(file.read_text()) | {"image_seq_length": 256}  # as Gemma's
+    file.write_text(json.dumps(settings))
+    async with serve(spec=read_spec(tmp_path), script="ok") as served:
+        await post(served, CHAT, chat(part(png()), TEXT))
+        assert last(served).mm_features[0].num_embeds == 256
+
+
 async def test_roles_that_have_no_pictures(served: Served):
     body = {"messages": [{"role": "system", "content": [part(png())]}], "max_tokens": 2}
     assert "system" in (await post(served, CHAT, body, 400)).json()["error"]["message"]
@@ -241,3 +260,23 @@ async def test_the_server_says_that_it_sees(served: Served):
     assert props.json()["modalities"] == {"vision": True, "audio": False}
     description = await post(served, "/api/show", {"model": "fake"})
     assert "vision" in description.json()["capabilities"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "word"),
+    [
+        ("image_token_id", 10**6, "is no token"),
+        ("image_token_id", -1, "is no token"),
+        ("image_token_id", "many", "image_token_id"),
+        ("rope_parameters", {"mrope_section": "x"}, "mrope_section"),
+    ],
+)
+def test_a_checkpoint_with_wrong_numbers_is_read_as_text(tmp_path, key, value, word):
+    vision_models.make("qwen2_5_vl", tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    part = config["text_config"] if key == "rope_parameters" else config
+    part[key] = value
+    path.write_text(json.dumps(config))
+    reason = read_spec(tmp_path).multimodal
+    assert isinstance(reason, str) and word in reason and "config.json" in reason

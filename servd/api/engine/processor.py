@@ -282,13 +282,15 @@ class Processor:
             if time.monotonic() > deadline:
                 return
 
-    def render(self, prompt: Prompt, placeholder: str = "") -> str | list[int]:
+    def render(self, prompt: Prompt, pictures: Sequence[LoadedPicture] = ()) -> str | list[int]:
         """Return the text to tokenise, or the token ids if the prompt consists of token ids. A
-        `placeholder` stands for each picture of a chat.
+        placeholder stands for each picture of a chat.
         """
+        if not pictures:
+            prompt = self.without_pictures(prompt)
         content = prompt.content
         if isinstance(content, Chat):
-            return self.chat_template.render(content, placeholder)
+            return self.chat_template.render(content, pictures[0].placeholder if pictures else "")
         assert not isinstance(content, Pair), "`process_inputs` makes token ids of pairs first"
         if isinstance(content, str):
             content = self.pooling.prompt(prompt.prompt_name) + content
@@ -311,9 +313,7 @@ class Processor:
         self, prompt: Prompt, pictures: Sequence[LoadedPicture]
     ) -> tuple[str, str] | tuple[list[int], list[int]]:
         """Return a prompt as `render` does, and with the texts of its pictures in place."""
-        if not pictures:
-            prompt = self.without_pictures(prompt)
-        rendered = self.render(prompt, pictures[0].placeholder if pictures else "")
+        rendered = self.render(prompt, pictures)
         if isinstance(rendered, str):
             return rendered, expand(rendered, pictures)
         return rendered, rendered

@@ -107,6 +107,8 @@ class PilProcessor(ImageProcessor):
             for name, dtype in self.inputs.items()
         }
         num_embeds = text.count(self.image_token)
+        if not num_embeds:
+            raise ValueError(f"a picture has no {self.image_token} in {text!r:.200}")
         num_parts = tensors["pixel_values"].shape[1] if self.has_parts else 1
         return ProcessedImage(text, num_embeds, self.grid(outputs), tensors, num_parts)
 

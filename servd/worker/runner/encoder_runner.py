@@ -233,8 +233,9 @@ class EncoderRunner:
                 if low == high:
                     continue
                 of_image = columns[low:high] - first + start
-                if self.multimodal.is_bidirectional:
-                    spans.append((of_image[0], of_image[-1] + 1))
+                if self.multimodal.is_bidirectional:  # those of a crop, not of all crops
+                    crops = np.split(of_image, np.flatnonzero(np.diff(of_image) > 1) + 1)
+                    spans += [(crop[0], crop[-1] + 1) for crop in crops]
                 if (output := self.outputs.get(feature.identifier)) is not None:
                     tokens.append(of_image)
                     features.append(output[low:high])

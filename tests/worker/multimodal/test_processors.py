@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -183,6 +184,17 @@ def test_wrong_options_are_refused_by_name(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         processor_of(vision_checkpoint(family), **options)
+
+
+@pytest.mark.parametrize("number", [0, -1, "many"])
+def test_a_file_with_a_wrong_number_of_tokens(
+    vision_checkpoint: Callable[[str], Path], tmp_path: Path, number: object
+) -> None:
+    folder = shutil.copytree(vision_checkpoint("smolvlm"), tmp_path / "wrong")
+    settings = json.dumps({"image_seq_len": number})
+    (folder / "processor_config.json").write_text(settings, encoding="utf8")
+    with pytest.raises(ConfigError, match="processor_config.json"):
+        processor_of(folder)
 
 
 @pytest.mark.parametrize(
