@@ -41,11 +41,10 @@ class EncoderCacheManager:
 
     @classmethod
     def from_config(cls, config: Config, spec: ModelSpec, max_model_len: int) -> Self:
-        """Return a cache of --encoder-cache-memory, and at least of the longest prompt."""
+        """Return a cache of --encoder-cache-memory."""
         if isinstance(spec.multimodal, str):
             return cls()
-        memory = config.multimodal.encoder_cache_memory or 0
-        capacity = max(memory // spec.embed_bytes, max_model_len)
+        capacity = config.multimodal.encoder_cache_size(max_model_len, spec.embed_bytes)
         return cls(capacity, spec.multimodal.is_bidirectional, spec.multimodal.token_cost)
 
     def open_pictures(self, request: Request) -> None:
@@ -71,19 +70,20 @@ class EncoderCacheManager:
         self._num_encoded = 0
         self._held.clear()
 
-    def can_start(self, request: Request, room: int) -> bool:
-        """Return whether the step can compute tokens of a new request, wherever it begins, and
-        encode all of its pictures. `room`: the tokens that it may compute.
+    def can_start(self, request: Request, room: int, is_whole: bool) -> bool:
+        """Return whether the step can compute tokens of a new request, wherever it begins; with
+        `is_whole`, all of them. `room`: the tokens that it may compute.
         """
         if not request.mm_features:
             return True
         sizes = {feature.identifier: feature.num_embeds for feature in request.mm_features}
         num_new = sum(size for key, size in sizes.items() if key not in self._sizes)
-        num_embeds = sum(({key: self._sizes[key] for key in self._held} | sizes).values())
-        fits = num_embeds <= self.capacity
+        others = {key: self._sizes[key] for key in self._held if key not in sizes}
+        num_read = sum(sizes.values()) if is_whole else max(sizes.values())
+        fits = sum(others.values()) + num_read <= self.capacity
         longest = max(feature.length for feature in request.mm_features)
-        is_whole = not self.is_bidirectional or longest <= room
-        return fits and is_whole and self._has_time(self._num_encoded, num_new)
+        is_cut = self.is_bidirectional and longest > room
+        return fits and not is_cut and self._has_time(self._num_encoded, num_new)
 
     def count_ready(self, request: Request, num_tokens: int) -> tuple[int, list[int]]:
         """Return how many of a request's next `num_tokens` tokens the step can compute, and which

@@ -217,6 +217,18 @@ class Processor:
         # At worst, others decode, and half of the rest is for long prompts: see Scheduler.
         limit = (scheduler.max_num_batched_tokens - scheduler.max_num_seqs) // 2
         longest = max(feature.length for feature in features)
+        # At worst, the cache of encoded pictures has room for one.
+        capacity = self.config.multimodal.encoder_cache_size(
+            self.max_model_len, self.spec.embed_bytes
+        )
+        sizes = [feature.num_embeds for feature in features]
+        num_embeds = max(sizes) if scheduler.enable_chunked_prefill else sum(sizes)
+        if num_embeds > capacity:
+            raise InvalidRequest(
+                f"a step must encode {num_embeds} image tokens, and at most {capacity} fit: send "
+                "smaller pictures, or raise --encoder-cache-memory",
+                param="messages",
+            )
         if multimodal.is_bidirectional and longest > limit:
             raise InvalidRequest(
                 f"a picture has {longest} tokens, of which a step must compute all, and at most "

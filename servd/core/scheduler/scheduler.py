@@ -299,7 +299,9 @@ class Scheduler:
                 # One preempted with a token in flight waits until that is collected.
                 is_known = not request.num_placeholders
                 may_start = is_known and self.kv_cache.can_allocate(request, cached)
-                if may_start and not self.encoder_cache.can_start(request, room):
+                if may_start and not self.encoder_cache.can_start(
+                    request, room, not self.chunks_prompts
+                ):
                     may_start = False
                     continue
                 if not may_start:
