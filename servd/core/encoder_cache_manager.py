@@ -78,9 +78,10 @@ class EncoderCacheManager:
             return True
         sizes = {feature.identifier: feature.num_embeds for feature in request.mm_features}
         num_new = sum(size for key, size in sizes.items() if key not in self._sizes)
-        others = {key: self._sizes[key] for key in self._held if key not in sizes}
-        num_read = sum(sizes.values()) if is_whole else max(sizes.values())
-        fits = sum(others.values()) + num_read <= self.capacity
+        num_held = sum(self._sizes[key] for key in self._held)
+        new_sizes = [size for key, size in sizes.items() if key not in self._held]
+        num_read = sum(new_sizes) if is_whole else max(new_sizes, default=0)
+        fits = num_held + num_read <= self.capacity
         longest = max(feature.length for feature in request.mm_features)
         is_cut = self.is_bidirectional and longest > room
         return fits and not is_cut and self._has_time(self._num_encoded, num_new)

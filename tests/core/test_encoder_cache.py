@@ -175,6 +175,17 @@ def test_a_picture_stays_open_for_steps_in_flight():
     assert not Path(opened.memory).exists()
 
 
+def test_a_request_whose_cached_prefix_ends_before_a_picture_waits_for_room():
+    """The step holds "a" for another request, which leaves no room for "b"."""
+    engine = seeing_engine(capacity=16, block_size=4, max_num_batched_tokens=8, num_blocks=20)
+    requests = [
+        seeing_request(str(i), [1, 1, ("a", 12), 1, 1, picture], 1)
+        for i, picture in enumerate([("a", 12), ("b", 5)])
+    ]
+    log = generate(engine, seeing_request("before", [1], 1), *requests)
+    assert [log.token_ids(str(i)) for i in range(2)] == [solo(request) for request in requests]
+
+
 class Arrival(NamedTuple):
     step: int
     parts: list
