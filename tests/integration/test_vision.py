@@ -180,3 +180,10 @@ def test_the_language_model_alone(start, folder):
     answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
     assert answer.status_code == 400 and "--language-model-only" in answer.text
     assert ask(server, message(text="hi"))["usage"]["completion_tokens"] == 12
+
+
+def test_options_of_the_image_processor_are_checked_at_the_start(folder):
+    server = Server(str(folder), "--device", "cpu", "--mm-processor-kwargs", '{"nope": 1}')
+    assert server.process.wait(60) == 2
+    server.wait_for_line(r"--mm-processor-kwargs: 'nope' is unknown")
+    server.stop()

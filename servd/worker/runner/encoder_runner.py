@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from servd.base.errors import ConfigError, InvalidRequest, UnsupportedModel
+from servd.base.plugins import load_class
 from servd.base.tracing import now_ns
 from servd.checkpoint.model_spec import ModelSpec
 from servd.checkpoint.multimodal_config import MultiModalSpec, text_name
@@ -78,6 +79,7 @@ class EncoderRunner:
     Args:
         model: see `check_model`.
         dtype: of the tower's weights.
+        options: --mm-processor-kwargs, which are checked here: the media process starts later.
         parallel: the tower is in the first stage, as a whole on every rank.
         failed: slot -> error of its request, to which those of pictures are added.
     """
@@ -86,6 +88,7 @@ class EncoderRunner:
         self,
         spec: ModelSpec,
         dtype: torch.dtype,
+        options: Mapping[str, Any],
         model: Any,
         states: RequestStates,
         backend: AttentionBackend[Any],
@@ -107,7 +110,7 @@ class EncoderRunner:
         self.tower: VisionTower | None = None
         self.nbytes = 0
         if parallel.stage == 0:
-            self._load_tower()
+            self._load_tower(options)
         # Steps with bidirectional rows compute attention by this backend; None: by the model's.
         self.backend: AttentionBackend[Any] | None = None
         if self.multimodal.is_bidirectional and not backend.supports_bidirectional_rows:
@@ -121,7 +124,7 @@ class EncoderRunner:
         self.outputs: dict[bytes, Tensor] = {}  # identifier -> [num_embeds, embed_size]
         self._times: list[EncodeTime] = []  # of the step
 
-    def _load_tower(self) -> None:
+    def _load_tower(self, options: Mapping[str, Any]) -> None:
         if torch.empty(0).is_meta:  # a dry run, in which sizes are all that is wanted
             files = find_weight_files(Path(self.spec.folder))
             tensors = read_tensors(files, lambda name: text_name(name) is None)
@@ -129,8 +132,12 @@ class EncoderRunner:
             self.nbytes = sum(x.numel() * min(x.itemsize, widest) for _, x in tensors)
             return
         # The package needs Pillow, which text models do without.
+        from servd.worker.multimodal import FAMILIES, ImageProcessor
         from servd.worker.multimodal._tower import VisionTower
 
+        model_type = self.multimodal.model_type
+        processor_class: type[ImageProcessor] = load_class(FAMILIES, model_type, ImageProcessor)
+        processor_class(Path(self.spec.folder), options)
         self.tower = VisionTower.load(self.spec, self.dtype, self.device)
         self.nbytes = self.tower.nbytes
 

@@ -156,7 +156,8 @@ class ModelRunner(ABC):
         self.states.make_room(state.arrange(self.model))
         if reads_images:
             parts = self.model, self.states, self.backend, self.parallel, self.failed
-            self.encoder = encoder_runner.EncoderRunner(self.spec, self.dtype, *parts)
+            options = self.config.multimodal.mm_processor_kwargs
+            self.encoder = encoder_runner.EncoderRunner(self.spec, self.dtype, options, *parts)
             self.weights_bytes += self.encoder.nbytes
         mode = self.config.model.logprobs_mode
         self.sampler = Sampler(self.spec.vocab_size, self.max_num_seqs, self.device, mode)
