@@ -1,16 +1,23 @@
 """LLM.embed, with the engine in this process and in its own, and failing requests."""
 
+import asyncio
+import base64
 import contextlib
+import io
 import math
 import os
 import re
 import struct
 import subprocess
 import sys
+from typing import Any
 
 import pytest
+from PIL import Image
 
 from servd import LLM, BeamSearchParams, LoRARequest, PoolingParams, SamplingParams
+from servd.api.engine import media_loader
+from servd.api.request.request_output import RequestOutput
 from servd.base.errors import EngineDeadError, EngineError, InvalidRequest
 from servd.checkpoint.pooling import PoolingSpec
 from servd.core.executor.fake import next_state, vector
@@ -18,7 +25,9 @@ from servd.core.structured_output import manager
 from servd.core.structured_output.grammar import GrammarError
 from servd.messages.engine import FinishReason
 from servd.messages.params import CLASSIFY, StructuredOutput
+from tests import vision_models
 from tests.adapters import write_adapter
+from tests.api.test_vision import png
 from tests.fake_tokens import expected_tokens
 from tests.limits import WAIT_SECONDS
 
@@ -43,6 +52,36 @@ def make_llm():
             return llm
 
         yield make
+
+
+def conversation(*pictures: str) -> list[Any]:
+    parts = [{"type": "image_url", "image_url": {"url": f"data:;base64,{p}"}} for p in pictures]
+    return [{"role": "user", "content": parts}]
+
+
+def test_pictures_beside_an_event_loop(make_llm, tmp_path):
+    vision_models.make("smolvlm", tmp_path)
+    llm = make_llm(model=str(tmp_path))
+
+    async def chat(*pictures: str) -> RequestOutput:  # as in a notebook
+        return llm.chat(conversation(*pictures), SamplingParams(max_tokens=3))[0]
+
+    file = io.BytesIO()
+    Image.effect_noise((1500, 1500), 50).save(file, "PNG")
+    picture = base64.b64encode(file.getvalue()).decode()
+    for _ in range(3):  # while the first is still processed
+        with pytest.raises(InvalidRequest, match="picture 2"):
+            asyncio.run(chat(picture, "broken"))
+    assert len(asyncio.run(chat(picture)).outputs[0].token_ids) == 3
+
+
+def test_pictures_that_have_no_room_together(make_llm, tmp_path, monkeypatch):
+    vision_models.make("smolvlm", tmp_path)
+    monkeypatch.setattr(media_loader, "MAX_FILES", 1)
+    llm = make_llm(model=str(tmp_path), mm_processor_cache_gb=0)
+    conversations = [conversation(png(colour)) for colour in ("red", "green", "blue")]
+    outputs = llm.chat(conversations, SamplingParams(max_tokens=3))
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [3, 3, 3]
 
 
 @pytest.mark.parametrize("separate_process", [False, True])
@@ -224,6 +263,20 @@ def test_chat_gives_its_options_to_the_template(make_llm):
         add_generation_prompt=False,
     )
     assert bytes(output.prompt_token_ids) == b"look hi brief False"
+
+
+def test_chat_answers_what_the_model_says_to_its_prompt(make_llm):
+    llm = make_llm(tool_call_parser="hermes", reasoning_parser="qwen3")
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+    params = [
+        SamplingParams(max_tokens=40, structured_output=StructuredOutput("regex", "[a-f]+")),
+        SamplingParams(max_tokens=40, stop=["a"]),
+    ]
+    messages = [{"role": "user", "content": "hi"}]
+    for p in params:
+        [chat] = llm.chat(messages, p, tools=[tool])
+        [same] = llm.generate([chat.prompt_token_ids], p)
+        assert chat.outputs[0].text == same.outputs[0].text
 
 
 def test_scores_are_cosines_where_the_model_has_no_head(make_llm):

@@ -228,13 +228,10 @@ def tell_systemd(state: str) -> None:
 
 def within_file_limit(config: ServerConfig, media: MediaLoader | None) -> ServerConfig:
     """Return `config` with `max_connections` limited to the files that this process may open,
-    because `accept` would fail beyond that. Raise the limit by the files of pictures if possible.
+    because `accept` would fail beyond that.
     """
-    allowed, maximum = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if media is not None:
-        media.max_files = min(media.max_files, maximum // 4)
-        allowed = min(allowed + media.max_files, maximum)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, maximum))
         allowed -= media.max_files
     possible = max(allowed - OTHER_FILES, 1)
     if possible >= config.max_connections:

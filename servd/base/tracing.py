@@ -98,6 +98,7 @@ class StepRecord(msgspec.Struct, array_like=True, gc=False):
     num_cached_tokens: int = 0  # of admitted requests, found in the prefix cache
     num_drafts: int = 0  # draft tokens that were verified
     num_accepted: int = 0
+    encoding_cost: int = 0  # of pictures, in tokens of the language model
     prefills: dict[str, int] = {}  # engine ids of prompts -> number of tokens
     encodes: dict[str, int] = {}  # engine ids of prompts -> image tokens that the tower computed
     encode_ns: int = 0  # how long the tower ran; on a pipeline unknown
@@ -113,7 +114,7 @@ class StepRecord(msgspec.Struct, array_like=True, gc=False):
 
 
 OVERDUE_FACTOR = 5  # a step is overdue after this many times the expected time, plus some seconds
-FIRST_STEP = 120.0  # seconds that a step may take while nothing is known
+FIRST_STEP = 120.0  # seconds of a step of which nothing is known, or that encodes pictures
 
 
 class Pace(NamedTuple):
@@ -132,10 +133,11 @@ class Pace(NamedTuple):
             max((step.num_tokens for _, step in took), default=0),
         )
 
-    def expected_seconds(self, num_tokens: int) -> float:
+    def expected_seconds(self, num_tokens: int, encodes: bool) -> float:
         """Return an upper estimate for a step of `num_tokens`: the longest recent step or, if
-        longer, these tokens at the speed of the slowest step with prompts.
+        longer, these tokens at the speed of the slowest step with prompts. `encodes`: pictures,
+        whose time may grow with the square of their sizes.
         """
-        if not self.per_token and num_tokens > self.most_tokens:
+        if encodes or (not self.per_token and num_tokens > self.most_tokens):
             return FIRST_STEP
         return max(self.longest, self.per_token * num_tokens) / 1e9

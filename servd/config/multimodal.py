@@ -29,10 +29,16 @@ class MultiModalConfig(Section, frozen=True):
     """GiB of memory in which each API server keeps processed pictures for later requests."""
     encoder_cache_memory: Positive | None = None
     """Memory for encoded pictures, in bytes or as "2GiB". Equal pictures are encoded once. Default:
-    as many image tokens as fit in a prompt.
+    for as many image tokens as fit in a prompt, at most 32768.
     """
 
     @property
     def max_images(self) -> int:
         """The most pictures in a prompt."""
         return self.limit_mm_per_prompt.get("image", 64)
+
+    def encoder_cache_size(self, max_model_len: int, embed_bytes: int) -> int:
+        """Return the image tokens in the memory for encoded pictures; `embed_bytes`: of one."""
+        if self.encoder_cache_memory is None:
+            return min(max_model_len, 32768)
+        return max(self.encoder_cache_memory // embed_bytes, 1)

@@ -5,10 +5,13 @@ outputs the workers keep.
 from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Self
+from weakref import WeakValueDictionary
+
+from msgspec.structs import replace
 
 from servd.checkpoint.model_spec import ModelSpec
 from servd.config import Config
-from servd.core.request import Request
+from servd.core.request import PictureFile, Request
 
 
 class EncoderCacheManager:
@@ -32,17 +35,27 @@ class EncoderCacheManager:
         self._sizes: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
         self._held: set[bytes] = set()  # those that this step reads
         self._freed: list[bytes] = []
+        self._files = WeakValueDictionary[int, PictureFile]()  # by inode
         self._limit = 0.0  # image tokens of a step
         self._num_encoded = 0  # of this step
 
     @classmethod
     def from_config(cls, config: Config, spec: ModelSpec, max_model_len: int) -> Self:
-        """Return a cache of --encoder-cache-memory, and at least of the longest prompt."""
+        """Return a cache of --encoder-cache-memory."""
         if isinstance(spec.multimodal, str):
             return cls()
-        memory = config.multimodal.encoder_cache_memory or 0
-        capacity = max(memory // spec.embed_bytes, max_model_len)
+        capacity = config.multimodal.encoder_cache_size(max_model_len, spec.embed_bytes)
         return cls(capacity, spec.multimodal.is_bidirectional, spec.multimodal.token_cost)
+
+    def open_pictures(self, request: Request) -> None:
+        """Open the pictures of a request, for the workers. Raise OSError if its client has left."""
+        features = request.mm_features
+        opened = self._files
+        request.picture_files = [
+            opened.get(f.inode) or opened.setdefault(f.inode, PictureFile(f)) for f in features
+        ]
+        places = zip(features, request.picture_files, strict=True)
+        request.mm_features = [replace(f, memory=file.path) for f, file in places]
 
     @property
     def num_embeds(self) -> int:
@@ -57,19 +70,20 @@ class EncoderCacheManager:
         self._num_encoded = 0
         self._held.clear()
 
-    def can_start(self, request: Request, room: int) -> bool:
-        """Return whether the step can compute tokens of a new request, wherever it begins, and
-        encode all of its pictures. `room`: the tokens that it may compute.
+    def can_start(self, request: Request, room: int, is_whole: bool) -> bool:
+        """Return whether the step can compute tokens of a new request, wherever it begins; with
+        `is_whole`, all of them. `room`: the tokens that it may compute.
         """
         if not request.mm_features:
             return True
         sizes = {feature.identifier: feature.num_embeds for feature in request.mm_features}
         num_new = sum(size for key, size in sizes.items() if key not in self._sizes)
-        num_embeds = sum(({key: self._sizes[key] for key in self._held} | sizes).values())
-        fits = num_embeds <= self.capacity
+        others = {key: self._sizes[key] for key in self._held if key not in sizes}
+        num_read = sum(sizes.values()) if is_whole else max(sizes.values())
+        fits = sum(others.values()) + num_read <= self.capacity
         longest = max(feature.length for feature in request.mm_features)
-        is_whole = not self.is_bidirectional or longest <= room
-        return fits and is_whole and self._has_time(self._num_encoded, num_new)
+        is_cut = self.is_bidirectional and longest > room
+        return fits and not is_cut and self._has_time(self._num_encoded, num_new)
 
     def count_ready(self, request: Request, num_tokens: int) -> tuple[int, list[int]]:
         """Return how many of a request's next `num_tokens` tokens the step can compute, and which

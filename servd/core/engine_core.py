@@ -203,7 +203,7 @@ class EngineCore:
         idle = self.micro_batches.choose_idle(self.scheduler.running, grammars.choose_idle())
         scheduled = self.scheduler.schedule(idle, grammars.grammar_tokens())
         if scheduled is not None:
-            record = self.scheduler.newest
+            record = self.scheduler.records[-1]
             self.on_scheduled(record)
             self.executor.execute_model(scheduled)
             record.executed_ns = self.clock()

@@ -270,7 +270,10 @@ class EngineCoreProc:
         """Tell the parent process how long the step may take before the engine counts as hung."""
         if record.step % PACE_INTERVAL == 0 or record.step < FIRST_STEPS:
             self.pace = self.engine.scheduler.step_log.pace
-        expected = self.pace.expected_seconds(record.num_tokens)
+        expected = max(
+            self.pace.expected_seconds(record.num_tokens, record.encoding_cost > 0)
+            for record in self.engine.scheduler.records
+        )
         self.heartbeat.work(
             self.start.config.server.engine_hang_timeout + OVERDUE_FACTOR * expected
         )

@@ -1,5 +1,6 @@
 """Request: the engine's state of a request: tokens, counters, blocks and limits."""
 
+import os
 from dataclasses import dataclass, field
 from enum import IntEnum, auto
 from functools import lru_cache
@@ -61,6 +62,23 @@ class OutputEnd:
     error: str | None = None  # None: complete; else the token is not part of the output
 
 
+class PictureFile:
+    """A picture's memory, open until nobody refers to this. An API server closes it, and may use
+    its number again, when a client leaves: a step in flight would fail, or read another picture.
+    Raises OSError if it is closed already.
+    """
+
+    def __init__(self, feature: MultiModalFeature) -> None:
+        self.number = os.open(feature.memory, os.O_RDONLY | os.O_NONBLOCK)
+        self.path = f"/proc/{os.getpid()}/fd/{self.number}"
+        if os.fstat(self.number).st_ino != feature.inode:
+            raise FileNotFoundError(feature.memory)
+
+    def __del__(self) -> None:
+        if hasattr(self, "number"):
+            os.close(self.number)
+
+
 def prompt_too_long(num_prompt_tokens: int, max_model_len: int, by_cache: bool) -> str:
     """Return the error for a too long prompt. `by_cache`: the KV cache is the limit."""
     error = (
@@ -111,6 +129,7 @@ class Request:
     repetition: RepetitionDetector | None
     is_prompt_only: bool  # ends when its prompt is computed; the sampled token is dropped
     mm_features: list[MultiModalFeature] = field(default_factory=list)
+    picture_files: list[PictureFile] = field(default_factory=list)  # what these features refer to
 
     status: RequestStatus = RequestStatus.WAITING
     num_tokens: int = 0  # known tokens and placeholders

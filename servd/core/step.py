@@ -41,7 +41,6 @@ class Step(msgspec.Struct):
     new_requests: list[NewRequest] = []
     swaps: BlockSwaps | None = None
     encoder_inputs: list[tuple[int, int]] = []  # see SchedulerOutput
-    encoding_cost: int = 0  # of these, in tokens of the language model
     freed_encoder_outputs: list[bytes] = []
 
     def __contains__(self, request: Request) -> bool:

@@ -35,6 +35,7 @@ class MultiModalFeature(msgspec.Struct, array_like=True, omit_defaults=True, fro
     grid: tuple[int, int] = (0, 0)
     memory: str = ""  # path of the shared memory
     tensors: list[TensorPlace] = []
+    inode: int = 0  # of the memory: another file may get its path
 
     @property
     def end(self) -> int:

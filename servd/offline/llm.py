@@ -12,7 +12,7 @@ from servd.api.engine.beam_search import BeamSearch
 from servd.api.request.request_output import RequestOutput
 from servd.api.text.prompt import Chat, Pair, Prompt, SharedText, ToolOptions
 from servd.base.bounds import check_bounds
-from servd.base.errors import EngineError, InvalidRequest
+from servd.base.errors import EngineError, InvalidRequest, Unavailable
 from servd.config import Config
 from servd.messages.adapter import LoRARequest
 from servd.messages.outputs import PoolingOutput, PoolingRequestOutput, unpack_vector
@@ -282,13 +282,12 @@ class LLM:
         show = self.use_tqdm if use_tqdm is None else use_tqdm
         try:
             requests = zip(ids, prompts, params_of_prompts, adapters, strict=True)
-            for request_id, prompt, p, adapter in requests:
-                self.engine.add_request(request_id, prompt, p, lora_request=adapter)
+            early = (output for request in requests for output in self._add(*request))
             hide = None if show else True  # None: hidden unless stderr is a terminal
             with tqdm(total=len(ids), desc="prompts", disable=hide, dynamic_ncols=True) as bar:
                 started = time.perf_counter()
                 num_tokens = 0
-                for output in self._finished():
+                for output in itertools.chain(early, self._finished()):
                     finished[output.request_id] = output
                     num_tokens += sum(len(o.token_ids) for o in output.outputs)
                     rate = num_tokens / (time.perf_counter() - started)
@@ -299,15 +298,31 @@ class LLM:
             raise
         return [finished[request_id] for request_id in ids]
 
+    def _add(
+        self, request_id: str, prompt: Chat | Pair | TextOrIds, params: Params, adapter: Any
+    ) -> Iterator[RequestOutput]:
+        """Add a request. Yield those that finish before there is room for its pictures."""
+        while True:
+            try:
+                self.engine.add_request(request_id, prompt, params, lora_request=adapter)
+                return
+            except Unavailable:
+                if not self.engine.has_unfinished_requests():
+                    raise
+            yield from self._step()
+
     def _finished(self) -> Iterator[RequestOutput]:
         """Yield each request when it finishes. Raise EngineError if a choice failed."""
         while self.engine.has_unfinished_requests():
-            for output in self.engine.step():
-                for choice in output.outputs:
-                    if choice.error is not None:
-                        raise EngineError(choice.error)
-                if output.finished:
-                    yield output
+            yield from self._step()
+
+    def _step(self) -> Iterator[RequestOutput]:
+        for output in self.engine.step():
+            for choice in output.outputs:
+                if choice.error is not None:
+                    raise EngineError(choice.error)
+            if output.finished:
+                yield output
 
 
 def _pooled(output: RequestOutput, **result: Any) -> PoolingRequestOutput:

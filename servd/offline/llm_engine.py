@@ -1,6 +1,7 @@
 """LLMEngine: runs an engine, in this process or another, one step per call of `step`."""
 
 import asyncio
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from servd.api.text.tokenizer import Tokenizer
 from servd.base.errors import ConfigError, InvalidRequest
 from servd.base.private_dir import private_dir
 from servd.checkpoint.adapter_store import AdapterStore
+from servd.checkpoint.model_spec import ModelSpec
 from servd.config import Config
 from servd.core.client import EngineCoreClient, InprocClient, SyncMPClient, make_rpc
 from servd.messages.adapter import Adapter, LoRARequest
@@ -69,7 +71,7 @@ class LLMEngine:
         if config.lora.enable_lora:
             self.adapters = AdapterStore(private_dir(), config.model.allow_unknown_keys)
         # Scripts rarely call `close`, so it also runs at exit.
-        self.media = MediaLoader(config, spec) if self.processor.sees else None
+        self.media = _start_media(config, spec) if self.processor.sees else None
         self._close = weakref.finalize(
             self, _close, self.processor.grammars, self.media, self.engine_core, self.adapters
         )
@@ -113,7 +115,11 @@ class LLMEngine:
         pictures = self.processor.pictures_of(prompt)
         loaded: list[LoadedPicture] = []
         if pictures and self.media is not None:
-            loaded = asyncio.run(self.media.load(pictures, None, ""))
+            media, loop = self.media
+            load = media.load(pictures, None, "")
+            loaded = asyncio.run_coroutine_threadsafe(load, loop).result()
+        if isinstance(prompt.content, Chat):  # as a text: nobody looks for calls in the output
+            prompt = Prompt(content=self.processor.render(prompt, loaded), add_special_tokens=False)
         return self.processor.process_inputs(request_id, prompt, params, options, loaded)
 
     def send(self, inputs: ProcessedInputs, is_part: bool = False) -> None:
@@ -236,15 +242,31 @@ class LLMEngine:
         self._close()
 
 
+def _start_media(config: Config, spec: ModelSpec) -> tuple[MediaLoader, asyncio.AbstractEventLoop]:
+    """Return a loader of pictures, and its event loop. That runs in a thread, because this one may
+    have a loop, as in a notebook, and pictures of failed requests end later.
+    """
+    loop = asyncio.new_event_loop()
+
+    def run() -> None:
+        loop.run_forever()
+        loop.close()
+
+    threading.Thread(target=run, name="media", daemon=True).start()
+    return MediaLoader(config, spec), loop
+
+
 def _close(
     grammars: GrammarChecker,
-    media: MediaLoader | None,
+    media_loop: tuple[MediaLoader, asyncio.AbstractEventLoop] | None,
     engine_core: SyncMPClient | InprocClient,
     adapters: AdapterStore | None,
 ) -> None:
     grammars.close()
-    if media is not None:
+    if media_loop is not None:
+        media, loop = media_loop
         media.close()
+        loop.call_soon_threadsafe(loop.stop)
     engine_core.close()
     if adapters is not None:
         adapters.clear()

@@ -294,6 +294,15 @@ async def test_a_client_may_not_ask_for_more_urgency_than_its_key_has(tmp_path):
         assert "min_priority" in answer.text
 
 
+async def test_a_key_without_urgency_may_count_tokens(tmp_path):
+    path = write_keys(tmp_path, min_priority="5")
+    async with serve(api_key_file=path, scheduling_policy="priority") as served:
+        body = {"messages": user("hi")}
+        for route in ("/tokenize", "/v1/messages/count_tokens"):
+            answer = await served.http.post(route, json=body, headers=AUTHORIZED)
+            assert answer.status_code == 200, answer.text
+
+
 async def test_weight_users_and_tier_reach_the_engine(tmp_path):
     path = write_keys(tmp_path, weight="2.5", by_user="true")
     async with serve(api_key_file=path) as served:

@@ -61,6 +61,14 @@ def ids(items: list[Item], *kinds: str) -> list[str]:
     return [item["call_id"] for item in items if item["type"] in kinds]
 
 
+def test_the_address_of_a_picture_is_no_text_of_the_prompt():
+    picture = {"type": "input_image", "image_url": "data:image/png;base64," + "A" * 1_000_000}
+    items = [message("user", ""), message("assistant", "I see"), message("user", "and now?")]
+    items[0]["content"] = [picture, {"type": "input_text", "text": "what is it?"}]
+    assert compact(items, 3000, len, 20).items == items
+    assert compact(items, 900, len, 20).items == items[2:]
+
+
 @settings(deadline=None)
 @given(items=conversations())
 def test_what_remains_fits_and_is_a_conversation(items: list[Item]):

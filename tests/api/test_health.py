@@ -105,6 +105,7 @@ STEPS = [
 ]
 PREFILLS = [*STEPS, StepRecord(9, 9 * 10**8, collected_ns=10**9, num_tokens=10, prefills={"a": 9})]
 LONG, SHORT = Unfinished(0, 5000, has_begun=False), Unfinished(0, 5000, has_begun=True)
+PICTURE = Unfinished(0, 50, has_begun=False, has_pictures=True)
 
 
 @pytest.mark.parametrize(
@@ -115,6 +116,8 @@ LONG, SHORT = Unfinished(0, 5000, has_begun=False), Unfinished(0, 5000, has_begu
         ([SHORT], PREFILLS, 30, "stalled"),  # a step of one token takes at most 0.1 s
         ([SHORT, LONG], PREFILLS, 30, "prefill"),  # one of 2048 takes 20
         ([SHORT, LONG], PREFILLS, 300, "stalled"),
+        ([SHORT, PICTURE], PREFILLS, 300, "prefill"),  # a vision tower may be slow
+        ([PICTURE], PREFILLS, 1200, "stalled"),
         ([LONG], STEPS, 120, "prefill"),  # nothing is known of prompts
         ([LONG], [], 120, "prefill"),
         ([LONG], [], 1200, "stalled"),

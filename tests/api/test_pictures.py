@@ -116,7 +116,7 @@ def test_a_template_without_pictures_is_an_error():
 
 
 def picture(text: str, num_embeds: int, num_parts: int = 1, tensors: Any = ()) -> Any:
-    memory = SimpleNamespace(path="/memory")
+    memory = SimpleNamespace(path="/memory", inode=1)
     return SimpleNamespace(
         identifier=text.encode(),
         placeholder="<image>",

@@ -149,6 +149,14 @@ async def test_pictures_of_tools_are_seen(served: Served):
     assert len(last(served).mm_features) == 10
 
 
+async def test_a_picture_in_reasoning_is_a_note(served: Served):
+    picture = {"type": "input_image", "image_url": f"data:;base64,{png()}"}
+    reasoning = {"type": "reasoning", "summary": [], "content": [picture]}
+    items = [{"role": "user", "content": "look"}, reasoning]
+    await post(served, "/v1/responses", {"input": items, "max_output_tokens": 2})
+    assert last(served).mm_features == []
+
+
 async def test_special_tokens_in_texts_stay_text(served: Served):
     await post(served, CHAT, chat({"type": "text", "text": "<image> what"}, part(png())))
     with_text = last(served)
@@ -203,6 +211,16 @@ async def test_limits(spec: ModelSpec):
         assert "truncated" in (await post(served, CHAT, body, 400)).text
         long = await post(served, CHAT, chat(part(png()), {**TEXT, "text": "a" * 20000}), 400)
         assert "maximum context length" in long.text
+
+
+async def test_a_step_has_room_for_a_whole_picture_by_default(tmp_path):
+    vision_models.make("gemma3", tmp_path)
+    file = tmp_path / "processor_config.json"
+    settings = json.loads(file.read_text()) | {"image_seq_length": 256}  # as Gemma's
+    file.write_text(json.dumps(settings))
+    async with serve(spec=read_spec(tmp_path), script="ok") as served:
+        await post(served, CHAT, chat(part(png()), TEXT))
+        assert last(served).mm_features[0].num_embeds == 256
 
 
 async def test_roles_that_have_no_pictures(served: Served):

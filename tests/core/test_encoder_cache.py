@@ -1,6 +1,8 @@
 """Pictures in the engine: what is encoded when, and which requests share blocks and outputs."""
 
+import os
 from hashlib import sha256
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -9,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from servd.core.encoder_cache_manager import EncoderCacheManager
+from servd.messages.engine import AbortRequests
 from servd.messages.multimodal import MultiModalFeature
 from tests.core.engines import (
     AuditedExecutor,
@@ -20,6 +23,7 @@ from tests.core.engines import (
 )
 
 IMAGE = 99  # the image token
+NULL = os.stat(os.devnull).st_ino
 
 
 class SeeingExecutor(AuditedExecutor):
@@ -65,7 +69,8 @@ def seeing_request(request_id: str, parts: list, max_tokens: int = 3, **options)
             continue
         name, size = part
         identifier = sha256(f"{options.get('cache_salt')}{name}".encode()).digest()
-        features.append(MultiModalFeature(identifier, len(token_ids), size, size))
+        feature = MultiModalFeature(identifier, len(token_ids), size, size)
+        features.append(msgspec.structs.replace(feature, memory=os.devnull, inode=NULL))
         token_ids += [IMAGE] * size
     request = make_request(request_id, token_ids, max_tokens, **options)
     return msgspec.structs.replace(request, mm_features=features)
@@ -129,6 +134,47 @@ def test_what_a_failed_request_had_is_encoded_again():
     assert cache.take_freed() == [request.mm_features[0].identifier]
 
 
+def test_workers_drop_what_was_freed_while_there_was_nothing_to_compute():
+    engine = seeing_engine()
+    engine.handle(seeing_request("a", [("a", 20), 7], max_tokens=1))
+    [request] = engine.scheduler.requests.values()
+    while engine.has_work:
+        engine.step()
+    engine.scheduler.encoder_cache.forget(request)
+    assert engine.scheduler.schedule() is None
+    generate(engine, make_request("b", [1, 2, 3]))
+    assert engine.executor.outputs == {}
+
+
+def test_a_picture_stays_open_for_steps_in_flight():
+    engine = seeing_engine(depth=2)
+    [feature] = seeing_request("a", [("a", 20), 7]).mm_features
+    memory = os.memfd_create("picture")
+    feature = msgspec.structs.replace(
+        feature, memory=f"/proc/self/fd/{memory}", inode=os.fstat(memory).st_ino
+    )
+    requests = [
+        msgspec.structs.replace(seeing_request(name, [("a", 20), 7]), mm_features=[feature])
+        for name in ("leaves", "stays")
+    ]
+    replaced = msgspec.structs.replace(feature, inode=feature.inode - 1)
+    late = msgspec.structs.replace(requests[0], request_id="late", mm_features=[replaced])
+    engine.handle(requests[0])
+    engine.step()
+    engine.handle(requests[1])
+    [[opened]] = engine.executor.features.values()
+    os.close(memory)
+    other = os.memfd_create("another picture")  # it gets the number
+    assert other == memory
+    engine.handle(AbortRequests(["leaves"]))
+    assert Path(opened.memory).stat().st_ino == feature.inode
+    log = generate(engine, late)
+    os.close(other)
+    assert "cannot open" in log.outputs["late"][0].error
+    assert log.token_ids("stays") == solo(requests[1])
+    assert not Path(opened.memory).exists()
+
+
 class Arrival(NamedTuple):
     step: int
     parts: list
@@ -156,7 +202,7 @@ ARRIVALS = st.lists(
     arrivals=ARRIVALS,
     depth=st.sampled_from([1, 2]),
     num_blocks=st.integers(20, 60),
-    capacity=st.sampled_from([64, 70]),
+    capacity=st.sampled_from([16, 20, 40]),
     budget=st.sampled_from([8, 20, 40, 64]),
     is_bidirectional=st.booleans(),
     is_chunked=st.booleans(),
@@ -168,7 +214,7 @@ def test_every_schedule_encodes_what_it_reads_and_ends(
     if not is_chunked:
         min_budget = 64
     engine = seeing_engine(
-        capacity=capacity,
+        capacity=capacity if is_chunked else 64,
         is_bidirectional=is_bidirectional,
         num_blocks=num_blocks,
         depth=depth,

@@ -22,6 +22,7 @@ from servd.core.engine_core_proc import ClientGone, EngineCoreProc, abort_all_of
 from servd.core.executor import fake
 from servd.ipc import channels as ipc
 from servd.ipc.channels import Inbox, Outbox
+from servd.ipc.heartbeat import LIMIT
 from servd.ipc.start_messages import StartEngine
 from servd.messages.engine import (
     AbortRequests,
@@ -43,7 +44,8 @@ from servd.messages.engine import (
     WorkerFailed,
 )
 from servd.messages.params import MAX_CANDIDATES, PoolingParams, StructuredOutput
-from tests.core.engines import make_engine, make_request
+from tests.core.engines import generate, make_engine, make_request
+from tests.core.test_encoder_cache import seeing_engine, seeing_request
 from tests.fake_tokens import expected_tokens
 from tests.limits import WAIT_SECONDS
 
@@ -178,6 +180,24 @@ def test_all_requests_of_a_client_are_dropped():
     assert abort_all_of(1, engine) == AbortRequests(["a", "c"])
     engine.handle(abort_all_of(1, engine))
     assert [*engine.scheduler.requests] == ["b"]
+
+
+def test_a_step_may_take_long_while_pictures_are_encoded(proc: Any):
+    proc.engine = engine = seeing_engine(depth=2)
+    limits: list[tuple[int, float]] = []
+
+    def begin(record) -> None:
+        proc.begin_step(record)
+        limits.append((record.encoding_cost, proc.heartbeat.numbers[LIMIT]))
+
+    engine.on_scheduled = begin
+    generate(engine, make_request("text", [1, 2, 3]))
+    generate(engine, seeing_request("picture", [1, ("a", 20), 7], max_tokens=6))
+    [encoding] = [place for place, (cost, _) in enumerate(limits) if cost]
+    assert limits[encoding][0] == 20
+    assert limits[encoding - 1][1] < 60 and limits[-1][1] < 60
+    # The second step is launched before the first is done.
+    assert min(limit for _, limit in limits[encoding : encoding + 2]) > 300
 
 
 def load_and_run(proc: EngineCoreProc) -> None:

@@ -42,9 +42,9 @@ BLOCK_SIZE = 16
 
 
 class Family:
-    """A checkpoint in `folder`, and transformers' model of it."""
+    """A checkpoint in `folder`, and transformers' model of it; `options` of the processors."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, options: dict[str, Any] = {}) -> None:  # noqa: B006
         import transformers
 
         self.folder = folder
@@ -54,10 +54,10 @@ class Family:
         ).eval()
         model_type = self.spec.multimodal.model_type
         processor_class = plugins.load_class(FAMILIES, model_type, ImageProcessor)
-        self.processor: Any = processor_class(folder, {})
+        self.processor: Any = processor_class(folder, options)
         self.tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
         self.image_processor = transformers.AutoImageProcessor.from_pretrained(
-            folder, backend="pil"
+            folder, backend="pil", **options
         )
         self.draw = random.Random(3)
 
@@ -99,6 +99,7 @@ class Family:
                     processed.grid,
                     str(path),
                     places,
+                    path.stat().st_ino,
                 )
             )
             token_ids += of_image
@@ -253,6 +254,16 @@ def test_ways_to_compute(families, monkeypatch, name: str, way: str):
     if way == "drafts":
         counts = [output.stats.drafts for output in log.by_client[0]]
         assert sum(count.num_accepted_tokens for count in counts) > 0
+
+
+def test_the_tokens_between_crops_see_no_later_ones(families):
+    options = {"min_crop_size": 16, "max_num_crops": 3, "min_ratio_to_activate": 1.2}
+    options = {"do_pan_and_scan": True} | {f"pan_and_scan_{k}": v for k, v in options.items()}
+    family = Family(families("gemma3").folder, options)
+    requests = Requests(family)
+    [feature] = requests.messages[4].mm_features
+    assert feature.length > feature.num_embeds
+    requests.check(make_engine(family, max_num_batched_tokens=1024))
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "gemma3"])

@@ -8,6 +8,7 @@ import fcntl
 import hashlib
 import math
 import os
+import resource
 import socket
 import stat
 import weakref
@@ -63,6 +64,7 @@ class SharedMemory:
         self.num_bytes = 0  # of the tensors
         self.file = os.memfd_create("servd-picture", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self.path = f"/proc/{os.getpid()}/fd/{self.file}"  # for the processes of the same user
+        self.inode = os.fstat(self.file).st_ino
         os.write(self.file, data)
 
     def seal(self, tensors: Sequence[TensorPlace]) -> None:
@@ -109,7 +111,7 @@ class MediaLoader:
     ) -> None:
         self.options = config.multimodal
         self.num_in_flight = 0
-        self.max_files = MAX_FILES
+        self.max_files = min(MAX_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
         start = StartLimitedProcess(config, spec, MEMORY_LIMIT)
         self._process = LimitedProcess("media", MODULE, "pictures", MediaReply, start, ENV)
         self.start = self._process.start

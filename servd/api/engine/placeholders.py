@@ -58,6 +58,7 @@ def place(
                     picture.grid,
                     picture.memory.path,
                     tensors,
+                    picture.memory.inode,
                 )
             )
     return features
@@ -65,10 +66,10 @@ def place(
 
 def _part_of(tensor: TensorPlace, part: int) -> TensorPlace:
     """Return the place of a part: an index of the tensor's second dimension."""
-    one, _, *sides = tensor.shape
+    first, _, *sides = tensor.shape
     num_bytes = prod(sides) * (4 if tensor.dtype == "float32" else 8)
     offset = tensor.offset + part * num_bytes
-    return TensorPlace(tensor.name, tensor.dtype, [one, 1, *sides], offset)
+    return TensorPlace(tensor.name, tensor.dtype, [first, 1, *sides], offset)
 
 
 def _wrong_number(what: str, actual: int, expected: int) -> InvalidRequest:

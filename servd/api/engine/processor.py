@@ -217,6 +217,18 @@ class Processor:
         # At worst, others decode, and half of the rest is for long prompts: see Scheduler.
         limit = (scheduler.max_num_batched_tokens - scheduler.max_num_seqs) // 2
         longest = max(feature.length for feature in features)
+        # At worst, the cache of encoded pictures has room for one.
+        capacity = self.config.multimodal.encoder_cache_size(
+            self.max_model_len, self.spec.embed_bytes
+        )
+        sizes = [feature.num_embeds for feature in features]
+        num_embeds = max(sizes) if scheduler.enable_chunked_prefill else sum(sizes)
+        if num_embeds > capacity:
+            raise InvalidRequest(
+                f"a step must encode {num_embeds} image tokens, and at most {capacity} fit: send "
+                "smaller pictures, or raise --encoder-cache-memory",
+                param="messages",
+            )
         if multimodal.is_bidirectional and longest > limit:
             raise InvalidRequest(
                 f"a picture has {longest} tokens, of which a step must compute all, and at most "
@@ -282,13 +294,15 @@ class Processor:
             if time.monotonic() > deadline:
                 return
 
-    def render(self, prompt: Prompt, placeholder: str = "") -> str | list[int]:
+    def render(self, prompt: Prompt, pictures: Sequence[LoadedPicture] = ()) -> str | list[int]:
         """Return the text to tokenise, or the token ids if the prompt consists of token ids. A
-        `placeholder` stands for each picture of a chat.
+        placeholder stands for each picture of a chat.
         """
+        if not pictures:
+            prompt = self.without_pictures(prompt)
         content = prompt.content
         if isinstance(content, Chat):
-            return self.chat_template.render(content, placeholder)
+            return self.chat_template.render(content, pictures[0].placeholder if pictures else "")
         assert not isinstance(content, Pair), "`process_inputs` makes token ids of pairs first"
         if isinstance(content, str):
             content = self.pooling.prompt(prompt.prompt_name) + content
@@ -311,9 +325,7 @@ class Processor:
         self, prompt: Prompt, pictures: Sequence[LoadedPicture]
     ) -> tuple[str, str] | tuple[list[int], list[int]]:
         """Return a prompt as `render` does, and with the texts of its pictures in place."""
-        if not pictures:
-            prompt = self.without_pictures(prompt)
-        rendered = self.render(prompt, pictures[0].placeholder if pictures else "")
+        rendered = self.render(prompt, pictures)
         if isinstance(rendered, str):
             return rendered, expand(rendered, pictures)
         return rendered, rendered

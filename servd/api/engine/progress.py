@@ -61,10 +61,12 @@ def progress(
     due = [request for request in requests if request.is_due]
     if not due:
         return current
-    to_compute = sum(request.num_prompt_tokens for request in due if not request.has_begun)
+    prompts = [request for request in due if not request.has_begun]
+    to_compute = sum(request.num_prompt_tokens for request in prompts)
     current.activity = "prefill" if to_compute else "decoding"
     num_tokens = budget if num_others else min(to_compute + len(due), budget)
-    expected = Pace.of(steps).expected_seconds(num_tokens)
+    encodes = any(request.has_pictures for request in prompts)
+    expected = Pace.of(steps).expected_seconds(num_tokens, encodes)
     current.expected_seconds = round(expected, 3)
     begin = min(request.sent_ns for request in due)
     silent = (now_ns - max(begin, steps[-1].collected_ns if steps else 0)) / SECOND

@@ -5,7 +5,7 @@ import re
 from typing import Any
 
 from servd.api.protocol.response_tools import flat_name
-from servd.api.text.prompt import picture_part
+from servd.api.text.prompt import NOTE, picture_part
 from servd.base.errors import InvalidRequest
 
 SEAL = "servd-reasoning-1:"
@@ -94,7 +94,9 @@ def _note(kind: str) -> str:
 
 def _text(content: str | list[dict[str, Any]]) -> str:
     content = _chat_content(content)
-    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+    if isinstance(content, str):
+        return content
+    return "\n".join(part.get("text", NOTE) for part in content)
 
 
 def sealed(reasoning: str) -> str:

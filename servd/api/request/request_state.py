@@ -24,6 +24,7 @@ class Unfinished(msgspec.Struct):
     num_prompt_tokens: int
     has_begun: bool  # the first token has arrived
     is_due: bool = True  # it waits for engine steps only, not for a grammar or another resource
+    has_pictures: bool = False
 
 
 class Routed(Protocol):
@@ -123,7 +124,8 @@ class RequestState:
         has_begun = bool(self.choices[0].marks)
         # Before its first step a structured output waits for its grammar.
         is_due = has_begun or self.params.structured_output is None
-        return Unfinished(self.sent_ns, len(self.prompt_token_ids), has_begun, is_due)
+        num_tokens = len(self.prompt_token_ids)
+        return Unfinished(self.sent_ns, num_tokens, has_begun, is_due, bool(self.pictures))
 
 
 def make_output(

@@ -13,10 +13,12 @@ from typing import Any, NamedTuple
 import msgspec
 
 from servd.api.protocol.response_items import chat_messages
+from servd.api.text.pictures import is_picture
 from servd.base.errors import InvalidRequest
 
 SEAL = "servd-compaction-1:"
 ITEM_TOKENS = 16  # that a template may write around an item
+PICTURE_TOKENS = 1024  # of a picture, about
 Item = dict[str, Any]
 
 
@@ -115,9 +117,12 @@ def _pins(groups: list[list[Item]]) -> list[int | None]:
 
 def _num_tokens(items: list[Item], count: Callable[[str], int]) -> int:
     texts: list[str] = []
+    num_pictures = 0
     waiting: list[Any] = [chat_messages(None, items)]
     while waiting:
         match waiting.pop():
+            case part if is_picture(part):
+                num_pictures += 1
             case str() as text:
                 texts.append(text)
             case dict() as fields:
@@ -126,7 +131,7 @@ def _num_tokens(items: list[Item], count: Callable[[str], int]) -> int:
                 waiting += values
             case _:
                 pass
-    return count("\n".join(texts)) + ITEM_TOKENS * len(items)
+    return count("\n".join(texts)) + ITEM_TOKENS * len(items) + PICTURE_TOKENS * num_pictures
 
 
 def seal(items: list[Item]) -> str:

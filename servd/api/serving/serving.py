@@ -246,7 +246,8 @@ class OpenAIServing:
         """Return the token ids of a prompt. Raise InvalidRequest, see `Processor.tokenize`, or the
         errors of `run_for`.
         """
-        options = self.request_options(request, RequestOptions())
+        options = RequestOptions(call_of(request).key.min_priority)
+        options = self.request_options(request, options)
         pictures = await self.async_llm.load_pictures(prompt, options)
         tokenize = partial(self.processor.tokenize, prompt, pictures)
         return await run_for(request, prompt.num_chars, tokenize)

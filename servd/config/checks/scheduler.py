@@ -3,9 +3,12 @@
 from servd.base.errors import ConfigError
 from servd.checkpoint import pooling
 from servd.checkpoint.model_spec import ModelSpec
+from servd.checkpoint.multimodal_config import MultiModalSpec
 from servd.config import Config
 from servd.config.checks.model import resolve_states, resolve_whole_prompts
 from servd.config.data_parallel import Decision
+
+WHOLE_PICTURE = 256  # tokens that a step computes together: Gemma 3's, without crops
 
 
 def resolve_lengths(config: Config, spec: ModelSpec) -> dict[str, Decision]:
@@ -36,6 +39,9 @@ def resolve_lengths(config: Config, spec: ModelSpec) -> dict[str, Decision]:
     longest = max_model_len if is_whole else 1
     if budget is None:
         budget = max(8192 if on_cuda else 512, max_num_seqs, longest)
+        multimodal = None if config.multimodal.language_model_only else spec.multimodal
+        if isinstance(multimodal, MultiModalSpec) and multimodal.is_bidirectional:
+            budget = max(budget, max_num_seqs + 2 * WHOLE_PICTURE)  # see Processor
         why = f"the default {where}, and at least --max-num-seqs"
         decided["max_num_batched_tokens"] = Decision(budget, why)
     elif budget < max_num_seqs:

@@ -111,6 +111,11 @@ class Scheduler:
             error = prompt_too_long(request.num_tokens, self.max_model_len, by_cache)
             self.outputs.reject(message, error)
             return
+        try:
+            self.encoder_cache.open_pictures(request)
+        except OSError:
+            self.outputs.reject(message, "the engine cannot open the request's pictures")
+            return
         request.set_status(RequestStatus.WAITING, self.clock())
         self.requests[request.request_id] = request
         self.waiting.add(request)
@@ -150,9 +155,9 @@ class Scheduler:
             if record.prefills:
                 break
         step.swaps = self.kv_cache.take_swaps()
-        step.freed_encoder_outputs = self.encoder_cache.take_freed()
         if not (step.decoding or step.scheduled) and step.swaps is None:
             return None
+        step.freed_encoder_outputs = self.encoder_cache.take_freed()
         self._num_steps += 1
         self._in_flight.append(step)
         freed, self._freed_slots = self._freed_slots, []
@@ -178,8 +183,9 @@ class Scheduler:
         return bool(self.running) and self.running[0].order[0] > 0
 
     @property
-    def newest(self) -> StepRecord:
-        return self._in_flight[-1].record
+    def records(self) -> list[StepRecord]:
+        """The records of the steps in flight."""
+        return [step.record for step in self._in_flight]
 
     def _priority_classes(self) -> Iterator[tuple[int, Iterable[Request]]]:
         """Yield each priority class, down to the lowest with requests, and its running requests.
@@ -275,7 +281,7 @@ class Scheduler:
         has_long = queue.has_long(priority_class) or any(map(queue.is_long, partial))
         for_long = min(self.long_prompt, budget // 2) if has_long else 0
         passed: list[Request] = []
-        while (tokens_left := budget - step.encoding_cost) > 0:
+        while (tokens_left := budget - step.record.encoding_cost) > 0:
             partial = [request for request in partial if request.slot >= 0]  # others were preempted
             may_start = may_start and bool(self.free_slots)
             only_long = for_long >= tokens_left
@@ -293,7 +299,9 @@ class Scheduler:
                 # One preempted with a token in flight waits until that is collected.
                 is_known = not request.num_placeholders
                 may_start = is_known and self.kv_cache.can_allocate(request, cached)
-                if may_start and not self.encoder_cache.can_start(request, room):
+                if may_start and not self.encoder_cache.can_start(
+                    request, room, not self.chunks_prompts
+                ):
                     may_start = False
                     continue
                 if not may_start:
@@ -327,7 +335,7 @@ class Scheduler:
             return 0
         if request.mm_features:
             step.encoder_inputs += [(request.slot, index) for index in inputs]
-            step.encoding_cost += self.encoder_cache.encode(request, num_tokens, inputs)
+            step.record.encoding_cost += self.encoder_cache.encode(request, num_tokens, inputs)
             if inputs:
                 sizes = [request.mm_features[index].num_embeds for index in inputs]
                 step.record.encodes[request.request_id] = sum(sizes)

@@ -136,9 +136,9 @@ class EncoderRunner:
 
     def max_cache_bytes(self, config: Config) -> int:
         """Return the most bytes of outputs that the engine keeps; see EncoderCacheManager."""
-        memory = config.multimodal.encoder_cache_memory or 0
-        longest = config.model.max_model_len or 0
-        num_embeds = max(memory // self.spec.embed_bytes, longest)
+        max_model_len = config.model.max_model_len or self.spec.max_position_embeddings
+        options = config.multimodal
+        num_embeds = options.encoder_cache_size(max_model_len, self.spec.embed_bytes)
         return num_embeds * self.spec.embed_size * self.dtype.itemsize
 
     def add(self, request: NewRequest) -> None:
@@ -233,8 +233,9 @@ class EncoderRunner:
                 if low == high:
                     continue
                 of_image = columns[low:high] - first + start
-                if self.multimodal.is_bidirectional:
-                    spans.append((of_image[0], of_image[-1] + 1))
+                if self.multimodal.is_bidirectional:  # those of a crop, not of all crops
+                    crops = np.split(of_image, np.flatnonzero(np.diff(of_image) > 1) + 1)
+                    spans += [(crop[0], crop[-1] + 1) for crop in crops]
                 if (output := self.outputs.get(feature.identifier)) is not None:
                     tokens.append(of_image)
                     features.append(output[low:high])
