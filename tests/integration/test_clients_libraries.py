@@ -1,10 +1,17 @@
-"""LiteLLM and LangChain against a real server."""
+"""LiteLLM, LangChain and LlamaIndex against a real server."""
 
 import asyncio
+import base64
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
+
+from tests import vision_models
+from tests.integration import test_vision
+from tests.integration.conftest import Server
 
 # Their own warnings are not servd's.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -122,3 +129,55 @@ class TestLangChain:
         first, second = embeddings.embed_documents(["one", "two"])
         assert first != second and len(first) == 64
         assert embeddings.embed_query("one") == pytest.approx(first, abs=1e-5)
+
+
+class TestPictures:
+    @pytest.fixture(scope="class")
+    def seeing(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+        folder = tmp_path_factory.mktemp("smolvlm")
+        vision_models.make("smolvlm", folder)
+        server = Server(str(folder), "--served-model-name", "m", "--device", "cpu")
+        server.wait_ready()
+        yield server
+        server.stop()
+
+    @pytest.fixture(scope="class")
+    def answer(self, seeing: Server) -> str:
+        body = {"messages": [test_vision.message("red")], "max_tokens": 12, "temperature": 0}
+        reply = httpx.post(f"{seeing.url}/v1/chat/completions", json=body).json()
+        return reply["choices"][0]["message"]["content"]
+
+    @pytest.fixture
+    def options(self, seeing: Server) -> dict[str, Any]:
+        return {"api_key": "any", "max_tokens": 12, "temperature": 0}
+
+    @pytest.mark.parametrize("provider", ["openai", "hosted_vllm", "anthropic"])
+    def test_litellm(self, monkeypatch, seeing, options, answer, provider):
+        monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+        litellm = pytest.importorskip("litellm")
+        base = seeing.url if provider == "anthropic" else f"{seeing.url}/v1"
+        messages = [test_vision.message("red")]
+        reply = litellm.completion(f"{provider}/m", messages, api_base=base, **options)
+        assert reply.choices[0].message.content == answer
+
+    @pytest.mark.parametrize("use_responses_api", [False, True])
+    def test_langchain(self, seeing, options, answer, use_responses_api):
+        module = pytest.importorskip("langchain_openai")
+        options |= {"base_url": f"{seeing.url}/v1", "use_responses_api": use_responses_api}
+        block = {"type": "image", "base64": test_vision.png("red"), "mime_type": "image/png"}
+        content = [block, {"type": "text", "text": test_vision.QUESTION}]
+        reply = module.ChatOpenAI(model="m", **options).invoke([("user", content)])
+        assert reply.text == answer
+
+    def test_llamaindex(self, seeing, options, answer, tmp_path: Path):
+        module = pytest.importorskip("llama_index.llms.openai_like")
+        from llama_index.core import llms
+
+        path = tmp_path / "red.png"
+        path.write_bytes(base64.b64decode(test_vision.png("red")))
+        blocks = [llms.ImageBlock(path=path), llms.TextBlock(text=test_vision.QUESTION)]
+        model = module.OpenAILike(
+            model="m", api_base=f"{seeing.url}/v1", is_chat_model=True, **options
+        )
+        reply = model.chat([llms.ChatMessage(role="user", blocks=blocks)])
+        assert reply.message.content == answer

@@ -1,6 +1,6 @@
 """DecodeInputs: the inputs of decode steps, in buffers with fixed addresses, for graphs.
 
-The host makes one copy from pinned memory. The first kernel of a graph, `Ops.begin_decode`,
+The host makes one copy from pinned memory. The first kernel of a graph, `ops.begin_decode`,
 computes the other inputs. On a CPU, host and device share the memory.
 """
 

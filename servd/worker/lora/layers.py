@@ -13,7 +13,7 @@ from servd.checkpoint.lora import layer_of
 from servd.worker import ops
 from servd.worker.layers._matrix import Dense, Matrix, QuantMethod
 from servd.worker.loading.model_loader import Model
-from servd.worker.ops import LowRank
+from servd.worker.ops.reference import LowRank
 
 IN_A_LAYER = re.compile(r"\.\d+\.")
 WIDTH = 16  # columns of `LowRank.a` are a multiple of it: the widest vector of a CPU

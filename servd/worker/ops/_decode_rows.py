@@ -1,4 +1,4 @@
-"""The rows of the buffer of DecodeInputs, which `Ops.begin_decode` completes."""
+"""The rows of the buffer of DecodeInputs, which `ops.begin_decode` completes."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,6 @@
-"""The operations in plain torch, for any device."""
+"""The operations in plain torch, for any device. Each module of this package has these. Inputs are
+contiguous.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -45,6 +47,15 @@ class LowRank:
 
 
 def begin_decode(step: Tensor, seq_lens: Tensor, state: SlotTensors, block_size: int) -> None:
+    """Enter a step's new blocks in the tables, then compute the rest of `step` from its slots
+    and columns; see `DecodeInputs`.
+
+    Args:
+        step: int64 [NUM_NUMBERS, n]; receives the results.
+        seq_lens: int32 [n], written.
+        state: `num_computed` increases by 1 where a column is NOT_COMPUTED.
+        block_size: tokens of a block.
+    """
     token_ids, num_computed, tables = state
     slots, columns, _, rows, places, blocks = step[:NUM_GIVEN].unbind()
     tables[rows, places] = blocks.int()
@@ -60,23 +71,29 @@ def begin_decode(step: Tensor, seq_lens: Tensor, state: SlotTensors, block_size:
 
 
 def embed(index: Tensor, table: Tensor) -> Tensor:
+    """Return the rows `index` [num_tokens] of a table [num_rows, size]."""
     return F.embedding(index, table)
 
 
 def rotation(
     positions: Tensor, inv_freq: Tensor, magnitude: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
+    """Return cos and sin of positions [num_tokens] times inv_freq float32 [size], both times
+    magnitude: [num_tokens, size] each.
+    """
     angles = torch.outer(positions.float(), inv_freq)
     return (angles.cos() * magnitude).to(dtype), (angles.sin() * magnitude).to(dtype)
 
 
 def scale(x: Tensor, factor: float, residual: Tensor | None = None) -> Tensor:
+    """Return `x * factor`, plus the residual if given; all have x's shape."""
     return x * factor if residual is None else torch.add(residual, x, alpha=factor)
 
 
 def rms_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
+    """Return RMSNorm of `x + residual` [..., size] with weight [size], and the sum."""
     x = x if residual is None else x + residual
     return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps), x
 
@@ -84,20 +101,26 @@ def rms_norm(
 def layer_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
+    """Return LayerNorm of `x + residual` [..., size] with weight and bias, and the sum."""
     x = x if residual is None else x + residual
     return F.layer_norm(x, weight.shape, weight, bias, eps), x
 
 
 def activate(x: Tensor, name: str) -> Tensor:
+    """Apply to each number the activation function with this name in config.json."""
     return ACTIVATIONS[name](x)
 
 
 def gate(x: Tensor, name: str) -> Tensor:
+    """Map [num_tokens, 2 * size] to function(first half) * second half [num_tokens, size]."""
     first, second = x.chunk(2, dim=-1)
     return ACTIVATIONS[name](first) * second
 
 
 def clamped_gate(x: Tensor, alpha: float, limit: float) -> Tensor:
+    """Map [num_tokens, 2 * size] to first * sigmoid(alpha * first) * (second + 1), with a first
+    half of at most `limit` and a second half from -limit to limit.
+    """
     first, second = x.chunk(2, dim=-1)
     first = first.clamp(max=limit)
     second = second.clamp(-limit, limit)
@@ -131,6 +154,7 @@ class Routing(NamedTuple):
 
 
 def route(logits: Tensor, rule: RoutingRule) -> Routing:
+    """Route each token to experts, by logits [num_tokens, num_experts]."""
     logits = logits.float()
     bias = rule.bias
     weights = logits.softmax(dim=-1) if bias is None else logits.sigmoid()
@@ -153,6 +177,9 @@ def route(logits: Tensor, rule: RoutingRule) -> Routing:
 
 
 def combine(y: Tensor, routing: Routing, residual: Tensor | None = None) -> Tensor:
+    """Return each token's weighted sum [num_tokens, size] of y [num_tokens * top_k, size], of
+    which rows of other ranks may be set to zero; with a residual, that plus the scaled sum.
+    """
     mask_other_rows(y, routing.local_starts)
     chosen = y[routing.places.long()].float()  # [num_tokens, top_k, size]
     out = (chosen * routing.weights.unsqueeze(2)).sum(dim=1).to(y.dtype)
@@ -167,6 +194,9 @@ def mask_other_rows(y: Tensor, starts: Tensor | None) -> None:
 
 
 def add_low_rank(out: Tensor, x: Tensor, factors: LowRank, places: Tensor) -> None:
+    """Add `x @ a @ b` to out [n, out], for x [n, in], with the a and b of each row's place in
+    `factors`: `places`, int64 [n]; -1 adds nothing.
+    """
     max_rank = factors.b.shape[1]
     ends = factors.part_ends.tolist()
     for place, (a, b) in enumerate(zip(factors.a, factors.b, strict=True)):
@@ -186,10 +216,15 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
 
 
 def multiply_sigmoid(x: Tensor, gate: Tensor) -> Tensor:
+    """Return `x * sigmoid(gate)` for x [..., size], and gate [..., size] or [..., 1]."""
     return x * gate.sigmoid()
 
 
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, gates_first: bool) -> Tensor:
+    """Return RMSNorm of x [n, size] or [n, heads, size] times silu(gate); or RMSNorm of the
+    product, if `gates_first`. The weight is [size] or [heads, size]. The gate has x's shape;
+    both may have any strides before the last one.
+    """
     factor = F.silu(gate.float())
     y = x.float() * factor if gates_first else x.float()
     y = F.rms_norm(y, x.shape[-1:], eps=eps) * weight.float()
@@ -197,6 +232,11 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, gates_first:
 
 
 def convolve(x: Tensor, taps: Filter, factors: Factors | None, rows: StateRows) -> Tensor:
+    """Convolve the channels of x [num_tokens, channels], of any row stride, over the tokens of
+    each row. Return float32 [num_tokens, channels]. The factors of inputs and of outputs are
+    like x. The states of the rows are [size - 1, channels]: the last inputs, times their
+    factors.
+    """
     channels, size = taps.weight.shape
     weight = taps.weight.float().t()
 
@@ -222,6 +262,18 @@ def convolve(x: Tensor, taps: Filter, factors: Factors | None, rows: StateRows) 
 def linear_scan(
     q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor | None, decay: Decay, rows: StateRows
 ) -> Tensor:
+    """Update the matrix S of each head by a row's tokens in order, and return their outputs,
+    float32 [num_tokens, heads, value_dim]. With dt = softplus(a + dt_bias) within its limits,
+    S decays by exp(-A * dt). Then the gated delta rule adds the outer product of k and
+    sigmoid(b) * (v - k S), and the output is q S. Without b this is Mamba-2, with names of
+    attention: S gets the outer product of k and dt * v, and the output is q S + D * v.
+
+    Args:
+        q, k: [num_tokens, groups, key_dim], of any token stride; a group of heads shares them.
+        v: [num_tokens, heads, value_dim], of any token stride.
+        a, b: [num_tokens, heads], of any token stride.
+        rows: states [heads, key_dim, value_dim].
+    """
     corrects = b is not None
     dt = F.softplus(a.float() + decay.dt_bias).clamp(*decay.dt_limits)
     log_decay = -decay.A * dt

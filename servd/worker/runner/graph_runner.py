@@ -32,7 +32,7 @@ Forward = Callable[[Tensor, Tensor | None], Tensor]
 For decode graphs: `DecodeBuffers.step` and None.
 """
 Choose = Callable[[Tensor, DecodeBuffers], Tensor]
-"""Hidden states [m, hidden] of a step padded to m tokens -> [m]; see `SamplingOps.choose`."""
+"""Hidden states [m, hidden] of a step padded to m tokens -> [m]; see `choose` in sample/ops."""
 
 MOST_MIXED_TOKENS = 2048
 

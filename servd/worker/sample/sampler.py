@@ -56,7 +56,7 @@ MAX_NUMBERS = 2**21  # logits that such a processor changes at once: it takes 60
 class SamplerOutput:
     """The sampled tokens of a step, on the device."""
 
-    token_ids: Tensor  # [n] int64; if `best` is None, as returned by `SamplingOps.choose`
+    token_ids: Tensor  # [n] int64; if `best` is None, as returned by `reference.choose`
     logprobs: LogprobsTensors | None  # None: no row requested any
     num_kept: Tensor | None = None  # [rows] int64: accepted drafts; None: the step had no drafts
     # [n] int64, with draft trees: index in the step of each token, sorted so that those after
@@ -96,9 +96,9 @@ class Sampler:
         self.temperature = torch.ones(max_num_seqs, device=device)
         self.seeds = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self.ops = ops.for_device(device)
-        self.top_k_top_p = TopKTopPFilter(vocab_size, max_num_seqs, device, self.ops)
-        self.top_k = TopKTopPFilter(vocab_size, max_num_seqs, device, self.ops)  # IN_ORDER
-        self.top_p = TopKTopPFilter(vocab_size, max_num_seqs, device, self.ops)
+        self.top_k_top_p = TopKTopPFilter(vocab_size, max_num_seqs, device)
+        self.top_k = TopKTopPFilter(vocab_size, max_num_seqs, device)  # IN_ORDER
+        self.top_p = TopKTopPFilter(vocab_size, max_num_seqs, device)
         self.logprobs = SampledLogprobs(mode.endswith("logits"))
         self.tells_processed = mode.startswith("processed")
         self.null_slot = max_num_seqs  # for rows after a rejected draft, which must change no state

@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from servd.messages.params import SamplingParams
+from servd.worker.sample import ops
 from servd.worker.sample.fixed_point import WEIGHT_ONE
 from servd.worker.sample.logit_edits import LogitEdits
-from servd.worker.sample.ops import SamplingOps
 from servd.worker.sample.sampling_metadata import SamplingMetadata
 
 
@@ -18,11 +18,9 @@ class TopKTopPFilter:
     probable tokens to hold the share p of the probability.
     """
 
-    def __init__(
-        self, vocab_size: int, max_num_seqs: int, device: torch.device, ops: SamplingOps
-    ) -> None:
+    def __init__(self, vocab_size: int, max_num_seqs: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
-        self.ops = ops
+        self.ops = ops.for_device(device)
         self.min_p = torch.zeros(max_num_seqs, device=device)  # in units of weights
         self.top_k = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)  # 0: all
         self.top_p = torch.ones(max_num_seqs, dtype=torch.float64, device=device)

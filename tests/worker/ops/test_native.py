@@ -16,8 +16,8 @@ import torch
 
 from servd.worker.layers.packed import ExpertMatrices, GroupedMatrix, PackedMatrix, spread
 from servd.worker.layers.quantized import Quantized
-from servd.worker.ops import LowRank, native
-from servd.worker.ops.reference import RoutingRule
+from servd.worker.ops import native
+from servd.worker.ops.reference import LowRank, RoutingRule
 from servd.worker.quantization import gguf, int4, int8
 from servd.worker.sample.logit_edits import Bitmasks, LogitEdits, Penalized
 from servd.worker.sample.ops import native as sampling

@@ -21,7 +21,7 @@ from servd.worker.ops._decode_rows import (
     TOKEN_ID,
     SlotTensors,
 )
-from servd.worker.ops.reference import ACTIVATIONS, Routing, RoutingRule
+from servd.worker.ops.reference import ACTIVATIONS, LowRank, Routing, RoutingRule
 
 MODULES = [
     module.name
@@ -49,7 +49,7 @@ pytestmark = [
 
 
 @pytest.fixture(params=MODULES)
-def module(request: pytest.FixtureRequest, load_module: Callable[[str, str], Any]) -> ops.Ops:
+def module(request: pytest.FixtureRequest, load_module: Callable[[str, str], Any]) -> Any:
     return load_module("servd.worker.ops", request.param)
 
 
@@ -97,7 +97,7 @@ def test_norms(module, norm, residual, shape, dtype, device):
     check(got_stream, stream, dtype)
 
 
-def test_rms_norm_of_the_heads_of_a_slice(module: ops.Ops, device: torch.device):
+def test_rms_norm_of_the_heads_of_a_slice(module: Any, device: torch.device):
     """The keys of Qwen 3: neither contiguous nor of two dimensions."""
     qkv = random((5, 8 * 16), torch.float32, device)
     weight = random((16,), torch.float32, device)
@@ -111,7 +111,7 @@ def test_rms_norm_of_the_heads_of_a_slice(module: ops.Ops, device: torch.device)
 
 
 @each_dtype
-def test_embed(module: ops.Ops, dtype: torch.dtype, device: torch.device):
+def test_embed(module: Any, dtype: torch.dtype, device: torch.device):
     table = random((9, 20), dtype, device)
     index = torch.tensor([8, 0, 3, 3], device=device)
     assert torch.equal(module.embed(index, table), table[[8, 0, 3, 3]])
@@ -119,7 +119,7 @@ def test_embed(module: ops.Ops, dtype: torch.dtype, device: torch.device):
 
 
 @each_dtype
-def test_rotation(module: ops.Ops, dtype: torch.dtype, device: torch.device):
+def test_rotation(module: Any, dtype: torch.dtype, device: torch.device):
     """Angles are made in float32, as the models that were trained with them have them."""
     positions = torch.tensor([[0, 1, 77], [5, 100_000, 3]], device=device).T[:, 1]
     inv_freq = random((18,), torch.float32, device).abs()
@@ -152,7 +152,7 @@ def test_activations(module, name, scale, dtype, device):
 
 @each_dtype
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_gates(module: ops.Ops, name: str, dtype: torch.dtype, device: torch.device):
+def test_gates(module: Any, name: str, dtype: torch.dtype, device: torch.device):
     for num_tokens, size in [(1, 8), (5, 100), (0, 16), (2, 1500)]:
         x = random((num_tokens, 2 * size), dtype, device)
         first, second = x.split(size, dim=-1)
@@ -161,7 +161,7 @@ def test_gates(module: ops.Ops, name: str, dtype: torch.dtype, device: torch.dev
 
 
 @each_dtype
-def test_the_clamped_gate(module: ops.Ops, dtype: torch.dtype, device: torch.device):
+def test_the_clamped_gate(module: Any, dtype: torch.dtype, device: torch.device):
     for num_tokens, size in [(1, 8), (5, 100), (0, 16)]:
         x = random((num_tokens, 2 * size), dtype, device, 6.0)
         first, second = (half.double() for half in x.split(size, dim=-1))
@@ -204,7 +204,7 @@ def test_low_rank_additions(module, num_tokens, num_inputs, sizes, max_rank, dty
     places = torch.arange(num_tokens, device=device) * 7 % 5 - 1
     places[places == 3] = 2
     out = before.clone()
-    module.add_low_rank(out, x, ops.LowRank(a, b, ranks, ends), places)
+    module.add_low_rank(out, x, LowRank(a, b, ranks, ends), places)
     assert torch.equal(out[places < 1][places[places < 1] < 0], before[places < 0])
     chosen = exact[places.clamp(min=0), torch.arange(num_tokens, device=device)]
     chosen[places < 0] = 0
@@ -222,7 +222,7 @@ def test_cuda_has_triton():
 @each_dtype
 @pytest.mark.parametrize("renormalize", [False, True])
 @pytest.mark.parametrize("shape", [(1, 5, 2), (40, 128, 8), (3, 2, 2)], ids=str)
-def test_routing(module: ops.Ops, renormalize: bool, shape, dtype: torch.dtype, device):
+def test_routing(module: Any, renormalize: bool, shape, dtype: torch.dtype, device):
     num_tokens, num_experts, top_k = shape
     logits = torch.rand(num_tokens, num_experts, generator=torch.Generator().manual_seed(1))
     order = logits.argsort().argsort()  # without two that are equal in 16 bits
@@ -276,7 +276,7 @@ def test_routing_within_groups(
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")
-def test_routing_of_many_tokens_and_of_nan(module: ops.Ops, device: torch.device):
+def test_routing_of_many_tokens_and_of_nan(module: Any, device: torch.device):
     """More than a kernel's program reads in one turn. Whatever it is, places are a
     permutation: others are memory of nobody."""
     logits = torch.randn(2500, 5, generator=torch.Generator().manual_seed(0))
@@ -293,7 +293,7 @@ def test_routing_of_many_tokens_and_of_nan(module: ops.Ops, device: torch.device
 
 
 @each_dtype
-def test_combine(module: ops.Ops, dtype: torch.dtype, device: torch.device):
+def test_combine(module: Any, dtype: torch.dtype, device: torch.device):
     for num_tokens, top_k, size in [(1, 2, 8), (5, 3, 100), (2, 1, 33)]:
         y = random((num_tokens * top_k, size), dtype, device)
         weights = random((num_tokens, top_k), torch.float32, device)
@@ -317,7 +317,7 @@ def test_combine(module: ops.Ops, dtype: torch.dtype, device: torch.device):
 
 
 @each_dtype
-def test_scale(module: ops.Ops, dtype: torch.dtype, device: torch.device):
+def test_scale(module: Any, dtype: torch.dtype, device: torch.device):
     for shape in [(1, 8), (3, 1001), (0, 16)]:
         x = random(shape, dtype, device)
         residual = random(shape, dtype, device, 1.0)
@@ -331,7 +331,7 @@ def test_scale(module: ops.Ops, dtype: torch.dtype, device: torch.device):
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 5, 1500])  # the last one is more than a kernel's turn
-def test_a_decode_step_begins(module: ops.Ops, num_tokens: int, device: torch.device):
+def test_a_decode_step_begins(module: Any, num_tokens: int, device: torch.device):
     """Rows that compute their next token, drafts of others, and padding; against Python's lists."""
     rng = np.random.default_rng(num_tokens)
     block_size = 4

@@ -26,13 +26,13 @@ SHAPES = [(1, 1, 1, 1), (2, 6, 12, 10), (1, 2, 16, 131), (3, 3, 7, 64)]
 
 
 @pytest.fixture(params=[*native.CAPABILITIES, "off"])
-def module(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[ops.Ops]:
+def module(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     for _ in forced(request.param, monkeypatch):
         yield ops.for_device(torch.device("cpu"))
 
 
 @pytest.fixture(params=native.CAPABILITIES)
-def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[ops.Ops]:
+def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     for _ in forced(request.param, monkeypatch):
         yield native
 
@@ -45,7 +45,7 @@ class Inputs(NamedTuple):
     options: dict[str, Any]
     state_shape: tuple[int, ...]
 
-    def run(self, module: ops.Ops, rows: StateRows, tokens: slice = slice(None)) -> Tensor:
+    def run(self, module: Any, rows: StateRows, tokens: slice = slice(None)) -> Tensor:
         parts = {key: None if x is None else x[tokens] for key, x in self.by_token.items()}
         if self.name == "linear_scan":
             return module.linear_scan(**parts, decay=Decay(**self.options), rows=rows)
@@ -185,7 +185,7 @@ CASES = [scan_inputs(shape, kind) for shape in SHAPES for kind in ("delta", "mam
 
 
 @pytest.mark.parametrize("inputs", CASES, ids=lambda case: f"{case.name}{case.state_shape}")
-def test_operations_equal_their_definition(module: ops.Ops, inputs: Inputs):
+def test_operations_equal_their_definition(module: Any, inputs: Inputs):
     rows = state_rows(inputs)
     before = rows.states.clone()
     outputs, states, checkpoints = exact(inputs, rows)
@@ -204,7 +204,7 @@ def test_operations_equal_their_definition(module: ops.Ops, inputs: Inputs):
 
 
 @pytest.mark.parametrize("inputs", CASES[:-1], ids=lambda case: f"{case.name}{case.state_shape}")
-def test_bits_do_not_depend_on_chunks_batches_and_saves(library: ops.Ops, inputs: Inputs):
+def test_bits_do_not_depend_on_chunks_batches_and_saves(library: Any, inputs: Inputs):
     whole = state_rows(inputs, saves={})
     expected = inputs.run(library, whole)
     saved = state_rows(inputs)
@@ -247,7 +247,7 @@ WRONG = [
     "wrong", WRONG, ids=lambda wrong: str([x.tolist() for x in wrong.values()])
 )
 @pytest.mark.parametrize("inputs", [CASES[2], CASES[-3]], ids=["scan", "convolution"])
-def test_a_wrong_index_raises_and_writes_nothing(library: ops.Ops, inputs: Inputs, wrong: Any):
+def test_a_wrong_index_raises_and_writes_nothing(library: Any, inputs: Inputs, wrong: Any):
     rows = state_rows(inputs)
     before = rows.states.clone()
     with pytest.raises(IndexError):
@@ -258,7 +258,7 @@ def test_a_wrong_index_raises_and_writes_nothing(library: ops.Ops, inputs: Input
 
 @pytest.mark.parametrize("gates_first", [False, True])
 @pytest.mark.parametrize("shape", [(5, 3, 10), (2, 1, 64), (7, 133)], ids=str)
-def test_gated_norm(module: ops.Ops, shape: tuple[int, ...], gates_first: bool):
+def test_gated_norm(module: Any, shape: tuple[int, ...], gates_first: bool):
     x = random(*shape)
     gate = random(shape[0], 2 * math.prod(shape[1:]))[:, : math.prod(shape[1:])].view(shape)
     weight = random(shape[-1])
@@ -271,7 +271,7 @@ def test_gated_norm(module: ops.Ops, shape: tuple[int, ...], gates_first: bool):
 
 
 @pytest.mark.parametrize("gate_size", [1, 37])
-def test_multiply_sigmoid(module: ops.Ops, gate_size: int):
+def test_multiply_sigmoid(module: Any, gate_size: int):
     x = random(5, 37)
     gate = random(5, 80)[:, :gate_size]
     expected = x.double() / (1 + (-gate.double()).exp())

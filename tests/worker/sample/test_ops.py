@@ -2,6 +2,7 @@
 
 import importlib
 import pkgutil
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
 
 
 @pytest.fixture(params=MODULES)
-def module(request, load_module) -> ops.SamplingOps:
+def module(request, load_module) -> Any:
     return load_module("servd.worker.sample.ops", request.param)
 
 
@@ -207,7 +208,7 @@ def test_the_best_token_is_the_first_nan_or_the_first_maximum(module, device):
 
 
 @each_shape
-def test_weights_are_relative_probabilities(module: ops.SamplingOps, shape, device: torch.device):
+def test_weights_are_relative_probabilities(module: Any, shape, device: torch.device):
     logits = random_logits(shape, device)
     logits[:, 3] = -torch.inf
     temperatures = torch.linspace(0.3, 2.0, shape[0], device=device)
@@ -338,7 +339,7 @@ def test_draws_at_0_and_1_give_the_first_and_last_token(monkeypatch, u, token):
     assert reference.draw(weights, torch.zeros(1), zero, zero).tolist() == [token]
 
 
-def test_draw_from_the_largest_vocabulary(module: ops.SamplingOps, device: torch.device):
+def test_draw_from_the_largest_vocabulary(module: Any, device: torch.device):
     """The sum of the integers does not overflow."""
     weights = torch.full((2, MAX_VOCAB_SIZE), WEIGHT_ONE, device=device)
     numbers = torch.tensor([3, 4], device=device)
@@ -350,7 +351,7 @@ def test_draw_from_the_largest_vocabulary(module: ops.SamplingOps, device: torch
 
 
 @each_shape
-def test_scores_equal_float64(module: ops.SamplingOps, shape, device: torch.device):
+def test_scores_equal_float64(module: Any, shape, device: torch.device):
     logits = random_logits(shape, device)
     logits[:, 1] = -torch.inf
     token_ids = torch.arange(shape[0], device=device)

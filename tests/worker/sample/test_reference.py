@@ -58,7 +58,8 @@ def apply(
 
 def filtered(weights: torch.Tensor, requests: list[SlotRequest]) -> torch.Tensor:
     """What is left of weights by min-p, top-k and top-p."""
-    top_k_top_p = TopKTopPFilter(weights.shape[1], NUM_SLOTS, CPU, reference)
+    top_k_top_p = TopKTopPFilter(weights.shape[1], NUM_SLOTS, CPU)
+    top_k_top_p.ops = reference
     uses = [top_k_top_p.add(request.slot, request.params) for request in requests]
     lowest = top_k_top_p.lowest(weights, rows_of(requests, uses), 1)
     return weights.masked_fill(weights < lowest.unsqueeze(1), 0)

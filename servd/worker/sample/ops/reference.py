@@ -1,5 +1,11 @@
 """The sampler's operations in plain torch, for CPUs. They also run elsewhere, but then
 `filter_top_k_top_p` waits for the device.
+
+Each module of this package has these operations; tests/worker/sample/test_ops.py runs their
+contract over all of them. Logits are float32 [n, vocab], each row contiguous. Weights are defined
+in `fixed_point.py`, and contiguous. Everything after `to_weights` is integer arithmetic, with equal
+results in all modules. Rows whose most probable token has no finite logit have undefined weights;
+any valid token is drawn from them.
 """
 
 import torch
@@ -16,6 +22,13 @@ DIGITS = ((20, 11), (10, 10), (0, 10))
 
 
 def edit_logits(logits: Tensor, changes: LogitEdits) -> Tensor:
+    """Add biases, forbid tokens by bitmasks, penalize; in place. Logits without biases and
+    penalties may be of a narrower type; on a CPU those without masks.
+
+    Returns:
+        [n] int64, the most probable token of each row: the first one that is NaN, or else the
+        first maximum.
+    """
     if changes.biased is not None:
         add_biases(logits, changes.biased)
     if changes.bitmasks is not None:
@@ -26,6 +39,17 @@ def edit_logits(logits: Tensor, changes: LogitEdits) -> Tensor:
 
 
 def choose(logits: Tensor, slots: Tensor, columns: Tensor, token_ids: Tensor) -> Tensor:
+    """Return each row's most probable token, like `edit_logits`, and write it to `token_ids`.
+
+    Args:
+        logits: [n, vocab], of any floating type.
+        slots: [n] int64, rows of `token_ids`.
+        columns: [n] int64.
+        token_ids: int32 [slots, columns], each row contiguous.
+
+    Returns:
+        [n] int64: the token; or ~token, which is negative, if its logit is NaN or +inf.
+    """
     best, chosen = logits.max(dim=-1)
     token_ids[slots, columns] = chosen.int()
     return torch.where(best < torch.inf, chosen, ~chosen)
@@ -50,11 +74,27 @@ def _penalize(logits: Tensor, penalized: Penalized) -> Tensor:
 
 
 def to_weights(logits: Tensor, peaks: Tensor, temperatures: Tensor) -> Tensor:
+    """Return weights [n, vocab] for logits, row maxima `peaks` [n], and `temperatures` [n]."""
     # At most 0 before the division, so no temperature can overflow it.
     return (logits - peaks.unsqueeze(1)).div_(temperatures.unsqueeze(1)).exp_().mul_(WEIGHT_ONE)
 
 
 def filter_top_k_top_p(weights: Tensor, lowest: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Return the smallest weight that top-k and then top-p keep of the weights that are at
+    least `lowest`.
+
+    Tokens with the same weight as the last kept token are kept too, so the order of equal
+    values has no effect.
+
+    Args:
+        weights: [n, vocab].
+        lowest: [n] float32.
+        top_k: [n] int64; 0 or less keeps all.
+        top_p: [n] float64 in (0, 1].
+
+    Returns:
+        [n] float32, not below `lowest`.
+    """
     weights = _at_least(weights, lowest)
     limits = lowest.clone()
     is_small = (top_k > 0) & (top_k <= MAX_SORTED)
@@ -132,6 +172,11 @@ def smallest_keeping(weights: Tensor, masses: Tensor, limits: Tensor) -> Tensor:
 
 
 def draw(weights: Tensor, lowest: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    """Return one token per row, [n] int64, drawn by inverse CDF over the weights that are at
+    least `lowest` [n].
+
+    The random number is `uniform(seeds, positions)`. A token of weight zero is never drawn.
+    """
     cumulative = _at_least(weights, lowest).to(torch.int64).cumsum_(dim=-1)
     # < total: the largest u never rounds up to it.
     target = (uniform(seeds, positions) * cumulative[:, -1]).to(torch.int64)
@@ -140,6 +185,9 @@ def draw(weights: Tensor, lowest: Tensor, seeds: Tensor, positions: Tensor) -> T
 
 
 def score(logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the logarithm of each row's sum of exponentials, [n] float32, and the rank (from
+    1) of its token, [n] int64.
+    """
     ranks = (logits > logits.gather(1, token_ids.unsqueeze(1))).sum(dim=-1) + 1
     return logits.logsumexp(dim=-1), ranks
 
