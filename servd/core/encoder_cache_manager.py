@@ -64,7 +64,7 @@ class EncoderCacheManager:
 
     def begin_step(self, limit: int) -> None:
         """Let go of what the last step read. A step encodes its first picture, and others while
-        that takes as long as `limit` tokens of the language model.
+        that takes as long as `limit` tokens of the language model; with 0, it encodes none.
         """
         self._limit = limit / self.token_cost
         self._num_encoded = 0
@@ -149,7 +149,8 @@ class EncoderCacheManager:
 
     def _has_time(self, num_encoded: int, num_new: int) -> bool:
         """Return whether a step that encodes `num_encoded` image tokens can encode `num_new`."""
-        return num_encoded == 0 or num_encoded + num_new <= self._limit
+        is_first = num_encoded == 0 and self._limit > 0
+        return not num_new or is_first or num_encoded + num_new <= self._limit
 
     def _evict(self) -> None:
         num_embeds = self.num_embeds

@@ -15,6 +15,7 @@ from servd.messages.engine import AbortRequests
 from servd.messages.multimodal import MultiModalFeature
 from tests.core.engines import (
     AuditedExecutor,
+    Log,
     generate,
     make_engine,
     make_request,
@@ -184,6 +185,33 @@ def test_a_request_whose_cached_prefix_ends_before_a_picture_waits_for_room():
     ]
     log = generate(engine, seeing_request("before", [1], 1), *requests)
     assert [log.token_ids(str(i)) for i in range(2)] == [solo(request) for request in requests]
+
+
+@pytest.mark.parametrize("decodes", [True, False])
+def test_after_a_slow_picture_others_decode_for_as_long(decodes):
+    now = 0
+
+    class Slow(SeeingExecutor):
+        def execute_model(self, scheduled) -> None:
+            nonlocal now
+            encodes = bool(scheduled.scheduled_encoder_inputs)
+            kinds.append(encodes)
+            now += 1_000_000_000 if encodes else 100_000_000
+            super().execute_model(scheduled)
+
+    kinds: list[bool] = []
+    engine = make_engine(executor_class=Slow, clock=lambda: now)
+    engine.scheduler.encoder_cache = EncoderCacheManager(64)
+    log = Log()
+    if decodes:
+        engine.handle(make_request("text", [1], 50))
+        log.step(engine)
+    for name in ("a", "b"):
+        engine.handle(seeing_request(name, [(name, 20), 7], 1))
+    log.run(engine)
+    first = kinds.index(True)
+    assert sum(kinds) == 2
+    assert kinds.index(True, first + 1) - first == (11 if decodes else 1)
 
 
 class Arrival(NamedTuple):
