@@ -39,8 +39,8 @@ from servd.messages.stats import SchedulerStats
 logger = logging.getLogger("servd.scheduler")
 
 BACKGROUND_SHARE = 8  # prompts of lower classes get 1/8 of the budget, which keeps steps short
-# Nanoseconds. After a step with pictures that takes longer, as on a CPU, requests decode for as long
-# without such a step.
+# Nanoseconds. After a step with pictures that takes longer, as on a CPU, requests decode for as
+# long without such a step.
 SLOW_ENCODING = 100_000_000
 MAX_PASSED = 8  # waiting requests that other requests may overtake in one step
 GrammarTokens = Mapping[int, list[int]]  # slot -> the only tokens that its grammar allows next
