@@ -325,6 +325,14 @@ async def test_too_many_bytes_at_once_are_refused_until_others_end(make, monkeyp
     await load(loader, urls[1])
 
 
+async def test_a_prompt_of_too_many_pictures_is_not_told_to_try_again(make, monkeypatch):
+    loader = make()
+    monkeypatch.setattr(media_loader, "MAX_IN_USE", 3 * 40 * 30 * 3 * 4)  # bytes, of 3 pictures
+    urls = [data_url(encode(photo(40, 30, seed), "PNG")) for seed in range(6)]
+    with pytest.raises(InvalidRequest, match=r"picture \d of the prompt: .* tensors take over"):
+        await load(loader, *urls)
+
+
 async def test_owners_take_turns(make):
     """A client with many pictures delays another's one by one or two of them."""
     loader = make()

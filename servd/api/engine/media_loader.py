@@ -27,6 +27,7 @@ from servd.api.engine.limited_process import LimitedProcess
 from servd.api.text.prompt import Picture
 from servd.base.abandoned import check_abandoned
 from servd.base.errors import InvalidRequest, Unavailable
+from servd.base.sizes import format_bytes
 from servd.base.tracing import now_ns
 from servd.checkpoint.model_spec import ModelSpec
 from servd.config import Config
@@ -152,11 +153,18 @@ class MediaLoader:
         too many pictures are being read or in use.
         """
         turns = asyncio.Semaphore(NUM_AT_ONCE)
+        num_bytes = 0
 
         async def load_next(number: int, picture: Picture) -> LoadedPicture:
+            nonlocal num_bytes
             async with turns:
                 try:
-                    return await self._load(picture, salt, owner)
+                    loaded = await self._load(picture, salt, owner)
+                    num_bytes += loaded.memory.num_bytes
+                    if num_bytes > MAX_IN_USE:  # no later attempt would find room
+                        limit = format_bytes(MAX_IN_USE)
+                        raise InvalidRequest(f"with those before, its tensors take over {limit}")
+                    return loaded
                 except InvalidRequest as error:
                     text = f"picture {number} of the prompt: {error}"
                     raise InvalidRequest(text, param="messages") from None
