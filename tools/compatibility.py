@@ -47,10 +47,11 @@ Some results depend on the server and on the model:
   servd ignores it.
 - `an_unknown_field` stands for every field that servd does not know.
 
-servd rejects audio, video and every value out of [bounds](http.md#fields). [Pictures](../how-to/pictures.md)
-need a model that reads them. In Messages, the model sees a short note in place of a file. `/v1/files` and
-`/v1/batches` accept only the `purpose` `batch` and the `completion_window` `24h`. They support
-`expires_after` and `metadata`, and ignore `output_expires_after` ([batches](../how-to/batches.md)).
+servd rejects audio, video and every value out of [bounds](http.md#fields).
+[Pictures](../how-to/pictures.md) need a model that reads them. In Messages, the model sees a short
+note in place of a file. `/v1/files` and `/v1/batches` accept only the `purpose` `batch` and the
+`completion_window` `24h`. They support `expires_after` and `metadata`, and ignore
+`output_expires_after` ([batches](../how-to/batches.md)).
 """
 
 Outcome = tuple[str, str]  # the kind; the names of fields, or the message

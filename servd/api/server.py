@@ -38,6 +38,7 @@ from servd.api.observability.tracer import Tracer
 from servd.api.text.tokenizer import Tokenizer
 from servd.base import log
 from servd.base.errors import ConfigError, ShuttingDown
+from servd.base.memory import release_memory
 from servd.checkpoint import pooling
 from servd.checkpoint.adapter_store import AdapterStore
 from servd.config import Config, ObservabilityConfig, ServerConfig
@@ -56,6 +57,7 @@ logger = logging.getLogger("servd.api")
 FORCED_EXIT = 1  # seconds from the error frames of cut streams to the end of the process
 # Seconds from readiness to the start of the processes that check grammars and decode pictures.
 GRAMMARS_DELAY = 1.0
+TRIM_TICKS = 600  # from one return of freed memory to the next: large bodies leave much of it
 TICK = 0.1  # seconds between uvicorn's calls of `on_tick`
 LONG_LAG = 0.1  # seconds that the event loop may be late without a warning
 LAG_WARNING_INTERVAL = 10.0  # seconds between warnings
@@ -140,6 +142,8 @@ class Server(uvicorn.Server):
         self.lag.sample(is_starting=not self.has_announced)
         self.heartbeat.beat()
         self.heartbeat.get_ready()
+        if counter % TRIM_TICKS == 0:
+            asyncio.get_running_loop().run_in_executor(None, release_memory)
         while not self.reloads.empty():
             self.reload(self.reloads.get())
         if self.async_llm.is_ready and not self.has_announced:

@@ -17,6 +17,7 @@ import msgspec
 
 import servd
 from servd.base.errors import ConfigError, EngineDeadError, InvalidRequest
+from servd.base.memory import release_memory
 from servd.base.private_dir import PARENT_DIR, private_dir
 from servd.checkpoint.model_spec import ModelSpec
 from servd.config import Config
@@ -172,8 +173,6 @@ class InprocClient(EngineCoreClient):
 
     def _sleep(self) -> None:
         if not self.engine.is_asleep:
-            from servd.core.engine_core import release_memory
-
             self._end_steps()
             self.engine.sleep()
             gc.collect()  # reference cycles of the model

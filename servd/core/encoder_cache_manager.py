@@ -64,7 +64,7 @@ class EncoderCacheManager:
 
     def begin_step(self, limit: int) -> None:
         """Let go of what the last step read. A step encodes its first picture, and others while
-        that takes as long as `limit` tokens of the language model.
+        that takes as long as `limit` tokens of the language model; with 0, it encodes none.
         """
         self._limit = limit / self.token_cost
         self._num_encoded = 0
@@ -78,9 +78,10 @@ class EncoderCacheManager:
             return True
         sizes = {feature.identifier: feature.num_embeds for feature in request.mm_features}
         num_new = sum(size for key, size in sizes.items() if key not in self._sizes)
-        others = {key: self._sizes[key] for key in self._held if key not in sizes}
-        num_read = sum(sizes.values()) if is_whole else max(sizes.values())
-        fits = sum(others.values()) + num_read <= self.capacity
+        num_held = sum(self._sizes[key] for key in self._held)
+        new_sizes = [size for key, size in sizes.items() if key not in self._held]
+        num_read = sum(new_sizes) if is_whole else max(new_sizes, default=0)
+        fits = num_held + num_read <= self.capacity
         longest = max(feature.length for feature in request.mm_features)
         is_cut = self.is_bidirectional and longest > room
         return fits and not is_cut and self._has_time(self._num_encoded, num_new)
@@ -148,7 +149,8 @@ class EncoderCacheManager:
 
     def _has_time(self, num_encoded: int, num_new: int) -> bool:
         """Return whether a step that encodes `num_encoded` image tokens can encode `num_new`."""
-        return num_encoded == 0 or num_encoded + num_new <= self._limit
+        is_first = num_encoded == 0 and self._limit > 0
+        return not num_new or is_first or num_encoded + num_new <= self._limit
 
     def _evict(self) -> None:
         num_embeds = self.num_embeds

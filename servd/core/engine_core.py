@@ -1,11 +1,11 @@
 """EngineCore: the step loop, and the handling of clients' messages."""
 
-import ctypes
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 
 from servd.base.errors import EngineError, InvalidRequest
+from servd.base.memory import release_memory
 from servd.base.tracing import Clock, StepRecord, now_ns
 from servd.checkpoint.model_spec import ModelSpec
 from servd.config import Config
@@ -229,9 +229,3 @@ class EngineCore:
             if row not in ends or ends[row].num_tokens > num_tokens:
                 ends[row] = OutputEnd(num_tokens, NO_TOKEN_ALLOWED)
         self.scheduler.update_from_output(result, ends)
-
-
-def release_memory() -> None:
-    """Return freed memory to the system. glibc would keep most of it."""
-    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
-        libc.malloc_trim(0)

@@ -18,10 +18,11 @@ import msgspec
 
 from servd.base import log
 from servd.base.errors import ConfigError, EngineError, InvalidRequest
+from servd.base.memory import release_memory
 from servd.base.tracing import FIRST_STEP, OVERDUE_FACTOR, Pace, StepRecord
 from servd.core.audit import audit
 from servd.core.client import engine_address, identity
-from servd.core.engine_core import EngineCore, release_memory
+from servd.core.engine_core import EngineCore
 from servd.core.executor import Executor, load_executor, start_executor
 from servd.core.stat_logger import StatLogger
 from servd.core.structured_output.manager import Compiled

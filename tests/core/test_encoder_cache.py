@@ -15,6 +15,7 @@ from servd.messages.engine import AbortRequests
 from servd.messages.multimodal import MultiModalFeature
 from tests.core.engines import (
     AuditedExecutor,
+    Log,
     generate,
     make_engine,
     make_request,
@@ -173,6 +174,44 @@ def test_a_picture_stays_open_for_steps_in_flight():
     assert "cannot open" in log.outputs["late"][0].error
     assert log.token_ids("stays") == solo(requests[1])
     assert not Path(opened.memory).exists()
+
+
+def test_a_request_whose_cached_prefix_ends_before_a_picture_waits_for_room():
+    """The step holds "a" for another request, which leaves no room for "b"."""
+    engine = seeing_engine(capacity=16, block_size=4, max_num_batched_tokens=8, num_blocks=20)
+    requests = [
+        seeing_request(str(i), [1, 1, ("a", 12), 1, 1, picture], 1)
+        for i, picture in enumerate([("a", 12), ("b", 5)])
+    ]
+    log = generate(engine, seeing_request("before", [1], 1), *requests)
+    assert [log.token_ids(str(i)) for i in range(2)] == [solo(request) for request in requests]
+
+
+@pytest.mark.parametrize("decodes", [True, False])
+def test_after_a_slow_picture_others_decode_for_as_long(decodes):
+    now = 0
+
+    class Slow(SeeingExecutor):
+        def execute_model(self, scheduled) -> None:
+            nonlocal now
+            encodes = bool(scheduled.scheduled_encoder_inputs)
+            kinds.append(encodes)
+            now += 1_000_000_000 if encodes else 100_000_000
+            super().execute_model(scheduled)
+
+    kinds: list[bool] = []
+    engine = make_engine(executor_class=Slow, clock=lambda: now)
+    engine.scheduler.encoder_cache = EncoderCacheManager(64)
+    log = Log()
+    if decodes:
+        engine.handle(make_request("text", [1], 50))
+        log.step(engine)
+    for name in ("a", "b"):
+        engine.handle(seeing_request(name, [(name, 20), 7], 1))
+    log.run(engine)
+    first = kinds.index(True)
+    assert sum(kinds) == 2
+    assert kinds.index(True, first + 1) - first == (11 if decodes else 1)
 
 
 class Arrival(NamedTuple):

@@ -29,7 +29,8 @@ function literal(value, indent = "    ") {
   return `${open}\n${parts.map((part) => `${inner}${part},\n`).join("")}${indent}${close}`;
 }
 
-const EXTENSIONS = ["top_k", "min_p", "repetition_penalty"]; // that OpenAI's client does not know
+// Fields that OpenAI's client does not know.
+const EXTENSIONS = ["top_k", "min_p", "repetition_penalty", "return_progress"];
 
 export function python(body) {
   const own = Object.entries(body).filter(([name]) => !EXTENSIONS.includes(name));

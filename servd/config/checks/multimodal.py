@@ -23,7 +23,7 @@ def choose_modalities(config: Config, spec: ModelSpec) -> MultiModalSpec | str:
     if config.multimodal.language_model_only:
         return "it runs with --language-model-only"
     if importlib.util.find_spec("PIL") is None:
-        reason = "Pillow is not installed: pip install 'servd[vision]'"
+        reason = "Pillow is not installed: pip install pillow"
         log.warning("the model's text part alone is served: %s", reason)
         return reason
     if config.model.model_impl == "transformers" or not pooling.has_file(spec):

@@ -39,6 +39,9 @@ from servd.messages.stats import SchedulerStats
 logger = logging.getLogger("servd.scheduler")
 
 BACKGROUND_SHARE = 8  # prompts of lower classes get 1/8 of the budget, which keeps steps short
+# Nanoseconds. After a step with pictures that takes longer, as on a CPU, requests decode for as
+# long without such a step.
+SLOW_ENCODING = 100_000_000
 MAX_PASSED = 8  # waiting requests that other requests may overtake in one step
 GrammarTokens = Mapping[int, list[int]]  # slot -> the only tokens that its grammar allows next
 NO_TOKENS: GrammarTokens = {}
@@ -89,6 +92,7 @@ class Scheduler:
         self._in_flight: deque[Step] = deque()
         self.clock = clock
         self.outputs = Outputs(clock)
+        self._rests_until_ns = 0  # until then, pictures are not encoded beside decoding requests
         self._stats = SchedulerStats()
         self._num_steps = 0
         self.step_log = StepLog()
@@ -142,7 +146,7 @@ class Scheduler:
         record = StepRecord(self._num_steps, self.clock())
         step = Step(record)
         self.waiting.begin_step()
-        self.encoder_cache.begin_step(self.max_num_batched_tokens)
+        self.encoder_cache.begin_step(self._count_encodable(record.started_ns))
         for request, error in self.kv_cache.connector.take_failed():
             self._end_with_error(request, error)
         self.draft_length.begin_step(record.step, len(self.running))
@@ -170,6 +174,12 @@ class Scheduler:
             record.waits_for = (record.waits_for or "budget") if self.free_slots else "slots"
         record.scheduled_ns = self.clock()
         return output
+
+    def _count_encodable(self, now_ns: int) -> int:
+        """Return how long a step may encode pictures, as a number of tokens; see SLOW_ENCODING."""
+        is_decoding = any(request.decodes_until for request in self.running)
+        rests = now_ns < self._rests_until_ns and is_decoding
+        return 0 if rests else self.max_num_batched_tokens
 
     def forget_workers(self) -> None:
         """Discard the workers' state. No step may be in flight."""
@@ -416,6 +426,9 @@ class Scheduler:
         record.worker_ns = result.times_ns
         record.encode_ns = result.encode_ns
         took_ns, is_report_due = self.step_log.add(record)
+        encoding_ns = record.collected_ns - record.scheduled_ns if record.encoding_cost else 0
+        if encoding_ns > SLOW_ENCODING:
+            self._rests_until_ns = record.collected_ns + encoding_ns
         if is_report_due:
             for request in self.requests.values():
                 self.outputs.report_to(request.client)
