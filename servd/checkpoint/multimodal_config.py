@@ -29,7 +29,7 @@ PROCESSORS = ("processor_config.json", "preprocessor_config.json")  # files of t
 class MultiModalSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What a model that sees adds to its language model."""
 
-    model_type: str  # of the whole model; names its file in servd/worker/multimodal
+    processor: str  # of pictures: a file in servd/worker/multimodal
     image_token_id: int  # whose embeddings the tower's outputs replace
     num_deepstack: int = 0  # further features of an image token, which the first layers add
     is_bidirectional: bool = False  # whether the tokens of a picture see each other
@@ -58,7 +58,7 @@ def multimodal_spec(
     token_id = config.get("image_token_id", config.get("image_token_index"))
     sections = family.get("mrope_section", [])
     spec = MultiModalSpec(
-        model_type=model_type,
+        processor=family.get("processor", model_type),
         image_token_id=family["image_token_id"] if token_id is None else token_id,
         num_deepstack=len(vision.get("deepstack_visual_indexes") or ()),
         is_bidirectional=family.get("is_bidirectional", False),

@@ -76,7 +76,7 @@ def load_processor(start: StartLimitedProcess) -> ImageProcessor:
     late cannot be opened later. Raises ConfigError and what libraries raise.
     """
     assert isinstance(start.spec.multimodal, MultiModalSpec)
-    processor_class = load_class(FAMILIES, start.spec.multimodal.model_type, ImageProcessor)
+    processor_class = load_class(FAMILIES, start.spec.multimodal.processor, ImageProcessor)
     options = start.config.multimodal.mm_processor_kwargs
     processor: ImageProcessor = processor_class(Path(start.spec.folder), options)
     Image.init()

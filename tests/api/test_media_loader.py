@@ -43,7 +43,7 @@ def make(monkeypatch) -> Callable[..., MediaLoader]:
         fetcher: MediaFetcher | None = None, processor: str = "PixelProcessor", **options: object
     ) -> MediaLoader:
         config = msgspec.structs.replace(Config(), multimodal=MultiModalConfig(**options))
-        family = MultiModalSpec(model_type=f"{PROCESSORS}:{processor}", image_token_id=0)
+        family = MultiModalSpec(processor=f"{PROCESSORS}:{processor}", image_token_id=0)
         spec = msgspec.structs.replace(FAKE_SPEC, multimodal=family)
         loaders.append(MediaLoader(config, spec, fetcher))
         return loaders[-1]

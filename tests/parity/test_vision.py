@@ -52,8 +52,8 @@ class Family:
         self.model = transformers.AutoModelForImageTextToText.from_pretrained(
             folder, dtype=torch.float32
         ).eval()
-        model_type = self.spec.multimodal.model_type
-        processor_class = plugins.load_class(FAMILIES, model_type, ImageProcessor)
+        name = self.spec.multimodal.processor
+        processor_class = plugins.load_class(FAMILIES, name, ImageProcessor)
         self.processor: Any = processor_class(folder, options)
         self.tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
         self.image_processor = transformers.AutoImageProcessor.from_pretrained(
@@ -112,9 +112,9 @@ class Family:
         """Return the continuation by transformers, with its own image processor."""
         inputs: dict[str, Any] = {}
         if images:
-            model_type = self.spec.multimodal.model_type
-            nested: Any = [images] if model_type in ("smolvlm", "idefics3") else images
-            sides = {"patch_size": 28} if model_type == "mistral3" else {}  # of merged patches
+            name = self.spec.multimodal.processor
+            nested: Any = [images] if name in ("smolvlm", "idefics3") else images
+            sides = {"patch_size": 28} if name == "mistral3" else {}  # of merged patches
             outputs = self.image_processor(images=nested, return_tensors="pt", **sides)
             inputs = {name: outputs[name] for name in names}
         ids = torch.tensor([token_ids])

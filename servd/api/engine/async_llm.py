@@ -367,7 +367,7 @@ class AsyncLLM:
             async with asyncio.timeout_at(deadline):
                 if admitted is not None:
                     admitted.count_tokens(await self.run_in_thread(owner, size, count_fewest))
-                loaded = await self._load_all(texts, options)
+                loaded = [await self._load(prompt, options) for prompt in texts]
                 inputs = await self.run_in_thread(owner, size, process_all)
                 if admitted is not None:
                     num_tokens = sum(len(prompt.request.prompt_token_ids) for prompt in inputs)
@@ -384,16 +384,13 @@ class AsyncLLM:
             raise DeadlineExceeded from None
         return inputs
 
-    async def _load_all(
-        self, prompts: Sequence[Prompt], options: RequestOptions
-    ) -> list[tuple[list[LoadedPicture], list[Mark]]]:
-        """Return the pictures of each prompt, and when their stages ended. See `load_pictures`."""
-        loaded: list[tuple[list[LoadedPicture], list[Mark]]] = []
-        for prompt in prompts:
-            begin_ns = now_ns()
-            pictures = await self.load_pictures(prompt, options)
-            loaded.append((pictures, _picture_marks(pictures, begin_ns)))
-        return loaded
+    async def _load(
+        self, prompt: Prompt, options: RequestOptions
+    ) -> tuple[list[LoadedPicture], list[Mark]]:
+        """Return the pictures of a prompt, and when their stages ended. See `load_pictures`."""
+        begin_ns = now_ns()
+        pictures = await self.load_pictures(prompt, options)
+        return pictures, _picture_marks(pictures, begin_ns)
 
     async def load_pictures(self, prompt: Prompt, options: RequestOptions) -> list[LoadedPicture]:
         """Return the pictures of a chat, in order; none for a model that reads none. Raises the

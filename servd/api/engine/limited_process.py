@@ -199,7 +199,6 @@ class FairLock:
                 self._changed.notify_all()
 
     def _is_next(self, number: int) -> bool:
-        def rank(item: tuple[int, str]) -> tuple[float, int]:
-            return self._seconds.get(item[1], 0.0), item[0]
-
-        return not self._is_taken and number == min(self._waiting.items(), key=rank)[0]
+        clients = self._waiting  # of equal ones, the first to arrive is next
+        next_number = min(clients, key=lambda number: self._seconds.get(clients[number], 0.0))
+        return not self._is_taken and number == next_number

@@ -1,5 +1,5 @@
-"""Families of models that see, one file for each, named as the whole model's model_type: how a
-picture becomes tensors and text, and the vision tower that encodes the tensors.
+"""Families of models that see, one file for each: how a picture becomes tensors and text, and
+the vision tower that encodes the tensors.
 """
 
 from abc import ABC, abstractmethod

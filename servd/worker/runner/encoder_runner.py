@@ -135,8 +135,8 @@ class EncoderRunner:
         from servd.worker.multimodal import FAMILIES, ImageProcessor
         from servd.worker.multimodal._tower import VisionTower
 
-        model_type = self.multimodal.model_type
-        processor_class: type[ImageProcessor] = load_class(FAMILIES, model_type, ImageProcessor)
+        name = self.multimodal.processor
+        processor_class: type[ImageProcessor] = load_class(FAMILIES, name, ImageProcessor)
         processor_class(Path(self.spec.folder), options)
         self.tower = VisionTower.load(self.spec, self.dtype, self.device)
         self.nbytes = self.tower.nbytes

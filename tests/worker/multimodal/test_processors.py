@@ -17,6 +17,7 @@ from PIL import Image
 
 from servd.base import plugins
 from servd.base.errors import ConfigError, InvalidRequest, UnsupportedModel
+from servd.checkpoint import multimodal_config
 from servd.worker.multimodal import FAMILIES as PACKAGE
 from servd.worker.multimodal import ImageProcessor
 from tests.vision_models import FAMILIES, models
@@ -37,9 +38,13 @@ def picture(size: tuple[int, int]) -> Image.Image:
     return Image.fromarray(pixels)
 
 
-def processor_of(folder: Path, **options: Any) -> ImageProcessor:
+def processor_name(folder: Path) -> str:
     model_type = json.loads((folder / "config.json").read_text(encoding="utf8"))["model_type"]
-    family = plugins.load_class(PACKAGE, model_type, ImageProcessor)
+    return multimodal_config.FAMILIES[model_type].get("processor", model_type)
+
+
+def processor_of(folder: Path, **options: Any) -> ImageProcessor:
+    family = plugins.load_class(PACKAGE, processor_name(folder), ImageProcessor)
     return family(folder, options)
 
 
@@ -247,16 +252,16 @@ from servd.worker.multimodal import ImageProcessor
 
 for name in ("torch", "torchvision", "num2words"):
     sys.modules[name] = None  # an import fails
-for model_type, folder in zip(sys.argv[1::2], sys.argv[2::2]):
-    family = plugins.load_class("servd.worker.multimodal", model_type, ImageProcessor)
+for name, folder in zip(sys.argv[1::2], sys.argv[2::2]):
+    family = plugins.load_class("servd.worker.multimodal", name, ImageProcessor)
     for detail in ("high", "low"):
         print(family(Path(folder), {}).process(Image.new("RGB", (300, 200)), detail).num_embeds)
 """
 
 
 def test_processors_need_pillow_and_numpy_alone(vision_checkpoint: Callable[[str], Path]) -> None:
-    arguments = [text for name in FAMILIES for text in (name, str(vision_checkpoint(name)))]
-    arguments = [text.removesuffix("_pixtral").removesuffix("_siglip") for text in arguments]
+    folders = [vision_checkpoint(name) for name in FAMILIES]
+    arguments = [text for folder in folders for text in (processor_name(folder), str(folder))]
     command = [sys.executable, "-c", BASE_INSTALL, *arguments]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     assert len(result.stdout.split()) == 2 * len(FAMILIES)

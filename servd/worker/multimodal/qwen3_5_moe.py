@@ -1,7 +1,0 @@
-"""Qwen 3.5 with experts."""
-
-from servd.worker.multimodal.qwen2_5_vl import Qwen2_5_VLProcessor
-
-
-class Qwen3_5MoeProcessor(Qwen2_5_VLProcessor):
-    """Reads pictures of Qwen 3.5 with experts."""
