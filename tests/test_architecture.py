@@ -476,8 +476,12 @@ def test_classes_of_models_are_at_most_two_deep():
 # more shapes (155), faults of that path (120); a helper who only simplified: 390 fewer. Models with
 # states: checkpoints in the cache and its connector (530), operations and their layers (500), five
 # families (540), their GGUF files (130), what users see (160), what a review and a user found (32);
-# a helper who only simplified: 158 fewer.
-MAX_LINES = 71_433
+# a helper who only simplified: 158 fewer. Pictures: a process that decodes them, their addresses
+# and caches (790), in the bodies of all APIs and in prompts (560), families and towers (650), in
+# the scheduler and in hashes (290), in the model runner, with M-RoPE and both directions (520),
+# what users see (240), what a review and an attacker found (200); operations that were declared
+# three times: 156 fewer.
+MAX_LINES = 74_548
 
 
 def test_the_package_stays_small():
