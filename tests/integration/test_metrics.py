@@ -92,7 +92,7 @@ def test_counts_are_exact_and_gauges_end_at_zero(start: Callable[..., Server], n
             )
             streams.append(stack.enter_context(stream).raise_for_status().iter_bytes())
             next(streams[-1])
-        assert metrics(server)["num_requests_running"] > 0
+        wait_until(lambda: metrics(server)["num_requests_running"] > 0, "nothing runs")
         if num_servers > 1:  # who can no longer say that its requests are gone
             server.children()["api"].kill()
     del streams
