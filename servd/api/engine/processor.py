@@ -200,7 +200,7 @@ class Processor:
         self, token_ids: list[int], pictures: Sequence[LoadedPicture], was_cut: bool
     ) -> list[MultiModalFeature]:
         """Return the pictures with their places in a prompt. Raise InvalidRequest if the prompt was
-        truncated, or if a step cannot compute a picture at once and must.
+        truncated, or if one has no room in the cache of encoded pictures or in a step.
         """
         multimodal = self.spec.multimodal
         if not pictures or isinstance(multimodal, str):
@@ -214,10 +214,6 @@ class Processor:
         features = place(token_ids, pictures, multimodal.image_token_id)
         scheduler = self.config.scheduler
         assert scheduler.max_num_batched_tokens is not None and scheduler.max_num_seqs is not None
-        # At worst, others decode, and half of the rest is for long prompts: see Scheduler.
-        limit = (scheduler.max_num_batched_tokens - scheduler.max_num_seqs) // 2
-        longest = max(feature.length for feature in features)
-        # At worst, the cache of encoded pictures has room for one.
         capacity = self.config.multimodal.encoder_cache_size(
             self.max_model_len, self.spec.embed_bytes
         )
@@ -229,6 +225,9 @@ class Processor:
                 "smaller pictures, or raise --encoder-cache-memory",
                 param="messages",
             )
+        # At worst, others decode, and half of the rest is for long prompts: see Scheduler.
+        limit = (scheduler.max_num_batched_tokens - scheduler.max_num_seqs) // 2
+        longest = max(feature.length for feature in features)
         if multimodal.is_bidirectional and longest > limit:
             raise InvalidRequest(
                 f"a picture has {longest} tokens, of which a step must compute all, and at most "
