@@ -88,10 +88,10 @@ def seeing_engine(capacity: int = 64, is_bidirectional: bool = False, **options)
 
 def test_a_picture_is_encoded_once_for_all_that_have_it():
     engine = seeing_engine()
-    requests = [seeing_request(str(i), [i + 1, ("a", 20), 7]) for i in range(9)]
+    requests = [seeing_request(str(i), [i + 1, ("a", 20), 7]) for i in range(50)]
     log = generate(engine, *requests)
     assert engine.executor.num_encoded == 1
-    assert [log.token_ids(str(i)) for i in range(9)] == [solo(request) for request in requests]
+    assert [log.token_ids(str(i)) for i in range(50)] == [solo(request) for request in requests]
     encodes = [record.encodes for record in engine.scheduler.step_log.take_new(client=9)]
     assert [sizes for sizes in encodes if sizes] == [{"0": 20}]
 
