@@ -57,6 +57,7 @@ def main() -> None:
             logger.error(
                 "pictures are not available: %r", error, exc_info=not isinstance(error, ConfigError)
             )
+            log.flush()  # the API server ends this process when it has the answer
             answer(Reply("pictures are not available with this model: see the server's log"))
             return
         lock_up(start.memory_limit)

@@ -52,6 +52,7 @@ def serve(start: StartLimitedProcess, channel: BufferedRWPair) -> None:
         except (ConfigError, ValueError) as error:
             # The library knows only byte-level and byte-fallback tokenizers.
             logger.warning("structured outputs are not available: %s", error)
+            log.flush()  # the API server ends this process when it has the answer
             answer(f"structured outputs are not available with this model's tokenizer: {error}")
             return
         limit_memory(start.memory_limit)
