@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -27,8 +26,7 @@ class Pooler(OutputHead):
     token's state, and all chunks for a vector per token.
     """
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __post_init__(self) -> None:
         device = self.states.token_ids.device
         files = pooling.read(self.spec)
         self.size = files.size

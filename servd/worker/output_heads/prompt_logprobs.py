@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -21,8 +20,7 @@ class PromptLogprobsHead(OutputHead):
     rows at once as a step samples, because memory is reserved for these.
     """
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __post_init__(self) -> None:
         self.max_rows = self.states.max_num_seqs
         self.requested: dict[
             int, tuple[int, int]

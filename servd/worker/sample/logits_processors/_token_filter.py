@@ -5,7 +5,7 @@ A row's sums are sums of integers, as in `fixed_point.py`: they do not depend on
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -27,8 +27,7 @@ class TokenFilter(LogitsProcessor):
     fields: ClassVar[tuple[str, ...]]
     changes_greedy: ClassVar[bool] = False  # whether greedy requests use it
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __post_init__(self) -> None:
         shape = self.max_num_seqs, len(self.fields)
         self.values = torch.zeros(shape, dtype=torch.float64, device=self.device)
 

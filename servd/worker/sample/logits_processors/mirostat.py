@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -28,8 +27,8 @@ class MirostatProcessor(TokenFilter):
     example = {"temperature": 1.0, "mirostat": 2, "mirostat_tau": 1.0}
     fields = ("mirostat", "mirostat_tau", "mirostat_eta", "temperature")
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         size = self.max_num_seqs + NUM_SAVED  # the slots, then a ring
         self.limits = torch.zeros(size, dtype=torch.float64, device=self.device)  # bits
         self.names = torch.zeros(size, dtype=torch.int64, device=self.device)

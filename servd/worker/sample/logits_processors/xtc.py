@@ -1,7 +1,6 @@
 """xtc_probability, xtc_threshold: at random, removes the most probable of several good tokens."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,8 +20,8 @@ class XTCProcessor(TokenFilter):
     example = {"temperature": 1.0, "xtc_probability": 1.0, "xtc_threshold": 0.01}
     fields = ("xtc_probability", "xtc_threshold")
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.seeds = torch.zeros(self.max_num_seqs, dtype=torch.int64, device=self.device)
 
     def add(self, request: SlotRequest) -> bool:
