@@ -12,7 +12,7 @@ import logging
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -365,12 +365,11 @@ class KernelRecorder(TorchFunctionMode):
         return result
 
 
-class CPUGraph:
+class CPUGraph(NamedTuple):
     """Recorded calls, which write the same tensors at the same addresses every time."""
 
-    def __init__(self, calls: bytes, results: list[Tensor]) -> None:
-        self.calls = calls
-        self.results = results
+    calls: bytes
+    results: list[Tensor]
 
     def run(self) -> None:
         native.loaded_library().run(self.calls)
