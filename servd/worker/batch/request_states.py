@@ -2,6 +2,7 @@
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from servd.base.errors import InvalidRequest
 from servd.config.speculative import MOST_DRAFTS
@@ -55,7 +56,7 @@ class RequestStates:
         self.is_tree = np.zeros(max_num_seqs + 1, dtype=bool)  # by slot, on the host
         # int64 [max_num_seqs + 1], with M-RoPE: rotary position less column of the tokens after a
         # slot's pictures.
-        self.rotary_shifts: torch.Tensor | None = None
+        self.rotary_shifts: Tensor | None = None
         self.shifted_slots = set[int]()  # whose shift is not 0
 
     def make_room(self, num_columns: int) -> None:
@@ -161,31 +162,31 @@ class RequestStates:
         self.block_tables.apply(upload(changes, self.token_ids.device))
         return NO_CHANGES
 
-    def keep(self, slots: np.ndarray, num_kept: torch.Tensor) -> None:
+    def keep(self, slots: np.ndarray, num_kept: Tensor) -> None:
         """Count accepted drafts as computed. Both arguments are int64 [n]."""
         self.num_computed.index_add_(0, upload(slots, num_kept.device), num_kept)
 
-    def read(self, slots: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    def read(self, slots: Tensor, columns: Tensor) -> Tensor:
         """Return token ids, or -1, at these columns of the slots; all are int64."""
         if self.inputs.is_shared:  # NumPy takes a third of torch's time for few tokens
             token_ids = self.token_ids.numpy()[slots.numpy(), columns.numpy()]
             return torch.from_numpy(token_ids.astype(np.int64))
         return self.token_ids[slots, columns].long()
 
-    def write(self, slots: torch.Tensor, columns: torch.Tensor, token_ids: torch.Tensor) -> None:
+    def write(self, slots: Tensor, columns: Tensor, token_ids: Tensor) -> None:
         """Store token ids at these columns of the slots; all are int64 of the same shape."""
         if self.inputs.is_shared:
             self.token_ids.numpy()[slots.numpy(), columns.numpy()] = token_ids.numpy()
         else:
             self.token_ids[slots, columns] = token_ids.int()
 
-    def positions(self, columns: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
+    def positions(self, columns: Tensor, places: Tensor | None) -> Tensor:
         """Return tokens' positions in their sequences, int64 [n]; for `places` see `DraftTree`."""
         return (
             columns if self.tree is None or places is None else self.tree.positions(columns, places)
         )
 
-    def rotary_positions(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def rotary_positions(self, slots: Tensor, positions: Tensor) -> Tensor:
         """Return the positions by which tokens after all pictures rotate; all are int64 [n]."""
         if self.rotary_shifts is None:
             return positions
@@ -199,9 +200,7 @@ class RequestStates:
             if not shift:
                 self.shifted_slots.remove(slot)
 
-    def tails(
-        self, slots: torch.Tensor, columns: torch.Tensor, places: torch.Tensor | None
-    ) -> torch.Tensor | None:
+    def tails(self, slots: Tensor, columns: Tensor, places: Tensor | None) -> Tensor | None:
         if self.tree is None or places is None:
             return None
         return self.block_tables.slot_mapping(slots.unsqueeze(-1), self.tree.tails(columns, places))

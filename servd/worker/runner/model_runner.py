@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
+from torch import Tensor
 
 from servd.base.errors import InvalidRequest
 from servd.base.sizes import format_bytes
@@ -62,7 +63,7 @@ class ExecuteModelState:
     """A step between `execute_model` and `sample_tokens`."""
 
     num_rows: tuple[int, int]  # in `SchedulerOutput.decodes`, and in `SchedulerOutput.scheduled`
-    computed: tuple[InputBatch, torch.Tensor] | None = None  # with hidden states [tokens, hidden]
+    computed: tuple[InputBatch, Tensor] | None = None  # with hidden states [tokens, hidden]
     parts: Sequence[StepPart] = ()  # parts of the output that are computed already
     times_ns: Sequence[int] = ()  # see StepRecord.worker_ns
 
@@ -107,7 +108,7 @@ class ModelRunner(ABC):
         self.max_num_samples = max_num_samples(
             self.max_num_seqs, self.max_num_tokens, self.max_drafts
         )
-        self.kv_caches: list[torch.Tensor] = []
+        self.kv_caches: list[Tensor] = []
         self.block_store: BlockStore | None = None
         self.execute_model_state: ExecuteModelState | None = None
         self.failed: dict[int, str] = {}  # slot -> error of its request
@@ -331,7 +332,7 @@ class ModelRunner(ABC):
         is_plain = not scheduled.scheduled and self.states.tree is None
         return InputBatch.from_rows(gather_rows(scheduled), self.states, is_plain)
 
-    def forward(self, batch: InputBatch) -> torch.Tensor:
+    def forward(self, batch: InputBatch) -> Tensor:
         """Return hidden states [num_tokens, hidden] of a step."""
         if self.adapters is not None:
             self.adapters.begin_step(batch)
@@ -346,7 +347,7 @@ class ModelRunner(ABC):
             )
         return hidden
 
-    def _forward_apart(self, batch: InputBatch, error: Exception) -> torch.Tensor:
+    def _forward_apart(self, batch: InputBatch, error: Exception) -> Tensor:
         """Return hidden states after `error`; requests that fail alone are added to `failed`."""
         # Other ranks would wait; and layers before the error have updated their states.
         is_alone = self.parallel.size * self.parallel.num_stages == 1
@@ -377,11 +378,11 @@ class ModelRunner(ABC):
 
     def run_model(
         self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
+        input_ids: Tensor,
+        positions: Tensor,
         attention: AttentionBatch,
         images: ImageEmbeddings | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return hidden states [num_tokens, hidden] from int64 [num_tokens] ids and positions."""
         backend = self.backend
         if attention.bidirectional is not None and self.encoder is not None:
@@ -411,7 +412,7 @@ class ModelRunner(ABC):
         return AsyncOutput(state.num_rows, *self.to_host(parts), state.times_ns)
 
     def _sample(
-        self, batch: InputBatch, hidden: torch.Tensor, bitmask: GrammarOutput | None
+        self, batch: InputBatch, hidden: Tensor, bitmask: GrammarOutput | None
     ) -> SampledTokens:
         drafts = SpecDecodeMetadata.from_batch(batch, self.acceptance_chances)
         buffers = batch.buffers
@@ -432,7 +433,7 @@ class ModelRunner(ABC):
         return SampledTokens(batch.sample_rows, batch.num_drafts[batch.sample_rows], sampled)
 
     def _sample_plain(
-        self, batch: InputBatch, token_ids: torch.Tensor, drafts: SpecDecodeMetadata | None
+        self, batch: InputBatch, token_ids: Tensor, drafts: SpecDecodeMetadata | None
     ) -> SampledTokens:
         num_kept = None if drafts is None else drafts.verify(token_ids)[0]
         if num_kept is not None:
@@ -440,14 +441,12 @@ class ModelRunner(ABC):
         output = SamplerOutput(token_ids, None, num_kept)
         return SampledTokens(batch.sample_rows, batch.num_drafts, output)
 
-    def sample_greedy(self, hidden: torch.Tensor, buffers: DecodeBuffers) -> torch.Tensor:
+    def sample_greedy(self, hidden: Tensor, buffers: DecodeBuffers) -> Tensor:
         logits = self.model.compute_logits(hidden)
         token_ids = self.states.token_ids
         return self.sampler.ops.choose(logits, buffers.slots, buffers.next_columns, token_ids)
 
-    def _line_up(
-        self, batch: InputBatch, hidden: torch.Tensor, order: torch.Tensor
-    ) -> torch.Tensor:
+    def _line_up(self, batch: InputBatch, hidden: Tensor, order: Tensor) -> Tensor:
         """Move keys, values and hidden states of a tree's accepted drafts into a chain."""
         tokens = batch.sample_tokens
         moved = batch.sample_tokens[order]
@@ -532,7 +531,7 @@ class ModelRunner(ABC):
 
     # ---- what the device decides ----
 
-    def run_graph(self, batch: InputBatch) -> torch.Tensor | None:
+    def run_graph(self, batch: InputBatch) -> Tensor | None:
         """Return the hidden states of a step that runs as a graph; None: run it without."""
         return None
 
