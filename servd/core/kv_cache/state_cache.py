@@ -268,9 +268,8 @@ class StateCache:
         if swaps is None:
             swaps = BlockSwaps("")
         swaps.states_to_save = self._saves
-        swaps.states_to_load = [
-            (checkpoint, request.slot) for request, checkpoint in self._loads.items()
-        ]
+        loads = self._loads.items()
+        swaps.states_to_load = [(checkpoint, request.slot) for request, checkpoint in loads]
         self.pool.release(self._loads.values())
         self._saves = []
         self._loads.clear()

@@ -299,11 +299,8 @@ class GrammarManager:
         """Map each slot to the only tokens, if any, that its grammar allows after known tokens."""
         if not self._rows or self.spec.keeps_state:  # recurrent states cannot take drafts back
             return {}
-        return {
-            slot: token_ids
-            for slot, row in self._rows.items()
-            if (token_ids := row.forced_tokens())
-        }
+        forced = {slot: row.forced_tokens() for slot, row in self._rows.items()}
+        return {slot: token_ids for slot, token_ids in forced.items() if token_ids}
 
     @property
     def awaits_tokens(self) -> bool:

@@ -266,11 +266,9 @@ class Matrix(Weight):
 
     def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return x @ self.T + bias, [n, out], for x [n, in]."""
-        return (
-            F.linear(x, self, bias)
-            if self.quant_method is None
-            else self.quant_method.multiply(x, bias)
-        )
+        if self.quant_method is None:
+            return F.linear(x, self, bias)
+        return self.quant_method.multiply(x, bias)
 
     def rows(self, index: Tensor) -> Tensor:  # int64 [n] -> [n, in]
         if self.quant_method is None:

@@ -171,6 +171,7 @@ def stack(parts: Sequence[Quantized]) -> Quantized:
 
 
 NamedTensors = Iterator[tuple[str, Tensor | Quantized]]
+"""The tensors of a checkpoint, each with its name."""
 
 
 def rename(tensors: NamedTensors, names: Mapping[str, str]) -> NamedTensors:
@@ -179,9 +180,6 @@ def rename(tensors: NamedTensors, names: Mapping[str, str]) -> NamedTensors:
         for old, new in names.items():
             name = name.replace(old, new)
         yield name, tensor
-
-
-"""The tensors of a checkpoint, each with its name."""
 
 
 class QuantizedMatrix:

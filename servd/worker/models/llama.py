@@ -76,16 +76,14 @@ class LlamaAttention(nn.Module):
         return {}
 
     def normalize(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Return q, k [num_tokens, heads, head_dim], normalized over all heads; here unchanged."""
+        """Return q, k [num_tokens, heads * head_dim], normalized over all heads; here unchanged."""
         return q, k
 
     def forward(self, x: Tensor, rotation: Rotation | None, ctx: ForwardContext) -> Tensor:
         """Return the output [num_tokens, hidden] for x of the same shape."""
         q, k, v = self.qkv_proj(x).split(self.qkv_proj.local_features, dim=-1)
-        q, k = self.normalize(
-            q.unflatten(-1, (-1, self.head_dim)), k.unflatten(-1, (-1, self.head_dim))
-        )
-        out = self.attention(q.flatten(1), k.flatten(1), v, ctx, rotation, self.sinks, self.norms)
+        q, k = self.normalize(q, k)
+        out = self.attention(q, k, v, ctx, rotation, self.sinks, self.norms)
         return self.o_proj(out)
 
 

@@ -134,26 +134,20 @@ class ModelRunner(ABC):
         self._load_weights(progress, reads_images)
         self.adapters = self._make_adapters()
         self.weights_bytes = model_loader.count_bytes(self.model)
+        is_async = self.device.type == "cuda" and self.config.scheduler.async_scheduling
         attention = spec_of(
             self.model,
             block_size=self.config.cache.block_size,
             dtype=self.compute_dtype,
             kv_dtype=kv_cache.dtype_of(self.config),
             device=self.device,
-            exact_seq_lens=not (
-                self.max_drafts
-                and self.device.type == "cuda"
-                and self.config.scheduler.async_scheduling
-            ),
+            exact_seq_lens=not (self.max_drafts and is_async),
         )
+        name = self.config.parallel.attention_backend
         self.backend: AttentionBackend[Any]
-        self.backend_name, self.backend = make_backend(
-            self.config.parallel.attention_backend, attention
-        )
-        limits = self.max_num_seqs, self.max_model_len
-        self.states = RequestStates(
-            *limits, attention.block_size, self.device, self.spec.vocab_size
-        )
+        self.backend_name, self.backend = make_backend(name, attention)
+        limits = self.max_num_seqs, self.max_model_len, attention.block_size
+        self.states = RequestStates(*limits, self.device, self.spec.vocab_size)
         self.states.make_room(state.arrange(self.model))
         if reads_images:
             parts = self.model, self.states, self.backend, self.parallel, self.failed
@@ -342,9 +336,8 @@ class ModelRunner(ABC):
             batch = self.encoder.add_images(batch)
         hidden = self.run_graph(batch)
         if hidden is None:
-            hidden = self.run_model(
-                batch.input_ids, batch.rotary_positions, batch.attention, batch.images
-            )
+            inputs = batch.input_ids, batch.rotary_positions
+            hidden = self.run_model(*inputs, batch.attention, batch.images)
         return hidden
 
     def _forward_apart(self, batch: InputBatch, error: Exception) -> Tensor:
@@ -520,9 +513,8 @@ class ModelRunner(ABC):
         words = np.frombuffer(bitmask.bitmask, dtype=np.int32).reshape(len(bitmask.indices), -1)
         counts = batch.num_drafts[batch.sample_rows] + 1
         rows = np.full(counts.sum(), -1, dtype=np.int32)
-        firsts = dict(
-            zip(batch.sample_rows.tolist(), (counts.cumsum() - counts).tolist(), strict=True)
-        )
+        starts = (counts.cumsum() - counts).tolist()
+        firsts = dict(zip(batch.sample_rows.tolist(), starts, strict=True))
         places = zip(bitmask.indices, bitmask.offsets, strict=True)
         for number, (index, offset) in enumerate(places):
             if index in firsts:  # rows that do not end their prompt sample no token

@@ -137,11 +137,8 @@ class Eagle3Head(EagleHead):
         if hasattr(self, "input_norm"):
             x = self.input_norm(x)
         if self.fc_norm:
-            parts = x.chunk(len(self.fc_norm), dim=-1)
-            normed = [
-                norm(part.contiguous()) for norm, part in zip(self.fc_norm, parts, strict=True)
-            ]
-            x = torch.cat(normed, dim=-1)
+            pairs = zip(self.fc_norm, x.chunk(len(self.fc_norm), dim=-1), strict=True)
+            x = torch.cat([norm(part.contiguous()) for norm, part in pairs], dim=-1)
         return self.fc(x)
 
     def enter(self, embedded: Tensor, features: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -234,9 +234,8 @@ class OffloadConnector(KVConnector):
         self._state_offers.clear()
         if self.remote is not None:
             self.remote.clear()
-        self.host.forget(
-            [slot for slot, block_hash in enumerate(self.host.hashes) if block_hash is not None]
-        )
+        slots = [slot for slot, key in enumerate(self.host.hashes) if key is not None]
+        self.host.forget(slots)
 
     def _write_or_release(self, slot: int, block_hash: bytes) -> None:
         """Write an owned slot to the stores that want it, then release it."""

@@ -58,15 +58,15 @@ class TokenFilter(LogitsProcessor):
         row's maximum, not written to; `values`: the `fields`, each float64 [n, 1].
         """
 
+    @staticmethod
+    def to_masses(relative: Tensor) -> Tensor:
+        """Return int64 [n, vocab], proportional to the probabilities. `relative`: see `change`."""
+        return (relative.exp() * WEIGHT_ONE).to(torch.int64)
 
-def to_masses(relative: Tensor) -> Tensor:
-    """Return int64 [n, vocab], proportional to the probabilities. `relative`: see `change`."""
-    return (relative.exp() * WEIGHT_ONE).to(torch.int64)
-
-
-def measure_surprise(masses: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the surprise of each token in nats, float64 [n, vocab], and its mean [n, 1]."""
-    probs = masses / masses.sum(dim=1, keepdim=True).double()
-    surprise = -probs.log()
-    terms = (probs * surprise).masked_fill_(masses == 0, 0) * UNITS
-    return surprise, terms.to(torch.int64).sum(dim=1, keepdim=True) / UNITS
+    @staticmethod
+    def measure_surprise(masses: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the surprise of each token in nats, float64 [n, vocab], and its mean [n, 1]."""
+        probs = masses / masses.sum(dim=1, keepdim=True).double()
+        surprise = -probs.log()
+        terms = (probs * surprise).masked_fill_(masses == 0, 0) * UNITS
+        return surprise, terms.to(torch.int64).sum(dim=1, keepdim=True) / UNITS

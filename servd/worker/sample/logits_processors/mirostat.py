@@ -10,7 +10,7 @@ from torch import Tensor
 
 from servd.worker.sample.fixed_point import WEIGHT_ONE
 from servd.worker.sample.logits_processors import SlotRequest
-from servd.worker.sample.logits_processors._token_filter import TokenFilter, to_masses
+from servd.worker.sample.logits_processors._token_filter import TokenFilter
 from servd.worker.sample.sampling_metadata import SamplingMetadata
 
 NUM_SAVED = 1024  # limits of requests whose slot another request has taken
@@ -53,7 +53,7 @@ class MirostatProcessor(TokenFilter):
 
     def change(self, relative: Tensor, rows: SamplingMetadata, values: Sequence[Tensor]) -> Tensor:
         temperature = values[-1]
-        masses = to_masses(relative / temperature.float())
+        masses = self.to_masses(relative / temperature.float())
         surprise = -(masses / masses.sum(dim=1, keepdim=True).double()).log2()
         limits = self.limits[rows.slots].unsqueeze(1)
         removes = (surprise > limits) & (masses < WEIGHT_ONE)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from servd.worker.sample.logits_processors import SlotRequest
-from servd.worker.sample.logits_processors._token_filter import TokenFilter, to_masses
+from servd.worker.sample.logits_processors._token_filter import TokenFilter
 from servd.worker.sample.sampling_metadata import SamplingMetadata
 from servd.worker.sample.uniform import uniform
 
@@ -32,7 +32,7 @@ class XTCProcessor(TokenFilter):
 
     def change(self, relative: Tensor, rows: SamplingMetadata, values: Sequence[Tensor]) -> Tensor:
         probability, threshold = values
-        masses = to_masses(relative)
+        masses = self.to_masses(relative)
         is_good = masses >= threshold * masses.sum(dim=1, keepdim=True)
         lowest = masses.masked_fill(~is_good, 2**62).amin(dim=1, keepdim=True)
         is_due = uniform(self.seeds[rows.slots], rows.positions + OWN_NUMBERS) < probability[:, 0]
