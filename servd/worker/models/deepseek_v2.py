@@ -11,15 +11,9 @@ from torch import Tensor, nn
 from servd.base.errors import UnsupportedModel
 from servd.checkpoint.model_spec import ModelSpec
 from servd.worker.device.parallel import Parallel
+from servd.worker.layers import experts
 from servd.worker.layers._matrix import Matrix
 from servd.worker.layers.attention import Attention, ForwardContext
-from servd.worker.layers.experts import (
-    GroupedQuantMethod,
-    SparseMoE,
-    UnquantizedMatrix,
-    grouped_quant_method,
-    share_memory,
-)
 from servd.worker.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from servd.worker.layers.norm import RMSNorm
 from servd.worker.layers.quantized import LAYER, NamedTensors, Quantized
@@ -40,13 +34,13 @@ class OfHeads(nn.Module):
         super().__init__()
         shape = out_features, in_features
         self.is_one_product = target.runs_triton(torch.get_default_device())
-        kind = UnquantizedMatrix if self.is_one_product else Matrix
+        kind = experts.UnquantizedMatrix if self.is_one_product else Matrix
         self.weights = nn.ParameterList(kind(shape, Parallel()) for _ in range(num_heads))
-        self.stack = share_memory([*self.weights])
+        self.stack = experts.share_memory([*self.weights])
 
     @cached_property
-    def grouped(self) -> GroupedQuantMethod:
-        return grouped_quant_method([*self.weights])
+    def grouped(self) -> experts.GroupedQuantMethod:
+        return experts.grouped_quant_method([*self.weights])
 
     def forward(self, x: Tensor) -> Tensor:  # [num_tokens, heads, in] -> [num_tokens, heads, out]
         num_tokens, num_heads, _ = x.shape
@@ -168,7 +162,7 @@ def scale_of(spec: ModelSpec, size: int) -> float:
     return scale
 
 
-class DeepseekMoE(SparseMoE):
+class DeepseekMoE(experts.SparseMoE):
     """Experts chosen within the best groups of experts, or among all unless `is_grouped`; and
     shared experts for all tokens.
     """
