@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -36,6 +37,10 @@ ROW = np.dtype(
     align=True,
 )
 """A row of a step, on the host; see `ScheduledRequest`."""
+ROW_OF = attrgetter(
+    *("slot", "num_scheduled_tokens", "num_computed_tokens", "num_drafts", "max_new_drafts"),
+    "samples",
+)
 
 
 def gather_rows(scheduled: SchedulerOutput) -> np.ndarray:
@@ -49,17 +54,7 @@ def gather_rows(scheduled: SchedulerOutput) -> np.ndarray:
     decode_rows["num_computed_tokens"] = decodes.num_computed_tokens
     decode_rows["samples"] = True
     if scheduled.scheduled:
-        rows[num_decodes:] = [
-            (
-                s.slot,
-                s.num_scheduled_tokens,
-                s.num_computed_tokens,
-                s.num_drafts,
-                s.max_new_drafts,
-                s.samples,
-            )
-            for s in scheduled.scheduled
-        ]
+        rows[num_decodes:] = [*map(ROW_OF, scheduled.scheduled)]
     return rows
 
 
@@ -450,23 +445,12 @@ def decode_attention(
     """Return the attention batch of one token per row, in a form that a graph can capture. On a
     CPU, lengths are exact unless `is_captured`.
     """
-    num_rows = len(slots)
-    tables = states.block_tables
-    positions = states.positions(columns, places)
-    if positions.device.type == "cpu" and not is_captured:
-        seq_lens = positions.numpy() + 1
+    if slots.device.type == "cpu" and not is_captured:
+        seq_lens = states.positions(columns, places).numpy() + 1
     else:
-        seq_lens = np.full(num_rows, states.max_model_len, dtype=np.int64)
-    batch = AttentionBatch(
-        query_lens=np.ones(num_rows, dtype=np.int64),
-        seq_lens=seq_lens,
-        query_start_loc=torch.arange(num_rows + 1, dtype=torch.int32, device=slots.device),
-        seq_lens_device=(positions + 1).int(),
-        block_tables=tables.tables[slots],
-        slot_mapping=tables.slot_mapping(slots, columns),
-        tails=states.tails(slots, columns, places),
-    )
-    return _with_groups(batch, states, slots, columns, (slots, columns, places))
+        seq_lens = np.full(len(slots), states.max_model_len, dtype=np.int64)
+    rows = AttentionRows(np.ones_like(seq_lens), seq_lens, ends=None)
+    return rows.gather(states, slots, columns, places)
 
 
 def mixed_attention(states: RequestStates, tokens: Tensor, ends: Tensor) -> AttentionBatch:

@@ -170,7 +170,9 @@ def stack(parts: Sequence[Quantized]) -> Quantized:
     return replace(first, **tensors)
 
 
-NamedTensors = Iterator[tuple[str, Tensor | Quantized]]
+AnyTensor = Tensor | Quantized
+"""A tensor of a checkpoint."""
+NamedTensors = Iterator[tuple[str, AnyTensor]]
 """The tensors of a checkpoint, each with its name."""
 
 

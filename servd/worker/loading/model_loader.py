@@ -29,7 +29,7 @@ from servd.worker.device.staging import Staging
 from servd.worker.layers import packed
 from servd.worker.layers._matrix import MakeQuantMethod, Matrix, QuantMethod
 from servd.worker.layers.attention import Attention, ForwardContext
-from servd.worker.layers.quantized import NamedTensors, Quantized
+from servd.worker.layers.quantized import AnyTensor, NamedTensors, Quantized
 from servd.worker.layers.weight import Loadable, Weight
 from servd.worker.loading.output_head import HEAD, find_head, use_as_embedding
 from servd.worker.loading.pipeline_model import MissingHead, cut
@@ -195,7 +195,7 @@ def load_weights(
         log.warning("the checkpoint states quantization by %s, but no layer is quantized", method)
 
 
-def _check_finite(tensor: Tensor | Quantized) -> None:
+def _check_finite(tensor: AnyTensor) -> None:
     """Raise ValueError if a vector has a number that is not finite. To look at matrices would take
     a tenth of loading: requests that meet such a number say so.
     """

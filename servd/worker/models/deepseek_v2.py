@@ -16,7 +16,7 @@ from servd.worker.layers._matrix import Matrix
 from servd.worker.layers.attention import Attention, ForwardContext
 from servd.worker.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from servd.worker.layers.norm import RMSNorm
-from servd.worker.layers.quantized import LAYER, NamedTensors, Quantized
+from servd.worker.layers.quantized import LAYER, AnyTensor, NamedTensors, Quantized
 from servd.worker.layers.rotary import Rotary, Rotation, rope_parameters
 from servd.worker.models.llama import LlamaForCausalLM, LlamaMLP
 from servd.worker.ops import target
@@ -130,7 +130,7 @@ class DeepseekV2Attention(nn.Module):
         queries = "q_b_proj" if self.has_short_queries else "q_proj"
         return {queries: (firsts + query).flatten(), "kv_a_proj_with_mqa": key}
 
-    def convert(self, name: str, tensor: Tensor | Quantized) -> NamedTensors:
+    def convert(self, name: str, tensor: AnyTensor) -> NamedTensors:
         layer = name.partition(".")[0]
         plain_size = self.sizes[1]
         if layer == "kv_b_proj":
@@ -148,7 +148,7 @@ class DeepseekV2Attention(nn.Module):
             yield name, take(tensor, order)
 
 
-def take(rows: Tensor | Quantized, order: Tensor) -> Tensor | Quantized:
+def take(rows: AnyTensor, order: Tensor) -> AnyTensor:
     """Return rows[order]."""
     return rows.map(lambda x: x[order]) if isinstance(rows, Quantized) else rows[order]
 
