@@ -1,5 +1,7 @@
 """RequestStates: one row per running request, kept across steps."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -16,6 +18,7 @@ from servd.worker.ops._decode_rows import SlotTensors
 from servd.worker.ops._state_rows import StateMemory
 
 
+@dataclass(eq=False)
 class RequestStates:
     """Token ids, counters and block table of every slot, on the device.
 
@@ -25,35 +28,31 @@ class RequestStates:
     `null_slot`, belongs to no request.
     """
 
-    def __init__(
-        self,
-        max_num_seqs: int,
-        max_model_len: int,
-        block_size: int,
-        device: torch.device,
-        vocab_size: int,
-    ) -> None:
-        self.max_num_seqs = max_num_seqs
-        self.max_model_len = max_model_len
-        self.vocab_size = vocab_size
-        self.null_slot = max_num_seqs
+    max_num_seqs: int
+    max_model_len: int
+    block_size: int
+    device: torch.device
+    vocab_size: int
+
+    def __post_init__(self) -> None:
+        self.null_slot = self.max_num_seqs
+        num_slots = self.max_num_seqs + 1
         # More columns than tokens: a step launched before a request is known to have ended writes
         # one token more, and all rows have room for the drafts of a step.
-        num_columns = max_model_len + 1 + MOST_DRAFTS
-        self.token_ids = torch.zeros(
-            (max_num_seqs + 1, num_columns), dtype=torch.int32, device=device
-        )
-        self.block_tables = BlockTables(max_num_seqs, max_model_len, block_size, device)
-        self.num_computed = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
+        shape = num_slots, self.max_model_len + 1 + MOST_DRAFTS
+        self.token_ids = torch.zeros(shape, dtype=torch.int32, device=self.device)
+        sizes = self.max_num_seqs, self.max_model_len, self.block_size
+        self.block_tables = BlockTables(*sizes, self.device)
+        self.num_computed = torch.zeros(num_slots, dtype=torch.int64, device=self.device)
         # Constants of steps with one token in each row.
-        self.indices = np.arange(max_num_seqs, dtype=np.int64)
+        self.indices = np.arange(self.max_num_seqs, dtype=np.int64)
         self.ones = np.ones_like(self.indices)
         self.zeros = np.zeros_like(self.indices)
-        self.inputs = DecodeInputs(max_num_seqs, self.null_slot, device)
-        self.ops = ops.for_device(device)
+        self.inputs = DecodeInputs(self.max_num_seqs, self.null_slot, self.device)
+        self.ops = ops.for_device(self.device)
         self.state_memory: StateMemory | None = None  # numbers are written before they are read
         self.tree: DraftTree | None = None  # the shape of drafts in slots with `is_tree`
-        self.is_tree = np.zeros(max_num_seqs + 1, dtype=bool)  # by slot, on the host
+        self.is_tree = np.zeros(num_slots, dtype=bool)  # by slot, on the host
         # int64 [max_num_seqs + 1], with M-RoPE: rotary position less column of the tokens after a
         # slot's pictures.
         self.rotary_shifts: Tensor | None = None
@@ -62,7 +61,7 @@ class RequestStates:
     def make_room(self, num_columns: int) -> None:
         if num_columns:
             shape = len(self.token_ids), num_columns
-            live = torch.empty(shape, dtype=torch.float32, device=self.token_ids.device)
+            live = torch.empty(shape, dtype=torch.float32, device=self.device)
             self.state_memory = StateMemory(live, live[:0], torch.empty(0, 2, dtype=torch.int64))
 
     @property
@@ -114,7 +113,7 @@ class RequestStates:
             raise InvalidRequest(
                 f"a token id is not in the vocabulary, which has {self.vocab_size} tokens"
             )
-        token_ids = upload(token_ids.astype(np.int32), self.token_ids.device)
+        token_ids = upload(token_ids.astype(np.int32), self.device)
         self.token_ids[slot, : len(token_ids)] = token_ids
         self.num_computed[slot] = request.num_computed_tokens
         self.block_tables.clear(slot)
@@ -159,7 +158,7 @@ class RequestStates:
         changes = self.block_tables.take_changes()
         if len(changes) <= 3 * max_changes:
             return changes
-        self.block_tables.apply(upload(changes, self.token_ids.device))
+        self.block_tables.apply(upload(changes, self.device))
         return NO_CHANGES
 
     def keep(self, slots: np.ndarray, num_kept: Tensor) -> None:
@@ -214,5 +213,5 @@ class RequestStates:
         if not drafts:
             return
         columns = np.array(drafts, dtype=np.int64).T
-        slots, offsets, token_ids = upload(columns, self.token_ids.device)
+        slots, offsets, token_ids = upload(columns, self.device)
         self.write(slots, self.num_computed[slots] + offsets, token_ids)
