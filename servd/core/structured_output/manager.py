@@ -343,13 +343,10 @@ class GrammarManager:
         return ends
 
     def _row(self, request: NewRequest, output: StructuredOutput) -> GrammarRow:
-        row = GrammarRow(
-            None,
-            None,
-            output.starts_after,
-            all_but(request.eos_token_ids, self.spec.vocab_size) if request.eos_token_ids else None,
-            partial(self._cache.replace, output),
-        )
+        eos = request.eos_token_ids
+        until_begun = all_but(eos, self.spec.vocab_size) if eos else None
+        renew = partial(self._cache.replace, output)
+        row = GrammarRow(None, None, output.starts_after, until_begun, renew)
         try:
             row.grammar = self._cache.find_or_compile(output)
             row.matcher = row.grammar.matcher()

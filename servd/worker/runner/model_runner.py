@@ -171,13 +171,9 @@ class ModelRunner(ABC):
     def _load_weights(self, progress: Callable[[float], None], reads_images: bool) -> None:
         check_modules(self.config.lora, self.model)  # first, as loading takes long
         config = self.config.model
+        options = config.cpu_activation_dtype, config.quantization_imatrix, self._widening()
         make = model_loader.quant_method_maker(
-            self.dtype,
-            config.quantization,
-            self.spec.folder,
-            config.cpu_activation_dtype,
-            config.quantization_imatrix,
-            self._widening(),
+            self.dtype, config.quantization, self.spec.folder, *options
         )
         if config.load_format == "dummy":
             model_loader.init_dummy_weights(self.model, config.seed, make)
@@ -225,14 +221,9 @@ class ModelRunner(ABC):
             memory -= states_memory
         elif states_memory is None:
             states_memory = memory
-        num_blocks = kv_cache.count_blocks(
-            self.config,
-            KVLayout.from_config(self.config, self.kv_windows),
-            self.bytes_per_block,
-            memory,
-            self.weights_bytes,
-            self.more_memory,
-        )
+        layout = KVLayout.from_config(self.config, self.kv_windows)
+        sizes = self.bytes_per_block, memory, self.weights_bytes
+        num_blocks = kv_cache.count_blocks(self.config, layout, *sizes, self.more_memory)
         if not states_memory:
             return num_blocks, 0
         num_checkpoints = min(states_memory // self.state_bytes, num_blocks)

@@ -34,11 +34,8 @@ class AuxHiddenStates:
         spec = target.backend.spec
         scheduler = target.config.scheduler
         assert scheduler.max_num_batched_tokens is not None
-        self.streams = torch.empty(
-            (len(layers), scheduler.max_num_batched_tokens, target.spec.hidden_size),
-            dtype=spec.dtype,
-            device=spec.device,
-        )
+        shape = len(layers), scheduler.max_num_batched_tokens, target.spec.hidden_size
+        self.streams = torch.empty(shape, dtype=spec.dtype, device=spec.device)
         self.is_native = spec.device.type == "cpu" and native.library() is not None
         self.is_read = True  # whether this step's streams are needed
         parts = (part for _, part in target.model.named_modules())
