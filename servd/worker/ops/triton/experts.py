@@ -107,8 +107,6 @@ def experts_kernel(
             biases_at = biases_ptr + expert * out_features + column
             biases = tl.load(biases_at, mask=column < out_features, other=0.0)
             total += biases[None, :]
-        tl.store(
-            out_ptr + row.to(tl.int64)[:, None] * out_features + column[None, :],
-            total.to(out_ptr.dtype.element_ty),
-            mask=valid & (column < out_features)[None, :],
-        )
+        out_at = out_ptr + row.to(tl.int64)[:, None] * out_features + column[None, :]
+        mask = valid & (column < out_features)[None, :]
+        tl.store(out_at, total.to(out_ptr.dtype.element_ty), mask)

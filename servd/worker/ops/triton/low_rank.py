@@ -26,9 +26,8 @@ def add_low_rank(out: Tensor, x: Tensor, factors: LowRank, places: Tensor) -> No
     hidden = torch.empty(num_rows, width, dtype=torch.float32, device=x.device)
     tiles = triton.cdiv(num_rows, ROWS.value)
     x = x.contiguous()
-    shrink_kernel[tiles, num_adapter_slots, triton.cdiv(width, COLUMNS.value)](
-        x, a, places, hidden, num_rows, k, width, MAX_DEPTH
-    )
+    grid = tiles, num_adapter_slots, triton.cdiv(width, COLUMNS.value)
+    shrink_kernel[grid](x, a, places, hidden, num_rows, k, width, MAX_DEPTH)
     depth = max(16, min(triton.next_power_of_2(max_rank), MAX_DEPTH))
     for part, (start, end) in enumerate(pairwise([0, *factors.part_ends.tolist()])):
         columns = part * max_rank, width, max_rank
@@ -47,16 +46,10 @@ def tile_of_product(
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for start in range(0, size, DEPTH):
         depth = start + tl.arange(0, DEPTH)
-        from_x = tl.load(
-            x + rows.to(tl.int64)[:, None] * x_stride + depth,
-            mask=has_adapter[:, None] & (depth < size)[None, :],
-            other=0.0,
-        )
-        from_right = tl.load(
-            right + depth[:, None] * right_stride + columns,
-            mask=(depth < size)[:, None] & (columns < end)[None, :],
-            other=0.0,
-        )
+        x_at = x + rows.to(tl.int64)[:, None] * x_stride + depth
+        from_x = tl.load(x_at, mask=has_adapter[:, None] & (depth < size)[None, :], other=0.0)
+        is_right = (depth < size)[:, None] & (columns < end)[None, :]
+        from_right = tl.load(right + depth[:, None] * right_stride + columns, is_right, other=0.0)
         total += tl.dot(from_x.to(from_right.dtype), from_right, input_precision="ieee")
     return total
 
@@ -69,14 +62,10 @@ def shrink_kernel(x, a, places, hidden, num_rows, k, width, DEPTH: tl.constexpr)
     columns = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     has_adapter = tl.load(places + rows, mask=rows < num_rows, other=-1) == place
     if tl.max(has_adapter.to(tl.int32), axis=0) > 0:
-        total = tile_of_product(
-            x, k, a + place * k * width, width, rows, columns, has_adapter, k, width, DEPTH
-        )
-        tl.store(
-            hidden + rows.to(tl.int64)[:, None] * width + columns,
-            total,
-            mask=has_adapter[:, None] & (columns < width)[None, :],
-        )
+        right = a + place * k * width
+        total = tile_of_product(x, k, right, width, rows, columns, has_adapter, k, width, DEPTH)
+        mask = has_adapter[:, None] & (columns < width)[None, :]
+        tl.store(hidden + rows.to(tl.int64)[:, None] * width + columns, total, mask)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
