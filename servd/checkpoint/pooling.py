@@ -325,12 +325,9 @@ def _limits_file(folder: Path) -> Path:
 
 def _mode(folder: Path) -> Mode:
     config = _part_config(folder)
-    modes = config.get("pooling_mode") or [
-        name.removeprefix("pooling_mode_")
-        for name, is_on in config.items()
-        if name.startswith("pooling_mode_") and is_on
-    ]
-    modes = modes or "mean"
+    flags = [name for name, is_on in config.items() if name.startswith("pooling_mode_") and is_on]
+    modes = [name.removeprefix("pooling_mode_") for name in flags]
+    modes = config.get("pooling_mode") or modes or "mean"
     modes = [str(mode) for mode in (modes if isinstance(modes, list) else [modes])]
     if len(modes) != 1 or modes[0] not in MODES:
         raise UnsupportedModel(

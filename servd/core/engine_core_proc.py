@@ -171,23 +171,18 @@ class EngineCoreProc:
         config = self.start.config
         self.report_progress("importing", 0.0)
         self.prepare()
-        self.executor, worker = start_executor(
-            config, self.start.spec, self.report_progress, self.standby
-        )
+        model = config, self.start.spec
+        self.executor, worker = start_executor(*model, self.report_progress, self.standby)
         self._keep_executor(self.executor)
-        self.engine = EngineCore(config, self.start.spec, self.executor, worker)
+        self.engine = EngineCore(*model, self.executor, worker)
         self.engine.grammars.on_compiled = self.input_queue.put
         self.engine.on_scheduled = self.begin_step
         self.engine.on_wait = self.heartbeat.pause
         self.clock.enter("ready")
-        self.ready = EngineReady(
-            worker,
-            self.engine.scheduler.max_model_len,
-            config.cache.block_size,
-            self.clock.seconds,
-            self.start.generation,
-            kv_stores=self.engine.scheduler.report(0).kv_stores,
-        )
+        sizes = self.engine.scheduler.max_model_len, config.cache.block_size
+        stores = self.engine.scheduler.report(0).kv_stores
+        times = self.clock.seconds, self.start.generation
+        self.ready = EngineReady(worker, *sizes, *times, kv_stores=stores)
         self.output_queue.put((None, self.ready))
         self.heartbeat.get_ready()
         phases = ", ".join(

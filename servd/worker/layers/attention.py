@@ -43,15 +43,10 @@ class ForwardContext:
         memory = self.state_memory
         batch = self.batch
         assert memory is not None and batch.slots is not None
-        return StateRows(
-            memory.live,
-            batch.slots,
-            torch.from_numpy(batch.query_lens),
-            torch.from_numpy(batch.seq_lens),
-            cache(lambda: batch.seq_lens_device == batch.query_start_loc.diff()),
-            memory.checkpoints,
-            memory.saves,
-        )
+        lens = torch.from_numpy(batch.query_lens), torch.from_numpy(batch.seq_lens)
+        begins = cache(lambda: batch.seq_lens_device == batch.query_start_loc.diff())
+        saved = memory.checkpoints, memory.saves
+        return StateRows(memory.live, batch.slots, *lens, begins, *saved)
 
 
 class Attention(nn.Module):

@@ -1,6 +1,6 @@
 """Mamba2: a layer whose state decays, and gets a product of each token (arXiv:2405.21060)."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -82,21 +82,12 @@ class Mamba2(nn.Module):
         keys = groups * options.state_size
         parts = [inner, keys, keys]  # values, keys, queries
         copies = [1, *2 * [parallel.num_copies(groups)]]
+        columns = [inner, *parts, heads]  # the gate, and time steps
         self.in_proj = ColumnParallelLinear(
-            hidden_size,
-            [inner, *parts, heads],  # the gate, and time steps
-            parallel,
-            bias=options.bias,
-            copies=[1, *copies, 1],
+            hidden_size, columns, parallel, bias=options.bias, copies=[1, *copies, 1]
         )
-        self.conv1d = Convolution(
-            parts,
-            options.conv_size,
-            parallel,
-            bias=options.conv_bias,
-            activation=options.activation,
-            copies=copies,
-        )
+        conv: dict[str, Any] = {"bias": options.conv_bias, "activation": options.activation}
+        self.conv1d = Convolution(parts, options.conv_size, parallel, copies=copies, **conv)
         self.dt_bias = FloatWeight((heads,), parallel, shard_dim=0)
         self.A_log = FloatWeight((heads,), parallel, shard_dim=0, change=torch.exp)
         self.D = FloatWeight((heads,), parallel, shard_dim=0)

@@ -212,9 +212,8 @@ def build(spec: ModelSpec) -> Any:
     except Exception as error:  # code of transformers raised it
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise UnsupportedModel(
-            "servd has no file for it, and transformers does not build it "
-            f"({reason}): upgrade transformers if the model is new; servd does not "
-            "run code of a checkpoint"
+            f"servd has no file for it, and transformers does not build it ({reason}): upgrade "
+            "transformers if the model is new; servd does not run code of a checkpoint"
         ) from error
     for module in model.modules():
         for name, buffer in [*module.named_buffers(recurse=False, remove_duplicate=False)]:

@@ -100,17 +100,12 @@ class MedusaHeads(nn.Module):
         parts = {(int(name[1]), int(name[2][4:])) for name in names if name[0] == "layers"}
         num_layers, self.num_heads = (1 + max(column) for column in zip(*parts, strict=True))
         bias = "layers.0.head0.bias" in shapes
-        self.layers = nn.ModuleList(
-            nn.Sequential(
-                OrderedDict(heads=ResidualLayer(self.num_heads, size, parallel, bias=bias))
-            )
-            for _ in range(num_layers)
-        )
-        lm_heads = [
-            VocabEmbedding(shape[0], size, parallel)
-            for name, shape in shapes.items()
-            if name.startswith("lm_heads.")
-        ]
+        self.layers = nn.ModuleList()
+        for _ in range(num_layers):
+            layer = ResidualLayer(self.num_heads, size, parallel, bias=bias)
+            self.layers.append(nn.Sequential(OrderedDict(heads=layer)))
+        of_heads = [shape for name, shape in shapes.items() if name.startswith("lm_heads.")]
+        lm_heads = [VocabEmbedding(shape[0], size, parallel) for shape in of_heads]
         self.lm_heads = nn.ModuleList(lm_heads)
         self.compute_logits = [lm_head.logits for lm_head in lm_heads]
         self.compute_logits = self.compute_logits or [target.model.compute_logits]
