@@ -363,14 +363,14 @@ class Metrics(Observer):
         encode, content_type = choose_encoder(accept)
         if content_type.startswith(OPEN_METRICS):  # allow colons in names
             encode, _ = choose_encoder(f"{OPEN_METRICS};version=1.0.0;escaping=allow-utf-8")
-        own = self.report().states
+        local = self.report().states
         try:
             others = [report.states for report in reports]
-            for engine, *states in zip(self.engines, own, *others, strict=True):
+            for engine, *states in zip(self.engines, local, *others, strict=True):
                 engine.state.stats = max(states, key=attrgetter("at_ns"))
             return encode(self.families.all), content_type
         finally:  # a server that ends reports nothing newer
-            for engine, stats in zip(self.engines, own, strict=True):
+            for engine, stats in zip(self.engines, local, strict=True):
                 engine.state.stats = stats
 
 
