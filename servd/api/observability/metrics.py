@@ -365,8 +365,8 @@ class Metrics(Observer):
             encode, _ = choose_encoder(f"{OPEN_METRICS};version=1.0.0;escaping=allow-utf-8")
         local = self.report().states
         try:
-            others = [report.states for report in reports]
-            for engine, *states in zip(self.engines, local, *others, strict=True):
+            remote = [report.states for report in reports]
+            for engine, *states in zip(self.engines, local, *remote, strict=True):
                 engine.state.stats = max(states, key=attrgetter("at_ns"))
             return encode(self.families.all), content_type
         finally:  # a server that ends reports nothing newer
