@@ -86,10 +86,7 @@ class ChatFormatter(ChoiceFormatter):
     def response(self) -> ChatCompletionResponse:
         prompt_token_ids, prompt_text = self._prompt()
         return ChatCompletionResponse(
-            self.info.id,
-            self.created,
-            self.info.model,
-            self.info.fingerprint,
+            *self.head,
             [
                 ChatCompletionResponseChoice(
                     choice.index,
@@ -129,9 +126,7 @@ class ChatFormatter(ChoiceFormatter):
     def _chunk(
         self, choices: list[ChunkChoice], usage: UsageInfo | None | UnsetType
     ) -> ChatCompletionChunk:
-        return ChatCompletionChunk(
-            self.info.id, self.created, self.info.model, self.info.fingerprint, choices, usage
-        )
+        return ChatCompletionChunk(*self.head, choices, usage)
 
     def _delta(self, output: CompletionOutput) -> ChoiceDelta:
         deltas = self.parse(output)

@@ -70,9 +70,7 @@ class CompletionFormatter(ChoiceFormatter):
     def _completion(
         self, choices: list[CompletionResponseChoice], usage: UsageInfo | None | UnsetType
     ) -> CompletionResponse:
-        return CompletionResponse(
-            self.info.id, self.created, self.info.model, self.info.fingerprint, choices, usage
-        )
+        return CompletionResponse(*self.head, choices, usage)
 
     def _choice(self, output: CompletionOutput, is_first: bool) -> CompletionResponseChoice:
         prompt = self.prompts[output.index // self.n]

@@ -212,7 +212,8 @@ class ChoiceFormatter(ResponseFormatter):
 
     def begin(self, prompts: Sequence[RequestOutput]) -> None:
         super().begin(prompts)
-        self.created = int(time.time())
+        # With these fields, the response and all chunks begin.
+        self.head = self.info.id, int(time.time()), self.info.model, self.info.fingerprint
         self.encode = msgspec.json.Encoder().encode
         options = self.body.stream_options or {}
         is_forced = self.info.config.server.enable_force_include_usage
