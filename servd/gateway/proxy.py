@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager, aclosing
 from functools import partial
 from itertools import chain
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from urllib.parse import quote
 
 import httpx
@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.process_collector import ProcessCollector
+from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -329,19 +330,9 @@ def _merged(texts: Iterable[str]) -> bytes:
     for name, family in families.items():
         family.samples = [*series[name].values()]
     registry = CollectorRegistry()
-    registry.register(_Collected(families.values()))
+    registry.register(cast(Collector, SimpleNamespace(collect=families.values)))
     ProcessCollector(registry=registry)
     return generate_latest(registry)
-
-
-class _Collected:
-    """A collector that returns metric families collected by other processes."""
-
-    def __init__(self, families: Iterable[Metric]) -> None:
-        self.families = families
-
-    def collect(self) -> Iterable[Metric]:
-        return self.families
 
 
 def _line(document: dict[str, Any]) -> bytes:
