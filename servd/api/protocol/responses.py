@@ -403,10 +403,6 @@ class CompactRequest(ResponsesRequest):
         return self
 
 
-def _without_type(value: Any) -> dict[str, Any]:
-    return {key: item for key, item in value.items() if key != "type"}
-
-
 def _chat_tool_choice(choice: str | Choice | None) -> Any:
     match choice:
         case {"type": "allowed_tools", "mode": mode, "tools": tools}:
@@ -420,7 +416,8 @@ def _chat_tool_choice(choice: str | Choice | None) -> Any:
 
 def _chat_format(text_format: dict[str, Any] | None) -> Any:
     if text_format and text_format.get("type") == "json_schema":
-        return {"type": "json_schema", "json_schema": _without_type(text_format)}
+        schema = {key: value for key, value in text_format.items() if key != "type"}
+        return {"type": "json_schema", "json_schema": schema}
     return text_format
 
 

@@ -412,7 +412,8 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
             raise jinja2.TemplateError(f"out of range: a number above {MAX_NUMBER} in a call")
         call = functools.partial(super().call, context, obj)
         name = getattr(obj, "__name__", "")
-        if isinstance(getattr(obj, "__self__", None), str) and any(map(_is_searched, args)):
+        may_search = any(isinstance(arg, str | tuple) for arg in args)
+        if may_search and isinstance(getattr(obj, "__self__", None), str):
             # `startswith`, `split`, `replace`...: the text has marks, but not what is looked for.
             call = functools.partial(self.specials.search, _call_method, name, obj.__self__)
             for variables in ("_loop_vars", "_block_vars"):  # Jinja's, for its own functions
@@ -474,11 +475,6 @@ def _counted(items: Iterable[Any]) -> Iterator[Any]:
 
 def _call_method(name: str, text: str, *args: Any, **options: Any) -> Any:
     return getattr(text, name)(*args, **options)
-
-
-def _is_searched(arg: Any) -> bool:
-    """Return whether an argument of a string's method may be text to look for."""
-    return isinstance(arg, str | tuple)
 
 
 def _length(value: Any) -> int:
