@@ -277,13 +277,8 @@ class Gateway:
                 logger.error("%s: its server does not answer: %s", name, error)
                 raise Unavailable(f"the server of {name} does not answer") from None
             try:
-                await send(
-                    {
-                        "type": "http.response.start",
-                        "status": response.status_code,
-                        "headers": response_headers(response),
-                    }
-                )
+                start = {"type": "http.response.start", "status": response.status_code}
+                await send(start | {"headers": response_headers(response)})
                 async for chunk in response.aiter_raw():
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
                 await send({"type": "http.response.body", "body": b""})

@@ -171,7 +171,6 @@ EarlierCall = Annotated[
     Discriminator(kind_of),
 ]
 
-
 Role = Annotated[str, Field(min_length=1, max_length=64)]
 
 

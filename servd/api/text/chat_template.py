@@ -179,23 +179,17 @@ class ChatTemplate:
         marked_variables, tools = map(self._specials.mark, (self.defaults | variables, chat.tools))
         context = {"documents": None} | self.special_tokens | marked_variables
         context |= {"tools": tools or None, "add_generation_prompt": chat.add_generation_prompt}
-        messages = normalise(
-            chat.messages,
-            compiled.wants_parts,
-            compiled.knows_developer,
-            compiled.call_gap(self.special_tokens),
-        )
-        if chat.continue_final_message and not messages:
+        gap = compiled.call_gap(self.special_tokens)
+        messages = normalise(chat.messages, compiled.wants_parts, compiled.knows_developer, gap)
+        is_continued = chat.continue_final_message
+        if is_continued and not messages:
             raise InvalidRequest("continue_final_message needs a message", param="messages")
         _budget.set(_Budget(time.thread_time() + MAX_SECONDS))
-
-        render = functools.partial(
-            self._render, compiled, context, chat.continue_final_message, placeholder
-        )
+        render = functools.partial(self._render, compiled, context, is_continued, placeholder)
         try:
             marked = render(messages)
         except InvalidRequest as refused:
-            if chat.continue_final_message and messages[-1]["role"] == "system":
+            if is_continued and messages[-1]["role"] == "system":
                 raise
             marked = _render_repaired(render, messages, REPAIRS, refused.message)
             if marked is None:
