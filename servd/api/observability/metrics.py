@@ -360,13 +360,18 @@ class Metrics(Observer):
         """
         self.write()
         self.families.processes.other_pids = [report.pid for report in reports]
-        for report in reports:
-            for engine, stats in zip(self.engines, report.states, strict=True):
-                engine.state.stats = max(engine.state.stats, stats, key=attrgetter("at_ns"))
         encode, content_type = choose_encoder(accept)
         if content_type.startswith(OPEN_METRICS):  # allow colons in names
             encode, _ = choose_encoder(f"{OPEN_METRICS};version=1.0.0;escaping=allow-utf-8")
-        return encode(self.families.all), content_type
+        own = self.report().states
+        try:
+            others = [report.states for report in reports]
+            for engine, *states in zip(self.engines, own, *others, strict=True):
+                engine.state.stats = max(states, key=attrgetter("at_ns"))
+            return encode(self.families.all), content_type
+        finally:  # a server that ends reports nothing newer
+            for engine, stats in zip(self.engines, own, strict=True):
+                engine.state.stats = stats
 
 
 def _one_two_five(largest: int) -> list[int]:
