@@ -11,8 +11,7 @@ from servd.api.output.call_grammar import ANY_OBJECT, AddedTokens, NotExpressibl
 from servd.api.output.output_parser import ExpectedOutput
 from servd.api.output.reasoning_parser import ReasoningParser
 from servd.api.output.structural_tag import structural_tag_grammar
-from servd.api.output.tool_choice import ForcedCallsParser
-from servd.api.output.tool_parser import ToolParser
+from servd.api.output.tool_parser import ForcedCallsParser, ToolParser
 from servd.api.text.chat_template import DEFAULT_TEMPLATE, ChatTemplate
 from servd.api.text.prompt import ToolOptions
 from servd.api.text.tokenizer import Tokenizer
