@@ -15,13 +15,8 @@ from servd.terminal.waiting import keep_keys
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="system message")
-    parser.add_argument(
-        "--image",
-        metavar="FILE",
-        action="append",
-        default=[],
-        help="picture in the first message; repeat for more",
-    )
+    help = "picture in the first message; repeat for more"
+    parser.add_argument("--image", metavar="FILE", action="append", default=[], help=help)
     api_client.add_options(parser)
 
 

@@ -31,21 +31,10 @@ LENGTHS = (256, 1024, 4096, 16384, 65536)
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `servd serve`, for which the plan is made."""
     parser.usage = "%(prog)s [MODEL] [OPTION ...]"
-    parser.add_argument(
-        "--lengths",
-        type=int,
-        nargs="+",
-        metavar="N",
-        default=[],
-        help="tokens of a request (prompt and answer), to show how many such requests fit",
-    )
-    parser.add_argument(
-        "--compare",
-        nargs="+",
-        metavar="CHECKPOINT",
-        default=[],
-        help="other checkpoints of the model, or values of --quantization: which fits, and is fast",
-    )
+    help = "tokens of a request (prompt and answer), to show how many such requests fit"
+    parser.add_argument("--lengths", type=int, nargs="+", metavar="N", default=[], help=help)
+    help = "other checkpoints of the model, or values of --quantization: which fits, and is fast"
+    parser.add_argument("--compare", nargs="+", metavar="CHECKPOINT", default=[], help=help)
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     engine_flags.add_options(parser, [*CARDS])
 
@@ -237,34 +226,21 @@ class PlanReport:
         size = self.config.parallel.num_workers
         budget = self.config.scheduler.max_num_batched_tokens
         lora = self.config.lora
+        adapters = f"--max-loras {lora.max_loras}, --max-lora-rank {lora.max_lora_rank}"
+        tokens = f"{self.num_tokens} tokens of {format_bytes(self.kv_bytes_per_token)}"
+        state_size = format_bytes(sizes.per_checkpoint)
+        checkpoints = f"{plan.num_checkpoints} of {state_size}, --max-state-memory"
         rows = [
             ("weights", sizes.weights, self.quantization or plan.dtype),
             ("vision tower", sizes.tower, "--language-model-only goes without"),
             ("encoded pictures", sizes.encoder_cache, "at most, --encoder-cache-memory"),
             ("weights of the draft", sizes.draft_weights, ""),
-            (
-                "adapters",
-                sizes.adapters,
-                f"--max-loras {lora.max_loras}, --max-lora-rank {lora.max_lora_rank}",
-            ),
+            ("adapters", sizes.adapters, adapters),
             ("requests", sizes.requests, f"--max-num-seqs {self.max_num_seqs}"),
-            (
-                "states of requests",
-                sizes.states,
-                f"{format_bytes(sizes.per_checkpoint)} of each, --max-num-seqs",
-            ),
+            ("states of requests", sizes.states, f"{state_size} of each, --max-num-seqs"),
             ("largest step", sizes.step, f"about, --max-num-batched-tokens {budget}"),
-            (
-                "KV cache",
-                plan.num_blocks * sizes.kv_per_block,
-                f"{self.num_tokens} tokens of {format_bytes(self.kv_bytes_per_token)}",
-            ),
-            (
-                "checkpoints of states",
-                self.for_checkpoints,
-                f"{plan.num_checkpoints} of {format_bytes(sizes.per_checkpoint)}, "
-                "--max-state-memory",
-            ),
+            ("KV cache", plan.num_blocks * sizes.kv_per_block, tokens),
+            ("checkpoints of states", self.for_checkpoints, checkpoints),
         ]
         where = f"{plan.device} ({size} ranks, each)" if size > 1 else plan.device
         if (engines := self.config.parallel.num_engines_here) > 1:

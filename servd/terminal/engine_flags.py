@@ -56,11 +56,8 @@ def add_options(parser: argparse.ArgumentParser, devices: Sequence[str] = ()) ->
     `devices`: values of --device that the command knows besides.
     """
     parser.argument_default = argparse.SUPPRESS
-    parser.add_argument(
-        "--config",
-        metavar="FILE",
-        help="options from a .toml, .yaml or .json file; flags win over it",
-    )
+    help = "options from a .toml, .yaml or .json file; flags win over it"
+    parser.add_argument("--config", metavar="FILE", help=help)
     hidden: list[tuple[argparse.Action, str | None]] = []
     for section in msgspec.structs.fields(Config):
         group = parser.add_argument_group(title_of(section.type))

@@ -19,7 +19,6 @@ from servd.base.tracing import now_ns
 
 T = TypeVar("T")
 
-
 if TYPE_CHECKING:
     JsonBody = Annotated[Body, "read by `read_json_body`"]
 else:

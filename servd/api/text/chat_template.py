@@ -54,19 +54,8 @@ DEFAULT_TEMPLATE = """\
 
 # Arguments that `render` sets itself; chat_template_kwargs may not.
 RESERVED = frozenset(
-    {
-        "messages",
-        "tools",
-        "add_generation_prompt",
-        "continue_final_message",
-        "tokenize",
-        "chat_template",
-        "conversation",
-        "return_dict",
-        "return_tensors",
-        "raise_exception",
-        "strftime_now",
-    }
+    "messages tools add_generation_prompt continue_final_message tokenize chat_template "
+    "conversation return_dict return_tensors raise_exception strftime_now".split()
 )
 
 # Stands at the end of the message to continue; no client can send a lone surrogate.
@@ -74,19 +63,11 @@ CONTINUE_HERE = "\udffe"
 # Stands with its number at the end of a message that the prompt may not show.
 PROBE = "\udffd"
 # A call with a result, as templates want them, after a text that ends with PROBE.
+EXAMPLE_FUNCTION = {"name": "f", "arguments": {"a": 1}}
+EXAMPLE_CALL = {"id": "abcdefghi", "type": "function", "function": EXAMPLE_FUNCTION}
 CALL_EXAMPLE: list[Message] = [
     {"role": "user", "content": "?"},
-    {
-        "role": "assistant",
-        "content": PROBE,
-        "tool_calls": [
-            {
-                "id": "abcdefghi",
-                "type": "function",
-                "function": {"name": "f", "arguments": {"a": 1}},
-            }
-        ],
-    },
+    {"role": "assistant", "content": PROBE, "tool_calls": [EXAMPLE_CALL]},
     {"role": "tool", "tool_call_id": "abcdefghi", "name": "f", "content": "1"},
 ]
 PROBED = re.compile(r"(?:\udffd|\\udffd)(\d+);")
@@ -101,9 +82,7 @@ COMPARISONS = {
     "notin": ("contains", True),
 }
 # Of which templates may make special tokens, as in "<|" + role + "|>".
-ROLES = frozenset(
-    {"system", "user", "assistant", "tool", "function", "developer", "ipython", "observation"}
-)
+ROLES = {*"system user assistant tool function developer ipython observation".split()}
 LONG_TEXT = 32  # characters: a text that no other text contains by chance
 
 MAX_SECONDS = 5.0  # CPU time for one prompt; long ones take some hundredths
@@ -200,23 +179,17 @@ class ChatTemplate:
         marked_variables, tools = map(self._specials.mark, (self.defaults | variables, chat.tools))
         context = {"documents": None} | self.special_tokens | marked_variables
         context |= {"tools": tools or None, "add_generation_prompt": chat.add_generation_prompt}
-        messages = normalise(
-            chat.messages,
-            compiled.wants_parts,
-            compiled.knows_developer,
-            compiled.call_gap(self.special_tokens),
-        )
-        if chat.continue_final_message and not messages:
+        gap = compiled.call_gap(self.special_tokens)
+        messages = normalise(chat.messages, compiled.wants_parts, compiled.knows_developer, gap)
+        is_continued = chat.continue_final_message
+        if is_continued and not messages:
             raise InvalidRequest("continue_final_message needs a message", param="messages")
         _budget.set(_Budget(time.thread_time() + MAX_SECONDS))
-
-        render = functools.partial(
-            self._render, compiled, context, chat.continue_final_message, placeholder
-        )
+        render = functools.partial(self._render, compiled, context, is_continued, placeholder)
         try:
             marked = render(messages)
         except InvalidRequest as refused:
-            if chat.continue_final_message and messages[-1]["role"] == "system":
+            if is_continued and messages[-1]["role"] == "system":
                 raise
             marked = _render_repaired(render, messages, REPAIRS, refused.message)
             if marked is None:
@@ -433,7 +406,8 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
             raise jinja2.TemplateError(f"out of range: a number above {MAX_NUMBER} in a call")
         call = functools.partial(super().call, context, obj)
         name = getattr(obj, "__name__", "")
-        if isinstance(getattr(obj, "__self__", None), str) and any(map(_is_searched, args)):
+        may_search = any(isinstance(arg, str | tuple) for arg in args)
+        if may_search and isinstance(getattr(obj, "__self__", None), str):
             # `startswith`, `split`, `replace`...: the text has marks, but not what is looked for.
             call = functools.partial(self.specials.search, _call_method, name, obj.__self__)
             for variables in ("_loop_vars", "_block_vars"):  # Jinja's, for its own functions
@@ -495,11 +469,6 @@ def _counted(items: Iterable[Any]) -> Iterator[Any]:
 
 def _call_method(name: str, text: str, *args: Any, **options: Any) -> Any:
     return getattr(text, name)(*args, **options)
-
-
-def _is_searched(arg: Any) -> bool:
-    """Return whether an argument of a string's method may be text to look for."""
-    return isinstance(arg, str | tuple)
 
 
 def _length(value: Any) -> int:
