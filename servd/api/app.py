@@ -60,11 +60,18 @@ if TYPE_CHECKING:
     from servd.api.observability.otel import SpanExporter  # an extra
 
 # Response headers that scripts of allowed origins may read.
-EXPOSED_HEADERS = (
-    "request-id retry-after server-timing traceresponse x-ratelimit-limit-requests "
-    "x-ratelimit-remaining-requests x-ratelimit-reset-requests x-request-id x-servd-ignored "
-    "x-should-retry"
-).split()
+EXPOSED_HEADERS = [
+    "request-id",
+    "retry-after",
+    "server-timing",
+    "traceresponse",
+    "x-ratelimit-limit-requests",
+    "x-ratelimit-remaining-requests",
+    "x-ratelimit-reset-requests",
+    "x-request-id",
+    "x-servd-ignored",
+    "x-should-retry",
+]
 
 MAX_PATH = 200  # characters of a path that are compared and shown
 # Path of llama-server -> what servd has in its place.

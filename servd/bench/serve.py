@@ -20,8 +20,14 @@ from servd.terminal.output import write_json
 CHATS = "openai-chat"
 ENDPOINTS = ("/v1/completions", "/v1/chat/completions")
 # vLLM's flags for behaviour that servd always has.
-NEEDLESS = ("--tokenizer", "--metric-percentiles", "--percentile-metrics", "--disable-tqdm")
-NEEDLESS += ("--trust-remote-code", "--random-mm-limit-mm-per-prompt")
+NEEDLESS = (
+    "--tokenizer",
+    "--metric-percentiles",
+    "--percentile-metrics",
+    "--disable-tqdm",
+    "--trust-remote-code",
+    "--random-mm-limit-mm-per-prompt",
+)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

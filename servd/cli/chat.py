@@ -15,8 +15,13 @@ from servd.terminal.waiting import keep_keys
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="system message")
-    help = "picture in the first message; repeat for more"
-    parser.add_argument("--image", metavar="FILE", action="append", default=[], help=help)
+    parser.add_argument(
+        "--image",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="picture in the first message; repeat for more",
+    )
     api_client.add_options(parser)
 
 

@@ -16,9 +16,13 @@ from servd.config.keys import SCOPES, Key, hash_key
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", metavar="NAME", help="who gets it")
-    scopes = sorted(SCOPES)
-    help = "what it may do [inference]"
-    parser.add_argument("--scopes", nargs="+", choices=scopes, default=["inference"], help=help)
+    parser.add_argument(
+        "--scopes",
+        nargs="+",
+        choices=sorted(SCOPES),
+        default=["inference"],
+        help="what it may do [inference]",
+    )
     parser.add_argument("--expires", metavar="TIME", help="e.g. 2027-01-31T00:00:00Z [never]")
 
 

@@ -23,8 +23,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `servd serve`, for a server of its own."""
     parser.usage = "%(prog)s AGENT [MODEL] [OPTION ...] [-- ARGUMENT ...]"
     parser.epilog = "The agent gets the arguments after `--`."
-    names = ", ".join(agents.NAMES)
-    parser.add_argument("agent", metavar="AGENT", choices=agents.NAMES, help=names)
+    parser.add_argument(
+        "agent", metavar="AGENT", choices=agents.NAMES, help=", ".join(agents.NAMES)
+    )
     parser.add_argument("--url", help=f"a server to use instead [{DEFAULT_URL}]")
     parser.set_defaults(rest=[])
     engine_flags.add_options(parser)

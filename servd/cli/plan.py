@@ -31,10 +31,21 @@ LENGTHS = (256, 1024, 4096, 16384, 65536)
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `servd serve`, for which the plan is made."""
     parser.usage = "%(prog)s [MODEL] [OPTION ...]"
-    help = "tokens of a request (prompt and answer), to show how many such requests fit"
-    parser.add_argument("--lengths", type=int, nargs="+", metavar="N", default=[], help=help)
-    help = "other checkpoints of the model, or values of --quantization: which fits, and is fast"
-    parser.add_argument("--compare", nargs="+", metavar="CHECKPOINT", default=[], help=help)
+    parser.add_argument(
+        "--lengths",
+        type=int,
+        nargs="+",
+        metavar="N",
+        default=[],
+        help="tokens of a request (prompt and answer), to show how many such requests fit",
+    )
+    parser.add_argument(
+        "--compare",
+        nargs="+",
+        metavar="CHECKPOINT",
+        default=[],
+        help="other checkpoints of the model, or values of --quantization: which fits, and is fast",
+    )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     engine_flags.add_options(parser, [*CARDS])
 

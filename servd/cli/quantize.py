@@ -16,15 +16,24 @@ ROW = 512  # tokens that are computed together, if the model can
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("model", metavar="MODEL", help="a folder or the name of a model on the hub")
-    add("--to", choices=BITS, required=True, help="type of the matrices")
-    help = "text like that of requests: it decides which errors matter [round each number alone]"
-    add("--calibrate", metavar="FILE", help=help)
-    add("--output", metavar="DIR", help="folder that is made [MODEL-TYPE]")
-    help = "numbers of a row that share a scale [32]"
-    add("--group-size", type=int, default=32, metavar="N", help=help)
-    add("--tokens", type=int, default=32768, metavar="N", help="to read of the text [32768]")
+    parser.add_argument("model", metavar="MODEL", help="a folder or the name of a model on the hub")
+    parser.add_argument("--to", choices=BITS, required=True, help="type of the matrices")
+    parser.add_argument(
+        "--calibrate",
+        metavar="FILE",
+        help="text like that of requests: it decides which errors matter [round each number alone]",
+    )
+    parser.add_argument("--output", metavar="DIR", help="folder that is made [MODEL-TYPE]")
+    parser.add_argument(
+        "--group-size",
+        type=int,
+        default=32,
+        metavar="N",
+        help="numbers of a row that share a scale [32]",
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=32768, metavar="N", help="to read of the text [32768]"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -40,8 +49,9 @@ def run(arguments: argparse.Namespace) -> int:
         rows = read_rows(folder, arguments.calibrate, arguments.tokens)
     held_out = max(len(rows) // 8, 1)
     quantize = plugins.load("servd.worker", "calibration", "quantize")
-    form = "{l_bar}{bar}| {elapsed}"
-    with tqdm(total=1.0, desc="quantize", bar_format=form, disable=None) as bar:
+    with tqdm(
+        total=1.0, desc="quantize", bar_format="{l_bar}{bar}| {elapsed}", disable=None
+    ) as bar:
         result = quantize(
             folder,
             output,

@@ -28,12 +28,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.description = f"""{parser.description} Starts a server of its own with the options of
         `servd serve`, unless --url names one. Run again with the same files, it continues where it
         stopped."""
-    add = parser.add_argument
-    add("-i", dest="source", metavar="FILE", required=True, help="requests, one per line")
-    add("-o", dest="results", metavar="FILE", required=True, help="answers, one per line")
-    add("--url", help="a running OpenAI-compatible server to use instead")
-    help = "requests at the same time [%(default)s]"
-    add("--concurrency", type=int, default=64, metavar="N", help=help)
+    parser.add_argument(
+        "-i", dest="source", metavar="FILE", required=True, help="requests, one per line"
+    )
+    parser.add_argument(
+        "-o", dest="results", metavar="FILE", required=True, help="answers, one per line"
+    )
+    parser.add_argument("--url", help="a running OpenAI-compatible server to use instead")
+    parser.add_argument(
+        "--concurrency",
+        type=int,
+        default=64,
+        metavar="N",
+        help="requests at the same time [%(default)s]",
+    )
     engine_flags.add_options(parser)
 
 

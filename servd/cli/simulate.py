@@ -28,8 +28,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     count = positive(int)
     number = positive(float)
     add("trace", nargs="?", metavar="TRACE", help="a file of --record-trace, or of that shape")
-    help = "let requests arrive X times as fast"
-    add("--speed", type=number, default=1.0, metavar="X", help=help)
+    add(
+        "--speed", type=number, default=1.0, metavar="X", help="let requests arrive X times as fast"
+    )
     add("--concurrency", type=count, metavar="N", help="no more requests at once: the others wait")
     names = ", ".join(Costs.__struct_fields__)
     add(

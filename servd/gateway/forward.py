@@ -9,10 +9,23 @@ Header = tuple[bytes, bytes]
 
 NO_TIMEOUT = httpx.Timeout(None, connect=10)  # the server has its own timeouts
 # Hop-by-hop headers, and those that a proxy sets itself or has checked.
-NOT_FORWARDED = {*b"connection keep-alive transfer-encoding upgrade x-request-id date".split()}
-NOT_FORWARDED_OF_REQUESTS = NOT_FORWARDED | {SINCE.encode()}
-NOT_FORWARDED_OF_REQUESTS |= {b"host", b"origin", b"content-length", b"expect"}
-NOT_FORWARDED_OF_REQUESTS |= {b"sec-fetch-site", b"x-forwarded-for"}
+NOT_FORWARDED = {
+    b"connection",
+    b"keep-alive",
+    b"transfer-encoding",
+    b"upgrade",
+    b"x-request-id",
+    b"date",
+}
+NOT_FORWARDED_OF_REQUESTS = NOT_FORWARDED | {
+    b"host",
+    b"origin",
+    b"content-length",
+    b"expect",
+    b"sec-fetch-site",
+    b"x-forwarded-for",
+    SINCE.encode(),
+}
 
 
 def connect(path: str) -> httpx.AsyncClient:

@@ -28,24 +28,35 @@ ONE_REQUEST = httpx.Limits(max_keepalive_connections=0)  # the server closes idl
 
 
 def add_server_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    help = "any OpenAI-compatible server [%(default)s]"
-    add("--url", "--base-url", default=DEFAULT_URL, help=help)
+    parser.add_argument(
+        "--url",
+        "--base-url",
+        default=DEFAULT_URL,
+        help="any OpenAI-compatible server [%(default)s]",
+    )
     key = os.environ.get("SERVD_API_KEY")
-    add("--api-key", default=key, metavar="KEY", help="default: $SERVD_API_KEY")
-    help = "default: the first that the server lists"
-    add("--model", "--model-name", metavar="NAME", help=help)
+    parser.add_argument("--api-key", default=key, metavar="KEY", help="default: $SERVD_API_KEY")
+    parser.add_argument(
+        "--model", "--model-name", metavar="NAME", help="default: the first that the server lists"
+    )
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the flags of commands that request text from a running server."""
     add_server_options(parser)
-    add = parser.add_argument
-    help = "0 for the most probable tokens; default: the model's"
-    add("--temperature", type=float, metavar="X", help=help)
-    help = "longest answer in tokens; default: the server's, and of `chat` 4096"
-    add("--max-tokens", type=int, metavar="N", help=help)
-    add("--seed", type=int, metavar="N", help="the same seed gives the same text")
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        metavar="X",
+        help="0 for the most probable tokens; default: the model's",
+    )
+    parser.add_argument(
+        "--max-tokens",
+        type=int,
+        metavar="N",
+        help="longest answer in tokens; default: the server's, and of `chat` 4096",
+    )
+    parser.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same text")
 
 
 def connect(arguments: argparse.Namespace) -> tuple[Client, dict[str, Any]]:

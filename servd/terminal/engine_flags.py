@@ -56,8 +56,11 @@ def add_options(parser: argparse.ArgumentParser, devices: Sequence[str] = ()) ->
     `devices`: values of --device that the command knows besides.
     """
     parser.argument_default = argparse.SUPPRESS
-    help = "options from a .toml, .yaml or .json file; flags win over it"
-    parser.add_argument("--config", metavar="FILE", help=help)
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="options from a .toml, .yaml or .json file; flags win over it",
+    )
     hidden: list[tuple[argparse.Action, str | None]] = []
     for section in msgspec.structs.fields(Config):
         group = parser.add_argument_group(title_of(section.type))

@@ -13,8 +13,14 @@ from servd.base.bounds import shorten
 from servd.base.json_reader import read_json
 from servd.base.line_ends import escape_line_ends
 
-ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
-ROUTES += ("/v1/score", "/v1/rerank")
+ROUTES = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/embeddings",
+    "/v1/score",
+    "/v1/rerank",
+)
 MAX_LINE = 8 * 2**20  # bytes
 MAX_LINES = 50_000
 

@@ -37,8 +37,14 @@ from servd.messages.params import (
 
 # The sampling parameters that beam search uses, or can ignore without effect. Any other parameter
 # would change the answer and is refused.
-WITH_BEAMS = {"n", "max_tokens", "ignore_eos", "stop_token_ids"}
-WITH_BEAMS |= {"include_stop_str_in_output", "skip_special_tokens"}
+WITH_BEAMS = {
+    "n",
+    "max_tokens",
+    "ignore_eos",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+}
 IDLE_WITH_BEAMS = ("temperature", "top_p", "top_k", "min_p", "seed", "speculative")
 ONLY_WITH_BEAMS = ("early_stopping", "length_penalty")
 LIMIT_ALIAS = "n_predict"  # llama-server's

@@ -32,9 +32,16 @@ CHAT_NAMES = {
 LOGPROBS = "message.output_text.logprobs"  # in `include`
 ENCRYPTED = "reasoning.encrypted_content"  # the same
 OWN_ITEMS = (
-    "message function_call function_call_output custom_tool_call custom_tool_call_output "
-    "additional_tools compaction item_reference reasoning"
-).split()
+    "message",
+    "function_call",
+    "function_call_output",
+    "custom_tool_call",
+    "custom_tool_call_output",
+    "additional_tools",
+    "compaction",
+    "item_reference",
+    "reasoning",
+)
 TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
 

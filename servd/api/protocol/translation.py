@@ -17,8 +17,17 @@ from servd.messages.params import SamplingParams
 
 # Sampling parameters that the other APIs have under another name, or whose effect their responses
 # have no place for.
-OWN_WAYS = {"include_stop_str_in_output", "logprob_token_ids", "logprobs", "max_tokens", "n"}
-OWN_WAYS |= {"prompt_logprobs", "temperature", "thinking_token_budget", "top_p"}
+OWN_WAYS = {
+    "include_stop_str_in_output",
+    "logprob_token_ids",
+    "logprobs",
+    "max_tokens",
+    "n",
+    "prompt_logprobs",
+    "temperature",
+    "thinking_token_budget",
+    "top_p",
+}
 # Fields of the chat route that keep their name and meaning in both other APIs.
 EXTENSIONS = frozenset(
     (ChatCompletionRequest.model_fields.keys() & set(SamplingParams.__struct_fields__)) - OWN_WAYS

@@ -54,8 +54,19 @@ DEFAULT_TEMPLATE = """\
 
 # Arguments that `render` sets itself; chat_template_kwargs may not.
 RESERVED = frozenset(
-    "messages tools add_generation_prompt continue_final_message tokenize chat_template "
-    "conversation return_dict return_tensors raise_exception strftime_now".split()
+    {
+        "messages",
+        "tools",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tokenize",
+        "chat_template",
+        "conversation",
+        "return_dict",
+        "return_tensors",
+        "raise_exception",
+        "strftime_now",
+    }
 )
 
 # Stands at the end of the message to continue; no client can send a lone surrogate.
@@ -63,11 +74,19 @@ CONTINUE_HERE = "\udffe"
 # Stands with its number at the end of a message that the prompt may not show.
 PROBE = "\udffd"
 # A call with a result, as templates want them, after a text that ends with PROBE.
-EXAMPLE_FUNCTION = {"name": "f", "arguments": {"a": 1}}
-EXAMPLE_CALL = {"id": "abcdefghi", "type": "function", "function": EXAMPLE_FUNCTION}
 CALL_EXAMPLE: list[Message] = [
     {"role": "user", "content": "?"},
-    {"role": "assistant", "content": PROBE, "tool_calls": [EXAMPLE_CALL]},
+    {
+        "role": "assistant",
+        "content": PROBE,
+        "tool_calls": [
+            {
+                "id": "abcdefghi",
+                "type": "function",
+                "function": {"name": "f", "arguments": {"a": 1}},
+            }
+        ],
+    },
     {"role": "tool", "tool_call_id": "abcdefghi", "name": "f", "content": "1"},
 ]
 PROBED = re.compile(r"(?:\udffd|\\udffd)(\d+);")
@@ -82,7 +101,9 @@ COMPARISONS = {
     "notin": ("contains", True),
 }
 # Of which templates may make special tokens, as in "<|" + role + "|>".
-ROLES = {*"system user assistant tool function developer ipython observation".split()}
+ROLES = frozenset(
+    {"system", "user", "assistant", "tool", "function", "developer", "ipython", "observation"}
+)
 LONG_TEXT = 32  # characters: a text that no other text contains by chance
 
 MAX_SECONDS = 5.0  # CPU time for one prompt; long ones take some hundredths

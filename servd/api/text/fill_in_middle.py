@@ -16,8 +16,16 @@ TEMPLATES = (
     "[SUFFIX]{suffix}[PREFIX]{prefix}",  # Codestral
 )
 # Tokens that end the middle, even if the model does not list them as end of sequence.
-ENDS = ("<|endoftext|>", "<|fim_pad|>", "<|file_sep|>", "<|repo_name|>", "<|file_separator|>")
-ENDS += ("<file_sep>", "<fim_pad>", "▁<EOT>")
+ENDS = (
+    "<|endoftext|>",
+    "<|fim_pad|>",
+    "<|file_sep|>",
+    "<|repo_name|>",
+    "<|file_separator|>",
+    "<file_sep>",
+    "<fim_pad>",
+    "▁<EOT>",
+)
 SLOT = re.compile(r"\{(prefix|suffix)\}")
 
 
