@@ -14,8 +14,20 @@ from servd.api.context import json_response
 from servd.api.http.json_body import run_for
 from servd.api.output.incremental import Content, Delta, Reasoning, ToolCallArguments, ToolCallStart
 from servd.api.output.json_reader import arguments_object, missing_end
-from servd.api.protocol import anthropic as shapes
-from servd.api.protocol.anthropic import CHAT_NAMES, CountTokensRequest, MessagesRequest
+from servd.api.protocol.anthropic import (
+    CHAT_NAMES,
+    AnthropicMessagesResponse,
+    Block,
+    CountTokensRequest,
+    MessagesRequest,
+    MessageTokensDetails,
+    MessageUsage,
+    OriginalTokens,
+    TextBlock,
+    ThinkingBlock,
+    TokensCount,
+    ToolUseBlock,
+)
 from servd.api.protocol.chat import ChatCompletionRequest
 from servd.api.protocol.context_editing import AppliedEdit, AppliedEdits
 from servd.api.protocol.translation import renamed
@@ -56,9 +68,9 @@ class AnthropicServingMessages(OpenAIServing):
         with renamed(CHAT_NAMES):
             chat = await self.chat_of(body, request)
             self.check_params(chat)
-            counted = shapes.TokensCount(len(await self.tokenize(request, chat.prompt)))
+            counted = TokensCount(len(await self.tokenize(request, chat.prompt)))
             if body.context_management is not None:
-                counted.context_management = shapes.OriginalTokens(counted.input_tokens)
+                counted.context_management = OriginalTokens(counted.input_tokens)
                 if await self.edit_context(body, request):
                     chat = await self.chat_of(body, request)
                     counted.input_tokens = len(await self.tokenize(request, chat.prompt))
@@ -81,17 +93,17 @@ class AnthropicServingMessages(OpenAIServing):
 class MessageFormatter(EventFormatter):
     """Formats a message. Only the last content block may be open: a new block closes it."""
 
-    body_so_far: shapes.AnthropicMessagesResponse
+    body_so_far: AnthropicMessagesResponse
 
     def __init__(
         self, info: ResponseInfo, stream: bool, chat: ChatCompletionRequest, params: SamplingParams
     ) -> None:
         super().__init__(info, stream, chat, params)
-        usage = shapes.MessageUsage(0, 0, 0, shapes.MessageTokensDetails(0))
-        self.body_so_far = shapes.AnthropicMessagesResponse(
+        usage = MessageUsage(0, 0, 0, MessageTokensDetails(0))
+        self.body_so_far = AnthropicMessagesResponse(
             id=info.id, model=info.model, content=[], usage=usage
         )
-        self.block: shapes.Block | None = None  # the open block
+        self.block: Block | None = None  # the open block
         self.json = ""  # its input so far
 
     def begin_events(self) -> Iterator[Event]:
@@ -107,13 +119,13 @@ class MessageFormatter(EventFormatter):
             case Content(text=text):
                 yield from self._text(text)
             case Reasoning(text=text):
-                if not isinstance(self.block, shapes.ThinkingBlock):
-                    yield from self._open(shapes.ThinkingBlock())
-                assert isinstance(self.block, shapes.ThinkingBlock)
+                if not isinstance(self.block, ThinkingBlock):
+                    yield from self._open(ThinkingBlock())
+                assert isinstance(self.block, ThinkingBlock)
                 self.block.thinking += text
                 yield self._delta({"type": "thinking_delta", "thinking": text})
             case ToolCallStart(id=call_id, name=name):
-                yield from self._open(shapes.ToolUseBlock(call_id, name, {}))
+                yield from self._open(ToolUseBlock(call_id, name, {}))
                 self.json = ""
             case ToolCallArguments(text=text):
                 self.json += text
@@ -121,9 +133,9 @@ class MessageFormatter(EventFormatter):
                     yield self._input(text)
 
     def _text(self, text: str) -> Iterator[Event]:
-        if not isinstance(self.block, shapes.TextBlock):
-            yield from self._open(shapes.TextBlock())
-        assert isinstance(self.block, shapes.TextBlock)
+        if not isinstance(self.block, TextBlock):
+            yield from self._open(TextBlock())
+        assert isinstance(self.block, TextBlock)
         self.block.text += text
         yield self._delta({"type": "text_delta", "text": text})
 
@@ -155,15 +167,15 @@ class MessageFormatter(EventFormatter):
         yield event
         yield {"type": "message_stop"}
 
-    def _usage(self) -> shapes.MessageUsage:
-        return shapes.MessageUsage(
+    def _usage(self) -> MessageUsage:
+        return MessageUsage(
             input_tokens=self.num_prompt_tokens - self.num_cached_tokens[0],
             cache_read_input_tokens=self.num_cached_tokens[0],
             output_tokens=self.num_output_tokens,
-            output_tokens_details=shapes.MessageTokensDetails(self.parser.num_reasoning_tokens),
+            output_tokens_details=MessageTokensDetails(self.parser.num_reasoning_tokens),
         )
 
-    def _open(self, block: shapes.Block) -> Iterator[Event]:
+    def _open(self, block: Block) -> Iterator[Event]:
         yield from self._close()
         self.block = block
         self.body_so_far.content.append(block)
@@ -178,9 +190,9 @@ class MessageFormatter(EventFormatter):
         match self.block:
             case None:
                 return
-            case shapes.ThinkingBlock(signature=signature):
+            case ThinkingBlock(signature=signature):
                 yield self._delta({"type": "signature_delta", "signature": signature})
-            case shapes.ToolUseBlock():
+            case ToolUseBlock():
                 # Clients run a call whatever its input: complete it with the text that was read.
                 if self.json.lstrip().startswith("{"):
                     missing = missing_end(self.json)
