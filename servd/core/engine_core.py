@@ -20,7 +20,18 @@ from servd.core.request import OutputEnd
 from servd.core.scheduler.micro_batches import MicroBatches
 from servd.core.scheduler.scheduler import Scheduler
 from servd.core.structured_output.manager import Compiled, GrammarManager
-from servd.messages import engine as messages
+from servd.messages.engine import (
+    AbortRequests,
+    Attach,
+    Audit,
+    CollectiveRpc,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    ResetPrefixCache,
+    RpcMethod,
+    ToEngine,
+    WorkerReady,
+)
 
 logger = logging.getLogger("servd.engine")
 
@@ -40,7 +51,7 @@ class EngineCore:
         config: Config,
         spec: ModelSpec,
         executor: Executor,
-        worker: messages.WorkerReady,
+        worker: WorkerReady,
         clock: Clock = now_ns,
     ) -> None:
         self.clock = clock
@@ -88,9 +99,7 @@ class EngineCore:
         assert worker.num_checkpoints == self.worker.num_checkpoints, worker
         self.connect(executor, worker)
 
-    def collective_rpc(
-        self, method: messages.RpcMethod, args: Sequence[str | int]
-    ) -> list[str | None]:
+    def collective_rpc(self, method: RpcMethod, args: Sequence[str | int]) -> list[str | None]:
         """Call a method of every worker between two steps; return the results by rank. Raises the
         errors of `check_update` and `update_weights`.
         """
@@ -128,7 +137,7 @@ class EngineCore:
         self.connect(self.executor, self.worker)
         return results
 
-    def connect(self, executor: Executor, worker: messages.WorkerReady) -> None:
+    def connect(self, executor: Executor, worker: WorkerReady) -> None:
         """Use `executor` from now on: the first one, or a replacement after `sleep`."""
         self.executor = executor
         self.worker = worker
@@ -145,9 +154,9 @@ class EngineCore:
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
-    def handle(self, message: messages.ToEngine | Compiled) -> None:
+    def handle(self, message: ToEngine | Compiled) -> None:
         match message:
-            case messages.EngineCoreRequest():
+            case EngineCoreRequest():
                 for request in message.choices():
                     self._add_request(request)
             case Compiled(error=error):
@@ -156,16 +165,16 @@ class EngineCore:
                         self._add_request(request, has_grammar=True)
                     else:
                         self.scheduler.outputs.reject(request, error)
-            case messages.AbortRequests(request_ids):
+            case AbortRequests(request_ids):
                 for request in self.grammars.abort(request_ids):
                     self.scheduler.outputs.report_abort(request)
                 self.scheduler.abort_requests(request_ids)
-            case messages.ResetPrefixCache():
+            case ResetPrefixCache():
                 self.scheduler.kv_cache.reset()
-            case messages.Attach() | messages.Audit() | messages.CollectiveRpc():
+            case Attach() | Audit() | CollectiveRpc():
                 pass  # EngineCoreProc handles these
 
-    def _add_request(self, request: messages.EngineCoreRequest, has_grammar: bool = False) -> None:
+    def _add_request(self, request: EngineCoreRequest, has_grammar: bool = False) -> None:
         """Add a request. A malformed request fails alone; other requests continue."""
         try:
             if has_grammar or self.grammars.admit(request):
@@ -178,7 +187,7 @@ class EngineCore:
                 request, f"the engine cannot take it ({type(error).__name__})"
             )
 
-    def step(self) -> dict[int, messages.EngineCoreOutputs]:
+    def step(self) -> dict[int, EngineCoreOutputs]:
         """Schedule and launch a step, collect the oldest step in flight; return outputs by client.
 
         Up to `depth` steps are in flight. The scheduler counts tokens before they are sampled; only

@@ -16,14 +16,31 @@ from servd.ipc.channels import Inbox, Outbox, address
 from servd.ipc.child import Child
 from servd.ipc.hub import HubReceiver, HubSender
 from servd.ipc.start_messages import StartWorker
-from servd.messages import engine as messages
+from servd.messages.engine import (
+    AllocateKVCache,
+    CollectiveRpc,
+    CollectiveRpcResult,
+    FromWorker,
+    GrammarOutput,
+    LoadModel,
+    ModelRunnerOutput,
+    RpcMethod,
+    SampleTokens,
+    SchedulerOutput,
+    Shutdown,
+    TakeTokens,
+    ToWorker,
+    WorkerFailed,
+    WorkerProgress,
+    WorkerReady,
+)
 
 LAST_WORDS = 0.5  # seconds in which the report of a worker that has ended may still arrive
 POLL_INTERVAL = 0.1  # seconds between looks at the workers while their message is awaited
 STOP_TIMEOUT = 1.0  # seconds from Shutdown to SIGTERM, and from there to SIGKILL
 
 
-def combine(ready: Sequence[messages.WorkerReady]) -> messages.WorkerReady:
+def combine(ready: Sequence[WorkerReady]) -> WorkerReady:
     """Return what all workers have room for. Stages of a pipeline have different layers: some may
     have no KV cache, and some no states.
     """
@@ -45,13 +62,13 @@ class MultiProcExecutor(executor.Executor):
     def __init__(self, config: Config, spec: ModelSpec, progress: executor.Progress) -> None:
         super().__init__(config, spec, progress)
         self.folder = private_dir()
-        self.inbox: Inbox[messages.FromWorker] | HubReceiver[messages.FromWorker] = Inbox(
-            address(self.folder, "executor"), messages.FromWorker
+        self.inbox: Inbox[FromWorker] | HubReceiver[FromWorker] = Inbox(
+            address(self.folder, "executor"), FromWorker
         )
         self.workers: list[Child] = []
         self.outboxes: list[Outbox | HubSender] = []
         # By rank, of steps whose output is not collected yet.
-        self.outputs: list[deque[messages.ModelRunnerOutput]] = []
+        self.outputs: list[deque[ModelRunnerOutput]] = []
         self.is_launched = False
         self.is_stopping = False
         self.ended: queue.SimpleQueue[str] = queue.SimpleQueue()  # why workers died
@@ -62,15 +79,15 @@ class MultiProcExecutor(executor.Executor):
         for rank in range(num_workers):
             standby.append(Child(f"worker-{rank}", cls.worker_module, None, args=[str(niceness)]))
 
-    def start(self) -> messages.WorkerReady:
+    def start(self) -> WorkerReady:
         for rank in range(self.config.parallel.num_workers):
             self.outboxes.append(self.open_outbox(rank))
             self.outputs.append(deque())
         self.start_workers()
-        self._send(messages.LoadModel(self.plans_memory))
+        self._send(LoadModel(self.plans_memory))
         ready = self._recv_ready()
         self.progress("allocating KV cache", 0.0)
-        self._send(messages.AllocateKVCache(ready.num_blocks, ready.num_checkpoints))
+        self._send(AllocateKVCache(ready.num_blocks, ready.num_checkpoints))
         return self._recv_ready()
 
     def start_workers(self) -> None:
@@ -98,44 +115,40 @@ class MultiProcExecutor(executor.Executor):
         """The init_method of torch.distributed; None with a single worker."""
         return f"file://{self.folder}/rendezvous" if self.config.parallel.num_workers > 1 else None
 
-    def execute_model(self, scheduled: messages.SchedulerOutput) -> None:
+    def execute_model(self, scheduled: SchedulerOutput) -> None:
         if self.is_launched:
             raise RuntimeError("execute_model was called twice without sample_tokens")
         self.is_launched = True
         self._send(scheduled)
 
-    def sample_tokens(
-        self, grammar_output: messages.GrammarOutput | None = None
-    ) -> executor.PendingOutput:
+    def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> executor.PendingOutput:
         """Make the workers sample. They answer in the order of the steps."""
         if not self.is_launched:
             raise RuntimeError("sample_tokens was called without execute_model")
         self.is_launched = False
-        self._send(messages.SampleTokens(grammar_output))
+        self._send(SampleTokens(grammar_output))
         return self
 
-    def result(self) -> messages.ModelRunnerOutput:
+    def result(self) -> ModelRunnerOutput:
         """Return the output of the oldest step. Raises EngineDeadError if a worker fails."""
         while not all(self.outputs):
             message = self._recv()
-            assert isinstance(message, messages.ModelRunnerOutput)
+            assert isinstance(message, ModelRunnerOutput)
             self.outputs[message.rank].append(message)
         outputs = [queue.popleft() for queue in self.outputs]
         output_rank = self.config.parallel.output_rank
         output = outputs[output_rank]
         output.times_ns = tuple(time for part in outputs for time in part.times_ns)
         for outbox in self.outboxes[:output_rank]:
-            outbox.send(messages.TakeTokens(output.rows))
+            outbox.send(TakeTokens(output.rows))
         return output
 
-    def collective_rpc(
-        self, method: messages.RpcMethod, args: Sequence[str | int]
-    ) -> list[str | None]:
-        self._send(messages.CollectiveRpc(method, [*args]))
+    def collective_rpc(self, method: RpcMethod, args: Sequence[str | int]) -> list[str | None]:
+        self._send(CollectiveRpc(method, [*args]))
         results: dict[int, str | None] = {}
         while len(results) < len(self.outboxes):
             message = self._recv()
-            assert isinstance(message, messages.CollectiveRpcResult)
+            assert isinstance(message, CollectiveRpcResult)
             (results[message.rank],) = message.results
         return [results[rank] for rank in sorted(results)]
 
@@ -143,7 +156,7 @@ class MultiProcExecutor(executor.Executor):
         if self.is_stopping:
             return
         self.is_stopping = True
-        self._send(messages.Shutdown())
+        self._send(Shutdown())
         self.wait_for_workers()
         for outbox in self.outboxes:
             outbox.close()
@@ -156,27 +169,27 @@ class MultiProcExecutor(executor.Executor):
             worker.wait(STOP_TIMEOUT)
             worker.stop(STOP_TIMEOUT)
 
-    def _send(self, message: messages.ToWorker) -> None:
+    def _send(self, message: ToWorker) -> None:
         encoded = msgspec.Raw(msgspec.msgpack.encode(message))  # once for all of them
         for outbox in self.outboxes:
             outbox.send(encoded)
 
-    def _recv_ready(self) -> messages.WorkerReady:
+    def _recv_ready(self) -> WorkerReady:
         """Wait for all workers and return what all of them can do."""
-        ready: list[messages.WorkerReady] = []
+        ready: list[WorkerReady] = []
         while len(ready) < len(self.outboxes):
             match self._recv():
-                case messages.WorkerProgress(phase, progress):
+                case WorkerProgress(phase, progress):
                     self.progress(phase, progress)
-                case messages.WorkerReady() as message:
+                case WorkerReady() as message:
                     ready.append(message)
         return combine(ready)
 
-    def _recv(self) -> messages.FromWorker:
+    def _recv(self) -> FromWorker:
         while True:
             has_ended = not self.ended.empty()
             message = self.inbox.recv(LAST_WORDS if has_ended else POLL_INTERVAL)
-            if isinstance(message, messages.WorkerFailed):
+            if isinstance(message, WorkerFailed):
                 raise (ConfigError if message.is_config_error else EngineDeadError)(message.reason)
             if message is not None:
                 return message

@@ -37,10 +37,8 @@ ROW = np.dtype(
     align=True,
 )
 """A row of a step, on the host; see `ScheduledRequest`."""
-ROW_OF = attrgetter(
-    *("slot", "num_scheduled_tokens", "num_computed_tokens", "num_drafts", "max_new_drafts"),
-    "samples",
-)
+FIELDS = "slot num_scheduled_tokens num_computed_tokens num_drafts max_new_drafts samples"
+ROW_OF = attrgetter(*FIELDS.split())
 
 
 def gather_rows(scheduled: SchedulerOutput) -> np.ndarray:

@@ -216,6 +216,9 @@ class GPUModelRunner(ModelRunner):
             forward = max(forward, meter.peak())
             self._sample_all(num_rows)
             sampling = max(sampling, meter.peak())
+        if self.encoder is not None:
+            self.encoder.encode_largest(self.config)
+            forward = max(forward, meter.peak())
         kept = meter.allocated()
         graphs = self._graph_bytes(meter)
         self.kv_caches = []
