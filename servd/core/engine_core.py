@@ -62,9 +62,11 @@ class EngineCore:
         states = StateCache.from_worker(worker, config.cache, num_ranks, clock)
         blocks = KVCacheManager(worker.num_blocks, config.cache, layout, clock, states)
         max_drafts = speculative.num_speculative_tokens if speculative else 0
-        limits = config.scheduler, max_model_len, blocks, max_drafts, config.lora.max_loras
+        max_loras = config.lora.max_loras
         encoder_cache = EncoderCacheManager.from_config(config, spec, max_model_len)
-        self.scheduler = Scheduler(*limits, clock, encoder_cache)
+        self.scheduler = Scheduler(
+            config.scheduler, max_model_len, blocks, max_drafts, max_loras, clock, encoder_cache
+        )
         self.config = config
         self.spec = spec
         self.first_spec = spec  # of the command line; `spec` has the folder of the last update

@@ -171,10 +171,10 @@ class EngineCoreProc:
         config = self.start.config
         self.report_progress("importing", 0.0)
         self.prepare()
-        model = config, self.start.spec
-        self.executor, worker = start_executor(*model, self.report_progress, self.standby)
+        spec = self.start.spec
+        self.executor, worker = start_executor(config, spec, self.report_progress, self.standby)
         self._keep_executor(self.executor)
-        self.engine = EngineCore(*model, self.executor, worker)
+        self.engine = EngineCore(config, spec, self.executor, worker)
         self.engine.grammars.on_compiled = self.input_queue.put
         self.engine.on_scheduled = self.begin_step
         self.engine.on_wait = self.heartbeat.pause

@@ -142,7 +142,14 @@ class FakeExecutor(executor.Executor):
             num_blocks = max(1, memory // self.bytes_per_block)
         self.cache = array("Q", bytes(8 * num_blocks * self.block_size))
         self.progress("loading weights", 1.0)
-        return WorkerReady("none", "none", "none", num_blocks, 0, self.bytes_per_block)
+        return WorkerReady(
+            device="none",
+            dtype="none",
+            attention_backend="none",
+            num_blocks=num_blocks,
+            weights_bytes=0,
+            kv_bytes_per_block=self.bytes_per_block,
+        )
 
     def execute_model(self, scheduled: SchedulerOutput) -> None:
         if self.launched is not None:

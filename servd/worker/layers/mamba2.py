@@ -1,6 +1,6 @@
 """Mamba2: a layer whose state decays, and gets a product of each token (arXiv:2405.21060)."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -86,8 +86,11 @@ class Mamba2(nn.Module):
         self.in_proj = ColumnParallelLinear(
             hidden_size, columns, parallel, bias=options.bias, copies=[1, *copies, 1]
         )
-        conv: dict[str, Any] = {"bias": options.conv_bias, "activation": options.activation}
-        self.conv1d = Convolution(parts, options.conv_size, parallel, copies=copies, **conv)
+        bias = options.conv_bias
+        activation = options.activation
+        self.conv1d = Convolution(
+            parts, options.conv_size, parallel, bias=bias, activation=activation, copies=copies
+        )
         self.dt_bias = FloatWeight((heads,), parallel, shard_dim=0)
         self.A_log = FloatWeight((heads,), parallel, shard_dim=0, change=torch.exp)
         self.D = FloatWeight((heads,), parallel, shard_dim=0)

@@ -225,16 +225,18 @@ class PagedAttention:
 
     def work(self, batch: AttentionBatch) -> Tensor:
         few, many = self.tile_queries
-        sizes = {
-            "SPLIT_QUERIES": few,
-            "TILE_QUERIES": many,
-            "TILE_KEYS": self.tunings[0].tile_keys,
-            "MIN_SPLIT": MIN_SPLIT,
-            "MIN_TILE_SPLIT": MIN_TILE_SPLIT,
-            "MAX_SPLITS": self.max_splits,
-        }
-        rows = batch.query_start_loc, batch.seq_lens_device
-        return work_list(*rows, self.num_wanted, self.window, **sizes)
+        return work_list(
+            batch.query_start_loc,
+            batch.seq_lens_device,
+            self.num_wanted,
+            self.window,
+            SPLIT_QUERIES=few,
+            TILE_QUERIES=many,
+            TILE_KEYS=self.tunings[0].tile_keys,
+            MIN_SPLIT=MIN_SPLIT,
+            MIN_TILE_SPLIT=MIN_TILE_SPLIT,
+            MAX_SPLITS=self.max_splits,
+        )
 
     def __call__(
         self,

@@ -28,6 +28,7 @@ def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     scale = torch.empty(num_rows, 1, device=x.device)
     block = triton.next_power_of_2(size)
     if num_rows:
-        inputs = x, rounded, scale, size, x.stride(0), block
-        round_rows_kernel[(num_rows,)](*inputs, num_warps=min(16, max(4, block // 512)))
+        num_warps = min(16, max(4, block // 512))
+        kernel = round_rows_kernel[(num_rows,)]
+        kernel(x, rounded, scale, size, x.stride(0), block, num_warps=num_warps)
     return rounded, scale

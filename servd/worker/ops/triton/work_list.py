@@ -36,8 +36,8 @@ def work_list(
     """
     num_rows = len(seq_lens)
     work = torch.empty(4, num_rows + 1, dtype=torch.int32, device=seq_lens.device)
-    numbers = query_start_loc, seq_lens, num_rows, *num_wanted
-    work_list_kernel[(1,)](work, *numbers, **sizes, WINDOW=window)
+    rows = query_start_loc, seq_lens, num_rows
+    work_list_kernel[(1,)](work, *rows, *num_wanted, **sizes, WINDOW=window)
     return work
 
 
