@@ -22,7 +22,8 @@ from servd.worker.quantization._files import read_tensors
 # transformers makes a model with all of its parts: these leave of the language model next to
 # nothing.
 REDUCED = {"num_hidden_layers": 0, "vocab_size": 8, "layer_types": [], "pad_token_id": None}
-ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "silu")  # that transformers computes slowly on a CPU
+# Those that transformers computes slowly on a CPU.
+ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "quick_gelu", "silu")
 WITHOUT_TOWER = "--language-model-only serves the model without pictures"
 MAX_NAMED = 4  # tensors in a message
 
@@ -65,10 +66,8 @@ class NativeNorm(nn.Module):
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
-        # A parameter, as towers ask for the type of theirs.
-        self.weight = nn.Parameter(cast(Tensor, norm.weight).float(), requires_grad=False)
-        bias = cast(Tensor | None, getattr(norm, "bias", None))
-        self.bias = None if bias is None else bias.data.float()
+        self.weight = cast(nn.Parameter, norm.weight)
+        self.bias = cast(nn.Parameter | None, getattr(norm, "bias", None))
         self.eps = cast(float, getattr(norm, "eps", None) or norm.variance_epsilon)
 
     def forward(self, x: Tensor) -> Tensor:  # float32 [..., size]
