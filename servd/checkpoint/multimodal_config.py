@@ -56,9 +56,12 @@ def multimodal_spec(
     rope = object_in(text, "rope_parameters") or object_in(text, "rope_scaling") or {}
     vision = object_in(config, "vision_config") or {}
     token_id = config.get("image_token_id", config.get("image_token_index"))
+    processor = family.get("processor", model_type)
+    if vision.get("model_type") == "pixtral":  # Pixtral's checkpoints are LLaVA by their model_type
+        processor = "mistral3"
     sections = family.get("mrope_section", [])
     spec = MultiModalSpec(
-        processor=family.get("processor", model_type),
+        processor=processor,
         image_token_id=family["image_token_id"] if token_id is None else token_id,
         num_deepstack=len(vision.get("deepstack_visual_indexes") or ()),
         is_bidirectional=family.get("is_bidirectional", False),

@@ -17,7 +17,8 @@ from PIL import Image
 
 from servd.base import plugins
 from servd.base.errors import ConfigError, InvalidRequest, UnsupportedModel
-from servd.checkpoint import multimodal_config
+from servd.checkpoint.model_spec import read_spec
+from servd.checkpoint.multimodal_config import MultiModalSpec
 from servd.worker.multimodal import FAMILIES as PACKAGE
 from servd.worker.multimodal import ImageProcessor
 from tests.vision_models import FAMILIES, models
@@ -39,8 +40,9 @@ def picture(size: tuple[int, int]) -> Image.Image:
 
 
 def processor_name(folder: Path) -> str:
-    model_type = json.loads((folder / "config.json").read_text(encoding="utf8"))["model_type"]
-    return multimodal_config.FAMILIES[model_type].get("processor", model_type)
+    spec = read_spec(folder).multimodal
+    assert isinstance(spec, MultiModalSpec)
+    return spec.processor
 
 
 def processor_of(folder: Path, **options: Any) -> ImageProcessor:
