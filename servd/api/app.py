@@ -33,8 +33,11 @@ from servd.api.http.pages import Pages
 from servd.api.http.route import Route
 from servd.api.keys import ApiKeys
 from servd.api.observability.ignored_fields import IgnoredFields
+from servd.api.observability.metrics import Metrics
+from servd.api.observability.tracer import Tracer
 from servd.api.protocol.errors import error_reply
 from servd.api.protocol.validation import explain_parameters
+from servd.api.request.fair_loop import FairLoop
 from servd.api.responses.response_store import ResponseStore
 from servd.api.routes import load_routers
 from servd.api.serving.chat import OpenAIServingChat
@@ -97,18 +100,8 @@ def build_app(
     streams after 60 seconds. `reasons` explains, by option, the values of "auto" options.
     """
     keys = ApiKeys(config.access)
-    open_paths = OPEN_PATHS | (console.open_paths() if config.server.console else set())
-    access_log = log.resolve_access_log(config.observability)
-    tracer = async_llm.tracer
-    loop = async_llm.loop
     metrics = async_llm.metrics
-    pages = Pages(config)
-    middleware = [Middleware(RequestContext, tracer, loop, metrics, access_log, pages, spans)]
-    if keys.are_needed:
-        middleware.append(Middleware(ApiKeyAuth, keys, open_paths))
-    # Outermost: preflight requests have no key, and scripts must read errors, too.
-    if config.access.allowed_origins:
-        middleware.insert(0, cross_origin(config.access))
+    middleware = make_middleware(config, keys, async_llm.tracer, async_llm.loop, metrics, spans)
     routes = [cast(Route, route) for router in load_routers() for route in router.routes]
     app = assemble(middleware, routes)
     model = config.model.model
@@ -160,6 +153,27 @@ def _batches(
     return BatchRunner(store, app, keys, async_llm.admission, max_threads)
 
 
+def make_middleware(
+    config: Config,
+    keys: ApiKeys,
+    tracer: Tracer,
+    loop: FairLoop,
+    metrics: Metrics | None = None,
+    spans: SpanExporter | None = None,
+) -> list[Middleware]:
+    """Return the middleware of a server, or of the gateway, which has no metrics of its own."""
+    access_log = log.resolve_access_log(config.observability)
+    pages = Pages(config)
+    middleware = [Middleware(RequestContext, tracer, loop, metrics, access_log, pages, spans)]
+    if keys.are_needed:
+        open_paths = OPEN_PATHS | (console.open_paths() if config.server.console else set())
+        middleware.append(Middleware(ApiKeyAuth, keys, open_paths))
+    # Outermost: preflight requests have no key, and scripts must read errors, too.
+    if config.access.allowed_origins:
+        middleware.insert(0, _cross_origin(config.access))
+    return middleware
+
+
 def assemble(middleware: Sequence[Middleware], routes: Sequence[ScopedRoute]) -> FastAPI:
     """Return an application with these routes, which answers errors in OpenAI's form. Raise
     TypeError for a route without a scope.
@@ -181,7 +195,7 @@ def assemble(middleware: Sequence[Middleware], routes: Sequence[ScopedRoute]) ->
     return app
 
 
-def cross_origin(access: AccessConfig) -> Middleware:
+def _cross_origin(access: AccessConfig) -> Middleware:
     return Middleware(
         CORSMiddleware,
         allow_origins=["*"] if "*" in access.allowed_origins else [],

@@ -69,12 +69,7 @@ class Call:
         if self.adapted_ns:
             marks.append(Mark("adapted", self.adapted_ns))
         timeline = Timeline(
-            request_id=request_id,
-            owner=self.owner,
-            route=self.route[:200],
-            model=self.model,
-            marks=marks,
-            http_id=self.request_id,
+            request_id, self.owner, self.route[:200], self.model, marks, http_id=self.request_id
         )
         self.timelines.append(timeline)
         return timeline

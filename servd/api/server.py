@@ -274,20 +274,11 @@ async def serve(start: StartAPIServer, reloads: SimpleQueue[Config]) -> int:
     tokenizer = Tokenizer.of_model(config, spec)
     assert config.model.max_model_len is not None
     processor = Processor(config, spec, tokenizer, config.model.max_model_len, client=start.client)
-    async_llm = AsyncLLM(
-        config,
-        spec,
-        clients,
-        processor,
-        OutputProcessor(tokenizer),
-        Tracer(),
-        Metrics(
-            config.model.served_model_name[0],
-            config.model.max_model_len,
-            first_rank=config.parallel.first_rank,
-        ),
-        LoadBalancer.from_config(config),
-    )
+    outputs = OutputProcessor(tokenizer)
+    name = config.model.served_model_name[0]
+    metrics = Metrics(name, config.model.max_model_len, first_rank=config.parallel.first_rank)
+    balancer = LoadBalancer.from_config(config)
+    async_llm = AsyncLLM(config, spec, clients, processor, outputs, Tracer(), metrics, balancer)
     for engine, generation in zip(async_llm.engines, start.generations, strict=True):
         engine.metrics.observe_restarts(generation)
     async_llm.start()

@@ -23,7 +23,6 @@ current_request: ContextVar[Mapping[str, str]] = ContextVar(
 # Environment variable: the model's name, if each of several has its own processes.
 MODEL = "SERVD_LOG_MODEL"
 
-
 MAX_PENDING = 1024 * 1024  # bytes of lines that wait to be written
 FLUSH_TIMEOUT = 0.5  # seconds that the end of a process waits for its last lines
 # Control characters, and what readers of lines take for the end of one.

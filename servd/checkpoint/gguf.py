@@ -162,14 +162,11 @@ def make_folder(files: Sequence[Path], folder: Path) -> None:
     key = "general.architecture"
     name = values.get(key)
     for number, (_, metadata) in enumerate(opened):
-        stated = (
-            metadata.get("split.count") or 1,
-            metadata.get("split.no", number),
-            metadata.get(key, name),
-        )
+        num_files = metadata.get("split.count") or 1
+        stated = num_files, metadata.get("split.no", number), metadata.get(key, name)
         if stated != (len(files), number, name):
             raise ModelNotFound(
-                f"{files[number]} is one of {stated[0]} files: name them NAME-00001-of-NUMBER.gguf "
+                f"{files[number]} is one of {num_files} files: name them NAME-00001-of-NUMBER.gguf "
                 "and so on, as they were"
             )
     try:
@@ -367,10 +364,7 @@ def _make_rope(
     elif has_factors:  # Llama 3.1's, the same for all lengths
         factors = tensors["rope_freqs.weight"].data.tolist()
         rope |= {"rope_type": "longrope", "short_factor": factors, "long_factor": factors}
-        rope |= {
-            "attention_factor": 1.0,
-            "original_max_position_embeddings": metadata["context_length"],
-        }
+        rope |= {"attention_factor": 1.0, FIRST_LENGTH: metadata["context_length"]}
     return rope
 
 

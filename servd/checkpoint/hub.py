@@ -128,10 +128,8 @@ def blobs_to_download(model: str) -> dict[str, int]:
 
     repository, _, tag = model.partition(":")
     with _hub_errors(model):
-        siblings = (
-            huggingface_hub.HfApi().model_info(repository, files_metadata=True).siblings or []
-        )
-    files = {file.rfilename: file for file in siblings}
+        info = huggingface_hub.HfApi().model_info(repository, files_metadata=True)
+    files = {file.rfilename: file for file in info.siblings or []}
     patterns = METADATA_FILES + WEIGHT_FILES
     names = huggingface_hub.utils.filter_repo_objects(
         files, allow_patterns=patterns, ignore_patterns=OTHER_WEIGHTS

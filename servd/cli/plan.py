@@ -237,34 +237,21 @@ class PlanReport:
         size = self.config.parallel.num_workers
         budget = self.config.scheduler.max_num_batched_tokens
         lora = self.config.lora
+        adapters = f"--max-loras {lora.max_loras}, --max-lora-rank {lora.max_lora_rank}"
+        tokens = f"{self.num_tokens} tokens of {format_bytes(self.kv_bytes_per_token)}"
+        state_size = format_bytes(sizes.per_checkpoint)
+        checkpoints = f"{plan.num_checkpoints} of {state_size}, --max-state-memory"
         rows = [
             ("weights", sizes.weights, self.quantization or plan.dtype),
             ("vision tower", sizes.tower, "--language-model-only goes without"),
             ("encoded pictures", sizes.encoder_cache, "at most, --encoder-cache-memory"),
             ("weights of the draft", sizes.draft_weights, ""),
-            (
-                "adapters",
-                sizes.adapters,
-                f"--max-loras {lora.max_loras}, --max-lora-rank {lora.max_lora_rank}",
-            ),
+            ("adapters", sizes.adapters, adapters),
             ("requests", sizes.requests, f"--max-num-seqs {self.max_num_seqs}"),
-            (
-                "states of requests",
-                sizes.states,
-                f"{format_bytes(sizes.per_checkpoint)} of each, --max-num-seqs",
-            ),
+            ("states of requests", sizes.states, f"{state_size} of each, --max-num-seqs"),
             ("largest step", sizes.step, f"about, --max-num-batched-tokens {budget}"),
-            (
-                "KV cache",
-                plan.num_blocks * sizes.kv_per_block,
-                f"{self.num_tokens} tokens of {format_bytes(self.kv_bytes_per_token)}",
-            ),
-            (
-                "checkpoints of states",
-                self.for_checkpoints,
-                f"{plan.num_checkpoints} of {format_bytes(sizes.per_checkpoint)}, "
-                "--max-state-memory",
-            ),
+            ("KV cache", plan.num_blocks * sizes.kv_per_block, tokens),
+            ("checkpoints of states", self.for_checkpoints, checkpoints),
         ]
         where = f"{plan.device} ({size} ranks, each)" if size > 1 else plan.device
         if (engines := self.config.parallel.num_engines_here) > 1:

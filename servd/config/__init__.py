@@ -39,7 +39,6 @@ from servd.config.speculative import SpeculativeConfig, gather
 
 log = logging.getLogger("servd.config")
 
-
 # Options that name files or folders; some also take text, or a model of the hub.
 PATHS = ["model", "tokenizer", "chat_template", "api_key_file", "join_token_file", "attach"]
 PATHS += ["ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "download_dir", "kv_cache_dir"]

@@ -9,7 +9,7 @@ import os
 import shutil
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -42,6 +42,7 @@ from servd.messages.engine import (
 from servd.messages.stats import SchedulerStats
 
 if TYPE_CHECKING:
+    from servd.core.executor import Progress
     from servd.core.structured_output.manager import Compiled
 
 ENGINE_MODULE = "servd.core.engine_core_proc"
@@ -114,11 +115,7 @@ class EngineCoreClient(ABC):
 
     @staticmethod
     def make_client(
-        config: Config,
-        spec: ModelSpec,
-        progress: Callable[[str, float], None],
-        *,
-        multiprocess_mode: bool,
+        config: Config, spec: ModelSpec, progress: Progress, *, multiprocess_mode: bool
     ) -> SyncMPClient | InprocClient:
         """Start an engine, in its own process with `multiprocess_mode`; return its client."""
         if multiprocess_mode:
@@ -138,9 +135,7 @@ class InprocClient(EngineCoreClient):
     client = 0
     has_failed = False  # a step raised an error: its outputs never come, no step can follow
 
-    def __init__(
-        self, config: Config, spec: ModelSpec, progress: Callable[[str, float], None]
-    ) -> None:
+    def __init__(self, config: Config, spec: ModelSpec, progress: Progress) -> None:
         from servd.core.engine_core import EngineCore  # API servers need none of it
         from servd.core.executor import start_executor
 
@@ -262,9 +257,7 @@ class AsyncMPClient(MPClient):
 class SyncMPClient(MPClient):
     """An LLM's client, which starts the engine's process and waits for it."""
 
-    def __init__(
-        self, config: Config, spec: ModelSpec, progress: Callable[[str, float], None]
-    ) -> None:
+    def __init__(self, config: Config, spec: ModelSpec, progress: Progress) -> None:
         super().__init__(str(private_dir()), 0, identity(config, spec))
         self.child = EngineProcess(self.ipc_dir)
         start = StartEngine(config, spec, self.ipc_dir, time.monotonic())

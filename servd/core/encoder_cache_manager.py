@@ -4,6 +4,7 @@ outputs the workers keep.
 
 from collections import OrderedDict
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Self
 from weakref import WeakValueDictionary
 
@@ -14,24 +15,19 @@ from servd.config import Config
 from servd.core.request import PictureFile, Request
 
 
+@dataclass(eq=False)
 class EncoderCacheManager:
     """The encoded pictures of all workers, by identifier: an LRU of up to `capacity` image tokens.
 
     A picture is encoded in the step that first computes one of its tokens, for all requests with
     the same picture. The pictures that a step reads stay until the next step.
-
-    Args:
-        capacity: the image tokens of all outputs. A picture must not have more.
-        token_cost: see MultiModalSpec.
-        is_bidirectional: the tokens of a picture see each other, so one step computes all of them.
     """
 
-    def __init__(
-        self, capacity: int = 0, is_bidirectional: bool = False, token_cost: float = 1.0
-    ) -> None:
-        self.capacity = capacity
-        self.token_cost = token_cost
-        self.is_bidirectional = is_bidirectional
+    capacity: int = 0  # image tokens of all outputs; a picture must not have more
+    is_bidirectional: bool = False  # tokens of a picture see each other: one step computes them
+    token_cost: float = 1.0  # see MultiModalSpec
+
+    def __post_init__(self) -> None:
         self._sizes: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
         self._held: set[bytes] = set()  # those that this step reads
         self._freed: list[bytes] = []

@@ -171,9 +171,7 @@ class EngineCore:
                         self.scheduler.outputs.reject(request, error)
             case AbortRequests(request_ids):
                 for request in self.grammars.abort(request_ids):
-                    self.scheduler.outputs.report_abort(
-                        request.client, request.request_id, request.marks
-                    )
+                    self.scheduler.outputs.report_abort(request)
                 self.scheduler.abort_requests(request_ids)
             case ResetPrefixCache():
                 self.scheduler.kv_cache.reset()

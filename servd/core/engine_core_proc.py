@@ -275,9 +275,8 @@ class EngineCoreProc:
             self.pace.expected_seconds(record.num_tokens, record.encoding_cost > 0)
             for record in self.engine.scheduler.records
         )
-        self.heartbeat.work(
-            self.start.config.server.engine_hang_timeout + OVERDUE_FACTOR * expected
-        )
+        timeout = self.start.config.server.engine_hang_timeout
+        self.heartbeat.work(timeout + OVERDUE_FACTOR * expected)
         self.heartbeat.compute(record.prefills)
 
     def _call_workers(self, call: CollectiveRpc) -> None:
@@ -492,11 +491,8 @@ def abort_all_of(client: int, engine: EngineCore) -> AbortRequests:
     """Return AbortRequests for all requests of a client that died. Requests that wait for a grammar
     are aborted when their first output cannot be sent.
     """
-    ids = [
-        request.request_id
-        for request in engine.scheduler.requests.values()
-        if request.client == client
-    ]
+    requests = engine.scheduler.requests.values()
+    ids = [request.request_id for request in requests if request.client == client]
     if ids:
         # Not a warning: on a quick shutdown its own aborts may come later, and of a crash the
         # parent process warns.

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from servd.base.tracing import Clock, Mark, now_ns
-from servd.core.request import failure
+from servd.core.request import Request, failure
 from servd.messages.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 
 
@@ -27,11 +27,11 @@ class Outputs:
         marks = [*request.marks, Mark("queued", now)]
         self.add(request.client, failure(request.request_id, marks, error, now))
 
-    def report_abort(self, client: int, request_id: str, marks: list[Mark]) -> None:
+    def report_abort(self, request: EngineCoreRequest | Request) -> None:
         """Send the marks that no output of an aborted request has carried."""
-        message = self.report_to(client)
-        if marks:
-            message.aborted = message.aborted | {request_id: marks}
+        message = self.report_to(request.client)
+        if request.marks:
+            message.aborted = message.aborted | {request.request_id: request.marks}
 
     def add_decoded(self, decoded: Mapping[int, dict[str, int]]) -> None:
         for client, tokens in decoded.items():

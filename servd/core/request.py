@@ -284,11 +284,7 @@ class Request:
         return True
 
     def settle(
-        self,
-        scheduled: ScheduledRequest,
-        output: EngineCoreOutput,
-        num_sampled: int,
-        num_found: int,
+        self, row: ScheduledRequest, output: EngineCoreOutput, num_sampled: int, num_found: int
     ) -> int:
         """Correct the counters, which count all drafts of a step as accepted. Returns how many
         drafts are part of the output.
@@ -297,12 +293,12 @@ class Request:
         and not counted. If the output has ended, some of the `num_sampled` tokens may be cut off.
         `num_found`: drafts that the workers found for the next step.
         """
-        num_rejected = scheduled.num_drafts + 1 - num_sampled
+        num_rejected = row.num_drafts + 1 - num_sampled
         self.num_tokens -= num_rejected
         self.num_computed_tokens -= num_rejected
         num_kept = min(num_sampled - 1, len(output.new_token_ids))
-        num_drafts = min(scheduled.num_drafts, self.num_found_drafts)
-        if num_drafts and not scheduled.scheduled_spec_decode_tokens:
+        num_drafts = min(row.num_drafts, self.num_found_drafts)
+        if num_drafts and not row.scheduled_spec_decode_tokens:
             output.num_drafts = num_drafts
             output.num_accepted = num_kept
         self.num_found_drafts = num_found

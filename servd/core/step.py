@@ -33,9 +33,8 @@ class Step(msgspec.Struct):
     record: StepRecord
     decoding: list[Request] = []  # the first rows: one token each, no drafts
     new_blocks: dict[int, int] = {}  # of the decoding rows, by slot
-    decodes: DecodeBatch = msgspec.field(
-        default_factory=DecodeBatch
-    )  # the decoding rows, as workers get them
+    # The decoding rows, as workers get them.
+    decodes: DecodeBatch = msgspec.field(default_factory=DecodeBatch)
     requests: list[Request] = []  # the other rows
     scheduled: list[ScheduledRequest] = []
     new_requests: list[NewRequest] = []

@@ -62,23 +62,21 @@ class ModelServer:
             await self.http.aclose()
         self.http = connect(path)
 
-    async def ask(self, path: str) -> httpx.Response | None:
-        """Send GET `path` and return the server's response; None unless its status is 200."""
+    async def ask(
+        self, path: str, method: str = "GET", timeout: float = ASK_TIMEOUT
+    ) -> httpx.Response | None:
+        """Send a request and return the server's response; None unless its status is 200."""
         assert self.http is not None
         try:
-            answer = await self.http.get(path, headers=self.headers, timeout=ASK_TIMEOUT)
+            answer = await self.http.request(method, path, headers=self.headers, timeout=timeout)
         except httpx.HTTPError:
             return None
         return answer if answer.status_code == 200 else None
 
     async def is_asleep(self, path: str) -> bool | None:
         """POST to /sleep or /wake_up, and return whether the server is asleep; None on failure."""
-        assert self.http is not None
-        try:
-            answer = await self.http.post(path, headers=self.headers, timeout=SLEEP_TIMEOUT)
-        except httpx.HTTPError:
-            return None
-        return answer.json()["is_sleeping"] if answer.status_code == 200 else None
+        answer = await self.ask(path, "POST", SLEEP_TIMEOUT)
+        return None if answer is None else answer.json()["is_sleeping"]
 
     def fail(self, why: str, seconds: float) -> None:
         """Record the reason of a failed start, and prevent another start for `seconds`."""

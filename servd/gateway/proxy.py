@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager, aclosing
 from functools import partial
 from itertools import chain
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from urllib.parse import quote
 
 import httpx
@@ -20,19 +20,16 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.samples import Sample
-from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from servd.api import console
-from servd.api.app import assemble, cross_origin
+from servd.api.app import assemble, make_middleware
 from servd.api.call import call_of
 from servd.api.connection import while_connected
 from servd.api.context import json_response
 from servd.api.engine.description import describe_folder
-from servd.api.http.auth import OPEN_PATHS, ApiKeyAuth, ScopedRoute
+from servd.api.http.auth import ScopedRoute
 from servd.api.http.json_body import check_content_type
-from servd.api.http.middleware import SINCE, RequestContext
-from servd.api.http.pages import Pages
+from servd.api.http.middleware import SINCE
 from servd.api.http.route import Route
 from servd.api.keys import ApiKeys
 from servd.api.observability.tracer import Tracer
@@ -43,7 +40,6 @@ from servd.api.routes import load_routers
 from servd.api.routes.compat import ollama
 from servd.api.routes.sleep import SleepState, check_level
 from servd.api.serving.ollama import Lines, unloaded
-from servd.base import log
 from servd.base.errors import (
     ConfigError,
     InvalidRequest,
@@ -281,13 +277,8 @@ class Gateway:
                 logger.error("%s: its server does not answer: %s", name, error)
                 raise Unavailable(f"the server of {name} does not answer") from None
             try:
-                await send(
-                    {
-                        "type": "http.response.start",
-                        "status": response.status_code,
-                        "headers": response_headers(response),
-                    }
-                )
+                start = {"type": "http.response.start", "status": response.status_code}
+                await send(start | {"headers": response_headers(response)})
                 async for chunk in response.aiter_raw():
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
                 await send({"type": "http.response.body", "body": b""})
@@ -328,20 +319,8 @@ def _merged(texts: Iterable[str]) -> bytes:
                 samples[key] = sample._replace(value=before + sample.value)
     for name, family in families.items():
         family.samples = [*series[name].values()]
-    registry = CollectorRegistry()
-    registry.register(_Collected(families.values()))
-    ProcessCollector(registry=registry)
-    return generate_latest(registry)
-
-
-class _Collected:
-    """A collector that returns metric families collected by other processes."""
-
-    def __init__(self, families: Iterable[Metric]) -> None:
-        self.families = families
-
-    def collect(self) -> Iterable[Metric]:
-        return self.families
+    merged = [*families.values(), *ProcessCollector(registry=None).collect()]
+    return generate_latest(cast(CollectorRegistry, SimpleNamespace(collect=lambda: merged)))
 
 
 def _line(document: dict[str, Any]) -> bytes:
@@ -354,15 +333,7 @@ def _ollama(model: GatewayModel) -> dict[str, Any]:
 
 
 def create_gateway(config: Config, servers: ModelServers, keys: ApiKeys) -> FastAPI:
-    access_log = log.resolve_access_log(config.observability)
-    pages = Pages(config)
-    context = Middleware(RequestContext, Tracer(), FairLoop(), None, access_log, pages)
-    middleware = [context]
-    if keys.are_needed:
-        open_paths = OPEN_PATHS | (console.open_paths() if config.server.console else set())
-        middleware.append(Middleware(ApiKeyAuth, keys, open_paths))
-    if config.access.allowed_origins:
-        middleware.insert(0, cross_origin(config.access))
+    middleware = make_middleware(config, keys, Tracer(), FairLoop())
     app = assemble(middleware, Gateway(servers).routes())
     app.state.context = SimpleNamespace(keys=keys, config=config)  # for routes that need no model
     return app

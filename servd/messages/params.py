@@ -48,6 +48,10 @@ NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_CANDIDATES)]
 BadWord = Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_BAD_WORD_TOKENS)]
 
 
+class Params(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True, gc=False):
+    """The base class of parameters. Positional on the wire, like messages."""
+
+
 class BeamSearchParams(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     """The parameters of a beam search, with vLLM's names; see `BeamSearch`."""
 
@@ -59,9 +63,7 @@ class BeamSearchParams(msgspec.Struct, array_like=True, frozen=True, kw_only=Tru
     include_stop_str_in_output: bool = False
 
 
-class StructuredOutput(
-    msgspec.Struct, array_like=True, omit_defaults=True, frozen=True, weakref=True
-):
+class StructuredOutput(Params, frozen=True, gc=True, weakref=True):
     """A constraint on the output, which the engine enforces token by token."""
 
     # The API turns structural tags into grammars.
@@ -78,9 +80,7 @@ class StructuredOutput(
         return self.kind, self.value
 
 
-class RepetitionDetection(
-    msgspec.Struct, array_like=True, omit_defaults=True, frozen=True, gc=False
-):
+class RepetitionDetection(Params, frozen=True):
     """The limits beyond which an output that repeats a pattern ends. Fields as in vLLM."""
 
     # Tokens; 0 is off.
@@ -103,22 +103,14 @@ class RepetitionDetection(
             raise InvalidRequest(f"{param}.{problem}", param=param)
 
 
-class ReasoningTags(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True, gc=False):
+class ReasoningTags(Params, frozen=True):
     """The tokens that enclose a model's reasoning."""
 
     end_id: TokenId
     start_id: TokenId | None = None  # None: the output begins inside the reasoning
 
 
-class SamplingParams(
-    msgspec.Struct,
-    tag="sampling",
-    array_like=True,
-    omit_defaults=True,
-    kw_only=True,
-    frozen=True,
-    gc=False,
-):
+class SamplingParams(Params, tag="sampling", kw_only=True, frozen=True):
     """The sampling parameters and limits of a request. Defaults are neutral, as in vLLM.
 
     The engine turns `n` choices into requests, and uses all fields except TEXT_PARAMS.
@@ -240,15 +232,7 @@ class SamplingParams(
         return self.temperature < 1e-5
 
 
-class PoolingParams(
-    msgspec.Struct,
-    tag="pooling",
-    array_like=True,
-    omit_defaults=True,
-    kw_only=True,
-    frozen=True,
-    gc=False,
-):
+class PoolingParams(Params, tag="pooling", kw_only=True, frozen=True):
     """The pooling of a prompt's hidden states: to one vector, to a vector per token ("all"), or to
     the outputs of a classification head.
 

@@ -67,15 +67,8 @@ class OfflineMetrics:
                 choice.add_report(output)
 
     def observe(self, state: RequestState, delta: CompletionOutput) -> None:
-        if state.is_part:
-            return
-        choice = state.choices[delta.index]
-        now = now_ns()
-        self.metrics.observe_tokens(choice, len(delta.token_ids), now)
-        if delta.finish_reason is None:
-            return
-        self.metrics.observe_finished(choice, delta.finish_reason, now)
-        if not state.is_open:
+        self.metrics.received(state, delta, now_ns())
+        if not (state.is_part or state.is_open):
             self.metrics.observe_request(state.params, state.choices)
 
     def read(self) -> list[Metric]:

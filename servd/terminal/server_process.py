@@ -27,7 +27,7 @@ from servd.terminal.waiting import describe_start, exit_on_signals, spinner
 
 POLL_INTERVAL = 0.05  # seconds
 STOP_TIMEOUT = 20.0  # seconds
-END_TIMEOUT = 0.5  # seconds that a server that has failed may live on
+END_TIMEOUT = 0.5  # seconds that a server that has failed may live on: clients notice it first
 MAX_LINES = 10  # of a log in an error
 Connect = Callable[[], Client]
 
@@ -69,7 +69,7 @@ def running(
         if process.poll() is not None:
             raise ServdError(f"{shlex.join(command)} ended with code {process.returncode}")
     except ServdError as error:
-        if is_ready and not _ends(process):  # an error of the block
+        if is_ready and not ends(process, END_TIMEOUT):  # an error of the block
             raise
         has_failed = True
         text = Path(log.name).read_text(encoding="utf8", errors="replace")
@@ -77,19 +77,17 @@ def running(
         raise ServdError("\n".join([f"{error}; its log is {log.name}", *lines])) from None
     finally:
         process.terminate()
-        try:
-            process.wait(STOP_TIMEOUT)
-        except subprocess.TimeoutExpired:
+        if not ends(process, STOP_TIMEOUT):
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         if not has_failed:
             os.unlink(log.name)
 
 
-def _ends(process: subprocess.Popen[bytes]) -> bool:
-    """Return whether a process has ended, or does so while clients notice it."""
+def ends(process: subprocess.Popen[bytes], timeout: float) -> bool:
+    """Return whether a process has ended, or does so within `timeout` seconds."""
     try:
-        process.wait(END_TIMEOUT)
+        process.wait(timeout)
     except subprocess.TimeoutExpired:
         return False
     return True

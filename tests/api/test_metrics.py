@@ -294,6 +294,8 @@ def test_the_newest_engine_stats_count():
         counts = read(metrics.render("", reports)[0])
         assert counts["vllm:num_requests_running"] == 2
         assert counts["servd:engine_restarts_total"] == 3  # each knows the whole number
+    # What another server knew ends with it: the engine may never report anything newer.
+    assert read(first.render()[0])["vllm:num_requests_running"] == 4
 
 
 def test_the_process_as_client_libraries_of_prometheus_tell_it():

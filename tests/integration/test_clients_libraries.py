@@ -66,6 +66,16 @@ class TestLiteLLM:
         )
         assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == expected
 
+    def test_chat_by_the_api_of_ollama(self, litellm, llama_server, expected):
+        options = {"model": "ollama_chat/tiny", "api_base": llama_server.url}
+        answer = litellm.completion(**options, messages=MESSAGES, max_tokens=20, temperature=0)
+        assert answer.choices[0].message.content == expected
+
+    def test_prompt_by_the_api_of_ollama(self, litellm, llama_server):
+        options = {"model": "ollama/tiny", "api_base": llama_server.url}
+        answer = litellm.completion(**options, messages=MESSAGES, max_tokens=20, temperature=0)
+        assert answer.choices[0].message.content and answer.usage.completion_tokens == 20
+
     def test_embedding(self, litellm, options):
         answer = litellm.embedding(**options, input=["one", "two"], encoding_format="float")
         assert [len(entry["embedding"]) for entry in answer.data] == [64, 64]

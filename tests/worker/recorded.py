@@ -23,7 +23,6 @@ from servd.worker.attention import AttentionBatch, torch_sdpa
 from servd.worker.attention import native as _native  # noqa: F401 - keeps the library it imports
 from servd.worker.compat import intercept_launches
 from servd.worker.layers import experts
-from servd.worker.models import deepseek_v2
 from servd.worker.ops import native
 from servd.worker.quantization import int4
 from servd.worker.runner.cpu_model_runner import CPUModelRunner
@@ -244,8 +243,7 @@ def grouped_quant_method_on_device(matrices, biases=None):
 
 def use_recorded_runner(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers on a CPU get a RecordedRunner. What is no operation of torch is off."""
-    for module in (experts, deepseek_v2):
-        monkeypatch.setattr(module, "grouped_quant_method", grouped_quant_method_on_device)
+    monkeypatch.setattr(experts, "grouped_quant_method", grouped_quant_method_on_device)
     monkeypatch.setattr("servd.worker.worker.CPUModelRunner", RecordedRunner)
     if find_spec("servd.worker.ops.native"):
         monkeypatch.setattr(int4, "round_groups", with_kernels(int4.round_groups))

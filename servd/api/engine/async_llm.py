@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import math
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, aclosing, contextmanager
 from dataclasses import InitVar, dataclass
 from functools import partial
@@ -52,7 +52,6 @@ from servd.messages.engine import (
     RequestOptions,
     ResetPrefixCache,
 )
-from servd.messages.outputs import CompletionOutput
 from servd.messages.params import BeamSearchParams, PoolingParams, SamplingParams
 
 log = logging.getLogger("servd.api")
@@ -367,7 +366,7 @@ class AsyncLLM:
             async with asyncio.timeout_at(deadline):
                 if admitted is not None:
                     admitted.count_tokens(await self.run_in_thread(owner, size, count_fewest))
-                loaded = [await self._load(prompt, options) for prompt in texts]
+                loaded = [await self.load_pictures(prompt, options) for prompt in texts]
                 inputs = await self.run_in_thread(owner, size, process_all)
                 if admitted is not None:
                     num_tokens = sum(len(prompt.request.prompt_token_ids) for prompt in inputs)
@@ -384,26 +383,21 @@ class AsyncLLM:
             raise DeadlineExceeded from None
         return inputs
 
-    async def _load(
+    async def load_pictures(
         self, prompt: Prompt, options: RequestOptions
     ) -> tuple[list[LoadedPicture], list[Mark]]:
-        """Return the pictures of a prompt, and when their stages ended. See `load_pictures`."""
-        begin_ns = now_ns()
-        pictures = await self.load_pictures(prompt, options)
-        return pictures, _picture_marks(pictures, begin_ns)
-
-    async def load_pictures(self, prompt: Prompt, options: RequestOptions) -> list[LoadedPicture]:
-        """Return the pictures of a chat, in order; none for a model that reads none. Raises the
-        errors of `Processor.pictures_of` and `MediaLoader.load`.
+        """Return the pictures of a chat, in order, and when their stages ended; none for a model
+        that reads none. Raises the errors of `Processor.pictures_of` and `MediaLoader.load`.
         """
         pictures = self.processor.pictures_of(prompt)
         if not pictures or self.media is None:
-            return []
+            return [], []
+        begin_ns = now_ns()
         loaded = await self.media.load(pictures, options.cache_salt, options.owner)
         cached = [picture for picture in loaded if picture.is_cached]
         self.metrics.counters["vllm:mm_cache_queries"].inc(len(loaded))
         self.metrics.counters["vllm:mm_cache_hits"].inc(len(cached))
-        return loaded
+        return loaded, _picture_marks(loaded, begin_ns)
 
     async def _search(
         self,
@@ -413,23 +407,18 @@ class AsyncLLM:
         call: Call,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the choices of a beam search for each prompt. See `generate`."""
-        tasks: list[asyncio.Task[list[CompletionOutput]]] = []
-        for prompt, timeline in zip(inputs, timelines, strict=True):
-            run = BeamSearch(prompt, beams).run(
-                self.generate, self.processor.tokenizer, self.metrics, timeline
-            )
-            tasks.append(asyncio.create_task(run))
+        tokenizer = self.processor.tokenizer
+        searches = [
+            BeamSearch(prompt, beams).run(self.generate, tokenizer, self.metrics, timeline)
+            for prompt, timeline in zip(inputs, timelines, strict=True)
+        ]
         try:
             async with asyncio.timeout_at(call.deadline):
-                answers = await asyncio.gather(*tasks)
-            for index, choices in enumerate(answers):
-                yield make_output(inputs[index], timelines[index], index, choices)
+                answers = await gather(searches)
         except TimeoutError:
             raise DeadlineExceeded from None
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        for index, choices in enumerate(answers):
+            yield make_output(inputs[index], timelines[index], index, choices)
 
     def add_request(self, state: RequestState) -> None:
         """Send a prompt to an engine. Raise InvalidRequest if its id is in use."""
@@ -548,8 +537,6 @@ def _picture_marks(pictures: Sequence[LoadedPicture], begin_ns: int) -> list[Mar
     """Return when the stages of a prompt's pictures ended, of which the last ends now. Pictures are
     fetched at once, and decoded and processed one by one.
     """
-    if not pictures:
-        return []
     end_ns = now_ns()
     decoded_ns = max(end_ns - sum(picture.process_ns for picture in pictures), begin_ns)
     turn_ns = max(decoded_ns - sum(picture.decode_ns for picture in pictures), begin_ns)
@@ -560,6 +547,17 @@ def _picture_marks(pictures: Sequence[LoadedPicture], begin_ns: int) -> list[Mar
         Mark("decoded", decoded_ns),
         Mark("processed", end_ns),
     ]
+
+
+async def gather(work: Iterable[Awaitable[T]]) -> list[T]:
+    """Wait for all of `work`. If one part fails or the caller is cancelled, stop all parts."""
+    tasks = [asyncio.ensure_future(part) for part in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _significance(engine: EngineClient) -> int:

@@ -78,7 +78,7 @@ class LimitedProcess(Generic[T]):
                 with contextlib.suppress(TimeoutError):
                     return self._receive(channel)
                 used = child.cpu_seconds() - before
-                num_waits = num_waits + 1
+                num_waits += 1
             raise TimeoutError
         except OSError as error:
             log.warning("the %s process did not answer: %r", self.name, error)

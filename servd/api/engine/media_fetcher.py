@@ -6,6 +6,7 @@ import re
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from ipaddress import ip_address, ip_network
 from typing import Any
 from urllib.parse import quote, urljoin, urlsplit
@@ -38,6 +39,12 @@ def is_public(text: str) -> bool:
     return address.is_global and not address.is_multicast
 
 
+def make_context() -> ssl.SSLContext:
+    context = httpcore.default_ssl_context()
+    context.load_default_certs()
+    return context
+
+
 async def resolve(host: str, port: int) -> Sequence[str]:
     """Return the IP addresses of a host. Raise OSError."""
     loop = asyncio.get_running_loop()
@@ -45,30 +52,18 @@ async def resolve(host: str, port: int) -> Sequence[str]:
     return [str(place[4][0]) for place in places]
 
 
+@dataclass(eq=False)
 class MediaFetcher(httpcore.AsyncNetworkBackend):
-    """Fetches pictures, without cookies and proxies. Connects to addresses that it has checked.
+    """Fetches pictures, without cookies and proxies. Connects to addresses that it has checked."""
 
-    Args:
-        domains: --allowed-media-domains.
-        resolve: returns the addresses of a host.
-        is_allowed: whether an address may be connected to.
-        context: of TLS; default: the certificates of certifi and of the machine.
-    """
+    domains: Sequence[str]  # --allowed-media-domains
+    resolve: Callable[[str, int], Awaitable[Sequence[str]]] = resolve  # addresses of a host
+    is_allowed: Callable[[str], bool] = is_public  # whether an address may be connected to
+    # Of TLS; default: the certificates of certifi and of the machine.
+    context: ssl.SSLContext = field(default_factory=make_context)
 
-    def __init__(
-        self,
-        domains: Sequence[str],
-        resolve: Callable[[str, int], Awaitable[Sequence[str]]] = resolve,
-        is_allowed: Callable[[str], bool] = is_public,
-        context: ssl.SSLContext | None = None,
-    ) -> None:
-        self.domains = [domain.lower() for domain in domains]
-        self.resolve = resolve
-        self.is_allowed = is_allowed
-        if context is None:
-            context = httpcore.default_ssl_context()
-            context.load_default_certs()
-        self.context = context
+    def __post_init__(self) -> None:
+        self.domains = [domain.lower() for domain in self.domains]
         self.network: Any = httpcore.AnyIOBackend()
 
     async def fetch(self, url: str, count: Callable[[int], None]) -> bytes:

@@ -49,6 +49,7 @@ NUM_AT_ONCE = 4  # pictures of a request
 NUM_THREADS = 3  # that decode base64 and hash
 PART = 1 << 20  # letters of base64, a multiple of 4
 ESCAPES = {"%2B": "+", "%2F": "/", "%3D": "=", "%20": "", "%0A": "", "%0D": ""}  # in base64
+FLAGS = {"https": "--allowed-media-domains", "file": "--allowed-local-media-path"}
 ATTEMPTS = 2
 ENV = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 20),  # bytes; freed memory goes back to the system
@@ -311,19 +312,18 @@ class MediaLoader:
 
 def _read(url: str, folder: str | None) -> tuple[bytes, bytes]:
     """Return the picture at a data: or file: address, and its SHA-256. Raise InvalidRequest."""
-    scheme = url[:5].lower()
-    if scheme == "data:":
+    scheme = url[:6].partition(":")[0].lower()
+    if scheme == "data":
         data = decode_data_url(url)
-    elif scheme == "https" or (scheme == "file:" and folder is None):
-        flag = "media-domains" if scheme == "https" else "local-media-path"
-        raise InvalidRequest(
-            f"this server reads no {scheme.rstrip(':')}: addresses: send a data: address, or start "
-            f"the server with --allowed-{flag}"
-        )
-    elif scheme != "file:" or folder is None:
-        raise InvalidRequest("its address must begin with data: or https:")
-    else:
+    elif scheme == "file" and folder is not None:
         data = read_file(url, Path(folder).resolve())
+    elif scheme in FLAGS:
+        raise InvalidRequest(
+            f"this server reads no {scheme}: addresses: send a data: address, or start the server "
+            f"with {FLAGS[scheme]}"
+        )
+    else:
+        raise InvalidRequest("its address must begin with data: or https:")
     if len(data) > MAX_BYTES:
         raise InvalidRequest(f"it has more than {MAX_BYTES >> 20} MB")
     return data, hashlib.sha256(data).digest()

@@ -48,19 +48,13 @@ def place(
             if picture.num_parts > 1:
                 identifier = sha256(identifier + part.to_bytes(4)).digest()
                 tensors = [_part_of(tensor, part) for tensor in tensors]
-            length = places[end - 1] + 1 - places[start]
-            features.append(
-                MultiModalFeature(
-                    identifier,
-                    places[start],
-                    length,
-                    size,
-                    picture.grid,
-                    picture.memory.path,
-                    tensors,
-                    picture.memory.inode,
-                )
+            offset = places[start]
+            length = places[end - 1] + 1 - offset
+            memory = picture.memory
+            feature = MultiModalFeature(
+                identifier, offset, length, size, picture.grid, memory.path, tensors, memory.inode
             )
+            features.append(feature)
     return features
 
 

@@ -19,7 +19,6 @@ from servd.base.tracing import now_ns
 
 T = TypeVar("T")
 
-
 if TYPE_CHECKING:
     JsonBody = Annotated[Body, "read by `read_json_body`"]
 else:
@@ -94,12 +93,12 @@ async def run_for(request: Request, size: int, work: Callable[[], T], *, is_new:
 
 
 def check_content_type(request: Request) -> None:
-    """Raise InvalidRequest if the body is not stated to be JSON."""
-    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if content_type != "application/json":
+    """Raise InvalidRequest if the body is stated not to be JSON. Some clients state nothing."""
+    content_type = request.headers.get("content-type", "application/json")
+    if content_type.partition(";")[0].strip().lower() != "application/json":
         raise InvalidRequest(
-            f"Content-Type must be application/json, got {content_type[:100] or 'none'}: send "
-            "the header (with curl, -H 'Content-Type: application/json')"
+            f"Content-Type must be application/json, got {content_type[:100]!r}: send the header "
+            "(with curl, -H 'Content-Type: application/json')"
         )
 
 

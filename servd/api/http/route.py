@@ -31,7 +31,6 @@ from servd.api.protocol.validation import RequestBody
 Schema = dict[str, Any]
 Responses = dict[int | str, Schema]
 
-
 # A part of the path. The router finds no route for an empty part.
 PathPart = Annotated[str, Path(json_schema_extra={"minLength": 1})]
 
@@ -77,7 +76,6 @@ SCHEMAS = "#/components/schemas/"
 OF_BODIES = {400, 404, 408, 413, 429, 500, 503, 504}
 # Schemas of the msgspec structs that answers of the imported routes have, by name.
 ANSWERS: dict[str, Schema] = {}
-
 
 Endpoint = Callable[..., Any]
 

@@ -11,8 +11,7 @@ from servd.api.output.call_grammar import ANY_OBJECT, AddedTokens, NotExpressibl
 from servd.api.output.output_parser import ExpectedOutput
 from servd.api.output.reasoning_parser import ReasoningParser
 from servd.api.output.structural_tag import structural_tag_grammar
-from servd.api.output.tool_choice import ForcedCallsParser
-from servd.api.output.tool_parser import ToolParser
+from servd.api.output.tool_parser import ForcedCallsParser, ToolParser
 from servd.api.text.chat_template import DEFAULT_TEMPLATE, ChatTemplate
 from servd.api.text.prompt import ToolOptions
 from servd.api.text.tokenizer import Tokenizer
@@ -189,13 +188,7 @@ class ModelFormat:
             return self.tool_parser, StructuredOutput("grammar", grammar, param="tools")
         if not tool_options.forced:
             return self.tool_parser, structured_output
-        grammar = calls_grammar(
-            ForcedCallsParser.syntaxes,
-            partial(_arguments_grammar, ForcedCallsParser, tool_options),
-            tool_options.forced,
-            tool_options.parallel,
-            self.tokens,
-        )
+        grammar = self._grammar(ForcedCallsParser, tool_options, tool_options.forced)
         return ForcedCallsParser, StructuredOutput("grammar", grammar, param="tools")
 
     def _calls_grammar(self, tool_options: ToolOptions, content_schema: str | None) -> str | None:
@@ -204,14 +197,8 @@ class ModelFormat:
         if parser is None or not parser.syntaxes:
             return None
         try:
-            grammar = calls_grammar(
-                parser.syntaxes,
-                partial(_arguments_grammar, parser, tool_options),
-                tool_options.forced or tool_options.tools,
-                tool_options.parallel,
-                self.tokens,
-                content_schema,
-            )
+            tools = tool_options.forced or tool_options.tools
+            grammar = self._grammar(parser, tool_options, tools, content_schema=content_schema)
         except NotExpressible as reason:
             log.debug("tool calls are held to a JSON array: %s", reason)
             return None
@@ -237,14 +224,7 @@ class ModelFormat:
                 tools.append({"function": {"name": name, "parameters": ANY_OBJECT}})
         if not is_any_held:
             return None
-        grammar = calls_grammar(
-            parser.syntaxes,
-            partial(_arguments_grammar, parser, tool_options),
-            tools,
-            tool_options.parallel,
-            self.tokens,
-            openings=parser.openings(),
-        )
+        grammar = self._grammar(parser, tool_options, tools, openings=parser.openings())
         is_strict = any(tool["function"].get("strict") for tool in tool_options.tools)
         num_bytes = len(grammar.encode())
         if num_bytes > MAX_GRAMMAR_BYTES and not (is_strict or any(tool_options.custom.values())):
@@ -276,6 +256,18 @@ class ModelFormat:
                 param="tools",
             ) from None
         return True
+
+    def _grammar(
+        self,
+        parser: type[ToolParser],
+        tool_options: ToolOptions,
+        tools: list[dict[str, Any]],
+        **options: Any,
+    ) -> str:
+        """Return the grammar of calls of `tools` in the format of `parser`; see `calls_grammar`."""
+        arguments = partial(_arguments_grammar, parser, tool_options)
+        parallel = tool_options.parallel
+        return calls_grammar(parser.syntaxes, arguments, tools, parallel, self.tokens, **options)
 
     def _added_ids(self, *markers: str) -> frozenset[int]:
         return frozenset(self.tokens.ids[marker] for marker in markers if marker in self.tokens.ids)

@@ -242,6 +242,17 @@ class ToolParser(IncrementalParser):
         return is_valid
 
 
+class ForcedCallsParser(ToolParser):
+    """Parses forced calls of a model without a known format: a JSON array."""
+
+    syntaxes = (CallSyntax('{"name": "NAME", "arguments": ARGUMENTS}', "[", ", ", "]"),)
+
+    def body(self) -> Steps[None]:
+        yield from self.reader.space()
+        yield from self.attempt(self.json_calls())
+        yield from self.read_to_end()
+
+
 def _unwrapped(text: str) -> str:
     """Return arguments as JSON text, from text that may be null, or JSON with mistakes."""
     return "{}" if text in ("", "null") else repaired(text) or text

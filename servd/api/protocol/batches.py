@@ -6,6 +6,7 @@ import msgspec
 from pydantic import Field
 
 from servd.api.protocol.batch_file import ROUTES, Problem
+from servd.api.protocol.responses import ListPage
 from servd.api.protocol.validation import FewKeys, RequestBody
 
 MetadataKey = Annotated[str, Field(max_length=64)]
@@ -83,22 +84,12 @@ class Batch(msgspec.Struct, tag_field="object", tag="batch", kw_only=True):
         return self.status in ("completed", "failed", "expired", "cancelled")
 
 
-class Files(msgspec.Struct, tag_field="object", tag="list"):
+class Files(ListPage[FileObject]):
     """A page of the list of files."""
 
-    data: list[FileObject]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
 
-
-class Batches(msgspec.Struct, tag_field="object", tag="list"):
+class Batches(ListPage[Batch]):
     """A page of the list of batches."""
-
-    data: list[Batch]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
 
 
 class BatchRequest(RequestBody):

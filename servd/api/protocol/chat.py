@@ -1,5 +1,6 @@
 """Chat completions: the request, the response and the chunks of a stream."""
 
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, NotRequired, Self
 
 import msgspec
@@ -37,6 +38,7 @@ from servd.messages.params import MAX_CANDIDATES
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 MAX_UUID = 256  # letters
+NO_CHECKS: Mapping[str, Callable[[Any], object]] = {}
 TEXT_PARTS = ("text", "input_text", "output_text")  # the last two are from /v1/responses
 
 
@@ -96,10 +98,12 @@ def _check_image(part: dict[str, Any]) -> None:
         )
 
 
-def check_parts(content: Any, *kinds: str) -> Any:
+def check_parts(
+    content: Any, *kinds: str, checks: Mapping[str, Callable[[Any], object]] = NO_CHECKS
+) -> Any:
     """Return `content` if it is text, or a list of refusals and of parts whose type is in `kinds`.
     Raise PydanticCustomError otherwise. Its message recommends the first type in `kinds`. A part
-    has its text under "text", "refusal" or "thinking".
+    has its text under "text", "refusal" or "thinking". `checks`: of parts without a text, by type.
     """
     if isinstance(content, str):
         return content
@@ -109,12 +113,12 @@ def check_parts(content: Any, *kinds: str) -> Any:
         kind = part.get("type") if isinstance(part, dict) else None
         if not isinstance(kind, str):
             raise PydanticCustomError("content", 'parts must be objects with a "type"')
+        if check := checks.get(kind):
+            check(part)
+            continue
         if kind not in (*kinds, "refusal"):
             message = "parts of type {kind} are not supported: send {send}"
             raise PydanticCustomError("content", message, {"kind": kind[:32], "send": kinds[0]})
-        if kind == PICTURE:
-            _check_image(part)
-            continue
         key = kind if kind in ("refusal", "thinking") else "text"
         if not isinstance(part.get(key), str):
             raise PydanticCustomError(
@@ -124,7 +128,9 @@ def check_parts(content: Any, *kinds: str) -> Any:
 
 
 def _check_content(content: Any) -> Any:
-    return None if content is None else check_parts(content, *TEXT_PARTS, "thinking", PICTURE)
+    if content is None:
+        return None
+    return check_parts(content, *TEXT_PARTS, "thinking", checks={PICTURE: _check_image})
 
 
 ChatContent = str | list[TextPart | RefusalPart | ThinkingPart | ImagePart] | None
@@ -164,7 +170,6 @@ EarlierCall = Annotated[
     Annotated[ToolCall, Tag("function")] | Annotated[CustomToolCall, Tag("custom")],
     Discriminator(kind_of),
 ]
-
 
 Role = Annotated[str, Field(min_length=1, max_length=64)]
 
@@ -371,12 +376,9 @@ class TopLogprob(msgspec.Struct):
     bytes: list[int]
 
 
-class TokenLogprob(msgspec.Struct):
+class TokenLogprob(TopLogprob):
     """The sampled token at a position. `token` is empty if a character is still incomplete."""
 
-    token: str
-    logprob: float
-    bytes: list[int]
     top_logprobs: list[TopLogprob]
 
 

@@ -16,7 +16,6 @@ from servd.messages.params import PoolingParams
 # The largest is the model's; `PoolingParams.validate` knows it.
 Dimensions = Annotated[Int, WithJsonSchema({"type": "integer", "minimum": 1, "maximum": INT32_MAX})]
 
-
 IN_TEXTS = "leave it out, and write what it adds into the texts"
 
 

@@ -399,7 +399,6 @@ class GenerationRequest(StructuredRequest):
 # Fields with the name and meaning of a field in SamplingParams.
 SHARED_PARAMS = GenerationRequest.model_fields.keys() & DEFAULTS.keys()
 
-
 # By token id; null for the prompt's first token.
 PromptLogprobs = list[dict[int, Logprob] | None]
 

@@ -26,7 +26,6 @@ NAMES |= {"response_format": "format", "reasoning_effort": "think"}
 Options = Annotated[dict[str, Any], Field(max_length=64)] | None  # Open WebUI has 21
 KeepAlive = float | str | None  # read by a server of several models
 
-
 Images = Annotated[list[str], Field(fail_fast=True, max_length=1024)]  # in base64
 
 

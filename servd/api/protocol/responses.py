@@ -1,6 +1,6 @@
 """Responses: the request, its translation into a chat, and the response with its output items."""
 
-from typing import Annotated, Any, Literal, NotRequired, Self, cast
+from typing import Annotated, Any, Generic, Literal, NotRequired, Self, TypeVar, cast
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -45,33 +45,22 @@ OWN_ITEMS = (
 TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
 
-def _check_content(content: Any) -> Any:
-    parts = content
-    if isinstance(content, list):
-        parts = [part for part in content if not _is_picture(part)]
-    check_parts(parts, *TEXT_PARTS)
-    return content
-
-
-def _check_output(output: Any) -> Any:
-    is_file = {"type": "input_file"}.items()
-    if not isinstance(output, list):
-        return _check_content(output)
-    _check_content([p for p in output if not (isinstance(p, dict) and is_file <= p.items())])
-    return output
-
-
-def _is_picture(part: Any) -> bool:
-    """Return whether a part is a picture. Raise PydanticCustomError if it has no address."""
-    if not isinstance(part, dict) or part.get("type") != "input_image":
-        return False
+def _check_image(part: Any) -> None:
     if not isinstance(part.get("image_url"), str):
         raise PydanticCustomError(
             "content", "an input_image part must have the string `image_url`: servd stores no files"
         )
     if part.get("detail") not in (None, *DETAILS):
         raise PydanticCustomError("content", "`detail` must be auto, low or high")
-    return True
+
+
+def _check_content(content: Any) -> Any:
+    return check_parts(content, *TEXT_PARTS, checks={"input_image": _check_image})
+
+
+def _check_output(output: Any) -> Any:
+    checks = {"input_image": _check_image, "input_file": lambda file: None}  # a note stands for it
+    return check_parts(output, *TEXT_PARTS, checks=checks)
 
 
 class ItemTextPart(TypedDict):
@@ -421,10 +410,6 @@ class CompactRequest(ResponsesRequest):
         return self
 
 
-def _without_type(value: Any) -> dict[str, Any]:
-    return {key: item for key, item in value.items() if key != "type"}
-
-
 def _chat_tool_choice(choice: str | Choice | None) -> Any:
     match choice:
         case {"type": "allowed_tools", "mode": mode, "tools": tools}:
@@ -438,12 +423,14 @@ def _chat_tool_choice(choice: str | Choice | None) -> Any:
 
 def _chat_format(text_format: dict[str, Any] | None) -> Any:
     if text_format and text_format.get("type") == "json_schema":
-        return {"type": "json_schema", "json_schema": _without_type(text_format)}
+        schema = {key: value for key, value in text_format.items() if key != "type"}
+        return {"type": "json_schema", "json_schema": schema}
     return text_format
 
 
 # ---- answer ----
 
+Entry = TypeVar("Entry")
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 
 
@@ -549,6 +536,14 @@ class ResponseUsage(msgspec.Struct):
     output_tokens_details: OutputTokensDetails
     total_tokens: int
 
+    @classmethod
+    def from_counts(
+        cls, num_input: int, num_cached: int, num_output: int, num_reasoning: int = 0
+    ) -> Self:
+        input_details = InputTokensDetails(num_cached)
+        output_details = OutputTokensDetails(num_reasoning)
+        return cls(num_input, input_details, num_output, output_details, num_input + num_output)
+
 
 class ResponseError(msgspec.Struct):
     """The reason why a response failed."""
@@ -605,13 +600,17 @@ class DeletedResponse(msgspec.Struct, tag_field="object", tag="response"):
     deleted: bool = True
 
 
-class InputItems(msgspec.Struct, tag_field="object", tag="list"):
-    """The response of /v1/responses/{id}/input_items: a page of the items."""
+class ListPage(msgspec.Struct, Generic[Entry], tag_field="object", tag="list"):
+    """A page of a list, see `servd.api.http.paging.Page`."""
 
-    data: list[dict[str, Any]]
+    data: list[Entry]
     first_id: str | None
     last_id: str | None
     has_more: bool
+
+
+class InputItems(ListPage[dict[str, Any]]):
+    """The response of /v1/responses/{id}/input_items: a page of the items."""
 
 
 class InputTokens(msgspec.Struct, tag_field="object", tag="response.input_tokens"):

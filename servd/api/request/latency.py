@@ -267,16 +267,13 @@ class _Builder:
         token_ns = share * extra_ns / max(step.num_extra, 1)
         num_own = self._count_own(record.prefills)
         encode_ns = share * step.encode_ns
-        own_encode_ns = (
-            encode_ns * self._count_own(record.encodes) / (sum(record.encodes.values()) or 1)
-        )
+        num_encoded = sum(record.encodes.values()) or 1
+        own_encode_ns = encode_ns * self._count_own(record.encodes) / num_encoded
+        neighbour_ns = token_ns * (record.num_prompt_tokens - num_own) + encode_ns - own_encode_ns
         for phase, ns in (
             ("picture_encode", own_encode_ns),
             ("start_up" if record.step < NUM_FIRST_STEPS else "stalled_worker", share * stall_ns),
-            (
-                "neighbour_prefill",
-                token_ns * (record.num_prompt_tokens - num_own) + encode_ns - own_encode_ns,
-            ),
+            ("neighbour_prefill", neighbour_ns),
             ("rejected_drafts", token_ns * (record.num_drafts - record.num_accepted)),
             (self.repeats, token_ns * num_own if self.repeats else 0),
         ):

@@ -13,7 +13,6 @@ from servd.messages.engine import EngineGone, EngineReady, EngineStatus
 
 router = APIRouter(route_class=Route)
 
-
 UNAVAILABLE: Responses = {
     503: {
         "description": "The model is loading, the server ends, the engine stands still, or it is "

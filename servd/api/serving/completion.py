@@ -6,12 +6,8 @@ from fastapi import Request, Response
 from msgspec import UNSET, UnsetType
 
 from servd.api.call import call_of
-from servd.api.protocol.completions import (
-    CompletionLogprobs,
-    CompletionRequest,
-    CompletionResponse,
-    CompletionResponseChoice,
-)
+from servd.api.protocol import completions as shapes
+from servd.api.protocol.completions import CompletionRequest
 from servd.api.protocol.generation import UsageInfo
 from servd.api.request.request_output import RequestOutput
 from servd.api.serving.formatter import ChoiceFormatter
@@ -42,7 +38,7 @@ class CompletionFormatter(ChoiceFormatter):
         self.num_logprobs = self.body.logprobs
         self.echo = bool(self.body.echo)
 
-    def chunks(self, output: CompletionOutput) -> list[CompletionResponse]:
+    def chunks(self, output: CompletionOutput) -> list[shapes.CompletionResponse]:
         """Return a chunk, or none. A choice's first chunk also has the fields sent only once."""
         is_first = not self.has_begun[output.index]
         if not self.has_news(output) and not (is_first and self.echo):
@@ -50,10 +46,10 @@ class CompletionFormatter(ChoiceFormatter):
         self.has_begun[output.index] = True
         return [self._completion([self._choice(output, is_first)], self.chunk_usage())]
 
-    def usage_chunk(self) -> CompletionResponse:
+    def usage_chunk(self) -> shapes.CompletionResponse:
         return self._completion([], self.usage())
 
-    def response(self) -> CompletionResponse:
+    def response(self) -> shapes.CompletionResponse:
         choices = self.choices
         for choice in choices:  # only the first of n scores the prompt
             choice.prompt_positions = choices[choice.index - choice.index % self.n].prompt_positions
@@ -68,20 +64,18 @@ class CompletionFormatter(ChoiceFormatter):
         return response
 
     def _completion(
-        self, choices: list[CompletionResponseChoice], usage: UsageInfo | None | UnsetType
-    ) -> CompletionResponse:
-        return CompletionResponse(
-            self.info.id, self.created, self.info.model, self.info.fingerprint, choices, usage
-        )
+        self, choices: list[shapes.CompletionResponseChoice], usage: UsageInfo | None | UnsetType
+    ) -> shapes.CompletionResponse:
+        return shapes.CompletionResponse(*self.head, choices, usage)
 
-    def _choice(self, output: CompletionOutput, is_first: bool) -> CompletionResponseChoice:
+    def _choice(self, output: CompletionOutput, is_first: bool) -> shapes.CompletionResponseChoice:
         prompt = self.prompts[output.index // self.n]
         text = output.text
         if is_first and self.echo:
             text = self.prompt_text(prompt) + text
         shows_prompt_ids = is_first and self.body.return_token_ids
         shows_prompt = is_first and self.body.return_prompt_text
-        return CompletionResponseChoice(
+        return shapes.CompletionResponseChoice(
             output.index,
             text,
             self._logprobs(prompt, output),
@@ -94,7 +88,7 @@ class CompletionFormatter(ChoiceFormatter):
 
     def _logprobs(
         self, prompt: RequestOutput, output: CompletionOutput
-    ) -> CompletionLogprobs | None:
+    ) -> shapes.CompletionLogprobs | None:
         if self.num_logprobs is None:
             return None
         texts = self.token_texts[output.index]

@@ -12,10 +12,10 @@ import asyncio
 import itertools
 import math
 import statistics
-from collections.abc import Awaitable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import msgspec
 from fastapi import Request, Response
@@ -23,16 +23,11 @@ from fastapi import Request, Response
 from servd.api.call import call_of
 from servd.api.connection import while_connected
 from servd.api.context import json_response
-from servd.api.engine.async_llm import AsyncLLM
+from servd.api.engine.async_llm import AsyncLLM, gather
 from servd.api.protocol.decisions import Answer, DecisionResponse, DecisionsRequest, Question
 from servd.api.protocol.decisions import answer as make_answer
 from servd.api.protocol.decisions import options as options_of
-from servd.api.protocol.responses import (
-    InputTokensDetails,
-    OutputTokensDetails,
-    ResponseUsage,
-    chat_messages,
-)
+from servd.api.protocol.responses import ResponseUsage, chat_messages
 from servd.api.request.timeline import Timeline
 from servd.api.serving.serving import OpenAIServing
 from servd.api.text.prompt import Chat, Prompt
@@ -44,8 +39,6 @@ from servd.messages.params import MAX_LOGPROB_TOKEN_IDS, SamplingParams
 MAX_CONCURRENT = 64  # requests to the engine
 MAX_CONCURRENT_QUESTIONS = 16
 NO_REASONING = {"enable_thinking": False, "thinking": False}  # as `reasoning_effort: none`
-
-T = TypeVar("T")
 
 
 class Branch(msgspec.Struct):
@@ -101,12 +94,8 @@ class ServingDecisions(OpenAIServing):
                     answers = await self._answers(scorer, body)
             except TimeoutError:
                 raise DeadlineExceeded from None
-        usage = ResponseUsage(
-            scorer.num_prompt_tokens,
-            InputTokensDetails(scorer.num_cached_tokens),
-            scorer.num_output_tokens,
-            OutputTokensDetails(0),
-            scorer.num_prompt_tokens + scorer.num_output_tokens,
+        usage = ResponseUsage.from_counts(
+            scorer.num_prompt_tokens, scorer.num_cached_tokens, scorer.num_output_tokens
         )
         return json_response(DecisionResponse(call.model, answers, usage))
 
@@ -234,14 +223,3 @@ class OptionScorer:
 def _batches(token_ids: list[int]) -> Iterator[list[int]]:
     for start in range(0, len(token_ids), MAX_LOGPROB_TOKEN_IDS):
         yield token_ids[start : start + MAX_LOGPROB_TOKEN_IDS]
-
-
-async def gather(work: Iterable[Awaitable[T]]) -> list[T]:
-    """Wait for all of `work`. If one part fails or the caller is cancelled, stop all parts."""
-    tasks = [asyncio.ensure_future(part) for part in work]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

@@ -10,13 +10,7 @@ from fastapi import Request, Response
 
 from servd.api.call import call_of
 from servd.api.connection import while_connected
-from servd.api.protocol.embeddings import (
-    EmbeddingRequest,
-    EmbeddingResponse,
-    EmbeddingResponseData,
-    EmbeddingUsage,
-    VectorRequest,
-)
+from servd.api.protocol import embeddings as shapes
 from servd.api.serving.serving import OpenAIServing, respond_with
 from servd.api.text.prompt import Prompt
 from servd.messages.engine import RequestOptions
@@ -31,8 +25,8 @@ class Vectors(msgspec.Struct):
     num_prompt_tokens: int  # sum over all prompts
 
     @property
-    def usage(self) -> EmbeddingUsage:
-        return EmbeddingUsage(self.num_prompt_tokens, self.num_prompt_tokens)
+    def usage(self) -> shapes.EmbeddingUsage:
+        return shapes.EmbeddingUsage(self.num_prompt_tokens, self.num_prompt_tokens)
 
     @property
     def num_numbers(self) -> int:
@@ -42,20 +36,20 @@ class Vectors(msgspec.Struct):
 class OpenAIServingEmbedding(OpenAIServing):
     """Serves embeddings; see OpenAIServing."""
 
-    async def create_embedding(self, body: EmbeddingRequest, request: Request) -> Response:
+    async def create_embedding(self, body: shapes.EmbeddingRequest, request: Request) -> Response:
         """Return an embedding for each input."""
         params = body.params(body.pooling)
         vectors = await self.embed(request, "embd", body.prompts, params, body.request_options)
         as_text = body.encoding_format == "base64"
 
-        def build() -> EmbeddingResponse:
+        def build() -> shapes.EmbeddingResponse:
             embeddings = [
-                EmbeddingResponseData(
+                shapes.EmbeddingResponseData(
                     index, as_base64(data, body) if as_text else unpack_vector(data)
                 )
                 for index, data in enumerate(vectors.data)
             ]
-            return EmbeddingResponse(embeddings, call_of(request).model, vectors.usage)
+            return shapes.EmbeddingResponse(embeddings, call_of(request).model, vectors.usage)
 
         return await respond_with(request, vectors.num_numbers, build)
 
@@ -82,7 +76,7 @@ class OpenAIServingEmbedding(OpenAIServing):
         return Vectors(vectors, sum(len(output.prompt_token_ids) for output in outputs))
 
 
-def as_base64(data: bytes, body: VectorRequest) -> str:
+def as_base64(data: bytes, body: shapes.VectorRequest) -> str:
     """Return float32 numbers as base64, in the type and the order of bytes that the body states."""
     numbers = unpack_vector(data)
     if body.embed_dtype == "float16":  # has no finite number above

@@ -38,10 +38,8 @@ from servd.api.protocol.responses import (
     FunctionCallItem,
     InputItems,
     InputTokens,
-    InputTokensDetails,
     MessageItem,
     OutputText,
-    OutputTokensDetails,
     ReasoningItem,
     ReasoningText,
     ResponseError,
@@ -209,9 +207,7 @@ class OpenAIServingResponses(OpenAIServing):
             num_tokens = len(await self.tokenize(request, chat.prompt))
         name = call_of(request).unique_id
         num_input = num_tokens + compacted.num_dropped_tokens
-        usage = ResponseUsage(
-            num_input, InputTokensDetails(0), 0, OutputTokensDetails(0), num_input
-        )
+        usage = ResponseUsage.from_counts(num_input, 0, 0)
         item = CompactionItem(f"cmp_{name}", seal(compacted.items))
         return json_response(CompactedResponse(f"resp_{name}", int(time.time()), [item], usage))
 
@@ -408,10 +404,10 @@ class ResponsesFormatter(EventFormatter):
                 yield from self._text(text)
             case ToolCallStart(id=call_id, name=flat, is_custom=is_custom):
                 namespace, name = self.tool_names.get(flat, (None, flat))
-                item_type, prefix = (
-                    (CustomToolCallItem, "ctc") if is_custom else (FunctionCallItem, "fc")
-                )
-                item = item_type(self._item_id(prefix), call_id, name)
+                if is_custom:
+                    item = CustomToolCallItem(self._item_id("ctc"), call_id, name)
+                else:
+                    item = FunctionCallItem(self._item_id("fc"), call_id, name)
                 item.namespace = UNSET if namespace is None else namespace
                 yield from self._open(item)
             case ToolCallArguments(text=text):
@@ -468,13 +464,11 @@ class ResponsesFormatter(EventFormatter):
         self.body_so_far.status = "cancelled"
 
     def _usage(self) -> ResponseUsage:
-        num_input_tokens = self.num_prompt_tokens
-        return ResponseUsage(
-            num_input_tokens,
-            InputTokensDetails(self.num_cached_tokens[0]),
+        return ResponseUsage.from_counts(
+            self.num_prompt_tokens,
+            self.num_cached_tokens[0],
             self.num_output_tokens,
-            OutputTokensDetails(self.parser.num_reasoning_tokens),
-            num_input_tokens + self.num_output_tokens,
+            self.parser.num_reasoning_tokens,
         )
 
     def _open_text(

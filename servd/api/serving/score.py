@@ -9,17 +9,9 @@ from msgspec import UNSET
 from servd.api.call import call_of
 from servd.api.context import json_response
 from servd.api.http.json_body import run_for
+from servd.api.protocol import score as shapes
 from servd.api.protocol.embeddings import EmbeddingUsage
-from servd.api.protocol.score import (
-    RankedDocument,
-    RankedText,
-    Ranking,
-    RerankRequest,
-    Score,
-    ScoreRequest,
-    Scores,
-    SimilarityRequest,
-)
+from servd.api.protocol.score import RerankRequest, ScoreRequest, SimilarityRequest
 from servd.api.serving.embedding import OpenAIServingEmbedding
 from servd.api.text.prompt import Pair, Prompt, SharedText
 from servd.messages.outputs import unpack_vector
@@ -37,37 +29,33 @@ class OpenAIServingScore(OpenAIServingEmbedding):
         limit = body.max_tokens_per_doc
         seconds = [Prompt(content=text, param="text_2", keep_first=limit) for text in body.text_2]
         scores, usage = await self.compare(request, "score", firsts, seconds, body)
-        listed = [Score(index, score) for index, score in enumerate(scores)]
-        return json_response(Scores(f"score-{call.unique_id}", call.model, listed, usage))
+        listed = [shapes.Score(index, score) for index, score in enumerate(scores)]
+        return json_response(shapes.Scores(f"score-{call.unique_id}", call.model, listed, usage))
 
     async def do_rerank(self, body: RerankRequest, request: Request) -> Response:
         """Rank documents by how well they answer a query."""
         call = call_of(request)
         pooling = self.processor.pooling
-        query = Prompt(
-            content=body.query,
-            param="query",
-            keep_first=body.max_tokens_per_query,
-            prompt_name=pooling.name_for("search_query"),
-        )
+        limit = body.max_tokens_per_query
+        name = pooling.name_for("search_query")
+        query = Prompt(content=body.query, param="query", keep_first=limit, prompt_name=name)
+        limit = body.max_tokens_per_doc
+        name = pooling.name_for("search_document")
         documents = [
-            Prompt(
-                content=text,
-                param="documents",
-                keep_first=body.max_tokens_per_doc,
-                prompt_name=pooling.name_for("search_document"),
-            )
+            Prompt(content=text, param="documents", keep_first=limit, prompt_name=name)
             for text in body.documents
         ]
         scores, usage = await self.compare(request, "rerank", [query], documents, body)
         order = sorted(range(len(scores)), key=lambda index: -scores[index])
         results = [
-            RankedDocument(
-                i, scores[i], RankedText(body.documents[i]) if body.return_documents else UNSET
+            shapes.RankedDocument(
+                i,
+                scores[i],
+                shapes.RankedText(body.documents[i]) if body.return_documents else UNSET,
             )
             for i in order[: body.top_n or None]
         ]
-        return json_response(Ranking(f"rerank-{call.unique_id}", call.model, results, usage))
+        return json_response(shapes.Ranking(f"rerank-{call.unique_id}", call.model, results, usage))
 
     async def compare(
         self,

@@ -248,7 +248,7 @@ class OpenAIServing:
         """
         options = RequestOptions(call_of(request).key.min_priority)
         options = self.request_options(request, options)
-        pictures = await self.async_llm.load_pictures(prompt, options)
+        pictures, _ = await self.async_llm.load_pictures(prompt, options)
         tokenize = partial(self.processor.tokenize, prompt, pictures)
         return await run_for(request, prompt.num_chars, tokenize)
 

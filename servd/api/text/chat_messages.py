@@ -227,22 +227,20 @@ def merge_turns(messages: list[Message]) -> list[Message]:
 def move_tool_pictures(messages: list[Message]) -> list[Message]:
     """Return the messages with the pictures of tools' results in the user's turn after them."""
     moved: list[Message] = []
-    pictures: list[dict[str, Any]] = []  # not yet in a turn
-    for message in [*messages, None]:
-        if pictures and (message is None or message["role"] != "tool"):
-            turn = message if message is not None and message["role"] == "user" else None
-            content = _join([pictures, turn["content"]] if turn else [pictures])
-            moved.append({**(turn or {"role": "user"}), "content": content})
-            pictures = []
-            if turn is not None:
-                continue
-        if message is None:
-            break
-        if message["role"] == "tool" and (count := count_pictures([message])):
+    pictures: list[dict[str, Any]] = []  # of the results before this message
+    for message in [*messages, {"role": ""}]:
+        role = message["role"]
+        if role == "tool" and (count := count_pictures([message])):
             pictures += count * [IMAGE]
             message = {**message, "content": text_of(message) or "[image: see below]"}
+        elif role == "user" and pictures:
+            message = {**message, "content": _join([pictures, message["content"]])}
+            pictures = []
+        elif role != "tool" and pictures:
+            moved.append({"role": "user", "content": pictures})
+            pictures = []
         moved.append(message)
-    return moved
+    return moved[:-1]
 
 
 def name_functions_tools(messages: list[Message]) -> list[Message]:
@@ -267,15 +265,8 @@ def write_arguments(messages: list[Message]) -> list[Message]:
 
 
 # In the order in which they are tried. Each one takes messages from `normalise`.
-REPAIRS: tuple[Repair, ...] = (
-    move_tool_pictures,
-    shorten_ids,
-    name_functions_tools,
-    merge_systems,
-    merge_turns,
-    write_arguments,
-    remove_systems,
-)
+REPAIRS: tuple[Repair, ...] = (move_tool_pictures, shorten_ids, name_functions_tools)
+REPAIRS += (merge_systems, merge_turns, write_arguments, remove_systems)
 
 
 def _count_systems(messages: list[Message]) -> int:

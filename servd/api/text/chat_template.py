@@ -200,23 +200,17 @@ class ChatTemplate:
         marked_variables, tools = map(self._specials.mark, (self.defaults | variables, chat.tools))
         context = {"documents": None} | self.special_tokens | marked_variables
         context |= {"tools": tools or None, "add_generation_prompt": chat.add_generation_prompt}
-        messages = normalise(
-            chat.messages,
-            compiled.wants_parts,
-            compiled.knows_developer,
-            compiled.call_gap(self.special_tokens),
-        )
-        if chat.continue_final_message and not messages:
+        gap = compiled.call_gap(self.special_tokens)
+        messages = normalise(chat.messages, compiled.wants_parts, compiled.knows_developer, gap)
+        is_continued = chat.continue_final_message
+        if is_continued and not messages:
             raise InvalidRequest("continue_final_message needs a message", param="messages")
         _budget.set(_Budget(time.thread_time() + MAX_SECONDS))
-
-        render = functools.partial(
-            self._render, compiled, context, chat.continue_final_message, placeholder
-        )
+        render = functools.partial(self._render, compiled, context, is_continued, placeholder)
         try:
             marked = render(messages)
         except InvalidRequest as refused:
-            if chat.continue_final_message and messages[-1]["role"] == "system":
+            if is_continued and messages[-1]["role"] == "system":
                 raise
             marked = _render_repaired(render, messages, REPAIRS, refused.message)
             if marked is None:
@@ -433,7 +427,8 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
             raise jinja2.TemplateError(f"out of range: a number above {MAX_NUMBER} in a call")
         call = functools.partial(super().call, context, obj)
         name = getattr(obj, "__name__", "")
-        if isinstance(getattr(obj, "__self__", None), str) and any(map(_is_searched, args)):
+        may_search = any(isinstance(arg, str | tuple) for arg in args)
+        if may_search and isinstance(getattr(obj, "__self__", None), str):
             # `startswith`, `split`, `replace`...: the text has marks, but not what is looked for.
             call = functools.partial(self.specials.search, _call_method, name, obj.__self__)
             for variables in ("_loop_vars", "_block_vars"):  # Jinja's, for its own functions
@@ -495,11 +490,6 @@ def _counted(items: Iterable[Any]) -> Iterator[Any]:
 
 def _call_method(name: str, text: str, *args: Any, **options: Any) -> Any:
     return getattr(text, name)(*args, **options)
-
-
-def _is_searched(arg: Any) -> bool:
-    """Return whether an argument of a string's method may be text to look for."""
-    return isinstance(arg, str | tuple)
 
 
 def _length(value: Any) -> int:

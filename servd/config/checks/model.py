@@ -99,15 +99,12 @@ def resolve_states(config: Config, spec: ModelSpec) -> dict[str, Decision]:
     what = f"layers of {spec.model_type} keep a state, which is that of the last token alone"
     model = config.model
     on_cuda = config.parallel.device == "cuda"
+    is_invariant = on_cuda and model.batch_invariant
     sends = config.cache.kv_transfer_config is not None
     for is_asked, flag, why in (
         (model.speculative_config, "--speculative-config", "drafts that are not kept stay in it"),
         (model.compile, "--compile", "torch would compile it anew for each step"),
-        (
-            on_cuda and model.batch_invariant,
-            "--batch-invariant",
-            "its rounding depends on chunks of prompts",
-        ),
+        (is_invariant, "--batch-invariant", "its rounding depends on chunks of prompts"),
         (sends, "--kv-transfer-config", "engines do not send states to each other yet"),
     ):
         if is_asked:

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 from servd.base import plugins
@@ -31,6 +32,7 @@ class PendingOutput(Protocol):
         ...
 
 
+@dataclass(eq=False)
 class Executor(ABC):
     """Runs steps on one or more workers. Steps are launched and collected in order.
 
@@ -40,14 +42,13 @@ class Executor(ABC):
 
     needs_weights: ClassVar[bool] = True  # False: it computes no model; FAKE_SPEC suffices
 
-    def __init__(self, config: Config, spec: ModelSpec, progress: Progress) -> None:
-        self.config = config
-        self.spec = spec
-        self.progress = progress
-        self.standby: Sequence[Child] = ()  # processes from `prepare`
-        self.plans_memory = True  # see Worker.load_model
-        # Called from another thread when a worker process dies, even if no result is awaited.
-        self.on_failure: Callable[[str], None] = lambda reason: None
+    config: Config
+    spec: ModelSpec
+    progress: Progress
+    standby: Sequence[Child] = ()  # processes from `prepare`
+    plans_memory: bool = True  # see Worker.load_model
+    # Called from another thread when a worker process dies, even if no result is awaited.
+    on_failure: Callable[[str], None] = lambda reason: None
 
     @classmethod
     def prepare(cls, standby: list[Child], num_workers: int, niceness: int = 0) -> None:

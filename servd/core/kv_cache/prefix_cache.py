@@ -1,6 +1,7 @@
 """PrefixCache: finds the cached blocks of a request's beginning by chained hashes."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from servd.base.tracing import Clock, now_ns
 from servd.config import CacheConfig
@@ -39,6 +40,7 @@ def only_held(block_ids: Iterable[int]) -> list[int]:
     return [block for block in block_ids if block != NO_BLOCK]
 
 
+@dataclass(eq=False)
 class PrefixCache:
     """The hashed blocks of a pool, for a model whose layers have no windows.
 
@@ -47,21 +49,17 @@ class PrefixCache:
     attention reads any. Therefore a cached block can be shared even in the step that fills it.
     """
 
-    def __init__(
-        self,
-        pool: BlockPool,
-        config: CacheConfig,
-        layout: KVLayout,
-        events: NullEvents,
-        clock: Clock = now_ns,
-    ) -> None:
-        self.clock = clock
-        self.pool = pool
-        self.layout = layout
-        self.num_groups = len(layout.windows)
-        self.block_size = config.block_size
-        self.events = events
-        self.pinned = PinnedPrefixes(pool, int(pool.num_blocks * config.max_pinned_share))
+    pool: BlockPool
+    config: CacheConfig
+    layout: KVLayout
+    events: NullEvents
+    clock: Clock = now_ns
+
+    def __post_init__(self) -> None:
+        self.num_groups = len(self.layout.windows)
+        self.block_size = self.config.block_size
+        max_pinned = int(self.pool.num_blocks * self.config.max_pinned_share)
+        self.pinned = PinnedPrefixes(self.pool, max_pinned)
 
     def find_prefix(self, request: Request) -> list[int]:
         self._extend_hashes(request)

@@ -33,6 +33,7 @@ class Checkpoints:
     num_tokens: int = 0  # of `last`
 
 
+@dataclass(eq=False)
 class StateCache:
     """The checkpoints of all requests, and the copies that the next step makes.
 
@@ -41,28 +42,21 @@ class StateCache:
     They are cached from the next step on, because their states are computed last in a step.
     """
 
-    def __init__(
-        self,
-        num_checkpoints: int,
-        interval: int,
-        config: CacheConfig,
-        num_bytes: int = 0,
-        num_parts: int = 1,
-        has_blocks: bool = True,
-        clock: Clock = now_ns,
-    ) -> None:
-        """`num_bytes`: of a checkpoint on all devices; `num_parts`: of a checkpoint in the slots of
-        a connector; `has_blocks`: False for models without attention, whose blocks hold nothing.
-        """
-        self.pool = BlockPool(num_checkpoints, clock=clock)
+    num_checkpoints: int
+    interval: int  # tokens; rounded up to whole blocks
+    config: CacheConfig
+    num_bytes: int = 0  # of a checkpoint on all devices
+    num_parts: int = 1  # of a checkpoint in the slots of a connector
+    has_blocks: bool = True  # False for models without attention, whose blocks hold nothing
+    clock: Clock = now_ns
+
+    def __post_init__(self) -> None:
+        max_pinned = int(self.num_checkpoints * self.config.max_pinned_share)
+        self.pool = BlockPool(self.num_checkpoints, clock=self.clock)
         self.pool.on_evict = self._evict
-        self.pinned = PinnedPrefixes(self.pool, int(num_checkpoints * config.max_pinned_share))
-        self.block_size = config.block_size
-        self.interval = -(-interval // self.block_size) * self.block_size
-        self.num_bytes = num_bytes
-        self.num_parts = num_parts
-        self.has_blocks = has_blocks
-        self.clock = clock
+        self.pinned = PinnedPrefixes(self.pool, max_pinned)
+        self.block_size = self.config.block_size
+        self.interval = -(-self.interval // self.block_size) * self.block_size
         self.connector = KVConnector()
         self._checkpoints: defaultdict[Request, Checkpoints] = defaultdict(Checkpoints)
         # Of the next step:
@@ -268,9 +262,8 @@ class StateCache:
         if swaps is None:
             swaps = BlockSwaps("")
         swaps.states_to_save = self._saves
-        swaps.states_to_load = [
-            (checkpoint, request.slot) for request, checkpoint in self._loads.items()
-        ]
+        loads = self._loads.items()
+        swaps.states_to_load = [(checkpoint, request.slot) for request, checkpoint in loads]
         self.pool.release(self._loads.values())
         self._saves = []
         self._loads.clear()

@@ -1,6 +1,7 @@
 """Drafts: asks the workers for draft tokens, and counts which are accepted."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from servd.core.draft_length import DraftLengthController
 from servd.core.kv_cache.manager import KVCacheManager
@@ -23,12 +24,12 @@ def choose_drafts(
     return drafts, len(drafts)
 
 
+@dataclass(eq=False)
 class Drafts:
-    """Requests drafts: `draft_length` decides how many drafts pay, `kv_cache` allocates blocks."""
+    """Requests drafts, and counts those that are accepted."""
 
-    def __init__(self, draft_length: DraftLengthController, kv_cache: KVCacheManager) -> None:
-        self.draft_length = draft_length
-        self.kv_cache = kv_cache
+    draft_length: DraftLengthController  # decides how many drafts pay
+    kv_cache: KVCacheManager  # allocates blocks
 
     def count_useful(self, request: Request) -> int:
         """Return how many drafts are worth their time; 0 if there is no room."""

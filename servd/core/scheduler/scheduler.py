@@ -129,7 +129,7 @@ class Scheduler:
         for request_id in request_ids:
             if (request := self.requests.get(request_id)) is not None:
                 self._finish_request(request, RequestStatus.FINISHED_ABORTED)
-                self.outputs.report_abort(request.client, request_id, request.marks)
+                self.outputs.report_abort(request)
 
     # ---- schedule ----
 

@@ -299,11 +299,8 @@ class GrammarManager:
         """Map each slot to the only tokens, if any, that its grammar allows after known tokens."""
         if not self._rows or self.spec.keeps_state:  # recurrent states cannot take drafts back
             return {}
-        return {
-            slot: token_ids
-            for slot, row in self._rows.items()
-            if (token_ids := row.forced_tokens())
-        }
+        forced = {slot: row.forced_tokens() for slot, row in self._rows.items()}
+        return {slot: token_ids for slot, token_ids in forced.items() if token_ids}
 
     @property
     def awaits_tokens(self) -> bool:
@@ -346,13 +343,10 @@ class GrammarManager:
         return ends
 
     def _row(self, request: NewRequest, output: StructuredOutput) -> GrammarRow:
-        row = GrammarRow(
-            None,
-            None,
-            output.starts_after,
-            all_but(request.eos_token_ids, self.spec.vocab_size) if request.eos_token_ids else None,
-            partial(self._cache.replace, output),
-        )
+        eos = request.eos_token_ids
+        until_begun = all_but(eos, self.spec.vocab_size) if eos else None
+        renew = partial(self._cache.replace, output)
+        row = GrammarRow(None, None, output.starts_after, until_begun, renew)
         try:
             row.grammar = self._cache.find_or_compile(output)
             row.matcher = row.grammar.matcher()

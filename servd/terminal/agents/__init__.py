@@ -13,6 +13,7 @@ from typing import Self
 import msgspec
 
 from servd.base.errors import ServdError
+from servd.terminal.server_process import ends
 from servd.terminal.waiting import exit_on_signals
 
 FOLDER = Path(__file__).parent
@@ -59,8 +60,6 @@ class Agent(msgspec.Struct, forbid_unknown_fields=True):
             code = process.wait()
         finally:
             process.terminate()
-            try:
-                process.wait(STOP_TIMEOUT)
-            except subprocess.TimeoutExpired:
+            if not ends(process, STOP_TIMEOUT):
                 process.kill()
         return code if code >= 0 else 128 - code

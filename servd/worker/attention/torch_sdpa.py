@@ -103,9 +103,8 @@ class TorchSdpaBackend(AttentionBackend[TorchSdpaMetadata]):
         columns.clamp_(max=batch.block_tables.shape[1] - 1)
         blocks = batch.block_tables[rows_d[:, None], columns].flatten().long()
 
-        keys = (first_d * block_size)[:, None, None] + torch.arange(
-            num_blocks * block_size, device=device
-        )
+        num_keys = num_blocks * block_size
+        keys = (first_d * block_size)[:, None, None] + torch.arange(num_keys, device=device)
         queries = last_d[:, None, None] + torch.arange(query_len, device=device)[:, None]
         window = self.spec.sliding_window
         ends = queries if self.spec.is_causal else queries[:, -1:]
@@ -116,9 +115,8 @@ class TorchSdpaBackend(AttentionBackend[TorchSdpaMetadata]):
         hidden = is_after if window is None else is_after | (keys <= queries - window)
         if window is not None and not self.spec.is_causal:
             hidden |= keys >= queries + window
-        mask = torch.zeros(hidden.shape, dtype=self.spec.dtype, device=device).masked_fill_(
-            hidden, -torch.inf
-        )
+        mask = torch.zeros(hidden.shape, dtype=self.spec.dtype, device=device)
+        mask.masked_fill_(hidden, -torch.inf)
 
         tails = None
         if batch.tails is not None:

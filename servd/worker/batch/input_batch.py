@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from servd.messages.engine import SchedulerOutput
 from servd.worker.attention import AttentionBatch
@@ -17,7 +19,7 @@ from servd.worker.batch.request_states import RequestStates
 from servd.worker.device.device import upload
 from servd.worker.layers.image_embeddings import ImageEmbeddings
 
-Forward = Callable[..., torch.Tensor]
+Forward = Callable[..., Tensor]
 """A model: from input_ids and positions, int64 [num_tokens] each, an AttentionBatch, and further
 inputs, float32 [num_tokens, n], to hidden states [num_tokens, hidden].
 """
@@ -35,6 +37,8 @@ ROW = np.dtype(
     align=True,
 )
 """A row of a step, on the host; see `ScheduledRequest`."""
+FIELDS = "slot num_scheduled_tokens num_computed_tokens num_drafts max_new_drafts samples"
+ROW_OF = attrgetter(*FIELDS.split())
 
 
 def gather_rows(scheduled: SchedulerOutput) -> np.ndarray:
@@ -48,17 +52,7 @@ def gather_rows(scheduled: SchedulerOutput) -> np.ndarray:
     decode_rows["num_computed_tokens"] = decodes.num_computed_tokens
     decode_rows["samples"] = True
     if scheduled.scheduled:
-        rows[num_decodes:] = [
-            (
-                s.slot,
-                s.num_scheduled_tokens,
-                s.num_computed_tokens,
-                s.num_drafts,
-                s.max_new_drafts,
-                s.samples,
-            )
-            for s in scheduled.scheduled
-        ]
+        rows[num_decodes:] = [*map(ROW_OF, scheduled.scheduled)]
     return rows
 
 
@@ -117,12 +111,12 @@ class TokenIndices(NamedTuple):
 class DeviceTokens(NamedTuple):
     """The tokens of a step, on the device; see `InputBatch`."""
 
-    tokens: torch.Tensor
-    positions: torch.Tensor
-    sample_tokens: torch.Tensor
-    sample_slots: torch.Tensor
-    sample_positions: torch.Tensor
-    row_ends: torch.Tensor | None = None  # int64 [n]; None: each token is a row of the attention
+    tokens: Tensor
+    positions: Tensor
+    sample_tokens: Tensor
+    sample_slots: Tensor
+    sample_positions: Tensor
+    row_ends: Tensor | None = None  # int64 [n]; None: each token is a row of the attention
     buffers: DecodeBuffers | None = None
 
     @classmethod
@@ -179,16 +173,16 @@ class InputBatch:
     rows: np.ndarray  # ROW [num_rows], on the host
     # int64 [2 or 3, num_tokens]: slot, column, and with draft trees place of each token; see
     # `DraftTree`.
-    tokens: torch.Tensor
-    positions: torch.Tensor  # int64 [num_tokens]: of each token in its sequence
+    tokens: Tensor
+    positions: Tensor  # int64 [num_tokens]: of each token in its sequence
     known_ends: np.ndarray  # int64 [num_rows], on the host: index of the last token that is known
     attention_rows: AttentionRows
     sample_rows: np.ndarray  # int64 [n], on the host: indices of the rows that sample
     # One entry per token to sample: one for each of these rows, and one for each of its drafts.
     sample_host_slots: np.ndarray  # int64 [m], on the host
-    sample_tokens: torch.Tensor  # int64 [m]: index of the token before the sampled token
-    sample_slots: torch.Tensor  # int64 [m]
-    sample_positions: torch.Tensor  # int64 [m]: position of the sampled token in its sequence
+    sample_tokens: Tensor  # int64 [m]: index of the token before the sampled token
+    sample_slots: Tensor  # int64 [m]
+    sample_positions: Tensor  # int64 [m]: position of the sampled token in its sequence
     # Set if each row computes one known token and samples (on a CPU also with drafts): the buffers
     # of the step, of which this batch's tensors are views until the next step is gathered.
     buffers: DecodeBuffers | None
@@ -199,7 +193,7 @@ class InputBatch:
     images: ImageEmbeddings | None = None
     # int64 [3, num_tokens], with M-RoPE and images: time, row and column; None: `positions`, which
     # the states may shift.
-    image_positions: torch.Tensor | None = None
+    image_positions: Tensor | None = None
 
     @classmethod
     def from_rows(cls, rows: np.ndarray, states: RequestStates, is_plain: bool) -> InputBatch:
@@ -291,7 +285,7 @@ class InputBatch:
         )
 
     @property
-    def rotary_positions(self) -> torch.Tensor:
+    def rotary_positions(self) -> Tensor:
         """The positions by which tokens rotate, int64 [num_tokens] or [3, num_tokens]."""
         if self.image_positions is not None:
             return self.image_positions
@@ -313,14 +307,14 @@ class InputBatch:
         return len(self.sample_host_slots) == self.tokens.shape[1]
 
     @cached_property
-    def sample_columns(self) -> torch.Tensor:
+    def sample_columns(self) -> Tensor:
         """Columns to which the sampled tokens are written, replacing drafts, int64 [m]."""
         if self.states.tree is None:
             return self.sample_positions
         return self.tokens[1, self.sample_tokens] + 1
 
     @cached_property
-    def token_ids(self) -> torch.Tensor:
+    def token_ids(self) -> Tensor:
         """Token ids, int64 [num_tokens]; -1 for a draft that was not found."""
         has_drafts = len(self.sample_host_slots) > len(self.sample_rows)
         if self.buffers is not None and not has_drafts:
@@ -328,13 +322,13 @@ class InputBatch:
         return self.states.read(self.tokens[0], self.tokens[1])
 
     @property
-    def input_ids(self) -> torch.Tensor:
+    def input_ids(self) -> Tensor:
         """Token ids, int64 [num_tokens], with an arbitrary token for a draft that was not found."""
         if self.buffers is not None:
             return self.buffers.token_ids
         return self.token_ids.clamp(min=0) if self.num_drafts.any() else self.token_ids
 
-    def ends(self, num_kept: torch.Tensor | None) -> torch.Tensor:
+    def ends(self, num_kept: Tensor | None) -> Tensor:
         """Return the index of each row's last token that is known or an accepted draft, int64
         [num_rows]; see `SamplerOutput`.
         """
@@ -360,7 +354,7 @@ class AttentionRows:
 
     query_lens: np.ndarray  # int64 [num_rows], on the host
     seq_lens: np.ndarray  # int64 [num_rows], on the host: upper bounds
-    ends: torch.Tensor | None  # int64 [num_rows]: index of the last token; None: 1 token each
+    ends: Tensor | None  # int64 [num_rows]: index of the last token; None: 1 token each
     bidirectional: np.ndarray | None = None  # see AttentionBatch
 
     def part(self, begin: int, stop: int) -> AttentionRows:
@@ -385,11 +379,7 @@ class AttentionRows:
         return AttentionRows(np.diff(ends, prepend=-1), seq_lens, device_ends, is_image)
 
     def gather(
-        self,
-        states: RequestStates,
-        slots: torch.Tensor,
-        columns: torch.Tensor,
-        places: torch.Tensor | None = None,
+        self, states: RequestStates, slots: Tensor, columns: Tensor, places: Tensor | None = None
     ) -> AttentionBatch:
         """Return the attention batch of tokens with these slots, columns and places."""
         tables = states.block_tables
@@ -445,36 +435,23 @@ def captured_attention(states: RequestStates, buffers: DecodeBuffers) -> Attenti
 
 def decode_attention(
     states: RequestStates,
-    slots: torch.Tensor,
-    columns: torch.Tensor,
-    places: torch.Tensor | None = None,
+    slots: Tensor,
+    columns: Tensor,
+    places: Tensor | None = None,
     is_captured: bool = False,
 ) -> AttentionBatch:
     """Return the attention batch of one token per row, in a form that a graph can capture. On a
     CPU, lengths are exact unless `is_captured`.
     """
-    num_rows = len(slots)
-    tables = states.block_tables
-    positions = states.positions(columns, places)
-    if positions.device.type == "cpu" and not is_captured:
-        seq_lens = positions.numpy() + 1
+    if slots.device.type == "cpu" and not is_captured:
+        seq_lens = states.positions(columns, places).numpy() + 1
     else:
-        seq_lens = np.full(num_rows, states.max_model_len, dtype=np.int64)
-    batch = AttentionBatch(
-        query_lens=np.ones(num_rows, dtype=np.int64),
-        seq_lens=seq_lens,
-        query_start_loc=torch.arange(num_rows + 1, dtype=torch.int32, device=slots.device),
-        seq_lens_device=(positions + 1).int(),
-        block_tables=tables.tables[slots],
-        slot_mapping=tables.slot_mapping(slots, columns),
-        tails=states.tails(slots, columns, places),
-    )
-    return _with_groups(batch, states, slots, columns, (slots, columns, places))
+        seq_lens = np.full(len(slots), states.max_model_len, dtype=np.int64)
+    rows = AttentionRows(np.ones_like(seq_lens), seq_lens, ends=None)
+    return rows.gather(states, slots, columns, places)
 
 
-def mixed_attention(
-    states: RequestStates, tokens: torch.Tensor, ends: torch.Tensor
-) -> AttentionBatch:
+def mixed_attention(states: RequestStates, tokens: Tensor, ends: Tensor) -> AttentionBatch:
     """Return the attention batch of rows that end at `ends`, in a form that a graph can capture. A
     row with the same end as the row before has no token.
     """
@@ -488,9 +465,9 @@ def mixed_attention(
 def _with_groups(
     batch: AttentionBatch,
     states: RequestStates,
-    slots: torch.Tensor,
-    columns: torch.Tensor,
-    last: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
+    slots: Tensor,
+    columns: Tensor,
+    last: tuple[Tensor, Tensor, Tensor | None],
 ) -> AttentionBatch:
     """Return `batch` with `other_groups`: batches of further groups of layers. `last`: slots,
     columns and places of the last token of each row.

@@ -1,7 +1,10 @@
 """RequestStates: one row per running request, kept across steps."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
+from torch import Tensor
 
 from servd.base.errors import InvalidRequest
 from servd.config.speculative import MOST_DRAFTS
@@ -15,6 +18,7 @@ from servd.worker.ops._decode_rows import SlotTensors
 from servd.worker.ops._state_rows import StateMemory
 
 
+@dataclass(eq=False)
 class RequestStates:
     """Token ids, counters and block table of every slot, on the device.
 
@@ -24,44 +28,40 @@ class RequestStates:
     `null_slot`, belongs to no request.
     """
 
-    def __init__(
-        self,
-        max_num_seqs: int,
-        max_model_len: int,
-        block_size: int,
-        device: torch.device,
-        vocab_size: int,
-    ) -> None:
-        self.max_num_seqs = max_num_seqs
-        self.max_model_len = max_model_len
-        self.vocab_size = vocab_size
-        self.null_slot = max_num_seqs
+    max_num_seqs: int
+    max_model_len: int
+    block_size: int
+    device: torch.device
+    vocab_size: int
+
+    def __post_init__(self) -> None:
+        self.null_slot = self.max_num_seqs
+        num_slots = self.max_num_seqs + 1
         # More columns than tokens: a step launched before a request is known to have ended writes
         # one token more, and all rows have room for the drafts of a step.
-        num_columns = max_model_len + 1 + MOST_DRAFTS
-        self.token_ids = torch.zeros(
-            (max_num_seqs + 1, num_columns), dtype=torch.int32, device=device
-        )
-        self.block_tables = BlockTables(max_num_seqs, max_model_len, block_size, device)
-        self.num_computed = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
+        shape = num_slots, self.max_model_len + 1 + MOST_DRAFTS
+        self.token_ids = torch.zeros(shape, dtype=torch.int32, device=self.device)
+        sizes = self.max_num_seqs, self.max_model_len, self.block_size
+        self.block_tables = BlockTables(*sizes, self.device)
+        self.num_computed = torch.zeros(num_slots, dtype=torch.int64, device=self.device)
         # Constants of steps with one token in each row.
-        self.indices = np.arange(max_num_seqs, dtype=np.int64)
+        self.indices = np.arange(self.max_num_seqs, dtype=np.int64)
         self.ones = np.ones_like(self.indices)
         self.zeros = np.zeros_like(self.indices)
-        self.inputs = DecodeInputs(max_num_seqs, self.null_slot, device)
-        self.ops = ops.for_device(device)
+        self.inputs = DecodeInputs(self.max_num_seqs, self.null_slot, self.device)
+        self.ops = ops.for_device(self.device)
         self.state_memory: StateMemory | None = None  # numbers are written before they are read
         self.tree: DraftTree | None = None  # the shape of drafts in slots with `is_tree`
-        self.is_tree = np.zeros(max_num_seqs + 1, dtype=bool)  # by slot, on the host
+        self.is_tree = np.zeros(num_slots, dtype=bool)  # by slot, on the host
         # int64 [max_num_seqs + 1], with M-RoPE: rotary position less column of the tokens after a
         # slot's pictures.
-        self.rotary_shifts: torch.Tensor | None = None
+        self.rotary_shifts: Tensor | None = None
         self.shifted_slots = set[int]()  # whose shift is not 0
 
     def make_room(self, num_columns: int) -> None:
         if num_columns:
             shape = len(self.token_ids), num_columns
-            live = torch.empty(shape, dtype=torch.float32, device=self.token_ids.device)
+            live = torch.empty(shape, dtype=torch.float32, device=self.device)
             self.state_memory = StateMemory(live, live[:0], torch.empty(0, 2, dtype=torch.int64))
 
     @property
@@ -113,7 +113,7 @@ class RequestStates:
             raise InvalidRequest(
                 f"a token id is not in the vocabulary, which has {self.vocab_size} tokens"
             )
-        token_ids = upload(token_ids.astype(np.int32), self.token_ids.device)
+        token_ids = upload(token_ids.astype(np.int32), self.device)
         self.token_ids[slot, : len(token_ids)] = token_ids
         self.num_computed[slot] = request.num_computed_tokens
         self.block_tables.clear(slot)
@@ -158,34 +158,34 @@ class RequestStates:
         changes = self.block_tables.take_changes()
         if len(changes) <= 3 * max_changes:
             return changes
-        self.block_tables.apply(upload(changes, self.token_ids.device))
+        self.block_tables.apply(upload(changes, self.device))
         return NO_CHANGES
 
-    def keep(self, slots: np.ndarray, num_kept: torch.Tensor) -> None:
+    def keep(self, slots: np.ndarray, num_kept: Tensor) -> None:
         """Count accepted drafts as computed. Both arguments are int64 [n]."""
         self.num_computed.index_add_(0, upload(slots, num_kept.device), num_kept)
 
-    def read(self, slots: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    def read(self, slots: Tensor, columns: Tensor) -> Tensor:
         """Return token ids, or -1, at these columns of the slots; all are int64."""
         if self.inputs.is_shared:  # NumPy takes a third of torch's time for few tokens
             token_ids = self.token_ids.numpy()[slots.numpy(), columns.numpy()]
             return torch.from_numpy(token_ids.astype(np.int64))
         return self.token_ids[slots, columns].long()
 
-    def write(self, slots: torch.Tensor, columns: torch.Tensor, token_ids: torch.Tensor) -> None:
+    def write(self, slots: Tensor, columns: Tensor, token_ids: Tensor) -> None:
         """Store token ids at these columns of the slots; all are int64 of the same shape."""
         if self.inputs.is_shared:
             self.token_ids.numpy()[slots.numpy(), columns.numpy()] = token_ids.numpy()
         else:
             self.token_ids[slots, columns] = token_ids.int()
 
-    def positions(self, columns: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
+    def positions(self, columns: Tensor, places: Tensor | None) -> Tensor:
         """Return tokens' positions in their sequences, int64 [n]; for `places` see `DraftTree`."""
         return (
             columns if self.tree is None or places is None else self.tree.positions(columns, places)
         )
 
-    def rotary_positions(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def rotary_positions(self, slots: Tensor, positions: Tensor) -> Tensor:
         """Return the positions by which tokens after all pictures rotate; all are int64 [n]."""
         if self.rotary_shifts is None:
             return positions
@@ -199,9 +199,7 @@ class RequestStates:
             if not shift:
                 self.shifted_slots.remove(slot)
 
-    def tails(
-        self, slots: torch.Tensor, columns: torch.Tensor, places: torch.Tensor | None
-    ) -> torch.Tensor | None:
+    def tails(self, slots: Tensor, columns: Tensor, places: Tensor | None) -> Tensor | None:
         if self.tree is None or places is None:
             return None
         return self.block_tables.slot_mapping(slots.unsqueeze(-1), self.tree.tails(columns, places))
@@ -215,5 +213,5 @@ class RequestStates:
         if not drafts:
             return
         columns = np.array(drafts, dtype=np.int64).T
-        slots, offsets, token_ids = upload(columns, self.token_ids.device)
+        slots, offsets, token_ids = upload(columns, self.device)
         self.write(slots, self.num_computed[slots] + offsets, token_ids)

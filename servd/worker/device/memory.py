@@ -2,58 +2,38 @@
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from servd.base.sizes import format_bytes
 
 
-class Meter(Protocol):
+class CudaMeter:
     """The memory of a device, in bytes."""
 
-    def allocated(self) -> int:
-        """Return the bytes of this process's tensors."""
-        ...
-
-    def peak(self) -> int:
-        """Return the maximum of `allocated` since the last call."""
-        ...
-
-    def used(self) -> int:
-        """Free the allocator's cache, and return the bytes in use by all processes."""
-        ...
-
-    def held(self) -> int:
-        """Return the bytes of this process's tensors and of its allocator's cache."""
-        ...
-
-    @property
-    def total(self) -> int:
-        """The device's memory, in bytes."""
-        ...
-
-
-class CudaMeter:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.total = torch.cuda.mem_get_info(device)[1]
 
     def allocated(self) -> int:
+        """Return the bytes of this process's tensors."""
         return torch.cuda.memory_allocated(self.device)
 
     def peak(self) -> int:
+        """Return the maximum of `allocated` since the last call."""
         torch.cuda.synchronize(self.device)
         peak = torch.cuda.max_memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         return peak
 
     def used(self) -> int:
+        """Free the allocator's cache, and return the bytes in use by all processes."""
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
         return self.total - torch.cuda.mem_get_info(self.device)[0]
 
     def held(self) -> int:
+        """Return the bytes of this process's tensors and of its allocator's cache."""
         return torch.cuda.memory_reserved(self.device)
 
 

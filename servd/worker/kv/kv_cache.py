@@ -53,11 +53,10 @@ def count_blocks(
     needed = per_request * block_bytes
     hints = more_memory(needed - memory) or [f"raise --kv-cache-memory to {format_bytes(needed)}"]
     num_blocks = min(max(memory, 0) // block_bytes, max_num_seqs * per_request)
+    num_tokens = layout.num_tokens(num_blocks, max_model_len)
     numbers = (
         f"weights {format_bytes(weights_bytes)}, KV cache {num_blocks} blocks of {block_size} "
-        f"tokens "
-        f"({format_bytes(num_blocks * block_bytes)}, "
-        f"{layout.num_tokens(num_blocks, max_model_len)} tokens)"
+        f"tokens ({format_bytes(num_blocks * block_bytes)}, {num_tokens} tokens)"
     )
     if num_blocks < per_request:
         longest = layout.max_tokens(num_blocks, max_model_len)

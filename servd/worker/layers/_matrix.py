@@ -16,7 +16,7 @@ from torch import Tensor
 
 from servd.worker.layers import packed
 from servd.worker.layers.cuda_matrix import Fp8Matrix, Storage, TiledMatrix
-from servd.worker.layers.quantized import Quantized, QuantizedMatrix, stack
+from servd.worker.layers.quantized import AnyTensor, Quantized, QuantizedMatrix, stack
 from servd.worker.layers.weight import Copy, Weight
 from servd.worker.layers.weight_stack import WeightStack
 from servd.worker.ops import target
@@ -159,9 +159,7 @@ class Matrix(Weight):
     def num_bytes(self) -> int:
         return self.nbytes if self.quant_method is None else self.quant_method.nbytes
 
-    def load(
-        self, tensor: Tensor | Quantized, part: int | None = None, copy: Copy = Tensor.copy_
-    ) -> None:
+    def load(self, tensor: AnyTensor, part: int | None = None, copy: Copy = Tensor.copy_) -> None:
         """Load a tensor. 16-bit weights keep their type if the device can multiply them. A whole
         matrix is not copied from the mapped file, because `process_weights` packs it.
         """
@@ -180,7 +178,7 @@ class Matrix(Weight):
                 self.data = self.data.float()  # parts of several types: the widest
         super().load(tensor, part, copy)
 
-    def _load_share(self, share: Tensor | Quantized, part: int, copy: Copy) -> None:
+    def _load_share(self, share: AnyTensor, part: int, copy: Copy) -> None:
         if isinstance(share, Tensor):
             self.take_memory()
             super()._load_share(share, part, copy)
@@ -266,11 +264,9 @@ class Matrix(Weight):
 
     def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return x @ self.T + bias, [n, out], for x [n, in]."""
-        return (
-            F.linear(x, self, bias)
-            if self.quant_method is None
-            else self.quant_method.multiply(x, bias)
-        )
+        if self.quant_method is None:
+            return F.linear(x, self, bias)
+        return self.quant_method.multiply(x, bias)
 
     def rows(self, index: Tensor) -> Tensor:  # int64 [n] -> [n, in]
         if self.quant_method is None:

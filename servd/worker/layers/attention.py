@@ -1,6 +1,7 @@
 """Attention: the attention layer of models, which calls the backend with its own KV cache."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
 
@@ -15,21 +16,19 @@ from servd.worker.layers.weight import Loadable
 from servd.worker.ops._state_rows import StateMemory, StateRows
 
 
+@dataclass(eq=False)
 class ForwardContext:
-    """The context of a step's forward pass, besides its inputs. `kv_caches`: one per layer."""
+    """The context of a step's forward pass, besides its inputs."""
 
-    def __init__(
-        self,
-        backend: AttentionBackend[Any],
-        batch: AttentionBatch,
-        kv_caches: Sequence[Tensor],
-        state_memory: StateMemory | None = None,
-        images: ImageEmbeddings | None = None,
-    ) -> None:
-        self.images = images
-        self.kv_caches = kv_caches
-        self.state_memory = state_memory
-        self.batch = batch
+    backend: AttentionBackend[Any]
+    batch: AttentionBatch
+    kv_caches: Sequence[Tensor]  # one per layer
+    state_memory: StateMemory | None = None
+    images: ImageEmbeddings | None = None
+
+    def __post_init__(self) -> None:
+        backend = self.backend  # not by `self`: a cycle of references would keep the batch
+        batch = self.batch
 
         def of_layers(window: int | None, group: int) -> tuple[AttentionBackend[Any], Any]:
             chosen = backend.with_window(window)

@@ -1,6 +1,7 @@
 """Quantized matrices on CUDA: packed for `ops/triton/low_bit.py`, or 8-bit floats as they are."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Self
 
@@ -136,15 +137,13 @@ class TiledMatrix:
         return Quantized(codes, scale, offset, size, table, columns).dequantize(self.table)
 
 
+@dataclass(frozen=True)
 class TiledExperts:
     """The matrices of all experts in a stack, with biases [num_experts, out] or none."""
 
-    is_capturable = True
-
-    def __init__(self, storage: Storage, tiles: Tiles, biases: Tensor | None = None) -> None:
-        self.constants = storage.constants
-        self.tiles = tiles
-        self.biases = biases
+    constants: dict[str, Any]  # see Storage
+    tiles: Tiles
+    biases: Tensor | None
 
     @classmethod
     def of(
@@ -157,7 +156,7 @@ class TiledExperts:
             return None
         ((storage, is_ordered),) = kinds
         tiles = Tiles(*(stack.tensors[name] for name in TENSORS))
-        return cls(storage, tiles, biases) if is_ordered else None
+        return cls(storage.constants, tiles, biases) if is_ordered else None
 
     def multiply(self, x: Tensor, index: Tensor | None, starts: Tensor) -> Tensor:
         from servd.worker.ops.triton import low_bit

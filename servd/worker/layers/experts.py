@@ -1,6 +1,7 @@
 """SparseMoE: a mixture of experts. A router chooses a few feed-forwards for each token."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
@@ -31,11 +32,11 @@ class GroupedQuantMethod(Protocol):
         ...
 
 
+@dataclass(frozen=True)
 class OneByOne:
     """Multiplies expert by expert: slow, for CPUs without a kernel for the quant method."""
 
-    def __init__(self, matrices: Sequence[Matrix]) -> None:
-        self.matrices = matrices
+    matrices: Sequence[Matrix]
 
     def multiply(self, x: Tensor, index: Tensor | None, starts: Tensor) -> Tensor:
         rows = x if index is None else x[index]
@@ -84,10 +85,10 @@ def grouped_quant_method(
     return method if biases is None else WithBiases(method, biases)
 
 
+@dataclass(frozen=True)
 class WithBiases:
-    def __init__(self, method: GroupedQuantMethod, biases: Tensor) -> None:
-        self.quant_method = method
-        self.biases = biases
+    quant_method: GroupedQuantMethod
+    biases: Tensor  # [num_experts, out]
 
     def multiply(self, x: Tensor, index: Tensor | None, starts: Tensor) -> Tensor:
         out = self.quant_method.multiply(x, index, starts)

@@ -1,6 +1,7 @@
 """Linear layers: replicated, column-parallel (split by outputs), row-parallel (by inputs)."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -47,17 +48,10 @@ class ColumnParallelLinear(nn.Module):
     ) -> None:
         super().__init__()
         total = sum(out_features)
-        self.weight = Matrix(
-            (total, in_features),
-            parallel,
-            shard_dim=0,
-            parts=out_features,
-            copies=copies,
-            transposed=transposed,
-        )
-        self.bias = None
-        if bias:
-            self.bias = Weight((total,), parallel, shard_dim=0, parts=out_features, copies=copies)
+        parts: dict[str, Any] = {"parts": out_features, "copies": copies}
+        shape = total, in_features
+        self.weight = Matrix(shape, parallel, shard_dim=0, transposed=transposed, **parts)
+        self.bias = Weight((total,), parallel, shard_dim=0, **parts) if bias else None
         rows = map(self.weight.rows_of, range(len(out_features)))
         self.local_features = [part.stop - part.start for part in rows]
 

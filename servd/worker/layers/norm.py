@@ -8,14 +8,18 @@ from servd.worker.device.parallel import Parallel
 from servd.worker.layers.weight import FloatWeight, Weight
 
 
-class RMSNorm(nn.Module):
-    """Computes `x / rms(x) * weight`."""
+class Norm(nn.Module):
+    """The weight of a norm, and the epsilon under its root."""
 
     def __init__(self, size: int, eps: float, parallel: Parallel) -> None:
         super().__init__()
         self.weight = Weight((size,), parallel)
         self.eps = eps
         self.ops = ops.for_device(torch.get_default_device())
+
+
+class RMSNorm(Norm):
+    """Computes `x / rms(x) * weight`."""
 
     def forward(self, x: Tensor) -> Tensor:  # [..., size] -> [..., size]
         return self.ops.rms_norm(x, None, self.weight, self.eps)[0]
@@ -33,15 +37,12 @@ class OffsetRMSNorm(RMSNorm):
         self.weight = FloatWeight((size,), parallel, change=lambda weight: weight + 1.0)
 
 
-class LayerNorm(nn.Module):
+class LayerNorm(Norm):
     """Computes `(x - mean(x)) / std(x) * weight + bias`. A missing bias is zero."""
 
     def __init__(self, size: int, eps: float, parallel: Parallel, bias: bool = True) -> None:
-        super().__init__()
-        self.weight = Weight((size,), parallel)
+        super().__init__(size, eps, parallel)
         self.bias = Weight((size,), parallel) if bias else nn.Buffer(torch.zeros(size))
-        self.eps = eps
-        self.ops = ops.for_device(torch.get_default_device())
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """Add x [num_tokens, size] to the residual stream; return the normed and the raw stream."""
@@ -61,14 +62,8 @@ class L2Norm(nn.Module):
         return self.ops.rms_norm(x, None, self.weight, self.eps)[0]
 
 
-class GatedRMSNorm(nn.Module):
+class GatedRMSNorm(Norm):
     """Computes `x / rms(x) * weight * silu(gate)`."""
-
-    def __init__(self, size: int, eps: float, parallel: Parallel) -> None:
-        super().__init__()
-        self.weight = Weight((size,), parallel)
-        self.eps = eps
-        self.ops = ops.for_device(torch.get_default_device())
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # [..., size] each -> [..., size]
         return self.ops.gated_norm(x, gate, self.weight, self.eps, gates_first=False)

@@ -1,6 +1,7 @@
 """Weight matrices packed for the CPU kernels (ops/cpu)."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -13,13 +14,12 @@ EXACT_TERMS = 3  # terms of bfloat16 or int8 that are as exact as float32: see o
 RUN = 16  # products that are summed before a group's scale is applied: see ops/cpu/dots.h
 
 
+@dataclass(eq=False)
 class Packed:
     """A weight matrix [out, in] in the kernels' order, with rows padded to whole panels."""
 
-    nbytes: int
-
-    def __init__(self, shape: torch.Size) -> None:
-        self.shape = shape
+    shape: torch.Size
+    nbytes: int = field(init=False)
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:  # float32 [n, in] -> [n, out]
         out = torch.empty(x.shape[0], self.shape[0])
@@ -39,42 +39,26 @@ class Packed:
         raise NotImplementedError
 
 
+@dataclass(eq=False)
 class PackedWeight(Packed):
-    """A matrix that is one `PackedWeight` of ops/cpu/kernels.h.
+    """A matrix that is one `PackedWeight` of ops/cpu/kernels.h."""
 
-    Args:
-        packed: the result of `_pack`; `type` and `num_terms` as there.
-        scale: float32 [out], or with groups packed; None: no scale.
-        group_size: weights of a row that share a scale and an offset; 0: no groups.
-        table: float32 [16]: the values of 4-bit codes.
-    """
+    type: int  # like the next field, as in `_pack`
+    num_terms: int
+    packed: Tensor  # the result of `_pack`
+    scale: Tensor | None  # float32 [out], or with groups packed; None: no scale
+    group_size: int = 0  # weights of a row that share a scale and an offset; 0: no groups
+    table: Tensor | None = None  # float32 [16]: the values of 4-bit codes
+    offset: Tensor | None = None
+    factors: Tensor | None = None
 
-    def __init__(
-        self,
-        shape: torch.Size,
-        type: int,
-        num_terms: int,
-        packed: Tensor,
-        scale: Tensor | None,
-        group_size: int = 0,
-        table: Tensor | None = None,
-        offset: Tensor | None = None,
-        factors: Tensor | None = None,
-    ) -> None:
-        super().__init__(shape)
-        self.type = type
-        self.num_terms = num_terms
-        self.packed = packed
-        self.scale = scale
-        self.group_size = group_size
-        self.table = table
-        self.offset = offset
-        self.factors = factors
-        self.scale_type = TYPES[torch.float32 if scale is None else scale.dtype]
-        tensors = (packed, scale, offset, factors, table)
+    def __post_init__(self) -> None:
+        self.scale_type = TYPES[torch.float32 if self.scale is None else self.scale.dtype]
+        scales = self.scale, self.offset, self.factors
+        tensors = self.packed, self.table, *scales
         self.nbytes = sum(tensor.nbytes for tensor in tensors if tensor is not None)
-        groups = (table, self.scale_type, scale, offset, factors, group_size)
-        self.arguments = (type, num_terms, packed, *groups, *shape)
+        groups = self.table, self.scale_type, *scales, self.group_size
+        self.arguments = (self.type, self.num_terms, self.packed, *groups, *self.shape)
 
     def _multiply(self, out: Tensor, x: Tensor, bias: Tensor | None) -> None:
         call("matmul", x, len(x), *self.arguments, bias, out, out.stride(0))

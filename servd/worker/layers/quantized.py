@@ -170,7 +170,10 @@ def stack(parts: Sequence[Quantized]) -> Quantized:
     return replace(first, **tensors)
 
 
-NamedTensors = Iterator[tuple[str, Tensor | Quantized]]
+AnyTensor = Tensor | Quantized
+"""A tensor of a checkpoint."""
+NamedTensors = Iterator[tuple[str, AnyTensor]]
+"""The tensors of a checkpoint, each with its name."""
 
 
 def rename(tensors: NamedTensors, names: Mapping[str, str]) -> NamedTensors:
@@ -179,9 +182,6 @@ def rename(tensors: NamedTensors, names: Mapping[str, str]) -> NamedTensors:
         for old, new in names.items():
             name = name.replace(old, new)
         yield name, tensor
-
-
-"""The tensors of a checkpoint, each with its name."""
 
 
 class QuantizedMatrix:

@@ -196,9 +196,8 @@ def _yarn(inv_freq: Tensor, rope: dict[str, Any], spec: ModelSpec) -> tuple[Tens
     last = min(last, 2 * num_pairs - 1)
     if first == last:
         last += 0.001
-    interpolated = ((torch.arange(num_pairs, dtype=torch.float32) - first) / (last - first)).clamp(
-        0, 1
-    )
+    pairs = torch.arange(num_pairs, dtype=torch.float32)
+    interpolated = ((pairs - first) / (last - first)).clamp(0, 1)
     inv_freq = inv_freq / factor * interpolated + inv_freq * (1 - interpolated)
 
     def magnitude(scale: float) -> float:

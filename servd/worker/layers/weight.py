@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from servd.worker.device.parallel import Parallel
-from servd.worker.layers.quantized import Quantized
+from servd.worker.layers.quantized import AnyTensor, Quantized
 
 Copy = Callable[[Tensor, Tensor], object]
 """A function that copies a source to a target of the same shape."""
@@ -57,9 +57,7 @@ class Weight(nn.Parameter):
     def first_memory(self, shape: Sequence[int]) -> Tensor:
         return torch.empty(shape)
 
-    def load(
-        self, tensor: Tensor | Quantized, part: int | None = None, copy: Copy = Tensor.copy_
-    ) -> None:
+    def load(self, tensor: AnyTensor, part: int | None = None, copy: Copy = Tensor.copy_) -> None:
         """Copy this rank's shard of `tensor`, which is part number `part`, or all parts if None. A
         quantized tensor is [out, in] regardless of `transposed`. Raises ValueError if the tensor
         has an unexpected shape, or the part is there already.
@@ -78,7 +76,7 @@ class Weight(nn.Parameter):
         else:
             self._load_share(self.share(tensor, part), part, copy)
 
-    def share(self, tensor: Tensor | Quantized, part: int = 0) -> Tensor | Quantized:
+    def share(self, tensor: AnyTensor, part: int = 0) -> AnyTensor:
         if self.shard_dim is None:
             return tensor
         total = tensor.shape[self.shard_dim]
@@ -94,7 +92,7 @@ class Weight(nn.Parameter):
         ]
         return slice(sum(rows[:part]), sum(rows))
 
-    def _load_share(self, share: Tensor | Quantized, part: int, copy: Copy) -> None:
+    def _load_share(self, share: AnyTensor, part: int, copy: Copy) -> None:
         if part not in self.missing:
             raise ValueError("come twice")
         if isinstance(share, Quantized):
@@ -126,9 +124,7 @@ class FloatWeight(Weight):
         self.data = self.data.float()
         self.change = change
 
-    def load(
-        self, tensor: Tensor | Quantized, part: int | None = None, copy: Copy = Tensor.copy_
-    ) -> None:
+    def load(self, tensor: AnyTensor, part: int | None = None, copy: Copy = Tensor.copy_) -> None:
         assert isinstance(tensor, Tensor)
         tensor = tensor.float()
         super().load(tensor if self.change is None else self.change(tensor), part, copy)

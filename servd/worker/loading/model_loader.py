@@ -17,16 +17,11 @@ from torch import Tensor
 
 from servd.base import plugins
 from servd.base.errors import ConfigError, ModelNotFound, UnsupportedModel
-from servd.checkpoint import pooling
+from servd.checkpoint import pooling, quantization_config
 from servd.checkpoint.config_json import read_json
 from servd.checkpoint.model_spec import ModelSpec
 from servd.checkpoint.multimodal_config import is_part, text_name
 from servd.checkpoint.pooling import MODELS, is_encoder
-from servd.checkpoint.quantization_config import (
-    quant_method_of,
-    quantization_of,
-    rounds_activations,
-)
 from servd.checkpoint.weight_files import find_weight_files
 from servd.worker.device.device import defaults
 from servd.worker.device.parallel import Parallel
@@ -34,7 +29,7 @@ from servd.worker.device.staging import Staging
 from servd.worker.layers import packed
 from servd.worker.layers._matrix import MakeQuantMethod, Matrix, QuantMethod
 from servd.worker.layers.attention import Attention, ForwardContext
-from servd.worker.layers.quantized import NamedTensors, Quantized
+from servd.worker.layers.quantized import AnyTensor, NamedTensors, Quantized
 from servd.worker.layers.weight import Loadable, Weight
 from servd.worker.loading.output_head import HEAD, find_head, use_as_embedding
 from servd.worker.loading.pipeline_model import MissingHead, cut
@@ -195,12 +190,12 @@ def load_weights(
     if make.importance:
         _check_importance(make.importance.keys(), names, plain)
     _check_complete(folder, weights)
-    method = quant_method_of(folder, None)
+    method = quantization_config.quant_method_of(folder, None)
     if method not in (None, "gguf") and not (num_quantized or first.is_meta):
         log.warning("the checkpoint states quantization by %s, but no layer is quantized", method)
 
 
-def _check_finite(tensor: Tensor | Quantized) -> None:
+def _check_finite(tensor: AnyTensor) -> None:
     """Raise ValueError if a vector has a number that is not finite. To look at matrices would take
     a tenth of loading: requests that meet such a number say so.
     """
@@ -280,7 +275,7 @@ def _of_text(tensors: NamedTensors, is_told: bool) -> NamedTensors:
 
 
 def _quantized(files: list[Path], weight: Tensor) -> NamedTensors:
-    stated = quantization_of(files[0].parent)
+    stated = quantization_config.quantization_of(files[0].parent)
     if stated is None:
         return read_tensors(files)
     method = str(stated.get("quant_method")).replace("-", "_")
@@ -379,8 +374,8 @@ def quant_method_maker(
     their type. `quantization`: a module of servd/worker/quantization, or None. `activations`:
     --cpu-activation-dtype; `widening`: see MakeQuantMethod.
     """
-    method = quant_method_of(folder, quantization)
-    is_rounded = rounds_activations(activations, quantization, folder)
+    method = quantization_config.quant_method_of(folder, quantization)
+    is_rounded = quantization_config.rounds_activations(activations, quantization, folder)
     x_dtype = torch.int8 if is_rounded else torch.float32
     if not quantization or quantization.replace("-", "_") == method:
         return MakeQuantMethod(partial(_pack, dtype), x_dtype, widening=widening)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -33,15 +34,10 @@ class AdapterTarget(NamedTuple):
 
 
 class AdaptedMatrix:
-    """A matrix with at most `num_adapter_slots` adapters, added in rows of a step."""
+    """A matrix with `num_slots` slots for adapters, which are added in rows of a step."""
 
     def __init__(
-        self,
-        matrix: Matrix,
-        rows: AdapterRows,
-        num_adapter_slots: int,
-        max_rank: int,
-        dtype: torch.dtype,
+        self, matrix: Matrix, rows: AdapterRows, num_slots: int, max_rank: int, dtype: torch.dtype
     ) -> None:
         self.base: QuantMethod = matrix.quant_method or Dense(matrix.data)
         self.matrix = matrix
@@ -54,12 +50,11 @@ class AdaptedMatrix:
             num_inputs = matrix.parallel.share(num_inputs)
         width = -(-parts * max_rank // WIDTH) * WIDTH
         device = rows.adapter_slots.device
+        zeros = partial(torch.zeros, num_slots, dtype=dtype, device=device)
         self.factors = LowRank(
-            torch.zeros(num_adapter_slots, num_inputs, width, dtype=dtype, device=device),
-            torch.zeros(
-                num_adapter_slots, max_rank, self.rows_of[-1].stop, dtype=dtype, device=device
-            ),
-            torch.zeros(num_adapter_slots, parts, dtype=torch.int64, device="cpu"),
+            zeros(num_inputs, width),
+            zeros(max_rank, self.rows_of[-1].stop),
+            torch.zeros(num_slots, parts, dtype=torch.int64, device="cpu"),
             torch.tensor([part.stop for part in self.rows_of], device="cpu"),
         )
         self.nbytes = self.base.nbytes + self.factors.a.nbytes + self.factors.b.nbytes

@@ -8,13 +8,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import (
-    CONFIG_MAPPING,
-    MODEL_FOR_MASKED_LM_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-)
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from servd.base.errors import UnsupportedModel
@@ -197,16 +192,16 @@ def build(spec: ModelSpec) -> Any:
     """
     try:
         # Left out, transformers would ask a terminal whether to run the checkpoint's code.
-        config = AutoConfig.from_pretrained(spec.folder, trust_remote_code=False)
+        config = transformers.AutoConfig.from_pretrained(spec.folder, trust_remote_code=False)
         if spec.config != read_json(Path(spec.folder) / "config.json"):  # or a part of a model
-            config = CONFIG_MAPPING[spec.model_type].from_dict(spec.config)
+            config = transformers.CONFIG_MAPPING[spec.model_type].from_dict(spec.config)
         check_class(config, spec)
         for part in (config, config.get_text_config()):
             part.return_dict = True  # some old checkpoints set it to False
         if config.model_type in OLDER:
             replace_flash_attention(config.model_type)
         with compat.without_weights():
-            model = AutoModelForCausalLM.from_config(
+            model = transformers.AutoModelForCausalLM.from_config(
                 config,
                 dtype=torch.get_default_dtype(),
                 attn_implementation=SERVD,
@@ -232,7 +227,7 @@ def check_class(config: Any, spec: ModelSpec) -> None:
     if config.is_encoder_decoder:
         raise UnsupportedModel("encoder-decoders are not supported")
     is_causal = spec.architecture.endswith(("CausalLM", "HeadModel"))
-    if type(config) in MODEL_FOR_MASKED_LM_MAPPING and not is_causal:
+    if type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING and not is_causal:
         raise UnsupportedModel(
             f"{spec.model_type} is an encoder, and servd has files for other encoders only: "
             f"{', '.join(sorted(ENCODERS))}"

@@ -11,18 +11,12 @@ from torch import Tensor, nn
 from servd.base.errors import UnsupportedModel
 from servd.checkpoint.model_spec import ModelSpec
 from servd.worker.device.parallel import Parallel
+from servd.worker.layers import experts
 from servd.worker.layers._matrix import Matrix
 from servd.worker.layers.attention import Attention, ForwardContext
-from servd.worker.layers.experts import (
-    GroupedQuantMethod,
-    SparseMoE,
-    UnquantizedMatrix,
-    grouped_quant_method,
-    share_memory,
-)
 from servd.worker.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from servd.worker.layers.norm import RMSNorm
-from servd.worker.layers.quantized import LAYER, NamedTensors, Quantized
+from servd.worker.layers.quantized import LAYER, AnyTensor, NamedTensors, Quantized
 from servd.worker.layers.rotary import Rotary, Rotation, rope_parameters
 from servd.worker.models.llama import LlamaForCausalLM, LlamaMLP
 from servd.worker.ops import target
@@ -40,13 +34,13 @@ class OfHeads(nn.Module):
         super().__init__()
         shape = out_features, in_features
         self.is_one_product = target.runs_triton(torch.get_default_device())
-        kind = UnquantizedMatrix if self.is_one_product else Matrix
+        kind = experts.UnquantizedMatrix if self.is_one_product else Matrix
         self.weights = nn.ParameterList(kind(shape, Parallel()) for _ in range(num_heads))
-        self.stack = share_memory([*self.weights])
+        self.stack = experts.share_memory([*self.weights])
 
     @cached_property
-    def grouped(self) -> GroupedQuantMethod:
-        return grouped_quant_method([*self.weights])
+    def grouped(self) -> experts.GroupedQuantMethod:
+        return experts.grouped_quant_method([*self.weights])
 
     def forward(self, x: Tensor) -> Tensor:  # [num_tokens, heads, in] -> [num_tokens, heads, out]
         num_tokens, num_heads, _ = x.shape
@@ -136,7 +130,7 @@ class DeepseekV2Attention(nn.Module):
         queries = "q_b_proj" if self.has_short_queries else "q_proj"
         return {queries: (firsts + query).flatten(), "kv_a_proj_with_mqa": key}
 
-    def convert(self, name: str, tensor: Tensor | Quantized) -> NamedTensors:
+    def convert(self, name: str, tensor: AnyTensor) -> NamedTensors:
         layer = name.partition(".")[0]
         plain_size = self.sizes[1]
         if layer == "kv_b_proj":
@@ -154,7 +148,7 @@ class DeepseekV2Attention(nn.Module):
             yield name, take(tensor, order)
 
 
-def take(rows: Tensor | Quantized, order: Tensor) -> Tensor | Quantized:
+def take(rows: AnyTensor, order: Tensor) -> AnyTensor:
     """Return rows[order]."""
     return rows.map(lambda x: x[order]) if isinstance(rows, Quantized) else rows[order]
 
@@ -168,7 +162,7 @@ def scale_of(spec: ModelSpec, size: int) -> float:
     return scale
 
 
-class DeepseekMoE(SparseMoE):
+class DeepseekMoE(experts.SparseMoE):
     """Experts chosen within the best groups of experts, or among all unless `is_grouped`; and
     shared experts for all tokens.
     """

@@ -54,15 +54,14 @@ class Gemma2Layer(LlamaLayer):
         return self.post_feedforward_layernorm(self.mlp(x)), residual
 
 
-def logit_cap(spec: ModelSpec) -> float | None:
+def scale_and_cap(model: LlamaForCausalLM, spec: ModelSpec) -> None:
+    """Set the factor of embeddings, rounded to the weights' type as in training, and the cap of
+    logits.
+    """
+    factor = torch.tensor(spec.hidden_size**0.5, dtype=getattr(torch, spec.dtype), device="cpu")
+    model.model.embed_tokens.factor = factor.item()
     cap = spec.config.get("final_logit_softcapping")
-    return None if cap is None else float(cap)
-
-
-def embedding_factor(spec: ModelSpec) -> float:
-    """Return the factor of embeddings, rounded to the weights' type, as in training."""
-    dtype = getattr(torch, spec.dtype)
-    return torch.tensor(spec.hidden_size**0.5, dtype=dtype, device="cpu").item()
+    model.logit_cap = None if cap is None else float(cap)
 
 
 class Gemma2ForCausalLM(LlamaForCausalLM):
@@ -75,5 +74,4 @@ class Gemma2ForCausalLM(LlamaForCausalLM):
 
     def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
         super().__init__(spec, parallel)
-        self.model.embed_tokens.factor = embedding_factor(spec)
-        self.logit_cap = logit_cap(spec)
+        scale_and_cap(self, spec)

@@ -13,7 +13,7 @@ from servd.worker.device.parallel import Parallel
 from servd.worker.layers.attention import ForwardContext
 from servd.worker.layers.norm import OffsetRMSNorm
 from servd.worker.layers.rotary import Rotary, Rotation
-from servd.worker.models.gemma2 import Gemma2Layer, embedding_factor, is_sliding, logit_cap
+from servd.worker.models.gemma2 import Gemma2Layer, is_sliding, scale_and_cap
 from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM
 
 
@@ -69,5 +69,4 @@ class Gemma3ForCausalLM(LlamaForCausalLM):
 
     def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
         super().__init__(spec, parallel)
-        self.model.embed_tokens.factor = embedding_factor(spec)
-        self.logit_cap = logit_cap(spec)
+        scale_and_cap(self, spec)

@@ -19,9 +19,7 @@ class GPT2Attention(nn.Module):
     def __init__(self, spec: ModelSpec, layer: int, parallel: Parallel) -> None:
         super().__init__()
         size = spec.hidden_size
-        self.c_attn = ColumnParallelLinear(
-            size, [size, size, size], parallel, bias=True, transposed=True
-        )
+        self.c_attn = ColumnParallelLinear(size, 3 * [size], parallel, bias=True, transposed=True)
         self.c_proj = RowParallelLinear(size, size, parallel, bias=True, transposed=True)
         num_heads = parallel.share(spec.num_heads)
         scale = spec.head_dim**-0.5 if spec.config.get("scale_attn_weights", True) else 1.0
@@ -36,13 +34,10 @@ class GPT2Attention(nn.Module):
 class GPT2MLP(nn.Module):
     def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
         super().__init__()
-        size = spec.config.get("n_inner") or 4 * spec.hidden_size
-        self.c_fc = ColumnParallelLinear(
-            spec.hidden_size, [size], parallel, bias=True, transposed=True
-        )
-        self.c_proj = RowParallelLinear(
-            size, spec.hidden_size, parallel, bias=True, transposed=True
-        )
+        hidden = spec.hidden_size
+        inner = spec.config.get("n_inner") or 4 * hidden
+        self.c_fc = ColumnParallelLinear(hidden, [inner], parallel, bias=True, transposed=True)
+        self.c_proj = RowParallelLinear(inner, hidden, parallel, bias=True, transposed=True)
         self.act = Activation(spec.config.get("activation_function", "gelu_new"))
 
     def forward(self, x: Tensor) -> Tensor:  # [num_tokens, hidden] -> [num_tokens, hidden]
@@ -73,9 +68,8 @@ class GPT2Model(nn.Module):
         self.wte = VocabEmbedding(spec.vocab_size, spec.hidden_size, parallel)
         self.wpe = Embedding(spec.max_position_embeddings, spec.hidden_size, parallel)
         self.h = parallel.layers(spec.num_layers, lambda layer: GPT2Layer(spec, layer, parallel))
-        self.ln_f = LayerNorm(
-            spec.hidden_size, spec.config.get("layer_norm_epsilon", 1e-5), parallel
-        )
+        eps = spec.config.get("layer_norm_epsilon", 1e-5)
+        self.ln_f = LayerNorm(spec.hidden_size, eps, parallel)
 
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
         """Return hidden states [num_tokens, hidden] for [num_tokens] ids and positions."""

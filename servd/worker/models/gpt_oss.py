@@ -13,7 +13,7 @@ from servd.checkpoint.overrides import rope_of
 from servd.worker.device.parallel import Parallel
 from servd.worker.layers.activation import Activation
 from servd.worker.layers.experts import SparseMoE
-from servd.worker.layers.quantized import NamedTensors, Quantized
+from servd.worker.layers.quantized import AnyTensor, NamedTensors, Quantized
 from servd.worker.layers.weight import Weight
 from servd.worker.models.gemma2 import is_sliding
 from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM
@@ -87,7 +87,7 @@ class GptOssForCausalLM(LlamaForCausalLM):
                 yield f"{prefix}.mlp.experts.{number}.{module}.{leaf}", part
 
 
-def _halves(rows: Tensor | Quantized) -> Tensor | Quantized:
+def _halves(rows: AnyTensor) -> AnyTensor:
     """Return rows 0, 2, 4 ... and then rows 1, 3, 5 ..."""
 
     def order(x: Tensor) -> Tensor:

@@ -33,13 +33,9 @@ class LlamaAttention(nn.Module):
         self.qkv_proj = self.qkv(spec.hidden_size, spec, parallel, bias=qkv_bias)
         self.o_proj = RowParallelLinear(q_size, spec.hidden_size, parallel, bias=o_bias)
         self.register_parameter("sinks", None)  # [heads], in models with attention sinks
-        self.attention = Attention(
-            layer,
-            parallel.share(spec.num_heads),
-            parallel.share(spec.num_kv_heads),
-            spec.head_dim,
-            **{"scale": spec.head_dim**-0.5} | self.options(spec.config, layer),
-        )
+        heads = parallel.share(spec.num_heads), parallel.share(spec.num_kv_heads)
+        options = {"scale": spec.head_dim**-0.5} | self.options(spec.config, layer)
+        self.attention = Attention(layer, *heads, spec.head_dim, **options)
         self.norms: Norms | None = None
         if self.head_norm_class is not None:
             eps = spec.config.get("rms_norm_eps", 1e-6)
@@ -56,13 +52,9 @@ class LlamaAttention(nn.Module):
         """
         q_size, kv_size = (count * spec.head_dim for count in (spec.num_heads, spec.num_kv_heads))
         num_copies = parallel.num_copies(spec.num_kv_heads)
-        return ColumnParallelLinear(
-            in_features,
-            [cls.query_parts * q_size, kv_size, kv_size],
-            parallel,
-            bias=bias,
-            copies=[1, num_copies, num_copies],
-        )
+        sizes = [cls.query_parts * q_size, kv_size, kv_size]
+        copies = [1, num_copies, num_copies]
+        return ColumnParallelLinear(in_features, sizes, parallel, bias=bias, copies=copies)
 
     @staticmethod
     def biases(config: dict[str, Any]) -> tuple[bool, bool]:
@@ -76,16 +68,14 @@ class LlamaAttention(nn.Module):
         return {}
 
     def normalize(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Return q, k [num_tokens, heads, head_dim], normalized over all heads; here unchanged."""
+        """Return q, k [num_tokens, heads * head_dim], normalized over all heads; here unchanged."""
         return q, k
 
     def forward(self, x: Tensor, rotation: Rotation | None, ctx: ForwardContext) -> Tensor:
         """Return the output [num_tokens, hidden] for x of the same shape."""
         q, k, v = self.qkv_proj(x).split(self.qkv_proj.local_features, dim=-1)
-        q, k = self.normalize(
-            q.unflatten(-1, (-1, self.head_dim)), k.unflatten(-1, (-1, self.head_dim))
-        )
-        out = self.attention(q.flatten(1), k.flatten(1), v, ctx, rotation, self.sinks, self.norms)
+        q, k = self.normalize(q, k)
+        out = self.attention(q, k, v, ctx, rotation, self.sinks, self.norms)
         return self.o_proj(out)
 
 

@@ -6,6 +6,7 @@ from servd.checkpoint.model_spec import ModelSpec
 from servd.worker.device.parallel import Parallel
 from servd.worker.layers.experts import SparseMoE
 from servd.worker.layers.quantized import NamedTensors, rename
+from servd.worker.models import qwen3_moe
 from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM
 
 
@@ -19,15 +20,7 @@ class MixtralAttention(LlamaAttention):
 
 def expert_options(spec: ModelSpec) -> dict[str, Any]:
     """Return arguments of `SparseMoE`."""
-    config = spec.config
-    return {
-        "hidden_size": spec.hidden_size,
-        "size": config["intermediate_size"],
-        "num_experts": config["num_local_experts"],
-        "top_k": config["num_experts_per_tok"],
-        "renormalize": True,
-        "activation": config.get("hidden_act", "silu"),
-    }
+    return qwen3_moe.expert_options(spec, "intermediate_size") | {"renormalize": True}
 
 
 class MixtralForCausalLM(LlamaForCausalLM):

@@ -66,15 +66,9 @@ class ModernBertAttention(nn.Module):
         self.Wo = RowParallelLinear(size, size, parallel, bias=bias)
         num_heads = parallel.share(spec.num_heads)
         half = spec.config["local_attention"] // 2
-        self.attention = Attention(
-            0,
-            num_heads,
-            num_heads,
-            spec.head_dim,
-            spec.head_dim**-0.5,
-            sliding_window=half + 1 if layer_type == LOCAL else None,
-            is_causal=False,
-        )
+        window = half + 1 if layer_type == LOCAL else None
+        shape = num_heads, num_heads, spec.head_dim, spec.head_dim**-0.5
+        self.attention = Attention(0, *shape, window, is_causal=False)
 
     def forward(self, x: Tensor, rotation: Rotation, ctx: ForwardContext) -> Tensor:
         """Return the output [num_tokens, hidden] for x of the same shape."""

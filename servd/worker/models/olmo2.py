@@ -25,17 +25,17 @@ class Olmo2Attention(LlamaAttention):
         self.k_norm = RMSNorm(spec.num_kv_heads * spec.head_dim, eps, parallel)
 
     def normalize(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Return q and k normalized over all heads: [num_tokens, heads, head_dim] each."""
+        """Return q and k normalized over all heads: [num_tokens, heads * head_dim] each."""
         return self._norm(self.q_norm, q), self._norm(self.k_norm, k)
 
     def _norm(self, norm: RMSNorm, x: Tensor) -> Tensor:
-        num_heads, head_dim = x.shape[1:]
-        together = self.parallel.all_gather(x.flatten(1)).unflatten(1, (-1, head_dim))
-        num_copies = together.shape[1] * head_dim // len(norm.weight)  # of each head, on neighbours
+        size = x.shape[1]
+        together = self.parallel.all_gather(x)
+        num_copies = together.shape[1] // len(norm.weight)  # of each head, on neighbours
+        heads = together.unflatten(1, (-1, self.head_dim))[:, ::num_copies]
         # One head of three dimensions: a slice of qkv is normed where it is.
-        normed = norm(together[:, ::num_copies].flatten(1).unsqueeze(1))
-        first_head = self.parallel.rank // num_copies * num_heads
-        return normed.unflatten(2, (-1, head_dim)).squeeze(1).narrow(1, first_head, num_heads)
+        normed = norm(heads.flatten(1).unsqueeze(1)).squeeze(1)
+        return normed.narrow(1, self.parallel.rank // num_copies * size, size)
 
 
 class Olmo2Layer(LlamaLayer):

@@ -8,18 +8,13 @@ from servd.worker.device.parallel import Parallel
 from servd.worker.layers.hybrid import HybridLayer
 from servd.worker.layers.linear import ColumnParallelLinear
 from servd.worker.layers.norm import OffsetRMSNorm
+from servd.worker.models import qwen3_next
 from servd.worker.models.llama import LlamaForCausalLM
-from servd.worker.models.qwen3_next import (
-    GatedDeltaNet,
-    Qwen3NextAttention,
-    Qwen3NextRotary,
-    convert_text,
-)
 
 PACKED = LlamaForCausalLM.packed | {"in_proj_b": ("in_proj_ba", 0), "in_proj_a": ("in_proj_ba", 1)}
 
 
-class Qwen3_5DeltaNet(GatedDeltaNet):
+class Qwen3_5DeltaNet(qwen3_next.GatedDeltaNet):
     def make_projections(
         self, hidden: int, keys: int, values: int, num_values: int, parallel: Parallel
     ) -> None:
@@ -35,9 +30,9 @@ class Qwen3_5DeltaNet(GatedDeltaNet):
 
 class Qwen3_5ForCausalLM(LlamaForCausalLM):
     layer_class = HybridLayer
-    attention_class = Qwen3NextAttention
+    attention_class = qwen3_next.Qwen3NextAttention
     state_class = Qwen3_5DeltaNet
     norm_class = OffsetRMSNorm
-    rotary_class = Qwen3NextRotary
-    convert = staticmethod(convert_text)
+    rotary_class = qwen3_next.Qwen3NextRotary
+    convert = staticmethod(qwen3_next.convert_text)
     packed = PACKED

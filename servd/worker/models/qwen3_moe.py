@@ -19,12 +19,12 @@ def has_experts(config: dict[str, Any], layer: int) -> bool:
     return not is_dense and (layer + 1) % config.get("decoder_sparse_step", 1) == 0
 
 
-def expert_options(spec: ModelSpec) -> dict[str, Any]:
-    """Return arguments of `SparseMoE`."""
+def expert_options(spec: ModelSpec, size: str = "moe_intermediate_size") -> dict[str, Any]:
+    """Return arguments of `SparseMoE`. `size`: the key of the size of an expert."""
     config = spec.config
     return {
         "hidden_size": spec.hidden_size,
-        "size": config["moe_intermediate_size"],
+        "size": config[size],
         "num_experts": config.get("num_experts") or config["num_local_experts"],
         "top_k": config["num_experts_per_tok"],
         "renormalize": config.get("norm_topk_prob", False),

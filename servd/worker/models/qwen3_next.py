@@ -82,12 +82,9 @@ class GatedDeltaNet(nn.Module):
         values = num_values * self.value_dim
         self.sizes = [keys // size, keys // size, values // size]  # sizes of q, k, v on this rank
         self.make_projections(hidden, keys, values, num_values, parallel)
-        self.conv1d = Convolution(
-            [keys, keys, values],
-            config.get("linear_conv_kernel_dim", 4),
-            parallel,
-            activation=config.get("hidden_act", "silu"),
-        )
+        conv_size = config.get("linear_conv_kernel_dim", 4)
+        act = config.get("hidden_act", "silu")
+        self.conv1d = Convolution([keys, keys, values], conv_size, parallel, activation=act)
         self.q_norm = L2Norm(self.key_dim, 1e-6, self.key_dim**-0.5)
         self.k_norm = L2Norm(self.key_dim, 1e-6)
         self.dt_bias = FloatWeight((num_values,), parallel, shard_dim=0)

@@ -14,6 +14,7 @@ from PIL import Image
 FAMILIES = __name__  # the package, for servd.base.plugins
 
 Detail = Literal["auto", "low", "high"]
+LARGEST_SIDE = 4096  # pixels; the processors of all families make larger pictures smaller
 
 
 @dataclass(frozen=True)
@@ -41,3 +42,16 @@ class ImageProcessor(ABC):
     @abstractmethod
     def process(self, image: Image.Image, detail: Detail) -> ProcessedImage:
         """Return the tensors and the text of an RGB picture."""
+
+    def process_largest(self, max_embeds: int) -> Mapping[str, np.ndarray]:
+        """Return the tensors of a large picture, or of its first part, with at most `max_embeds`
+        image tokens.
+        """
+        side = LARGEST_SIDE
+        processed = self.process(Image.new("RGB", (side, side)), "high")
+        while processed.num_embeds > max_embeds * processed.num_parts and side > 1:
+            side //= 2
+            processed = self.process(Image.new("RGB", (side, side)), "high")
+        if processed.num_parts == 1:
+            return processed.tensors
+        return {name: tensor[:, :1] for name, tensor in processed.tensors.items()}

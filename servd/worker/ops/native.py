@@ -22,7 +22,7 @@ from servd.worker.ops import reference
 from servd.worker.ops._decode_rows import SlotTensors
 from servd.worker.ops._huge_pages import HugePages
 from servd.worker.ops._state_rows import Decay, Factors, Filter, StateRows
-from servd.worker.ops.reference import LowRank, Routing, RoutingRule
+from servd.worker.ops.reference import LowRank, Rotation, Routing, RoutingRule
 
 log = logging.getLogger("servd.worker")
 
@@ -322,9 +322,7 @@ def embed(index: Tensor, table: Tensor) -> Tensor:
     return out
 
 
-def rotation(
-    positions: Tensor, inv_freq: Tensor, magnitude: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def rotation(positions: Tensor, inv_freq: Tensor, magnitude: float, dtype: torch.dtype) -> Rotation:
     if dtype != torch.float32:
         return reference.rotation(positions, inv_freq, magnitude, dtype)
     positions = positions.contiguous()
@@ -338,7 +336,7 @@ def rms_norm(
 ) -> tuple[Tensor, Tensor]:
     if not _fits(residual, weight) or x.dtype != torch.float32:
         return reference.rms_norm(x, residual, weight, eps)
-    return _norm(0, x, residual, weight, None, eps)
+    return _norm(x, residual, weight, None, eps)
 
 
 def layer_norm(
@@ -346,17 +344,13 @@ def layer_norm(
 ) -> tuple[Tensor, Tensor]:
     if not _fits(residual, weight, bias) or x.dtype != torch.float32:
         return reference.layer_norm(x, residual, weight, bias, eps)
-    return _norm(1, x, residual, weight, bias, eps)
+    return _norm(x, residual, weight, bias, eps)
 
 
 def _norm(
-    centered: int,
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
+    centered = 0 if bias is None else 1  # RMSNorm or LayerNorm
     out = torch.empty(x.shape)
     sums = None if residual is None else torch.empty(x.shape)
     call("norm", centered, *_rows(x), residual, weight, bias, eps, out, sums, *_sizes(x))

@@ -76,9 +76,7 @@ def embed(index: Tensor, table: Tensor) -> Tensor:
     return F.embedding(index, table)
 
 
-def rotation(
-    positions: Tensor, inv_freq: Tensor, magnitude: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def rotation(positions: Tensor, inv_freq: Tensor, magnitude: float, dtype: torch.dtype) -> Rotation:
     """Return cos and sin of positions [num_tokens] times inv_freq float32 [size], both times
     magnitude: [num_tokens, size] each.
     """

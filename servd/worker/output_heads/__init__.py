@@ -35,6 +35,9 @@ class OutputHead(ABC):
     compute_logits: Callable[[Tensor], Tensor]
     spec: ModelSpec
 
+    def __post_init__(self) -> None:  # noqa: B027
+        """Allocate the state."""
+
     @abstractmethod
     def add(self, request: NewRequest) -> None:
         """Start a request in its slot."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -27,8 +26,7 @@ class Pooler(OutputHead):
     token's state, and all chunks for a vector per token.
     """
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __post_init__(self) -> None:
         device = self.states.token_ids.device
         files = pooling.read(self.spec)
         self.size = files.size
@@ -140,9 +138,8 @@ class PoolerDense:
             raise UnsupportedModel(f"{folder}/config.json: activation {path} is not supported")
         try:
             tensors = {key: tensor.float().to(device) for key, tensor in load_file(file).items()}
-            linear = nn.Linear(
-                config["in_features"], config["out_features"], config.get("bias", True), "meta"
-            )
+            sizes = config["in_features"], config["out_features"]
+            linear = nn.Linear(*sizes, config.get("bias", True), "meta")
             expected = {f"linear.{key}": tensor.shape for key, tensor in linear.named_parameters()}
             if (shapes := {key: tensor.shape for key, tensor in tensors.items()}) != expected:
                 raise UnsupportedModel(f"{file} has {shapes}, but config.json states {expected}")
@@ -174,7 +171,6 @@ class Pooled:
         for row, (params, vectors) in (pooled | self.by_token).items():
             vectors = vectors[:, : params.dimensions].numpy()
             if params.normalize is not False:
-                vectors = vectors / np.maximum(
-                    np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12
-                )
+                norms = np.linalg.norm(vectors, axis=1, keepdims=True)
+                vectors = vectors / np.maximum(norms, 1e-12)
             output.pooled[row] = vectors.astype("<f4").tobytes()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -21,12 +20,10 @@ class PromptLogprobsHead(OutputHead):
     rows at once as a step samples, because memory is reserved for these.
     """
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __post_init__(self) -> None:
         self.max_rows = self.states.max_num_seqs
-        self.requested: dict[
-            int, tuple[int, int]
-        ] = {}  # slot -> (tokens in the prompt, k most likely)
+        # Slot -> (tokens in the prompt, k most likely).
+        self.requested: dict[int, tuple[int, int]] = {}
 
     def add(self, request: NewRequest) -> None:
         params = request.params
@@ -59,9 +56,8 @@ class PromptLogprobsHead(OutputHead):
                 num_logprobs += [k] * count
         if not parts:
             return None
-        packed = upload(
-            np.stack([np.concatenate(a) for a in (tokens, slots, targets)]), hidden.device
-        )
+        columns = [np.concatenate(chunks) for chunks in (tokens, slots, targets)]
+        packed = upload(np.stack(columns), hidden.device)
         target_ids = self.states.token_ids[packed[1], packed[2]].long()
         return PromptLogprobsPart(parts, self._score(hidden, packed[0], target_ids, num_logprobs))
 

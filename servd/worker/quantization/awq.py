@@ -38,15 +38,8 @@ def _weight(device: torch.device, name: str, module: Module) -> Quantized | None
         return None
     words, zeros, scale = take(name, module, device, "qweight", "qzeros", "scales")
     codes = _rows(words)
-    return affine(
-        name,
-        codes,
-        _rows(zeros),
-        scale.t(),
-        bits=4,
-        group_size=-(-codes.shape[1] // len(scale)),
-        is_symmetric=False,
-    )
+    size = -(-codes.shape[1] // len(scale))
+    return affine(name, codes, _rows(zeros), scale.t(), bits=4, group_size=size, is_symmetric=False)
 
 
 def _rows(words: Tensor) -> Tensor:

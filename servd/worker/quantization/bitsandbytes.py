@@ -57,13 +57,9 @@ def _weight(device: torch.device, name: str, module: Module) -> Quantized | None
             f"matrix of {[num_rows, size]}: only blocks that divide a row are supported"
         )
     codes = torch.stack([packed.to(device) >> 4, packed.to(device) & 15], dim=-1)
-    return Quantized(
-        codes.view(num_rows, size),
-        scale.to(device).view(num_rows, -1),
-        None,
-        block_size,
-        tuple(map(float, table.tolist())),
-    )
+    scale = scale.to(device).view(num_rows, -1)
+    numbers = tuple(map(float, table.tolist()))
+    return Quantized(codes.view(num_rows, size), scale, None, block_size, numbers)
 
 
 def _factors(state: dict[str, Any], module: Module) -> Tensor:

@@ -123,14 +123,10 @@ def _packed(scheme: dict[str, Any], device: torch.device, name: str, module: Mod
         if len(packed) != -(-num_rows * bits // 32):
             raise UnsupportedModel(f"layer {name} has zero points that are not packed")
         zeros = unpack(packed.t(), bits)[:, :num_rows].t()
+    codes = unpack(words, bits)[:, :size]
+    symmetric = scheme.get("symmetric", True)
     weight = affine(
-        name,
-        unpack(words, bits)[:, :size],
-        zeros,
-        scale,
-        bits=bits,
-        group_size=group_size,
-        is_symmetric=scheme.get("symmetric", True),
+        name, codes, zeros, scale, bits=bits, group_size=group_size, is_symmetric=symmetric
     )
     group_of = module.pop("weight_g_idx", None)
     return weight if group_of is None else side_by_side(name, weight, group_of.to(device))
@@ -154,12 +150,6 @@ def _plain(scheme: dict[str, Any], device: torch.device, name: str, module: Modu
     if zeros is not None:
         wide, _ = scales_of_rows(name, codes.shape, zeros.to(device))
         zeros = wide.to(torch.int16).add(128).to(torch.uint8)
-    return affine(
-        name,
-        codes.view(torch.uint8) ^ 128,
-        zeros,
-        scale,
-        bits=8,
-        group_size=group_size,
-        is_symmetric=scheme.get("symmetric", True),
-    )
+    codes = codes.view(torch.uint8) ^ 128
+    symmetric = scheme.get("symmetric", True)
+    return affine(name, codes, zeros, scale, bits=8, group_size=group_size, is_symmetric=symmetric)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from servd.base.errors import UnsupportedModel
 from servd.checkpoint.gguf import ARCHITECTURES, FLOATS, TABLE, count_drafts, open_file
-from servd.worker.layers.quantized import NamedTensors, Quantized
+from servd.worker.layers.quantized import AnyTensor, NamedTensors, Quantized
 from servd.worker.ops import native
 
 if TYPE_CHECKING:
@@ -69,9 +69,7 @@ def rename(name: str, architecture: str = "llama") -> str:
     return f"{prefix}{names.get(stem, stem)}.{leaf}"
 
 
-def _as_original(
-    tensor: Tensor | Quantized, name: str, values: dict[str, Any]
-) -> Tensor | Quantized:
+def _as_original(tensor: AnyTensor, name: str, values: dict[str, Any]) -> AnyTensor:
     """Return a tensor as the original checkpoint has it, before llama.cpp's converter."""
     architecture = values["general.architecture"]
     form = ARCHITECTURES[architecture]
@@ -103,9 +101,7 @@ def _as_original(
     return tensor
 
 
-def _by_key_head(
-    tensor: Tensor | Quantized, name: str, values: dict[str, Any]
-) -> Tensor | Quantized:
+def _by_key_head(tensor: AnyTensor, name: str, values: dict[str, Any]) -> AnyTensor:
     """Return a tensor with heads of values in the order of their heads of keys. GGUF has the first
     head of values of each head of keys, then the second ones, and so on.
     """
@@ -134,7 +130,7 @@ def _by_key_head(
     return tensor.with_heads(order, size) if dim else tensor.map(lambda x: x[order])
 
 
-def _by_halves(tensor: Tensor | Quantized, num_heads: int) -> Tensor | Quantized:
+def _by_halves(tensor: AnyTensor, num_heads: int) -> AnyTensor:
     """Return the rows of each head in Hugging Face's order. Rows that are rotated together are
     adjacent in GGUF, and half a head apart in Hugging Face's order.
     """
@@ -149,7 +145,7 @@ def _by_halves(tensor: Tensor | Quantized, num_heads: int) -> Tensor | Quantized
     return tensor if tensor.codes.is_meta else tensor.map(by_halves)
 
 
-def _decode(tensor: ReaderTensor, device: torch.device) -> Tensor | Quantized:
+def _decode(tensor: ReaderTensor, device: torch.device) -> AnyTensor:
     from gguf import GGML_QUANT_SIZES, quants  # an extra: `_imatrix` imports this file without it
 
     kind = tensor.tensor_type.name

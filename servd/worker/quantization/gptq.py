@@ -54,18 +54,14 @@ def _weight(
     # A group size from `dynamic` divides the columns.
     if stated <= 0 or -(-size // stated) != num_groups:
         stated = -(-size // num_groups)
-    if config.get("sym", True) and not zeros.is_meta:
+    symmetric = config.get("sym", True)
+    if symmetric and not zeros.is_meta:
         layout = _layout_of(name, zeros, bits, layout)
     if layout == "gptq":
         zeros = zeros + MISSING[bits]
+    zeros = unpack(zeros, bits).t()
     weight = affine(
-        name,
-        codes,
-        unpack(zeros, bits).t(),
-        scale.t(),
-        bits=bits,
-        group_size=stated,
-        is_symmetric=config.get("sym", True),
+        name, codes, zeros, scale.t(), bits=bits, group_size=stated, is_symmetric=symmetric
     )
     group_of = module.pop("g_idx", None)
     lacks_order = group_of is None or not group_of.numel()

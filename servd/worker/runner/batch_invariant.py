@@ -6,30 +6,25 @@ attention, which splits rows by the device's load.
 
 from dataclasses import replace
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from servd.base.errors import ConfigError
-from servd.worker.layers._matrix import Matrix
+from servd.worker.layers._matrix import Dense, Matrix
 from servd.worker.layers.experts import Expert
 from servd.worker.runner.model_runner import ModelRunner
 
 
-class InvariantMatrix:
+class InvariantMatrix(Dense):
     """A matrix that is multiplied by one kernel, with fixed tiles."""
 
     def __init__(self, weight: Tensor) -> None:
         from servd.worker.ops.triton.product import product  # needs triton
 
-        self.weight = weight.contiguous()
-        self.nbytes = weight.nbytes
+        super().__init__(weight.contiguous())
         self.product = product
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return self.product(x, self.weight, bias)
-
-    def rows(self, index: Tensor) -> Tensor:
-        return F.embedding(index, self.weight)
 
 
 def make_batch_invariant(runner: ModelRunner) -> None:

@@ -32,12 +32,8 @@ def compile_layers(model: Model, backend: str | Callable[..., Any] = "inductor")
     tiled: list[Any] = [TiledMatrix, TiledExperts]  # tiles of their kernel depend on a step's rows
     for method in tiled:
         method.multiply = torch.compiler.disable(method.multiply)
-    layers: list[Any] = [
-        layer
-        for _, part in model.named_modules()
-        if isinstance(part, nn.ModuleList)
-        for layer in part
-    ]
+    lists = [part for _, part in model.named_modules() if isinstance(part, nn.ModuleList)]
+    layers: list[Any] = [layer for part in lists for layer in part]
     for layer in layers:
         for part in layer.modules():
             if isinstance(part, Attention):

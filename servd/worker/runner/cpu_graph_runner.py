@@ -11,8 +11,8 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -93,11 +93,9 @@ class CPUGraphRunner:
                 self.is_recordable = False
         return self.forward(input_ids, positions, attention, *extra_inputs)
 
-    def _run(
-        self, input_ids: Tensor, positions: Tensor, attention: AttentionBatch, *extra_inputs: Tensor
-    ) -> Tensor:
-        self.fill(input_ids, positions, attention, *extra_inputs)
-        num_rows = len(input_ids)
+    def _run(self, *inputs: Any) -> Tensor:
+        self.fill(*inputs)
+        num_rows = len(inputs[0])
         key = num_rows, self.variant()
         if (graph := self.graphs.get(key)) is None:
             graph = self._record(num_rows)
@@ -146,12 +144,8 @@ class CPUGraphRunner:
             for places in self.places
         ]
         attention = replace(attention, other_groups=groups)
-        return (
-            input_ids,
-            positions,
-            attention,
-            *(torch.from_numpy(other[:num_rows]) for other in self.extra_inputs),
-        )
+        extra = (torch.from_numpy(other[:num_rows]) for other in self.extra_inputs)
+        return input_ids, positions, attention, *extra
 
     def _record(self, num_rows: int) -> CPUGraph:
         inputs = self.inputs(num_rows)
@@ -167,28 +161,23 @@ class CPUGraphRunner:
         return CPUGraph(b"".join(recorder.calls), [self.memory.lend(hidden)])
 
 
+@dataclass(eq=False)
 class ChainRunner(Chain):
     """Runs a chain of drafts as a graph. Each number of rows has a graph of the longest chain, with
     the pass before the chain if that pass has few tokens. Without graphs, passes run one by one.
-
-    Args:
-        arguments: the arguments of `Chain`.
-        passes: runs the passes before chains.
-        max_num_rows: maximum rows of a chain.
-        max_drafts: maximum drafts of a row.
     """
 
-    def __init__(
-        self, *arguments: Any, passes: CPUGraphRunner, max_num_rows: int, max_drafts: int
-    ) -> None:
-        super().__init__(*arguments)
-        self.passes = passes
-        self.max_passes = max_drafts - 1
-        self.memory = Memory(max_num_rows)
+    passes: CPUGraphRunner  # runs the passes before chains
+    max_num_rows: int  # of a chain
+    max_drafts: int  # of a row
+
+    def __post_init__(self) -> None:
+        self.max_passes = self.max_drafts - 1
+        self.memory = Memory(self.max_num_rows)
         max_num_blocks = self.states.block_tables.tables.shape[1]
-        self.block_tables = np.zeros((max_num_rows, max_num_blocks), dtype=np.int32)
-        self.query_lens = np.ones(max_num_rows, dtype=np.int64)
-        self.last = np.zeros(max_num_rows, dtype=np.int64)
+        self.block_tables = np.zeros((self.max_num_rows, max_num_blocks), dtype=np.int32)
+        self.query_lens = np.ones(self.max_num_rows, dtype=np.int64)
+        self.last = np.zeros(self.max_num_rows, dtype=np.int64)
         self.features: np.ndarray | None = None  # [max_num_rows, hidden]
         # By tokens of the recorded pass before (0: none) and rows: positions, cache slots and
         # lengths of all passes, [max_passes, 3, num_rows], and a graph per number of passes.
@@ -254,15 +243,11 @@ class ChainRunner(Chain):
     def _record(self, num_tokens: int, num_rows: int, numbers: np.ndarray) -> list[CPUGraph]:
         starts = torch.arange(num_rows + 1, dtype=torch.int32)
         tables = torch.from_numpy(self.block_tables[:num_rows])
-        passes = [
-            (
-                position,
-                AttentionBatch(
-                    self.query_lens[:num_rows], lens.numpy(), starts, lens, tables, mapping
-                ),
-            )
-            for position, mapping, lens in torch.from_numpy(numbers)
-        ]
+        query_lens = self.query_lens[:num_rows]
+        passes: list[tuple[Tensor, AttentionBatch]] = []
+        for position, mapping, lens in torch.from_numpy(numbers):
+            batch = AttentionBatch(query_lens, lens.numpy(), starts, lens, tables, mapping)
+            passes.append((position, batch))
         made: list[Tensor] = []
         graphs: list[CPUGraph] = []
         inputs = self.passes.inputs(num_tokens)
@@ -365,12 +350,11 @@ class KernelRecorder(TorchFunctionMode):
         return result
 
 
-class CPUGraph:
+class CPUGraph(NamedTuple):
     """Recorded calls, which write the same tensors at the same addresses every time."""
 
-    def __init__(self, calls: bytes, results: list[Tensor]) -> None:
-        self.calls = calls
-        self.results = results
+    calls: bytes
+    results: list[Tensor]
 
     def run(self) -> None:
         native.loaded_library().run(self.calls)

@@ -82,13 +82,7 @@ class CPUModelRunner(ModelRunner):
         chain = super().make_chain(drafter, max_num_rows, max_num_tokens)
         if (passes := self.make_graphs(drafter.begin, max_num_tokens)) is None:
             return chain
-        return ChainRunner(
-            drafter,
-            self.states,
-            passes=passes,
-            max_num_rows=max_num_rows,
-            max_drafts=self.max_drafts,
-        )
+        return ChainRunner(drafter, self.states, passes, max_num_rows, self.max_drafts)
 
     def drop_graphs(self) -> None:
         self.graphs = None

@@ -138,16 +138,24 @@ class EncoderRunner:
 
         name = self.multimodal.processor
         processor_class: type[ImageProcessor] = load_class(FAMILIES, name, ImageProcessor)
-        processor_class(Path(self.spec.folder), options)
+        self.processor = processor_class(Path(self.spec.folder), options)
         self.tower = VisionTower.load(self.spec, self.dtype, self.device)
         self.nbytes = self.tower.nbytes
 
     def max_cache_bytes(self, config: Config) -> int:
         """Return the most bytes of outputs that the engine keeps; see EncoderCacheManager."""
+        return self._max_embeds(config) * self.spec.embed_size * self.dtype.itemsize
+
+    @torch.inference_mode()
+    def encode_largest(self, config: Config) -> None:
+        """Encode as large a picture, or part of one, as a step may have: a profile of memory."""
+        if self.tower is not None:
+            tensors = self.processor.process_largest(self._max_embeds(config))
+            self.tower.encode({name: torch.from_numpy(x) for name, x in tensors.items()})
+
+    def _max_embeds(self, config: Config) -> int:
         max_model_len = config.model.max_model_len or self.spec.max_position_embeddings
-        options = config.multimodal
-        num_embeds = options.encoder_cache_size(max_model_len, self.spec.embed_bytes)
-        return num_embeds * self.spec.embed_size * self.dtype.itemsize
+        return config.multimodal.encoder_cache_size(max_model_len, self.spec.embed_bytes)
 
     def add(self, request: NewRequest) -> None:
         """Keep the pictures of a request. Raises InvalidRequest if their ranges do not fit."""

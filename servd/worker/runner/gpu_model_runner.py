@@ -12,7 +12,7 @@ from servd.messages.engine import GrammarOutput, NewRequest, ScheduledRequest, S
 from servd.messages.params import SamplingParams
 from servd.worker.batch.decode_inputs import PLACE, DecodeBuffers
 from servd.worker.batch.input_batch import InputBatch, captured_attention, mixed_attention
-from servd.worker.device.memory import CudaMeter, MemoryUse, Meter
+from servd.worker.device.memory import CudaMeter, MemoryUse
 from servd.worker.kv.block_store import STAGED_BYTES
 from servd.worker.layers._matrix import Matrix
 from servd.worker.layers.weight import Loadable
@@ -182,7 +182,7 @@ class GPUModelRunner(ModelRunner):
 
     # ---- memory ----
 
-    def meter(self) -> Meter:
+    def meter(self) -> CudaMeter:
         """Return a reader of the device's memory. Tests replace this method."""
         return CudaMeter(self.device)
 
@@ -197,7 +197,7 @@ class GPUModelRunner(ModelRunner):
     def more_memory(self, missing: int) -> list[str]:
         return self.memory_use.hints(missing) if self.memory_use else []
 
-    def _profile(self, meter: Meter) -> MemoryUse:
+    def _profile(self, meter: CudaMeter) -> MemoryUse:
         """Run the largest steps and capture graphs, with the fewest KV-cache blocks needed."""
         longest = min(self.max_num_tokens, self.max_model_len)
         row_len = min(self.max_num_tokens // self.max_num_seqs, self.max_model_len)
@@ -216,6 +216,9 @@ class GPUModelRunner(ModelRunner):
             forward = max(forward, meter.peak())
             self._sample_all(num_rows)
             sampling = max(sampling, meter.peak())
+        if self.encoder is not None:
+            self.encoder.encode_largest(self.config)
+            forward = max(forward, meter.peak())
         kept = meter.allocated()
         graphs = self._graph_bytes(meter)
         self.kv_caches = []
@@ -281,7 +284,7 @@ class GPUModelRunner(ModelRunner):
         self.execute_model(SchedulerOutput(step=0, scheduled=[], freed_slots=list(range(num_rows))))
         self.sample_tokens()
 
-    def _graph_bytes(self, meter: Meter) -> int:
+    def _graph_bytes(self, meter: CudaMeter) -> int:
         """Return an estimate of the memory of all graphs: the largest graph, the graph with the
         largest logits, and for each other graph as much as a second graph adds to the first.
         """

@@ -15,6 +15,7 @@ import logging
 import time
 from bisect import bisect_left
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -62,42 +63,31 @@ def mixed_sizes(max_num_tokens: int) -> list[int]:
     return chosen
 
 
+@dataclass(eq=False)
 class GraphRunner:
-    """Captures a graph when its size is first needed.
+    """Captures a graph when its size is first needed."""
 
-    Args:
-        max_num_rows: maximum rows of a step.
-        max_mixed_tokens: tokens of the largest mixed graph; 0: none.
-        hidden: [0, hidden], of the type of hidden states.
-        num_inputs: rows of `InputBatch.tokens`.
-        choose: see `Choose`; None: no second graphs.
-    """
+    forward: Forward
+    max_num_rows: int  # of a step
+    max_mixed_tokens: int  # of the largest mixed graph; 0: none
+    decode_inputs: DecodeInputs
+    hidden: Tensor  # [0, hidden], of the type of hidden states; then the output of all graphs
+    record: Record
+    num_inputs: int = 2  # rows of `InputBatch.tokens`
+    choose: Choose | None = None  # None: no second graphs
 
-    def __init__(
-        self,
-        forward: Forward,
-        max_num_rows: int,
-        max_mixed_tokens: int,
-        decode_inputs: DecodeInputs,
-        hidden: Tensor,
-        record: Record,
-        num_inputs: int = 2,
-        choose: Choose | None = None,
-    ) -> None:
-        self.forward = forward
-        self.record = record
-        self.choose = choose
-        self.decode_inputs = decode_inputs
-        self.decode_sizes = decode_sizes(max_num_rows)
-        self.mixed_sizes = mixed_sizes(max_mixed_tokens)
+    def __post_init__(self) -> None:
+        device = self.hidden.device
+        self.decode_sizes = decode_sizes(self.max_num_rows)
+        self.mixed_sizes = mixed_sizes(self.max_mixed_tokens)
         max_size = max(self.decode_sizes + self.mixed_sizes)
-        self.hidden = hidden.new_zeros(max_size, hidden.shape[1])  # the output of all graphs
-        self.chosen = torch.zeros(max_num_rows, dtype=torch.int64, device=hidden.device)
-        padding = [[decode_inputs.null_slot], *[[0]] * (num_inputs - 1)]
-        self.padding = torch.tensor(padding, device=hidden.device)
+        self.hidden = self.hidden.new_zeros(max_size, self.hidden.shape[1])
+        self.chosen = torch.zeros(self.max_num_rows, dtype=torch.int64, device=device)
+        padding = [[self.decode_inputs.null_slot], *[[0]] * (self.num_inputs - 1)]
+        self.padding = torch.tensor(padding, device=device)
         # Inputs of mixed graphs, int64 [num_inputs, max_size].
         self.inputs = self.padding.repeat(1, max(self.mixed_sizes, default=0))
-        self.ends = torch.zeros(max_num_rows, dtype=torch.int64, device=hidden.device)
+        self.ends = torch.zeros(self.max_num_rows, dtype=torch.int64, device=device)
         self.graphs: dict[tuple[GraphSize, bool], Run] = {}
         self.heads: dict[tuple[int, bool], Run] = {}  # the second graphs
         self.variant: Callable[[], bool] = lambda: False  # see `ModelRunner.variant`

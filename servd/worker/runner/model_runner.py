@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
+from torch import Tensor
 
 from servd.base.errors import InvalidRequest
 from servd.base.sizes import format_bytes
@@ -62,7 +63,7 @@ class ExecuteModelState:
     """A step between `execute_model` and `sample_tokens`."""
 
     num_rows: tuple[int, int]  # in `SchedulerOutput.decodes`, and in `SchedulerOutput.scheduled`
-    computed: tuple[InputBatch, torch.Tensor] | None = None  # with hidden states [tokens, hidden]
+    computed: tuple[InputBatch, Tensor] | None = None  # with hidden states [tokens, hidden]
     parts: Sequence[StepPart] = ()  # parts of the output that are computed already
     times_ns: Sequence[int] = ()  # see StepRecord.worker_ns
 
@@ -107,7 +108,7 @@ class ModelRunner(ABC):
         self.max_num_samples = max_num_samples(
             self.max_num_seqs, self.max_num_tokens, self.max_drafts
         )
-        self.kv_caches: list[torch.Tensor] = []
+        self.kv_caches: list[Tensor] = []
         self.block_store: BlockStore | None = None
         self.execute_model_state: ExecuteModelState | None = None
         self.failed: dict[int, str] = {}  # slot -> error of its request
@@ -133,26 +134,20 @@ class ModelRunner(ABC):
         self._load_weights(progress, reads_images)
         self.adapters = self._make_adapters()
         self.weights_bytes = model_loader.count_bytes(self.model)
+        is_async = self.device.type == "cuda" and self.config.scheduler.async_scheduling
         attention = spec_of(
             self.model,
             block_size=self.config.cache.block_size,
             dtype=self.compute_dtype,
             kv_dtype=kv_cache.dtype_of(self.config),
             device=self.device,
-            exact_seq_lens=not (
-                self.max_drafts
-                and self.device.type == "cuda"
-                and self.config.scheduler.async_scheduling
-            ),
+            exact_seq_lens=not (self.max_drafts and is_async),
         )
+        name = self.config.parallel.attention_backend
         self.backend: AttentionBackend[Any]
-        self.backend_name, self.backend = make_backend(
-            self.config.parallel.attention_backend, attention
-        )
-        limits = self.max_num_seqs, self.max_model_len
-        self.states = RequestStates(
-            *limits, attention.block_size, self.device, self.spec.vocab_size
-        )
+        self.backend_name, self.backend = make_backend(name, attention)
+        limits = self.max_num_seqs, self.max_model_len, attention.block_size
+        self.states = RequestStates(*limits, self.device, self.spec.vocab_size)
         self.states.make_room(state.arrange(self.model))
         if reads_images:
             parts = self.model, self.states, self.backend, self.parallel, self.failed
@@ -176,13 +171,9 @@ class ModelRunner(ABC):
     def _load_weights(self, progress: Callable[[float], None], reads_images: bool) -> None:
         check_modules(self.config.lora, self.model)  # first, as loading takes long
         config = self.config.model
+        options = config.cpu_activation_dtype, config.quantization_imatrix, self._widening()
         make = model_loader.quant_method_maker(
-            self.dtype,
-            config.quantization,
-            self.spec.folder,
-            config.cpu_activation_dtype,
-            config.quantization_imatrix,
-            self._widening(),
+            self.dtype, config.quantization, self.spec.folder, *options
         )
         if config.load_format == "dummy":
             model_loader.init_dummy_weights(self.model, config.seed, make)
@@ -230,14 +221,9 @@ class ModelRunner(ABC):
             memory -= states_memory
         elif states_memory is None:
             states_memory = memory
-        num_blocks = kv_cache.count_blocks(
-            self.config,
-            KVLayout.from_config(self.config, self.kv_windows),
-            self.bytes_per_block,
-            memory,
-            self.weights_bytes,
-            self.more_memory,
-        )
+        layout = KVLayout.from_config(self.config, self.kv_windows)
+        sizes = self.bytes_per_block, memory, self.weights_bytes
+        num_blocks = kv_cache.count_blocks(self.config, layout, *sizes, self.more_memory)
         if not states_memory:
             return num_blocks, 0
         num_checkpoints = min(states_memory // self.state_bytes, num_blocks)
@@ -331,7 +317,7 @@ class ModelRunner(ABC):
         is_plain = not scheduled.scheduled and self.states.tree is None
         return InputBatch.from_rows(gather_rows(scheduled), self.states, is_plain)
 
-    def forward(self, batch: InputBatch) -> torch.Tensor:
+    def forward(self, batch: InputBatch) -> Tensor:
         """Return hidden states [num_tokens, hidden] of a step."""
         if self.adapters is not None:
             self.adapters.begin_step(batch)
@@ -341,12 +327,11 @@ class ModelRunner(ABC):
             batch = self.encoder.add_images(batch)
         hidden = self.run_graph(batch)
         if hidden is None:
-            hidden = self.run_model(
-                batch.input_ids, batch.rotary_positions, batch.attention, batch.images
-            )
+            inputs = batch.input_ids, batch.rotary_positions
+            hidden = self.run_model(*inputs, batch.attention, batch.images)
         return hidden
 
-    def _forward_apart(self, batch: InputBatch, error: Exception) -> torch.Tensor:
+    def _forward_apart(self, batch: InputBatch, error: Exception) -> Tensor:
         """Return hidden states after `error`; requests that fail alone are added to `failed`."""
         # Other ranks would wait; and layers before the error have updated their states.
         is_alone = self.parallel.size * self.parallel.num_stages == 1
@@ -377,11 +362,11 @@ class ModelRunner(ABC):
 
     def run_model(
         self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
+        input_ids: Tensor,
+        positions: Tensor,
         attention: AttentionBatch,
         images: ImageEmbeddings | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return hidden states [num_tokens, hidden] from int64 [num_tokens] ids and positions."""
         backend = self.backend
         if attention.bidirectional is not None and self.encoder is not None:
@@ -411,7 +396,7 @@ class ModelRunner(ABC):
         return AsyncOutput(state.num_rows, *self.to_host(parts), state.times_ns)
 
     def _sample(
-        self, batch: InputBatch, hidden: torch.Tensor, bitmask: GrammarOutput | None
+        self, batch: InputBatch, hidden: Tensor, bitmask: GrammarOutput | None
     ) -> SampledTokens:
         drafts = SpecDecodeMetadata.from_batch(batch, self.acceptance_chances)
         buffers = batch.buffers
@@ -432,7 +417,7 @@ class ModelRunner(ABC):
         return SampledTokens(batch.sample_rows, batch.num_drafts[batch.sample_rows], sampled)
 
     def _sample_plain(
-        self, batch: InputBatch, token_ids: torch.Tensor, drafts: SpecDecodeMetadata | None
+        self, batch: InputBatch, token_ids: Tensor, drafts: SpecDecodeMetadata | None
     ) -> SampledTokens:
         num_kept = None if drafts is None else drafts.verify(token_ids)[0]
         if num_kept is not None:
@@ -440,14 +425,12 @@ class ModelRunner(ABC):
         output = SamplerOutput(token_ids, None, num_kept)
         return SampledTokens(batch.sample_rows, batch.num_drafts, output)
 
-    def sample_greedy(self, hidden: torch.Tensor, buffers: DecodeBuffers) -> torch.Tensor:
+    def sample_greedy(self, hidden: Tensor, buffers: DecodeBuffers) -> Tensor:
         logits = self.model.compute_logits(hidden)
         token_ids = self.states.token_ids
         return self.sampler.ops.choose(logits, buffers.slots, buffers.next_columns, token_ids)
 
-    def _line_up(
-        self, batch: InputBatch, hidden: torch.Tensor, order: torch.Tensor
-    ) -> torch.Tensor:
+    def _line_up(self, batch: InputBatch, hidden: Tensor, order: Tensor) -> Tensor:
         """Move keys, values and hidden states of a tree's accepted drafts into a chain."""
         tokens = batch.sample_tokens
         moved = batch.sample_tokens[order]
@@ -521,9 +504,8 @@ class ModelRunner(ABC):
         words = np.frombuffer(bitmask.bitmask, dtype=np.int32).reshape(len(bitmask.indices), -1)
         counts = batch.num_drafts[batch.sample_rows] + 1
         rows = np.full(counts.sum(), -1, dtype=np.int32)
-        firsts = dict(
-            zip(batch.sample_rows.tolist(), (counts.cumsum() - counts).tolist(), strict=True)
-        )
+        starts = (counts.cumsum() - counts).tolist()
+        firsts = dict(zip(batch.sample_rows.tolist(), starts, strict=True))
         places = zip(bitmask.indices, bitmask.offsets, strict=True)
         for number, (index, offset) in enumerate(places):
             if index in firsts:  # rows that do not end their prompt sample no token
@@ -532,7 +514,7 @@ class ModelRunner(ABC):
 
     # ---- what the device decides ----
 
-    def run_graph(self, batch: InputBatch) -> torch.Tensor | None:
+    def run_graph(self, batch: InputBatch) -> Tensor | None:
         """Return the hidden states of a step that runs as a graph; None: run it without."""
         return None
 

@@ -52,9 +52,8 @@ def prompts(spec: ModelSpec, limit: int) -> list[list[int]]:
     draw = random.Random(0)
     pad = spec.config.get("pad_token_id")
     lengths = [min(length, limit // len(LENGTHS)) for length in LENGTHS]
-    ids = [
-        i for i in (draw.randrange(spec.vocab_size) for _ in range(2 * sum(lengths))) if i != pad
-    ]
+    drawn = [draw.randrange(spec.vocab_size) for _ in range(2 * sum(lengths))]
+    ids = [token_id for token_id in drawn if token_id != pad]
     return [[ids.pop() for _ in range(length)] for length in lengths]
 
 

@@ -35,13 +35,8 @@ class LogprobsTensors:
 
     def to_lists(self) -> list[TokenLogprobs | None]:
         """Return one entry per row of the step, None if not requested. Call on host tensors."""
-        entries = zip(
-            self.token_ids.tolist(),
-            self.logprobs.tolist(),
-            self.ranks.tolist(),
-            self.num_named,
-            strict=True,
-        )
+        tensors = self.token_ids, self.logprobs, self.ranks
+        entries = zip(*(tensor.tolist() for tensor in tensors), self.num_named, strict=True)
         first_named = self.token_ids.shape[1] - max(self.num_named, default=0)
         rows: list[TokenLogprobs | None] = []
         for k in self.num_logprobs:
@@ -51,13 +46,9 @@ class LogprobsTensors:
                 token_ids, logprobs, rank, num_named = next(entries)
                 likely = slice(1 + k)
                 extra = slice(first_named, first_named + num_named)
-                rows.append(
-                    TokenLogprobs(
-                        token_ids[likely] + token_ids[extra],
-                        logprobs[likely] + logprobs[extra],
-                        rank,
-                    )
-                )
+                token_ids = token_ids[likely] + token_ids[extra]
+                logprobs = logprobs[likely] + logprobs[extra]
+                rows.append(TokenLogprobs(token_ids, logprobs, rank))
         return rows
 
 

@@ -278,12 +278,7 @@ class Sampler:
         is_kept = torch.ones(len(drafts.num_drafts), dtype=torch.bool, device=metadata.slots.device)
         for rows, tokens in drafts.turns():
             row, index = upload(np.stack((rows, tokens)), metadata.slots.device)
-            part = SamplingMetadata(
-                metadata.slots[index],
-                metadata.positions[index],
-                metadata.host_slots[tokens],
-                metadata.features[tokens],
-            )
+            part = metadata.select(index, tokens, None)
             masks = None if bitmasks is None else bitmasks.of_rows(index)
             row_logits = logits[index]
             choices = self._choose(row_logits, part, masks, is_kept[row])

@@ -30,26 +30,20 @@ class SamplingMetadata:
         if has_bit.all():
             return SamplingMetadata(self.slots, self.positions, self.host_slots, self.features)
         indices = np.flatnonzero(has_bit)
-        index = upload(indices, self.slots.device)
-        return SamplingMetadata(
-            self.slots[index],
-            self.positions[index],
-            self.host_slots[indices],
-            self.features[indices],
-            indices,
-        )
+        return self.select(upload(indices, self.slots.device), indices, indices)
 
     def parts(self, size: int) -> Iterator[SamplingMetadata]:
         """Yield the rows in parts of at most `size` rows."""
         for first in range(0, len(self.host_slots), size):
             part = slice(first, first + size)
-            yield SamplingMetadata(
-                self.slots[part],
-                self.positions[part],
-                self.host_slots[part],
-                self.features[part],
-                self.host_index[part],
-            )
+            yield self.select(part, part, self.host_index[part])
+
+    def select(
+        self, index: Tensor | slice, host: Int64Array | slice, places: Int64Array | None
+    ) -> SamplingMetadata:
+        """Return rows by their index, on the device and on the host. `places`: `host_indices`."""
+        tensors = self.slots[index], self.positions[index]
+        return SamplingMetadata(*tensors, self.host_slots[host], self.features[host], places)
 
     @cached_property
     def index(self) -> Tensor | slice:

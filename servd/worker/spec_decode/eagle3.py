@@ -34,11 +34,8 @@ class AuxHiddenStates:
         spec = target.backend.spec
         scheduler = target.config.scheduler
         assert scheduler.max_num_batched_tokens is not None
-        self.streams = torch.empty(
-            (len(layers), scheduler.max_num_batched_tokens, target.spec.hidden_size),
-            dtype=spec.dtype,
-            device=spec.device,
-        )
+        shape = len(layers), scheduler.max_num_batched_tokens, target.spec.hidden_size
+        self.streams = torch.empty(shape, dtype=spec.dtype, device=spec.device)
         self.is_native = spec.device.type == "cpu" and native.library() is not None
         self.is_read = True  # whether this step's streams are needed
         parts = (part for _, part in target.model.named_modules())
@@ -137,11 +134,8 @@ class Eagle3Head(EagleHead):
         if hasattr(self, "input_norm"):
             x = self.input_norm(x)
         if self.fc_norm:
-            parts = x.chunk(len(self.fc_norm), dim=-1)
-            normed = [
-                norm(part.contiguous()) for norm, part in zip(self.fc_norm, parts, strict=True)
-            ]
-            x = torch.cat(normed, dim=-1)
+            pairs = zip(self.fc_norm, x.chunk(len(self.fc_norm), dim=-1), strict=True)
+            x = torch.cat([norm(part.contiguous()) for norm, part in pairs], dim=-1)
         return self.fc(x)
 
     def enter(self, embedded: Tensor, features: Tensor) -> tuple[Tensor, Tensor | None]:

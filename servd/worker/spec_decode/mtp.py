@@ -55,9 +55,8 @@ class MtpHead(EagleHead):
         parallel = target.parallel
         norm = type(model.model.norm)
         self.fc = ReplicatedLinear(2 * size, size, parallel, bias=False)
-        self.enorm, self.hnorm, self.norm = (
-            norm(size, model.model.norm.eps, parallel) for _ in range(3)
-        )
+        eps = model.model.norm.eps
+        self.enorm, self.hnorm, self.norm = (norm(size, eps, parallel) for _ in range(3))
         self.number = spec.num_layers
         self.layers = nn.ModuleList([model.make_layer(spec, self.number, parallel)])
         for layer in attention_layers(self):

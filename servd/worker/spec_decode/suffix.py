@@ -107,10 +107,8 @@ class SuffixProposer(Proposer):
                 "speculative method suffix is for --device cpu; on a GPU use method ngram"
             )
         self._rows: dict[int, SuffixRow] = {}  # by slot, for requests that get drafts
-        self._outputs = [
-            SuffixText(),
-            SuffixText(),
-        ]  # of other requests; the second is dropped next
+        # Of other requests; the second is dropped next.
+        self._outputs = [SuffixText(), SuffixText()]
 
     def add(self, request: NewRequest) -> None:
         """Note that a request enters its slot. Its prompt is searched too, if it gets drafts."""

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from servd.api.output.incremental import ToolCallArguments, ToolCallStart
 from servd.api.output.model_format import ModelFormat
 from servd.api.output.output_parser import ExpectedOutput, OutputParser
-from servd.api.output.tool_choice import ForcedCallsParser
-from servd.api.output.tool_parser import ToolParser
+from servd.api.output.tool_parser import ForcedCallsParser, ToolParser
 from servd.api.text.prompt import TextGrammar, ToolOptions
 from servd.api.text.tokenizer import Tokenizer
 from servd.base import plugins

@@ -18,8 +18,7 @@ from servd.api.output.call_grammar import (
 )
 from servd.api.output.model_format import ModelFormat
 from servd.api.output.output_parser import ExpectedOutput
-from servd.api.output.tool_choice import ForcedCallsParser
-from servd.api.output.tool_parser import ToolParser
+from servd.api.output.tool_parser import ForcedCallsParser, ToolParser
 from servd.api.text.prompt import ToolOptions
 from servd.api.text.tokenizer import Tokenizer
 from servd.base import plugins

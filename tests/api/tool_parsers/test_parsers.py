@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from servd.api.output.incremental import Content, Reasoning, ToolCallArguments, ToolCallStart
 from servd.api.output.json_reader import missing_end
-from servd.api.output.tool_choice import ForcedCallsParser
-from servd.api.output.tool_parser import ToolParser
+from servd.api.output.tool_parser import ForcedCallsParser, ToolParser
 from servd.base import plugins
 from tests.api.tool_parsers.recorded import TOOLS, Case
 from tests.proportion import assert_in_proportion, seconds

@@ -80,12 +80,12 @@ def test_later_steps_are_right_too(name: str, window: int | None, heads: str):
 
     cache = random(*backend.kv_cache_shape(null_block + 1))
     padding = torch.tensor([[states.null_slot], [0]], device=DEVICE)
-    batch = decode_attention(states, *padding.repeat(1, NUM_ROWS))
+    batch = decode_attention(states, *padding.repeat(1, NUM_ROWS), is_captured=True)
     metadata = backend.build_metadata(batch)
     for slots, positions in STEPS:
         inputs = padding.repeat(1, NUM_ROWS)
         inputs[:, : len(slots)] = torch.tensor([slots, positions], device=DEVICE)
-        replace_contents(batch, decode_attention(states, *inputs))
+        replace_contents(batch, decode_attention(states, *inputs, is_captured=True))
         before = cache.clone()
         q, k, v = (
             random(NUM_ROWS, NUM_HEADS, head_dim),

@@ -10,6 +10,8 @@ CALL_BEGIN = "<｜tool▁call▁begin｜>"
 CALL_END = "<｜tool▁call▁end｜>"
 SEPARATOR = "<｜tool▁sep｜>"
 FENCE = "```"
+CALL = f"{CALL_BEGIN}NAME{SEPARATOR}ARGUMENTS{CALL_END}"
+FENCED_CALL = f"{CALL_BEGIN}function{SEPARATOR}NAME\n{FENCE}json\nARGUMENTS\n{FENCE}{CALL_END}"
 
 
 class DeepSeekToolParser(MarkedCallsParser):
@@ -20,13 +22,8 @@ class DeepSeekToolParser(MarkedCallsParser):
     markers = (CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEPARATOR)
     signs = (CALL_BEGIN,)
     syntaxes = (
-        CallSyntax(f"{CALL_BEGIN}NAME{SEPARATOR}ARGUMENTS{CALL_END}", CALLS_BEGIN, "", CALLS_END),
-        CallSyntax(
-            f"{CALL_BEGIN}function{SEPARATOR}NAME\n{FENCE}json\nARGUMENTS\n{FENCE}{CALL_END}",
-            CALLS_BEGIN,
-            "\n",
-            CALLS_END,
-        ),
+        CallSyntax(CALL, CALLS_BEGIN, "", CALLS_END),
+        CallSyntax(FENCED_CALL, CALLS_BEGIN, "\n", CALLS_END),
     )
 
     def call(self) -> Steps[bool]:

@@ -12,6 +12,7 @@ CALLS_END = "<|tool_calls_section_end|>"
 CALL_BEGIN = "<|tool_call_begin|>"
 CALL_END = "<|tool_call_end|>"
 ARGUMENTS_BEGIN = "<|tool_call_argument_begin|>"
+CALL = f"{CALL_BEGIN}functions.NAME:0{ARGUMENTS_BEGIN}ARGUMENTS{CALL_END}"
 
 _HEAD = re.compile(r"(?:functions\.)?(?P<name>[\w.-]+?)(?::\d+)?")
 
@@ -22,14 +23,7 @@ class KimiK2ToolParser(MarkedCallsParser):
 
     markers = (CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, ARGUMENTS_BEGIN)
     signs = (ARGUMENTS_BEGIN, CALLS_BEGIN)
-    syntaxes = (
-        CallSyntax(
-            f"{CALL_BEGIN}functions.NAME:0{ARGUMENTS_BEGIN}ARGUMENTS{CALL_END}",
-            CALLS_BEGIN,
-            "",
-            CALLS_END,
-        ),
-    )
+    syntaxes = (CallSyntax(CALL, CALLS_BEGIN, "", CALLS_END),)
 
     head: str = field(default="", init=False)
     ids: set[str] = field(default_factory=set[str], init=False)

@@ -9,6 +9,7 @@ peers are read into host memory first, while the request waits.
 import logging
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -43,42 +44,36 @@ MAX_SAVES = 16  # blocks copied to the host in a step because a request ended
 NO_SLOT = -1  # in place of a part of a checkpoint that the host has
 
 
+@dataclass(eq=False)
 class OffloadConnector(KVConnector):
     """Decides which blocks are copied, written and read, as block and slot numbers.
 
     The workers swap blocks out, then in, before they compute the step. Therefore a slot or block
     counts as filled when its copy is decided. A block that was swapped in is never swapped out in
-    the same step, because the host still has it. `disk`: files, or None; `remote`:
-    blocks from and for peers, or None; `block_size`: tokens per block.
+    the same step, because the host still has it.
     """
 
-    def __init__(
-        self,
-        host: HostMemory,
-        disk: Disk | None,
-        remote: RemoteStore | None,
-        block_size: int,
-        stores_blocks: bool = True,
-    ) -> None:
-        self.host = host
-        self.disk = disk
-        self.remote = remote
-        self.block_size = block_size
-        self.stores_blocks = stores_blocks  # False for models without attention: only states
-        self._stores: list[Store] = [store for store in (disk, remote) if store]
-        self.costs = LoadCosts(block_size)
-        peer_timeout = remote.extra.timeout if remote is not None else 0.0
-        self.io_workers = IOWorkers(host, self.costs, peer_timeout)
-        self.loads = Loads(host, disk, remote, self.io_workers, self.costs)
-        self._swaps = BlockSwaps(host.path)  # for the next step
+    host: HostMemory
+    disk: Disk | None  # files
+    remote: RemoteStore | None  # blocks from and for peers
+    block_size: int  # tokens per block
+    stores_blocks: bool = True  # False for models without attention: only states
+
+    def __post_init__(self) -> None:
+        self._stores: list[Store] = [store for store in (self.disk, self.remote) if store]
+        self.costs = LoadCosts(self.block_size)
+        peer_timeout = 0.0 if self.remote is None else self.remote.extra.timeout
+        self.io_workers = IOWorkers(self.host, self.costs, peer_timeout)
+        self.loads = Loads(self.host, self.disk, self.remote, self.io_workers, self.costs)
+        self._swaps = BlockSwaps(self.host.path)  # for the next step
         self._num_copying = 0  # slots in copies of the next step and of steps in flight
         self._offers: dict[bytes, int] = {}  # hash -> block of an ended request, oldest first
         # Likewise: hash of the first part -> checkpoint, and hashes of all parts.
         self._state_offers: dict[bytes, tuple[int, Sequence[bytes]]] = {}
         self._num_swapped = 0  # waiting requests with this status
         self._counts = SchedulerStats()  # what was done since the last report
-        if disk is not None:  # which may take long, and nobody waits for it at exit
-            threading.Thread(target=disk.open, name="kv-open", daemon=True).start()
+        if self.disk is not None:  # which may take long, and nobody waits for it at exit
+            threading.Thread(target=self.disk.open, name="kv-open", daemon=True).start()
 
     def measure_copies(self, executor: Executor) -> None:
         took_ns: list[int] = []
@@ -234,9 +229,8 @@ class OffloadConnector(KVConnector):
         self._state_offers.clear()
         if self.remote is not None:
             self.remote.clear()
-        self.host.forget(
-            [slot for slot, block_hash in enumerate(self.host.hashes) if block_hash is not None]
-        )
+        slots = [slot for slot, key in enumerate(self.host.hashes) if key is not None]
+        self.host.forget(slots)
 
     def _write_or_release(self, slot: int, block_hash: bytes) -> None:
         """Write an owned slot to the stores that want it, then release it."""

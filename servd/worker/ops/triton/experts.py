@@ -1,6 +1,8 @@
 """Products of several experts' matrices with their rows, in one kernel."""
 # pyright: reportMissingParameterType=false, reportArgumentType=false, reportCallIssue=false
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -22,12 +24,11 @@ def tile_for(num_rows: float, itemsize: int, capability: tuple[int, int]) -> dic
     return dict(zip(names, tile, strict=True)) | {"DEPTH": tile[2] * 2 // itemsize}
 
 
-class ExpertMatrices:
+class ExpertMatrices(NamedTuple):
     """Matrices [num_experts, out, in] with biases float32 [num_experts, out], or none."""
 
-    def __init__(self, matrices: Tensor, biases: Tensor | None = None) -> None:
-        self.matrices = matrices
-        self.biases = biases
+    matrices: Tensor
+    biases: Tensor | None = None
 
     def multiply(self, x: Tensor, index: Tensor | None, starts: Tensor) -> Tensor:
         num_experts, out_features, size = self.matrices.shape

@@ -81,19 +81,7 @@ def shrink_kernel(x, a, places, hidden, num_rows, k, width, DEPTH: tl.constexpr)
 
 @triton.jit(do_not_specialize=["num_rows"])
 def expand_kernel(
-    hidden,
-    b,
-    places,
-    out,
-    num_rows,
-    first,
-    width,
-    max_rank,
-    start,
-    end,
-    n,
-    stride,
-    DEPTH: tl.constexpr,
+    hidden, b, places, out, num_rows, first, width, rank, start, end, n, stride, DEPTH: tl.constexpr
 ):
     """Add one adapter's products to a tile of the outputs [start, end), in the adapter's rows."""
     place = tl.program_id(1).to(tl.int64)
@@ -101,9 +89,9 @@ def expand_kernel(
     columns = start + tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     has_adapter = tl.load(places + rows, mask=rows < num_rows, other=-1) == place
     if tl.max(has_adapter.to(tl.int32), axis=0) > 0:
-        matrix = b + place * max_rank * n
+        matrix = b + place * rank * n
         total = tile_of_product(
-            hidden + first, width, matrix, n, rows, columns, has_adapter, max_rank, end, DEPTH
+            hidden + first, width, matrix, n, rows, columns, has_adapter, rank, end, DEPTH
         )
         to = out + rows.to(tl.int64)[:, None] * stride + columns
         mask = has_adapter[:, None] & (columns < end)[None, :]

@@ -57,6 +57,9 @@ class LogitsProcessor(ABC):
     max_num_seqs: int  # number of slots
     device: torch.device  # where the logits will be
 
+    def __post_init__(self) -> None:  # noqa: B027 - few need it
+        """Allocate the state."""
+
     @abstractmethod
     def add(self, request: SlotRequest) -> bool:
         """Prepare the slot; return whether the request uses the feature."""

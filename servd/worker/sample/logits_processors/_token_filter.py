@@ -5,7 +5,7 @@ A row's sums are sums of integers, as in `fixed_point.py`: they do not depend on
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -27,8 +27,7 @@ class TokenFilter(LogitsProcessor):
     fields: ClassVar[tuple[str, ...]]
     changes_greedy: ClassVar[bool] = False  # whether greedy requests use it
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __post_init__(self) -> None:
         shape = self.max_num_seqs, len(self.fields)
         self.values = torch.zeros(shape, dtype=torch.float64, device=self.device)
 
@@ -59,15 +58,15 @@ class TokenFilter(LogitsProcessor):
         row's maximum, not written to; `values`: the `fields`, each float64 [n, 1].
         """
 
+    @staticmethod
+    def to_masses(relative: Tensor) -> Tensor:
+        """Return int64 [n, vocab], proportional to the probabilities. `relative`: see `change`."""
+        return (relative.exp() * WEIGHT_ONE).to(torch.int64)
 
-def to_masses(relative: Tensor) -> Tensor:
-    """Return int64 [n, vocab], proportional to the probabilities. `relative`: see `change`."""
-    return (relative.exp() * WEIGHT_ONE).to(torch.int64)
-
-
-def measure_surprise(masses: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the surprise of each token in nats, float64 [n, vocab], and its mean [n, 1]."""
-    probs = masses / masses.sum(dim=1, keepdim=True).double()
-    surprise = -probs.log()
-    terms = (probs * surprise).masked_fill_(masses == 0, 0) * UNITS
-    return surprise, terms.to(torch.int64).sum(dim=1, keepdim=True) / UNITS
+    @staticmethod
+    def measure_surprise(masses: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the surprise of each token in nats, float64 [n, vocab], and its mean [n, 1]."""
+        probs = masses / masses.sum(dim=1, keepdim=True).double()
+        surprise = -probs.log()
+        terms = (probs * surprise).masked_fill_(masses == 0, 0) * UNITS
+        return surprise, terms.to(torch.int64).sum(dim=1, keepdim=True) / UNITS

@@ -1,7 +1,6 @@
 """bad_words: the last token of a forbidden sequence may not follow its other tokens."""
 
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,8 +23,7 @@ class BadWordsProcessor(LogitsProcessor):
     order = 20
     example = {"bad_words_token_ids": [[0]]}
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __post_init__(self) -> None:
         # slot -> [words, WINDOW + 1] int64, ANY before a shorter word
         self.words: dict[int, Tensor] = {}
 

@@ -31,9 +31,8 @@ class DRYProcessor(TokenFilter):
 
     @cached_property
     def tokens(self) -> Tensor:
-        return torch.zeros(
-            (self.max_num_seqs, MAX_DRY_TOKENS), dtype=torch.int64, device=self.device
-        )
+        shape = self.max_num_seqs, MAX_DRY_TOKENS
+        return torch.zeros(shape, dtype=torch.int64, device=self.device)
 
     @cached_property
     def matches(self) -> Tensor:
@@ -42,9 +41,8 @@ class DRYProcessor(TokenFilter):
     @cached_property
     def breaks(self) -> Tensor:
         """Whether a token ends every match."""
-        return torch.zeros(
-            (self.max_num_seqs, self.vocab_size), dtype=torch.bool, device=self.device
-        )
+        shape = self.max_num_seqs, self.vocab_size
+        return torch.zeros(shape, dtype=torch.bool, device=self.device)
 
     def add(self, request: SlotRequest) -> bool:
         if not super().add(request):

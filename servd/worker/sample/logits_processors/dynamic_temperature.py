@@ -4,11 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from servd.worker.sample.logits_processors._token_filter import (
-    TokenFilter,
-    measure_surprise,
-    to_masses,
-)
+from servd.worker.sample.logits_processors._token_filter import TokenFilter
 from servd.worker.sample.sampling_metadata import SamplingMetadata
 
 LOWEST = 1e-5  # temperature
@@ -25,7 +21,7 @@ class DynamicTemperatureProcessor(TokenFilter):
 
     def change(self, relative: Tensor, rows: SamplingMetadata, values: Sequence[Tensor]) -> Tensor:
         width, exponent, temperature = values
-        _, entropy = measure_surprise(to_masses(relative))
+        _, entropy = self.measure_surprise(self.to_masses(relative))
         num_tokens = relative.isfinite().sum(dim=1, keepdim=True).clamp(min=2)
         share = (entropy / num_tokens.double().log()).clamp(0, 1)
         low = (temperature - width).clamp(min=0)

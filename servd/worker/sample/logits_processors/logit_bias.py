@@ -1,7 +1,5 @@
 """logit_bias: adds biases to the logits of given tokens."""
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -16,8 +14,7 @@ class LogitBiasProcessor(LogitsProcessor):
     order = 30
     example = {"logit_bias": {0: 1.0}}
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __post_init__(self) -> None:
         self.token_ids: dict[int, Tensor] = {}  # slot -> [entries] int64
         self.biases: dict[int, Tensor] = {}  # slot -> [entries] float32
 

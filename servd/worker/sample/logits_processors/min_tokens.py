@@ -1,7 +1,5 @@
 """min_tokens: forbids end-of-sequence and stop tokens before the minimum output."""
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -18,8 +16,7 @@ class MinTokensProcessor(LogitsProcessor):
     order = 10
     example = {"min_tokens": 1, "stop_token_ids": [0]}
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __post_init__(self) -> None:
         self.end_ids: dict[int, Tensor] = {}  # slot -> [tokens] int64
         # Position from which the request may end.
         self.first_end = torch.zeros(self.max_num_seqs, dtype=torch.int64, device=self.device)

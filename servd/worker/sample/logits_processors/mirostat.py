@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from servd.worker.sample.fixed_point import WEIGHT_ONE
 from servd.worker.sample.logits_processors import SlotRequest
-from servd.worker.sample.logits_processors._token_filter import TokenFilter, to_masses
+from servd.worker.sample.logits_processors._token_filter import TokenFilter
 from servd.worker.sample.sampling_metadata import SamplingMetadata
 
 NUM_SAVED = 1024  # limits of requests whose slot another request has taken
@@ -28,8 +27,8 @@ class MirostatProcessor(TokenFilter):
     example = {"temperature": 1.0, "mirostat": 2, "mirostat_tau": 1.0}
     fields = ("mirostat", "mirostat_tau", "mirostat_eta", "temperature")
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         size = self.max_num_seqs + NUM_SAVED  # the slots, then a ring
         self.limits = torch.zeros(size, dtype=torch.float64, device=self.device)  # bits
         self.names = torch.zeros(size, dtype=torch.int64, device=self.device)
@@ -54,7 +53,7 @@ class MirostatProcessor(TokenFilter):
 
     def change(self, relative: Tensor, rows: SamplingMetadata, values: Sequence[Tensor]) -> Tensor:
         temperature = values[-1]
-        masses = to_masses(relative / temperature.float())
+        masses = self.to_masses(relative / temperature.float())
         surprise = -(masses / masses.sum(dim=1, keepdim=True).double()).log2()
         limits = self.limits[rows.slots].unsqueeze(1)
         removes = (surprise > limits) & (masses < WEIGHT_ONE)

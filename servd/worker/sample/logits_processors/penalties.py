@@ -1,7 +1,6 @@
 """Repetition, frequency and presence penalties, by token counts that stay on the device."""
 
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,8 +21,7 @@ class PenaltiesProcessor(LogitsProcessor):
     order = 50
     example = {"repetition_penalty": 1.1, "frequency_penalty": 0.1, "presence_penalty": 0.1}
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __post_init__(self) -> None:
         # Repetition, frequency, presence.
         self.factors = torch.ones(self.max_num_seqs, 3, device=self.device)
 

@@ -1,7 +1,5 @@
 """thinking_token_budget: forces the end tag when reasoning has used its budget."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -25,8 +23,7 @@ class ThinkingTokenBudgetProcessor(LogitsProcessor):
     order = 90
     example = {"thinking_token_budget": 0, "reasoning_tags": ReasoningTags(0)}
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __post_init__(self) -> None:
         # By slot: the budget, the end tag, the start tag (NO_TOKEN once it is closed), and the
         # position at which the end tag is due.
         self.budgets, self.end_ids, self.start_ids, self.due = torch.zeros(

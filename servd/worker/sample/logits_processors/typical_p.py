@@ -6,11 +6,7 @@ import torch
 from torch import Tensor
 
 from servd.messages.params import SamplingParams
-from servd.worker.sample.logits_processors._token_filter import (
-    TokenFilter,
-    measure_surprise,
-    to_masses,
-)
+from servd.worker.sample.logits_processors._token_filter import TokenFilter
 from servd.worker.sample.sampling_metadata import SamplingMetadata
 
 
@@ -26,8 +22,8 @@ class TypicalPProcessor(TokenFilter):
 
     def change(self, relative: Tensor, rows: SamplingMetadata, values: Sequence[Tensor]) -> Tensor:
         [share] = values
-        masses = to_masses(relative)
-        surprise, entropy = measure_surprise(masses)
+        masses = self.to_masses(relative)
+        surprise, entropy = self.measure_surprise(masses)
         order = (surprise - entropy).abs().argsort(dim=1, stable=True)
         ordered = masses.gather(1, order)
         before = ordered.cumsum(dim=1) - ordered

@@ -1,13 +1,12 @@
 """xtc_probability, xtc_threshold: at random, removes the most probable of several good tokens."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from servd.worker.sample.logits_processors import SlotRequest
-from servd.worker.sample.logits_processors._token_filter import TokenFilter, to_masses
+from servd.worker.sample.logits_processors._token_filter import TokenFilter
 from servd.worker.sample.sampling_metadata import SamplingMetadata
 from servd.worker.sample.uniform import uniform
 
@@ -21,8 +20,8 @@ class XTCProcessor(TokenFilter):
     example = {"temperature": 1.0, "xtc_probability": 1.0, "xtc_threshold": 0.01}
     fields = ("xtc_probability", "xtc_threshold")
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.seeds = torch.zeros(self.max_num_seqs, dtype=torch.int64, device=self.device)
 
     def add(self, request: SlotRequest) -> bool:
@@ -33,7 +32,7 @@ class XTCProcessor(TokenFilter):
 
     def change(self, relative: Tensor, rows: SamplingMetadata, values: Sequence[Tensor]) -> Tensor:
         probability, threshold = values
-        masses = to_masses(relative)
+        masses = self.to_masses(relative)
         is_good = masses >= threshold * masses.sum(dim=1, keepdim=True)
         lowest = masses.masked_fill(~is_good, 2**62).amin(dim=1, keepdim=True)
         is_due = uniform(self.seeds[rows.slots], rows.positions + OWN_NUMBERS) < probability[:, 0]
