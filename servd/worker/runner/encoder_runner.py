@@ -50,10 +50,6 @@ class Pictures:
     columns: Sequence[np.ndarray]  # int64 [num_embeds] each: the image tokens, as prompt indices
     positions: np.ndarray | None  # int64 [3, end], with M-RoPE: of the tokens up to the last range
 
-    @property
-    def end(self) -> int:
-        return self.features[-1].end
-
 
 @dataclass(frozen=True)
 class EncodeTime:
@@ -279,7 +275,7 @@ class EncoderRunner:
             slot = int(row["slot"])
             first = int(row["num_computed_tokens"])
             query_len = int(row["num_tokens"])
-            if first < self.requests[slot].end:
+            if first < self.requests[slot].features[-1].end:
                 yield slot, int(ends[index]) - query_len, first, first + query_len
             else:
                 del self.requests[slot]
