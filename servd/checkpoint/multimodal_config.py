@@ -55,19 +55,18 @@ def multimodal_spec(
     text = object_in(config, TEXT) or config
     rope = object_in(text, "rope_parameters") or object_in(text, "rope_scaling") or {}
     vision = object_in(config, "vision_config") or {}
+    values = {"processor": model_type} | family
+    if vision.get("model_type") == "pixtral":  # Pixtral's checkpoints are LLaVA by their model_type
+        values["processor"] = "mistral3"
     token_id = config.get("image_token_id", config.get("image_token_index"))
-    sections = family.get("mrope_section", [])
-    spec = MultiModalSpec(
-        processor=family.get("processor", model_type),
-        image_token_id=family["image_token_id"] if token_id is None else token_id,
-        num_deepstack=len(vision.get("deepstack_visual_indexes") or ()),
-        is_bidirectional=family.get("is_bidirectional", False),
-        mrope_section=sections and rope.get("mrope_section", sections),
-        mrope_interleaved=family.get("mrope_interleaved", False),
-        token_cost=_token_cost(config, text, vision),
-    )
-    try:  # the types of what config.json has
-        msgspec.convert(msgspec.structs.asdict(spec), MultiModalSpec)
+    if token_id is not None:
+        values["image_token_id"] = token_id
+    if "mrope_section" in family:
+        values["mrope_section"] = rope.get("mrope_section", family["mrope_section"])
+    values["num_deepstack"] = len(vision.get("deepstack_visual_indexes") or ())
+    values["token_cost"] = _token_cost(config, text, vision)
+    try:
+        spec = msgspec.convert(values, MultiModalSpec)
     except msgspec.ValidationError as error:
         return f"config.json: {error}"
     if spec.image_token_id not in range(vocab_size):

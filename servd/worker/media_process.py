@@ -163,10 +163,9 @@ def write_tensors(file: int, tensors: Mapping[str, np.ndarray]) -> list[TensorPl
         if offset + tensor.nbytes > MAX_TENSORS:
             raise MemoryError
         dtype = "float32" if tensor.dtype == np.float32 else "int64"
-        data = tensor.astype(dtype, copy=False).tobytes()
         places.append(TensorPlace(name, dtype, list(tensor.shape), offset))
-        os.pwrite(file, data, offset)
-        offset += -(-len(data) // ALIGNMENT) * ALIGNMENT
+        os.pwrite(file, tensor.data, offset)
+        offset += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
     return places
 
 

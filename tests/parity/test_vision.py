@@ -113,8 +113,8 @@ class Family:
         inputs: dict[str, Any] = {}
         if images:
             name = self.spec.multimodal.processor
-            nested: Any = [images] if name in ("smolvlm", "idefics3") else images
-            sides = {"patch_size": 28} if name == "mistral3" else {}  # of merged patches
+            nested: Any = [images] if name == "idefics3" else images
+            sides = {"patch_size": self.processor.side} if name == "mistral3" else {}
             outputs = self.image_processor(images=nested, return_tensors="pt", **sides)
             inputs = {name: outputs[name] for name in names}
         ids = torch.tensor([token_ids])

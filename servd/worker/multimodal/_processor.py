@@ -15,7 +15,7 @@ from PIL import Image
 from servd.base.errors import ConfigError, InvalidRequest, UnsupportedModel
 from servd.checkpoint.account import object_in
 from servd.checkpoint.config_json import read_json
-from servd.checkpoint.multimodal_config import PROCESSORS
+from servd.checkpoint.multimodal_config import PROCESSORS, TEXT
 from servd.checkpoint.tokenizer_files import CONFIG, EXTRA, SPECIAL
 from servd.worker.multimodal import Detail, ImageProcessor, ProcessedImage
 
@@ -27,6 +27,13 @@ FIXED = frozenset(
     max_image_size merge_size patch_size return_row_col_info return_tensors temporal_patch_size
     """.split()
 )
+# Numbers of a checkpoint's files that libraries use without a check, some only in a request: 0
+# fails there, and a loop up to 10**9 does not end.
+LENGTHS = "height width image_grid_pinpoints image_seq_len image_seq_length mm_tokens_per_image"
+SIDES = "merge_size patch_size scale_factor spatial_merge_size temporal_patch_size"
+BOUNDS = dict.fromkeys(LENGTHS.split(), range(1, 16384))
+BOUNDS |= dict.fromkeys(SIDES.split(), range(1, 256))
+BOUNDS |= {"num_additional_image_tokens": range(16), "window_size": range(16, 16384)}
 OLD_SIZES = ("min_pixels", "max_pixels")  # Qwen's, which are in `size` today
 SAMPLE = Image.new("RGB", (240, 40))  # a picture on which options are tried
 PIXELS = {"pixel_values": np.float32}  # an input of all towers
@@ -47,6 +54,8 @@ class PilProcessor(ImageProcessor):
 
     def __init__(self, folder: Path, options: Mapping[str, Any]) -> None:
         super().__init__(folder, options)
+        for name in ("config.json", *PROCESSORS):
+            _check_bounds(folder / name, "", read_json(folder / name, {}))
         self.config = read_json(folder / "config.json")
         self.vision = object_in(self.config, "vision_config") or {}
         both, alone = (folder / name for name in PROCESSORS)
@@ -160,3 +169,21 @@ class PilProcessor(ImageProcessor):
             if self.has_fixed_size and outputs["pixel_values"].shape[-2:] != shape[-2:]:
                 size = " x ".join(map(str, shape[-2:]))
                 raise ConfigError(f"{option}: the vision tower reads pictures of {size} pixels")
+
+
+def _check_bounds(path: Path, name: str, value: Any) -> None:
+    """Raise ConfigError if a file's field has a number, perhaps in lists, that is not in BOUNDS."""
+    match value:
+        case dict():
+            for key, inner in value.items():
+                if key != TEXT:
+                    _check_bounds(path, key if key in BOUNDS else name, inner)
+        case [_, *_]:
+            for inner in value:
+                _check_bounds(path, name, inner)
+        case _ if name in BOUNDS and value is not None:
+            if type(value) is not int or value not in BOUNDS[name]:
+                limits = f"{BOUNDS[name][0]} to {BOUNDS[name][-1]}"
+                raise ConfigError(
+                    f"{path}: {name} {value!r:.50}: servd reads numbers from {limits}"
+                )

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,7 +22,8 @@ from servd.worker.quantization._files import read_tensors
 # transformers makes a model with all of its parts: these leave of the language model next to
 # nothing.
 REDUCED = {"num_hidden_layers": 0, "vocab_size": 8, "layer_types": [], "pad_token_id": None}
-ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "silu")  # that transformers computes slowly on a CPU
+# Those that transformers computes slowly on a CPU.
+ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "quick_gelu", "silu")
 WITHOUT_TOWER = "--language-model-only serves the model without pictures"
 MAX_NAMED = 4  # tensors in a message
 
@@ -59,16 +61,39 @@ class NativePatches(NativeLinear):
         return super().forward(windows).movedim(-1, 1)
 
 
-class NativeRMSNorm(nn.Module):
-    """A norm by the CPU kernels."""
+class NativeNorm(nn.Module):
+    """An RMS norm or, if it has a bias, a layer norm by the CPU kernels."""
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
-        self.weight = nn.Parameter(cast(Tensor, norm.weight).float(), requires_grad=False)
-        self.eps = cast(float, norm.variance_epsilon)
+        self.weight = cast(nn.Parameter, norm.weight)
+        self.bias = cast(nn.Parameter | None, getattr(norm, "bias", None))
+        self.eps = cast(float, getattr(norm, "eps", None) or norm.variance_epsilon)
 
     def forward(self, x: Tensor) -> Tensor:  # float32 [..., size]
-        return native.rms_norm(x, None, self.weight, self.eps)[0]
+        if self.bias is None:
+            return native.rms_norm(x, None, self.weight, self.eps)[0]
+        return native.layer_norm(x, None, self.weight, self.bias, self.eps)[0]
+
+
+def attend(
+    x_dtype: torch.dtype,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """Compute attention by the CPU kernels for transformers, float32 [batch, heads, n, head_dim] ->
+    [batch, n, heads, head_dim]. A mask hides nothing, as a tower gets one picture at a time.
+    `x_dtype`: see PackedMatrix.
+    """
+    q, k, v = (x.transpose(1, 2).contiguous() for x in (query, key, value))
+    out = torch.empty(q.shape)
+    native.call("attend_all", native.TYPES[x_dtype], q, k, v, *q.shape, scaling, out)
+    return out, None
 
 
 class VisionTower:
@@ -146,13 +171,13 @@ def _build(folder: Path, tensors: dict[str, Tensor], dtype: torch.dtype) -> nn.M
 
     values = read_json(folder / "config.json")
     values.pop("quantization_config", None)  # which concerns the language model
-    config = transformers.AutoConfig.for_model(**values)
-    text_config = config.get_text_config()
-    for name, value in REDUCED.items():
-        if hasattr(text_config, name):
-            setattr(text_config, name, value)
     try:
         with _silent_transformers():
+            config = transformers.AutoConfig.for_model(**values)
+            text_config = config.get_text_config()
+            for name, value in REDUCED.items():
+                if hasattr(text_config, name):
+                    setattr(text_config, name, value)
             with torch.device("meta"):
                 of_family = transformers.AutoModelForImageTextToText.from_config(config)
             whole, info = type(of_family).from_pretrained(
@@ -178,8 +203,12 @@ def _build(folder: Path, tensors: dict[str, Tensor], dtype: torch.dtype) -> nn.M
 
 def _use_kernels(model: nn.Module, x_dtype: torch.dtype) -> None:
     """Replace layers by those of the CPU kernels."""
+    import transformers
     from transformers.activations import get_activation
 
+    attention = f"servd_{x_dtype}"
+    transformers.AttentionInterface.register(attention, partial(attend, x_dtype))
+    cast(Any, model).set_attn_implementation({"vision_config": attention})
     activations = {type(get_activation(name)): name for name in ACTIVATIONS}
     for name, module in list(model.named_modules()):
         kind = type(module)
@@ -187,8 +216,10 @@ def _use_kernels(model: nn.Module, x_dtype: torch.dtype) -> None:
             model.set_submodule(name, NativeLinear(module, x_dtype))
         elif isinstance(module, nn.Conv2d | nn.Conv3d) and module.stride == module.kernel_size:
             model.set_submodule(name, NativePatches(module, x_dtype))
+        elif kind is nn.LayerNorm and module.bias is not None:
+            model.set_submodule(name, NativeNorm(module))
         elif kind.__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
-            model.set_submodule(name, NativeRMSNorm(module))
+            model.set_submodule(name, NativeNorm(module))
         elif kind in activations:
             model.set_submodule(name, Activation(activations[kind]))
 

@@ -1,27 +1,16 @@
 """LLaVA: a picture becomes a square, for a tower such as CLIP's or SigLIP's."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from servd.checkpoint.account import object_in
-from servd.checkpoint.config_json import read_json
-from servd.worker.multimodal import ImageProcessor
 from servd.worker.multimodal._processor import PIXELS, PilProcessor
-from servd.worker.multimodal.mistral3 import Mistral3Processor
 
 
 class LlavaProcessor(PilProcessor):
-    """Reads pictures of LLaVA. Pixtral's checkpoints are LLaVA by their model_type."""
+    """Reads pictures of LLaVA."""
 
     kinds = ("CLIPImageProcessor", "LlavaImageProcessor", "SiglipImageProcessor")
     inputs = PIXELS
-
-    def __new__(cls, folder: Path, options: Mapping[str, Any]) -> ImageProcessor:
-        vision = object_in(read_json(folder / "config.json"), "vision_config") or {}
-        if vision.get("model_type") == "pixtral":
-            return Mistral3Processor(folder, options)
-        return super().__new__(cls)
 
     def set_tokens(self) -> None:
         default = self.settings.get("image_token", "<image>")

@@ -33,6 +33,7 @@ from servd.worker.device.device import upload
 from servd.worker.device.parallel import Parallel
 from servd.worker.layers.image_embeddings import ImageEmbeddings
 from servd.worker.loading.model_loader import Model
+from servd.worker.ops import target
 from servd.worker.quantization._files import read_tensors
 
 if TYPE_CHECKING:
@@ -48,10 +49,6 @@ class Pictures:
     features: Sequence[MultiModalFeature]
     columns: Sequence[np.ndarray]  # int64 [num_embeds] each: the image tokens, as prompt indices
     positions: np.ndarray | None  # int64 [3, end], with M-RoPE: of the tokens up to the last range
-
-    @property
-    def end(self) -> int:
-        return self.features[-1].end
 
 
 @dataclass(frozen=True)
@@ -104,8 +101,8 @@ class EncoderRunner:
         self.parallel = parallel
         self.failed = failed
         self.device = states.token_ids.device
-        # The CPU's runner lowers it between steps.
-        self.num_threads = torch.get_num_threads()
+        # While the tower runs; the CPU's runner changes it for each step, and says why.
+        self.num_threads = 1 if target.runs_native(self.device) else torch.get_num_threads()
         self.stream = torch.cuda.Stream(self.device) if states.token_ids.is_cuda else None
         self.tower: VisionTower | None = None
         self.nbytes = 0
@@ -278,7 +275,7 @@ class EncoderRunner:
             slot = int(row["slot"])
             first = int(row["num_computed_tokens"])
             query_len = int(row["num_tokens"])
-            if first < self.requests[slot].end:
+            if first < self.requests[slot].features[-1].end:
                 yield slot, int(ends[index]) - query_len, first, first + query_len
             else:
                 del self.requests[slot]

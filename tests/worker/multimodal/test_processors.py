@@ -17,7 +17,8 @@ from PIL import Image
 
 from servd.base import plugins
 from servd.base.errors import ConfigError, InvalidRequest, UnsupportedModel
-from servd.checkpoint import multimodal_config
+from servd.checkpoint.model_spec import read_spec
+from servd.checkpoint.multimodal_config import MultiModalSpec
 from servd.worker.multimodal import FAMILIES as PACKAGE
 from servd.worker.multimodal import ImageProcessor
 from tests.vision_models import FAMILIES, models
@@ -39,8 +40,9 @@ def picture(size: tuple[int, int]) -> Image.Image:
 
 
 def processor_name(folder: Path) -> str:
-    model_type = json.loads((folder / "config.json").read_text(encoding="utf8"))["model_type"]
-    return multimodal_config.FAMILIES[model_type].get("processor", model_type)
+    spec = read_spec(folder).multimodal
+    assert isinstance(spec, MultiModalSpec)
+    return spec.processor
 
 
 def processor_of(folder: Path, **options: Any) -> ImageProcessor:
@@ -199,6 +201,35 @@ def test_a_file_with_a_wrong_number_of_tokens(
     settings = json.dumps({"image_seq_len": number})
     (folder / "processor_config.json").write_text(settings, encoding="utf8")
     with pytest.raises(ConfigError, match="processor_config.json"):
+        processor_of(folder)
+
+
+@pytest.mark.parametrize(
+    ("family", "file", "field", "value"),
+    [
+        ("llava_next", "config.json", "image_grid_pinpoints", [[64, 10**9]]),
+        ("llava_next", "config.json", "image_grid_pinpoints", []),
+        ("llava", "processor_config.json", "patch_size", -1),
+        ("qwen2_5_vl", "config.json", "window_size", 0),
+        ("qwen2_5_vl", "preprocessor_config.json", "temporal_patch_size", 0),
+        ("gemma3", "config.json", "mm_tokens_per_image", 10**9),
+        ("smolvlm", "preprocessor_config.json", "size", {"height": 30000, "width": 64}),
+    ],
+)
+def test_files_with_numbers_out_of_bounds(
+    vision_checkpoint: Callable[[str], Path],
+    tmp_path: Path,
+    family: str,
+    file: str,
+    field: str,
+    value: Any,
+) -> None:
+    folder = shutil.copytree(vision_checkpoint(family), tmp_path / "wrong")
+    values = json.loads((folder / file).read_text(encoding="utf8"))
+    part = values["vision_config"] if field in values.get("vision_config", {}) else values
+    part[field] = value
+    (folder / file).write_text(json.dumps(values), encoding="utf8")
+    with pytest.raises(ConfigError, match=f"wrong/{file}: ({field}|height) (10+|30000|-1|0|\\[])"):
         processor_of(folder)
 
 

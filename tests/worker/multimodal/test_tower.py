@@ -14,7 +14,7 @@ from torch import Tensor
 from servd.base.errors import ModelNotFound, UnsupportedModel
 from servd.checkpoint.model_spec import read_spec
 from servd.checkpoint.multimodal_config import text_name
-from servd.worker.multimodal._tower import NativeLinear, VisionTower
+from servd.worker.multimodal._tower import NativeLinear, VisionTower, attend
 from servd.worker.ops import target
 from tests.vision_models import FAMILIES
 from tests.worker.multimodal.test_processors import picture, processor_of
@@ -57,6 +57,17 @@ def test_embeddings_are_those_of_the_whole_model(
         assert not embeddings.requires_grad
         torch.testing.assert_close(embeddings, reference(folder, tensors), rtol=2e-4, atol=2e-4)
         capfd.readouterr()
+
+
+@pytest.mark.skipif(not target.runs_native(CPU), reason="needs the CPU kernels")
+@pytest.mark.parametrize(("x_dtype", "tolerance"), [(torch.float32, 3e-6), (torch.bfloat16, 8e-3)])
+def test_attention_is_that_of_float64(x_dtype: torch.dtype, tolerance: float) -> None:
+    for shape in [(1, 2, 1, 16), (2, 3, 77, 72), (3, 2, 64, 80), (1, 1, 2304, 64), (1, 4, 5, 8)]:
+        q, k, v = (2 * torch.randn(shape, generator=torch.manual_seed(i)) for i in range(3))
+        out, _ = attend(x_dtype, torch.nn.Identity(), q, k, v, None, 0.2)
+        scores = q.double() @ k.double().mT * 0.2
+        right = (scores.softmax(-1) @ v.double()).transpose(1, 2)
+        assert (out - right).norm() < tolerance * right.norm(), shape
 
 
 def changed(

@@ -16,6 +16,7 @@ import torch
 
 from servd.worker.layers.packed import ExpertMatrices, GroupedMatrix, PackedMatrix, spread
 from servd.worker.layers.quantized import Quantized
+from servd.worker.multimodal._tower import attend
 from servd.worker.ops import native
 from servd.worker.ops.reference import LowRank, RoutingRule
 from servd.worker.quantization import gguf, int4, int8
@@ -322,6 +323,8 @@ def call_many(tiny_llama: Path) -> None:
     int4.quantize(x, importance=torch.rand(64))
     blocks = torch.zeros(3, 2 * 20, dtype=torch.uint8)
     gguf._unpack(gguf.BLOCKS["Q4_1"], blocks, 32, 20, torch.device("cpu"))
+    q = torch.rand(1, 2, 3, 16)
+    attend(torch.bfloat16, torch.nn.Identity(), q, q, q, None, 1.0)
 
 
 @pytest.mark.usefixtures("kernels")

@@ -136,6 +136,8 @@ def exact_activation(x: torch.Tensor, name: str) -> torch.Tensor:
         return x.clamp(min=0)
     if name == "silu":
         return x / (1 + (-x).exp())
+    if name == "quick_gelu":
+        return x / (1 + (-1.702 * x).exp())
     if name == "gelu":
         return x * torch.special.ndtr(x)
     return 0.5 * x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))

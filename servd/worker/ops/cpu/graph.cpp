@@ -148,6 +148,10 @@ extern const Kernel servd_kernel_table[] = {
            "x[x_rows * k], x_rows, index?[rows], starts[num_experts + 1], type, terms, num_experts, "
            "packed[num_experts], table?[16], scale_type, scales?[num_experts], "
            "offsets?[num_experts], factors?[num_experts], group_size, n, k, y[rows * n], rows"),
+    KERNEL(attend_all,
+           "type, q[sequences * n * num_heads * head_dim], k[sequences * n * num_heads * head_dim], "
+           "v[sequences * n * num_heads * head_dim], sequences, n, num_heads, head_dim, scale, "
+           "out[sequences * n * num_heads * head_dim]"),
     KERNEL(gather_rows, WEIGHT ", index[count], count, out[count * k]"),
     KERNEL(round_rows, "x[rows * size], rows, size, codes<3>[rows * size], scale[rows]"),
     KERNEL(round_groups,

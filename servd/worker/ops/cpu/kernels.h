@@ -66,6 +66,8 @@ void matmul(const float* x, int64_t rows, PackedWeight weight, const float* bias
             int64_t y_stride);
 void matmul_experts(const float* x, int64_t x_rows, const int32_t* index, const int32_t* starts,
                     PackedExperts experts, float* y, int64_t rows);
+void attend_all(int type, const float* q, const float* k, const float* v, int64_t sequences,
+                int64_t n, int64_t num_heads, int64_t head_dim, float scale, float* out);
 void gather_rows(PackedWeight weight, const int64_t* index, int64_t count, float* out);
 
 // Rounding weights to fewer bits: rounding.cpp

@@ -9,7 +9,7 @@
 
 namespace {
 
-enum Function { GELU_TANH = 0, SILU = 1, RELU = 2, GELU = 3 };
+enum Function { GELU_TANH = 0, SILU = 1, RELU = 2, GELU = 3, QUICK_GELU = 4 };
 
 inline Vec apply(int function, Vec x) {
     switch (function) {
@@ -17,6 +17,7 @@ inline Vec apply(int function, Vec x) {
         return x * sigmoid(1.5957691216057308f * (x + 0.044715f * x * x * x));
     case SILU: return x * sigmoid(x);
     case RELU: return at_least(x, 0.0f);
+    case QUICK_GELU: return x * sigmoid(1.702f * x);
     default: {
         // x times half of erfc(-x / sqrt 2), within 1.5e-7 (Abramowitz and Stegun 7.1.26).
         const Vec size = select(x < 0.0f, -x, x);

@@ -323,6 +323,80 @@ void gather_plain(const PackedWeight& weight, const int64_t* index, int64_t coun
                 value_at<W>(weight.packed, nullptr, index[row], i, k, neighbours<W>(weight.terms));
 }
 
+constexpr int64_t SCORE_BYTES = 1 << 18;  // of some queries: they stay in the second-level cache
+constexpr int64_t MIN_QUERIES = 16, MAX_QUERIES = 128;
+
+// Turns scores [n] into weights e^(score - max), and returns their sum.
+float exponentiate(float* scores, int64_t n) {
+    const int64_t full = n / WIDTH * WIDTH;
+    const int rest = int(n - full);
+    Vec maxima = splat(-INFINITY), sums{};
+    for (int64_t j = 0; j < full; j += WIDTH)
+        maxima = load(scores + j) > maxima ? load(scores + j) : maxima;
+    float max = rest ? *std::max_element(scores + full, scores + n) : -INFINITY;
+    for (int i = 0; i < WIDTH; i++) max = std::max(max, maxima[i]);
+    for (int64_t j = 0; j < full; j += WIDTH) {
+        const Vec weight = exp_of(load(scores + j) - max);
+        store(scores + j, weight);
+        sums += weight;
+    }
+    store_up_to(scores + full, exp_of(load_up_to(scores + full, rest) - max), rest);
+    return sum(sums + load_up_to(scores + full, rest));
+}
+
+// `attend_all` with keys and values of type W. Those of a head are packed like weights: scores are the
+// product of queries and keys, and the results the product of the scores' weights and the values.
+template <typename W>
+void attend_packed(const float* q, const float* k, const float* v, int64_t sequences, int64_t n,
+                   int64_t num_heads, int64_t head_dim, float scale, float* out) {
+    const int next = neighbours<W>(1);
+    const auto size_of = [=](int64_t rows, int64_t columns) {
+        return (rows + NR - 1) / NR * NR * padded(columns, next);
+    };
+    const int64_t key_size = size_of(n, head_dim), value_size = size_of(head_dim, n);
+    const int64_t heads = sequences * num_heads, stride = num_heads * head_dim;
+    // Where the token of a head of a sequence is in q, k, v and out.
+    const auto place = [=](int64_t head, int64_t token) {
+        return (head / num_heads * n + token) * stride + head % num_heads * head_dim;
+    };
+    std::unique_ptr<W[]> packed(new W[heads * (key_size + value_size)]);
+    parallel_for(heads, 1, [&](int64_t head) {
+        std::unique_ptr<W[]> rounded(new W[n * head_dim]);
+        const auto narrow_head = [&](const float* from) {
+            for (int64_t token = 0; token < n; token++)
+                for (int64_t d = 0; d < head_dim; d++)
+                    narrow(from[place(head, token) + d], &rounded[token * head_dim + d]);
+            return rounded.get();
+        };
+        W* const keys = &packed[head * (key_size + value_size)];
+        pack_panels(narrow_head(k), head_dim, 1, n, head_dim, 1, keys);
+        pack_panels(narrow_head(v), 1, head_dim, head_dim, n, 1, keys + key_size);
+    });
+    const int64_t many =
+        std::clamp<int64_t>(SCORE_BYTES / int64_t(n * sizeof(float)), MIN_QUERIES, MAX_QUERIES);
+    const int64_t chunks = (n + many - 1) / many;
+    with_matrix<W>(1, [&](auto matrix_of) {
+        parallel_for(heads * chunks, 1, [&](int64_t task) {
+            const int64_t head = task / chunks, first = task % chunks * many;
+            const int64_t count = std::min(many, n - first), begin = place(head, first);
+            const W* const keys = &packed[head * (key_size + value_size)];
+            std::unique_ptr<float[]> scores(new float[count * n]);
+            std::unique_ptr<float[]> queries(new float[count * head_dim]);
+            for (int64_t i = 0; i < count; i++)
+                for (int64_t d = 0; d < head_dim; d++)
+                    queries[i * head_dim + d] = q[begin + i * stride + d] * scale;
+            multiply(queries.get(), count, matrix_of(keys, head_dim), nullptr, nullptr,
+                     scores.get(), n, n);
+            float sums[MAX_QUERIES];
+            for (int64_t i = 0; i < count; i++) sums[i] = exponentiate(&scores[i * n], n);
+            multiply(scores.get(), count, matrix_of(keys + key_size, n), nullptr, nullptr,
+                     out + begin, stride, head_dim);
+            for (int64_t i = 0; i < count; i++)
+                for (int64_t d = 0; d < head_dim; d++) out[begin + i * stride + d] /= sums[i];
+        });
+    });
+}
+
 // Calls `call` with a function that makes the Matrix of a PackedWeight of this one's type.
 template <typename Call>
 void with_matrix_of(const PackedWeight& weight, const Call& call) {
@@ -392,6 +466,16 @@ void matmul_experts(const float* x, int64_t x_rows, const int32_t* index, const 
     with_matrix_of(experts.at(0), [&](auto matrix_of) {
         multiply_experts(x, index, x_rows, starts, experts, y, rows, matrix_of);
     });
+}
+
+// Attention of tokens that see each other, all n of a sequence: q, k, v and out [sequences, n, num_heads,
+// head_dim]. `type`: that of the numbers that may be multiplied where that is faster, BFLOAT16 or not.
+void attend_all(int type, const float* q, const float* k, const float* v, int64_t sequences,
+                int64_t n, int64_t num_heads, int64_t head_dim, float scale, float* out) {
+    if (n == 0) return;
+    const bool is_narrow = type == BFLOAT16 && neighbours<BFloat16>(1) > 1;
+    const auto attend = is_narrow ? attend_packed<BFloat16> : attend_packed<float>;
+    attend(q, k, v, sequences, n, num_heads, head_dim, scale, out);
 }
 
 // out [count, k]: rows `index` [count] of the weight.

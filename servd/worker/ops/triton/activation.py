@@ -15,6 +15,8 @@ def function(x, NAME: tl.constexpr):
         return x * tl.sigmoid(x)
     elif NAME == "relu":
         return tl.where(x < 0, 0.0, x)  # NaN stays
+    elif NAME == "quick_gelu":
+        return x * tl.sigmoid(1.702 * x)
     elif NAME == "gelu":
         return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     else:
