@@ -93,7 +93,8 @@ OTHER_ERRORS: list[tuple[int, str, str | None, str, str]] = [
     (507, "server_error", "storage_full", "the disk of `--batch-dir` is full", "Delete files."),
 ]
 
-# Metrics of no table in metric_names.py: name, kind, text.
+# Metrics that are not of an engine's models, with more words than their help texts: name, kind,
+# text.
 OTHER_METRICS = [
     ("servd:engine_restarts", "counter", "Restarts of an engine that died or hung."),
     ("servd_ignored_fields", "counter", "Request fields that had no effect."),

@@ -29,6 +29,7 @@ class MetricTable(msgspec.Struct, forbid_unknown_fields=True):
     counters: dict[str, str]
     of_steps: dict[str, str]
     labelled: dict[str, Labelled]
+    of_servers: dict[str, Labelled]
     histograms: dict[str, HistogramEntry]
     stages: dict[str, tuple[str, str]]
 
@@ -40,6 +41,7 @@ BUCKETS = _TABLE.buckets
 GAUGES = _TABLE.gauges
 COUNTERS = _TABLE.counters
 LABELLED = _TABLE.labelled
+OF_SERVERS = _TABLE.of_servers
 STAGES = _TABLE.stages
 # Counter of a value that engines report -> the function that gets it from a report.
 OF_STEPS: dict[str, Callable[[SchedulerStats], int]] = {
@@ -50,4 +52,3 @@ HISTOGRAMS: dict[str, tuple[str, Buckets | None]] = {
     name: (entry.text, BUCKETS[entry.buckets] if entry.buckets else None)
     for name, entry in _TABLE.histograms.items()
 }
-SLEEP_OPERATIONS = ("sleep", "wake")

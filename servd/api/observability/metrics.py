@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from itertools import product
 from operator import attrgetter
-from typing import Self
+from typing import Any, Self, TypeVar
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -36,6 +36,8 @@ from servd.messages.stats import SchedulerStats
 SECOND = 1e9  # nanoseconds
 OPEN_METRICS = "application/openmetrics-text"
 LAGS_PER_WRITE = 10  # one second's worth
+
+M = TypeVar("M", Counter, Gauge, Histogram)
 
 
 class Report(msgspec.Struct):
@@ -89,40 +91,26 @@ class Families:
             name: Histogram(name, text, labels, buckets=self.bounds[name], registry=registry)
             for name, (text, _) in names.HISTOGRAMS.items()
         }
-        self.ignored_fields = Counter(
-            "servd_ignored_fields", "Request fields that had no effect.", registry=registry
-        )
-        # Named as by prometheus-fastapi-instrumentator, without the labels of a model.
-        self.http_requests = Counter(
-            "http_requests", "Responses.", ["handler", "method", "status"], registry=registry
-        )
-        self.http_seconds = Histogram(
-            "http_request_duration_seconds",
-            "Seconds from the headers of a request to the end of its response.",
-            ["handler", "method"],
-            buckets=names.BUCKETS["http"],
-            registry=registry,
+        self.ignored_fields = self._of_server(Counter, "servd_ignored_fields")
+        self.http_requests = self._of_server(Counter, "http_requests")
+        self.http_seconds = self._of_server(
+            Histogram, "http_request_duration_seconds", buckets=names.BUCKETS["http"]
         )
         # Seconds of responses not yet in these two, by the labels of the first.
         self.answers = defaultdict[tuple[str, str, int], list[float]](list)
-        # Without the common labels, as in vLLM.
-        self.sleep_seconds = Histogram(
-            "vllm:sleep_mode_operation_duration_seconds",
-            "Seconds from a request to sleep or wake up to its response.",
-            ["operation"],
-            buckets=names.BUCKETS["sleep"],
-            registry=registry,
+        self.sleep_seconds = self._of_server(
+            Histogram, "vllm:sleep_mode_operation_duration_seconds", buckets=names.BUCKETS["sleep"]
         )
-        self.sleeping = Gauge(
-            "vllm:sleep_mode_operations_in_flight",
-            "Requests to sleep or wake up that are not answered yet.",
-            ["operation"],
-            multiprocess_mode="livesum",
-            registry=registry,
+        self.sleeping = self._of_server(
+            Gauge, "vllm:sleep_mode_operations_in_flight", multiprocess_mode="livesum"
         )
-        for operation in names.SLEEP_OPERATIONS:
-            self.sleep_seconds.labels(operation)
-            self.sleeping.labels(operation)
+
+    def _of_server(self, kind: type[M], name: str, **options: Any) -> M:
+        family = names.OF_SERVERS[name]
+        metric = kind(name, family.text, [*family.labels], registry=self.registry, **options)
+        for values in product(*family.labels.values()) if family.labels else ():
+            metric.labels(*values)
+        return metric
 
     def write(self) -> None:
         answers, self.answers = self.answers, defaultdict(list)
