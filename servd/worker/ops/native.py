@@ -53,8 +53,14 @@ TYPES = {
     torch.uint8: 4,  # numbers of 4 bits
     torch.float8_e4m3fn: 5,
 }
-FUNCTIONS = {"gelu_new": 0, "gelu_pytorch_tanh": 0, "silu": 1, "relu": 2, "gelu": 3}
-FUNCTIONS["quick_gelu"] = 4
+FUNCTIONS = {
+    "gelu_new": 0,
+    "gelu_pytorch_tanh": 0,
+    "silu": 1,
+    "relu": 2,
+    "gelu": 3,
+    "quick_gelu": 4,
+}
 WORDS = {"i": "i4x", "q": "q", "f": "f4x"}  # a number of cpu/graph.cpp in 8 bytes; others: q
 # Types to which the addresses of cpu/graph.cpp point. A: addresses.
 ELEMENTS = {
