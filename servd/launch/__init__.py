@@ -22,10 +22,16 @@ from servd.config.machine import Machine, look_at_machine
 from servd.config.resolve import decide
 from servd.core.client import identity
 from servd.core.executor import load_executor
-from servd.launch import sockets
 from servd.launch.accounts import accounts_of
 from servd.launch.api_servers import url_of
 from servd.launch.process_tree import ProcessTree
+from servd.launch.sockets import (
+    check_engine,
+    inherited_listener,
+    listen,
+    open_batch_dir,
+    socket_folder,
+)
 
 logger = logging.getLogger("servd.launch")
 
@@ -42,7 +48,7 @@ def run_server(read_config: Callable[[], Config]) -> int:
     log.setup("servd", config.observability)
     raise_file_limit()
     if (folder := config.batches.batch_dir) is not None:
-        sockets.open_batch_dir(folder)
+        open_batch_dir(folder)
     if config.server.response_db is not None:
         open_database(config.server.response_db, is_first=True).close()
     has_models = config.models.models_dir is not None or bool(config.models.models)
@@ -64,8 +70,8 @@ def run_server(read_config: Callable[[], Config]) -> int:
 
 def setup_server(config: Config) -> tuple[socket.socket, bool]:
     """Return the socket that all API servers accept from, and whether a parent passed it on."""
-    inherited = sockets.inherited_listener()
-    return inherited or sockets.listen(config), inherited is not None
+    inherited = inherited_listener()
+    return inherited or listen(config), inherited is not None
 
 
 def run_headless(config: Config, read_config: Callable[[], Config], started_at: float) -> int:
@@ -85,9 +91,9 @@ def run_multi_api_server(
     """
     config, spec, decided = find_and_resolve(config)
     config = config.with_absolute_paths()
-    with sockets.socket_folder(config) as ipc_dir:
+    with socket_folder(config) as ipc_dir:
         if config.server.attach:
-            sockets.check_engine(ipc_dir, identity(config, spec))
+            check_engine(ipc_dir, identity(config, spec))
         tree = ProcessTree(config, spec, decided, ipc_dir, listener, read_config, is_inherited)
         try:
             tree.start(started_at)

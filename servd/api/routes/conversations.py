@@ -11,7 +11,13 @@ from servd.api.context import context_of, json_response
 from servd.api.http.json_body import JsonBody
 from servd.api.http.paging import Page
 from servd.api.http.route import PathPart, Route, without_weights
-from servd.api.protocol import conversations as shapes
+from servd.api.protocol.conversations import (
+    Conversation,
+    ConversationItemsRequest,
+    ConversationRequest,
+    ConversationUpdate,
+    DeletedConversation,
+)
 from servd.api.protocol.response_items import listed
 from servd.api.protocol.responses import InputItems
 from servd.api.responses.conversations import Conversations
@@ -37,11 +43,9 @@ def page_of(items: list[dict[str, Any]], has_more: bool) -> Response:
     return json_response(InputItems(listed(items), first, last, has_more))
 
 
-@router.post("/v1/conversations", response_model=shapes.Conversation)
+@router.post("/v1/conversations", response_model=Conversation)
 @without_weights
-async def create_conversation(
-    request: Request, body: JsonBody[shapes.ConversationRequest]
-) -> Response:
+async def create_conversation(request: Request, body: JsonBody[ConversationRequest]) -> Response:
     """Create a conversation."""
     if context_of(request).responses.max_objects == 0:
         raise NotFound("the server stores no conversations (--max-stored-responses 0)")
@@ -49,33 +53,33 @@ async def create_conversation(
     return json_response(await write(request, lambda key: key.create(items, body.metadata or {})))
 
 
-@router.get(ONE, response_model=shapes.Conversation)
+@router.get(ONE, response_model=Conversation)
 async def get_conversation(request: Request, conversation_id: PathPart) -> Response:
     """Return a conversation, without its items."""
     return json_response(await read(request, lambda key: key.find(conversation_id)))
 
 
-@router.post(ONE, response_model=shapes.Conversation)
+@router.post(ONE, response_model=Conversation)
 @without_weights
 async def update_conversation(
-    request: Request, conversation_id: PathPart, body: JsonBody[shapes.ConversationUpdate]
+    request: Request, conversation_id: PathPart, body: JsonBody[ConversationUpdate]
 ) -> Response:
     """Replace the metadata of a conversation."""
     metadata = body.metadata or {}
     return json_response(await write(request, lambda key: key.update(conversation_id, metadata)))
 
 
-@router.delete(ONE, response_model=shapes.DeletedConversation)
+@router.delete(ONE, response_model=DeletedConversation)
 async def delete_conversation(request: Request, conversation_id: PathPart) -> Response:
     """Delete a conversation and its items. Its responses stay."""
     await write(request, lambda key: key.remove(conversation_id))
-    return json_response(shapes.DeletedConversation(conversation_id))
+    return json_response(DeletedConversation(conversation_id))
 
 
 @router.post(f"{ONE}/items", response_model=InputItems)
 @without_weights
 async def create_items(
-    request: Request, conversation_id: PathPart, body: JsonBody[shapes.ConversationItemsRequest]
+    request: Request, conversation_id: PathPart, body: JsonBody[ConversationItemsRequest]
 ) -> Response:
     """Append items to a conversation."""
     items: list[Any] = body.items
@@ -99,7 +103,7 @@ async def get_item(request: Request, conversation_id: PathPart, item_id: PathPar
     return json_response(listed([item])[0])
 
 
-@router.delete(f"{ONE}/items/{{item_id}}", response_model=shapes.Conversation)
+@router.delete(f"{ONE}/items/{{item_id}}", response_model=Conversation)
 async def delete_item(request: Request, conversation_id: PathPart, item_id: PathPart) -> Response:
     """Remove an item from a conversation."""
     removed = await write(request, lambda key: key.remove_item(conversation_id, item_id))

@@ -7,7 +7,13 @@ from fastapi import APIRouter, Depends, Query, Request, Response
 from servd.api.context import context_of
 from servd.api.http.json_body import JsonBody, read_json_body
 from servd.api.http.route import Route, events, without_weights
-from servd.api.protocol import anthropic as shapes
+from servd.api.protocol.anthropic import (
+    AnthropicMessagesResponse,
+    CountTokensRequest,
+    LimitedMessagesRequest,
+    MessagesRequest,
+    TokensCount,
+)
 from servd.api.protocol.events import MessageEvent
 from servd.api.serving.messages import AnthropicServingMessages
 from servd.base.errors import InvalidRequest
@@ -17,22 +23,22 @@ router = APIRouter(route_class=Route)
 Beta = Annotated[str | None, Query()]
 
 
-async def read_message(request: Request) -> shapes.MessagesRequest:
+async def read_message(request: Request) -> MessagesRequest:
     """Read the body. Allow a reasoning budget only if the model's reasoning can be limited."""
-    body_type: type[shapes.MessagesRequest] = shapes.LimitedMessagesRequest
+    body_type: type[MessagesRequest] = LimitedMessagesRequest
     try:
         context_of(request).async_llm.processor.reasoning_tags(None)
     except InvalidRequest:
-        body_type = shapes.MessagesRequest
+        body_type = MessagesRequest
     return await read_json_body(body_type, request)
 
 
 @router.post(
-    "/v1/messages", response_model=shapes.AnthropicMessagesResponse, responses=events(MessageEvent)
+    "/v1/messages", response_model=AnthropicMessagesResponse, responses=events(MessageEvent)
 )
 async def create_message(
     request: Request,
-    body: Annotated[shapes.LimitedMessagesRequest, Depends(read_message)],
+    body: Annotated[LimitedMessagesRequest, Depends(read_message)],
     beta: Beta = None,
 ) -> Response:
     """Answer a conversation in Anthropic's format."""
@@ -40,10 +46,10 @@ async def create_message(
     return await serving.create_messages(body, request)
 
 
-@router.post("/v1/messages/count_tokens", response_model=shapes.TokensCount)
+@router.post("/v1/messages/count_tokens", response_model=TokensCount)
 @without_weights
 async def count_tokens(
-    request: Request, body: JsonBody[shapes.CountTokensRequest], beta: Beta = None
+    request: Request, body: JsonBody[CountTokensRequest], beta: Beta = None
 ) -> Response:
     """Count the tokens of a conversation's prompt."""
     serving: AnthropicServingMessages = request.app.state.serving_messages

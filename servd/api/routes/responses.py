@@ -9,9 +9,16 @@ from starlette.convertors import StringConvertor, register_url_convertor
 from servd.api.http.json_body import JsonBody
 from servd.api.http.paging import Page
 from servd.api.http.route import PathPart, Route, events, without_weights
-from servd.api.protocol import responses as shapes
 from servd.api.protocol.events import ResponseEvent
-from servd.api.protocol.responses import ResponsesRequest, ResponsesResponse
+from servd.api.protocol.responses import (
+    CompactedResponse,
+    CompactRequest,
+    DeletedResponse,
+    InputItems,
+    InputTokens,
+    ResponsesRequest,
+    ResponsesResponse,
+)
 from servd.api.serving.responses import OpenAIServingResponses
 
 router = APIRouter(route_class=Route)
@@ -36,16 +43,14 @@ async def create_response(request: Request, body: JsonBody[ResponsesRequest]) ->
     return await serving_of(request).create_responses(body, request)
 
 
-@router.post("/v1/responses/compact", response_model=shapes.CompactedResponse)
+@router.post("/v1/responses/compact", response_model=CompactedResponse)
 @without_weights
-async def compact_conversation(
-    request: Request, body: JsonBody[shapes.CompactRequest]
-) -> HTTPResponse:
+async def compact_conversation(request: Request, body: JsonBody[CompactRequest]) -> HTTPResponse:
     """Drop the oldest items of a conversation, down to half of the context."""
     return await serving_of(request).compact_conversation(body, request)
 
 
-@router.post("/v1/responses/input_tokens", response_model=shapes.InputTokens)
+@router.post("/v1/responses/input_tokens", response_model=InputTokens)
 @without_weights
 async def count_input_tokens(request: Request, body: JsonBody[ResponsesRequest]) -> HTTPResponse:
     """Count the tokens of a response's prompt."""
@@ -68,7 +73,7 @@ async def get_response(
     return await serving.retrieve_responses(response_id, stream, starting_after, request)
 
 
-@router.get("/v1/responses/{response_id:response}/input_items", response_model=shapes.InputItems)
+@router.get("/v1/responses/{response_id:response}/input_items", response_model=InputItems)
 async def list_input_items(
     request: Request, response_id: PathPart, page: Annotated[Page, Query()]
 ) -> HTTPResponse:
@@ -76,7 +81,7 @@ async def list_input_items(
     return await serving_of(request).list_input_items(response_id, page, request)
 
 
-@router.delete("/v1/responses/{response_id:response}", response_model=shapes.DeletedResponse)
+@router.delete("/v1/responses/{response_id:response}", response_model=DeletedResponse)
 async def delete_response(request: Request, response_id: PathPart) -> HTTPResponse:
     """Delete a stored response, and cancel it if it is running."""
     return await serving_of(request).delete_responses(response_id, request)

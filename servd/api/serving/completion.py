@@ -6,8 +6,12 @@ from fastapi import Request, Response
 from msgspec import UNSET, UnsetType
 
 from servd.api.call import call_of
-from servd.api.protocol import completions as shapes
-from servd.api.protocol.completions import CompletionRequest
+from servd.api.protocol.completions import (
+    CompletionLogprobs,
+    CompletionRequest,
+    CompletionResponse,
+    CompletionResponseChoice,
+)
 from servd.api.protocol.generation import UsageInfo
 from servd.api.request.request_output import RequestOutput
 from servd.api.serving.formatter import ChoiceFormatter
@@ -38,7 +42,7 @@ class CompletionFormatter(ChoiceFormatter):
         self.num_logprobs = self.body.logprobs
         self.echo = bool(self.body.echo)
 
-    def chunks(self, output: CompletionOutput) -> list[shapes.CompletionResponse]:
+    def chunks(self, output: CompletionOutput) -> list[CompletionResponse]:
         """Return a chunk, or none. A choice's first chunk also has the fields sent only once."""
         is_first = not self.has_begun[output.index]
         if not self.has_news(output) and not (is_first and self.echo):
@@ -46,10 +50,10 @@ class CompletionFormatter(ChoiceFormatter):
         self.has_begun[output.index] = True
         return [self._completion([self._choice(output, is_first)], self.chunk_usage())]
 
-    def usage_chunk(self) -> shapes.CompletionResponse:
+    def usage_chunk(self) -> CompletionResponse:
         return self._completion([], self.usage())
 
-    def response(self) -> shapes.CompletionResponse:
+    def response(self) -> CompletionResponse:
         choices = self.choices
         for choice in choices:  # only the first of n scores the prompt
             choice.prompt_positions = choices[choice.index - choice.index % self.n].prompt_positions
@@ -64,18 +68,18 @@ class CompletionFormatter(ChoiceFormatter):
         return response
 
     def _completion(
-        self, choices: list[shapes.CompletionResponseChoice], usage: UsageInfo | None | UnsetType
-    ) -> shapes.CompletionResponse:
-        return shapes.CompletionResponse(*self.head, choices, usage)
+        self, choices: list[CompletionResponseChoice], usage: UsageInfo | None | UnsetType
+    ) -> CompletionResponse:
+        return CompletionResponse(*self.head, choices, usage)
 
-    def _choice(self, output: CompletionOutput, is_first: bool) -> shapes.CompletionResponseChoice:
+    def _choice(self, output: CompletionOutput, is_first: bool) -> CompletionResponseChoice:
         prompt = self.prompts[output.index // self.n]
         text = output.text
         if is_first and self.echo:
             text = self.prompt_text(prompt) + text
         shows_prompt_ids = is_first and self.body.return_token_ids
         shows_prompt = is_first and self.body.return_prompt_text
-        return shapes.CompletionResponseChoice(
+        return CompletionResponseChoice(
             output.index,
             text,
             self._logprobs(prompt, output),
@@ -88,7 +92,7 @@ class CompletionFormatter(ChoiceFormatter):
 
     def _logprobs(
         self, prompt: RequestOutput, output: CompletionOutput
-    ) -> shapes.CompletionLogprobs | None:
+    ) -> CompletionLogprobs | None:
         if self.num_logprobs is None:
             return None
         texts = self.token_texts[output.index]

@@ -10,7 +10,13 @@ from fastapi import Request, Response
 
 from servd.api.call import call_of
 from servd.api.connection import while_connected
-from servd.api.protocol import embeddings as shapes
+from servd.api.protocol.embeddings import (
+    EmbeddingRequest,
+    EmbeddingResponse,
+    EmbeddingResponseData,
+    EmbeddingUsage,
+    VectorRequest,
+)
 from servd.api.serving.serving import OpenAIServing, respond_with
 from servd.api.text.prompt import Prompt
 from servd.messages.engine import RequestOptions
@@ -25,8 +31,8 @@ class Vectors(msgspec.Struct):
     num_prompt_tokens: int  # sum over all prompts
 
     @property
-    def usage(self) -> shapes.EmbeddingUsage:
-        return shapes.EmbeddingUsage(self.num_prompt_tokens, self.num_prompt_tokens)
+    def usage(self) -> EmbeddingUsage:
+        return EmbeddingUsage(self.num_prompt_tokens, self.num_prompt_tokens)
 
     @property
     def num_numbers(self) -> int:
@@ -36,20 +42,20 @@ class Vectors(msgspec.Struct):
 class OpenAIServingEmbedding(OpenAIServing):
     """Serves embeddings; see OpenAIServing."""
 
-    async def create_embedding(self, body: shapes.EmbeddingRequest, request: Request) -> Response:
+    async def create_embedding(self, body: EmbeddingRequest, request: Request) -> Response:
         """Return an embedding for each input."""
         params = body.params(body.pooling)
         vectors = await self.embed(request, "embd", body.prompts, params, body.request_options)
         as_text = body.encoding_format == "base64"
 
-        def build() -> shapes.EmbeddingResponse:
+        def build() -> EmbeddingResponse:
             embeddings = [
-                shapes.EmbeddingResponseData(
+                EmbeddingResponseData(
                     index, as_base64(data, body) if as_text else unpack_vector(data)
                 )
                 for index, data in enumerate(vectors.data)
             ]
-            return shapes.EmbeddingResponse(embeddings, call_of(request).model, vectors.usage)
+            return EmbeddingResponse(embeddings, call_of(request).model, vectors.usage)
 
         return await respond_with(request, vectors.num_numbers, build)
 
@@ -76,7 +82,7 @@ class OpenAIServingEmbedding(OpenAIServing):
         return Vectors(vectors, sum(len(output.prompt_token_ids) for output in outputs))
 
 
-def as_base64(data: bytes, body: shapes.VectorRequest) -> str:
+def as_base64(data: bytes, body: VectorRequest) -> str:
     """Return float32 numbers as base64, in the type and the order of bytes that the body states."""
     numbers = unpack_vector(data)
     if body.embed_dtype == "float16":  # has no finite number above

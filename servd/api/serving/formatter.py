@@ -13,11 +13,19 @@ from servd.api.http.streaming import event
 from servd.api.observability.rendering import stage_times
 from servd.api.output.incremental import Delta
 from servd.api.output.output_parser import OutputParser
-from servd.api.protocol import generation as shapes
 from servd.api.protocol.chat import ChatCompletionChunk
 from servd.api.protocol.completions import CompletionResponse
 from servd.api.protocol.errors import ErrorReply
-from servd.api.protocol.generation import GenerationRequest
+from servd.api.protocol.generation import (
+    GenerationRequest,
+    KVTransferAnswer,
+    PromptLogprobs,
+    PromptTokensDetails,
+    ResponseMetrics,
+    SpeculativeDecodingMetrics,
+    Timings,
+    UsageInfo,
+)
 from servd.api.request.output_collector import MAX_LOGPROBS_HELD
 from servd.api.request.request_output import RequestOutput
 from servd.api.serving.logprobs import MIN_LOGPROB, TokenTexts, by_token, encoded
@@ -284,16 +292,16 @@ class ChoiceFormatter(ResponseFormatter):
     def add_delta(self, delta: CompletionOutput) -> None:
         self.choices[delta.index].add(delta)
 
-    def usage(self) -> shapes.UsageInfo:
+    def usage(self) -> UsageInfo:
         num_prompt_tokens = self.num_prompt_tokens
-        return shapes.UsageInfo(
+        return UsageInfo(
             prompt_tokens=num_prompt_tokens,
             completion_tokens=self.num_output_tokens,
             total_tokens=num_prompt_tokens + self.num_output_tokens,
-            prompt_tokens_details=shapes.PromptTokensDetails(sum(self.num_cached_tokens)),
+            prompt_tokens_details=PromptTokensDetails(sum(self.num_cached_tokens)),
         )
 
-    def timings(self) -> shapes.Timings | UnsetType:
+    def timings(self) -> Timings | UnsetType:
         if not self.body.timings_per_token:
             return UNSET
         num_cached = sum(self.num_cached_tokens)
@@ -303,9 +311,9 @@ class ChoiceFormatter(ResponseFormatter):
         prompt_ms, output_ms = (round(times.get(n, 0) / 1e6, 3) for n in ("prefill", "decode"))
         of_prompt = num_prompt, prompt_ms, *_rates(num_prompt, prompt_ms)
         of_output = num_output, output_ms, *_rates(num_output, output_ms)
-        return shapes.Timings(num_cached, *of_prompt, *of_output)
+        return Timings(num_cached, *of_prompt, *of_output)
 
-    def metrics(self) -> shapes.ResponseMetrics | UnsetType:
+    def metrics(self) -> ResponseMetrics | UnsetType:
         """Return the speculative decoding metrics, if enabled and there is only one choice."""
         config = self.info.config
         level = config.observability.per_request_spec_decode_metrics
@@ -313,11 +321,11 @@ class ChoiceFormatter(ResponseFormatter):
         if level == "none" or speculative is None or len(self.choices) != 1:
             return UNSET
         limit = speculative.num_speculative_tokens
-        return shapes.ResponseMetrics(
-            shapes.SpeculativeDecodingMetrics.of_steps(self.drafts, limit, level == "detailed")
+        return ResponseMetrics(
+            SpeculativeDecodingMetrics.of_steps(self.drafts, limit, level == "detailed")
         )
 
-    def kv_transfer_params(self) -> shapes.KVTransferAnswer | UnsetType:
+    def kv_transfer_params(self) -> KVTransferAnswer | UnsetType:
         """Return the location of the computed prompt, if another engine is to decode."""
         if not self.info.options.is_exported:
             return UNSET
@@ -327,7 +335,7 @@ class ChoiceFormatter(ResponseFormatter):
             self.info.config, timeline.rank, self.info.id, self.num_prompt_tokens
         )
 
-    def chunk_usage(self, num_ahead: int = 0) -> shapes.UsageInfo | None | UnsetType:
+    def chunk_usage(self, num_ahead: int = 0) -> UsageInfo | None | UnsetType:
         """Return the usage for a chunk, without the `num_ahead` output tokens of later chunks."""
         if self.continuous_usage:
             usage = self.usage()
@@ -347,7 +355,7 @@ class ChoiceFormatter(ResponseFormatter):
             return prompt.prompt
         return self.info.tokenizer.decode(prompt.prompt_token_ids, skip_special_tokens=False)
 
-    def prompt_logprobs(self, output: CompletionOutput) -> shapes.PromptLogprobs | UnsetType:
+    def prompt_logprobs(self, output: CompletionOutput) -> PromptLogprobs | UnsetType:
         k = self.body.prompt_logprobs
         if k is None:
             return UNSET

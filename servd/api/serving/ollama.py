@@ -14,9 +14,16 @@ from servd.api.http.json_body import run_for
 from servd.api.http.streaming import EventStream
 from servd.api.output.incremental import Content, Delta, Reasoning, ToolCallArguments, ToolCallStart
 from servd.api.output.json_reader import arguments_object
-from servd.api.protocol import ollama as shapes
 from servd.api.protocol.chat import ChatCompletionRequest, TokenLogprob
-from servd.api.protocol.ollama import OllamaChatRequest, OllamaEmbedRequest, OllamaGenerateRequest
+from servd.api.protocol.ollama import (
+    NAMES,
+    OllamaChatRequest,
+    OllamaEmbedRequest,
+    OllamaGenerateRequest,
+    OllamaRequest,
+    chat_messages,
+    with_images,
+)
 from servd.api.protocol.translation import renamed
 from servd.api.serving.embedding import OpenAIServingEmbedding, Vectors
 from servd.api.serving.events import Event, EventFormatter
@@ -44,7 +51,7 @@ class OllamaServing(OpenAIServingEmbedding):
 
     keep_alive_frame = b""  # clients parse every line
     stream_end = b""
-    field_names = shapes.NAMES
+    field_names = NAMES
     stream_class = Lines
 
     async def create_chat(self, body: OllamaChatRequest, request: Request) -> Response:
@@ -52,7 +59,7 @@ class OllamaServing(OpenAIServingEmbedding):
         tools = [{"type": "function", **tool} for tool in body.tools or ()]
 
         def make_chat() -> ChatCompletionRequest:
-            return body.chat([*shapes.chat_messages(body.messages)] or NOTHING, tools)
+            return body.chat([*chat_messages(body.messages)] or NOTHING, tools)
 
         return await self.run_chat(body, make_chat, bool(body.messages), request)
 
@@ -61,14 +68,14 @@ class OllamaServing(OpenAIServingEmbedding):
         messages: list[dict[str, Any]] = []
         if body.system:
             messages.append({"role": "system", "content": body.system})
-        content = shapes.with_images(body.prompt, body.images)
+        content = with_images(body.prompt, body.images)
         messages.append({"role": "user", "content": content})
         has_input = bool(body.prompt or body.suffix or body.images)
         return await self.run_chat(body, lambda: body.chat(messages), has_input, request)
 
     async def run_chat(
         self,
-        body: shapes.OllamaRequest,
+        body: OllamaRequest,
         make_chat: Callable[[], ChatCompletionRequest],
         has_input: bool,
         request: Request,
@@ -76,7 +83,7 @@ class OllamaServing(OpenAIServingEmbedding):
         """Answer the chat or the raw prompt of a body. Without input, only load the model."""
         call = call_of(request)
         is_chat = isinstance(body, OllamaChatRequest)
-        with renamed(shapes.NAMES):
+        with renamed(NAMES):
             chat = await run_for(request, call.num_bytes, make_chat)
             if not has_input:
                 self.check_params(chat)
@@ -142,7 +149,7 @@ class OllamaFormatter(EventFormatter):
     def __init__(
         self,
         info: ResponseInfo,
-        body: shapes.OllamaRequest,
+        body: OllamaRequest,
         chat: ChatCompletionRequest,
         params: SamplingParams,
     ) -> None:

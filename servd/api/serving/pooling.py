@@ -6,7 +6,14 @@ from fastapi import Request, Response
 
 from servd.api.call import call_of
 from servd.api.context import json_response
-from servd.api.protocol import pooling as shapes
+from servd.api.protocol.pooling import (
+    Classification,
+    Classifications,
+    ClassifyRequest,
+    PooledInput,
+    PoolingRequest,
+    Poolings,
+)
 from servd.api.serving.embedding import OpenAIServingEmbedding, as_base64
 from servd.api.serving.serving import respond_with
 from servd.base.errors import InvalidRequest
@@ -19,7 +26,7 @@ MAX_NUMBERS = 2**22  # in one answer: 16 MiB of float32, and about 80 MB of JSON
 class ServingPooling(OpenAIServingEmbedding):
     """Serves vLLM's routes for pooling models; see OpenAIServing."""
 
-    async def create_pooling(self, body: shapes.PoolingRequest, request: Request) -> Response:
+    async def create_pooling(self, body: PoolingRequest, request: Request) -> Response:
         """Return a vector for each input, or for each token of the inputs."""
         call = call_of(request)
         size = body.dimensions or self.async_llm.spec.hidden_size
@@ -54,15 +61,13 @@ class ServingPooling(OpenAIServingEmbedding):
             starts = range(0, len(data), 4 * size)
             return [unpack_vector(data[start : start + 4 * size]) for start in starts]
 
-        def build() -> shapes.Poolings:
-            inputs = [
-                shapes.PooledInput(i, format_vector(data)) for i, data in enumerate(vectors.data)
-            ]
-            return shapes.Poolings(f"pool-{call.unique_id}", call.model, inputs, vectors.usage)
+        def build() -> Poolings:
+            inputs = [PooledInput(i, format_vector(data)) for i, data in enumerate(vectors.data)]
+            return Poolings(f"pool-{call.unique_id}", call.model, inputs, vectors.usage)
 
         return await respond_with(request, vectors.num_numbers, build)
 
-    async def create_classify(self, body: shapes.ClassifyRequest, request: Request) -> Response:
+    async def create_classify(self, body: ClassifyRequest, request: Request) -> Response:
         """Classify each input."""
         call = call_of(request)
         pooling = self.processor.pooling
@@ -71,12 +76,12 @@ class ServingPooling(OpenAIServingEmbedding):
         )
         is_active = body.use_activation is not False
         labels = pooling.labels
-        classifications: list[shapes.Classification] = []
+        classifications: list[Classification] = []
         for index, data in enumerate(vectors.data):
             probs = pooling.probabilities(unpack_vector(data), is_active)
             label = labels[probs.index(max(probs))]
-            classifications.append(shapes.Classification(index, label, probs, len(probs)))
-        answer = shapes.Classifications(
+            classifications.append(Classification(index, label, probs, len(probs)))
+        answer = Classifications(
             f"classify-{call.unique_id}", call.model, classifications, vectors.usage
         )
         return json_response(answer)

@@ -9,9 +9,17 @@ from msgspec import UNSET
 from servd.api.call import call_of
 from servd.api.context import json_response
 from servd.api.http.json_body import run_for
-from servd.api.protocol import score as shapes
 from servd.api.protocol.embeddings import EmbeddingUsage
-from servd.api.protocol.score import RerankRequest, ScoreRequest, SimilarityRequest
+from servd.api.protocol.score import (
+    RankedDocument,
+    RankedText,
+    Ranking,
+    RerankRequest,
+    Score,
+    ScoreRequest,
+    Scores,
+    SimilarityRequest,
+)
 from servd.api.serving.embedding import OpenAIServingEmbedding
 from servd.api.text.prompt import Pair, Prompt, SharedText
 from servd.messages.outputs import unpack_vector
@@ -29,8 +37,8 @@ class OpenAIServingScore(OpenAIServingEmbedding):
         limit = body.max_tokens_per_doc
         seconds = [Prompt(content=text, param="text_2", keep_first=limit) for text in body.text_2]
         scores, usage = await self.compare(request, "score", firsts, seconds, body)
-        listed = [shapes.Score(index, score) for index, score in enumerate(scores)]
-        return json_response(shapes.Scores(f"score-{call.unique_id}", call.model, listed, usage))
+        listed = [Score(index, score) for index, score in enumerate(scores)]
+        return json_response(Scores(f"score-{call.unique_id}", call.model, listed, usage))
 
     async def do_rerank(self, body: RerankRequest, request: Request) -> Response:
         """Rank documents by how well they answer a query."""
@@ -48,14 +56,12 @@ class OpenAIServingScore(OpenAIServingEmbedding):
         scores, usage = await self.compare(request, "rerank", [query], documents, body)
         order = sorted(range(len(scores)), key=lambda index: -scores[index])
         results = [
-            shapes.RankedDocument(
-                i,
-                scores[i],
-                shapes.RankedText(body.documents[i]) if body.return_documents else UNSET,
+            RankedDocument(
+                i, scores[i], RankedText(body.documents[i]) if body.return_documents else UNSET
             )
             for i in order[: body.top_n or None]
         ]
-        return json_response(shapes.Ranking(f"rerank-{call.unique_id}", call.model, results, usage))
+        return json_response(Ranking(f"rerank-{call.unique_id}", call.model, results, usage))
 
     async def compare(
         self,

@@ -16,8 +16,14 @@ from typing import Any
 import tokenizers
 
 from servd.base.errors import InvalidRequest, ModelNotFound
-from servd.checkpoint import tokenizer_files
 from servd.checkpoint.model_spec import ModelSpec
+from servd.checkpoint.tokenizer_files import (
+    NAMED,
+    find_tokenizer,
+    read_backend,
+    read_tokenizer_config,
+    tokenizer_folder,
+)
 from servd.config import Config
 
 log = logging.getLogger("servd.api")
@@ -61,7 +67,7 @@ class Tokenizer:
     def of_model(cls, config: Config, spec: ModelSpec) -> Tokenizer:
         """Return the tokenizer: --tokenizer, the model's own, or bytes for the fake model."""
         model = config.model
-        folder = tokenizer_files.tokenizer_folder(spec, model.tokenizer, model.download_dir)
+        folder = tokenizer_folder(spec, model.tokenizer, model.download_dir)
         tokenizer = cls.load(folder, model.trust_remote_code) if folder else cls.bytes()
         if tokenizer.vocab_size > spec.vocab_size:
             log.warning(
@@ -76,11 +82,11 @@ class Tokenizer:
         """Read a tokenizer's files; see `find_tokenizer` for what is converted. Raise ModelNotFound
         if the tokenizer is missing or broken.
         """
-        file = tokenizer_files.find_tokenizer(folder, trust_remote_code)
-        backend = tokenizer_files.read_backend(file)
-        config = tokenizer_files.read_tokenizer_config(Path(folder))
+        file = find_tokenizer(folder, trust_remote_code)
+        backend = read_backend(file)
+        config = read_tokenizer_config(Path(folder))
         if file.parent != Path(folder):  # what a conversion made of the folder's tokens
-            config |= tokenizer_files.read_tokenizer_config(file.parent)
+            config |= read_tokenizer_config(file.parent)
         splits = config.get("split_special_tokens") or False
         if not isinstance(splits, bool):
             raise ModelNotFound(
@@ -267,7 +273,7 @@ _BYTE_OF_CHAR = _byte_of_char()
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
     """Return `bos_token` and so on as text. The file has strings or objects with `content`."""
     tokens: dict[str, str] = {}
-    for name in tokenizer_files.NAMED:
+    for name in NAMED:
         token = config.get(name)
         text = token.get("content") if isinstance(token, dict) else token
         if isinstance(text, str):

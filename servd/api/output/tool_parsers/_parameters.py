@@ -3,7 +3,14 @@
 import json
 from typing import Any, ClassVar, NoReturn
 
-from servd.api.output import call_grammar
+from servd.api.output.call_grammar import (
+    ANY_OBJECT,
+    NotExpressible,
+    json_rule,
+    parameters_of,
+    properties_of,
+    quoted,
+)
 from servd.api.output.incremental import Brackets, Steps
 from servd.api.output.json_reader import LITERALS, escape, repaired
 from servd.api.output.text_grammar import text_rules
@@ -28,34 +35,34 @@ class ParametersParser(ToolParser):
         """Return rules for the parameters in the schema's order. Values that `_value` reads as
         strings are written as text, others as JSON.
         """
-        root = call_grammar.parameters_of(function)
-        if root == call_grammar.ANY_OBJECT:
+        root = parameters_of(function)
+        if root == ANY_OBJECT:
             inside = rf'"{cls.parameter[0]}" /[^<>\n]+/ "{cls.parameter[1]}" /(?s:.*)/'
             value = f'{rule}_any[lazy]: {inside} "{cls.parameter_end}"'
             return [rf"{rule}: ({rule}_any /\n/)*", value]
-        properties = call_grammar.properties_of(function)
+        properties = properties_of(function)
         parts = [f"{rule}_{i}{'' if p.is_required else '?'}" for i, p in enumerate(properties)]
-        rules = [f"{rule}: {' '.join(parts) or call_grammar.quoted('')}"]
+        rules = [f"{rule}: {' '.join(parts) or quoted('')}"]
         for i, (name, schema, _) in enumerate(properties):
             if cls.parameter[1][0] in name:
-                raise call_grammar.NotExpressible("a bracket in the name of a parameter")
+                raise NotExpressible("a bracket in the name of a parameter")
             property_rule = f"{rule}_{i}"
             written = root["properties"][name]
-            opening = call_grammar.quoted(cls.parameter[0] + name + cls.parameter[1] + cls.line)
-            closing = call_grammar.quoted(cls.line + cls.parameter_end)
+            opening = quoted(cls.parameter[0] + name + cls.parameter[1] + cls.line)
+            closing = quoted(cls.line + cls.parameter_end)
             if "string" in types_of(written, root):
                 texts = texts_of(written, root, cls.parameter_end, cls.line)
                 values = [f"{property_rule}_text{n}" for n in range(len(texts))]
                 rules += [f"{value}[lazy]: {t}" for value, t in zip(values, texts, strict=True)]
             else:
                 values = [f"{property_rule}_json {closing}"]
-                rules.append(f"{property_rule}_json: {call_grammar.json_rule(schema)}")
+                rules.append(f"{property_rule}_json: {json_rule(schema)}")
             rules.append(rf"{property_rule}: {opening} ({' | '.join(values)}) /\n/")
         return rules
 
     @classmethod
     def input_grammar(cls, rule: str, grammar: TextGrammar) -> list[str]:
-        opening = call_grammar.quoted(f"{cls.parameter[0]}input{cls.parameter[1]}{cls.line}")
+        opening = quoted(f"{cls.parameter[0]}input{cls.parameter[1]}{cls.line}")
         inside = f"{rule}_input"
         texts = text_rules(grammar, inside, False, cls.parameter_end, cls.line)
         return [rf"{rule}: {opening} {inside} /\n/", *texts]

@@ -8,8 +8,15 @@ import sys
 import warnings
 from typing import Any
 
-from servd.api.output import call_grammar
-from servd.api.output.call_grammar import CallSyntax
+from servd.api.output.call_grammar import (
+    ANY_OBJECT,
+    CallSyntax,
+    NotExpressible,
+    json_rule,
+    parameters_of,
+    properties_of,
+    quoted,
+)
 from servd.api.output.incremental import Steps, without_surrogates
 from servd.api.output.text_grammar import text_rules
 from servd.api.output.tool_parser import ToolParser
@@ -39,15 +46,15 @@ class PythonicToolParser(ToolParser):
         """Return rules for keyword arguments with JSON values. The parser reads them as Python,
         plus `true`, `false` and `null`.
         """
-        if call_grammar.parameters_of(function) == call_grammar.ANY_OBJECT:
-            anything = rf"{rule}_any: /[A-Za-z_]\w*=/ {call_grammar.json_rule({})}"
+        if parameters_of(function) == ANY_OBJECT:
+            anything = rf"{rule}_any: /[A-Za-z_]\w*=/ {json_rule({})}"
             return [f'{rule}: ({rule}_any (", " {rule}_any)*)?', anything]
-        properties = call_grammar.properties_of(function)
+        properties = properties_of(function)
         names = function["name"].split(".") + [name for name, *_ in properties]
         if not all(name.isidentifier() and name.isascii() for name in names):
-            raise call_grammar.NotExpressible("names that are none in Python")
+            raise NotExpressible("names that are none in Python")
         if any(keyword.iskeyword(name) for name, *_ in properties):
-            raise call_grammar.NotExpressible("keywords of Python as names")
+            raise NotExpressible("keywords of Python as names")
         rules = [f"{rule}: {rule}_first0"]
         for i, (name, schema, is_required) in enumerate(properties):
             # firstN: arguments from the Nth on, none is written yet; moreN: the same after others.
@@ -56,14 +63,14 @@ class PythonicToolParser(ToolParser):
             rules += [
                 f'{rule}_first{i}: "{name}=" {rule}_value{i} {rule}_more{i + 1}{later}',
                 f"{rule}_more{i}: {more if is_required else f'({more})?'} {rule}_more{i + 1}",
-                f"{rule}_value{i}: {call_grammar.json_rule(schema)}",
+                f"{rule}_value{i}: {json_rule(schema)}",
             ]
         return [*rules, f'{rule}_first{len(properties)}: ""', f'{rule}_more{len(properties)}: ""']
 
     @classmethod
     def input_grammar(cls, rule: str, grammar: TextGrammar) -> list[str]:
         inside = f"{rule}_input"
-        opening, closing = map(call_grammar.quoted, ('input="', '"'))
+        opening, closing = map(quoted, ('input="', '"'))
         return [f"{rule}: {opening} {inside} {closing}", *text_rules(grammar, inside, True)]
 
     def body(self) -> Steps[None]:
