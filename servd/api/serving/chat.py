@@ -7,15 +7,29 @@ from msgspec import UNSET, UnsetType
 
 from servd.api.call import call_of
 from servd.api.output.incremental import Content, Delta, Reasoning, ToolCallArguments, ToolCallStart
-from servd.api.protocol import chat as shapes
-from servd.api.protocol.chat import ChatCompletionRequest
+from servd.api.protocol.chat import (
+    AssistantMessage,
+    CalledCustom,
+    CalledFunction,
+    ChatCompletionChunk,
+    ChatCompletionRequest,
+    ChatCompletionResponse,
+    ChatCompletionResponseChoice,
+    ChatFinishReason,
+    ChoiceDelta,
+    ChunkChoice,
+    DeltaCustom,
+    DeltaFunction,
+    DeltaToolCall,
+    MessageToolCall,
+)
 from servd.api.protocol.generation import CompletionTokensDetails, UsageInfo
 from servd.api.serving.formatter import ChoiceFormatter
 from servd.api.serving.serving import OpenAIServing
 from servd.messages.engine import FinishReason
 from servd.messages.outputs import CompletionOutput
 
-NOTHING = shapes.ChoiceDelta()
+NOTHING = ChoiceDelta()
 
 
 class OpenAIServingChat(OpenAIServing):
@@ -40,22 +54,22 @@ class ChatFormatter(ChoiceFormatter):
 
     body: ChatCompletionRequest
 
-    def chunks(self, output: CompletionOutput) -> list[shapes.ChatCompletionChunk]:
+    def chunks(self, output: CompletionOutput) -> list[ChatCompletionChunk]:
         """Return the chunks of an output. A choice's first chunk has only the role."""
-        chunks: list[shapes.ChatCompletionChunk] = []
+        chunks: list[ChatCompletionChunk] = []
         delta = self._delta(output)
         output.text = ""  # `_delta` has parsed it
         has_news = delta != NOTHING or self.has_news(output)
         if not self.has_begun[output.index]:
             is_first = not any(self.has_begun)
             self.has_begun[output.index] = True
-            begin = shapes.ChoiceDelta(role="assistant", content=self.body.echoed, refusal=None)
+            begin = ChoiceDelta(role="assistant", content=self.body.echoed, refusal=None)
             usage = self.chunk_usage(len(output.token_ids))
-            chunks.append(self._chunk([shapes.ChunkChoice(output.index, begin)], usage))
+            chunks.append(self._chunk([ChunkChoice(output.index, begin)], usage))
             if is_first:  # it is said once
                 chunks[0].prompt_token_ids, chunks[0].prompt_text = self._prompt()
         if has_news:
-            choice = shapes.ChunkChoice(
+            choice = ChunkChoice(
                 output.index,
                 delta,
                 logprobs=self.token_texts[output.index].chat_logprobs(output.positions),
@@ -66,15 +80,15 @@ class ChatFormatter(ChoiceFormatter):
             chunks.append(self._chunk([choice], self.chunk_usage()))
         return chunks
 
-    def usage_chunk(self) -> shapes.ChatCompletionChunk:
+    def usage_chunk(self) -> ChatCompletionChunk:
         return self._chunk([], self.usage())
 
-    def response(self) -> shapes.ChatCompletionResponse:
+    def response(self) -> ChatCompletionResponse:
         prompt_token_ids, prompt_text = self._prompt()
-        return shapes.ChatCompletionResponse(
+        return ChatCompletionResponse(
             *self.head,
             [
-                shapes.ChatCompletionResponseChoice(
+                ChatCompletionResponseChoice(
                     choice.index,
                     _message(self._delta(choice), self.body.echoed),
                     self.token_texts[choice.index].chat_logprobs(choice.positions),
@@ -110,19 +124,19 @@ class ChatFormatter(ChoiceFormatter):
         )
 
     def _chunk(
-        self, choices: list[shapes.ChunkChoice], usage: UsageInfo | None | UnsetType
-    ) -> shapes.ChatCompletionChunk:
-        return shapes.ChatCompletionChunk(*self.head, choices, usage)
+        self, choices: list[ChunkChoice], usage: UsageInfo | None | UnsetType
+    ) -> ChatCompletionChunk:
+        return ChatCompletionChunk(*self.head, choices, usage)
 
-    def _delta(self, output: CompletionOutput) -> shapes.ChoiceDelta:
+    def _delta(self, output: CompletionOutput) -> ChoiceDelta:
         deltas = self.parse(output)
         if self.body.include_reasoning is False:
             deltas = [delta for delta in deltas if not isinstance(delta, Reasoning)]
         if len(deltas) == 1 and isinstance(deltas[0], Content):  # nearly all chunks
-            return shapes.ChoiceDelta(content=deltas[0].text)
+            return ChoiceDelta(content=deltas[0].text)
         return _joined(deltas)
 
-    def _finish_reason(self, output: CompletionOutput) -> shapes.ChatFinishReason | None:
+    def _finish_reason(self, output: CompletionOutput) -> ChatFinishReason | None:
         parser = self.parser_of(output.index)
         if output.finish_reason is not FinishReason.STOP or not parser.num_calls:
             return output.finish_reason
@@ -132,9 +146,9 @@ class ChatFormatter(ChoiceFormatter):
         return FinishReason.STOP if is_stop else "tool_calls"
 
 
-def _joined(deltas: Sequence[Delta]) -> shapes.ChoiceDelta:
-    joined = shapes.ChoiceDelta()
-    calls: dict[int, shapes.DeltaToolCall] = {}
+def _joined(deltas: Sequence[Delta]) -> ChoiceDelta:
+    joined = ChoiceDelta()
+    calls: dict[int, DeltaToolCall] = {}
     for delta in deltas:
         match delta:
             case Content(text=text):
@@ -142,39 +156,39 @@ def _joined(deltas: Sequence[Delta]) -> shapes.ChoiceDelta:
             case Reasoning(text=text):
                 joined.reasoning = joined.reasoning_content = (joined.reasoning or "") + text
             case ToolCallStart(index=index, id=call_id, name=name, is_custom=True):
-                custom = shapes.DeltaCustom(name, "")
-                calls[index] = shapes.DeltaToolCall(index, UNSET, call_id, "custom", custom)
+                custom = DeltaCustom(name, "")
+                calls[index] = DeltaToolCall(index, UNSET, call_id, "custom", custom)
             case ToolCallStart(index=index, id=call_id, name=name):
-                function = shapes.DeltaFunction(name, "")
-                calls[index] = shapes.DeltaToolCall(index, function, call_id, "function")
+                function = DeltaFunction(name, "")
+                calls[index] = DeltaToolCall(index, function, call_id, "function")
             case ToolCallArguments(index=index, text=text, is_custom=True):
-                empty = shapes.DeltaToolCall(index, custom=shapes.DeltaCustom())
+                empty = DeltaToolCall(index, custom=DeltaCustom())
                 custom = calls.setdefault(index, empty).custom
-                assert isinstance(custom, shapes.DeltaCustom)
+                assert isinstance(custom, DeltaCustom)
                 custom.input = (custom.input or "") + text
             case ToolCallArguments(index=index, text=text):
-                empty = shapes.DeltaToolCall(index, shapes.DeltaFunction())
+                empty = DeltaToolCall(index, DeltaFunction())
                 function = calls.setdefault(index, empty).function
-                assert isinstance(function, shapes.DeltaFunction)
+                assert isinstance(function, DeltaFunction)
                 function.arguments = (function.arguments or "") + text
     joined.tool_calls = list(calls.values()) or None
     return joined
 
 
-def _whole_call(call: shapes.DeltaToolCall) -> shapes.MessageToolCall:
+def _whole_call(call: DeltaToolCall) -> MessageToolCall:
     call_id = call.id or ""
-    if isinstance(call.custom, shapes.DeltaCustom):
-        custom = shapes.CalledCustom(call.custom.name or "", call.custom.input or "")
-        return shapes.MessageToolCall(call_id, type="custom", custom=custom)
-    assert isinstance(call.function, shapes.DeltaFunction)
-    function = shapes.CalledFunction(call.function.name or "", call.function.arguments or "")
-    return shapes.MessageToolCall(call_id, function)
+    if isinstance(call.custom, DeltaCustom):
+        custom = CalledCustom(call.custom.name or "", call.custom.input or "")
+        return MessageToolCall(call_id, type="custom", custom=custom)
+    assert isinstance(call.function, DeltaFunction)
+    function = CalledFunction(call.function.name or "", call.function.arguments or "")
+    return MessageToolCall(call_id, function)
 
 
-def _message(delta: shapes.ChoiceDelta, echoed: str) -> shapes.AssistantMessage:
+def _message(delta: ChoiceDelta, echoed: str) -> AssistantMessage:
     calls = [_whole_call(call) for call in delta.tool_calls or []]
     content = echoed + (delta.content or "")
-    return shapes.AssistantMessage(
+    return AssistantMessage(
         content or None if calls or delta.reasoning else content,
         reasoning=delta.reasoning or UNSET,
         reasoning_content=delta.reasoning or UNSET,
