@@ -222,5 +222,11 @@ def check_weights(config: Config, spec: ModelSpec) -> Finding:
     return judge(not plan.shortage, "weights", text, plan.shortage, "failed")
 
 
-CHECKS: list[Callable[[Config], Iterator[Finding]]] = [check_folders, check_limits, check_memory]
-CHECKS += [check_device, check_hub, check_model]
+CHECKS: tuple[Callable[[Config], Iterator[Finding]], ...] = (
+    check_folders,
+    check_limits,
+    check_memory,
+    check_device,
+    check_hub,
+    check_model,
+)

@@ -9,7 +9,6 @@ import secrets
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -34,10 +33,6 @@ STOP_TIMEOUT = 5.0  # seconds from SIGTERM to SIGKILL, beyond --shutdown-timeout
 RETRY_AFTER = 10.0  # seconds before a model that failed to start is tried again
 LOAD_INTERVAL = 1.0  # seconds between polls of a model's background work
 MOST_NAMED = 32  # models listed in an error message
-# What the servers of models leave to the gateway: the folder, TLS, hosts, CORS and idle sleep.
-OF_GATEWAY: dict[str, Any] = {"models_dir": None, "models": [], "sleep_idle_seconds": None}
-OF_GATEWAY |= {"ssl_certfile": None, "ssl_keyfile": None, "ssl_ca_certs": None, "ssl_cert_reqs": 0}
-OF_GATEWAY |= {"allowed_hosts": ["*"], "allowed_origins": []}
 
 
 class ModelServers:
@@ -331,7 +326,9 @@ class ModelServers:
                 server.child.post(self._config_of(server, ""))
 
     def _config_of(self, server: ModelServer, path: str) -> Config:
-        """Return the options of a model's server."""
+        """Return the options of a model's server. TLS, hosts, CORS and idle sleep are the
+        gateway's.
+        """
         config = self.config
         access = self.config.access
         lora = self.config.lora
@@ -346,7 +343,15 @@ class ModelServers:
             model=str(server.model.path),
             served_model_name=[server.name],
             uds=path,
+            models_dir=None,
+            models=[],
             lora_modules=entries,
+            sleep_idle_seconds=None,
             api_key=[*access.api_key, self.secret] if access.needs_keys else [],
-            **OF_GATEWAY,
+            ssl_certfile=None,
+            ssl_keyfile=None,
+            ssl_ca_certs=None,
+            ssl_cert_reqs=0,
+            allowed_hosts=["*"],
+            allowed_origins=[],
         )

@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager, aclosing
 from functools import partial
 from itertools import chain
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 from urllib.parse import quote
 
 import httpx
@@ -277,8 +277,9 @@ class Gateway:
                 logger.error("%s: its server does not answer: %s", name, error)
                 raise Unavailable(f"the server of {name} does not answer") from None
             try:
-                start = {"type": "http.response.start", "status": response.status_code}
-                await send(start | {"headers": response_headers(response)})
+                status = response.status_code
+                headers = response_headers(response)
+                await send({"type": "http.response.start", "status": status, "headers": headers})
                 async for chunk in response.aiter_raw():
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
                 await send({"type": "http.response.body", "body": b""})
@@ -319,8 +320,20 @@ def _merged(texts: Iterable[str]) -> bytes:
                 samples[key] = sample._replace(value=before + sample.value)
     for name, family in families.items():
         family.samples = [*series[name].values()]
-    merged = [*families.values(), *ProcessCollector(registry=None).collect()]
-    return generate_latest(cast(CollectorRegistry, SimpleNamespace(collect=lambda: merged)))
+    registry = CollectorRegistry()
+    registry.register(_Collected(families.values()))
+    ProcessCollector(registry=registry)
+    return generate_latest(registry)
+
+
+class _Collected:
+    """A collector that returns metric families collected by other processes."""
+
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self.families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self.families
 
 
 def _line(document: dict[str, Any]) -> bytes:

@@ -174,7 +174,7 @@ def test_a_long_line_counts_once(tmp_path, length):
 async def test_an_empty_file_and_too_many_lines_fail(client, monkeypatch):
     batch = await finished(client, await create(client, "", ""))
     assert batch.errors.data[0].code == "empty_file"
-    monkeypatch.setattr(batch_files, "MAX_LINES", 3)
+    monkeypatch.setattr(batch_runner, "MAX_LINES", 3)
     batch = await finished(client, await create(client, *lines(4)))
     assert batch.errors.data[0].code == "too_many_lines"
 
@@ -302,13 +302,12 @@ async def test_the_input_may_be_deleted_while_a_batch_reads_it(client, served):
 
 async def test_lines_are_never_read_on_the_event_loop(client, served, monkeypatch):
     threads = []
-    read = batch_files.read_line
 
     def read_line(text: bytes) -> Any:
         threads.append(threading.current_thread())
-        return read(text)
+        return batch_files.read_line(text)
 
-    monkeypatch.setattr(batch_files, "read_line", read_line)
+    monkeypatch.setattr(batch_runner, "read_line", read_line)
     await finished(client, await create(client, *lines(5)))
     assert threads and threading.main_thread() not in threads
 
@@ -504,14 +503,14 @@ def test_an_upload_that_ends_during_the_sweep_stays(tmp_path, monkeypatch):
 
 async def test_a_batch_waits_for_room_on_a_full_disk_and_says_so(client, served, monkeypatch):
     monkeypatch.setattr(batch_runner, "PAUSE", 0.02)
-    is_full, add = ["yes"], batch_files.Results.add
+    is_full, add = ["yes"], batch_runner.Results.add
 
     def add_if_possible(results: Any, result: Any) -> None:
         if is_full:
             full_disk()
         add(results, result)
 
-    monkeypatch.setattr(batch_files.Results, "add", add_if_possible)
+    monkeypatch.setattr(batch_runner.Results, "add", add_if_possible)
     batch = await create(client, *lines(5))
     async with asyncio.timeout(60):
         while batch.errors is None:

@@ -195,7 +195,7 @@ async def test_other_addresses_are_refused(make, url, word):
     assert loader._process._process is None and loader.num_in_flight == 0
 
 
-async def test_files_in_a_folder(make, tmp_path):
+async def test_files_in_a_folder(make, tmp_path, monkeypatch):
     folder = tmp_path / "pictures"
     folder.mkdir()
     (folder / "a b.png").write_bytes(PICTURE)
@@ -223,6 +223,10 @@ async def test_files_in_a_folder(make, tmp_path):
     assert str(folder) not in text
     with pytest.raises(InvalidRequest, match="20 MB"):
         await load(loader, f"file://{folder}/large.png")
+    (folder / "file").write_bytes(PICTURE)
+    monkeypatch.chdir(folder)
+    with pytest.raises(InvalidRequest, match="must begin with data: or https:$"):
+        await load(loader, "file")  # no address
 
 
 async def test_hostile_pictures_end_neither_the_process_nor_open_anything(make, monkeypatch):

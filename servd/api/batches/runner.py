@@ -21,8 +21,20 @@ from starlette.types import ASGIApp, Message
 from servd.api.batches.store import BatchStore, OpenBatch, Shelf, describe_file
 from servd.api.engine.admission import MAX_RETRY_AFTER, Admission
 from servd.api.keys import ON_BEHALF_OF, ApiKeys
-from servd.api.protocol import batch_file
-from servd.api.protocol.batch_file import BatchRequestOutput, CustomId, Line, Problem
+from servd.api.protocol.batch_file import (
+    MAX_LINES,
+    BatchRequestOutput,
+    BatchResponseData,
+    CustomId,
+    Line,
+    Problem,
+    Results,
+    check,
+    inspect,
+    lines_of,
+    read_line,
+    results_of,
+)
 from servd.api.protocol.batches import Batch, FileObject, Problems, RequestCounts
 from servd.base.errors import InvalidRequest, NotFound
 from servd.base.line_ends import escape_line_ends
@@ -108,7 +120,7 @@ class BatchRunner:
     async def _answer_all(self, open_batch: OpenBatch, shelf: Shelf, batch: Batch) -> bool:
         """Run the remaining lines. Return False if the server drains first."""
         source = shelf.folder / batch.input_file_id
-        results = await _in_thread(batch_file.Results, shelf.results(batch))
+        results = await _in_thread(Results, shelf.results(batch))
         counts = batch.request_counts
         counts.completed = sum(status == 200 for status in results.statuses.values())
         counts.failed = len(results.statuses) - counts.completed
@@ -249,13 +261,13 @@ def _report(shelf: Shelf, name: str, error: OSError) -> None:
 def _validate(source: Path, endpoint: str) -> tuple[int, list[Problem]]:
     num_lines = 0
     problems = []
-    for num_lines, problem in enumerate(batch_file.inspect(source, endpoint), 1):
+    for num_lines, problem in enumerate(inspect(source, endpoint), 1):
         if problem is not None:
             problems.append(problem)
-        if num_lines > batch_file.MAX_LINES:
-            message = f"a batch may have at most {batch_file.MAX_LINES} lines"
+        if num_lines > MAX_LINES:
+            message = f"a batch may have at most {MAX_LINES} lines"
             problems.append(Problem("too_many_lines", message))
-        if len(problems) >= MAX_PROBLEMS or num_lines > batch_file.MAX_LINES:
+        if len(problems) >= MAX_PROBLEMS or num_lines > MAX_LINES:
             break
     if not num_lines:
         problems.append(Problem("empty_file", "the file has no requests"))
@@ -264,9 +276,9 @@ def _validate(source: Path, endpoint: str) -> tuple[int, list[Problem]]:
 
 def _pending(source: Path, done: dict[CustomId, int]) -> Iterator[Line]:
     """Yield the lines of a valid file that have no result yet."""
-    for _, text in batch_file.lines_of(source):
-        if (line := batch_file.read_line(text)).custom_id not in done:
-            batch_file.check(line)
+    for _, text in lines_of(source):
+        if (line := read_line(text)).custom_id not in done:
+            check(line)
             yield line
 
 
@@ -278,7 +290,7 @@ def _finish(shelf: Shelf, batch: Batch, source: Path, outcome: Any) -> None:
     paths = {name: shelf.folder / f"file-{suffix}{name[0]}" for name in ("output", "error")}
     with paths["output"].open("wb") as output, paths["error"].open("wb") as errors:
         statuses: dict[CustomId, int] = {}
-        for result, text in batch_file.results_of(results):
+        for result, text in results_of(results):
             statuses[result.custom_id] = result.status
             (output if result.status == 200 else errors).write(text)
         problem = Problem(f"batch_{outcome}", f"the batch was {outcome} before this request")
@@ -304,10 +316,10 @@ def _finish(shelf: Shelf, batch: Batch, source: Path, outcome: Any) -> None:
     results.unlink()
 
 
-async def _call(app: ASGIApp, key: Key, line: Line) -> tuple[batch_file.BatchResponseData, float]:
+async def _call(app: ASGIApp, key: Key, line: Line) -> tuple[BatchResponseData, float]:
     """Send a line to the application. Return the response, and the seconds before a retry."""
     messages: list[Message] = [{"type": "http.request", "body": bytes(line.body)}]
-    answer = batch_file.BatchResponseData(500)
+    answer = BatchResponseData(500)
     body = bytearray()
     seconds = POLL
 

@@ -49,7 +49,7 @@ NUM_AT_ONCE = 4  # pictures of a request
 NUM_THREADS = 3  # that decode base64 and hash
 PART = 1 << 20  # letters of base64, a multiple of 4
 ESCAPES = {"%2B": "+", "%2F": "/", "%3D": "=", "%20": "", "%0A": "", "%0D": ""}  # in base64
-FLAGS = {"https": "--allowed-media-domains", "file": "--allowed-local-media-path"}
+FLAGS = {"https:": "--allowed-media-domains", "file:": "--allowed-local-media-path"}
 ATTEMPTS = 2
 ENV = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 20),  # bytes; freed memory goes back to the system
@@ -312,14 +312,14 @@ class MediaLoader:
 
 def _read(url: str, folder: str | None) -> tuple[bytes, bytes]:
     """Return the picture at a data: or file: address, and its SHA-256. Raise InvalidRequest."""
-    scheme = url[:6].partition(":")[0].lower()
-    if scheme == "data":
+    scheme = url[: url.find(":", 0, 6) + 1].lower()  # with its colon
+    if scheme == "data:":
         data = decode_data_url(url)
-    elif scheme == "file" and folder is not None:
+    elif scheme == "file:" and folder is not None:
         data = read_file(url, Path(folder).resolve())
     elif scheme in FLAGS:
         raise InvalidRequest(
-            f"this server reads no {scheme}: addresses: send a data: address, or start the server "
+            f"this server reads no {scheme} addresses: send a data: address, or start the server "
             f"with {FLAGS[scheme]}"
         )
     else:

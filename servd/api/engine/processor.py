@@ -553,8 +553,10 @@ class Processor:
                 f"{params.min_tokens}",
                 param="min_tokens",
             )
-        filled: dict[str, Any] = {"max_tokens": max_tokens}
-        filled["structured_output"] = expected.structured_output
+        filled: dict[str, Any] = {
+            "max_tokens": max_tokens,
+            "structured_output": expected.structured_output,
+        }
         if params.seed is None and not params.is_greedy:
             # Different for every request and API server, but reproducible with the same --seed.
             root = f"{self.config.model.seed}/{self.client}/{next(self._ordinal)}"

@@ -24,13 +24,23 @@ OPEN_PATHS = frozenset({"/", "/health", "/ping"})  # reveal nothing about the mo
 # Routes that need no scope. The files of the console are open, its other paths need any key.
 OPEN_ROUTES = OPEN_PATHS | {"/console/{file:path}"}
 # Routes about other clients or the machine, and their scope. All others need "inference".
-FOR_METRICS = "/kv_event_sources /load /metrics /slots /v1/cache /v1/steps".split()
-FOR_ADMINS = (
-    "/collective_rpc /debug/audit /is_sleeping /reset_prefix_cache /server_info /sleep "
-    "/v1/load_lora_adapter /v1/unload_lora_adapter /wake_up"
-).split()
-SCOPE_OF_ROUTE: dict[str, Scope] = dict.fromkeys(FOR_METRICS, "metrics")
-SCOPE_OF_ROUTE |= dict.fromkeys(FOR_ADMINS, "admin")
+SCOPE_OF_ROUTE: dict[str, Scope] = {
+    "/collective_rpc": "admin",
+    "/debug/audit": "admin",
+    "/is_sleeping": "admin",
+    "/kv_event_sources": "metrics",
+    "/load": "metrics",
+    "/metrics": "metrics",
+    "/reset_prefix_cache": "admin",
+    "/server_info": "admin",
+    "/sleep": "admin",
+    "/slots": "metrics",
+    "/v1/cache": "metrics",
+    "/v1/load_lora_adapter": "admin",
+    "/v1/steps": "metrics",
+    "/v1/unload_lora_adapter": "admin",
+    "/wake_up": "admin",
+}
 
 
 class ScopedRoute(Route):

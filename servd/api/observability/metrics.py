@@ -19,8 +19,13 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.utils import floatToGoString
 
-from servd.api.observability import collectors
 from servd.api.observability import metric_names as names
+from servd.api.observability.collectors import (
+    EngineCollector,
+    EngineState,
+    ProcessesCollector,
+    WithExemplars,
+)
 from servd.api.request.choice import Choice
 from servd.api.request.observer import Observer
 from servd.api.request.request_state import RequestState
@@ -70,12 +75,12 @@ class Families:
 
     def __init__(self, model_name: str, max_model_len: int) -> None:
         self.registry = registry = CollectorRegistry()
-        self.engines = collectors.EngineCollector(model_name)
+        self.engines = EngineCollector(model_name)
         registry.register(self.engines)
         is_shared = "PROMETHEUS_MULTIPROC_DIR" in os.environ  # with other API servers
-        self.processes = collectors.ProcessesCollector(is_shared)
+        self.processes = ProcessesCollector(is_shared)
         counted = [MultiProcessCollector(None), self.engines] if is_shared else [registry]
-        self.all = collectors.WithExemplars([*counted, self.processes])
+        self.all = WithExemplars([*counted, self.processes])
         labels = ["model_name", "engine"]
         lengths = _one_two_five(max_model_len)
         self.counters = {
@@ -140,7 +145,7 @@ class Metrics(Observer):
         families = beside.families if beside else Families(model_name, max_model_len)
         self.families = families
         self.registry = families.registry
-        self.state = families.engines.states[self.rank] = collectors.EngineState()
+        self.state = families.engines.states[self.rank] = EngineState()
         labels = self.labels = {"model_name": model_name, "engine": str(self.rank)}
         self.counters = {
             name: family.labels(**labels) for name, family in families.counters.items()
@@ -352,7 +357,7 @@ class Metrics(Observer):
             for engine, *states in zip(self.engines, *lists, strict=True):
                 engine.state.stats = max(states, key=attrgetter("at_ns"))
             return encode(self.families.all), content_type
-        finally:  # a server that ends reports nothing newer
+        finally:  # a server that ends reports nothing newer; no step comes between on the loop
             for engine, stats in zip(self.engines, latest, strict=True):
                 engine.state.stats = stats
 

@@ -6,7 +6,7 @@ import msgspec
 from pydantic import Field
 
 from servd.api.protocol.batch_file import ROUTES, Problem
-from servd.api.protocol.responses import ListPage
+from servd.api.protocol.list_page import ListPage
 from servd.api.protocol.validation import FewKeys, RequestBody
 
 MetadataKey = Annotated[str, Field(max_length=64)]

@@ -1,6 +1,6 @@
 """Responses: the request, its translation into a chat, and the response with its output items."""
 
-from typing import Annotated, Any, Generic, Literal, NotRequired, Self, TypeVar, cast
+from typing import Annotated, Any, Literal, NotRequired, Self, cast
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -10,6 +10,7 @@ from typing_extensions import TypedDict
 
 from servd.api.protocol.chat import Effort, RefusalPart, TokenLogprob, check_parts
 from servd.api.protocol.generation import Temperature, TopP
+from servd.api.protocol.list_page import ListPage
 from servd.api.protocol.response_items import HOSTED_ITEMS, chat_messages
 from servd.api.protocol.response_tools import AnyTool, chat_tools, flat_name, hosted_types
 from servd.api.protocol.translation import TranslatedRequest
@@ -430,7 +431,6 @@ def _chat_format(text_format: dict[str, Any] | None) -> Any:
 
 # ---- answer ----
 
-Entry = TypeVar("Entry")
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 
 
@@ -598,15 +598,6 @@ class DeletedResponse(msgspec.Struct, tag_field="object", tag="response"):
 
     id: str
     deleted: bool = True
-
-
-class ListPage(msgspec.Struct, Generic[Entry], tag_field="object", tag="list"):
-    """A page of a list, see `servd.api.http.paging.Page`."""
-
-    data: list[Entry]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
 
 
 class InputItems(ListPage[dict[str, Any]]):

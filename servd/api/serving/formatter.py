@@ -212,7 +212,8 @@ class ChoiceFormatter(ResponseFormatter):
 
     def begin(self, prompts: Sequence[RequestOutput]) -> None:
         super().begin(prompts)
-        # With these fields, the response and all chunks begin.
+        # With these fields, the response and all chunks begin: id, created, model and
+        # system_fingerprint.
         self.head = self.info.id, int(time.time()), self.info.model, self.info.fingerprint
         self.encode = msgspec.json.Encoder().encode
         options = self.body.stream_options or {}

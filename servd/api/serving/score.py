@@ -44,13 +44,19 @@ class OpenAIServingScore(OpenAIServingEmbedding):
         """Rank documents by how well they answer a query."""
         call = call_of(request)
         pooling = self.processor.pooling
-        limit = body.max_tokens_per_query
-        name = pooling.name_for("search_query")
-        query = Prompt(content=body.query, param="query", keep_first=limit, prompt_name=name)
-        limit = body.max_tokens_per_doc
-        name = pooling.name_for("search_document")
+        query = Prompt(
+            content=body.query,
+            param="query",
+            keep_first=body.max_tokens_per_query,
+            prompt_name=pooling.name_for("search_query"),
+        )
         documents = [
-            Prompt(content=text, param="documents", keep_first=limit, prompt_name=name)
+            Prompt(
+                content=text,
+                param="documents",
+                keep_first=body.max_tokens_per_doc,
+                prompt_name=pooling.name_for("search_document"),
+            )
             for text in body.documents
         ]
         scores, usage = await self.compare(request, "rerank", [query], documents, body)

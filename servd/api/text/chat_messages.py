@@ -265,8 +265,15 @@ def write_arguments(messages: list[Message]) -> list[Message]:
 
 
 # In the order in which they are tried. Each one takes messages from `normalise`.
-REPAIRS: tuple[Repair, ...] = (move_tool_pictures, shorten_ids, name_functions_tools)
-REPAIRS += (merge_systems, merge_turns, write_arguments, remove_systems)
+REPAIRS: tuple[Repair, ...] = (
+    move_tool_pictures,
+    shorten_ids,
+    name_functions_tools,
+    merge_systems,
+    merge_turns,
+    write_arguments,
+    remove_systems,
+)
 
 
 def _count_systems(messages: list[Message]) -> int:

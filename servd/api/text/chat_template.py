@@ -427,8 +427,8 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
             raise jinja2.TemplateError(f"out of range: a number above {MAX_NUMBER} in a call")
         call = functools.partial(super().call, context, obj)
         name = getattr(obj, "__name__", "")
-        may_search = any(isinstance(arg, str | tuple) for arg in args)
-        if may_search and isinstance(getattr(obj, "__self__", None), str):
+        is_method = isinstance(getattr(obj, "__self__", None), str)
+        if is_method and any(isinstance(arg, str | tuple) for arg in args):
             # `startswith`, `split`, `replace`...: the text has marks, but not what is looked for.
             call = functools.partial(self.specials.search, _call_method, name, obj.__self__)
             for variables in ("_loop_vars", "_block_vars"):  # Jinja's, for its own functions

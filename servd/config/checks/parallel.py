@@ -86,14 +86,14 @@ def check_stages(config: Config, spec: ModelSpec) -> None:
     files = pooling.read(spec)
     whole = "leave --pipeline-parallel-size at 1"
     stores = "--kv-offloading-size, --kv-cache-dir and --kv-transfer-config: leave them out"
-    is_checked = files.task != "generate" and model.check_vectors
+    checks_vectors = files.task != "generate" and model.check_vectors
     for is_asked, what in (
         (model.speculative_config, "--speculative-config: leave it out"),
         (config.lora.enable_lora, "--enable-lora: leave it out"),
         (config.cache.has_connector, stores),
         (model.model_impl == "transformers", f"layers that transformers computes: {whole}"),
         (not files.is_causal, f"encoders: {whole}"),
-        (is_checked, "the check of a model's vectors: add --no-check-vectors"),
+        (checks_vectors, "the check of a model's vectors: add --no-check-vectors"),
     ):
         if is_asked:
             raise ConfigError(f"{flag} does not work with {what}")

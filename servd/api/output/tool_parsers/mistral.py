@@ -19,7 +19,14 @@ class MistralToolParser(ToolParser):
     """A parser of an array of calls after one tag, or of one call per tag."""
 
     markers = (TAG, CALL_ID, ARGS)
-    syntaxes = (CallSyntax('{"name": "NAME", "arguments": ARGUMENTS}', f"{TAG}[", ", ", "]"),)
+    syntaxes = (
+        CallSyntax(
+            '{"name": "NAME", "arguments": ARGUMENTS}',
+            begin="[TOOL_CALLS][",
+            separator=", ",
+            end="]",
+        ),
+    )
 
     def new_id(self) -> str:
         """Return nine random letters and digits: Mistral's templates reject other ids."""

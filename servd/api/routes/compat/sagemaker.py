@@ -38,11 +38,6 @@ BODIES = {
 }
 CLASSIFY = (ClassifyRequest, "pooling", "classify")  # `input` of a model that classifies
 
-ForTexts = ChatCompletionRequest | CompletionRequest
-ForVectors = RerankRequest | ScoreRequest | PoolingRequest | EmbeddingRequest | ClassifyRequest
-ANSWERS = (ChatCompletionResponse, CompletionResponse, EmbeddingResponse, Classifications)
-ANSWERS += (Poolings, Ranking, Scores)
-
 router = APIRouter(route_class=Route)
 
 
@@ -67,11 +62,29 @@ async def read_invocation(request: Request) -> RequestBody:
 
 @router.post(
     "/invocations",
-    response_model=ANSWERS,
+    response_model=(
+        ChatCompletionResponse,
+        CompletionResponse,
+        EmbeddingResponse,
+        Classifications,
+        Poolings,
+        Ranking,
+        Scores,
+    ),
     responses=events(ChatCompletionChunk, CompletionResponse),
 )
 async def invoke(
-    request: Request, body: Annotated[ForTexts | ForVectors, Depends(read_invocation)]
+    request: Request,
+    body: Annotated[
+        ChatCompletionRequest
+        | CompletionRequest
+        | RerankRequest
+        | ScoreRequest
+        | PoolingRequest
+        | EmbeddingRequest
+        | ClassifyRequest,
+        Depends(read_invocation),
+    ],
 ) -> Response:
     """Answer by the body's fields: a chat, completion, embedding, class, pooling, rank or score."""
     for kind, file, name in (*BODIES.values(), CLASSIFY):
