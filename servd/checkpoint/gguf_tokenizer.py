@@ -74,10 +74,15 @@ def make_tokenizer(values: dict[str, Any], pre: str) -> str:
             special_tokens=[(tokens[token_id], token_id) for token_id in {*begin, *end}],
         )
     for kind, add in ((CONTROL, made.add_special_tokens), (USER_DEFINED, made.add_tokens)):
-        special = kind == CONTROL
-        of_kind = (token for token, type in zip(tokens, types, strict=True) if type == kind)
-        added = [token for token in of_kind if made.token_to_id(token) is not None]
-        add([AddedToken(t, special=special, normalized=False, rstrip=t not in kept) for t in added])
+        add(
+            [
+                AddedToken(
+                    token, special=kind == CONTROL, normalized=False, rstrip=token not in kept
+                )
+                for token, token_type in zip(tokens, types, strict=True)
+                if token_type == kind and made.token_to_id(token) is not None
+            ]
+        )
     return made.to_str()
 
 

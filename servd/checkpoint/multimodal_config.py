@@ -56,7 +56,7 @@ def multimodal_spec(
     rope = object_in(text, "rope_parameters") or object_in(text, "rope_scaling") or {}
     vision = object_in(config, "vision_config") or {}
     values = {"processor": model_type} | family
-    if vision.get("model_type") == "pixtral":  # Pixtral's checkpoints are LLaVA by their model_type
+    if model_type == "llava" and vision.get("model_type") == "pixtral":
         values["processor"] = "mistral3"
     token_id = config.get("image_token_id", config.get("image_token_index"))
     if token_id is not None:

@@ -179,10 +179,14 @@ class EngineCoreProc:
         self.engine.on_scheduled = self.begin_step
         self.engine.on_wait = self.heartbeat.pause
         self.clock.enter("ready")
-        sizes = self.engine.scheduler.max_model_len, config.cache.block_size
-        stores = self.engine.scheduler.report(0).kv_stores
-        times = self.clock.seconds, self.start.generation
-        self.ready = EngineReady(worker, *sizes, *times, kv_stores=stores)
+        self.ready = EngineReady(
+            worker,
+            self.engine.scheduler.max_model_len,
+            config.cache.block_size,
+            self.clock.seconds,
+            self.start.generation,
+            kv_stores=self.engine.scheduler.report(0).kv_stores,
+        )
         self.output_queue.put((None, self.ready))
         self.heartbeat.get_ready()
         phases = ", ".join(

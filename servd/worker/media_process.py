@@ -164,6 +164,7 @@ def write_tensors(file: int, tensors: Mapping[str, np.ndarray]) -> list[TensorPl
             raise MemoryError
         dtype = "float32" if tensor.dtype == np.float32 else "int64"
         places.append(TensorPlace(name, dtype, list(tensor.shape), offset))
+        tensor = np.ascontiguousarray(tensor, dtype)
         os.pwrite(file, tensor.data, offset)
         offset += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
     return places

@@ -20,7 +20,8 @@ class MixtralAttention(LlamaAttention):
 
 def expert_options(spec: ModelSpec) -> dict[str, Any]:
     """Return arguments of `SparseMoE`."""
-    return qwen3_moe.expert_options(spec, "intermediate_size") | {"renormalize": True}
+    options = {"num_experts": spec.config["num_local_experts"], "renormalize": True}
+    return qwen3_moe.expert_options(spec, "intermediate_size") | options
 
 
 class MixtralForCausalLM(LlamaForCausalLM):

@@ -67,8 +67,9 @@ class ModernBertAttention(nn.Module):
         num_heads = parallel.share(spec.num_heads)
         half = spec.config["local_attention"] // 2
         window = half + 1 if layer_type == LOCAL else None
-        shape = num_heads, num_heads, spec.head_dim, spec.head_dim**-0.5
-        self.attention = Attention(0, *shape, window, is_causal=False)
+        shape = num_heads, num_heads, spec.head_dim
+        options: dict[str, Any] = {"sliding_window": window, "is_causal": False}
+        self.attention = Attention(0, *shape, spec.head_dim**-0.5, **options)
 
     def forward(self, x: Tensor, rotation: Rotation, ctx: ForwardContext) -> Tensor:
         """Return the output [num_tokens, hidden] for x of the same shape."""

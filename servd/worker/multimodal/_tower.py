@@ -68,7 +68,8 @@ class NativeNorm(nn.Module):
         super().__init__()
         self.weight = cast(nn.Parameter, norm.weight)
         self.bias = cast(nn.Parameter | None, getattr(norm, "bias", None))
-        self.eps = cast(float, getattr(norm, "eps", None) or norm.variance_epsilon)
+        is_layer_norm = isinstance(norm, nn.LayerNorm)
+        self.eps = cast(float, norm.eps if is_layer_norm else norm.variance_epsilon)
 
     def forward(self, x: Tensor) -> Tensor:  # float32 [..., size]
         if self.bias is None:
@@ -90,6 +91,7 @@ def attend(
     [batch, n, heads, head_dim]. A mask hides nothing, as a tower gets one picture at a time.
     `x_dtype`: see PackedMatrix.
     """
+    assert query.shape == key.shape == value.shape
     q, k, v = (x.transpose(1, 2).contiguous() for x in (query, key, value))
     out = torch.empty(q.shape)
     native.call("attend_all", native.TYPES[x_dtype], q, k, v, *q.shape, scaling, out)

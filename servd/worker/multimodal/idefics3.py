@@ -1,4 +1,4 @@
-"""Idefics 3 and SmolVLM: a picture is cut into tiles; a small version of the whole follows them."""
+"""Idefics 3: a picture is cut into tiles, and a small version of the whole follows them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,16 +7,16 @@ from servd.worker.multimodal._processor import PIXELS, PilProcessor
 
 
 class Idefics3Processor(PilProcessor):
-    """Reads pictures of Idefics 3 and SmolVLM."""
+    """Reads pictures of Idefics 3."""
 
-    kinds = ("Idefics3ImageProcessor", "SmolVLMImageProcessor")
+    kinds = ("Idefics3ImageProcessor",)
     inputs = PIXELS  # nothing of one picture is masked
     has_parts = True  # tiles
 
     def set_tokens(self) -> None:
-        self.image_token = self.token("image_token", "<image>")
-        self.border = self.token("fake_image_token", "<fake_token_around_image>")
-        self.whole = self.token("global_image_token", "<global-img>")
+        self.image_token = "<image>"
+        self.border = "<fake_token_around_image>"
+        self.whole = "<global-img>"
         self.placeholder = self.image_token
 
     def family_settings(self) -> dict[str, Any]:

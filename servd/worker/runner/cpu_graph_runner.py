@@ -93,9 +93,11 @@ class CPUGraphRunner:
                 self.is_recordable = False
         return self.forward(input_ids, positions, attention, *extra_inputs)
 
-    def _run(self, *inputs: Any) -> Tensor:
-        self.fill(*inputs)
-        num_rows = len(inputs[0])
+    def _run(
+        self, input_ids: Tensor, positions: Tensor, attention: AttentionBatch, *extra_inputs: Tensor
+    ) -> Tensor:
+        self.fill(input_ids, positions, attention, *extra_inputs)
+        num_rows = len(input_ids)
         key = num_rows, self.variant()
         if (graph := self.graphs.get(key)) is None:
             graph = self._record(num_rows)

@@ -147,7 +147,8 @@ class EncoderRunner:
         """Encode as large a picture, or part of one, as a step may have: a profile of memory."""
         if self.tower is not None:
             tensors = self.processor.process_largest(self._max_embeds(config))
-            self.tower.encode({name: torch.from_numpy(x) for name, x in tensors.items()})
+            with torch.cuda.stream(self.stream):
+                self.tower.encode({name: torch.from_numpy(x) for name, x in tensors.items()})
 
     def _max_embeds(self, config: Config) -> int:
         max_model_len = config.model.max_model_len or self.spec.max_position_embeddings

@@ -39,11 +39,11 @@ class SamplingMetadata:
             yield self.select(part, part, self.host_index[part])
 
     def select(
-        self, index: Tensor | slice, host: Int64Array | slice, places: Int64Array | None
+        self, index: Tensor | slice, host: Int64Array | slice, host_indices: Int64Array | None
     ) -> SamplingMetadata:
-        """Return rows by their index, on the device and on the host. `places`: `host_indices`."""
+        """Return rows by their index, on the device and on the host."""
         tensors = self.slots[index], self.positions[index]
-        return SamplingMetadata(*tensors, self.host_slots[host], self.features[host], places)
+        return SamplingMetadata(*tensors, self.host_slots[host], self.features[host], host_indices)
 
     @cached_property
     def index(self) -> Tensor | slice:

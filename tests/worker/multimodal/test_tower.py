@@ -1,6 +1,8 @@
 """A vision tower's outputs are those of transformers' whole model."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -62,12 +64,43 @@ def test_embeddings_are_those_of_the_whole_model(
 @pytest.mark.skipif(not target.runs_native(CPU), reason="needs the CPU kernels")
 @pytest.mark.parametrize(("x_dtype", "tolerance"), [(torch.float32, 3e-6), (torch.bfloat16, 8e-3)])
 def test_attention_is_that_of_float64(x_dtype: torch.dtype, tolerance: float) -> None:
-    for shape in [(1, 2, 1, 16), (2, 3, 77, 72), (3, 2, 64, 80), (1, 1, 2304, 64), (1, 4, 5, 8)]:
+    shapes = [(1, 2, 1, 16), (2, 3, 77, 72), (3, 2, 64, 80), (1, 1, 2304, 64), (1, 4, 5, 8)]
+    shapes.append((60, 4, 600, 64))  # keys and values that are not packed at once
+    for shape in shapes:
         q, k, v = (2 * torch.randn(shape, generator=torch.manual_seed(i)) for i in range(3))
         out, _ = attend(x_dtype, torch.nn.Identity(), q, k, v, None, 0.2)
         scores = q.double() @ k.double().mT * 0.2
         right = (scores.softmax(-1) @ v.double()).transpose(1, 2)
         assert (out - right).norm() < tolerance * right.norm(), shape
+
+
+WITHOUT_MEMORY = """
+import resource
+import torch
+from servd.ipc.child import limit_memory
+from servd.worker.multimodal._tower import attend
+
+q, k, v = torch.rand(3, 1, 2, 8000, 64)
+attend(torch.float32, torch.nn.Identity(), q, k, v, None, 1.0)  # starts all threads
+errors = []
+for extra in range(8, 60):  # of half a MiB
+    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
+    try:
+        limit_memory(extra << 19)
+        attend(torch.float32, torch.nn.Identity(), q, k, v, None, 1.0)
+    except (MemoryError, RuntimeError) as error:
+        errors.append(type(error).__name__)
+print(errors)
+"""
+
+
+@pytest.mark.skipif(not target.runs_native(CPU), reason="needs the CPU kernels")
+def test_attention_without_memory_raises_and_the_process_lives() -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", WITHOUT_MEMORY], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    assert "MemoryError" in run.stdout
 
 
 def changed(

@@ -139,7 +139,9 @@ class RemoteStore:
             self._trim()
             until = time.monotonic() + self.extra.timeout / 2  # half: the peer must get the answer
             arrived = [(until, who, ask) for who, ask in listener.drain() if ask is not None]
-            waiting = [ask for ask in waiting + arrived if not self._answer(listener, *ask)]
+            waiting = [
+                request for request in waiting + arrived if not self._answer(listener, *request)
+            ]
             for _, who, ask in waiting[MAX_WAITING:]:
                 listener.send_to(who, Give(ask.block_hash))
             del waiting[MAX_WAITING:]

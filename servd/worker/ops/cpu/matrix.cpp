@@ -8,7 +8,9 @@
 // Scales and offsets are packed like weights, [n / NR][k / group][NR]. Products use exactly the weights
 // that the format states.
 
+#include <atomic>
 #include <memory>
+#include <new>
 
 #include "checks.h"
 #include "kernels.h"
@@ -323,6 +325,21 @@ void gather_plain(const PackedWeight& weight, const int64_t* index, int64_t coun
                 value_at<W>(weight.packed, nullptr, index[row], i, k, neighbours<W>(weight.terms));
 }
 
+// `parallel_for` with a body that takes memory. Without it, the other parts end, then this throws.
+template <typename Body>
+void parallel_with_memory(int64_t count, const Body& body) {
+    std::atomic<bool> is_short{false};
+    parallel_for(count, 1, [&](int64_t i) {
+        try {
+            body(i);
+        } catch (const std::bad_alloc&) {
+            is_short = true;
+        }
+    });
+    if (is_short) throw std::bad_alloc();
+}
+
+constexpr int64_t PACKED_BYTES = 1 << 25;  // of the heads that are computed at once, or of one head
 constexpr int64_t SCORE_BYTES = 1 << 18;  // of some queries: they stay in the second-level cache
 constexpr int64_t MIN_QUERIES = 16, MAX_QUERIES = 128;
 
@@ -354,13 +371,19 @@ void attend_packed(const float* q, const float* k, const float* v, int64_t seque
         return (rows + NR - 1) / NR * NR * padded(columns, next);
     };
     const int64_t key_size = size_of(n, head_dim), value_size = size_of(head_dim, n);
-    const int64_t heads = sequences * num_heads, stride = num_heads * head_dim;
+    const int64_t head_size = key_size + value_size, stride = num_heads * head_dim;
+    const int64_t heads = sequences * num_heads;
+    const int64_t at_once =
+        std::clamp<int64_t>(PACKED_BYTES / int64_t(head_size * sizeof(W)), 1, heads);
     // Where the token of a head of a sequence is in q, k, v and out.
     const auto place = [=](int64_t head, int64_t token) {
         return (head / num_heads * n + token) * stride + head % num_heads * head_dim;
     };
-    std::unique_ptr<W[]> packed(new W[heads * (key_size + value_size)]);
-    parallel_for(heads, 1, [&](int64_t head) {
+    const int64_t many =
+        std::clamp<int64_t>(SCORE_BYTES / int64_t(n * sizeof(float)), MIN_QUERIES, MAX_QUERIES);
+    const int64_t chunks = (n + many - 1) / many;
+    std::unique_ptr<W[]> packed(new W[at_once * head_size]);
+    const auto pack_head = [&](int64_t head, W* keys) {
         std::unique_ptr<W[]> rounded(new W[n * head_dim]);
         const auto narrow_head = [&](const float* from) {
             for (int64_t token = 0; token < n; token++)
@@ -368,32 +391,36 @@ void attend_packed(const float* q, const float* k, const float* v, int64_t seque
                     narrow(from[place(head, token) + d], &rounded[token * head_dim + d]);
             return rounded.get();
         };
-        W* const keys = &packed[head * (key_size + value_size)];
         pack_panels(narrow_head(k), head_dim, 1, n, head_dim, 1, keys);
         pack_panels(narrow_head(v), 1, head_dim, head_dim, n, 1, keys + key_size);
-    });
-    const int64_t many =
-        std::clamp<int64_t>(SCORE_BYTES / int64_t(n * sizeof(float)), MIN_QUERIES, MAX_QUERIES);
-    const int64_t chunks = (n + many - 1) / many;
+    };
+    const auto attend_chunk = [&](int64_t head, int64_t chunk, const W* keys, auto matrix_of) {
+        const int64_t first = chunk * many, begin = place(head, first);
+        const int64_t count = std::min(many, n - first);
+        std::unique_ptr<float[]> scores(new float[count * n]);
+        std::unique_ptr<float[]> queries(new float[count * head_dim]);
+        for (int64_t i = 0; i < count; i++)
+            for (int64_t d = 0; d < head_dim; d++)
+                queries[i * head_dim + d] = q[begin + i * stride + d] * scale;
+        multiply(queries.get(), count, matrix_of(keys, head_dim), nullptr, nullptr, scores.get(), n,
+                 n);
+        float sums[MAX_QUERIES];
+        for (int64_t i = 0; i < count; i++) sums[i] = exponentiate(&scores[i * n], n);
+        multiply(scores.get(), count, matrix_of(keys + key_size, n), nullptr, nullptr, out + begin,
+                 stride, head_dim);
+        for (int64_t i = 0; i < count; i++)
+            for (int64_t d = 0; d < head_dim; d++) out[begin + i * stride + d] /= sums[i];
+    };
     with_matrix<W>(1, [&](auto matrix_of) {
-        parallel_for(heads * chunks, 1, [&](int64_t task) {
-            const int64_t head = task / chunks, first = task % chunks * many;
-            const int64_t count = std::min(many, n - first), begin = place(head, first);
-            const W* const keys = &packed[head * (key_size + value_size)];
-            std::unique_ptr<float[]> scores(new float[count * n]);
-            std::unique_ptr<float[]> queries(new float[count * head_dim]);
-            for (int64_t i = 0; i < count; i++)
-                for (int64_t d = 0; d < head_dim; d++)
-                    queries[i * head_dim + d] = q[begin + i * stride + d] * scale;
-            multiply(queries.get(), count, matrix_of(keys, head_dim), nullptr, nullptr,
-                     scores.get(), n, n);
-            float sums[MAX_QUERIES];
-            for (int64_t i = 0; i < count; i++) sums[i] = exponentiate(&scores[i * n], n);
-            multiply(scores.get(), count, matrix_of(keys + key_size, n), nullptr, nullptr,
-                     out + begin, stride, head_dim);
-            for (int64_t i = 0; i < count; i++)
-                for (int64_t d = 0; d < head_dim; d++) out[begin + i * stride + d] /= sums[i];
-        });
+        for (int64_t begin = 0; begin < heads; begin += at_once) {
+            const int64_t num = std::min(at_once, heads - begin);
+            parallel_with_memory(
+                num, [&](int64_t i) { pack_head(begin + i, &packed[i * head_size]); });
+            parallel_with_memory(num * chunks, [&](int64_t task) {
+                const int64_t i = task / chunks;
+                attend_chunk(begin + i, task % chunks, &packed[i * head_size], matrix_of);
+            });
+        }
     });
 }
 

@@ -151,8 +151,11 @@ def _continue_softmax(
         if keys.value_ptr is None:
             ROPE_SIZE: tl.constexpr = keys.KEY_SIZE - keys.VALUE_SIZE
             number, is_rope = numbers_of(ROPE_SIZE, q_rope.shape[1])
-            rope_at = keys.key_ptr + at[None, :] + number[:, None]
-            k_rope = tl.load(rope_at, visible[None, :] & is_rope[:, None], other=0.0).to(q.dtype)
+            k_rope = tl.load(
+                keys.key_ptr + at[None, :] + number[:, None],
+                mask=visible[None, :] & is_rope[:, None],
+                other=0.0,
+            ).to(q.dtype)
             v_at = keys.key_ptr + ROPE_SIZE + at[:, None] + dim[None, :]
             v = tl.load(v_at, mask=mask, other=0.0).to(q.dtype)
             scores = tl.dot(q_rope, k_rope, input_precision="ieee")

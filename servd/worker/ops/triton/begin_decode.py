@@ -51,8 +51,9 @@ def begin_decode_kernel(
         slot = tl.load(slot_ptr, mask=valid, other=0)
         column = tl.load(slot_ptr + num_tokens, mask=valid, other=0)
         is_next = valid & (column < 0)
-        column = tl.where(is_next, 0, column)
-        column += tl.load(num_computed_ptr + slot, mask=is_next, other=0)
+        column = tl.load(num_computed_ptr + slot, mask=is_next, other=0) + tl.where(
+            is_next, 0, column
+        )
         tl.store(num_computed_ptr + slot, column + 1, mask=is_next)
         token_id = tl.load(token_ids_ptr + slot * token_stride + column, mask=valid, other=0)
         at = tables_ptr + slot * table_stride + column // BLOCK_SIZE

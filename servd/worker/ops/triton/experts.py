@@ -1,8 +1,6 @@
 """Products of several experts' matrices with their rows, in one kernel."""
 # pyright: reportMissingParameterType=false, reportArgumentType=false, reportCallIssue=false
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -24,11 +22,12 @@ def tile_for(num_rows: float, itemsize: int, capability: tuple[int, int]) -> dic
     return dict(zip(names, tile, strict=True)) | {"DEPTH": tile[2] * 2 // itemsize}
 
 
-class ExpertMatrices(NamedTuple):
+class ExpertMatrices:
     """Matrices [num_experts, out, in] with biases float32 [num_experts, out], or none."""
 
-    matrices: Tensor
-    biases: Tensor | None = None
+    def __init__(self, matrices: Tensor, biases: Tensor | None = None) -> None:
+        self.matrices = matrices
+        self.biases = biases
 
     def multiply(self, x: Tensor, index: Tensor | None, starts: Tensor) -> Tensor:
         num_experts, out_features, size = self.matrices.shape
@@ -107,6 +106,8 @@ def experts_kernel(
             biases_at = biases_ptr + expert * out_features + column
             biases = tl.load(biases_at, mask=column < out_features, other=0.0)
             total += biases[None, :]
-        out_at = out_ptr + row.to(tl.int64)[:, None] * out_features + column[None, :]
-        mask = valid & (column < out_features)[None, :]
-        tl.store(out_at, total.to(out_ptr.dtype.element_ty), mask)
+        tl.store(
+            out_ptr + row.to(tl.int64)[:, None] * out_features + column[None, :],
+            total.to(out_ptr.dtype.element_ty),
+            mask=valid & (column < out_features)[None, :],
+        )

@@ -194,5 +194,8 @@ def low_bit_kernel(  # noqa: PLR0915
         if bias_ptr is not None:
             bias = tl.load(bias_ptr + of_expert, mask=in_columns, other=0.0)
             total += bias.to(tl.float32)[:, None]
-        out_at = out_ptr + row.to(tl.int64)[None, :] * out_features + column[:, None]
-        tl.store(out_at, total.to(out_ptr.dtype.element_ty), in_rows & in_columns[:, None])
+        tl.store(
+            out_ptr + row.to(tl.int64)[None, :] * out_features + column[:, None],
+            total.to(out_ptr.dtype.element_ty),
+            mask=in_rows & in_columns[:, None],
+        )

@@ -26,8 +26,9 @@ def add_low_rank(out: Tensor, x: Tensor, factors: LowRank, places: Tensor) -> No
     hidden = torch.empty(num_rows, width, dtype=torch.float32, device=x.device)
     tiles = triton.cdiv(num_rows, ROWS.value)
     x = x.contiguous()
-    grid = tiles, num_adapter_slots, triton.cdiv(width, COLUMNS.value)
-    shrink_kernel[grid](x, a, places, hidden, num_rows, k, width, MAX_DEPTH)
+    shrink_kernel[tiles, num_adapter_slots, triton.cdiv(width, COLUMNS.value)](
+        x, a, places, hidden, num_rows, k, width, MAX_DEPTH
+    )
     depth = max(16, min(triton.next_power_of_2(max_rank), MAX_DEPTH))
     for part, (start, end) in enumerate(pairwise([0, *factors.part_ends.tolist()])):
         columns = part * max_rank, width, max_rank
@@ -46,10 +47,16 @@ def tile_of_product(
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for start in range(0, size, DEPTH):
         depth = start + tl.arange(0, DEPTH)
-        x_at = x + rows.to(tl.int64)[:, None] * x_stride + depth
-        from_x = tl.load(x_at, mask=has_adapter[:, None] & (depth < size)[None, :], other=0.0)
-        is_right = (depth < size)[:, None] & (columns < end)[None, :]
-        from_right = tl.load(right + depth[:, None] * right_stride + columns, is_right, other=0.0)
+        from_x = tl.load(
+            x + rows.to(tl.int64)[:, None] * x_stride + depth,
+            mask=has_adapter[:, None] & (depth < size)[None, :],
+            other=0.0,
+        )
+        from_right = tl.load(
+            right + depth[:, None] * right_stride + columns,
+            mask=(depth < size)[:, None] & (columns < end)[None, :],
+            other=0.0,
+        )
         total += tl.dot(from_x.to(from_right.dtype), from_right, input_precision="ieee")
     return total
 
@@ -62,15 +69,31 @@ def shrink_kernel(x, a, places, hidden, num_rows, k, width, DEPTH: tl.constexpr)
     columns = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     has_adapter = tl.load(places + rows, mask=rows < num_rows, other=-1) == place
     if tl.max(has_adapter.to(tl.int32), axis=0) > 0:
-        right = a + place * k * width
-        total = tile_of_product(x, k, right, width, rows, columns, has_adapter, k, width, DEPTH)
-        mask = has_adapter[:, None] & (columns < width)[None, :]
-        tl.store(hidden + rows.to(tl.int64)[:, None] * width + columns, total, mask)
+        total = tile_of_product(
+            x, k, a + place * k * width, width, rows, columns, has_adapter, k, width, DEPTH
+        )
+        tl.store(
+            hidden + rows.to(tl.int64)[:, None] * width + columns,
+            total,
+            mask=has_adapter[:, None] & (columns < width)[None, :],
+        )
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def expand_kernel(
-    hidden, b, places, out, num_rows, first, width, rank, start, end, n, stride, DEPTH: tl.constexpr
+    hidden,
+    b,
+    places,
+    out,
+    num_rows,
+    first,
+    width,
+    max_rank,
+    start,
+    end,
+    n,
+    stride,
+    DEPTH: tl.constexpr,
 ):
     """Add one adapter's products to a tile of the outputs [start, end), in the adapter's rows."""
     place = tl.program_id(1).to(tl.int64)
@@ -78,9 +101,9 @@ def expand_kernel(
     columns = start + tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     has_adapter = tl.load(places + rows, mask=rows < num_rows, other=-1) == place
     if tl.max(has_adapter.to(tl.int32), axis=0) > 0:
-        matrix = b + place * rank * n
+        matrix = b + place * max_rank * n
         total = tile_of_product(
-            hidden + first, width, matrix, n, rows, columns, has_adapter, rank, end, DEPTH
+            hidden + first, width, matrix, n, rows, columns, has_adapter, max_rank, end, DEPTH
         )
         to = out + rows.to(tl.int64)[:, None] * stride + columns
         mask = has_adapter[:, None] & (columns < end)[None, :]

@@ -52,15 +52,19 @@ def norm_kernel(
 def rms_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    return layer_norm(x, residual, weight, None, eps)
+    """Normalize rows. Slices of columns, such as the queries of qkv, are not copied."""
+    return _norm(x, residual, weight, None, eps)
 
 
 def layer_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    return _norm(x, residual, weight, bias, eps)
+
+
+def _norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Normalize rows; without a bias, this is RMSNorm. Slices of columns, such as the queries of
-    qkv, are not copied.
-    """
     size = x.shape[-1]
     rows3 = x if x.dim() == 3 else x.reshape(-1, 1, size)
     if rows3.stride(-1) != 1:

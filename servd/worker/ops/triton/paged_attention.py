@@ -295,10 +295,16 @@ class PagedAttention:
             )
         if plan.num_merged:
             tensors = partials, lses, out, work, batch.query_start_loc, sinks
-            head_dim = triton.next_power_of_2(size)
-            sizes = self.num_heads, size, head_dim, self.max_splits, MERGED_SPLITS
-            grid = self._grid(plan.num_merged * self.num_heads, 4)
-            merge_kernel[grid](*tensors, num_rows, *sizes, num_warps=max(head_dim // 128, 1))
+            merge_kernel[self._grid(plan.num_merged * self.num_heads, 4)](
+                *tensors,
+                num_rows,
+                HEADS=self.num_heads,
+                VALUE_SIZE=size,
+                HEAD_DIM=triton.next_power_of_2(size),
+                MAX_SPLITS=self.max_splits,
+                SPLITS=MERGED_SPLITS,
+                num_warps=max(triton.next_power_of_2(size) // 128, 1),
+            )
         return out
 
     def _grid(self, num_programs: int, more: int = 1) -> tuple[int]:
@@ -437,8 +443,11 @@ def merge_kernel(
         first = tl.load(partials_ptr + row)
         num_splits = (tl.load(partials_ptr + row + 1) - first) // query_len
         first += query * num_splits
-        lses_at = lse_ptr + (first + all_splits) * HEADS + head
-        lses = tl.load(lses_at, mask=all_splits < num_splits, other=float("-inf"))
+        lses = tl.load(
+            lse_ptr + (first + all_splits) * HEADS + head,
+            mask=all_splits < num_splits,
+            other=float("-inf"),
+        )
         highest = tl.max(lses, 0)  # a token sees itself: it is finite
         total = tl.sum(tl.exp2(lses - highest), 0)
         result = tl.zeros([HEAD_DIM], tl.float32)
@@ -446,9 +455,11 @@ def merge_kernel(
             split = first_split + tl.arange(0, SPLITS)
             at = (first + split) * HEADS + head
             lse = tl.load(lse_ptr + at, mask=split < num_splits, other=float("-inf"))
-            partials_at = partial_ptr + at[:, None].to(tl.int64) * VALUE_SIZE + dim[None, :]
-            is_partial = (split < num_splits)[:, None] & is_real[None, :]
-            partials = tl.load(partials_at, is_partial, other=0.0)
+            partials = tl.load(
+                partial_ptr + at[:, None].to(tl.int64) * VALUE_SIZE + dim[None, :],
+                mask=(split < num_splits)[:, None] & is_real[None, :],
+                other=0.0,
+            )
             weights = tl.div_rn(tl.exp2(lse - highest), total)
             result += tl.sum(weights[:, None] * partials, 0)
         result *= without_sink(highest + tl.log2(total), sinks_ptr, head)

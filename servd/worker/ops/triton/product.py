@@ -22,8 +22,9 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if tiles:
         num_stages = 4 if x.element_size() == 2 else 2  # 99 KB on most devices
         sizes = len(rows), num_outputs, size, rows.stride(0)
-        kernel = product_kernel[(tiles,)]
-        kernel(rows, weight, bias, out, *sizes, num_warps=4, num_stages=num_stages)
+        product_kernel[(tiles,)](
+            rows, weight, bias, out, *sizes, num_warps=4, num_stages=num_stages
+        )
     return out.view(*x.shape[:-1], num_outputs)
 
 
@@ -37,13 +38,21 @@ def product_kernel(x_ptr, weight_ptr, bias_ptr, out_ptr, num_rows, num_outputs, 
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for begin in range(0, size, DEPTH):
         at = begin + depth
-        mask = (row < num_rows) & (at < size)[None, :]
-        x = tl.load(x_ptr + row * x_stride + at[None, :], mask, other=0.0)
-        mask = (column < num_outputs) & (at < size)[:, None]
-        weight = tl.load(weight_ptr + column * size + at[:, None], mask, other=0.0)
+        x = tl.load(
+            x_ptr + row * x_stride + at[None, :],
+            mask=(row < num_rows) & (at < size)[None, :],
+            other=0.0,
+        )
+        weight = tl.load(
+            weight_ptr + column * size + at[:, None],
+            mask=(column < num_outputs) & (at < size)[:, None],
+            other=0.0,
+        )
         total = tl.dot(x, weight, total, input_precision="ieee")
     if bias_ptr is not None:
         total += tl.load(bias_ptr + column, mask=column < num_outputs, other=0.0).to(tl.float32)
-    out_at = out_ptr + row * num_outputs + column
-    is_output = (row < num_rows) & (column < num_outputs)
-    tl.store(out_at, total.to(out_ptr.dtype.element_ty), is_output)
+    tl.store(
+        out_ptr + row * num_outputs + column,
+        total.to(out_ptr.dtype.element_ty),
+        mask=(row < num_rows) & (column < num_outputs),
+    )

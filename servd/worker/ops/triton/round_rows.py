@@ -28,7 +28,7 @@ def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     scale = torch.empty(num_rows, 1, device=x.device)
     block = triton.next_power_of_2(size)
     if num_rows:
-        num_warps = min(16, max(4, block // 512))
-        kernel = round_rows_kernel[(num_rows,)]
-        kernel(x, rounded, scale, size, x.stride(0), block, num_warps=num_warps)
+        round_rows_kernel[(num_rows,)](
+            x, rounded, scale, size, x.stride(0), block, num_warps=min(16, max(4, block // 512))
+        )
     return rounded, scale

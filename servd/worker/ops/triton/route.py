@@ -29,7 +29,9 @@ def route(logits: Tensor, rule: RoutingRule) -> Routing:
     options = rule.num_groups, rule.top_groups, rule.renormalize
     grid = (triton.cdiv(num_tokens, TOKENS.value),)
     route_kernel[grid](experts, weights, logits, rule.bias, num_tokens, *sizes, *options)
-    place_kernel[(num_experts,)](places, tokens, starts, experts, len(tokens), top_k, num_warps=8)
+    place_kernel[(num_experts,)](
+        places, tokens, starts, experts, num_tokens * top_k, top_k, num_warps=8
+    )
     return Routing(tokens, starts, places, weights, rule.factor)
 
 

@@ -36,8 +36,9 @@ def work_list(
     """
     num_rows = len(seq_lens)
     work = torch.empty(4, num_rows + 1, dtype=torch.int32, device=seq_lens.device)
-    rows = query_start_loc, seq_lens, num_rows
-    work_list_kernel[(1,)](work, *rows, *num_wanted, **sizes, WINDOW=window)
+    work_list_kernel[(1,)](
+        work, query_start_loc, seq_lens, num_rows, *num_wanted, **sizes, WINDOW=window
+    )
     return work
 
 
@@ -68,8 +69,9 @@ def work_list_kernel(
         keys_of_few += tl.where(is_few, all_keys, 0)
         keys_of_tiles += tl.where(is_few, 0, all_keys)
     min_keys = tl.maximum(_keys_per_piece(keys_of_few, wanted_splits, TILE_KEYS), MIN_SPLIT)
-    min_tile_keys = _keys_per_piece(keys_of_tiles, wanted_tiles, TILE_KEYS)
-    min_tile_keys = tl.maximum(min_tile_keys, MIN_TILE_SPLIT)
+    min_tile_keys = tl.maximum(
+        _keys_per_piece(keys_of_tiles, wanted_tiles, TILE_KEYS), MIN_TILE_SPLIT
+    )
     num_few = 0
     num_tiles = 0
     num_tokens = 0
