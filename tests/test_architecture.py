@@ -482,7 +482,7 @@ def test_classes_of_models_are_at_most_two_deep():
 # what users see (240), what a review and an attacker found (200), a profile of the tower (30) and
 # its attention by a kernel (40); operations that were declared three times: 156 fewer, and helpers
 # who only simplified: 540 fewer.
-MAX_LINES = 74_097
+MAX_LINES = 74_100
 
 
 def test_the_package_stays_small():

@@ -187,8 +187,8 @@ def test_a_request_whose_cached_prefix_ends_before_a_picture_waits_for_room():
     assert [log.token_ids(str(i)) for i in range(2)] == [solo(request) for request in requests]
 
 
-@pytest.mark.parametrize("decodes", [True, False])
-def test_after_a_slow_picture_others_decode_for_as_long(decodes):
+@pytest.mark.parametrize(("num_decoding", "rest"), [(0, 0), (1, 1), (3, 3), (7, 5)])
+def test_after_a_slow_picture_requests_decode_by_their_number(num_decoding, rest):
     now = 0
 
     class Slow(SeeingExecutor):
@@ -200,18 +200,18 @@ def test_after_a_slow_picture_others_decode_for_as_long(decodes):
             super().execute_model(scheduled)
 
     kinds: list[bool] = []
-    engine = make_engine(executor_class=Slow, clock=lambda: now)
+    engine = make_engine(num_blocks=256, executor_class=Slow, clock=lambda: now)
     engine.scheduler.encoder_cache = EncoderCacheManager(64)
     log = Log()
-    if decodes:
-        engine.handle(make_request("text", [1], 50))
+    for number in range(num_decoding):
+        engine.handle(make_request(f"text-{number}", [1], 100))
         log.step(engine)
     for name in ("a", "b"):
         engine.handle(seeing_request(name, [(name, 20), 7], 1))
     log.run(engine)
     first = kinds.index(True)
     assert sum(kinds) == 2
-    assert kinds.index(True, first + 1) - first == (11 if decodes else 1)
+    assert kinds.index(True, first + 1) - first == 1 + 10 * rest
 
 
 class Arrival(NamedTuple):

@@ -39,9 +39,10 @@ from servd.messages.stats import SchedulerStats
 logger = logging.getLogger("servd.scheduler")
 
 BACKGROUND_SHARE = 8  # prompts of lower classes get 1/8 of the budget, which keeps steps short
-# Nanoseconds. After a step with pictures that takes longer, as on a CPU, requests decode for as
-# long without such a step.
+# Nanoseconds. After a step with pictures that takes longer, as on a CPU, requests decode without
+# such a step: as long for each of them, as all have equal shares of the machine.
 SLOW_ENCODING = 100_000_000
+MAX_SHARES = 5  # pictures get at least a sixth
 MAX_PASSED = 8  # waiting requests that other requests may overtake in one step
 GrammarTokens = Mapping[int, list[int]]  # slot -> the only tokens that its grammar allows next
 NO_TOKENS: GrammarTokens = {}
@@ -426,9 +427,6 @@ class Scheduler:
         record.worker_ns = result.times_ns
         record.encode_ns = result.encode_ns
         took_ns, is_report_due = self.step_log.add(record)
-        encoding_ns = record.collected_ns - record.scheduled_ns if record.encoding_cost else 0
-        if encoding_ns > SLOW_ENCODING:
-            self._rests_until_ns = record.collected_ns + encoding_ns
         if is_report_due:
             for request in self.requests.values():
                 self.outputs.report_to(request.client)
@@ -445,6 +443,11 @@ class Scheduler:
             num_tokens += self._collect_output(step, row, result, ends.get(row))
         self._stats.step_tokens.append(num_tokens)
         self._stats.num_prompt_tokens += record.num_prompt_tokens
+        encoding_ns = record.collected_ns - record.scheduled_ns if record.encoding_cost else 0
+        if encoding_ns > SLOW_ENCODING:
+            num_decoding = sum(request.decodes_until > 0 for request in self.running)
+            rest_ns = min(num_decoding, MAX_SHARES) * encoding_ns
+            self._rests_until_ns = record.collected_ns + rest_ns
 
     def _collect_output(
         self, step: Step, row: int, result: ModelRunnerOutput, end: OutputEnd | None
