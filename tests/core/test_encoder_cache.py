@@ -187,8 +187,8 @@ def test_a_request_whose_cached_prefix_ends_before_a_picture_waits_for_room():
     assert [log.token_ids(str(i)) for i in range(2)] == [solo(request) for request in requests]
 
 
-@pytest.mark.parametrize(("num_decoding", "rest"), [(0, 0), (1, 1), (3, 3), (7, 5)])
-def test_after_a_slow_picture_requests_decode_by_their_number(num_decoding, rest):
+@pytest.mark.parametrize(("num_texts", "rest"), [(0, 0), (1, 1), (3, 3), (7, 5)])
+def test_more_requests_decode_for_longer_after_a_slow_picture(num_texts, rest):
     now = 0
 
     class Slow(SeeingExecutor):
@@ -203,7 +203,7 @@ def test_after_a_slow_picture_requests_decode_by_their_number(num_decoding, rest
     engine = make_engine(num_blocks=256, executor_class=Slow, clock=lambda: now)
     engine.scheduler.encoder_cache = EncoderCacheManager(64)
     log = Log()
-    for number in range(num_decoding):
+    for number in range(num_texts):
         engine.handle(make_request(f"text-{number}", [1], 100))
         log.step(engine)
     for name in ("a", "b"):
