@@ -187,8 +187,8 @@ def test_a_request_whose_cached_prefix_ends_before_a_picture_waits_for_room():
     assert [log.token_ids(str(i)) for i in range(2)] == [solo(request) for request in requests]
 
 
-@pytest.mark.parametrize(("num_texts", "rest"), [(0, 0), (1, 1), (3, 3), (7, 5)])
-def test_more_requests_decode_for_longer_after_a_slow_picture(num_texts, rest):
+@pytest.mark.parametrize(("num_texts", "num_shares"), [(0, 0), (1, 1), (3, 3), (7, 5)])
+def test_more_requests_decode_for_longer_after_a_slow_picture(num_texts, num_shares):
     now = 0
 
     class Slow(SeeingExecutor):
@@ -211,7 +211,7 @@ def test_more_requests_decode_for_longer_after_a_slow_picture(num_texts, rest):
     log.run(engine)
     first = kinds.index(True)
     assert sum(kinds) == 2
-    assert kinds.index(True, first + 1) - first == 1 + 10 * rest
+    assert kinds.index(True, first + 1) - first == 1 + 10 * num_shares
 
 
 class Arrival(NamedTuple):
